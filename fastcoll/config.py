@@ -1,0 +1,64 @@
+"""The FASTCOLL_* settings in one table, each read from the environment when it is first used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UsageError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable: how to read it, its default, and what it means."""
+
+    parse: Callable[[str], Any]
+    default: Any
+    meaning: str
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("must be greater than 0")
+    return value
+
+
+SETTINGS: dict[str, Setting] = {
+    "FASTCOLL_TIMEOUT": Setting(_positive, 1800.0, "seconds a call may take when no timeout is given"),
+    "FASTCOLL_WARN_AFTER": Setting(
+        _positive, 10.0, "seconds after which a waiting rank names who is missing"
+    ),
+    "FASTCOLL_SHM_BYTES_PER_RANK": Setting(
+        int, 2 << 20, "shared memory a rank brings to each group, in bytes"
+    ),
+    "FASTCOLL_DEBUG": Setting(str, "WARN", "WARN, INFO or DEBUG: what is logged to stderr"),
+    "FASTCOLL_SECRET": Setting(str, "", "the job's shared secret; the store then authenticates both ways"),
+}
+
+_read: dict[str, Any] = {}
+
+
+def get(name: str) -> Any:
+    """The value of a setting, read from the environment once.
+
+    Raises:
+        UsageError: the variable's text cannot be understood.
+    """
+    if name not in _read:
+        setting = SETTINGS[name]
+        text = os.environ.get(name)
+        try:
+            _read[name] = setting.default if text is None else setting.parse(text)
+        except ValueError as error:
+            raise UsageError(
+                f"{name}={text!r} cannot be used ({error}); it is the {setting.meaning}"
+            ) from error
+    return _read[name]
+
+
+def forget() -> None:
+    """Read every setting from the environment anew at its next use."""
+    _read.clear()
