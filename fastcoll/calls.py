@@ -1,0 +1,111 @@
+"""The fingerprint of a collective call: two words that travel with its first message and are compared.
+
+    call   bits 0-7 operation, 8-15 dtype, 16-31 reduce operation, 32-55 root, 62 UNEVEN
+    shape  bytes that a rank contributes; ranks may differ in it when UNEVEN is set
+
+Every field can be read back, so that an error can show what each rank called.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .reduce_op import CUSTOM, NAMES, ReduceOp
+
+OPERATIONS = (
+    "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier"
+).split()
+_CODES = {name: code for code, name in enumerate(OPERATIONS)}
+_DTYPES = (
+    "none bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 "
+    "complex64 complex128"
+).split()
+_OTHER_DTYPE = 0x80
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+UNEVEN = 1 << 62
+_MASK = (1 << 64) - 1
+
+
+def encode(
+    operation: str,
+    dtype: np.dtype[Any] | None = None,
+    *,
+    op: ReduceOp | None = None,
+    root: int = 0,
+    uneven: bool = False,
+) -> int:
+    """The call word."""
+    return (
+        _CODES[operation]
+        | dtype_code(dtype) << 8
+        | (op.code if op is not None else 0) << 16
+        | root << 32
+        | (UNEVEN if uneven else 0)
+    )
+
+
+def dtype_code(dtype: np.dtype[Any] | None) -> int:
+    """A byte for a dtype: its place in a table, or seven bits of its description."""
+    if dtype is None:
+        return 0
+    if dtype.isnative and dtype.name in _DTYPES:
+        return _DTYPES.index(dtype.name)
+    return _OTHER_DTYPE | zlib.crc32(repr(dtype).encode()) & 0x7F
+
+
+def describe(call: int, shape: int) -> str:
+    """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`."""
+    operation = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
+    if operation == "barrier":
+        return "barrier()"
+    code = call >> 8 & 0xFF
+    dtype = _DTYPES[code] if code < len(_DTYPES) else f"another dtype ({code:#x})"
+    parts = [dtype, f"{shape} bytes" if shape >= 0 else "blocks of different sizes"]
+    if call & UNEVEN:
+        del parts[1]
+    elif shape >= 0 and 0 < code < len(_DTYPES):
+        parts[1] = f"{shape // np.dtype(_itemsize_name(dtype)).itemsize} elements"
+    if redop := call >> 16 & 0xFFFF:
+        parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
+    if operation in _ROOTED:
+        parts.append(f"root={call >> 32 & 0xFFFFFF}")
+    return f"{operation}({', '.join(parts)})"
+
+
+def _itemsize_name(name: str) -> str:
+    return "uint16" if name == "bfloat16" else name
+
+
+def pair(src: int, dst: int, nbytes: int) -> int:
+    """A number for "src gives dst so many bytes"; sums of these are equal when all sizes are (splitmix64)."""
+    mixed = (nbytes + 1) * 0x9E3779B97F4A7C15 + (src << 32) + dst & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31
+
+
+def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
+    """What a rank gives minus what it expects, as a signed word; over all ranks these add up to 0.
+
+    `gives[p]` and `takes[p]` are bytes to and from rank p; -1 for a pair that has no message.
+    """
+    total = sum(pair(rank, peer, n) for peer, n in enumerate(gives) if n >= 0)
+    total -= sum(pair(peer, rank, n) for peer, n in enumerate(takes) if n >= 0)
+    total &= _MASK
+    return total - (1 << 64) if total >> 63 else total
+
+
+def describe_differences(calls: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
+    """Who called what, equal calls together: `ranks 0, 2: barrier(); rank 1: ...`."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, call in zip(ranks, calls, strict=True):
+        groups.setdefault(call, []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(members) > 1 else ''} {', '.join(map(str, members))} called {describe(*call)}"
+        for call, members in groups.items()
+    )

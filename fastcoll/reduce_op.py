@@ -1,0 +1,109 @@
+"""Reduction operations: the predefined ones, a scaled sum, and a user's own function."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from .errors import UsageError
+
+
+class ReduceOp:
+    """How arrays of several ranks become one, element by element and in rank order.
+
+    Predefined: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR. AVG divides the sum by the number of
+    ranks (integers: truncated towards zero, as NCCL does). MIN and MAX hand NaN on, as
+    `numpy.minimum` does. On bool, SUM and MAX are "or", PRODUCT and MIN are "and", as in NumPy.
+
+    Attributes:
+        name: "SUM", ..., "PREMUL_SUM", or a custom function's name.
+        code: a small integer that all ranks agree on (custom: derived from the function's code).
+        factor: PREMUL_SUM's scalar, else None.
+        function: a custom operation's elementwise `f(a, b)`, else None.
+    """
+
+    SUM: ClassVar[ReduceOp]
+    AVG: ClassVar[ReduceOp]
+    PRODUCT: ClassVar[ReduceOp]
+    MIN: ClassVar[ReduceOp]
+    MAX: ClassVar[ReduceOp]
+    BAND: ClassVar[ReduceOp]
+    BOR: ClassVar[ReduceOp]
+    BXOR: ClassVar[ReduceOp]
+
+    __slots__ = ("code", "factor", "function", "name")
+
+    def __init__(
+        self,
+        name: str,
+        code: int,
+        *,
+        factor: Any = None,
+        function: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.code = code
+        self.factor = factor
+        self.function = function
+
+    @staticmethod
+    def PREMUL_SUM(factor: Any) -> ReduceOp:
+        """Multiply this rank's array by the scalar `factor`, then add over the ranks.
+
+        The factor may differ from rank to rank. Float and complex dtypes only.
+        """
+        return ReduceOp("PREMUL_SUM", PREMUL_SUM, factor=factor)
+
+    @staticmethod
+    def custom(function: Callable[[Any, Any], Any], name: str | None = None) -> ReduceOp:
+        """A reduction by an elementwise, associative `function(a, b)`, compiled by Numba.
+
+        It need not be commutative: ranks are combined in the order 0..n-1. It gets and returns
+        scalars of the array's dtype (records for structured dtypes). Make the ReduceOp once and
+        keep it, as each new one is compiled anew.
+
+        Raises:
+            UsageError: `function` cannot be called with two arguments.
+
+        Example:
+            >>> absmax = ReduceOp.custom(lambda a, b: a if abs(a) >= abs(b) else b, "absmax")
+        """
+        if not callable(function):
+            raise UsageError(f"ReduceOp.custom takes a function f(a, b), got {type(function).__name__}")
+        label = name or getattr(function, "__name__", "custom")
+        return ReduceOp(label, CUSTOM + _fingerprint(function, label), function=function)
+
+    def __repr__(self) -> str:
+        return f"ReduceOp.{self.name}" if self.factor is None else f"ReduceOp.{self.name}({self.factor!r})"
+
+
+# Codes fit in 16 bits: they travel in the word that ranks compare.
+SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM, CUSTOM = range(1, 11)
+NAMES = {code: name for name, code in list(globals().items()) if isinstance(code, int) and name.isupper()}
+
+for _code in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR):
+    setattr(ReduceOp, NAMES[_code], ReduceOp(NAMES[_code], _code))
+
+
+def _fingerprint(function: Callable[..., Any], label: str) -> int:
+    """15 bits that are the same for the same function on every rank (process-independent)."""
+    import zlib
+
+    code = getattr(getattr(function, "py_func", function), "__code__", None)
+    body = label.encode() if code is None else code.co_code + repr(code.co_names).encode() + label.encode()
+    return zlib.crc32(body) & 0x7FFF
+
+
+class _DeprecatedReduceOp:
+    """`reduce_op.SUM` and its kin of torch's first releases; use ReduceOp."""
+
+    def __getattr__(self, name: str) -> ReduceOp:
+        if name not in ("SUM", "PRODUCT", "MIN", "MAX"):
+            raise AttributeError(f"reduce_op has SUM, PRODUCT, MIN and MAX, not {name}; use ReduceOp")
+        warnings.warn("fastcoll.reduce_op is deprecated, use fastcoll.ReduceOp", FutureWarning, stacklevel=2)
+        op: ReduceOp = getattr(ReduceOp, name)
+        return op
+
+
+reduce_op = _DeprecatedReduceOp()
