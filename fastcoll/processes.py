@@ -1,0 +1,187 @@
+"""The identity of a process, and the proof that it is dead.
+
+A process is named by its pid and the clock tick at which it started, within a boot and a pid
+namespace, so that a recycled pid is never taken for a living peer. Death is seen through a pidfd,
+which becomes readable when the process has ended (a zombie has ended). The pidfds are kept in one
+table, because groups look every few milliseconds while they wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessId:
+    """One process, for as long as the machine is up.
+
+    Attributes:
+        host: the node's name, for messages only.
+        pid: its number inside `pid_namespace`.
+        start_time: clock ticks after boot, field 22 of /proc/PID/stat.
+        boot_id: the kernel's random name of this boot; equal means the same machine.
+        pid_namespace: the name of the namespace that `pid` belongs to.
+    """
+
+    host: str
+    pid: int
+    start_time: int
+    boot_id: str
+    pid_namespace: str
+
+    def __str__(self) -> str:
+        return f"process {self.where}"
+
+    @property
+    def where(self) -> str:
+        """`host:pid`, as messages show it."""
+        return f"{self.host}:{self.pid}"
+
+    def alive(self) -> bool | None:
+        """Whether the process runs; None when that cannot be known from here."""
+        if not in_sight(self):
+            return None
+        return not dead_among([self])
+
+
+P = TypeVar("P", bound=ProcessId)
+
+
+def this_process() -> ProcessId:
+    """The calling process."""
+    return ProcessId(**identity_here())
+
+
+def identity_here() -> dict[str, Any]:
+    """The fields of ProcessId for the calling process."""
+    return {
+        "host": os.uname().nodename,
+        "pid": os.getpid(),
+        "start_time": _status(os.getpid())[1],
+        "boot_id": _boot_id(),
+        "pid_namespace": _pid_namespace(),
+    }
+
+
+def in_sight(process: ProcessId) -> bool:
+    """Whether this process can tell if `process` lives: same boot, same pid namespace."""
+    return process.boot_id == _boot_id() and process.pid_namespace == _pid_namespace()
+
+
+def read_process(record: object) -> ProcessId:
+    """The process that `dataclasses.asdict` made into `record`.
+
+    Raises:
+        ValueError: the record is anything else.
+    """
+    return ProcessId(**checked_fields(ProcessId, record))
+
+
+def checked_fields(kind: type[ProcessId], record: object) -> Mapping[str, Any]:
+    """`record`, proven to hold exactly the fields of `kind`, each a str or an int as declared.
+
+    Raises:
+        ValueError: a field is missing, unknown or of another type.
+    """
+    # `from __future__ import annotations` makes the declared types texts.
+    expected = {field.name: {"int": int, "str": str}[str(field.type)] for field in fields(kind)}
+    if not isinstance(record, dict) or set(record) != set(expected):
+        raise ValueError(f"expected the fields {', '.join(expected)}")
+    for name, value in record.items():
+        if type(value) is not expected[name]:
+            raise ValueError(f"{name} must be {expected[name].__name__}, got {value!r}")
+    return record
+
+
+def dead_among(processes: Iterable[P]) -> list[P]:
+    """Those that are proven dead; one whose state cannot be known from here counts as alive.
+
+    One poll(2) without waiting, cheap enough for every 50 ms. Never blocks.
+    """
+    with _lock:
+        watched = [(process, _watch(process)) for process in processes if in_sight(process)]
+        ended = {fd for fd, _ in _poller.poll(0)} if _watched else set()
+        return [
+            process for process, state in watched if state is None or state in ended or _gone(state, process)
+        ]
+
+
+def forget(processes: Iterable[ProcessId]) -> None:
+    """Close what is held open to watch `processes`; a later look opens it anew."""
+    with _lock:
+        for process in processes:
+            state = _watched.pop(_key(process), None)
+            if state is not None and state >= 0:
+                _poller.unregister(state)
+                os.close(state)
+
+
+_UNWATCHABLE = -1
+_lock = threading.Lock()
+_poller = select.poll()
+# (pid, start time) -> its pidfd; None: seen dead; _UNWATCHABLE: no pidfd to be had, so /proc is read.
+_watched: dict[tuple[int, int], int | None] = {}
+
+
+def _key(process: ProcessId) -> tuple[int, int]:
+    return process.pid, process.start_time
+
+
+def _watch(process: ProcessId) -> int | None:
+    key = _key(process)
+    if key not in _watched:
+        _watched[key] = _open(process)
+    return _watched[key]
+
+
+def _open(process: ProcessId) -> int | None:
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    except OSError:  # out of descriptors, or a kernel or sandbox without pidfds
+        return _UNWATCHABLE
+    # Looked at after opening: from here on the pidfd stands for this very process.
+    if _recycled(process):
+        os.close(fd)
+        return None
+    _poller.register(fd, select.POLLIN)
+    return fd
+
+
+def _gone(state: int, process: ProcessId) -> bool:
+    return state == _UNWATCHABLE and _recycled(process)
+
+
+def _recycled(process: ProcessId) -> bool:
+    """Whether the pid is free, a zombie's, or another process's by now."""
+    try:
+        state, started = _status(process.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX" or started != process.start_time
+
+
+def _status(pid: int) -> tuple[str, int]:
+    """State letter and start time of a process, from /proc/PID/stat."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The command (field 2) may hold spaces and parentheses; fields count from the last one.
+        rest = file.read().rpartition(b")")[2].split()
+    return rest[0].decode(), int(rest[19])
+
+
+@functools.cache
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+@functools.cache
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")

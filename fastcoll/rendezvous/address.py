@@ -1,0 +1,110 @@
+"""Names, addresses and listening sockets: what of the network a store needs to know."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import socket
+
+from ..errors import ResourceError, UsageError
+from .port_holder import port_holder
+
+logger = logging.getLogger("fastcoll")
+
+SockAddr = tuple[str, int] | tuple[str, int, int, int]
+# Where a datagram socket is "connected" to learn which of our addresses faces the network: nothing is
+# sent, and these blocks are reserved for documentation (RFC 5737, RFC 3849).
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+
+
+def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, SockAddr]]:
+    """The TCP addresses of `host`, IPv4 first, so that both ends of `localhost` choose alike.
+
+    Raises:
+        OSError: the name is not known (perhaps not yet).
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    pairs = {(family, address): None for family, _, _, _, address in found}
+    return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)  # type: ignore[arg-type]
+
+
+def shown(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket on `host` only; port 0 takes a free one.
+
+    Raises:
+        UsageError: `host` is not an address of this machine.
+        ResourceError: the port is in use (with its holder, where that can be seen) or not allowed.
+    """
+    try:
+        choices = resolve(_bindable(host), port)
+    except OSError as error:
+        raise UsageError(f"the store's host {host!r} has no address here ({error})") from error
+    family, address = choices[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from error
+    return listener
+
+
+def _bindable(host: str) -> str:
+    """`host`, or every address where a machine's own name means loopback to itself alone.
+
+    Debian writes 127.0.1.1 for the machine's name into /etc/hosts, while other machines resolve the
+    same name to an address of the network and come in there.
+    """
+    if host == "localhost" or _is_address(host):
+        return host
+    addresses = [str(address[0]) for _, address in resolve(host, 0)]
+    if all(ipaddress.ip_address(text.partition("%")[0]).is_loopback for text in addresses):
+        logger.info("the name %s means loopback on this machine; the store listens on all addresses", host)
+        return "0.0.0.0"
+    return host
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UsageError | ResourceError:
+    where = shown(host, port)
+    if error.errno == errno.EADDRINUSE:
+        holder = port_holder(port) or "a process that cannot be seen from here"
+        return ResourceError(
+            f"the store cannot listen on {where}: the port is in use by {holder}; end that process or "
+            "choose another port (MASTER_PORT, or the port of the init_method)"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return UsageError(
+            f"the store cannot listen on {where}: that is no address of this machine "
+            f"({socket.gethostname()}), where rank 0 runs; give an address of the machine of rank 0"
+        )
+    return ResourceError(f"the store cannot listen on {where}: {error.strerror}")
+
+
+def own_address(towards: str | None = None) -> str:
+    """The address of this machine that faces `towards` (None: the network); loopback without one."""
+    for target in (towards,) if towards is not None else _ELSEWHERE:
+        family = socket.AF_INET6 if ":" in target else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "::1" if towards is not None and ":" in towards else "127.0.0.1"

@@ -1,0 +1,222 @@
+"""What a launcher tells its processes through the environment, as a pure function of a mapping.
+
+Known are torch-style launchers (fastcoll.launch, torchrun, by hand), Open MPI, MPICH and Intel MPI
+(Hydra), MVAPICH and Slurm. A mistake here starts worlds that wait for each other for ever, so sources
+that disagree are an error. Two nestings are usual and allowed: Slurm's variables are the outermost and
+count only when nobody else speaks, and a torch-style agent (known by LOCAL_WORLD_SIZE) is the innermost.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from .nodelist import first_host
+
+
+@dataclass(frozen=True)
+class Source:
+    """The names of one launcher's variables."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+TORCH = Source("environment", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPEN_MPI = Source(
+    "Open MPI",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+HYDRA = Source("MPICH/Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+MVAPICH = Source(
+    "MVAPICH",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+SLURM = Source("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+MPI_SOURCES = (OPEN_MPI, HYDRA, MVAPICH)
+
+
+@dataclass(frozen=True)
+class Detected:
+    """What was found; None where nothing was said.
+
+    Attributes:
+        source: the launchers that spoke, or "" for none.
+        rank_variable: the variable that `rank` comes from, or "".
+        found: the variables that were set, for messages.
+        job_id: names the job on all of its nodes, where the launcher has such a name.
+    """
+
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    source: str = ""
+    rank_variable: str = ""
+    found: tuple[str, ...] = ()
+    job_id: str | None = None
+
+    @property
+    def on_one_node(self) -> bool:
+        """Whether the launcher says that all ranks run on this machine."""
+        return self.world_size is not None and self.local_size == self.world_size
+
+
+@dataclass(frozen=True)
+class _Reading:
+    source: Source
+    rank: int | None
+    size: int | None
+    local_rank: int | None
+    local_size: int | None
+
+
+def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int | None = None) -> Detected:
+    """Rank, world size and meeting place as the environment has them.
+
+    A `rank` or `world_size` that is given here wins over whatever the environment says of it.
+
+    Raises:
+        UsageError: a variable is no number or out of range, or two sources disagree.
+    """
+    readings = _readings(environ)
+    rank_variable = next((reading.source.rank for reading in readings if reading.rank is not None), "")
+    rank = _agreed(readings, "rank") if rank is None else rank
+    world_size = _agreed(readings, "size") if world_size is None else world_size
+    if rank is not None and world_size is not None and not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} ({rank_variable or 'passed'}) is not in a world of {world_size}")
+    slurm = _slurm_leads(environ, rank, world_size)
+    return Detected(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_first(reading.local_rank for reading in readings),
+        local_size=_first(reading.local_size for reading in readings),
+        master_addr=environ.get("MASTER_ADDR") or (_slurm_master(environ) if slurm else None),
+        master_port=_number(environ, "MASTER_PORT", 1, 65535),
+        source=", ".join(reading.source.name for reading in readings),
+        rank_variable=rank_variable,
+        found=_found(environ, readings),
+        job_id=_job_id(environ, slurm),
+    )
+
+
+def derived_port(job_id: str) -> int:
+    """The port that all nodes of a job meet at when none was given: 10000 to 59999."""
+    return 10000 + zlib.crc32(job_id.encode()) % 50000
+
+
+def _readings(environ: Mapping[str, str]) -> list[_Reading]:
+    torch = _read(environ, TORCH)
+    if torch is not None and torch.rank is not None and TORCH.local_size in environ:
+        return [torch]
+    spoken = [reading for source in MPI_SOURCES if (reading := _read(environ, source)) is not None]
+    if torch is not None:
+        spoken.insert(0, torch)
+    if all(reading.rank is None for reading in spoken) and not _slurm_is_interactive(environ):
+        slurm = _read_slurm(environ)
+        if slurm is not None:
+            spoken.append(slurm)
+    return spoken
+
+
+def _read(environ: Mapping[str, str], source: Source) -> _Reading | None:
+    if source.rank not in environ and source.size not in environ:
+        return None
+    return _Reading(
+        source,
+        _number(environ, source.rank, 0),
+        _number(environ, source.size, 1),
+        _number(environ, source.local_rank, 0),
+        _number(environ, source.local_size, 1),
+    )
+
+
+def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
+    """Slurm's task; its SLURM_NTASKS is the job's, a step (srun -n) may have fewer."""
+    if SLURM.rank not in environ or SLURM.size not in environ:
+        return None
+    size = _number(environ, "SLURM_STEP_NUM_TASKS", 1) or _number(environ, SLURM.size, 1)
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1) or _number(environ, "SLURM_JOB_NUM_NODES", 1)
+    local_size = size if nodes == 1 else None
+    rank, local_rank = _number(environ, SLURM.rank, 0), _number(environ, SLURM.local_rank, 0)
+    return _Reading(SLURM, rank, size, local_rank, local_size)
+
+
+def _agreed(readings: list[_Reading], what: str) -> int | None:
+    """The value that all readings share.
+
+    Raises:
+        UsageError: two of them differ.
+    """
+    said = [
+        (getattr(reading.source, what), value)
+        for reading in readings
+        if (value := getattr(reading, what)) is not None
+    ]
+    for variable, value in said[1:]:
+        if value != said[0][1]:
+            raise UsageError(
+                f"the environment disagrees with itself: {said[0][0]}={said[0][1]}, but {variable}={value}; unset "
+                "one of them, or pass rank and world_size"
+            )
+    return said[0][1] if said else None
+
+
+def _slurm_is_interactive(environ: Mapping[str, str]) -> bool:
+    return environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+
+
+def _slurm_leads(environ: Mapping[str, str], rank: int | None, world_size: int | None) -> bool:
+    """Whether Slurm started exactly this world, so that its first node has rank 0."""
+    if _slurm_is_interactive(environ):
+        return False
+    slurm = _read_slurm(environ)
+    return slurm is not None and rank is not None and (slurm.rank, slurm.size) == (rank, world_size)
+
+
+def _slurm_master(environ: Mapping[str, str]) -> str | None:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            return first_host(environ[name])
+    return None
+
+
+def _job_id(environ: Mapping[str, str], slurm: bool) -> str | None:
+    if slurm and "SLURM_JOB_ID" in environ:
+        step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+        return f"slurm {environ['SLURM_JOB_ID']}.{step}"
+    if OPEN_MPI.rank in environ:
+        name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+        return f"pmix {name}" if name else None
+    return None
+
+
+def _found(environ: Mapping[str, str], readings: list[_Reading]) -> tuple[str, ...]:
+    names = [name for reading in readings for name in (reading.source.rank, reading.source.size)]
+    return tuple(name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name in environ)
+
+
+def _first(values: Iterable[int | None]) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int = 1 << 31) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    if not text.strip().isdecimal() or not lowest <= int(text) <= highest:
+        raise UsageError(f"{name}={text!r} must be a whole number from {lowest} to {highest}")
+    return int(text)

@@ -1,0 +1,175 @@
+"""tcp:// with a multicast address: candidates find one another, one leads, ranks are assigned."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from .. import config
+from ..errors import StoreTimeoutError, UsageError
+from .address import own_address, shown
+from .announcement import MAX_DATAGRAM, Announcement, job_digest
+from .arrivals import FullError, MovedError, arrive, call_off
+from .election import Election
+from .multicast_socket import MulticastSocket
+from .outcome import Rendezvous
+from .tcp_store import TCPStore
+
+_ANNOUNCE_SECONDS = 0.1
+_CONNECT_SECONDS = 2.0
+# How long a leader that gave way keeps its store, for followers to learn of it.
+_GIVING_WAY_SECONDS = 2.0
+_FAREWELLS = 3
+
+
+def meet_by_multicast(
+    address: str, port: int, rank: int | None, world_size: int, timeout: float, group_name: str = ""
+) -> Rendezvous:
+    """Meet the other processes that announce themselves at a multicast address.
+
+    Ranks go by arrival, except for those that ask for one. `group_name`, and the job's secret where
+    there is one, keep jobs apart that use the same address.
+
+    Raises:
+        UsageError: world sizes differ, or two processes ask for one rank; both are named.
+        PeerDiedError: a process that had come has ended.
+        StoreTimeoutError: not all came in time; the message names those that did.
+        ResourceError: the machine cannot take part in the group.
+    """
+    with MulticastSocket(address, port) as group:
+        candidate = _Candidate(group, shown(address, port), world_size, timeout, group_name)
+        while True:
+            offer = candidate.await_offer()
+            try:
+                if offer is None:
+                    return candidate.lead(own_address(address), rank)
+                return candidate.follow(offer, rank)
+            except MovedError:
+                continue
+
+
+class _Candidate:
+    """This process while it looks for the others."""
+
+    def __init__(
+        self, group: MulticastSocket, where: str, world_size: int, timeout: float, group_name: str
+    ) -> None:
+        self._group = group
+        self._where = where
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._secret = str(config.get("FASTCOLL_SECRET")).encode()
+        self._job = job_digest(group_name)
+        self._started = time.time()
+        self._election = Election(os.urandom(16).hex(), world_size)
+        self._address, self._port = "", 0
+
+    def await_offer(self) -> Announcement | None:
+        """Announce and listen until there is an offer to follow; None: this process is to lead."""
+        while True:
+            self._announce()
+            self._listen(_ANNOUNCE_SECONDS)
+            now = time.monotonic()
+            offer = self._election.offer(now)
+            if offer is not None:
+                return offer
+            if self._election.should_lead(now):
+                return None
+            if now >= self._deadline:
+                raise self._alone(now)
+
+    def lead(self, address: str, rank: int | None) -> Rendezvous:
+        """Offer a store until the world is full.
+
+        Raises:
+            MovedError: another leads.
+        """
+        store = TCPStore(address, 0, is_master=True, timeout=self._timeout)
+        linger = 0.0
+        try:
+            self._address, self._port = address, store.port
+            assigned = arrive(
+                store, rank, self._election.world_size, self._left(), lambda: self._keep_leading(store)
+            )
+            return Rendezvous(store, assigned, self._election.world_size, store.local_address)
+        except MovedError:
+            linger = _GIVING_WAY_SECONDS
+            store.close(linger)
+            raise
+        except BaseException:
+            store.close()
+            raise
+        finally:
+            self._address, self._port = "", 0
+
+    def follow(self, offer: Announcement, rank: int | None) -> Rendezvous:
+        """Go to the store of another.
+
+        Raises:
+            MovedError: there is nothing, or no place, or it was called off.
+        """
+        try:
+            store = TCPStore(offer.address, offer.port, timeout=min(self._left(), _CONNECT_SECONDS))
+        except StoreTimeoutError as error:
+            self._election.pass_over(offer.nonce)
+            raise MovedError from error
+        store.set_timeout(self._timeout)
+        try:
+            assigned = arrive(store, rank, self._election.world_size, self._left())
+            return Rendezvous(store, assigned, self._election.world_size, store.local_address)
+        except (FullError, MovedError) as error:
+            store.close()
+            self._election.pass_over(offer.nonce)
+            raise MovedError from error
+        except BaseException:
+            store.close()
+            raise
+
+    def _keep_leading(self, store: TCPStore) -> None:
+        self._announce()
+        self._listen(0.0)
+        if self._election.lower_offer(time.monotonic()) is not None and call_off(store):
+            raise MovedError
+
+    def _announce(self) -> None:
+        self._group.send(self._myself().to_bytes(self._secret))
+
+    def _listen(self, seconds: float) -> None:
+        for data in self._group.receive(seconds, MAX_DATAGRAM):
+            announcement = Announcement.from_bytes(data, self._secret)
+            if announcement is None or announcement.job != self._job:
+                continue
+            if announcement.world_size != self._election.world_size:
+                self._disagree(announcement)
+            self._election.hear(announcement, time.monotonic())
+
+    def _disagree(self, other: Announcement) -> None:
+        for _ in range(_FAREWELLS):  # the other must hear of us, too
+            self._announce()
+        mine = self._myself()
+        raise UsageError(
+            f"the processes at {self._where} disagree about the world size: {other.where} has {other.world_size}, "
+            f"{mine.where} has {mine.world_size}; start all with the same, or give each job a group_name"
+        )
+
+    def _myself(self) -> Announcement:
+        return Announcement(
+            job=self._job,
+            nonce=self._election.nonce,
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            time=self._started,
+            world_size=self._election.world_size,
+            address=self._address,
+            port=self._port,
+        )
+
+    def _alone(self, now: float) -> StoreTimeoutError:
+        others = ", ".join(other.where for other in self._election.fresh(now)) or "nobody"
+        return StoreTimeoutError(
+            f"fewer than {self._election.world_size} processes met at {self._where} within {self._timeout:g} s; "
+            f"{self._myself().where} heard {others}"
+        )
+
+    def _left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)

@@ -1,0 +1,36 @@
+"""What every way of finding one another ends in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .store import Store
+from .tcp_store import TCPStore
+
+
+@dataclass
+class Rendezvous:
+    """A place in the world, and the store that all its ranks share.
+
+    Attributes:
+        store: shared by all ranks; it belongs to the rendezvous.
+        rank, world_size: this process's place.
+        host: the address at which the other ranks see this node.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    host: str
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close the store and with it the server or file behind it. Closing twice is fine.
+
+        Args:
+            linger: seconds that the process which serves the store waits, at most, for the other
+                ranks to leave first.
+        """
+        if isinstance(self.store, TCPStore):
+            self.store.close(linger)
+        else:
+            self.store.close()

@@ -1,0 +1,70 @@
+"""PrefixStore: a view of another store in which every key carries a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from ..work import Timeout
+from .store import Store
+
+
+class PrefixStore(Store):
+    """`store` with every key written as `prefix/key`, so that several users of it never meet.
+
+    The timeout is the store's own, for all its views; `num_keys` counts all its keys. Closing a view
+    leaves the store open.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        self.prefix = prefix
+        self.underlying_store = store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.underlying_store.set(self._name(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self.underlying_store.get(self._name(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self.underlying_store.add(self._name(key), amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self.underlying_store.check(self._names(keys))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
+        if timeout is None:
+            self.underlying_store.wait(self._names(keys))
+        else:
+            self.underlying_store.wait(self._names(keys), timeout)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.underlying_store.multi_get(self._names(keys))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        self.underlying_store.multi_set(self._names(keys), values)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self.underlying_store.compare_set(self._name(key), expected, desired)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self.underlying_store.append(self._name(key), value)
+
+    def delete_key(self, key: str) -> bool:
+        return self.underlying_store.delete_key(self._name(key))
+
+    def num_keys(self) -> int:
+        return self.underlying_store.num_keys()
+
+    @property
+    def timeout(self) -> timedelta:
+        return self.underlying_store.timeout
+
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        self.underlying_store.set_timeout(timeout)
+
+    def _name(self, key: str) -> str:
+        return f"{self.prefix}/{key}"
+
+    def _names(self, keys: Sequence[str]) -> list[str]:
+        return [self._name(key) for key in keys]

@@ -1,0 +1,161 @@
+"""Store, the contract of every key-value store through which ranks find one another.
+
+The interface is torch.distributed's. A subclass must bring `set`, `get`, `add` and `check`; the base
+makes `wait`, `multi_get` and `multi_set` from them. What cannot be made from them without a race
+(`compare_set`, `append`, `delete_key`, `num_keys`) is refused by name until the subclass brings it.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import NoReturn, TypeVar
+
+from ..errors import StoreTimeoutError, UnavailableError, UsageError
+from ..work import Timeout, seconds
+
+S = TypeVar("S", bound="Store")
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+
+class Store(ABC):
+    """Keys (text) and values (bytes) that all ranks share.
+
+    Every operation is atomic. Blocking ones (`get`, `multi_get`, `wait`) end with the store's
+    timeout and let Ctrl-C through. After `close` every operation raises StoreError.
+    """
+
+    _timeout: float = DEFAULT_TIMEOUT.total_seconds()
+
+    @abstractmethod
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store `value` under `key`, replacing what was there. Does not wait for others."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """The value of `key`, once it is set.
+
+        Raises:
+            StoreTimeoutError: it was not set within the store's timeout.
+        """
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Add `amount` to the whole number under `key` (missing: 0) and return the sum.
+
+        The value is kept as decimal text. Does not wait for others.
+        """
+
+    @abstractmethod
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all `keys` are set, now."""
+
+    def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
+        """Block until all `keys` are set.
+
+        Args:
+            timeout: seconds or timedelta; None is the store's timeout.
+
+        Raises:
+            StoreTimeoutError: some key was not set in time. A subclass's own `wait` must raise a
+                TimeoutError too.
+        """
+        limit = self._limit(timeout)
+        deadline = time.monotonic() + limit
+        pause = 0.001
+        while not self.check(keys):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = [key for key in keys if not self.check([key])]
+                raise not_set(missing or list(keys), limit)
+            time.sleep(min(pause, left))
+            pause = min(pause * 2, 0.05)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of all `keys`, once they are set."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set each of `keys` to the value at the same place in `values`.
+
+        Raises:
+            UsageError: the lengths differ.
+        """
+        for key, value in pairs(keys, values):
+            self.set(key, value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set `key` to `desired` if its value is `expected`, and return the value after the call.
+
+        An empty `expected` also stands for a missing key. A missing key with another `expected`
+        stays missing, and `expected` is returned.
+        """
+        self._refuse("compare_set")
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Put `value` behind what is under `key` (missing: nothing). Does not wait for others."""
+        self._refuse("append")
+
+    def delete_key(self, key: str) -> bool:
+        """Remove `key`; whether it was there."""
+        self._refuse("delete_key")
+
+    def num_keys(self) -> int:
+        """How many keys are set."""
+        self._refuse("num_keys")
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long blocking operations wait."""
+        return timedelta(seconds=self._timeout)
+
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        """Let blocking operations wait for `timeout` (timedelta, or seconds)."""
+        self._timeout = self._limit(timeout)
+
+    def close(self) -> None:  # noqa: B027 - a store that holds nothing has nothing to close
+        """Let go of what the store holds open. Closing twice is fine."""
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _limit(self, timeout: Timeout) -> float:
+        limit = seconds(timeout, self._timeout)
+        if not 0 <= limit <= MAX_TIMEOUT:
+            raise UsageError(f"a store's timeout is 0 to {MAX_TIMEOUT:g} s, got {timeout!r}")
+        return limit
+
+    def _refuse(self, method: str) -> NoReturn:
+        name = type(self).__name__
+        raise UnavailableError(f"{name} has no {method}; override Store.{method} in {name} to use it")
+
+
+MAX_TIMEOUT = 1e9
+
+
+def pairs(keys: Sequence[str], values: Sequence[str | bytes]) -> list[tuple[str, str | bytes]]:
+    """Keys with their values.
+
+    Raises:
+        UsageError: the lengths differ.
+    """
+    if len(keys) != len(values):
+        raise UsageError(
+            f"multi_set got {len(keys)} keys and {len(values)} values; give a value for each key"
+        )
+    return list(zip(keys, values, strict=True))
+
+
+def not_set(keys: Sequence[str], limit: float) -> StoreTimeoutError:
+    """The error for keys that nobody set within `limit` seconds."""
+    shown = ", ".join(repr(key) for key in keys[:8]) + (", ..." if len(keys) > 8 else "")
+    return StoreTimeoutError(f"{shown} was not set in the store within {limit:g} s")

@@ -1,0 +1,232 @@
+"""The thread that serves a TCP store: it moves bytes between sockets and the StoreServer, no more."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+
+from .address import listen
+from .store_protocol import StoreServer
+
+logger = logging.getLogger("fastcoll")
+
+_CHUNK = 64 << 10
+_ACCEPTS_AT_ONCE = 128
+_PAUSE_SECONDS = 0.2  # how long no connection is taken after the process ran out of descriptors
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass
+class _Link:
+    """One connection: what is still to be sent, and whether it closes after that."""
+
+    socket: socket.socket
+    out: bytearray = field(default_factory=bytearray)
+
+
+class TCPServer:
+    """A store's server on `host`:`port` (0: a free one), on a daemon thread of its own.
+
+    Raises:
+        UsageError, ResourceError: it cannot listen there; see `listen`.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes) -> None:
+        self._listener = listen(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._core = StoreServer(secret)
+        self._links: dict[int, _Link] = {}
+        self._next_peer = 0
+        self._paused_until = 0.0
+        self._stop_at: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name=f"fastcoll-store-{self.port}", daemon=True)
+        _close_in_forked_children(self)
+        self._thread.start()
+
+    def close(self, linger: float = 0.0) -> None:
+        """Stop serving, after at most `linger` seconds for connected clients to leave by themselves.
+
+        Closing twice is fine.
+        """
+        self._stop_at = time.monotonic() + linger
+        try:
+            self._wake_write.send(b"x")
+        except OSError:
+            return
+        self._thread.join()
+        self._wake_write.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._finished():
+                self._turn()
+        finally:
+            self._close_all()
+
+    def _finished(self) -> bool:
+        if self._stop_at is None:
+            return False
+        return not self._links or time.monotonic() >= self._stop_at
+
+    def _turn(self) -> None:
+        for key, events in self._selector.select(self._patience()):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_read:
+                self._drain_wake()
+            else:
+                self._serve(key.data, events)
+            self._carry_out()
+        self._core.expire(time.monotonic())
+        self._carry_out()
+        if self._paused_until and time.monotonic() >= self._paused_until:
+            self._paused_until = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+
+    def _patience(self) -> float | None:
+        due = [
+            at
+            for at in (self._core.next_deadline(), self._stop_at, self._paused_until or None)
+            if at is not None
+        ]
+        return max(min(due) - time.monotonic(), 0.0) if due else None
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _OUT_OF_DESCRIPTORS:
+                    self._pause_accepting(error)
+                return
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            peer, self._next_peer = self._next_peer, self._next_peer + 1
+            self._links[peer] = _Link(connection)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            self._core.connect(peer, time.monotonic())
+
+    def _pause_accepting(self, error: OSError) -> None:
+        logger.warning(
+            "the store cannot take more than %d connections (%s); raise the limit with ulimit -n",
+            len(self._links),
+            error.strerror,
+        )
+        self._selector.unregister(self._listener)
+        self._paused_until = time.monotonic() + _PAUSE_SECONDS
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_read.recv(16)
+
+    def _serve(self, peer: int, events: int) -> None:
+        link = self._links.get(peer)
+        if link is None:
+            return
+        if events & selectors.EVENT_WRITE:
+            self._flush(peer, link)
+            return
+        try:
+            data = link.socket.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._core.receive(peer, data, time.monotonic())
+        else:
+            self._core.disconnect(peer)
+            self._close(peer)
+
+    def _carry_out(self) -> None:
+        """Send and close what the core decided."""
+        outbox, self._core.outbox = self._core.outbox, []
+        drops, self._core.drops = self._core.drops, []
+        for peer, data in outbox:
+            link = self._links.get(peer)
+            if link is not None:
+                link.out += data
+                self._flush(peer, link)
+        for peer, reason in drops:
+            if peer in self._links:
+                logger.debug("store on port %d: dropped %s: %s", self.port, _name(self._links[peer]), reason)
+                self._close(peer)
+
+    def _flush(self, peer: int, link: _Link) -> None:
+        """Send what can be sent. While some is left the peer is not read: it must take its answer first."""
+        try:
+            while link.out:
+                del link.out[: link.socket.send(memoryview(link.out)[: 4 * _CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._core.disconnect(peer)
+            self._close(peer)
+            return
+        wanted = selectors.EVENT_WRITE if link.out else selectors.EVENT_READ
+        if self._selector.get_key(link.socket).events != wanted:
+            self._selector.modify(link.socket, wanted, peer)
+
+    def _close(self, peer: int) -> None:
+        link = self._links.pop(peer)
+        self._selector.unregister(link.socket)
+        link.socket.close()
+
+    def _close_all(self) -> None:
+        for peer in list(self._links):
+            self._close(peer)
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for link in self._links.values():
+            link.socket.close()
+        self._listener.close()
+        self._selector.close()
+        self._wake_read.close()
+
+
+def _name(link: _Link) -> str:
+    try:
+        return str(link.socket.getpeername())
+    except OSError:
+        return "a connection that is gone"
+
+
+_servers: weakref.WeakSet[TCPServer] = weakref.WeakSet()
+_hook_installed = False
+
+
+def _close_in_forked_children(server: TCPServer) -> None:
+    """See to it that a forked child drops its copies of the server's sockets.
+
+    The child has no thread to serve them, and clients would not notice the parent's death while a
+    copy is open.
+    """
+    global _hook_installed
+    _servers.add(server)
+    if not _hook_installed:
+        os.register_at_fork(after_in_child=_drop_inherited)
+        _hook_installed = True
+
+
+def _drop_inherited() -> None:
+    for server in list(_servers):
+        server._close_descriptors()
+        server._wake_write.close()
+    _servers.clear()
