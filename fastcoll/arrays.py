@@ -1,0 +1,208 @@
+"""The border for arrays: any CPU array becomes a C-contiguous ndarray over its memory, or is refused with the cure.
+
+What cannot be used in place is packed: a strided array travels as a contiguous copy, which `finish` writes back
+where the call had to write. Inside the border every array is an exact `numpy.ndarray`, C-contiguous, without
+objects, and writable where the call writes. Nothing is ever converted to another dtype.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import ArrayError, UnavailableError, UsageError
+
+Array = np.ndarray[Any, Any]
+
+_DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost (dlpack.h)
+_NEVER_COPY: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
+
+
+class Adopted:
+    """An array as the backends use it, and what is owed to the caller's.
+
+    Attributes:
+        array: C-contiguous; the caller's own memory, or a packed copy of it.
+    """
+
+    __slots__ = ("_owner", "array")
+
+    def __init__(self, array: Array, owner: Array | None = None) -> None:
+        self.array = array
+        self._owner = owner
+
+    def finish(self) -> None:
+        """Write the packed copy of a writable array back; nothing to do for any other."""
+        if self._owner is not None:
+            self._owner[...] = self.array
+
+
+def adopt(x: Any, *, writable: bool, what: str = "tensor") -> Adopted:
+    """Take an array in: NumPy's, torch's on the CPU, or one that speaks DLPack, the array interface or buffers.
+
+    Args:
+        x: the caller's array, of any number of dimensions, also 0; NumPy scalars too, where they are only read.
+        writable: whether the call writes into it.
+        what: the argument's name, for messages.
+
+    Raises:
+        ArrayError: it is no array, has objects, is not in host memory, or cannot be written to.
+        UnavailableError: a bfloat16 tensor without the package ml_dtypes.
+    """
+    array = x if type(x) is np.ndarray else _as_ndarray(x, what, writable)
+    if array.dtype.hasobject:
+        raise ArrayError(
+            f"{what} is a {_describe(array)}, whose elements are Python objects; "
+            "give it a fixed-size dtype with .astype, or use the object collectives"
+        )
+    flags = array.flags
+    if writable and not flags.writeable:
+        raise ArrayError(
+            f"{what} is a read-only {_describe(array)}, and the result goes there; give a writable copy of it"
+        )
+    if flags.c_contiguous:
+        return Adopted(array)
+    if not writable:
+        return Adopted(array.copy(order="C"))
+    if _may_overlap(array):
+        raise ArrayError(
+            f"{what} is a {_describe(array)} with strides {array.strides}, so that elements share memory, "
+            "and the result goes there; give a copy of it"
+        )
+    return Adopted(array.copy(order="C"), owner=array)
+
+
+def adopt_list(xs: Sequence[Any], n: int, *, writable: bool, what: str) -> list[Adopted]:
+    """Take in a list of exactly `n` arrays, one a rank.
+
+    Raises:
+        UsageError: it is no list or tuple, or has another length.
+        ArrayError: an item cannot be used; the message has its index.
+    """
+    if not isinstance(xs, Sequence) or isinstance(xs, str | bytes | bytearray | memoryview):
+        raise UsageError(f"{what} must be a list of {n} arrays, got {type(xs).__name__}")
+    if len(xs) != n:
+        raise UsageError(f"{what} must have {n} arrays, one a rank, got {len(xs)}")
+    return [adopt(x, writable=writable, what=f"{what}[{index}]") for index, x in enumerate(xs)]
+
+
+def _as_ndarray(x: Any, what: str, writable: bool) -> Array:
+    """Any array that is not exactly an ndarray, as one over the same memory."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArrayError(
+            f"{what} is a masked array, whose mask would be ignored; give x.filled(value) or x.data"
+        )
+    if isinstance(x, np.ndarray):
+        return x.view(np.ndarray)
+    if isinstance(x, np.generic):
+        return _scalar(x, what, writable)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _from_torch(torch, x, what)
+    _refuse_other_devices(x, what)
+    # The array interface and buffers come first, as they always say whether the memory may be written to.
+    if hasattr(x, "__array_interface__"):
+        return np.asarray(x)
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(x, what, writable)
+    return _from_buffer(x, what)
+
+
+def _scalar(x: np.generic, what: str, writable: bool) -> Array:
+    if writable:
+        raise ArrayError(
+            f"{what} is a NumPy scalar ({x.dtype}), which cannot be written to; give an array, e.g. numpy.array(x)"
+        )
+    return np.asarray(x)
+
+
+def _from_torch(torch: Any, x: Any, what: str) -> Array:
+    if x.device.type != "cpu":
+        raise _on_a_gpu(what, str(x.device))
+    bfloat16 = _bfloat16(what) if x.dtype == torch.bfloat16 else None
+    x = x.detach()
+    try:
+        array: Array = x.numpy() if bfloat16 is None else x.view(torch.int16).numpy().view(bfloat16)
+    except (TypeError, RuntimeError) as error:
+        raise ArrayError(f"{what} is a torch.Tensor that NumPy cannot view: {error}") from error
+    return array
+
+
+def _bfloat16(what: str) -> np.dtype[Any]:
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError as error:
+        raise UnavailableError(f"{what} is bfloat16, which NumPy lacks; pip install ml_dtypes") from error
+    dtype: np.dtype[Any] = np.dtype(bfloat16)
+    return dtype
+
+
+def _refuse_other_devices(x: Any, what: str) -> None:
+    if hasattr(x, "__cuda_array_interface__"):
+        raise _on_a_gpu(what, type(x).__name__)
+    if hasattr(x, "__dlpack_device__"):
+        kind, index = x.__dlpack_device__()
+        if kind not in _DLPACK_HOST:
+            raise _on_a_gpu(what, f"DLPack device type {int(kind)}, number {index}")
+
+
+def _on_a_gpu(what: str, where: str) -> ArrayError:
+    return ArrayError(
+        f"{what} is on a GPU ({where}); the shm backend takes host arrays: copy it to host memory first"
+    )
+
+
+def _from_dlpack(x: Any, what: str, writable: bool) -> Array:
+    try:
+        array = np.from_dlpack(x, **_NEVER_COPY)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ArrayError(
+            f"{what} is a {type(x).__name__} that NumPy cannot view through DLPack: {error}; give a NumPy array"
+        ) from error
+    if writable and not array.flags.writeable:
+        raise ArrayError(
+            f"{what} is a {type(x).__name__}, which is read-only through DLPack with NumPy {np.__version__}, and "
+            "the result goes there; give a NumPy array (before NumPy 2.1 all that comes by DLPack is read-only)"
+        )
+    return array
+
+
+def _from_buffer(x: Any, what: str) -> Array:
+    try:
+        view = memoryview(x)
+    except TypeError:
+        raise ArrayError(f"{what} must be an array, got {type(x).__name__}; {_cure(x)}") from None
+    try:
+        return np.asarray(view)
+    except (BufferError, ValueError) as error:
+        raise ArrayError(
+            f"{what} is a {type(x).__name__} whose buffer NumPy cannot view: {error}; give a NumPy array"
+        ) from error
+
+
+def _cure(x: Any) -> str:
+    if x is None:
+        return "every rank gives one"
+    if isinstance(x, list | tuple | int | float | complex) or hasattr(x, "__array__"):
+        return "make one with numpy.array(x), and keep it if the call writes into it"
+    return "give a NumPy array, or use the object collectives"
+
+
+def _may_overlap(x: Array) -> bool:
+    """Whether two elements may share memory: some stride does not step over all of the smaller ones' extent."""
+    extent = x.itemsize
+    for stride, length in sorted(
+        (abs(stride), length) for stride, length in zip(x.strides, x.shape, strict=True)
+    ):
+        if length > 1:
+            if stride < extent:
+                return True
+            extent += (length - 1) * stride
+    return False
+
+
+def _describe(x: Array) -> str:
+    return f"{x.dtype} array of shape {x.shape}"

@@ -1,0 +1,1 @@
+"""Everything that Numba compiles for every backend; the only room that imports Numba."""

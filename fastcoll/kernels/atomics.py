@@ -1,0 +1,68 @@
+"""Shared words: loads, stores and fences that the compiler may not move, on 64-bit words at integer addresses.
+
+Every word that another process writes goes through `load_acquire`; every word that publishes data goes
+through `store_release`. LLVM hoists plain loads out of spin loops. Addresses must be multiples of 8.
+"""
+
+from __future__ import annotations
+
+import platform
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_WORD = ir.IntType(64)
+
+
+def _pointer(builder, address):
+    return builder.inttoptr(address, _WORD.as_pointer())
+
+
+@intrinsic
+def load_acquire(typing_context, address):
+    """The word at `address`; what its writer stored before is visible after."""
+
+    def emit(context, builder, signature, args):
+        return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def store_release(typing_context, address, value):
+    """Write the word at `address`; all earlier writes are visible to whoever reads it."""
+
+    def emit(context, builder, signature, args):
+        builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def pause(typing_context):
+    """Tell the core that this is a spin loop (x86 `pause`, Arm `yield`)."""
+
+    def emit(context, builder, signature, args):
+        if platform.machine() in ("x86_64", "AMD64"):
+            hint = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, hint, "llvm.x86.sse2.pause"), [])
+        else:
+            builder.asm(ir.FunctionType(ir.VoidType(), []), "yield", "", [], side_effect=True)
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def call_reducer(typing_context, function, op, dst, srcs, n, count):
+    """Call the compiled reducer at address `function` (see kernels/reduce.py) with the other arguments."""
+
+    def emit(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), emit
