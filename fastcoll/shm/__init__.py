@@ -1,0 +1,1 @@
+"""Ranks of one node meet in a POSIX shared-memory segment."""

@@ -1,0 +1,323 @@
+"""ShmGroup: the ranks of one node over one shared-memory segment.
+
+A synchronous all_reduce is one compiled call. Everything else here is the rarer path: preparing the
+other operations, and what happens when a kernel comes back early (signals, deadlines, dead peers,
+mismatches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import calls
+from ..arrays import Adopted
+from ..errors import AbortedError, GroupError, MismatchError
+from ..group import Array, Call, ProcessGroup
+from ..kernels.pointers import address_of, header_of
+from ..kernels.reduce import reducer
+from ..members import Member
+from ..reduce_op import ReduceOp
+from ..rendezvous import Store
+from ..work import Work
+from . import collectives as run
+from . import layout, rounds
+from .blocks import Blocks
+from .context import Context, patience
+from .mailbox import Mailbox
+from .meeting import meet
+from .mismatch import describe_sizes, share_sizes
+from .segment import Segment
+from .vigil import Vigil, Wait
+
+Kernel = Callable[..., int]
+
+
+class ShmGroup(ProcessGroup):
+    """Collectives and point-to-point between the ranks of one node, through POSIX shared memory."""
+
+    backend = "shm"
+
+    @classmethod
+    def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> ShmGroup:
+        """Meet the other members in a new segment; collective.
+
+        Args:
+            store: the group's own (prefixed) store.
+            members: all ranks of the group, in the order of their group ranks.
+            rank: this process's group rank.
+            timeout: seconds, for this and for every call on the group.
+
+        Raises:
+            ResourceError: no shared memory; raised on every rank.
+            PeerDiedError, StoreTimeoutError: a member died or did not come.
+        """
+        segment, cores = meet(store, members, rank, timeout)
+        return cls(name, members, rank, timeout, segment, cores)
+
+    def __init__(
+        self, name: str, members: Sequence[Member], rank: int, timeout: float, segment: Segment, cores: int
+    ) -> None:
+        super().__init__(name, [member.rank for member in members], rank, timeout)
+        self._segment = segment
+        self._vigil = Vigil(segment, members, rank)
+        self._vigil.on_failure = self._stop
+        self._context = Context(segment.address, segment.layout, rank, cores)
+        self._c = self._context.address
+        self._mailbox = Mailbox(
+            segment.address, segment.layout, rank, self._vigil, timeout, patience(segment.layout.size, cores)
+        )
+        self._whats: dict[Any, tuple[int, Array]] = {}
+        self._ready: dict[Any, int] = {}
+
+    # ---- the synchronous path ----------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+        """Reduce over all ranks, in place; the same bits on every rank."""
+        if type(tensor) is np.ndarray and not async_op and not self._queue.pending:
+            what = self._ready.get((op, tensor.dtype))
+            if what is not None and tensor.flags.carray and self._turn.acquire(False):
+                try:
+                    self._drive(run.all_reduce, (self._c, header_of(tensor), tensor.nbytes, what))
+                except _Mismatch:
+                    raise self._explain(((), ())) from None
+                finally:
+                    self._turn.release()
+                return None
+        return super().all_reduce(tensor, op, async_op)
+
+    def _drive(self, kernel: Kernel, args: tuple[int, ...], timeout: float | None = None) -> None:
+        """Run a kernel to its end; a group's calls run one at a time."""
+        try:
+            code = kernel(*args)
+            if code != rounds.DONE:
+                self._go_on(code, kernel, args, timeout or self.timeout)
+        except BaseException as error:
+            self._torn(kernel, error)
+            raise
+
+    def _go_on(self, code: int, kernel: Kernel, args: tuple[int, ...], timeout: float) -> None:
+        if code == rounds.AGAIN:
+            wait = Wait(self._vigil, self._doing(kernel), self._late, timeout)
+            while code == rounds.AGAIN:
+                wait.look()
+                code = kernel(*args)
+        if code == rounds.MISMATCH:
+            raise _Mismatch
+
+    def _torn(self, kernel: Kernel, error: BaseException) -> None:
+        """A call ended half-way: the group can't go on, and the peers must know."""
+        if self._context[rounds.LATE] >= 0:
+            if not isinstance(error, GroupError):
+                here = self._vigil.name(self.rank)
+                error = AbortedError(
+                    f"{here} was interrupted by {type(error).__name__} in {self._doing(kernel)}"
+                )
+            self._fail(error)
+
+    def _fail(self, error: GroupError) -> None:
+        self._vigil.fail(error)
+        self._mailbox.abort()
+
+    def _stop(self) -> None:
+        """The group has failed, wherever that was found: leave the synchronous path from now on."""
+        self._ready = {}
+        self.failure = self._vigil.failure
+
+    # ---- what calls are made of ----------------------------------------------------------------------
+
+    def _what(self, operation: str, dtype: np.dtype[Any], op: ReduceOp, root: int = 0) -> int:
+        """The address of the description of a reducing call, made at its first use."""
+        key = (operation, op, dtype, root)
+        if key not in self._whats:
+            compiled = reducer(op, dtype)
+            words = np.zeros(run.WHAT_WORDS, np.int64)
+            words[run.CALL] = calls.encode(operation, dtype, op=op, root=root)
+            words[run.REDUCER], words[run.CODE], words[run.ITEMSIZE] = compiled[:3]
+            self._whats[key] = address_of(words), words
+        address = self._whats[key][0]
+        if operation == "all_reduce":
+            self._ready[op, dtype] = address
+        return address
+
+    def _plan(
+        self,
+        kernel: Kernel,
+        *args: int,
+        keep: tuple[Any, ...] = (),
+        sizes: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        timeout: float | None = None,
+    ) -> Call:
+        """A call of a kernel. `keep` holds what the integers point to; `sizes` are what this rank gives
+        to and takes from each rank, in bytes, to explain a mismatch."""
+
+        def call(_keep: tuple[Any, ...] = keep) -> None:
+            self._check_usable()
+            try:
+                self._drive(kernel, (self._c, *args), timeout)
+            except _Mismatch:
+                raise self._explain(sizes) from None
+
+        return call
+
+    def _plan_all_reduce(self, x: Array, op: ReduceOp) -> Call:
+        what = self._what("all_reduce", x.dtype, op)
+        return self._plan(run.all_reduce, header_of(x), x.nbytes, what, keep=(x,))
+
+    def _plan_reduce(self, out: Array, x: Array, op: ReduceOp, root: int) -> Call:
+        what = self._what("reduce", x.dtype, op, root)
+        return self._plan(run.reduce, header_of(out), header_of(x), x.nbytes, what, root, keep=(out, x))
+
+    def _plan_scan(self, out: Array, x: Array, op: ReduceOp, exclusive: bool) -> Call:
+        what = self._what("exscan" if exclusive else "scan", x.dtype, op)
+        return self._plan(
+            run.scan, header_of(out), header_of(x), x.nbytes, what, int(exclusive), keep=(out, x)
+        )
+
+    def _plan_reduce_scatter(self, out: Array, blocks: Sequence[Array], op: ReduceOp) -> Call:
+        what = self._what("reduce_scatter", out.dtype, op)
+        table = Blocks(blocks)
+        return self._plan(
+            run.reduce_scatter,
+            header_of(out),
+            table.addresses,
+            table.nbytes,
+            what,
+            table.shape,
+            keep=(out, table),
+        )
+
+    def _plan_broadcast(self, x: Array, root: int) -> Call:
+        call = calls.encode("broadcast", x.dtype, root=root)
+        return self._plan(run.broadcast, header_of(x), x.nbytes, call, root, keep=(x,))
+
+    def _plan_all_gather(self, outs: Sequence[Array], x: Array) -> Call:
+        table = Blocks(outs)
+        call = calls.encode("all_gather", x.dtype, uneven=True)
+        gives = [x.nbytes] * self.size
+        balance = calls.balance(self.rank, gives, table.sizes)
+        return self._plan(
+            run.all_gather,
+            table.addresses,
+            table.nbytes,
+            header_of(x),
+            x.nbytes,
+            call,
+            balance,
+            keep=(table, x),
+            sizes=(gives, table.sizes),
+        )
+
+    def _plan_gather(self, outs: Sequence[Array] | None, x: Array, root: int) -> Call:
+        sends: list[Array | None] = [None] * self.size
+        sends[root] = x
+        return self._exchange("gather", sends, outs or [None] * self.size, x.dtype, root, spread=False)
+
+    def _plan_scatter(self, out: Array, blocks: Sequence[Array] | None, root: int) -> Call:
+        receives: list[Array | None] = [None] * self.size
+        receives[root] = out
+        return self._exchange("scatter", blocks or [None] * self.size, receives, out.dtype, root, spread=True)
+
+    def _plan_all_to_all(self, outs: Sequence[Array], blocks: Sequence[Array]) -> Call:
+        return self._exchange("all_to_all", blocks, outs, outs[0].dtype, 0, spread=True)
+
+    def _exchange(
+        self,
+        operation: str,
+        sends: Sequence[Array | None],
+        receives: Sequence[Array | None],
+        dtype: np.dtype[Any],
+        root: int,
+        *,
+        spread: bool,
+    ) -> Call:
+        gives, takes = Blocks(sends), Blocks(receives)
+        return self._plan(
+            run.exchange,
+            gives.addresses,
+            gives.nbytes,
+            takes.addresses,
+            takes.nbytes,
+            calls.encode(operation, dtype, root=root, uneven=True),
+            self.size if spread else 1,
+            max(gives.largest, takes.largest),
+            calls.balance(self.rank, gives.sizes, takes.sizes),
+            keep=(gives, takes),
+            sizes=(gives.sizes, takes.sizes),
+        )
+
+    def _plan_barrier(self, timeout: float) -> Call:
+        return self._plan(run.barrier, calls.encode("barrier"), timeout=timeout)
+
+    # ---- point to point ------------------------------------------------------------------------------
+
+    def _send(self, x: Adopted, dst: int, tag: int) -> None:
+        self._mailbox.send(x, dst, tag)
+
+    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
+        return self._mailbox.recv(x, src, tag)
+
+    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
+        return self._mailbox.isend(x, dst, tag)
+
+    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
+        return self._mailbox.irecv(x, src, tag)
+
+    # ---- when things go wrong, and the end -----------------------------------------------------------
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
+        self._fail(AbortedError(f"{self._vigil.name(self.rank)} aborted the group {self.name}: {reason}"))
+
+    def _close(self, reason: GroupError | None) -> None:
+        self._ready = {}
+        self._vigil.leave()
+        self._mailbox.close(reason)
+        with self._turn:
+            self._segment.close()
+
+    def disown(self, error: GroupError) -> None:
+        """In a child of fork: make every use raise, and leave the segment, which is the parent's, alone."""
+        self._vigil.failure = error
+        self._stop()
+
+    def _doing(self, kernel: Kernel) -> str:
+        """The call under way, for messages."""
+        number = self._context[rounds.CALLS]
+        line = self._words(self.rank)
+        told = line[layout.SEQUENCE] == number
+        what = calls.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else kernel.__name__
+        return f"{what}, call {number} of group {self.name!r}"
+
+    def _late(self) -> list[int]:
+        """Who has not arrived at the call under way, or else whom the kernel waits for."""
+        number = self._context[rounds.CALLS]
+        late = [rank for rank in range(self.size) if self._words(rank)[layout.SEQUENCE] < number]
+        return [rank for rank in late if rank != self.rank] or [self._context[rounds.LATE]]
+
+    def _words(self, rank: int) -> Array:
+        """A rank's line of the current call."""
+        start = self._segment.word(rank, layout.LINE * (self._context[rounds.CALLS] % 2))
+        return self._segment.words[start : start + layout.PAYLOAD]
+
+    def _explain(self, sizes: tuple[Sequence[int], Sequence[int]]) -> MismatchError:
+        """What each rank called; every rank of a mismatch is here, so they can tell one another their sizes."""
+        number = self._context[rounds.CALLS]
+        said = [tuple(map(int, self._words(r)[[layout.CALL, layout.SHAPE]])) for r in range(self.size)]
+        uneven = all(call & calls.UNEVEN for call, _ in said)
+        if uneven:
+            said = [(call, 0) for call, _ in said]
+        text = calls.describe_differences(said, self.ranks)
+        if uneven and len(set(said)) == 1:
+            tables = share_sizes(self._segment, self.rank, sizes, self._plan_barrier(self.timeout))
+            text = f"{calls.OPERATIONS[said[0][0] & 0xFF]}: {describe_sizes(tables, self.ranks)}"
+        return MismatchError(
+            f"the ranks' calls do not match (call {number} of group {self.name!r}): {text}; "
+            "all ranks must make the same calls in the same order"
+        )
+
+
+class _Mismatch(Exception):
+    """A kernel found that the calls differ."""

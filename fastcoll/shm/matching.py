@@ -1,0 +1,98 @@
+"""Which receive gets which message: MPI's rules, as a data structure without any memory or clock.
+
+A receive matches the earliest message with its tag from its source, a message the earliest posted receive
+that wants it. What finds no partner is kept, in order: receives as *posted*, messages as *stored*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .transfers import Receive, Send
+
+
+@dataclass(eq=False)
+class Message:
+    """A message that has begun to arrive here.
+
+    Attributes:
+        source, tag, kind, nbytes: what its header says, and whose it is.
+        number: its place among the source's messages, for the ack.
+        address: where its bytes are kept until a receive takes them, 0 when they go to the receive's array.
+        keep: what keeps that memory alive.
+        sender: the send to oneself that it belongs to.
+        receive: the receive that has matched it.
+        arrived: all of it is here.
+    """
+
+    source: int
+    kind: int
+    nbytes: int
+    number: int = 0
+    address: int = 0
+    keep: NDArray[Any] | None = None
+    sender: Send | None = None
+    receive: Receive | None = None
+    arrived: bool = False
+
+    @property
+    def tag(self) -> int:
+        """The tag in its kind."""
+        return self.kind >> 8
+
+
+@dataclass(eq=False)
+class Book:
+    """Receives without a message and messages without a receive.
+
+    Attributes:
+        interest: per rank, how many posted receives a message of that rank could match.
+        stored: how many messages wait for a receive.
+    """
+
+    size: int
+    stored: int = 0
+    interest: NDArray[np.int64] = field(init=False)
+    _receives: dict[int, list[Receive]] = field(default_factory=dict)
+    _messages: dict[int, list[Message]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.interest = np.zeros(self.size, np.int64)
+
+    def post(self, receive: Receive) -> Message | None:
+        """The message for a new receive; None: the receive is kept."""
+        waiting = self._messages.get(receive.tag, [])
+        for index, message in enumerate(waiting):
+            if receive.peer in (None, message.source):
+                del waiting[index]
+                if not waiting:
+                    del self._messages[receive.tag]
+                self.stored -= 1
+                return message
+        self._receives.setdefault(receive.tag, []).append(receive)
+        self._count(receive, 1)
+        return None
+
+    def arrive(self, message: Message) -> Receive | None:
+        """The receive for a new message; None: the message is kept."""
+        posted = self._receives.get(message.tag, [])
+        for index, receive in enumerate(posted):
+            if receive.peer in (None, message.source):
+                del posted[index]
+                if not posted:
+                    del self._receives[message.tag]
+                self._count(receive, -1)
+                return receive
+        self._messages.setdefault(message.tag, []).append(message)
+        self.stored += 1
+        return None
+
+    def _count(self, receive: Receive, change: int) -> None:
+        if receive.peer is None:
+            self.interest += change
+        else:
+            self.interest[receive.peer] += change

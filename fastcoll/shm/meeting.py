@@ -1,0 +1,144 @@
+"""How the members of a group meet in a segment: announce, create, attach, unlink.
+
+Rank 0 announces the segment's name before it creates it, so that any survivor can unlink it when
+somebody dies meanwhile. Everybody unlinks at the end: the first does it, for the others it is gone.
+Who cannot go on says so under the store's key "refused", and all raise the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from .. import config
+from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
+from ..members import Member, dead_among
+from ..rendezvous import Store
+from ..rendezvous.join import wait_for
+from . import segment as shared
+from .layout import ATTACHED, LINE, QUOTA, Layout, plan
+from .segment import Segment
+
+_MASK_WORDS = LINE // 8 - 1  # 960 CPUs
+_DOING = "making a group in shared memory"
+
+
+def meet(store: Store, members: Sequence[Member], rank: int, timeout: float) -> tuple[Segment, int]:
+    """The group's segment, mapped by all members, and the number of cores that they share."""
+    look = _Look(store, members, timeout)
+    name = ""
+    try:
+        if rank == 0:
+            shared.sweep()
+            layout = _choose(len(members))
+            name = shared.new_name()
+            store.set("segment", json.dumps({"name": name, **vars(layout)}))
+            segment = Segment.create(name, layout)
+            store.set("created", b"")
+        else:
+            announced = json.loads(_await(store, "segment", members, timeout))
+            name = announced.pop("name")
+            _await(store, "created", members, timeout)
+            segment = Segment.attach(name, Layout(**announced))
+        try:
+            segment.words[_mask(segment, rank)] = _my_cores()
+            segment.words[segment.word(rank, QUOTA)] = _quota()
+            segment.say_attached(rank)
+            segment.await_attached(look)
+            cores = _count_cores(segment)
+        except BaseException:
+            segment.close()
+            raise
+    except ResourceError as error:
+        if not isinstance(error, _Told):
+            store.set("refused", f"rank {members[rank].rank}: {error}")
+            store.multi_set(["segment", "created"], [b"refused", b"refused"])
+        raise
+    finally:
+        if name:
+            shared.unlink(name)
+    return segment, cores
+
+
+class _Told(ResourceError):
+    """Another rank refused and has told why."""
+
+
+def _await(store: Store, key: str, members: Sequence[Member], timeout: float) -> bytes:
+    wait_for(store, [key], members, timeout, _DOING)
+    value = store.get(key)
+    if value == b"refused":
+        raise _Told(store.get("refused").decode())
+    return value
+
+
+def _choose(size: int) -> Layout:
+    """Sizes that fit into half of what /dev/shm has left, since others need some as well."""
+    wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
+    try:
+        return plan(size, min(wanted, shared.free_bytes() // 2 // size))
+    except ResourceError as error:
+        raise ResourceError(f"{shared.shortage(size * wanted)} ({error})") from error
+
+
+class _Look:
+    """What to do between two looks at who has attached: nap, and from time to time look for trouble."""
+
+    def __init__(self, store: Store, members: Sequence[Member], timeout: float) -> None:
+        self._store, self._members = store, members
+        self._timeout = timeout
+        self._end = time.monotonic() + timeout
+        self._next = time.monotonic() + 0.05
+
+    def __call__(self, missing: list[int]) -> None:
+        time.sleep(0.0002)
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + 0.05
+        names = ", ".join(str(self._members[r].rank) for r in missing)
+        if self._store.check(["refused"]):
+            raise _Told(self._store.get("refused").decode())
+        if dead := dead_among(self._members):
+            raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
+        if now > self._end:
+            ranks = [self._members[r].rank for r in missing]
+            raise CollectiveTimeoutError(
+                f"{_DOING}: rank {names} did not attach within {self._timeout:g} s", ranks
+            )
+
+
+def _mask(segment: Segment, rank: int) -> slice:
+    start = segment.word(rank, ATTACHED) + 1
+    return slice(start, start + _MASK_WORDS)
+
+
+def _my_cores() -> list[int]:
+    """The CPUs that this process may use, as words of 63 bits."""
+    words = [0] * _MASK_WORDS
+    for cpu in os.sched_getaffinity(0):
+        if cpu < 63 * _MASK_WORDS:
+            words[cpu // 63] |= 1 << cpu % 63
+    return words
+
+
+def _count_cores(segment: Segment) -> int:
+    """How many CPUs the members may use together; the same number on all of them."""
+    masks = [segment.words[_mask(segment, rank)] for rank in range(segment.layout.size)]
+    cpus = sum(int(word).bit_count() for word in np.bitwise_or.reduce(masks))
+    quotas = [int(segment.words[segment.word(rank, QUOTA)]) for rank in range(segment.layout.size)]
+    return min(cpus, *quotas)
+
+
+def _quota() -> int:
+    """Cores that the cgroup's CPU quota allows, at least 1; a large number without a quota."""
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return 1 << 30

@@ -1,0 +1,179 @@
+"""The life of a segment: create, attach, prove, unlink. The only file that uses posix_ipc.
+
+The name is random, announced before it exists, and unlinked as soon as all ranks have attached, by
+whichever rank sees that first or by any survivor when a rank dies meanwhile; the memory itself goes with
+the last process that has it mapped. A name that outlived a job in which every rank was killed at once is
+swept by the next job of the same user (`sweep`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+
+import numpy as np
+import posix_ipc
+
+from ..errors import ResourceError
+from .layout import ATTACHED, MAGIC, Layout
+
+DIRECTORY = "/dev/shm"
+# Pids mean something in their own pid namespace only.
+_PREFIX = f"fastcoll-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+def new_name() -> str:
+    """A fresh name that nobody can guess, with its maker's pid and start time for the sweeper."""
+    return f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(8)}"
+
+
+class Segment:
+    """Shared memory of one group on one node, mapped into this process.
+
+    Attributes:
+        layout: where everything lies.
+        address: where the mapping begins.
+    """
+
+    def __init__(self, name: str, layout: Layout, mapping: mmap.mmap) -> None:
+        self.name = name
+        self.layout = layout
+        self._mapping = mapping
+        self._export = ctypes.c_char.from_buffer(mapping)
+        self.address = ctypes.addressof(self._export)
+        self.words = np.frombuffer(mapping, np.int64)
+
+    @classmethod
+    def create(cls, name: str, layout: Layout) -> Segment:
+        """Make the segment, mode 0600, all of it really there.
+
+        Raises:
+            ResourceError: /dev/shm is full, too small or missing; says how much is needed and the cure.
+        """
+        try:
+            memory = posix_ipc.SharedMemory("/" + name, posix_ipc.O_CREX, mode=0o600)
+        except (OSError, posix_ipc.Error) as error:
+            raise ResourceError(
+                f"cannot create shared memory in {DIRECTORY}: {error}; is it mounted and writable?"
+            ) from error
+        try:
+            # ftruncate alone would let a full /dev/shm end in SIGBUS at the first write.
+            os.posix_fallocate(memory.fd, 0, layout.nbytes)
+            segment = cls(name, layout, mmap.mmap(memory.fd, layout.nbytes))
+        except OSError as error:
+            posix_ipc.unlink_shared_memory("/" + name)
+            raise ResourceError(f"{shortage(layout.nbytes)} ({error})") from error
+        finally:
+            memory.close_fd()
+        segment.words[:3] = MAGIC, secrets.randbits(62) + 1, layout.size
+        return segment
+
+    @classmethod
+    def attach(cls, name: str, layout: Layout) -> Segment:
+        """Map a segment that another rank has made.
+
+        Raises:
+            ResourceError: it is not there, or not what was announced.
+        """
+        try:
+            memory = posix_ipc.SharedMemory("/" + name, 0)
+        except (OSError, posix_ipc.Error) as error:
+            raise ResourceError(f"cannot attach the shared memory {name}: {error}") from error
+        try:
+            if os.fstat(memory.fd).st_size != layout.nbytes:
+                raise ResourceError(
+                    f"the shared memory {name} has {os.fstat(memory.fd).st_size} bytes, expected {layout.nbytes}; "
+                    "all ranks must use the same FASTCOLL_SHM_BYTES_PER_RANK"
+                )
+            segment = cls(name, layout, mmap.mmap(memory.fd, layout.nbytes))
+        finally:
+            memory.close_fd()
+        if segment.words[0] != MAGIC or segment.words[2] != layout.size:
+            segment.close()
+            raise ResourceError(f"the shared memory {name} is not a segment of this version of fastcoll")
+        return segment
+
+    @property
+    def nonce(self) -> int:
+        """The number that tells this segment from every other."""
+        return int(self.words[1])
+
+    def word(self, rank: int, offset: int) -> int:
+        """Index into `words` of the word at a byte offset of a rank's section."""
+        return (self.layout.section(rank) + offset) // 8
+
+    def say_attached(self, rank: int) -> None:
+        """Tell the others that this rank has mapped the segment."""
+        self.words[self.word(rank, ATTACHED)] = self.nonce
+
+    def await_attached(self, check: Callable[[list[int]], None]) -> None:
+        """Wait until all ranks have mapped the segment; `check(missing)` waits a moment, and may raise."""
+        while missing := [
+            r for r in range(self.layout.size) if self.words[self.word(r, ATTACHED)] != self.nonce
+        ]:
+            check(missing)
+
+    def text(self, rank: int, offset: int, nbytes: int) -> str:
+        """Text that a rank has written into its section."""
+        start = self.layout.section(rank) + offset
+        return bytes(self._mapping[start : start + nbytes]).decode(errors="replace")
+
+    def write_text(self, rank: int, offset: int, data: bytes) -> None:
+        """Write bytes into a rank's section."""
+        start = self.layout.section(rank) + offset
+        self._mapping[start : start + len(data)] = data
+
+    def close(self) -> None:
+        """Unmap. Nothing may use the address afterwards. Closing twice is fine."""
+        if not self._mapping.closed:
+            del self.words, self._export
+            self._mapping.close()
+
+
+def unlink(name: str) -> None:
+    """Remove a segment's name if it is still there; mappings stay."""
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory("/" + name)
+
+
+def sweep() -> list[str]:
+    """Unlink this user's segments whose maker is dead; returns their names.
+
+    A name lives for milliseconds while a group is made, so a name whose maker (pid and start time) is
+    gone belongs to a job that was killed in that moment.
+    """
+    stale = []
+    for name in os.listdir(DIRECTORY):
+        pid, _, start = name.removeprefix(_PREFIX).rpartition("-")[0].partition("-")
+        if name.startswith(_PREFIX) and pid.isdigit() and _start_time(int(pid)) != start:
+            unlink(name)
+            stale.append(name)
+    return stale
+
+
+def free_bytes() -> int:
+    """Bytes that shared memory can still give."""
+    status = os.statvfs(DIRECTORY)
+    return status.f_bavail * status.f_frsize
+
+
+def _start_time(pid: int) -> str:
+    """When a process started, in clock ticks since boot; "gone" when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return "gone"
+
+
+def shortage(need: int) -> str:
+    """What /dev/shm has, what is needed, and the cure."""
+    return (
+        f"{DIRECTORY} has {free_bytes() >> 10} KiB free, this group needs {need >> 10} KiB; make it larger "
+        "(docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; mount -o remount,size=1g /dev/shm), "
+        "or lower FASTCOLL_SHM_BYTES_PER_RANK"
+    )

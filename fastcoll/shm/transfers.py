@@ -1,0 +1,142 @@
+"""One posted send or receive: the Work that its caller holds, and what the courier needs to carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import calls
+from ..errors import MismatchError
+from ..kernels.pointers import address_of
+from ..work import Work
+from .vigil import Vigil, Wait
+
+if TYPE_CHECKING:
+    from ..arrays import Adopted
+
+Array = NDArray[Any]
+
+
+@lru_cache(maxsize=1024)
+def _dtype_code(dtype: np.dtype[Any]) -> int:
+    return calls.dtype_code(dtype)
+
+
+def kind_of(tag: int, dtype: np.dtype[Any]) -> int:
+    """The word of a frame that must be equal on both sides: tag and dtype."""
+    return tag << 8 | _dtype_code(dtype)
+
+
+def tag_of(kind: int) -> int:
+    """The tag in a kind."""
+    return kind >> 8
+
+
+def contents(kind: int, nbytes: int) -> str:
+    """What a message or an array holds, for people: `(float32, 10 elements)`."""
+    return calls.describe((kind & 0xFF) << 8, nbytes).removeprefix("none")
+
+
+class Transfer(Work):
+    """A send or a receive under way. Equal only to itself.
+
+    Attributes:
+        peer: the other group rank; None for a receive from any.
+        kind, nbytes, address: of the caller's array, which `array` keeps alive.
+        watch: its deadline and the peers it needs.
+    """
+
+    def __init__(
+        self, name: str, array: Array, peer: int | None, tag: int, vigil: Vigil, timeout: float, rank: int
+    ) -> None:
+        self.peer = peer
+        self.kind = kind_of(tag, array.dtype)
+        self.nbytes = array.nbytes
+        self.array = array
+        self.address = address_of(array)
+        self.watch = Wait(vigil, f"{name}, tag {tag}", _needed(vigil, peer, rank), timeout)
+        self._vigil = vigil
+        super().__init__(f"{name}, tag {tag}")
+
+    @property
+    def tag(self) -> int:
+        """The message's tag."""
+        return tag_of(self.kind)
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        return self._describe
+
+    def fits(self, kind: int, nbytes: int) -> bool:
+        """Whether the other side has the same dtype and size."""
+        return self.kind == kind and self.nbytes == nbytes
+
+    def finish_array(self) -> None:
+        """Write a packed copy back to the caller's array; nothing to do for a send."""
+
+
+class Send(Transfer):
+    """A message to `peer`; `buffered`: complete as soon as it is posted, the array is a copy."""
+
+    def __init__(
+        self,
+        array: Array,
+        peer: int,
+        tag: int,
+        vigil: Vigil,
+        timeout: float,
+        rank: int,
+        buffered: bool = False,
+    ) -> None:
+        super().__init__(f"send to {vigil.name(peer)}", array, peer, tag, vigil, timeout, rank)
+        self.peer: int = peer
+        self.buffered = buffered
+
+    def misfit(self, kind: int, nbytes: int) -> MismatchError:
+        """The receiver asked for something else."""
+        return MismatchError(
+            f"{self.name}: the message holds {contents(self.kind, self.nbytes)}, but the array of the matching "
+            f"receive on {self._vigil.name(self.peer)} holds {contents(kind, nbytes)}; both must have the same "
+            "dtype and number of elements. The message was dropped, the group stays usable"
+        )
+
+
+class Receive(Transfer):
+    """A message wanted from `peer`, or from any rank."""
+
+    def __init__(
+        self, adopted: Adopted, peer: int | None, tag: int, vigil: Vigil, timeout: float, rank: int
+    ) -> None:
+        source = "any rank" if peer is None else vigil.name(peer)
+        super().__init__(f"recv from {source}", adopted.array, peer, tag, vigil, timeout, rank)
+        self._adopted = adopted
+
+    def misfit(self, source: int, kind: int, nbytes: int) -> MismatchError:
+        """The message is something else."""
+        return MismatchError(
+            f"{self.name}: the array holds {contents(self.kind, self.nbytes)}, but the message from "
+            f"{self._vigil.name(source)} holds {contents(kind, nbytes)}; both must have the same dtype and number "
+            "of elements. The message was dropped, the group stays usable"
+        )
+
+    def finish_array(self) -> None:
+        self._adopted.finish()
+
+
+def _needed(vigil: Vigil, peer: int | None, rank: int) -> Callable[[], list[int]]:
+    """The ranks that a transfer waits for, as Wait asks for them."""
+    if peer is not None:
+        return lambda: [peer]
+    others = [other for other in range(len(vigil.members)) if other != rank] or [rank]
+
+    def possible_senders() -> list[int]:
+        # Hopeless only when all have left; the own rank could still send from another thread, but a
+        # rank that waits for nobody else is taken for stuck.
+        return [other for other in others if vigil.verdict([other], "") is None] or others
+
+    return possible_senders
