@@ -6,7 +6,6 @@ last one has been idle for a while; kernels release the GIL, so the caller compu
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
@@ -90,6 +89,8 @@ class Work:
         callback(self)
 
     def __await__(self) -> Generator[Any, None, Any]:
+        import asyncio  # a quarter of the time of importing this package, and few await
+
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 

@@ -1,0 +1,174 @@
+"""fastcoll: the API of torch.distributed for arrays, without torch. Here are the public names alone.
+
+>>> import fastcoll as dist
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+from .api import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    exscan,
+    gather,
+    monitored_barrier,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+    scan,
+    scatter,
+)
+from .backends import (
+    Backend,
+    is_available,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+)
+from .errors import (
+    AbortedError,
+    ArrayError,
+    CollectiveTimeoutError,
+    FastcollError,
+    GroupError,
+    MismatchError,
+    NotInitializedError,
+    PeerDiedError,
+    RendezvousError,
+    ResourceError,
+    StoreError,
+    StoreTimeoutError,
+    UnavailableError,
+    UsageError,
+)
+from .group import ProcessGroup
+from .objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .reduce_op import ReduceOp, reduce_op
+from .registry import (
+    GroupMember,
+    get_backend,
+    get_backend_config,
+    get_global_rank,
+    get_group_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    group,
+    is_initialized,
+)
+from .rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore
+from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
+from .work import Work
+from .world import destroy_process_group, init_process_group
+
+if TYPE_CHECKING:
+    from .launch.spawn import spawn
+
+__all__ = [
+    "__version__",
+    "AbortedError",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "ArrayError",
+    "Backend",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "CollectiveTimeoutError",
+    "destroy_process_group",
+    "exscan",
+    "FastcollError",
+    "FileStore",
+    "gather",
+    "gather_object",
+    "get_backend",
+    "get_backend_config",
+    "get_global_rank",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "GroupError",
+    "GroupMember",
+    "HashStore",
+    "init_process_group",
+    "irecv",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "isend",
+    "MismatchError",
+    "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "NotInitializedError",
+    "P2POp",
+    "PeerDiedError",
+    "PrefixStore",
+    "ProcessGroup",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_op",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "ReduceOp",
+    "RendezvousError",
+    "ResourceError",
+    "scan",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+    "spawn",
+    "Store",
+    "StoreError",
+    "StoreTimeoutError",
+    "TCPStore",
+    "UnavailableError",
+    "UsageError",
+    "Work",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "spawn":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # multiprocessing is for those who start processes this way.
+    from .launch.spawn import spawn
+
+    return spawn

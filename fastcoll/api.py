@@ -1,0 +1,286 @@
+"""The collectives as functions, named and called as in torch.distributed.
+
+What holds for all of them:
+
+* An array is anything that can be adopted without a copy (NumPy, or any CPU array that speaks DLPack or
+  the buffer protocol); the result is written into the arrays that were given.
+* `group` is a group of `new_group`; None is the default group. Outside the group a call warns and does
+  nothing.
+* `src` and `dst` are global ranks; `group_src` and `group_dst` are ranks inside the group. Give one.
+* A synchronous call returns None when it is done. With `async_op=True` it returns a Work at once, and the
+  arrays belong to the operation until `work.wait()` returns.
+* All ranks of the group make the same calls in the same order. Where they do not, every rank raises
+  MismatchError before data moves. UsageError (ArrayError for arrays) is a wrong call that leaves the group
+  usable. PeerDiedError and CollectiveTimeoutError end the group.
+
+The functions do little themselves, since they are on the way of the smallest messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import UsageError
+from .reduce_op import ReduceOp
+from .registry import Group, group_rank, groups, member_of
+from .work import Timeout, Work, seconds
+
+
+def all_reduce(
+    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Reduce an array over all ranks; every rank gets the result in place, with the same bits.
+
+    Args:
+        tensor: same dtype and number of elements on all ranks.
+
+    Example:
+        >>> x = np.full(3, dist.get_rank() + 1.0)
+        >>> dist.all_reduce(x)  # two ranks: array([3., 3., 3.])
+    """
+    g = groups.world if group is None else member_of(group, "all_reduce")
+    return None if g is None else g.all_reduce(tensor, op, async_op)
+
+
+def broadcast(
+    tensor: Any,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Copy the array of rank `src` into everybody's.
+
+    Args:
+        tensor: same dtype and number of elements on all ranks; any fixed-size dtype.
+    """
+    g = groups.world if group is None else member_of(group, "broadcast")
+    return None if g is None else g.broadcast(tensor, group_rank(g, "src", src, group_src), async_op)
+
+
+def reduce(
+    tensor: Any,
+    dst: int | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Reduce an array over all ranks into that of rank `dst`; the others' stay as they are."""
+    g = groups.world if group is None else member_of(group, "reduce")
+    return None if g is None else g.reduce(tensor, group_rank(g, "dst", dst, group_dst), op, async_op)
+
+
+def scan(
+    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Inclusive prefix reduction, in place: rank r gets the reduction over ranks 0..r.
+
+    Example:
+        >>> x = np.ones(1)
+        >>> dist.scan(x)  # rank r: array([r + 1.])
+    """
+    g = groups.world if group is None else member_of(group, "scan")
+    return None if g is None else g.scan(tensor, op, async_op)
+
+
+def exscan(
+    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Exclusive prefix reduction, in place: rank r gets ranks 0..r-1; rank 0's array stays as it is."""
+    g = groups.world if group is None else member_of(group, "exscan")
+    return None if g is None else g.exscan(tensor, op, async_op)
+
+
+def all_gather(
+    tensor_list: Sequence[Any], tensor: Any, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Every rank gets the arrays of all: rank r's goes to `tensor_list[r]`.
+
+    Args:
+        tensor_list: one array a rank, of `tensor`'s dtype; shapes may differ from rank to rank.
+        tensor: this rank's array; any fixed-size dtype.
+
+    Example:
+        >>> parts = [np.empty(2) for _ in range(dist.get_world_size())]
+        >>> dist.all_gather(parts, np.full(2, float(dist.get_rank())))
+    """
+    g = groups.world if group is None else member_of(group, "all_gather")
+    return None if g is None else g.all_gather(tensor_list, tensor, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Any, input_tensor: Any, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Every rank gets the arrays of all, one after the other in one array.
+
+    Args:
+        output_tensor: `input_tensor`'s dtype and world_size times its elements, concatenated or stacked.
+        input_tensor: same number of elements on all ranks.
+    """
+    g = groups.world if group is None else member_of(group, "all_gather_into_tensor")
+    return None if g is None else g.all_gather_single(output_tensor, input_tensor, async_op)
+
+
+all_gather_single = all_gather_into_tensor
+
+
+def gather(
+    tensor: Any,
+    gather_list: Sequence[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Rank `dst` (without `dst` and `group_dst`: global rank 0) gets the arrays of all.
+
+    Args:
+        tensor: this rank's array; any fixed-size dtype.
+        gather_list: on `dst` one array a rank, shapes may differ; None elsewhere.
+    """
+    g = groups.world if group is None else member_of(group, "gather")
+    if g is None:
+        return None
+    return g.gather(tensor, gather_list, group_rank(g, "dst", dst, group_dst, 0), async_op)
+
+
+def scatter(
+    tensor: Any,
+    scatter_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Rank r gets `scatter_list[r]` of rank `src` (without `src` and `group_src`: global rank 0).
+
+    Args:
+        tensor: receives; any fixed-size dtype.
+        scatter_list: on `src` one array a rank, shapes may differ; None elsewhere.
+    """
+    g = groups.world if group is None else member_of(group, "scatter")
+    if g is None:
+        return None
+    return g.scatter(tensor, scatter_list, group_rank(g, "src", src, group_src, 0), async_op)
+
+
+def reduce_scatter(
+    output: Any,
+    input_list: Sequence[Any],
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduce `input_list[r]` over all ranks into rank r's `output`.
+
+    Args:
+        output: dtype and number of elements of `input_list[rank]`.
+        input_list: one array a rank; shapes may differ from item to item.
+    """
+    g = groups.world if group is None else member_of(group, "reduce_scatter")
+    return None if g is None else g.reduce_scatter(output, input_list, op, async_op)
+
+
+def reduce_scatter_tensor(
+    output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Reduce `input` over all ranks; rank r's `output` gets part r of world_size equal parts.
+
+    Args:
+        input: world_size times the elements of `output`.
+    """
+    g = groups.world if group is None else member_of(group, "reduce_scatter_tensor")
+    return None if g is None else g.reduce_scatter_single(output, input, op, async_op)
+
+
+reduce_scatter_single = reduce_scatter_tensor
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Any],
+    input_tensor_list: Sequence[Any],
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Send item p to rank p, and receive item r from rank r; all shapes may differ."""
+    g = groups.world if group is None else member_of(group, "all_to_all")
+    return None if g is None else g.all_to_all(output_tensor_list, input_tensor_list, async_op)
+
+
+def all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Cut `input` along its first dimension, send part p to rank p, and join what comes in `output`.
+
+    Args:
+        output_split_sizes, input_split_sizes: rows of each part; None: equal parts.
+
+    Example:
+        >>> x = np.arange(4) + 4 * dist.get_rank()
+        >>> out = np.empty_like(x)
+        >>> dist.all_to_all_single(out, x)  # two ranks: [0 1 4 5] and [2 3 6 7]
+    """
+    g = groups.world if group is None else member_of(group, "all_to_all_single")
+    if g is None:
+        return None
+    return g.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """`all_reduce` of several arrays of one dtype at the price of one."""
+    g = groups.world if group is None else member_of(group, "all_reduce_coalesced")
+    return None if g is None else g.all_reduce_coalesced(tensors, op, async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[Any]],
+    input_tensor_list: Sequence[Any],
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """`all_gather` of several arrays of one dtype at the price of one.
+
+    Array k of rank r goes to `output_tensor_lists[k][r]`.
+    """
+    g = groups.world if group is None else member_of(group, "all_gather_coalesced")
+    return None if g is None else g.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op)
+
+
+def barrier(
+    group: Group = None, async_op: bool = False, device_ids: Sequence[int] | None = None
+) -> Work | None:
+    """Wait until every rank of the group has called.
+
+    Args:
+        device_ids: must be None; no backend here works on devices.
+    """
+    g = groups.world if group is None else member_of(group, "barrier")
+    if device_ids is not None:
+        raise UsageError(
+            f"device_ids is {list(device_ids)}, but the backend works on CPU arrays; leave it out"
+        )
+    return None if g is None else g.barrier(async_op)
+
+
+def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+    """A barrier that names the ranks that did not come.
+
+    Args:
+        timeout: seconds or timedelta; None: the group's own.
+        wait_all_ranks: makes no difference; every missing rank is named in any case.
+
+    Raises:
+        CollectiveTimeoutError: on every rank that came.
+    """
+    g = groups.world if group is None else member_of(group, "monitored_barrier")
+    if g is not None:
+        g.monitored_barrier(seconds(timeout, g.timeout))

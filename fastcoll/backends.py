@@ -1,0 +1,173 @@
+"""Backends by name: which there are, what the user asked for, and which one serves a group.
+
+`BACKENDS` is the registry: one line for each backend that exists, with a function that imports its room
+and returns what makes a group. The room, and with it Numba, is imported when a group needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .errors import UnavailableError, UsageError
+from .group import ProcessGroup
+from .members import Member
+from .rendezvous import Store
+
+_log = logging.getLogger("fastcoll")
+
+Make = Callable[[Store, str, Sequence[Member], int, float], ProcessGroup]
+"""`make(store, name, members, group_rank, timeout)`: meet the other members; collective."""
+
+
+def _load_shm() -> Make:
+    from .shm.group import ShmGroup
+
+    return ShmGroup.make
+
+
+BACKENDS: dict[str, Callable[[], Make]] = {"shm": _load_shm}
+
+
+class Backend(str):
+    """A backend's name, in lower case: `Backend("GLOO") == "gloo"`.
+
+    Raises:
+        UsageError: there is no such backend; the message lists the known ones.
+    """
+
+    UNDEFINED = "undefined"
+    AUTO = "auto"
+    SHM = "shm"
+    GLOO = "gloo"
+    TCP = "tcp"
+    MPI = "mpi"
+    NCCL = "nccl"
+
+    __slots__ = ()
+
+    def __new__(cls, name: str) -> Backend:
+        lower = name.lower() if isinstance(name, str) else name
+        if lower not in KNOWN:
+            raise UsageError(
+                f"there is no backend {name!r}; known: {', '.join(KNOWN)}, or one a device as in 'cpu:auto,cuda:nccl'"
+            )
+        return super().__new__(cls, lower)
+
+
+KNOWN = (Backend.AUTO, Backend.SHM, Backend.GLOO, Backend.TCP, Backend.MPI, Backend.NCCL)
+DEVICES = ("cpu", "cuda")
+
+# Names that mean "the best for CPU arrays". Scripts written for torch ask for gloo.
+_CPU_DEFAULT = (Backend.AUTO, Backend.GLOO)
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether `init_process_group` would take this backend here. Unknown names are not available."""
+    name = backend.lower()
+    return name in BACKENDS or name in _CPU_DEFAULT
+
+
+def is_available() -> bool:
+    """Whether this package works on this system: Linux."""
+    return sys.platform == "linux"
+
+
+def is_gloo_available() -> bool:
+    """Whether the name "gloo", the CPU default, can be used."""
+    return is_backend_available(Backend.GLOO)
+
+
+def is_mpi_available() -> bool:
+    """Whether the MPI backend can be used."""
+    return is_backend_available(Backend.MPI)
+
+
+def is_nccl_available() -> bool:
+    """Whether the NCCL backend can be used."""
+    return is_backend_available(Backend.NCCL)
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """What the user asked for: a backend for each kind of device.
+
+    Attributes:
+        by_device: "cpu" and perhaps "cuda" to a backend.
+        running: the name that `get_backend` answers: what was asked for the CPU, "auto" resolved.
+    """
+
+    by_device: Mapping[str, Backend]
+
+    @property
+    def running(self) -> Backend:
+        cpu = self.by_device["cpu"]
+        return Backend(Backend.SHM) if cpu == Backend.AUTO else cpu
+
+    def __str__(self) -> str:
+        return ",".join(f"{device}:{name}" for device, name in self.by_device.items())
+
+
+def parse_backend(text: str | None) -> BackendChoice:
+    """The choice that `backend=` stands for: None, a name, or `device:name,...`.
+
+    A part for a device other than the CPU may name a backend that is not there: it is kept, and arrays
+    of that device are refused when they come.
+
+    Raises:
+        UsageError: an unknown backend or device, or a device named twice.
+        UnavailableError: the backend for CPU arrays is not available.
+    """
+    if text is None:
+        return BackendChoice({"cpu": Backend(Backend.AUTO)})
+    by_device: dict[str, Backend] = {}
+    for part in str(text).split(",") if ":" in text else [f"cpu:{text}"]:
+        device, _, name = part.strip().lower().partition(":")
+        if device not in DEVICES or device in by_device:
+            raise UsageError(
+                f"backend is {text!r}; expected each of {', '.join(DEVICES)} at most once, as in 'cpu:auto'"
+            )
+        by_device[device] = Backend(name)
+    _check_available(text, by_device)
+    return BackendChoice(by_device)
+
+
+def _check_available(text: str, by_device: Mapping[str, Backend]) -> None:
+    cpu = by_device.get("cpu")
+    if cpu is None or not is_backend_available(cpu):
+        there = [name for name in KNOWN if is_backend_available(name)]
+        raise UnavailableError(
+            f"backend {text!r} has no backend for CPU arrays that is available here; available: {', '.join(there)}"
+        )
+    for device, name in by_device.items():
+        if not is_backend_available(name):
+            _log.info("backend %r: %s is not available, so %s arrays will be refused", text, name, device)
+
+
+def load(choice: BackendChoice) -> Make:
+    """Import what groups of this choice need (Numba: about half a second), and return what makes them.
+
+    Raises:
+        UnavailableError: when the group is made and its ranks are not all on one node.
+    """
+    make = BACKENDS["shm"]()
+
+    def make_checked(
+        store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
+    ) -> ProcessGroup:
+        _check_one_node(choice, members)
+        return make(store, name, members, rank, timeout)
+
+    return make_checked
+
+
+def _check_one_node(choice: BackendChoice, members: Sequence[Member]) -> None:
+    strangers = [member for member in members if not member.same_node(members[0])]
+    if strangers:
+        raise UnavailableError(
+            f"backend {choice.by_device['cpu']!r} works inside one node, but {strangers[0]} does not share /dev/shm "
+            f"with {members[0]}; ranks on several nodes need a network backend, which is not available here. Start "
+            "all ranks on one node (containers: with one shared /dev/shm)"
+        )

@@ -1,0 +1,277 @@
+"""Collectives of Python objects, by pickle. The only file that imports it.
+
+Unpickling runs code of the sender's choice. A group's peers have proven that they belong to the job before
+this file sees a byte of theirs: in shared memory by having mapped a segment that only this user can open.
+
+Every operation first moves the sizes, then the bytes. A rank whose object cannot be pickled gives the size
+`_FAILED`, so that all ranks raise together and the group stays usable.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import UnavailableError, UsageError
+from .group import ProcessGroup
+from .registry import Group, group_rank, member_of
+
+_FAILED = -1
+_TAG = (1 << 31) - 1
+"""The tag of messages with objects: the last one, so that arrays and objects do not mix."""
+
+Bytes = NDArray[np.uint8]
+Sizes = NDArray[np.int64]
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+    """Every rank gets the objects of all: rank r's goes to `object_list[r]`.
+
+    Args:
+        object_list: a list of world_size items, which are replaced.
+        obj: anything that can be pickled.
+
+    Raises:
+        UsageError: on every rank, naming the ranks whose object cannot be pickled.
+
+    Example:
+        >>> names = [None] * dist.get_world_size()
+        >>> dist.all_gather_object(names, os.uname().nodename)
+    """
+    g = member_of(group, "all_gather_object")
+    if g is None:
+        return
+    packed = _Packed([obj], _wrong_length("object_list", object_list, g.size))
+    sizes = _share_sizes(g, packed)
+    parts = [np.empty(size, np.uint8) for size in sizes]
+    g.all_gather(parts, packed.parts[0])
+    object_list[:] = map(_unpack, parts)
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> None:
+    """Rank `dst` (default: global rank 0) gets the objects of all in `object_gather_list`.
+
+    Args:
+        object_gather_list: on `dst` a list of world_size items, which are replaced; None elsewhere.
+
+    Raises:
+        UsageError: on every rank, naming the ranks whose arguments or objects are wrong.
+    """
+    g = member_of(group, "gather_object")
+    if g is None:
+        return
+    root = group_rank(g, "dst", dst, group_dst, 0)
+    packed = _Packed(
+        [obj], _wrong_length("object_gather_list", object_gather_list, g.size) if g.rank == root else None
+    )
+    sizes = _share_sizes(g, packed)
+    parts = [np.empty(size, np.uint8) for size in sizes] if g.rank == root else None
+    g.gather(packed.parts[0], parts, root)
+    if parts is not None and object_gather_list is not None:
+        object_gather_list[:] = map(_unpack, parts)
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_src: int | None = None,
+) -> None:
+    """Every rank gets the objects in the list of rank `src` (default: global rank 0).
+
+    Args:
+        object_list: equally long on all ranks; replaced except on `src`.
+        device: None or "cpu".
+
+    Raises:
+        UsageError: on every rank, when an object cannot be pickled.
+        MismatchError: the lists' lengths differ.
+    """
+    g = member_of(group, "broadcast_object_list")
+    if g is None:
+        return
+    _check_device(device)
+    root = group_rank(g, "src", src, group_src, 0)
+    packed = _Packed(object_list) if g.rank == root else None
+    sizes = _announce_sizes(g, packed, len(object_list), root)
+    data = packed.joined if packed else np.empty(sizes.sum(), np.uint8)
+    g.broadcast(data, root)
+    if packed is None:
+        object_list[:] = map(_unpack, _cut(data, sizes))
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> None:
+    """Rank r gets object r of rank `src`'s list (default: global rank 0).
+
+    Args:
+        scatter_object_output_list: a list of at least one item; the first is replaced.
+        scatter_object_input_list: on `src` one object a rank; None elsewhere.
+
+    Raises:
+        UsageError: on every rank, when the input list or an object in it is wrong; on this rank alone,
+            when the output list is empty.
+    """
+    g = member_of(group, "scatter_object_list")
+    if g is None:
+        return
+    if not scatter_object_output_list:
+        raise UsageError("scatter_object_output_list is empty; give a list of one item")
+    root = group_rank(g, "src", src, group_src, 0)
+    packed = None
+    if g.rank == root:
+        given = scatter_object_input_list or []
+        packed = _Packed(given, _wrong_length("scatter_object_input_list", given, g.size))
+    sizes = _announce_sizes(g, packed, g.size, root)
+    own = np.empty(sizes[g.rank], np.uint8)
+    g.scatter(own, packed.parts if packed else None, root)
+    scatter_object_output_list[0] = _unpack(own)
+
+
+def send_object_list(
+    object_list: Sequence[Any],
+    dst: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_dst: int | None = None,
+) -> None:
+    """Send objects to rank `dst`, which calls `recv_object_list` with an equally long list.
+
+    Raises:
+        UsageError: an object cannot be pickled; the receiver raises as well.
+    """
+    g = member_of(group, "send_object_list")
+    if g is None:
+        return
+    _check_device(device)
+    peer = group_rank(g, "dst", dst, group_dst)
+    packed = _Packed(object_list)
+    g.send(packed.sizes(len(object_list)), peer, _TAG)
+    packed.check(g, [g.rank])
+    g.send(packed.joined, peer, _TAG)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_src: int | None = None,
+) -> int:
+    """Receive objects into the list from rank `src`, or from whoever sends first.
+
+    Returns:
+        The sender's global rank; -1 outside the group.
+
+    Raises:
+        UsageError: the sender could not pickle an object, or sends another number of them.
+    """
+    g = member_of(group, "recv_object_list")
+    if g is None:
+        return -1
+    _check_device(device)
+    peer = None if src is None and group_src is None else group_rank(g, "src", src, group_src)
+    sizes = np.empty(len(object_list), np.int64)
+    sender = g.recv(sizes, peer, _TAG)
+    _check_failures(g, [sender] if (sizes == _FAILED).any() else [])
+    data = np.empty(sizes.sum(), np.uint8)
+    g.recv(data, sender, _TAG)
+    object_list[:] = map(_unpack, _cut(data, sizes))
+    return g.ranks[sender]
+
+
+class _Packed:
+    """Objects as bytes, or the reason why not, which is raised once the others know.
+
+    Args:
+        objects: what is packed.
+        wrong: an error that this rank has found before.
+    """
+
+    def __init__(self, objects: Sequence[Any], wrong: UsageError | None = None) -> None:
+        self.error = wrong
+        self.parts: list[Bytes] = []
+        try:
+            self.parts = [np.frombuffer(pickle.dumps(obj, 5), np.uint8) for obj in objects]
+        except Exception as error:  # __reduce__ and __getstate__ may raise anything
+            self.error = UsageError(f"the object cannot be pickled: {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+
+    @property
+    def joined(self) -> Bytes:
+        """All parts, one after the other."""
+        return np.concatenate([np.empty(0, np.uint8), *self.parts])
+
+    def sizes(self, count: int) -> Sizes:
+        """The size of each of `count` parts in bytes, or `_FAILED` for each."""
+        return np.array(
+            [part.size for part in self.parts] if self.error is None else [_FAILED] * count, np.int64
+        )
+
+    def check(self, g: ProcessGroup, failed: Sequence[int]) -> None:
+        """Raise when a rank has failed: its own error on that rank, an error that names it elsewhere."""
+        if self.error is not None:
+            raise self.error
+        _check_failures(g, [rank for rank in failed if rank != g.rank])
+
+
+def _share_sizes(g: ProcessGroup, packed: _Packed) -> Sizes:
+    """The size of every rank's only part."""
+    sizes = np.empty(g.size, np.int64)
+    g.all_gather_single(sizes, packed.sizes(1))
+    packed.check(g, np.flatnonzero(sizes == _FAILED).tolist())
+    return sizes
+
+
+def _announce_sizes(g: ProcessGroup, packed: _Packed | None, count: int, root: int) -> Sizes:
+    """The sizes of the root's `count` parts."""
+    sizes = packed.sizes(count) if packed else np.empty(count, np.int64)
+    g.broadcast(sizes, root)
+    if packed:
+        packed.check(g, [])
+    _check_failures(g, [root] if (sizes == _FAILED).any() else [])
+    return sizes
+
+
+def _check_failures(g: ProcessGroup, failed: Sequence[int]) -> None:
+    if failed:
+        names = ", ".join(str(g.ranks[rank]) for rank in failed)
+        raise UsageError(
+            f"no objects were moved: rank {names} could not give its own, and its error there says why"
+        )
+
+
+def _wrong_length(name: str, items: Sequence[Any] | None, size: int) -> UsageError | None:
+    if items is not None and len(items) == size:
+        return None
+    given = "None" if items is None else f"a list of {len(items)}"
+    return UsageError(f"{name} is {given}; give a list of {size} items, one a rank of the group")
+
+
+def _check_device(device: Any) -> None:
+    if device is not None and str(device) != "cpu":
+        raise UnavailableError(f"device is {device!r}; objects travel as CPU arrays, so leave it out")
+
+
+def _cut(data: Bytes, sizes: Sizes) -> list[Bytes]:
+    return np.split(data, np.cumsum(sizes)[:-1]) if sizes.size else []
+
+
+def _unpack(data: Bytes) -> Any:
+    return pickle.loads(data.data)

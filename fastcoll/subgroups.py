@@ -1,0 +1,182 @@
+"""Groups besides the default one: new_group, and ways to cut the world into groups.
+
+All members must give the same ranks. Each rank therefore writes what it asked for into the store, and a
+group is made only when all its members have asked for the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from zlib import crc32
+
+from .backends import load, parse_backend
+from .errors import MismatchError, UnavailableError, UsageError
+from .group import ProcessGroup
+from .job import Job
+from .registry import Group, GroupMember, NonMember, get_process_group_ranks, groups
+from .rendezvous.join import wait_for
+from .work import Timeout, seconds
+from .world import current_job
+
+Made = ProcessGroup | NonMember
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> Made:
+    """Make a group of some ranks of the world.
+
+    Every rank of the world calls this, members and others, in the same order for all groups. Only the
+    members wait for one another.
+
+    Args:
+        ranks: global ranks, in any order; group ranks follow ascending global ranks. None: all.
+        timeout: seconds or timedelta, for making it and for every call on it; None: the world's.
+        backend: as for `init_process_group`; None: the world's.
+        pg_options: must be None; no backend has options.
+        use_local_synchronization: only members call this; rank 0 must stay until they have it.
+        group_desc: a name for error messages.
+
+    Returns:
+        The group; `GroupMember.NON_GROUP_MEMBER` on ranks outside it.
+
+    Raises:
+        UsageError: `ranks` is empty, has duplicates, or ranks that do not exist.
+        MismatchError: members gave different `ranks`; the message has both.
+        PeerDiedError, StoreTimeoutError: a member died, or did not call this in time.
+
+    Example:
+        >>> even = dist.new_group(range(0, dist.get_world_size(), 2))
+    """
+    job = current_job()
+    if pg_options is not None:
+        raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
+    chosen = _checked_ranks(ranks, len(job.members))
+    choice = job.choice if backend is None else parse_backend(backend)
+    limit = seconds(timeout, job.timeout)
+    key = _key(job, chosen, use_local_synchronization)
+    try:
+        if not use_local_synchronization or job.rank in chosen:
+            job.store.set(f"{key}/asked/{job.rank}", json.dumps([chosen, str(choice)]))
+        if job.rank not in chosen:
+            return GroupMember.NON_GROUP_MEMBER
+        _check_agreement(job, key, chosen, str(choice), limit)
+        name = f"{group_desc} ({key})" if group_desc else key
+        group = job.make_group(name, key, chosen, limit, load(choice))
+        groups.add(group, choice)
+        return group
+    finally:
+        if not use_local_synchronization:
+            job.settle()
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: Group = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    group_desc: str | None = None,
+) -> tuple[Made, list[Made]]:
+    """Cut the world, or another group, into groups of `group_size` neighbouring ranks.
+
+    Args:
+        group_size: must divide the number of ranks; None: the number of ranks on each node.
+        group: what is cut, with only its members calling; rank 0 must stay meanwhile. None: the world.
+        timeout, backend, pg_options, group_desc: as for `new_group`.
+
+    Returns:
+        The group that this rank is in, and all the groups.
+
+    Raises:
+        UsageError: `group_size` does not divide the number of ranks, or the nodes differ in theirs.
+    """
+    ranks = get_process_group_ranks(group)
+    size = _ranks_per_node(current_job(), ranks) if group_size is None else group_size
+    if size < 1 or len(ranks) % size:
+        raise UsageError(f"group_size is {size}; it must divide the {len(ranks)} ranks of the group")
+    parts = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    only_members = group is not None and group is not groups.world
+    return _new_groups(parts, timeout, backend, pg_options, group_desc, only_members)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    group_desc: str | None = None,
+) -> tuple[Made, list[Made]]:
+    """Make several groups without common ranks; every rank of the world calls this.
+
+    Returns:
+        The group that this rank is in (`GroupMember.NON_GROUP_MEMBER` when in none), and all the groups.
+
+    Raises:
+        UsageError: a rank is in two of them, or as for `new_group`.
+    """
+    times = Counter(rank for ranks in ranks_per_subgroup_list for rank in ranks)
+    if twice := [rank for rank, n in times.items() if n > 1]:
+        raise UsageError(f"rank {twice[0]} is listed twice in {list(map(list, ranks_per_subgroup_list))}")
+    return _new_groups(ranks_per_subgroup_list, timeout, backend, pg_options, group_desc, False)
+
+
+def _new_groups(
+    parts: Sequence[Sequence[int]],
+    timeout: Timeout,
+    backend: str | None,
+    pg_options: None,
+    group_desc: str | None,
+    only_members: bool,
+) -> tuple[Made, list[Made]]:
+    made = [new_group(part, timeout, backend, pg_options, only_members, group_desc) for part in parts]
+    own = [group for group in made if isinstance(group, ProcessGroup)]
+    return (own[0] if own else GroupMember.NON_GROUP_MEMBER), made
+
+
+def _checked_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int]:
+    if ranks is None:
+        return list(range(world_size))
+    chosen = sorted(int(rank) for rank in ranks)
+    if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
+        raise UsageError(
+            f"ranks is {list(ranks)}; expected at least one of the ranks 0..{world_size - 1}, each at most once"
+        )
+    return chosen
+
+
+def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
+    """The group's name in the store: by the count of all calls, or of the members' calls alone."""
+    if not only_members:
+        return f"group{job.number('all')}"
+    label = f"members{crc32(repr(ranks).encode()):08x}x{len(ranks)}"
+    return f"{label}-{job.number(label)}"
+
+
+def _check_agreement(job: Job, key: str, ranks: Sequence[int], backend: str, limit: float) -> None:
+    """Wait until every member has said what it asks for, and compare."""
+    keys = [f"{key}/asked/{rank}" for rank in ranks]
+    wait_for(job.store, keys, [job.members[rank] for rank in ranks], limit, f"new_group({ranks})")
+    for rank, answer in zip(ranks, job.store.multi_get(keys), strict=True):
+        asked = json.loads(answer)
+        if asked != [ranks, backend]:
+            raise MismatchError(
+                f"new_group, call {key}: rank {job.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
+                f"ranks {asked[0]} with {asked[1]}; every rank must make the same groups in the same order"
+            )
+
+
+def _ranks_per_node(job: Job, ranks: Sequence[int]) -> int:
+    members = [job.members[rank] for rank in ranks]
+    first_of_node = [next(m.rank for m in members if m.same_node(member)) for member in members]
+    sizes = set(Counter(first_of_node).values())
+    if len(sizes) != 1:
+        raise UsageError(f"the nodes have {sorted(sizes)} ranks; give group_size")
+    return sizes.pop()
