@@ -1,0 +1,121 @@
+"""The command line of the launcher: `python -m fastcoll.launch -n 4 script.py args...`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .job import Job
+from .lifeline import GRACE_SECONDS, adopt_orphans
+from .ports import free_port
+from .supervisor import Supervisor
+
+_MANY_NODES_PORT = 29500  # torch's, when the nodes must agree on a port without having talked
+_ABOUT = """Start a program once per rank, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
+MASTER_ADDR and MASTER_PORT in its environment. Ranks learn their number from there only: no --local_rank
+argument is added to the program's own."""
+_CODES = """exit code: 0, that of the first rank that failed, or 128+n if signal n ended that rank or the
+launcher. The other ranks get SIGTERM then, and SIGKILL when the grace is over. Options may be spelled with
+- instead of _."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the launcher with the arguments `argv` (default: those of this process); returns its exit code."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    job = _job(parser, options)
+    logs: Path | None = options.log_dir
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    if single := job.single_threaded(os.environ):
+        sys.stderr.write(
+            f"fastcoll.launch: {' and '.join(single)} set to 1, as {job.local_size} ranks share this node\n"
+        )
+    adopt_orphans()
+    return Supervisor(job, options.grace, prefix=not options.no_prefix, logs=logs).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m fastcoll.launch", description=_ABOUT, epilog=_CODES, allow_abbrev=False
+    )
+
+    def add(name: str, *others: str, **rest: object) -> None:
+        spellings = dict.fromkeys([*others, f"--{name}", f"--{name.replace('_', '-')}"])
+        parser.add_argument(*spellings, dest=name, **rest)  # type: ignore[arg-type]
+
+    add("nproc_per_node", "-n", "--nproc", type=_count, default=1, metavar="N",
+        help="ranks on this node; auto or cpu: one per usable core (default 1)")  # fmt: skip
+    add("nnodes", type=_nodes, default=1, metavar="N", help="nodes of the job (default 1)")
+    add("node_rank", type=int, default=0, metavar="I", help="this node's number, from 0 (default 0)")
+    add("master_addr", metavar="HOST", help="where rank 0 listens (default 127.0.0.1 for one node)")
+    add("master_port", type=int, metavar="PORT",
+        help=f"its port (default: a free one for one node, else {_MANY_NODES_PORT})")  # fmt: skip
+    add("standalone", action="store_true", help="a job of one node, with a port of its own")
+    add("use_env", action="store_true", help="accepted for torch's sake; it is always so")
+    add("no_python", action="store_true", help="the program is not run by Python")
+    add("log_dir", type=Path, metavar="DIR", help="also write rank-R.stdout and rank-R.stderr there")
+    add("no_prefix", action="store_true", help="pass output on without [rank] before each line")
+    add("grace", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS",
+        help=f"between asking ranks to end and killing them (default {GRACE_SECONDS:g})")  # fmt: skip
+    add("module", "-m", action="store_true", help="the program is a module, as in python -m")
+    parser.add_argument("program", help="the script, module or program that every rank runs")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _count(text: str) -> int:
+    if text in ("auto", "cpu"):
+        return len(os.sched_getaffinity(0))
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"give a number from 1 up, auto or cpu, not {text!r}")
+    return int(text)
+
+
+def _nodes(text: str) -> int:
+    low, _, high = text.partition(":")
+    if not low.isdecimal() or int(low) < 1 or (high and high != low):
+        raise argparse.ArgumentTypeError(
+            f"give one number from 1 up, not {text!r}; it cannot change as the job runs"
+        )
+    return int(low)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"give a number of seconds from 0 up, not {text!r}")
+    return value
+
+
+def _job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
+    """The job that the options describe; ends the process with a usage error if they do not fit together."""
+    nodes: int = options.nnodes
+    if options.standalone and nodes > 1:
+        parser.error(f"--standalone is for one node, --nnodes says {nodes}")
+    if not 0 <= options.node_rank < nodes:
+        parser.error(f"--node_rank must be from 0 to {nodes - 1}, got {options.node_rank}")
+    if nodes > 1 and options.master_addr is None:
+        parser.error(f"--master_addr is needed for {nodes} nodes: give the host of node 0 on every node")
+    if options.module and options.no_python:
+        parser.error("-m and --no_python exclude each other")
+    if not (options.module or options.no_python or os.path.exists(options.program)):
+        parser.error(f"there is no script {options.program!r} (for a module give -m)")
+    port = options.master_port
+    if port is None:
+        port = free_port() if nodes == 1 else _MANY_NODES_PORT
+    if not 0 < port < 65536:
+        parser.error(f"--master_port must be from 1 to 65535, got {port}")
+    python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
+    return Job(
+        (*python, options.program, *options.args),
+        options.nproc_per_node,
+        nodes,
+        options.node_rank,
+        options.master_addr or "127.0.0.1",
+        port,
+    )

@@ -1,0 +1,72 @@
+"""What is to be started on this node, and the environment that each rank gets. Pure data.
+
+| variable | meaning |
+|---|---|
+| RANK, WORLD_SIZE | among all ranks of the job |
+| LOCAL_RANK, LOCAL_WORLD_SIZE | among those of this node |
+| GROUP_RANK | the node's number |
+| MASTER_ADDR, MASTER_PORT | where rank 0 listens |
+| FASTCOLL_SECRET | the job's secret, if the launcher made one |
+| OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 when several ranks share the node, unless set already |
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One node's share of a job.
+
+    Attributes:
+        program: the command line that every rank runs.
+        local_size: the ranks on this node.
+        nodes, node_rank: how many nodes there are, each with as many ranks, and which one this is.
+        master_addr, master_port: where rank 0 listens.
+    """
+
+    program: tuple[str, ...]
+    local_size: int
+    nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of the whole job."""
+        return self.nodes * self.local_size
+
+    def rank(self, local_rank: int) -> int:
+        """The rank in the whole job of one of this node's ranks."""
+        return self.node_rank * self.local_size + local_rank
+
+    def single_threaded(self, inherited: Mapping[str, str]) -> list[str]:
+        """The variables that are set to 1, so that the ranks of this node do not crowd its cores."""
+        return [name for name in _THREADS if self.local_size > 1 and name not in inherited]
+
+    def environment(self, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The whole environment of one rank.
+
+        The secret is made for jobs of one node only: several launchers could not agree on one.
+        """
+        made = {name: "1" for name in self.single_threaded(inherited)}
+        if self.nodes == 1 and not inherited.get("FASTCOLL_SECRET"):
+            made["FASTCOLL_SECRET"] = self._secret
+        return {
+            **inherited,
+            **made,
+            "RANK": str(self.rank(local_rank)),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }

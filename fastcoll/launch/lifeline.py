@@ -1,0 +1,87 @@
+"""Tie a process to its parent, end it with all it has started, and say how it ended.
+
+Standard library only, as the launcher also runs this file as a script: `lifeline.py PARENT PROGRAM ARGS...`
+ties itself to the process PARENT and then becomes PROGRAM. That avoids a preexec function, which may
+deadlock in a process with threads (the tie survives execve, see prctl(2)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_CANNOT_RUN = 127  # the shell's exit code for a program that cannot be started
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel send SIGKILL to this process when the thread that started it ends.
+
+    Args:
+        parent: the pid of the process that started this one. If it is gone already, this process exits.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "PR_SET_PDEATHSIG")
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that none can escape.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes whose parent is `pid`, those that have ended and were not waited for included."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            children += map(int, (task / "children").read_text().split())
+    return children
+
+
+def signal_group(leader: int, number: int) -> None:
+    """Send a signal to the process group of `leader`; a group that is gone is fine."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from its return code: `exit code 3`, `signal SIGKILL (9)`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name} ({-code})"
+    except ValueError:  # real-time signals have no name
+        return f"signal {-code}"
+
+
+def _prctl(option: int, value: int, name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, int(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({name}) failed")
+
+
+def _become(parent: int, program: list[str]) -> None:
+    die_with_parent(parent)
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        sys.stderr.write(f"{program[0]!r} cannot be run: {error.strerror}\n")
+        sys.exit(_CANNOT_RUN)
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), sys.argv[2:])

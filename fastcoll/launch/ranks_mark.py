@@ -1,0 +1,123 @@
+"""The arguments of `@pytest.mark.ranks(...)` and what travels between pytest and its rank workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import UsageError
+
+Outcome = Literal["passed", "skipped", "killed", "failed", "leaked", "died", "deadline", "stranded"]
+WORKER_PLUGIN = "fastcoll-rank-worker"  # the name of the plugin that makes a pytest session a worker
+OPTIONS = ("init", "backend", "timeout", "fresh", "may_die")
+
+
+@dataclass(frozen=True)
+class RanksMark:
+    """One test's mark.
+
+    Attributes:
+        sizes: the world sizes to run the test with.
+        init: whether each rank calls init_process_group before and destroy_process_group after.
+        backend: the backend's name for init_process_group; None for the default.
+        timeout: seconds that the ranks may take together, from the start of the test to its end.
+        fresh: run in processes of its own, which are thrown away afterwards.
+        may_die: ranks that the test kills on purpose.
+    """
+
+    sizes: tuple[int, ...]
+    init: bool = True
+    backend: str | None = None
+    timeout: float = 60.0
+    fresh: bool = False
+    may_die: frozenset[int] = frozenset()
+
+    @staticmethod
+    def parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
+        """The mark as it stands in the test.
+
+        Raises:
+            UsageError: an argument that cannot be used; the message has the cure.
+        """
+        if not sizes or any(type(n) is not int or n < 1 for n in sizes) or len(set(sizes)) < len(sizes):
+            shown = ", ".join(map(repr, sizes))
+            raise UsageError(
+                f"ranks({shown}): give different world sizes from 1 up, as in ranks(2) or ranks(1, 2)"
+            )
+        unknown = [name for name in options if name not in OPTIONS]
+        if unknown:
+            raise UsageError(f"ranks: unknown option {unknown[0]!r}; known are {', '.join(OPTIONS)}")
+        timeout = options.get("timeout", 60.0)
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise UsageError(f"ranks: timeout is a number of seconds above 0, got {timeout!r}")
+        return RanksMark(sizes=tuple(sizes), **{**options, "may_die": _may_die(sizes, options)})
+
+
+def _may_die(sizes: tuple[int, ...], options: Mapping[str, Any]) -> frozenset[int]:
+    value = options.get("may_die", ())
+    ranks = list(range(max(sizes))) if value is True else value
+    if not isinstance(ranks, Iterable) or any(type(r) is not int or not 0 <= r < max(sizes) for r in ranks):
+        raise UsageError(
+            f"ranks: may_die takes ranks from 0 to {max(sizes) - 1} or True for any, got {value!r}"
+        )
+    if ranks and not options.get("fresh", False):
+        raise UsageError(
+            "ranks: may_die needs fresh=True, as a killed process cannot be used by the next test"
+        )
+    return frozenset(ranks)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker needs to become a pytest session like the parent's."""
+
+    args: list[str]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rank's part of one test.
+
+    Attributes:
+        target: `file::Class::function`, what the worker collects.
+        nodeid: which of the collected tests it runs.
+        environment: set around the test (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+        tmp_path: the directory that all ranks share, if the test asks for it.
+    """
+
+    target: str
+    nodeid: str
+    rank: int
+    mark: RanksMark
+    environment: dict[str, str]
+    tmp_path: str | None
+
+
+@dataclass
+class RankResult:
+    """How one rank's part ended.
+
+    Attributes:
+        outcome: "killed" is an expected death (may_die); "stranded" is still under way though another
+            rank has failed; "deadline" is still under way at the mark's timeout.
+        summary: the failure or the reason of the skip in one line.
+        text: what to show below it: a traceback, or the stacks.
+        cause: where the failure was raised and its message; equal on ranks whose failures are one.
+        secondary: the rank failed because another one did (a GroupError), so it is shown last.
+        output: what the rank wrote to stdout and stderr.
+    """
+
+    rank: int
+    outcome: Outcome
+    summary: str = ""
+    text: str = ""
+    cause: str = ""
+    secondary: bool = False
+    output: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank alone makes the test fail."""
+        return self.outcome not in ("passed", "skipped", "killed")

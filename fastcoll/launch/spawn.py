@@ -1,0 +1,219 @@
+"""`spawn`: run a function in several processes, as torch.multiprocessing.spawn does.
+
+Children live no longer than the parent: if `spawn` was called on its main thread, whatever ends it ends
+them too. A rank that fails ends the others, and its traceback is part of the error in the parent.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from ..errors import FastcollError, GroupError, UsageError
+from .lifeline import GRACE_SECONDS, describe_exit, die_with_parent
+
+_TEXT_BYTES = 48 << 10  # less than a pipe holds (64 KiB), so that a failing child never waits for the parent
+
+
+class ProcessRaisedError(FastcollError):
+    """The function raised in one of the processes.
+
+    Attributes:
+        rank: the index of the process.
+        pid: its process id.
+    """
+
+    def __init__(self, rank: int, pid: int, text: str) -> None:
+        super().__init__(f"rank {rank} (pid {pid}) raised:\n\n{text}")
+        self.rank, self.pid = rank, pid
+
+
+class ProcessExitedError(FastcollError):
+    """One of the processes ended without success and without an exception.
+
+    Attributes:
+        rank: the index of the process.
+        pid: its process id.
+        exit_code: what it returned; -n when signal n ended it.
+    """
+
+    def __init__(self, rank: int, pid: int, exit_code: int) -> None:
+        super().__init__(f"rank {rank} (pid {pid}) ended with {describe_exit(exit_code)}")
+        self.rank, self.pid, self.exit_code = rank, pid, exit_code
+
+
+class SpawnContext:
+    """The processes that one `spawn` started."""
+
+    def __init__(self) -> None:
+        self.processes: list[BaseProcess] = []
+        self._errors: list[Connection[Any, Any]] = []
+
+    def pids(self) -> list[int]:
+        """The processes' ids, by rank."""
+        return [process.pid or 0 for process in self.processes]
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all processes have ended well.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Returns:
+            whether they have; False when some still run after `timeout`.
+
+        Raises:
+            ProcessRaisedError, ProcessExitedError: a rank failed; the others were ended.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        try:
+            while running := [process.sentinel for process in self.processes if process.exitcode is None]:
+                self._raise_failure()
+                if not wait(running, None if end is None else max(0.0, end - time.monotonic())):
+                    return False
+            self._raise_failure()
+        except BaseException:
+            self.end()
+            raise
+        self._close_pipes()
+        return True
+
+    def end(self, grace: float = GRACE_SECONDS) -> None:
+        """End the processes that still run: SIGTERM, and SIGKILL after `grace` seconds. Twice is fine."""
+        for process in self.processes:
+            process.terminate()
+        end = time.monotonic() + grace
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._close_pipes()
+
+    def _add(self, process: BaseProcess, errors: Connection[Any, Any]) -> None:
+        self.processes.append(process)
+        self._errors.append(errors)
+
+    def _raise_failure(self) -> None:
+        failed = [rank for rank, process in enumerate(self.processes) if process.exitcode]
+        texts = {rank: self._text(rank) for rank in failed}
+        if not failed:
+            return
+        # A failure that only follows from another rank's (GroupError) is the last to be named.
+        first = min(failed, key=lambda rank: (texts[rank][:1] == b"G", rank))
+        process, text = self.processes[first], texts[first][1:].decode(errors="replace")
+        if text:
+            raise ProcessRaisedError(first, process.pid or 0, text)
+        raise ProcessExitedError(first, process.pid or 0, process.exitcode or 0)
+
+    def _text(self, rank: int) -> bytes:
+        try:
+            return self._errors[rank].recv_bytes() if self._errors[rank].poll() else b""
+        except (EOFError, OSError):  # it sent nothing, or a part of it when it was killed
+            return b""
+
+    def _close_pipes(self) -> None:
+        for errors in self._errors:
+            errors.close()
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | None:
+    """Run `fn(i, *args)` in `nprocs` processes, i being 0 .. nprocs-1.
+
+    Args:
+        fn: a function of a module (a fresh interpreter imports it), unless `start_method` is "fork".
+        args: further arguments, which must be picklable.
+        join: wait for the processes and return None; otherwise return at once.
+        daemon: whether the children are ended when the parent ends normally.
+        start_method: "spawn", "fork" or "forkserver", see `multiprocessing`.
+
+    Returns:
+        None when joined, else the context with `join(timeout)`, `pids()` and `processes`.
+
+    Raises:
+        UsageError: an argument that cannot be used.
+        ProcessRaisedError: `fn` raised in a process; the message has its traceback.
+        ProcessExitedError: a process ended by a signal or with another exit code than 0.
+
+    Example:
+        >>> def main(rank, size): ...
+        >>> spawn(main, args=(4,), nprocs=4)
+    """
+    _check(fn, nprocs, start_method)
+    context: Any = multiprocessing.get_context(start_method)
+    tied_to = os.getpid() if _can_tie(start_method) else None
+    children = SpawnContext()
+    try:
+        for rank in range(nprocs):
+            ours, theirs = context.Pipe(duplex=False)
+            with theirs:
+                process = context.Process(
+                    target=_child,
+                    args=(fn, rank, tuple(args), theirs, tied_to),
+                    name=f"rank-{rank}",
+                    daemon=daemon,
+                )
+                process.start()
+            children._add(process, ours)
+    except BaseException:
+        children.end()
+        raise
+    if not join:
+        return children
+    children.join()
+    return None
+
+
+def _check(fn: Callable[..., object], nprocs: int, start_method: str) -> None:
+    if not callable(fn):
+        raise UsageError(f"spawn: fn must be a function fn(rank, *args), got {type(fn).__name__}")
+    if type(nprocs) is not int or nprocs < 1:
+        raise UsageError(f"spawn: nprocs must be an int from 1 up, got {nprocs!r}")
+    known = multiprocessing.get_all_start_methods()
+    if start_method not in known:
+        raise UsageError(f"spawn: start_method must be one of {', '.join(known)}, got {start_method!r}")
+    name = getattr(fn, "__qualname__", "")
+    if start_method != "fork" and ("<locals>" in name or name == "<lambda>"):
+        raise UsageError(
+            f"spawn: {name} cannot be imported by a fresh interpreter; define it at the top level of its "
+            "module, or give start_method='fork'"
+        )
+
+
+def _can_tie(start_method: str) -> bool:
+    # The kernel ties a child to the thread that forked it; the fork server's children are not ours.
+    return start_method != "forkserver" and threading.current_thread() is threading.main_thread()
+
+
+def _child(
+    fn: Callable[..., object],
+    rank: int,
+    args: tuple[Any, ...],
+    errors: Connection[Any, Any],
+    tied_to: int | None,
+) -> None:
+    if tied_to is not None:
+        die_with_parent(tied_to)
+    try:
+        fn(rank, *args)
+    except KeyboardInterrupt:
+        sys.exit(130)  # the parent has it too, and speaks
+    except Exception as error:
+        kind = b"G" if isinstance(error, GroupError) else b"E"
+        errors.send_bytes(kind + traceback.format_exc().encode(errors="replace")[-_TEXT_BYTES:])
+        sys.exit(1)

@@ -1,0 +1,200 @@
+"""Starts a job's ranks, passes their output on, and sees to it that all of them end.
+
+One thread, one selector: pipes to relay and pidfds to notice deaths by. Every rank leads a session of
+its own. What outlives its rank is adopted and killed at the end, so nothing is left of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from . import lifeline
+from .job import Job
+from .relay import Relay, write_all
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TICK = 0.1  # seconds until a signal to the launcher is acted on
+_LEFTOVER_SECONDS = 1.0  # for what outlives its rank to end by itself, such as multiprocessing's tracker
+
+
+class RankProcess:
+    """One rank: its process and its two streams."""
+
+    def __init__(self, job: Job, local_rank: int, prefix: bool, logs: Path | None) -> None:
+        self.rank = job.rank(local_rank)
+        tether = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [*tether, *job.program],
+                stdin=None if local_rank == 0 else subprocess.DEVNULL,
+                stdout=out_end,
+                stderr=err_end,
+                env=job.environment(local_rank, os.environ),
+                start_new_session=True,
+            )
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+        mark = f"[{self.rank}] ".encode() if prefix else b""
+        self.out = Relay(out, sys.stdout.fileno(), mark, _log_file(logs, f"rank-{self.rank}.stdout"))
+        self.err = Relay(err, sys.stderr.fileno(), mark, _log_file(logs, f"rank-{self.rank}.stderr"))
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank and what it has started."""
+        lifeline.signal_group(self.process.pid, number)
+
+    def describe(self) -> str:
+        """Which rank it is, and where."""
+        return f"rank {self.rank} (host {os.uname().nodename}, pid {self.process.pid})"
+
+
+class Supervisor:
+    """Runs one node's ranks to their end.
+
+    Args:
+        job: what to start.
+        grace: seconds between asking ranks to end and killing them.
+        prefix: whether lines of output get their rank in front.
+        logs: a directory for one file per rank and stream, or None.
+    """
+
+    def __init__(self, job: Job, grace: float, prefix: bool = True, logs: Path | None = None) -> None:
+        self._job, self._grace, self._prefix, self._logs = job, grace, prefix, logs
+        self._ranks: list[RankProcess] = []
+        self._running: set[RankProcess] = set()
+        self._not_ours = set(lifeline.children_of(os.getpid()))
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []  # received and not yet acted on
+        self._exit_code = 0
+        self._kill_at: float | None = None  # when the grace ends; None: nobody was asked to end
+
+    def run(self) -> int:
+        """Start the ranks and return when all are gone.
+
+        Returns:
+            0, the exit code of the first rank that failed (128+n for signal n), or 128+n when signal n
+            ended the launcher.
+        """
+        with self._handle_signals():
+            try:
+                for local_rank in range(self._job.local_size):
+                    self._start(local_rank)
+                self._watch()
+            except BrokenPipeError:  # nobody reads our output any more
+                self._exit_code = 128 + signal.SIGPIPE
+            finally:
+                self._end()
+        return self._exit_code
+
+    def _start(self, local_rank: int) -> None:
+        rank = RankProcess(self._job, local_rank, self._prefix, self._logs)
+        self._ranks.append(rank)
+        self._running.add(rank)
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
+        for relay in (rank.out, rank.err):
+            self._selector.register(relay.source, selectors.EVENT_READ, self._pumping(relay))
+
+    def _pumping(self, relay: Relay) -> Callable[[], None]:
+        def pump() -> None:
+            if not relay.pump():
+                self._selector.unregister(relay.source)
+
+        return pump
+
+    def _watch(self) -> None:
+        while self._running:
+            for key, _ in self._selector.select(_TICK):
+                key.data()
+            while self._signals:
+                self._pass_on(self._signals.pop(0))
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._signal_running(signal.SIGKILL)
+                self._kill_at = float("inf")
+
+    def _reap(self, rank: RankProcess) -> None:
+        code = rank.process.wait()
+        self._selector.unregister(rank.pidfd)
+        self._running.discard(rank)
+        if code == 0 or self._kill_at is not None:
+            return
+        self._exit_code = code if code > 0 else 128 - code
+        rank.err.pump_all()
+        self._say(f"{rank.describe()} failed first: {lifeline.describe_exit(code)}", rank.err.last_lines())
+        self._ask_to_end(signal.SIGTERM)
+
+    def _pass_on(self, number: int) -> None:
+        if self._kill_at is not None:  # the second request
+            self._kill_at = 0.0
+            return
+        self._exit_code = 128 + number
+        self._ask_to_end(number)
+
+    def _ask_to_end(self, number: int) -> None:
+        self._kill_at = time.monotonic() + self._grace
+        self._signal_running(number)
+
+    def _signal_running(self, number: int) -> None:
+        for rank in self._running:
+            rank.signal(number)
+
+    def _end(self) -> None:
+        self._signal_running(signal.SIGKILL)
+        for rank in self._ranks:
+            rank.process.wait()
+            os.close(rank.pidfd)
+        _end_leftovers(self._not_ours)
+        self._selector.close()
+        for rank in self._ranks:
+            for relay in (rank.out, rank.err):
+                with contextlib.suppress(BrokenPipeError):
+                    relay.finish()
+
+    def _say(self, message: str, quoted: str) -> None:
+        lines = "".join(f"    {line}\n" for line in quoted.splitlines())
+        told = "; its last lines on stderr:" if quoted else "; it wrote nothing on stderr"
+        write_all(sys.stderr.fileno(), f"fastcoll.launch: {message}{told}\n{lines}".encode(errors="replace"))
+
+    @contextlib.contextmanager
+    def _handle_signals(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in HANDLED}
+        try:
+            for number in HANDLED:
+                if before[number] != signal.SIG_IGN:  # as under nohup
+                    signal.signal(number, lambda received, _: self._signals.append(received))
+            yield
+        finally:
+            for number in HANDLED:
+                signal.signal(number, before[number])
+
+
+def _end_leftovers(not_ours: set[int]) -> None:
+    """End every process that this one has adopted."""
+    start = time.monotonic()
+    while children := set(lifeline.children_of(os.getpid())) - not_ours:
+        waited = time.monotonic() - start
+        for pid in children:
+            if waited >= _LEFTOVER_SECONDS:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+        if waited >= 2 * _LEFTOVER_SECONDS:
+            sys.stderr.write(
+                f"fastcoll.launch: SIGKILL has not ended {sorted(children)}, look at them with ps\n"
+            )
+            return
+        time.sleep(0.01)
+
+
+def _log_file(folder: Path | None, name: str) -> BinaryIO | None:
+    return None if folder is None else (folder / name).open("wb")

@@ -1,0 +1,244 @@
+"""The launcher as a command: each test runs it on a small script."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+COMMAND = [sys.executable, "-m", "fastcoll.launch"]
+HEAD = "import os, signal, subprocess, sys, time\nrank = int(os.environ['RANK'])\n"
+# Every rank says that it is there, and goes on when all of them are.
+MEET = """
+open(f"here-{rank}", "w").write(str(os.getpid()))
+while len([name for name in os.listdir() if name.startswith("here-")]) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Write script.py into the current directory."""
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "FASTCOLL_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return lambda text: (tmp_path / "script.py").write_text(HEAD + text) and None
+
+
+@pytest.fixture
+def launch(script: Callable[[str], None]) -> Launch:
+    """Run the launcher with options on script.py with the given text."""
+
+    def run(text: str, *options: str) -> subprocess.CompletedProcess[str]:
+        script(text)
+        return subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=30)
+
+    return run
+
+
+def test_each_rank_gets_its_environment_and_arguments(launch: Launch) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT FASTCOLL_SECRET"
+    done = launch(
+        f"import json\nprint(json.dumps([*map(os.environ.get, '{names}'.split()), *sys.argv[1:]]))",
+        *["--nproc-per-node=3", "--use_env", "--standalone", "script.py", "--flag", "-n", "7"],
+    )
+    assert done.returncode == 0
+    ranks = [json.loads(line.partition(" ")[2]) for line in sorted(done.stdout.splitlines())]
+    port, secret = ranks[0][6:8]
+    assert int(port) > 0
+    assert len(secret) == 64
+    assert ranks == [
+        [str(r), str(r), "3", "3", "0", "127.0.0.1", port, secret, "--flag", "-n", "7"] for r in range(3)
+    ]
+    assert done.stderr == (
+        "fastcoll.launch: OMP_NUM_THREADS and NUMBA_NUM_THREADS set to 1, as 3 ranks share this node\n"
+    )
+
+
+def test_many_nodes(launch: Launch) -> None:
+    done = launch(
+        "print(os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])",
+        *["-n2", "--nnodes=2", "--node_rank=1", "--master_addr=there", "--master-port=77", "script.py"],
+    )
+    assert sorted(done.stdout.splitlines()) == ["[2] 4 there 77", "[3] 4 there 77"]
+
+
+def test_output_is_prefixed_line_by_line_and_logged(launch: Launch) -> None:
+    done = launch(
+        "sys.stdout.write('a\\nb')\nsys.stderr.write('c')", *["-n", "2", "--log_dir", "logs/new", "script.py"]
+    )
+    assert sorted(done.stdout.splitlines()) == ["[0] a", "[0] b", "[1] a", "[1] b"]
+    assert sorted(done.stderr.splitlines())[:2] == ["[0] c", "[1] c"]
+    assert Path("logs/new/rank-1.stdout").read_text() == "a\nb"
+    assert Path("logs/new/rank-1.stderr").read_text() == "c"
+
+
+def test_modules_other_programs_and_plain_output(launch: Launch) -> None:
+    assert launch("print(f'module {rank}')", "--no_prefix", "-m", "script").stdout == "module 0\n"
+    assert launch("", "--no-python", "sh", "-c", "echo shell $RANK").stdout == "[0] shell 0\n"
+    missing = launch("", "--no-python", "no-such-program")
+    assert missing.returncode == 127
+    assert "'no-such-program' cannot be run: No such file or directory" in missing.stderr
+
+
+def test_rank_0_has_the_standard_input(launch: Launch, script: Callable[[str], None]) -> None:
+    script("print(sys.stdin.read())")
+    done = subprocess.run(
+        [*COMMAND, "-n2", "script.py"], input="text", capture_output=True, text=True, timeout=30
+    )
+    assert sorted(done.stdout.splitlines()) == ["[0] text", "[1] "]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("raise ValueError('the cause')", 1, "exit code 1; its last lines on stderr:\n    Traceback"),
+        ("sys.exit(3)", 3, "exit code 3; it wrote nothing on stderr\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal SIGKILL (9); it wrote nothing on stderr\n"),
+    ],
+)
+def test_the_first_failure_is_told_and_ends_the_others(
+    launch: Launch, end: str, code: int, told: str
+) -> None:
+    done = launch(f"{MEET}if rank == 1:\n    {end}\ntime.sleep(1000)", "-n3", "script.py")
+    assert done.returncode == code
+    pid = Path("here-1").read_text()
+    assert (
+        f"fastcoll.launch: rank 1 (host {os.uname().nodename}, pid {pid}) failed first: {told}" in done.stderr
+    )
+    assert ("\n    ValueError: the cause\n" in done.stderr) == (code == 1)
+    assert done.stderr.count("failed first") == 1
+
+
+def test_what_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
+    done = launch(
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN){MEET}if rank == 1:\n    sys.exit(4)\ntime.sleep(1000)",
+        *["-n2", "--grace=0.2", "script.py"],
+    )
+    assert done.returncode == 4
+
+
+def test_what_outlives_its_rank_is_ended(launch: Launch) -> None:
+    done = launch(
+        "for new in (False, True):\n"
+        "    child = subprocess.Popen(['sleep', '1000'], start_new_session=new)\n"
+        "    print(child.pid)",
+        *["--no_prefix", "script.py"],
+    )
+    assert done.returncode == 0
+    for pid in map(int, done.stdout.split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def started(*options: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """The launcher with two ranks that are at work, and the ranks' pidfds."""
+    process = subprocess.Popen(
+        [*COMMAND, "-n2", *options, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    pids: list[int] = []
+    while len(pids) < 2:
+        text = process.stdout.readline().split()[1]
+        pids += [int(text)] if text.isdecimal() else []
+    return process, [os.pidfd_open(pid) for pid in pids]
+
+
+def has_ended(pidfd: int) -> bool:
+    try:
+        return bool(select.select([pidfd], [], [], 5)[0])
+    finally:
+        os.close(pidfd)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_signals_are_passed_on(script: Callable[[str], None], number: signal.Signals) -> None:
+    script(
+        f"signal.signal({int(number)}, lambda *_: sys.exit(print('got it')))\n"
+        "print(os.getpid())\n"
+        "time.sleep(1000)"
+    )
+    process, ranks = started()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert sorted(out.splitlines()) == ["[0] got it", "[1] got it"]
+    assert "failed" not in err
+    assert all(map(has_ended, ranks))
+
+
+def test_a_second_signal_kills_at_once(script: Callable[[str], None]) -> None:
+    script(
+        "signal.signal(signal.SIGINT, lambda *_: print('no'))\nprint(os.getpid())\nwhile True:\n    time.sleep(1000)"
+    )
+    process, ranks = started("--grace=1000")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert {process.stdout.readline(), process.stdout.readline()} == {"[0] no\n", "[1] no\n"}
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert all(map(has_ended, ranks))
+
+
+def test_ranks_die_with_a_killed_launcher(script: Callable[[str], None]) -> None:
+    script("print(os.getpid())\ntime.sleep(1000)")
+    process, ranks = started()
+    process.kill()
+    process.communicate(timeout=20)
+    assert all(map(has_ended, ranks))
+
+
+def test_a_reader_that_goes_away_ends_the_job(script: Callable[[str], None]) -> None:
+    script("print(os.getpid())\nwhile True:\n    print('more')\n    time.sleep(0.01)")
+    process, ranks = started()
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(20) == 128 + signal.SIGPIPE
+    assert process.stderr is not None
+    process.stderr.close()
+    assert all(map(has_ended, ranks))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["-n0", "script.py"], "give a number from 1 up, auto or cpu, not '0'"),
+        (["--nnodes=1:4", "script.py"], "give one number from 1 up, not '1:4'"),
+        (["--nnodes=2", "script.py"], "--master_addr is needed for 2 nodes"),
+        (["--nnodes=2", "--standalone", "script.py"], "--standalone is for one node, --nnodes says 2"),
+        (["--node_rank=1", "script.py"], "--node_rank must be from 0 to 0, got 1"),
+        (["--master_port=70000", "script.py"], "--master_port must be from 1 to 65535, got 70000"),
+        (["--grace=-1", "script.py"], "give a number of seconds from 0 up, not '-1'"),
+        (["-m", "--no_python", "script"], "-m and --no_python exclude each other"),
+        (["absent.py"], "there is no script 'absent.py' (for a module give -m)"),
+    ],
+)
+def test_wrong_options_are_refused(
+    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str], script: Callable[[str], None]
+) -> None:
+    from fastcoll.launch.command import main
+
+    script("")
+    with pytest.raises(SystemExit) as info:
+        main(options)
+    assert info.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_auto_is_one_rank_per_usable_core(launch: Launch) -> None:
+    done = launch("print(os.environ['WORLD_SIZE'])", "-n", "auto", "--no_prefix", "script.py")
+    assert set(done.stdout.split()) == {str(len(os.sched_getaffinity(0)))}
+
+
+def test_the_free_port_differs_from_job_to_job(launch: Launch) -> None:
+    ports = {launch("print(os.environ['MASTER_PORT'])", "--no_prefix", "script.py").stdout for _ in range(3)}
+    assert len(ports) > 1

@@ -1,0 +1,65 @@
+"""Footprints: what is new is named, what goes away in time is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+from fastcoll.launch.leaks import Footprint, lasting, shm_names
+
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+
+def test_nothing_is_new() -> None:
+    assert Footprint.now().growth() == []
+
+
+def test_each_kind_is_named() -> None:
+    before = Footprint.now()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="some-thread")
+    thread.start()
+    with open("/dev/zero") as file, subprocess.Popen(["cat"], **PIPES) as child:
+        child.stdin.write("here\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "here\n"  # before that, its command line may be missing
+        grown = before.growth()
+        expected = [
+            "thread 'some-thread'",
+            f"descriptor {file.fileno()} (/dev/zero)",
+            f"child {child.pid} (cat)",
+        ]
+    stop.set()
+    thread.join()
+    assert [line for line in grown if "pipe" not in line] == expected
+    assert before.growth() == []
+
+
+def test_a_descriptor_that_changes_hands_is_new() -> None:
+    first = os.open("/dev/zero", os.O_RDONLY)
+    before = Footprint.now()
+    os.close(first)
+    second = os.open("/dev/full", os.O_RDONLY)
+    assert second == first
+    assert before.growth() == [f"descriptor {first} (/dev/full)"]
+    os.close(second)
+
+
+def test_what_ends_in_time_is_no_leak() -> None:
+    looks = iter([["a thread"], ["a thread"], []])
+    assert lasting(lambda: next(looks)) == []
+    assert lasting(lambda: ["a thread"]) == ["a thread"]
+
+
+def test_only_our_own_segments_count() -> None:
+    ours, other = Path(f"/dev/shm/fastcoll-leaks-{os.getpid()}"), Path(f"/dev/shm/other-{os.getpid()}")
+    ours.touch()
+    other.touch()
+    found = shm_names()
+    ours.unlink()
+    other.unlink()
+    assert ours.name in found
+    assert other.name not in found

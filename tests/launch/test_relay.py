@@ -1,0 +1,79 @@
+"""Passing output on line by line."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from fastcoll.launch import relay
+from fastcoll.launch.relay import Relay
+
+
+class Stream:
+    """A pipe with a relay at its end."""
+
+    def __init__(self) -> None:
+        source, self.pipe = os.pipe()
+        self.sink, self.log = os.memfd_create("sink"), io.BytesIO()
+        self.relay = Relay(source, self.sink, b"[3] ", self.log)
+
+    def write(self, data: bytes) -> bytes:
+        os.write(self.pipe, data)
+        assert self.relay.pump()
+        return self.passed_on()
+
+    def passed_on(self) -> bytes:
+        return os.pread(self.sink, 1 << 16, 0)
+
+
+@pytest.fixture
+def stream() -> Iterator[Stream]:
+    made = Stream()
+    yield made
+    os.close(made.pipe)
+    os.close(made.sink)
+
+
+def test_whole_lines_get_a_prefix(stream: Stream) -> None:
+    assert stream.write(b"one\ntw") == b"[3] one\n"
+    assert stream.write(b"o\n\n") == b"[3] one\n[3] two\n[3] \n"
+    assert stream.log.getvalue() == b"one\ntwo\n\n"
+
+
+def test_progress_bars(stream: Stream) -> None:
+    assert stream.write(b"10%\r20%\r\nend") == b"[3] 10%\r[3] 20%\r\n"
+
+
+def test_the_end_without_a_line_end(stream: Stream) -> None:
+    os.write(stream.pipe, b"one\ntwo")
+    stream.relay.finish()
+    assert stream.passed_on() == b"[3] one\n[3] two\n"
+    assert stream.log.closed
+
+
+def test_nothing_there_does_not_block(stream: Stream) -> None:
+    assert stream.relay.pump()
+    stream.relay.pump_all()
+    assert stream.passed_on() == b""
+
+
+def test_the_end_of_the_source() -> None:
+    source, pipe = os.pipe()
+    os.close(pipe)
+    ended = Relay(source, -1, b"", None)
+    assert not ended.pump()
+    ended.finish()
+
+
+def test_very_long_lines_are_cut(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "_LONGEST_LINE", 10)
+    assert stream.write(b"0123456789A") == b"[3] 0123456789A\n"
+    assert stream.write(b"B\n") == b"[3] 0123456789A\n[3] B\n"
+
+
+def test_the_last_lines_are_remembered(stream: Stream) -> None:
+    stream.write(b"".join(b"%d\n" % number for number in range(100)))
+    assert stream.relay.last_lines() == "".join(f"{number}\n" for number in range(60, 100))

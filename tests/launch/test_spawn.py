@@ -1,0 +1,151 @@
+"""`spawn`, with functions that a fresh interpreter can import."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fastcoll.errors import GroupError, UsageError
+from fastcoll.launch.spawn import ProcessExitedError, ProcessRaisedError, SpawnContext, spawn
+
+
+def write(rank: int, folder: Path, text: str) -> None:
+    (folder / str(rank)).write_text(f"{text} {rank}")
+
+
+def fail(rank: int, how: str) -> None:
+    if rank == 1 and how == "raise":
+        raise ValueError("the cause")
+    if rank == 1 and how == "follow":
+        time.sleep(0.2)  # so that both failures are there when the parent looks
+        raise ValueError("the cause")
+    if rank == 0 and how == "follow":
+        raise GroupError("rank 1 failed")
+    if rank == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "exit":
+        sys.exit(3)
+    if rank == 1 and how == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    if rank == 1 and how == "long":
+        raise ValueError("x" * 200_000 + "end")
+    time.sleep(1000)
+
+
+def ignore_sigterm(rank: int, ready: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.touch()
+    time.sleep(1000)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the children import this file under the name that it has here."""
+    root = Path(__file__).parents[__name__.count(".")]
+    monkeypatch.syspath_prepend(root)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+def test_runs_on_every_rank(tmp_path: Path, start_method: str) -> None:
+    assert spawn(write, (tmp_path, "from"), nprocs=3, start_method=start_method) is None
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["from 0", "from 1", "from 2"]
+
+
+def test_the_traceback_of_the_failing_rank_is_shown() -> None:
+    with pytest.raises(
+        ProcessRaisedError, match=r"rank 1 \(pid \d+\) raised:(.|\n)*in fail(.|\n)*the cause"
+    ) as info:
+        spawn(fail, ("raise",), nprocs=3)
+    assert info.value.rank == 1
+
+
+def test_a_long_message_does_not_block_the_rank() -> None:
+    with pytest.raises(ProcessRaisedError, match="xxxend"):
+        spawn(fail, ("long",), nprocs=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("kill", -9, r"rank 1 \(pid \d+\) ended with signal SIGKILL \(9\)"),
+        ("exit", 3, "ended with exit code 3"),
+        ("interrupt", 130, "ended with exit code 130"),
+    ],
+)
+def test_other_ends(how: str, code: int, text: str) -> None:
+    with pytest.raises(ProcessExitedError, match=text) as info:
+        spawn(fail, (how,), nprocs=2)
+    assert info.value.exit_code == code
+
+
+def test_the_cause_is_named_before_what_follows_from_it() -> None:
+    context = start(fail, "follow")
+    for process in context.processes:
+        process.join(20)
+    with pytest.raises(ProcessRaisedError, match="ValueError: the cause"):
+        context.join()
+
+
+def start(function: object, *args: object, nprocs: int = 2) -> SpawnContext:
+    context = spawn(function, args, nprocs=nprocs, join=False)  # type: ignore[arg-type]
+    assert context is not None
+    return context
+
+
+def test_join_with_a_timeout() -> None:
+    context = start(fail, "sleep")
+    assert context.pids() == [process.pid for process in context.processes]
+    assert context.join(0.01) is False
+    assert all(process.is_alive() for process in context.processes)
+    context.end()
+    assert [process.exitcode for process in context.processes] == [-signal.SIGTERM] * 2
+    context.end()
+
+
+def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    context = start(ignore_sigterm, tmp_path / "ready", nprocs=1)
+    while not (tmp_path / "ready").exists():
+        assert context.join(0.01) is False
+    context.end(grace=0.05)
+    assert [process.exitcode for process in context.processes] == [-signal.SIGKILL]
+
+
+def test_the_processes_die_with_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from fastcoll.launch.spawn import spawn\n"
+        "def main(rank):\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(1000)\n"
+        "if __name__ == '__main__':\n"
+        "    spawn(main, nprocs=1)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    assert select.select([child], [], [], 10)[0]
+    os.close(child)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"fn": 3}, r"fn must be a function fn\(rank, \*args\), got int"),
+        ({"nprocs": 0}, "nprocs must be an int from 1 up, got 0"),
+        ({"nprocs": 2.0}, "nprocs must be an int from 1 up, got 2.0"),
+        ({"start_method": "thread"}, "start_method must be one of .*, got 'thread'"),
+        ({"fn": lambda rank: None}, "define it at the top level of its module, or give start_method='fork'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, object], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        spawn(**{"fn": write, **arguments})  # type: ignore[arg-type]
