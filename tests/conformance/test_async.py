@@ -1,0 +1,113 @@
+"""async_op, Work and await: order, results, errors and several operations in flight."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import CollectiveTimeoutError, MismatchError
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_several_in_flight_are_carried_out_in_order(rank, world_size):
+    xs = [np.full(n, rank + 1.0) for n in (3, 300_000, 0, 17)]
+    works = [dist.all_reduce(x, async_op=True) for x in xs]
+    works.append(dist.broadcast(xs[3], 0, async_op=True))
+    assert all(work.wait() for work in works)
+    assert all(work.is_completed() and work.is_success() and work.exception() is None for work in works)
+    total = world_size * (world_size + 1) / 2
+    assert all((x == total).all() for x in xs)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_synchronous_call_queues_behind_asynchronous_ones(rank, world_size):
+    x = np.full(200_000, 1.0)
+    work = dist.all_reduce(x, async_op=True)
+    dist.all_reduce(x)
+    assert (x == world_size**2).all()
+    assert work.is_completed()
+
+
+@pytest.mark.ranks(2)
+def test_every_operation_can_be_asynchronous(rank, world_size):
+    x, other = np.full(4, rank + 1.0), np.zeros(4)
+    outs = [np.zeros(4), np.zeros(4)]
+    calls = [
+        lambda: dist.reduce(x.copy(), 0, async_op=True),
+        lambda: dist.scan(x.copy(), async_op=True),
+        lambda: dist.exscan(x.copy(), async_op=True),
+        lambda: dist.all_gather(outs, x, async_op=True),
+        lambda: dist.all_gather_into_tensor(np.zeros(8), x, async_op=True),
+        lambda: dist.gather(x, outs if rank == 0 else None, 0, async_op=True),
+        lambda: dist.scatter(other, [x, x] if rank == 0 else None, 0, async_op=True),
+        lambda: dist.reduce_scatter(other, [x, x], async_op=True),
+        lambda: dist.reduce_scatter_tensor(np.zeros(2), x, async_op=True),
+        lambda: dist.all_to_all(outs, [x, x], async_op=True),
+        lambda: dist.all_to_all_single(other, x, async_op=True),
+        lambda: dist.all_reduce_coalesced([x.copy(), other.copy()], async_op=True),
+        lambda: dist.barrier(async_op=True),
+    ]
+    works = [call() for call in calls]
+    assert all(work.wait(timeout=20) for work in works)
+
+
+@pytest.mark.ranks(2)
+def test_a_packed_output_is_written_back_when_complete(rank, world_size):
+    canvas = np.full((3, 4), rank + 1.0)
+    dist.all_reduce(canvas[:, ::2], async_op=True).wait()
+    assert (canvas[:, ::2] == 3).all()
+    assert (canvas[:, 1::2] == rank + 1).all()
+
+
+@pytest.mark.ranks(2)
+def test_an_error_ends_up_in_the_work(rank, world_size):
+    work = dist.all_reduce(np.ones(3 + rank), async_op=True)
+    with pytest.raises(MismatchError):
+        work.wait()
+    assert isinstance(work.exception(), MismatchError)
+    assert work.is_completed()
+    assert not work.is_success()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_wait_may_time_out_and_be_repeated(rank, world_size):
+    x = np.ones(3)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        with pytest.raises(CollectiveTimeoutError, match=r"0\.05 s"):
+            work.wait(timeout=0.05)
+        assert not work.is_completed()
+        dist.send(np.zeros(1), 1)  # now rank 1 may come
+        work.wait()
+    else:
+        dist.recv(np.zeros(1), 0)
+        dist.all_reduce(x)
+    assert (x == 2).all()
+
+
+@pytest.mark.ranks(2)
+def test_await(rank, world_size):
+    async def main():
+        xs = [np.full(5, rank + 1.0) for _ in range(3)]
+        await asyncio.gather(*(wrap(dist.all_reduce(x, async_op=True)) for x in xs))
+        return xs
+
+    async def wrap(work):
+        return await work
+
+    assert all((x == 3).all() for x in asyncio.run(main()))
+
+
+@pytest.mark.ranks(2)
+def test_callbacks_run_once_complete(rank, world_size):
+    seen = []
+    work = dist.all_reduce(np.ones(2), async_op=True)
+    work.add_done_callback(seen.append)
+    work.wait()
+    work.add_done_callback(seen.append)
+    dist.all_reduce(np.ones(2), async_op=True).wait()  # the progress thread is past the callback now
+    assert seen == [work, work]

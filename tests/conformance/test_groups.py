@@ -1,0 +1,68 @@
+"""Many groups at once: overlapping, used in different orders, made and destroyed again and again."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+
+
+def total(ranks):
+    return sum(r + 1 for r in ranks)
+
+
+@pytest.mark.ranks(4)
+def test_overlapping_groups_used_in_different_orders(rank, world_size):
+    groups = [([0, 1], dist.new_group([0, 1])), ([1, 2, 3], dist.new_group([1, 2, 3]))]
+    groups += [([0, 2], dist.new_group([0, 2])), ([0, 1, 2, 3], dist.new_group())]
+    mine = [(ranks, group) for ranks, group in groups if rank in ranks]
+    works = []
+    for ranks, group in mine if rank % 2 else reversed(mine):
+        x = np.full(5, rank + 1.0)
+        works.append((ranks, x, dist.all_reduce(x, group=group, async_op=True)))
+    for ranks, x, work in works:
+        work.wait()
+        assert (x == total(ranks)).all()
+
+
+@pytest.mark.ranks(3)
+def test_roots_are_global_ranks_or_group_ranks(rank, world_size):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        assert group is dist.GroupMember.NON_GROUP_MEMBER
+        return
+    x = np.full(2, float(rank))
+    dist.broadcast(x, 2, group=group)
+    assert (x == 2).all()
+    x[:] = rank
+    dist.broadcast(x, group_src=0, group=group)
+    assert (x == 1).all()
+    assert dist.get_group_rank(group, 2) == 1
+    assert dist.get_global_rank(group, 0) == 1
+    if rank == 1:
+        dist.send(np.array([7.0]), 2, group=group)
+    else:
+        assert dist.recv(x[:1], group=group) == 1
+        assert x[0] == 7
+
+
+@pytest.mark.ranks(2)
+def test_groups_leave_nothing_behind(rank, world_size):
+    def footprint():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def once():
+        group = dist.new_group()
+        dist.all_reduce(np.ones(3), group=group)
+        dist.destroy_process_group(group)
+
+    once()
+    before = footprint()
+    for _ in range(20):
+        once()
+    assert footprint() == before
+    with open("/proc/self/maps") as maps:
+        assert sum("fastcoll-" in line for line in maps) == 1

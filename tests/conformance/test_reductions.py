@@ -1,0 +1,192 @@
+"""all_reduce, reduce, reduce_scatter, scan and exscan: every dtype, operation and odd count against NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+from oracle import assert_same, cases, reduced, values
+
+import fastcoll as dist
+from fastcoll import ReduceOp
+
+WORLDS = (1, 2, 3, 4, 5, 8)
+# More than one chunk of a slot, not a multiple of anything.
+LARGE = 300_007
+
+
+def everyone(world_size, count, dtype, salt=0):
+    return [values(rank, count, dtype, salt) for rank in range(world_size)]
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_all_reduce(rank, world_size):
+    for dtype, op, count in cases(world_size):
+        inputs = everyone(world_size, count, dtype)
+        x = inputs[rank].copy()
+        dist.all_reduce(x, op)
+        assert_same(x, reduced(inputs, op), (dtype, op, count))
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_reduce(rank, world_size):
+    for number, (dtype, op, count) in enumerate(cases(world_size)):
+        root = number % world_size
+        inputs = everyone(world_size, count, dtype)
+        x = inputs[rank].copy()
+        dist.reduce(x, root, op)
+        assert_same(x, reduced(inputs, op) if rank == root else inputs[rank], (dtype, op, count, root))
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_scan_and_exscan(rank, world_size):
+    for dtype, op, count in cases(world_size):
+        if op.name == "AVG":
+            continue  # its divisor would change from rank to rank; tested on its own below
+        inputs = everyone(world_size, count, dtype)
+        x, y = inputs[rank].copy(), inputs[rank].copy()
+        dist.scan(x, op)
+        assert_same(x, reduced(inputs[: rank + 1], op), (dtype, op, count))
+        dist.exscan(y, op)
+        assert_same(y, reduced(inputs[:rank], op) if rank else inputs[0], (dtype, op, count))
+
+
+@pytest.mark.ranks(3)
+def test_scan_average_divides_by_the_ranks_so_far(rank, world_size):
+    x = np.array([float(rank + 1)])
+    dist.scan(x, ReduceOp.AVG)
+    assert x[0] == sum(range(1, rank + 2)) / (rank + 1)
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_reduce_scatter_single(rank, world_size):
+    for dtype, op, count in cases(world_size):
+        inputs = everyone(world_size, count * world_size, dtype)
+        out = np.zeros(count, dtype)
+        dist.reduce_scatter_single(out, inputs[rank], op)
+        want = reduced(inputs, op).reshape(world_size, count)[rank]
+        assert_same(out, want, (dtype, op, count))
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_reduce_scatter_uneven(rank, world_size):
+    for dtype in oracle.DTYPES:
+        inputs = [[values(r, 3 * p + 1, dtype, p) for p in range(world_size)] for r in range(world_size)]
+        out = np.zeros(3 * rank + 1, dtype)
+        dist.reduce_scatter(out, inputs[rank])
+        assert_same(out, reduced([inputs[r][rank] for r in range(world_size)], ReduceOp.SUM), dtype)
+
+
+@pytest.mark.ranks(*WORLDS)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "complex128", "int8"])
+def test_larger_than_a_chunk(rank, world_size, name):
+    dtype = next(d for d in oracle.DTYPES if d.name == name)
+    for count in (LARGE, 8 * LARGE if name == "int8" else LARGE + 1):
+        inputs = everyone(world_size, count, dtype)
+        want = reduced(inputs, ReduceOp.SUM)
+        x = inputs[rank].copy()
+        dist.all_reduce(x)
+        assert_same(x, want)
+        y = inputs[rank].copy()
+        dist.reduce(y, world_size - 1)
+        assert_same(y, want if rank == world_size - 1 else inputs[rank])
+        z = inputs[rank].copy()
+        dist.scan(z)
+        assert_same(z, reduced(inputs[: rank + 1], ReduceOp.SUM))
+        part = count // world_size
+        out = np.zeros(part, dtype)
+        dist.reduce_scatter_tensor(out, inputs[rank][: part * world_size])
+        assert_same(out, want[rank * part : (rank + 1) * part])
+
+
+@pytest.mark.ranks(1, 2, 3, 5)
+def test_premul_sum_scales_by_each_ranks_own_factor(rank, world_size):
+    for dtype in [*oracle.FLOATS, *oracle.COMPLEX, *oracle.HALVES]:
+        factors = [dtype.type(0.5 * (r + 1)) for r in range(world_size)]
+        inputs = everyone(world_size, 33, dtype)
+        want = reduced([(x * f).astype(dtype) for x, f in zip(inputs, factors, strict=True)], ReduceOp.SUM)
+        op = ReduceOp.PREMUL_SUM(factors[rank])
+        x = inputs[rank].copy()
+        dist.all_reduce(x, op)
+        assert_same(x, want, dtype)
+        y = inputs[rank].copy()
+        dist.reduce(y, 0, op)
+        assert_same(y, want if rank == 0 else inputs[rank], dtype)
+
+
+def larger_magnitude(a, b):
+    return a if abs(a) >= abs(b) else b
+
+
+def first(a, b):
+    return a
+
+
+def best(a, b):
+    if b.value > a.value or (b.value == a.value and b.index < a.index):
+        return b
+    return a
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 5)
+def test_custom_operations(rank, world_size):
+    for dtype in (np.dtype("f4"), np.dtype("i8"), oracle.HALVES[0]):
+        inputs = everyone(world_size, 77, dtype)
+        x = inputs[rank].copy()
+        dist.all_reduce(x, ReduceOp.custom(larger_magnitude))
+        stacked = np.stack(inputs)
+        assert_same(np.abs(x), np.abs(stacked).max(axis=0), dtype)
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("count", [3, 100_003])
+def test_custom_operations_need_not_commute(rank, world_size, count):
+    op = ReduceOp.custom(first)
+    x = np.full(count, rank + 1.0)
+    dist.all_reduce(x, op)
+    assert (x == 1).all()
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("count", [1, 5, 50_001])
+def test_custom_operations_on_pairs(rank, world_size, count):
+    pair = np.dtype([("value", "f8"), ("index", "i8")])
+    everybody = np.random.default_rng(7).integers(0, 50, (world_size, count)).astype(float)
+    x = np.zeros(count, pair)
+    x["value"] = everybody[rank]
+    x["index"] = rank
+    dist.all_reduce(x, ReduceOp.custom(best))
+    np.testing.assert_array_equal(x["value"], everybody.max(axis=0))
+    np.testing.assert_array_equal(x["index"], everybody.argmax(axis=0))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_every_rank_gets_the_same_bits_every_time(rank, world_size):
+    for count in (5, 3001, LARGE):
+        results = []
+        for _ in range(3):
+            x = values(rank, count, np.dtype("f4"))
+            dist.all_reduce(x)
+            results.append(x)
+        assert all(np.array_equal(x, results[0]) for x in results)
+        everybody = [np.zeros_like(x) for _ in range(world_size)]
+        dist.all_gather(everybody, results[0])
+        assert all(np.array_equal(x, everybody[0]) for x in everybody)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_coalesced(rank, world_size):
+    shapes = [(3,), (2, 5), (), (0, 4), (7, 1)]
+    inputs = [
+        [values(r, int(np.prod(s)), np.dtype("f4"), k).reshape(s) for k, s in enumerate(shapes)]
+        for r in range(world_size)
+    ]
+    xs = [x.copy() for x in inputs[rank]]
+    dist.all_reduce_coalesced(xs)
+    for k, x in enumerate(xs):
+        assert_same(x, reduced([inputs[r][k] for r in range(world_size)], ReduceOp.SUM))
+    outs = [[np.zeros(s, "f4") for _ in range(world_size)] for s in shapes]
+    dist.all_gather_coalesced(outs, inputs[rank])
+    for k, per_rank in enumerate(outs):
+        for r, got in enumerate(per_rank):
+            assert_same(got, inputs[r][k])

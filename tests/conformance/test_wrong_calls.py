@@ -1,0 +1,145 @@
+"""Calls that do not match across ranks: refused on every rank, named, and the group stays usable."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import ArrayError, MismatchError, ReduceOp, UsageError
+
+
+def f4(n):
+    return np.ones(n, "f4")
+
+
+def usable(rank, world_size):
+    x = np.array([rank + 1.0])
+    dist.all_reduce(x)
+    assert x[0] == world_size * (world_size + 1) / 2
+
+
+# name -> what the odd rank does, what the others do, what every message must show
+MISMATCHES = {
+    "operation": (lambda: dist.barrier(), lambda: dist.all_reduce(f4(3)), ("barrier()", "all_reduce(float32, 3")),
+    "dtype": (lambda: dist.all_reduce(np.ones(3)), lambda: dist.all_reduce(f4(6)), ("float64", "float32")),
+    "count": (lambda: dist.all_reduce(f4(4)), lambda: dist.all_reduce(f4(5)), ("4 elements", "5 elements")),
+    "large count": (lambda: dist.all_reduce(f4(400_000)), lambda: dist.all_reduce(f4(5)), ("400000 el", "5 el")),
+    "root": (lambda: dist.broadcast(f4(2), 1), lambda: dist.broadcast(f4(2), 0), ("root=1", "root=0")),
+    "reduce op": (
+        lambda: dist.all_reduce(f4(2), ReduceOp.MAX),
+        lambda: dist.all_reduce(f4(2), ReduceOp.MIN),
+        ("op=MAX", "op=MIN"),
+    ),
+    "custom": (
+        lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: a, "left")),
+        lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: b, "right")),
+        ("op=custom",),
+    ),
+    "broadcast size": (lambda: dist.broadcast(f4(2), 0), lambda: dist.broadcast(f4(3), 0), ("2 el", "3 el")),
+    "reduce": (lambda: dist.reduce(f4(2), 0), lambda: dist.reduce(f4(2), 1), ("root=0", "root=1")),
+    "scan": (lambda: dist.scan(f4(2)), lambda: dist.exscan(f4(2)), ("scan(", "exscan(")),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_both_calls_are_named_on_every_rank(rank, world_size, name):
+    odd, usual, shown = MISMATCHES[name]
+    for strange in range(world_size):
+        with pytest.raises(MismatchError) as caught:
+            (odd if rank == strange else usual)()
+        for text in (*shown, f"rank {strange} called"):
+            assert text in str(caught.value)
+    usable(rank, world_size)
+
+
+@pytest.mark.ranks(2, 3)
+def test_nothing_moves_before_a_mismatch_is_raised(rank, world_size):
+    x = np.full(5, rank, "f4")
+    with pytest.raises(MismatchError):
+        dist.broadcast(x, 0 if rank == 0 else 1)
+    np.testing.assert_array_equal(x, np.full(5, rank, "f4"))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_sizes_that_do_not_fit_are_named_pair_by_pair(rank, world_size):
+    outs = [np.zeros(r + 1 + (rank == 1 and r == 0), "f4") for r in range(world_size)]
+    with pytest.raises(MismatchError, match="rank 0 gives rank 1 4 bytes, which expects 8"):
+        dist.all_gather(outs, np.zeros(rank + 1, "f4"))
+    outs = [np.zeros(3, "f4") for _ in range(world_size)] if rank == 0 else None
+    with pytest.raises(MismatchError, match="rank 1 gives rank 0 16 bytes, which expects 12"):
+        dist.gather(np.zeros(4 if rank == 1 else 3, "f4"), outs, 0)
+    blocks = [np.zeros(2, "f4") for _ in range(world_size)]
+    outs = [np.zeros(2 + (rank == 1 and r == 0), "f4") for r in range(world_size)]
+    with pytest.raises(MismatchError, match="rank 0 gives rank 1 8 bytes, which expects 12"):
+        dist.all_to_all(outs, blocks)
+    usable(rank, world_size)
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_refused_before_anybody_hears_of_them(rank, world_size):
+    two = [f4(2), f4(2)]
+    wrong = [
+        (lambda: dist.all_reduce([1.0, 2.0]), ArrayError, "list"),
+        (lambda: dist.all_reduce(None), ArrayError, "None"),
+        (lambda: dist.all_reduce(np.array(["a"], object)), ArrayError, "object"),
+        (lambda: dist.all_reduce(np.array(["a", "b"])), ArrayError, "U1"),
+        (lambda: dist.all_reduce(np.ones(3, "c8"), ReduceOp.MIN), ArrayError, "complex64"),
+        (lambda: dist.all_reduce(f4(3), ReduceOp.BAND), ArrayError, "float32"),
+        (lambda: dist.all_reduce(np.ones(3, ">f4")), ArrayError, "byte order"),
+        (lambda: dist.all_reduce(np.ones(3, "i4"), ReduceOp.PREMUL_SUM(2)), ArrayError, "PREMUL_SUM"),
+        (lambda: dist.all_reduce(f4(3), "sum"), UsageError, "ReduceOp"),
+        (lambda: dist.broadcast(f4(3), 2), UsageError, "0..1"),
+        (lambda: dist.broadcast(f4(3), -1), UsageError, "-1"),
+        (lambda: dist.all_gather([f4(3)], f4(3)), UsageError, "2"),
+        (lambda: dist.all_gather([f4(3), f4(4)][:: 1 - 2 * rank], f4(3 + 2)), UsageError, "same dtype"),
+        (lambda: dist.all_gather_into_tensor(f4(5), f4(3)), UsageError, "6 elements"),
+        (lambda: dist.reduce_scatter_tensor(f4(3), f4(7)), UsageError, "6 elements"),
+        (lambda: dist.reduce_scatter(f4(3), two), UsageError, "same dtype"),
+        (lambda: dist.all_to_all_single(f4(3), f4(3)), UsageError, "split_sizes"),
+        (lambda: dist.all_to_all_single(f4(4), f4(4), [1, 2], [2, 2]), UsageError, "add up to"),
+        (lambda: dist.all_to_all_single(f4(4), np.ones(4)), ArrayError, "float64"),
+        (lambda: dist.gather(f4(2), None if rank == 0 else two, 0), UsageError, "list"),
+        (lambda: dist.scatter(f4(2), None if rank == 0 else two, 0), UsageError, "list"),
+        (lambda: dist.send(f4(2), 5), UsageError, "0..1"),
+        (lambda: dist.send(f4(2), 0, tag=-1), UsageError, "tag"),
+    ]
+    for number, (call, kind, text) in enumerate(wrong):
+        with pytest.raises(kind) as caught:
+            call()
+        assert text in str(caught.value), (number, str(caught.value))
+    usable(rank, world_size)
+
+
+@pytest.mark.ranks(2)
+def test_layouts_are_right_or_refused(rank, world_size):
+    base = np.zeros((4, 6), "f4")
+    base[:] = rank + 1
+    for view in (base[::2], base[:, ::3], base.T, base[1:3, 1:4], np.asfortranarray(base), base[::-1]):
+        before = base.copy()
+        dist.all_reduce(view)
+        assert (view == before.flat[0] * 0 + 3).all()
+        base[:] = rank + 1
+    scalar = np.array(rank + 1.0)
+    dist.all_reduce(scalar)
+    assert scalar == 3
+    nothing = np.zeros((0, 3))
+    dist.all_reduce(nothing)
+    frozen = np.ones(3)
+    frozen.flags.writeable = False
+    with pytest.raises(ArrayError, match="read-only"):
+        dist.all_reduce(frozen)
+    dist.all_gather([np.zeros(3), np.zeros(3)], frozen)  # an input may be read-only
+    with pytest.raises(ArrayError):
+        dist.all_reduce(np.broadcast_to(np.ones(1), (4,)))
+    usable(rank, world_size)
+
+
+@pytest.mark.ranks(2)
+def test_strided_outputs_are_written_where_they_lie(rank, world_size):
+    canvas = np.zeros((2, 8), "i4")
+    outs = [canvas[0, ::2], canvas[1, ::2]]
+    dist.all_gather(outs, np.full(4, rank + 1, "i4"))
+    np.testing.assert_array_equal(canvas[:, ::2], [[1] * 4, [2] * 4])
+    assert not canvas[:, 1::2].any()

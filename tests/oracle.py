@@ -1,0 +1,120 @@
+"""The truth that collectives are compared with: inputs that any rank can make for any other, and NumPy's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fastcoll import ReduceOp
+
+Array = np.ndarray[Any, Any]
+
+INTEGERS = [np.dtype(f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u")]
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+FLOATS = [np.dtype(np.float32), np.dtype(np.float64)]
+COMPLEX = [np.dtype(np.complex64), np.dtype(np.complex128)]
+BOOL = np.dtype(bool)
+DTYPES = [*INTEGERS, BOOL, *HALVES, *FLOATS, *COMPLEX]
+RECORD = np.dtype([("value", "f4"), ("index", "i8"), ("tag", "S3")])
+MOVABLE = [*DTYPES, RECORD, np.dtype("M8[ns]"), np.dtype("U5"), np.dtype(">f4"), np.dtype(np.longdouble)]
+
+ARITHMETIC = [ReduceOp.SUM, ReduceOp.PRODUCT]
+ORDER = [ReduceOp.MIN, ReduceOp.MAX]
+BITS = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+
+_BOOL_AS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
+_FUNCTIONS = {
+    "SUM": np.add,
+    "AVG": np.add,
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+
+
+def ops_for(dtype: np.dtype[Any]) -> list[ReduceOp]:
+    """The predefined operations that a dtype has."""
+    if dtype == BOOL:
+        return [*ARITHMETIC, *ORDER, *BITS]
+    if dtype in COMPLEX:
+        return [*ARITHMETIC, ReduceOp.AVG]
+    return [*ARITHMETIC, ReduceOp.AVG, *ORDER, *(BITS if dtype in INTEGERS else [])]
+
+
+def counts(world_size: int) -> list[int]:
+    """Odd numbers of elements: none, one, around the world's size, primes, and just over a line's payload."""
+    return sorted({0, 1, 2, world_size - 1, world_size, world_size + 1, 7, 31, 97, 1009})
+
+
+def values(rank: int, count: int, dtype: np.dtype[Any], salt: int = 0) -> Array:
+    """What rank puts in: any bytes for what only moves, moderate numbers for what is reduced."""
+    return _values(rank, count, dtype, salt).copy()
+
+
+@lru_cache(maxsize=20_000)
+def _values(rank: int, count: int, dtype: np.dtype[Any], salt: int) -> Array:
+    random = np.random.default_rng([rank, count, salt])
+    if dtype == BOOL:
+        return random.integers(0, 2, count).astype(bool)
+    if dtype in INTEGERS:
+        low = 0 if dtype.kind == "u" else -100
+        return random.integers(low, 100, count).astype(dtype)
+    if dtype in COMPLEX:
+        return (random.normal(size=count) + 1j * random.normal(size=count)).astype(dtype)
+    if dtype in HALVES or dtype in FLOATS:
+        return random.normal(size=count).astype(dtype)
+    if dtype.kind == "U":
+        return np.array([f"{n:05d}" for n in random.integers(0, 99999, count)], dtype)
+    if dtype == np.longdouble:
+        return random.normal(size=count).astype(dtype)
+    return np.frombuffer(random.bytes(count * dtype.itemsize), dtype)
+
+
+def reduced(inputs: Sequence[Array], op: ReduceOp) -> Array:
+    """The reduction of all inputs in rank order, rounded as the library promises."""
+    dtype = inputs[0].dtype
+    name = _BOOL_AS.get(op.name, op.name) if dtype == BOOL else op.name
+    wide = [x.astype(np.float32) for x in inputs] if dtype in HALVES else list(inputs)
+    with np.errstate(all="ignore"):
+        total = reduce(_FUNCTIONS[name], wide)
+        if op.name == "AVG":
+            total = _average(total, len(inputs))
+        return np.asarray(total).astype(dtype)
+
+
+def _average(total: Array, n: int) -> Array:
+    if total.dtype.kind in "iu":
+        whole = np.abs(total.astype(object)) // n * np.sign(total.astype(object))
+        return whole.astype(total.dtype)
+    return (total / total.real.dtype.type(n)).astype(total.dtype)
+
+
+def assert_same(got: Array, want: Array, what: object = "") -> None:
+    """Equal bit for bit, but complex products and averages, where NumPy itself uses fused operations."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    if got.dtype == np.longdouble:  # its padding bytes mean nothing
+        np.testing.assert_array_equal(got, want, str(what))
+    elif got.dtype in COMPLEX:
+        np.testing.assert_allclose(
+            got, want, rtol=2e-5 if got.dtype == np.complex64 else 1e-12, err_msg=str(what)
+        )
+    else:
+        np.testing.assert_array_equal(
+            got.reshape(-1).view(np.uint8), want.reshape(-1).view(np.uint8), str(what)
+        )
+
+
+def cases(world_size: int) -> Iterator[tuple[np.dtype[Any], ReduceOp, int]]:
+    """Every dtype with each of its operations and every count."""
+    for dtype in DTYPES:
+        for op in ops_for(dtype):
+            for count in counts(world_size):
+                yield dtype, op, count
