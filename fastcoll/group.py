@@ -226,7 +226,7 @@ class ProcessGroup(ABC):
         if outs is not None:
             _check_fit("tensor", x.array, f"output_list[{root}]", outs[root].array)
             _check_dtypes("output_list", outs, x.array)
-        call = self._plan_gather(outs and [out.array for out in outs], x.array, root)
+        call = self._plan_gather(_arrays(outs), x.array, root)
         return self._run("gather", call, outs or (), async_op)
 
     def scatter(
@@ -239,7 +239,7 @@ class ProcessGroup(ABC):
         if blocks is not None:
             _check_fit("tensor", out.array, f"input_list[{root}]", blocks[root].array)
             _check_dtypes("input_list", blocks, out.array)
-        call = self._plan_scatter(out.array, blocks and [block.array for block in blocks], root)
+        call = self._plan_scatter(out.array, _arrays(blocks), root)
         return self._run("scatter", call, (out,), async_op)
 
     def all_to_all(
@@ -437,6 +437,10 @@ def _scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
     if x.dtype.kind in "biu":
         raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {x.dtype}; scale it beforehand")
     return np.asarray(x * x.dtype.type(op.factor), x.dtype), ReduceOp.SUM
+
+
+def _arrays(items: Sequence[Adopted] | None) -> list[Array] | None:
+    return None if items is None else [item.array for item in items]
 
 
 def _check_fit(name: str, x: Array, other: str, y: Array) -> None:

@@ -94,8 +94,12 @@ class Work:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
+        def settle() -> None:
+            if not future.done():  # the task may have been cancelled meanwhile
+                future.set_result(None)
+
         def wake(_: Work) -> None:
-            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+            loop.call_soon_threadsafe(settle)
 
         self.add_done_callback(wake)
         yield from future

@@ -1,0 +1,162 @@
+"""Which measurements a run makes, in order: pure data that every rank derives from the same options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnavailableError, UsageError
+
+REDOPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+_REDOP_ALIASES = {"prod": "product"}
+_DTYPE_ALIASES = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "char": "int8",
+    "uint": "uint32",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the table must know of an operation; sizes and factors as in nccl-tests.
+
+    Attributes:
+        bus_factor: busbw / algbw for n ranks: what a link must carry for each byte of the size.
+        per_rank: the size counts a block for each rank, not one array.
+        reduces: takes a reduction.
+        rooted: takes a root.
+        moves: has data at all.
+    """
+
+    bus_factor: Callable[[int], float]
+    per_rank: bool = False
+    reduces: bool = False
+    rooted: bool = False
+    moves: bool = True
+
+
+def _whole(_: int) -> float:
+    return 1.0
+
+
+def _all_but_own(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _twice_all_but_own(ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks
+
+
+SHAPES: dict[str, Shape] = {
+    "all_reduce": Shape(_twice_all_but_own, reduces=True),
+    "reduce": Shape(_whole, reduces=True, rooted=True),
+    "reduce_scatter": Shape(_all_but_own, per_rank=True, reduces=True),
+    "broadcast": Shape(_whole, rooted=True),
+    "all_gather": Shape(_all_but_own, per_rank=True),
+    "gather": Shape(_all_but_own, per_rank=True, rooted=True),
+    "scatter": Shape(_all_but_own, per_rank=True, rooted=True),
+    "all_to_all": Shape(_all_but_own, per_rank=True),
+    "sendrecv": Shape(_whole),
+    "barrier": Shape(_whole, moves=False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to be measured.
+
+    Attributes:
+        operation: a key of SHAPES.
+        dtype: of the arrays.
+        redop: a name of REDOPS, or "none".
+        root: a rank, or -1.
+        count: elements of one block (see `Shape.per_rank`).
+        ranks: the number of ranks.
+    """
+
+    operation: str
+    dtype: np.dtype[Any]
+    redop: str
+    root: int
+    count: int
+    ranks: int
+
+    @property
+    def size(self) -> int:
+        """The bytes that algbw counts."""
+        blocks = self.ranks if SHAPES[self.operation].per_rank else 1
+        return blocks * self.count * self.dtype.itemsize
+
+
+def cases(
+    operations: list[str], dtypes: list[str], redops: list[str], sizes: list[int], root: int, ranks: int
+) -> Iterator[Case]:
+    """The cases of a run. Sizes are rounded up to whole elements for every rank, each taken once."""
+    for operation in operations:
+        shape = SHAPES[operation]
+        for dtype in map(parse_dtype, dtypes if shape.moves else ["uint8"]):
+            block = dtype.itemsize * (ranks if shape.per_rank else 1)
+            counts = dict.fromkeys(-(-size // block) for size in sizes) if shape.moves else [0]
+            for redop in redops if shape.reduces else ["none"]:
+                for count in counts:
+                    yield Case(operation, dtype, redop, root if shape.rooted else -1, count, ranks)
+
+
+def parse_operation(text: str) -> str:
+    """The operation that `text` names; `-` and `_` are the same.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    return _choose("operation", text.lower().replace("-", "_"), tuple(SHAPES))
+
+
+def parse_redop(text: str) -> str:
+    """The reduction that `text` names.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    name = text.lower()
+    return _choose("reduction", _REDOP_ALIASES.get(name, name), REDOPS)
+
+
+def parse_dtype(text: str) -> np.dtype[Any]:
+    """The dtype that `text` names: NumPy's names, half, float, double and bfloat16.
+
+    Raises:
+        UsageError: there is none of that name, or its elements are no numbers.
+        UnavailableError: bfloat16 without the package that defines it.
+    """
+    name = _DTYPE_ALIASES.get(text.lower(), text.lower())
+    if name == "bfloat16":
+        return _bfloat16()
+    try:
+        dtype = np.dtype(name)
+    except TypeError as error:
+        raise UsageError(
+            f"there is no dtype {text!r}; give e.g. float32, float64, int32, bfloat16"
+        ) from error
+    if dtype.kind not in "biufc":
+        raise UsageError(f"dtype {text!r} holds no numbers; give e.g. float32, float64, int32, bfloat16")
+    return dtype
+
+
+def _bfloat16() -> np.dtype[Any]:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise UnavailableError("dtype bfloat16 needs the package ml_dtypes; pip install ml_dtypes") from error
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+def _choose(what: str, name: str, known: tuple[str, ...]) -> str:
+    if name not in known:
+        raise UsageError(f"there is no {what} {name!r}; known: {', '.join(known)}")
+    return name

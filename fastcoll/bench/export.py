@@ -1,0 +1,82 @@
+"""A run as JSON (the keys of nccl-tests' version 3) and as CSV (one line a row)."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .table import Row, summary
+
+_VERSION = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the benchmark.
+
+    Attributes:
+        start_time: ISO 8601, with the offset from UTC.
+        command: the words of the command line.
+        backend: what carried the operations.
+        machine: of rank 0, see `machine.machine` and `machine.memory_speed` (the slowest rank's).
+        devices: rank, pid, hostname and allowed cores of each rank.
+        results: the rows.
+    """
+
+    start_time: str
+    command: Sequence[str]
+    backend: str
+    machine: dict[str, Any]
+    devices: Sequence[dict[str, Any]]
+    results: Sequence[Row]
+
+
+def header(run: Run) -> list[str]:
+    """The lines above the table: on what, with what and how it was measured."""
+    facts = run.machine
+    return [
+        f"# fastcoll {facts['fastcoll']}, backend {run.backend}, {len(run.devices)} ranks on {_hosts(run)}, "
+        f"{run.start_time}",
+        f"# {facts['cpu']}, {facts['cores']} cores ({facts['usable_cores']} usable), {facts['kernel']}, "
+        f"Python {facts['python']}, NumPy {facts['numpy']}, Numba {facts['numba']}",
+        f"# memory, all ranks at once, the slowest: in-place update {facts['update_gbs']:.1f} GB/s, "
+        f"copy {facts['copy_gbs']:.1f} GB/s a rank",
+        *_placement(run),
+        f"# {' '.join(run.command)}",
+    ]
+
+
+def write_json(path: Path, run: Run) -> None:
+    """Write the whole run as one JSON object."""
+    document = {
+        "version": _VERSION,
+        **asdict(run),
+        "summary": [text[2:] for text in summary(run.results)[1:]],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write the rows as CSV with a line of names; an unchecked row has nothing under `wrong`."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def _hosts(run: Run) -> str:
+    return ", ".join(dict.fromkeys(device["hostname"] for device in run.devices))
+
+
+def _placement(run: Run) -> list[str]:
+    if all(len(device["cores"]) > 1 for device in run.devices):
+        return []
+    return ["# cores: " + ", ".join(f"rank {d['rank']} on {_cores(d['cores'])}" for d in run.devices)]
+
+
+def _cores(cores: Sequence[int]) -> str:
+    return "any" if len(cores) > 1 else str(cores[0])

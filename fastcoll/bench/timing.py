@@ -1,0 +1,84 @@
+"""How a call is timed: in batches, long enough for the clock, many enough for a median and a p99.
+
+One batch is about 20 us of calls (reading the clock twice costs 0.1 us), so a single call is a batch
+of its own if it takes longer. The garbage collector is off meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+_BATCH_SECONDS = 20e-6
+_LEAST_CALLS = 20
+_MOST_CALLS = 100_000
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many batches of how many calls are timed; the same on all ranks."""
+
+    batches: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: the median over the batches, and their 99th percentile."""
+
+    median: float
+    p99: float
+
+
+def schedule(per_call: float, seconds: float, iterations: int | None = None) -> Schedule:
+    """The schedule for calls that take about `per_call` seconds.
+
+    Args:
+        per_call: estimated seconds a call.
+        seconds: the time to fill.
+        iterations: exactly so many calls instead.
+    """
+    per_call = max(per_call, 1e-8)
+    total = iterations or min(_MOST_CALLS, max(_LEAST_CALLS, int(seconds / per_call)))
+    calls = max(1, min(total, round(_BATCH_SECONDS / per_call)))
+    if iterations:
+        calls = next(fewer for fewer in range(calls, 0, -1) if iterations % fewer == 0)
+    return Schedule(total // calls, calls)
+
+
+def estimate(call: Callable[[], Any], calls: int) -> float:
+    """Seconds a call, over `calls` calls in a row."""
+    return _batch(call, max(1, calls)) * 1e-9 / max(1, calls)
+
+
+def measure(call: Callable[[], Any], plan: Schedule) -> Timing:
+    """Time `call` as planned."""
+    with _no_collector():
+        batches = [_batch(call, plan.calls) for _ in range(plan.batches)]
+    each = np.array(batches) * 1e-9 / plan.calls
+    return Timing(float(np.median(each)), float(np.percentile(each, 99)))
+
+
+def _batch(call: Callable[[], Any], calls: int) -> int:
+    start = perf_counter_ns()
+    for _ in range(calls):
+        call()
+    return perf_counter_ns() - start
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,130 @@
+"""Rows, the table's text, and the files."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from fastcoll.bench import table
+from fastcoll.bench.cases import Case
+from fastcoll.bench.export import Run, header, write_csv, write_json
+from fastcoll.bench.plot import draw
+from fastcoll.bench.timing import Schedule, Timing
+
+
+def row(operation="all_reduce", count=1000, ranks=4, wrong=0, root=-1, redop="sum", seconds=2e-6):
+    case = Case(operation, np.dtype("float32"), redop, root, count, ranks)
+    return table.make_row(case, Schedule(10, 20), Timing(seconds, 1.5 * seconds), wrong)
+
+
+def run(*rows, ranks=2):
+    facts = {"fastcoll": "1.2", "cpu": "a CPU", "cores": 8, "usable_cores": 2, "kernel": "Linux 6"}
+    facts |= {"python": "3.12", "numpy": "2", "numba": "0.6", "update_gbs": 10.0, "copy_gbs": 5.0}
+    devices = [{"rank": r, "pid": 7 + r, "hostname": "here", "cores": [r]} for r in range(ranks)]
+    return Run("2030-01-02T03:04:05+00:00", ["python", "-m", "fastcoll.bench"], "shm", facts, devices, rows)
+
+
+def test_bandwidths():
+    found = row()
+    assert (found.size, found.iterations) == (4000, 200)
+    assert found.algbw == pytest.approx(2.0)
+    assert found.busbw == pytest.approx(3.0)
+
+
+def test_line_has_the_columns_of_the_heading():
+    lines = table.heading("all_reduce")
+    assert lines[1] == "# all_reduce"
+    names, units = lines[2].split()[1:], lines[3].split()[1:]
+    assert names == ["size", "count", "type", "redop", "root", "time", "p99", "algbw", "busbw", "#wrong"]
+    assert units == ["(B)", "(elements)", "(us)", "(us)", "(GB/s)", "(GB/s)"]
+    assert table.line(row()).split() == [
+        "4000",
+        "1000",
+        "float32",
+        "sum",
+        "-1",
+        "2.00",
+        "3.00",
+        "2.00",
+        "3.00",
+        "0",
+    ]
+    assert len(table.line(row())) == len(lines[2])
+
+
+def test_columns_stay_in_line_for_large_numbers():
+    large = row(count=1 << 30, wrong=1 << 20, seconds=2.0)
+    assert len(table.line(large)) == len(table.line(row()))
+    assert table.line(large).endswith(" 1048576")
+
+
+def test_barrier_has_no_data():
+    found = row("barrier", count=0, redop="none")
+    assert (found.type, found.size, found.algbw, found.busbw) == ("none", 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.384, "0.38"), (9.999, "10.00"), (123.45, "123.5"), (1234.5, "1234"), (1e6, "1000000")],
+)
+def test_digits(value, text):
+    assert table.digits(value) == text
+
+
+def test_summary_tells_wrong_values():
+    assert table.summary([row(), row()])[1:] == [
+        "# Out of bounds values : 0 OK",
+        "# Avg bus bandwidth    : 3.0000 GB/s",
+    ]
+    assert table.summary([row(), row(wrong=5)])[1].endswith("5 FAILED")
+    assert table.summary([row(wrong=None)])[1].endswith("not checked")
+    assert table.summary([row("barrier", 0)])[2].endswith("N/A")
+
+
+def test_header_says_on_what():
+    text = "\n".join(header(run(row())))
+    for part in (
+        "fastcoll 1.2",
+        "shm",
+        "2 ranks on here",
+        "a CPU",
+        "8 cores (2 usable)",
+        "10.0",
+        "rank 1 on 1",
+    ):
+        assert part in text
+
+
+def test_json(tmp_path):
+    write_json(tmp_path / "out.json", run(row(), row(wrong=None)))
+    read = json.loads((tmp_path / "out.json").read_text())
+    assert read["version"] == 3
+    assert read["devices"][1] == {"rank": 1, "pid": 8, "hostname": "here", "cores": [1]}
+    first, second = read["results"]
+    assert (first["operation"], first["size"], first["time_us"], first["wrong"]) == (
+        "all_reduce",
+        4000,
+        2.0,
+        0,
+    )
+    assert second["wrong"] is None
+
+
+def test_csv(tmp_path):
+    write_csv(tmp_path / "out.csv", [row(), row(wrong=None)])
+    with (tmp_path / "out.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert (first["size"], first["type"], first["busbw"], first["wrong"]) == ("4000", "float32", "3.0", "0")
+    assert second["wrong"] == ""
+
+
+def test_plot_is_a_picture(tmp_path):
+    rows = [row(count=n) for n in (1, 10, 100)] + [row("broadcast", 10, redop="none"), row("barrier", 0)]
+    draw(tmp_path / "out.png", run(*rows))
+    assert (tmp_path / "out.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_plot_of_one_rank_has_no_bus(tmp_path):
+    draw(tmp_path / "out.svg", run(row(ranks=1), ranks=1))
+    assert (tmp_path / "out.svg").read_text().startswith("<?xml")

@@ -1,0 +1,49 @@
+"""How many calls are timed, and what is made of the batches."""
+
+import gc
+
+from fastcoll.bench import timing
+from fastcoll.bench.timing import Schedule, measure, schedule
+
+
+def test_short_calls_share_batches_and_long_ones_do_not():
+    assert schedule(1e-6, 0.1).calls == 20
+    assert schedule(1e-3, 0.1) == Schedule(100, 1)
+
+
+def test_limits():
+    assert schedule(1.0, 0.1).batches == 20
+    short = schedule(0.0, 1000.0)
+    assert short.batches * short.calls <= 100_000
+
+
+def test_iterations_as_asked():
+    assert schedule(1e-3, 0.1, 7) == Schedule(7, 1)
+    assert schedule(1e-6, 0.1, 7) == Schedule(1, 7)
+    assert schedule(1e-6, 0.1, 60) == Schedule(3, 20)
+    assert schedule(1e-6, 0.1, 70) == Schedule(5, 14)
+
+
+def test_median_and_p99_are_over_batches(monkeypatch):
+    clock = iter([0, 100, 0, 100, 0, 100, 0, 100, 0, 1100])
+    monkeypatch.setattr(timing, "perf_counter_ns", lambda: next(clock))
+    found = measure(lambda: None, Schedule(5, 10))
+    assert found.median == 10e-9
+    assert 100e-9 < found.p99 <= 110e-9
+
+
+def test_collector_is_off_while_timing_and_back_after_an_error():
+    seen = []
+    measure(lambda: seen.append(gc.isenabled()), Schedule(2, 3))
+    assert seen == [False] * 6
+    assert gc.isenabled()
+
+    def fail():
+        raise KeyError
+
+    try:
+        measure(fail, Schedule(1, 1))
+    except KeyError:
+        assert gc.isenabled()
+    else:
+        raise AssertionError("the error was swallowed")

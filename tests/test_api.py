@@ -1,0 +1,281 @@
+"""The functions on groups: each reaches its group with the ranks and arguments that were meant."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from recorder import Recorder, finished
+
+import fastcoll as dist
+from fastcoll.backends import parse_backend
+from fastcoll.errors import NotInitializedError, UsageError
+from fastcoll.registry import groups
+
+X, Y = object(), object()
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+
+@pytest.fixture
+def world() -> Iterator[Recorder]:
+    made = Recorder((0, 1, 2))
+    groups.add(made, parse_backend("gloo"))
+    yield made
+    groups.clear()
+
+
+@pytest.fixture
+def part(world: Recorder) -> Recorder:
+    """A group of the global ranks 2, 5 and 7."""
+    made = Recorder((2, 5, 7))
+    groups.add(made, parse_backend(None))
+    return made
+
+
+# function, arguments without group -> what the group is called with
+UNROOTED: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = [
+    (dist.all_reduce, (X,), ("all_reduce", X, SUM, False)),
+    (dist.all_reduce, (X, MAX), ("all_reduce", X, MAX, False)),
+    (dist.scan, (X,), ("scan", X, SUM, False)),
+    (dist.exscan, (X, MAX), ("exscan", X, MAX, False)),
+    (dist.all_gather, ([X], Y), ("all_gather", [X], Y, False)),
+    (dist.all_gather_into_tensor, (X, Y), ("all_gather_single", X, Y, False)),
+    (dist.all_gather_single, (X, Y), ("all_gather_single", X, Y, False)),
+    (dist.reduce_scatter, (X, [Y]), ("reduce_scatter", X, [Y], SUM, False)),
+    (dist.reduce_scatter_tensor, (X, Y, MAX), ("reduce_scatter_single", X, Y, MAX, False)),
+    (dist.reduce_scatter_single, (X, Y), ("reduce_scatter_single", X, Y, SUM, False)),
+    (dist.all_to_all, ([X], [Y]), ("all_to_all", [X], [Y], False)),
+    (dist.all_to_all_single, (X, Y, [1], [2]), ("all_to_all_single", X, Y, [1], [2], False)),
+    (dist.all_reduce_coalesced, ([X], MAX), ("all_reduce_coalesced", [X], MAX, False)),
+    (dist.all_gather_coalesced, ([[X]], [Y]), ("all_gather_coalesced", [[X]], [Y], False)),
+    (dist.barrier, (), ("barrier", False)),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "expected"), UNROOTED)
+def test_a_call_reaches_the_default_group(world: Recorder, function: Any, args: Any, expected: Any) -> None:
+    assert function(*args) is None
+    assert world.calls == [expected]
+
+
+@pytest.mark.parametrize(("function", "args", "expected"), UNROOTED)
+def test_a_call_reaches_the_group_that_is_given(
+    world: Recorder, part: Recorder, function: Any, args: Any, expected: Any
+) -> None:
+    part.answers[expected[0]] = "work"
+    assert function(*args, group=part, async_op=True) == "work"
+    assert part.calls == [(*expected[:-1], True)]
+    assert world.calls == []
+
+
+# function, arguments, name of the root argument -> call before and after the group rank of the root
+ROOTED: list[tuple[Any, tuple[Any, ...], str, tuple[Any, ...], tuple[Any, ...]]] = [
+    (dist.broadcast, (X,), "src", ("broadcast", X), (False,)),
+    (dist.reduce, (X,), "dst", ("reduce", X), (SUM, False)),
+    (dist.gather, (X, [Y]), "dst", ("gather", X, [Y]), (False,)),
+    (dist.scatter, (X, [Y]), "src", ("scatter", X, [Y]), (False,)),
+    (dist.send, (X,), "dst", ("send", X), (0,)),
+    (dist.recv, (X,), "src", ("recv", X), (0,)),
+    (dist.isend, (X,), "dst", ("isend", X), (0,)),
+    (dist.irecv, (X,), "src", ("irecv", X), (0,)),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "root", "before", "after"), ROOTED)
+def test_a_global_rank_becomes_a_group_rank(
+    world: Recorder, part: Recorder, function: Any, args: Any, root: str, before: Any, after: Any
+) -> None:
+    function(*args, **{root: 2})
+    assert world.calls == [(*before, 2, *after)]
+    function(*args, **{root: 5}, group=part)
+    function(*args, **{"group_" + root: 2}, group=part)
+    assert part.calls == [(*before, 1, *after), (*before, 2, *after)]
+
+
+@pytest.mark.parametrize(("function", "args", "root", "before", "after"), ROOTED)
+def test_a_wrong_rank_is_refused(
+    world: Recorder, part: Recorder, function: Any, args: Any, root: str, before: Any, after: Any
+) -> None:
+    with pytest.raises(UsageError, match=rf"{root}=5 and group_{root}=1 are both given"):
+        function(*args, **{root: 5, "group_" + root: 1}, group=part)
+    with pytest.raises(UsageError, match=r"global rank 0 is not in the group .*\[2, 5, 7\]"):
+        function(*args, **{root: 0}, group=part)
+    assert part.calls == []
+
+
+@pytest.mark.parametrize("function", [dist.broadcast, dist.reduce, dist.send, dist.isend])
+def test_a_missing_root_is_refused(world: Recorder, function: Any) -> None:
+    with pytest.raises(UsageError, match="is missing; give"):
+        function(X)
+
+
+def test_gather_and_scatter_have_rank_0_as_root(world: Recorder) -> None:
+    dist.gather(X)
+    dist.scatter(X)
+    assert world.calls == [("gather", X, None, 0, False), ("scatter", X, None, 0, False)]
+
+
+def test_a_receive_answers_the_global_rank(world: Recorder, part: Recorder) -> None:
+    assert dist.recv(X) == 2
+    assert dist.recv(X, group=part, tag=9) == 7
+    assert part.calls == [("recv", X, None, 9)]
+
+
+def test_an_asynchronous_receive_answers_the_global_rank(world: Recorder, part: Recorder) -> None:
+    part.answers["irecv"] = finished(2)
+    work = dist.irecv(X, group=part)
+    assert work is not None
+    assert work.wait(1)
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert (work.result(), work.source_rank()) == (7, 7)
+
+    async def wait() -> Any:
+        return await work
+
+    assert asyncio.run(wait()) == 7
+    seen: list[Any] = []
+    work.add_done_callback(seen.append)
+    assert seen == [work]
+
+
+def test_a_failed_asynchronous_receive_says_so(world: Recorder, part: Recorder) -> None:
+    part.answers["irecv"] = finished(error=UsageError("too long"))
+    work = dist.irecv(X, group=part)
+    assert work is not None
+    assert isinstance(work.exception(), UsageError)
+    assert not work.is_success()
+    with pytest.raises(UsageError, match="too long"):
+        work.result()
+
+
+NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
+
+
+@pytest.mark.parametrize(
+    ("function", "args"), [(f, a) for f, a, _ in UNROOTED] + [(r[0], r[1]) for r in ROOTED]
+)
+def test_outside_the_group_a_call_warns_and_does_nothing(world: Recorder, function: Any, args: Any) -> None:
+    roots = {name: 0 for name in ("src", "dst") if name in inspect.signature(function).parameters}
+    with pytest.warns(UserWarning, match=r"on rank 1, which is not in the given group") as caught:
+        assert function(*args, **roots, group=NOT_A_MEMBER) == (-1 if function is dist.recv else None)
+    assert caught[0].filename == __file__
+    assert world.calls == []
+
+
+@pytest.mark.parametrize(
+    ("function", "args"), [(f, a) for f, a, _ in UNROOTED] + [(r[0], r[1]) for r in ROOTED]
+)
+def test_before_the_start_a_call_says_what_to_do(function: Any, args: Any) -> None:
+    roots = {name: 0 for name in ("src", "dst") if name in inspect.signature(function).parameters}
+    with pytest.raises(NotInitializedError, match="call init_process_group first"):
+        function(*args, **roots)
+
+
+def test_something_that_is_no_group_is_refused(world: Recorder) -> None:
+    with pytest.raises(UsageError, match=r"group is 'gloo'; give a group made by new_group"):
+        dist.all_reduce(X, group="gloo")  # type: ignore[arg-type]
+
+
+def test_monitored_barrier_takes_a_timedelta(world: Recorder) -> None:
+    dist.monitored_barrier(timeout=timedelta(milliseconds=250), wait_all_ranks=True)
+    dist.monitored_barrier()
+    assert world.calls == [("monitored_barrier", 0.25), ("monitored_barrier", 5.0)]
+
+
+def test_barrier_refuses_devices(world: Recorder) -> None:
+    with pytest.raises(UsageError, match=r"device_ids is \[0\]"):
+        dist.barrier(device_ids=[0])
+
+
+def test_a_batch_is_posted_in_order(world: Recorder, part: Recorder) -> None:
+    part.answers |= {"isend": finished(), "irecv": finished(0)}
+    ops = [dist.P2POp(dist.isend, X, 7, part, 3), dist.P2POp(dist.irecv, Y, group=part, group_peer=0)]
+    works = dist.batch_isend_irecv(ops)
+    assert part.calls == [("isend", X, 2, 3), ("irecv", Y, 0, 0)]
+    assert [work.result() for work in works] == [None, 2]
+
+
+def test_a_wrong_batch_posts_nothing(world: Recorder, part: Recorder) -> None:
+    with pytest.raises(UsageError, match="at least one P2POp"):
+        dist.batch_isend_irecv([])
+    with pytest.raises(UsageError, match="one group"):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, X, 2), dist.P2POp(dist.irecv, X, 2, part)])
+    with pytest.raises(UsageError, match=r"give fastcoll\.isend or fastcoll\.irecv"):
+        dist.P2POp(dist.send, X, 1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="give one of them"):
+        dist.P2POp(dist.isend, X)
+    assert world.calls == part.calls == []
+
+
+def test_questions_about_groups(world: Recorder, part: Recorder) -> None:
+    assert (dist.get_rank(), dist.get_world_size()) == (1, 3)
+    assert (dist.get_rank(part), dist.get_world_size(part)) == (1, 3)
+    assert (dist.get_rank(NOT_A_MEMBER), dist.get_world_size(NOT_A_MEMBER)) == (-1, -1)
+    assert dist.get_process_group_ranks(part) == [2, 5, 7]
+    assert dist.get_process_group_ranks() == [0, 1, 2]
+    assert (dist.get_group_rank(part, 7), dist.get_global_rank(part, 2)) == (2, 7)
+    assert (dist.get_backend(), dist.get_backend(part)) == ("gloo", "shm")
+    assert dist.get_backend_config(part) == "cpu:auto"
+    assert dist.group.WORLD is world
+    assert dist.GroupMember.WORLD is world
+    with pytest.raises(UsageError, match="global rank 3 is not in the group"):
+        dist.get_group_rank(part, 3)
+    with pytest.raises(UsageError, match=r"group rank 3 is not in the group .* 0\.\.2"):
+        dist.get_global_rank(part, 3)
+    with pytest.raises(UsageError, match="not in the group"):
+        dist.get_process_group_ranks(NOT_A_MEMBER)
+
+
+def test_questions_before_the_start() -> None:
+    assert not dist.is_initialized()
+    assert dist.group.WORLD is None
+    for ask in (dist.get_rank, dist.get_world_size, dist.get_backend, dist.get_process_group_ranks):
+        with pytest.raises(NotInitializedError, match="call init_process_group first"):
+            ask()
+
+
+def test_torch_names_of_the_parameters() -> None:
+    """Calls with keywords, as scripts for torch.distributed make them."""
+    expected = {
+        "all_reduce": "tensor op group async_op",
+        "broadcast": "tensor src group async_op group_src",
+        "reduce": "tensor dst op group async_op group_dst",
+        "all_gather": "tensor_list tensor group async_op",
+        "all_gather_into_tensor": "output_tensor input_tensor group async_op",
+        "gather": "tensor gather_list dst group async_op group_dst",
+        "scatter": "tensor scatter_list src group async_op group_src",
+        "reduce_scatter": "output input_list op group async_op",
+        "reduce_scatter_tensor": "output input op group async_op",
+        "all_to_all": "output_tensor_list input_tensor_list group async_op",
+        "all_to_all_single": "output input output_split_sizes input_split_sizes group async_op",
+        "all_reduce_coalesced": "tensors op group async_op",
+        "all_gather_coalesced": "output_tensor_lists input_tensor_list group async_op",
+        "barrier": "group async_op device_ids",
+        "monitored_barrier": "group timeout wait_all_ranks",
+        "send": "tensor dst group tag group_dst",
+        "recv": "tensor src group tag group_src",
+        "isend": "tensor dst group tag group_dst",
+        "irecv": "tensor src group tag group_src",
+        "all_gather_object": "object_list obj group",
+        "gather_object": "obj object_gather_list dst group group_dst",
+        "broadcast_object_list": "object_list src group device group_src",
+        "scatter_object_list": "scatter_object_output_list scatter_object_input_list src group group_src",
+        "init_process_group": "backend init_method timeout world_size rank store group_name pg_options",
+        "new_group": "ranks timeout backend pg_options use_local_synchronization group_desc",
+        "new_subgroups": "group_size group timeout backend pg_options group_desc",
+    }
+    for name, parameters in expected.items():
+        assert list(inspect.signature(getattr(dist, name)).parameters) == parameters.split(), name
+
+
+def test_adding_little_to_a_call(world: Recorder) -> None:
+    """Nothing on the way may touch the array."""
+    dist.all_reduce(tensor := np.ones(1))
+    assert world.calls[0][1] is tensor

@@ -1,0 +1,356 @@
+"""The border for arrays: what is shared, what is packed and written back, and what is refused with which cure."""
+
+from __future__ import annotations
+
+import array
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+from fastcoll.arrays import adopt, adopt_list
+from fastcoll.errors import ArrayError, UnavailableError, UsageError
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+RECORD = np.dtype([("value", "f4"), ("index", "i8"), ("tag", "S3")])
+DTYPES = [*"?bhilqBHILQefdgFDG", BFLOAT16, RECORD, "M8[ns]", "m8[s]", "S7", "U3", "V5", ">f4", ml_dtypes.int4]
+
+
+class Interface:
+    """Speaks the array interface, and nothing else."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.__array_interface__ = x.__array_interface__
+        self.owner = x
+
+
+class Dlpack:
+    """Speaks DLPack, and nothing else."""
+
+    def __init__(self, x: np.ndarray, device: tuple[int, int] | None = None) -> None:
+        self.x = x
+        self.device = device or x.__dlpack_device__()
+
+    def __dlpack__(self, **kwargs):
+        return self.x.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.device
+
+
+class CudaInterface:
+    """As CuPy's and Numba's device arrays."""
+
+    __cuda_array_interface__: dict[str, object] = {}  # noqa: RUF012
+
+
+WRITES_DLPACK = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+WRAPPERS = [Interface, memoryview, *([Dlpack] if WRITES_DLPACK else [])]
+
+
+def refused(match: str, kind: type[Exception] = ArrayError):
+    return pytest.raises(kind, match=match)
+
+
+# ---- ndarrays ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (2, 3, 4), (1, 5, 1)])
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_contiguous_array_is_itself(shape, writable):
+    x = np.zeros(shape)
+    assert adopt(x, writable=writable).array is x
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_fixed_size_dtype_is_taken_as_it_is(dtype):
+    x = np.zeros((2, 6), dtype)
+    assert adopt(x, writable=True).array is x
+    packed = adopt(x[:, ::2], writable=True)
+    assert packed.array.dtype == x.dtype
+    packed.finish()
+
+
+def strided_views():
+    x = np.arange(120.0).reshape(4, 5, 6)
+    yield "step", x[:, ::2]
+    yield "reversed", x[::-1]
+    yield "column", x[:, 0, 0]
+    yield "fortran", np.asfortranarray(x)
+    yield "transposed", x.T
+    yield "field", np.zeros((3, 4), RECORD)["index"]
+    yield "interleaved", as_strided(np.arange(8.0), (2, 2), (24, 16))
+    yield "one row", as_strided(np.arange(8.0), (1, 3), (0, 16))
+
+
+VIEWS = [pytest.param(view, id=name) for name, view in strided_views()]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_strided_input_is_packed(view):
+    adopted = adopt(view, writable=False)
+    assert adopted.array.flags.c_contiguous
+    assert (adopted.array == view).all()
+    adopted.array[...] = -1
+    adopted.finish()
+    assert not (view == -1).all(), "an input is not written to"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_strided_output_is_written_back(view):
+    adopted = adopt(view, writable=True)
+    assert adopted.array.flags.c_contiguous
+    assert adopted.array.shape == view.shape
+    result = -1 - np.arange(view.size).reshape(view.shape)
+    adopted.array[...] = result
+    assert not (view == result).all(), "nothing is written before finish"
+    adopted.finish()
+    adopted.finish()
+    assert (view == result).all()
+
+
+def test_what_lies_between_a_strided_outputs_elements_stays():
+    x = np.arange(10)
+    adopted = adopt(x[::2], writable=True)
+    adopted.array[...] = -1
+    x[1] = 77  # by someone else, meanwhile
+    adopted.finish()
+    assert x.tolist() == [-1, 77, -1, 3, -1, 5, -1, 7, -1, 9]
+
+
+def test_a_read_only_array_can_be_sent_but_not_written_to():
+    x = np.arange(3.0)
+    x.flags.writeable = False
+    assert adopt(x, writable=False).array is x
+    with refused(r"output is a read-only float64 array of shape \(3,\).*writable copy"):
+        adopt(x, writable=True, what="output")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((4,), (0,)), ((3, 4), (0, 8)), ((3, 4), (8, 8)), ((5,), (4,)), ((2, 3), (8, -8))]
+)
+def test_an_output_whose_elements_share_memory_is_refused(shape, strides):
+    x = as_strided(np.arange(40.0)[20:], shape, strides)
+    with refused(r"tensor is a float64 array of shape .* strides .* share memory"):
+        adopt(x, writable=True)
+    assert (adopt(x, writable=False).array == x).all()
+
+
+def test_subclasses_are_taken_as_plain_arrays(tmp_path):
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix([[1.0, 2.0]])
+    mapped = np.memmap(tmp_path / "data", np.float32, "w+", shape=(4,))
+    for x in (matrix, mapped, np.zeros(3, RECORD).view(np.recarray)):
+        adopted = adopt(x, writable=True).array
+        assert type(adopted) is np.ndarray
+        assert np.shares_memory(adopted, x)
+
+
+def test_masked_arrays_are_refused():
+    with refused(r"masked array.*x\.filled\(value\) or x\.data"):
+        adopt(np.ma.masked_array([1, 2], [0, 1]), writable=False)
+
+
+@pytest.mark.parametrize("dtype", ["O", [("a", "i4"), ("b", "O")]], ids=str)
+def test_objects_are_refused(dtype):
+    with refused("Python objects.*object collectives"):
+        adopt(np.zeros(2, dtype), writable=False)
+
+
+def test_numpy_scalars_can_be_sent_but_not_written_to():
+    adopted = adopt(np.float32(1.5), writable=False).array
+    assert (adopted.dtype, adopted.shape, adopted[()]) == (np.float32, (), 1.5)
+    with refused(r"NumPy scalar \(float32\).*numpy\.array\(x\)"):
+        adopt(np.float32(1.5), writable=True)
+
+
+# ---- other libraries' arrays ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_other_arrays_share_their_memory(wrap):
+    x = np.arange(6.0).reshape(2, 3)
+    adopted = adopt(wrap(x), writable=True)
+    adopted.array[...] = 9
+    adopted.finish()
+    assert (x == 9).all()
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_other_strided_arrays_are_packed_and_written_back(wrap):
+    x = np.zeros((4, 6))
+    adopted = adopt(wrap(x[:, ::2]), writable=True)
+    assert adopted.array.shape == (4, 3)
+    adopted.array[...] = 9
+    adopted.finish()
+    assert (x[:, ::2] == 9).all()
+    assert (x[:, 1::2] == 0).all()
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_other_read_only_arrays_are_refused_where_the_call_writes(wrap):
+    x = np.arange(3)
+    x.flags.writeable = False
+    assert adopt(wrap(x), writable=False).array.tolist() == [0, 1, 2]
+    with refused("read-only"):
+        adopt(wrap(x), writable=True)
+
+
+def test_buffers_of_the_standard_library():
+    numbers = array.array("d", [1, 2])
+    adopt(numbers, writable=True).array[...] = 5
+    assert numbers.tolist() == [5, 5]
+    data = bytearray(b"abc")
+    adopt(data, writable=True).array[0] = ord("x")
+    assert data == b"xbc"
+    assert adopt(b"abc", writable=False).array.tolist() == list(b"abc")
+    with refused("read-only"):
+        adopt(b"abc", writable=True)
+
+
+def test_an_array_of_the_interface_lives_as_long_as_it_is_used():
+    adopted = adopt(Interface(np.arange(1000)), writable=False)
+    assert adopted.array.sum() == 499500
+
+
+@pytest.mark.parametrize("x", [CudaInterface(), Dlpack(np.zeros(2), device=(2, 0))], ids=["cuda", "dlpack"])
+def test_arrays_on_a_gpu_are_refused(x):
+    with refused("output is on a GPU .*; the shm backend takes host arrays: copy it"):
+        adopt(x, writable=False, what="output")
+
+
+def test_pinned_host_memory_is_host_memory():
+    assert adopt(Dlpack(np.arange(3), device=(3, 0)), writable=False).array.tolist() == [0, 1, 2]
+
+
+def test_what_dlpack_cannot_hand_over_is_refused_with_its_message():
+    class Refuses(Dlpack):
+        def __dlpack__(self, **kwargs):
+            raise BufferError("not exportable today")
+
+    with refused("Refuses that NumPy cannot view through DLPack: not exportable today"):
+        adopt(Refuses(np.zeros(1)), writable=False)
+
+
+class WithArrayMethod:
+    def __array__(self, dtype=None, copy=None):
+        return np.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("x", "cure"),
+    [
+        (None, "got NoneType; every rank gives one"),
+        ([1.0, 2.0], r"got list; make one with numpy\.array"),
+        ((1, 2), r"got tuple; make one with numpy\.array"),
+        (3, r"got int; make one with numpy\.array"),
+        (2.5, r"got float; make one with numpy\.array"),
+        (True, r"got bool; make one with numpy\.array"),
+        (WithArrayMethod(), r"got WithArrayMethod; make one with numpy\.array"),
+        ("text", "got str; .*object collectives"),
+        ({1: 2}, "got dict; .*object collectives"),
+    ],
+)
+@pytest.mark.parametrize("writable", [False, True])
+def test_what_is_no_array_is_refused_with_the_cure(x, cure, writable):
+    with refused(f"tensor must be an array, {cure}"):
+        adopt(x, writable=writable)
+
+
+# ---- torch, played by a stand-in with the few methods that adopting uses ----------------------------
+
+
+class Tensor:
+    def __init__(self, data: np.ndarray, dtype: str, device: str = "cpu", conjugated: bool = False) -> None:
+        self.data, self.dtype, self.conjugated = data, dtype, conjugated
+        self.device = types.SimpleNamespace(type=device.partition(":")[0], __str__=lambda: device)
+        self.requires_grad = True
+
+    def detach(self) -> Tensor:
+        detached = Tensor(self.data, self.dtype, self.device.type, self.conjugated)
+        detached.requires_grad = False
+        return detached
+
+    def view(self, dtype: str) -> Tensor:
+        viewed = Tensor(self.data.view(dtype), dtype)
+        viewed.requires_grad = self.requires_grad
+        return viewed
+
+    def numpy(self) -> np.ndarray:
+        if self.requires_grad or self.conjugated:
+            raise RuntimeError("Can't call numpy(); use tensor.resolve_conj()")
+        if self.dtype == "torch.bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.data
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    module = types.SimpleNamespace(Tensor=Tensor, bfloat16="torch.bfloat16", int16="int16")
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+def test_a_torch_tensor_shares_its_memory(torch):
+    data = np.zeros((2, 3), np.float32)
+    adopt(Tensor(data, "torch.float32"), writable=True).array[...] = 4
+    assert (data == 4).all()
+
+
+def test_a_strided_torch_tensor_is_written_back(torch):
+    data = np.zeros((2, 6), np.float32)
+    adopted = adopt(Tensor(data[:, ::3], "torch.float32"), writable=True)
+    adopted.array[...] = 4
+    adopted.finish()
+    assert data.sum() == 16
+
+
+def test_a_bfloat16_tensor_becomes_ml_dtypes_bfloat16(torch):
+    data = np.zeros((2, 6), np.uint16)
+    for view in (data, data[:, ::2]):
+        adopted = adopt(Tensor(view, "torch.bfloat16"), writable=True)
+        assert adopted.array.dtype == BFLOAT16
+        adopted.array[...] = 1
+        adopted.finish()
+        assert (view == 0x3F80).all()
+
+
+def test_a_bfloat16_tensor_without_ml_dtypes(torch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with refused("pip install ml_dtypes", UnavailableError):
+        adopt(Tensor(np.zeros(2, np.uint16), "torch.bfloat16"), writable=True)
+
+
+def test_tensors_that_cannot_be_viewed_are_refused(torch):
+    with refused("tensor is on a GPU"):
+        adopt(Tensor(np.zeros(2), "torch.float64", "cuda:1"), writable=True)
+    with refused(r"torch\.Tensor that NumPy cannot view: .*resolve_conj"):
+        adopt(Tensor(np.zeros(2), "torch.complex64", conjugated=True), writable=True)
+
+
+# ---- lists ------------------------------------------------------------------------------------------
+
+
+def test_a_list_has_one_array_a_rank():
+    xs = [np.zeros(3), np.zeros((2, 2), "i4"), np.zeros(0)]
+    for given, adopted in zip(xs, adopt_list(tuple(xs), 3, writable=True, what="outputs"), strict=True):
+        assert adopted.array is given
+
+
+def test_a_list_of_another_length_is_refused():
+    with refused("input_list must have 3 arrays, one a rank, got 2", UsageError):
+        adopt_list([np.zeros(1)] * 2, 3, writable=False, what="input_list")
+
+
+@pytest.mark.parametrize("xs", [None, 5, np.zeros((3, 2)), "abc", {1: 2}])
+def test_what_is_no_list_is_refused(xs):
+    with refused(f"input_list must be a list of 3 arrays, got {type(xs).__name__}", UsageError):
+        adopt_list(xs, 3, writable=False, what="input_list")
+
+
+def test_a_bad_item_is_named():
+    with refused(r"input_list\[1\] must be an array, got NoneType"):
+        adopt_list([np.zeros(1), None], 2, writable=False, what="input_list")

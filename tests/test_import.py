@@ -1,0 +1,174 @@
+"""What `import fastcoll` may do, and which file may import what."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fastcoll"
+
+# Rooms and files from the ground up; each may import from lower lines and from itself.
+LAYERS = (
+    ("_version", "errors"),
+    ("config", "processes"),
+    ("work", "reduce_op", "members"),
+    ("calls", "arrays"),
+    ("group",),
+    ("kernels",),
+    ("rendezvous",),
+    ("shm", "net"),
+    ("hybrid",),
+    ("backends",),
+    ("registry", "job"),
+    ("world", "api", "p2p", "objects"),
+    ("subgroups",),
+    ("__init__",),
+    ("launch",),
+    ("bench", "torch"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# A module that only some rooms or files may import.
+KEPT = {
+    "numba": ("kernels",),
+    "llvmlite": ("kernels",),
+    "posix_ipc": ("shm",),
+    "socket": ("net", "rendezvous"),
+    "pickle": ("objects",),
+}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> Iterator[tuple[str, int]]:
+    """Absolute names of what a file imports anywhere in it, with the line."""
+    package = ["fastcoll", *file.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = [*base, *(node.module or "").split(".")] if node.module else base
+            for alias in node.names:
+                yield ".".join([*module, alias.name]), node.lineno
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_one_way(file: Path) -> None:
+    here = room_of(file)
+    if file.name == "__init__.py" and file.parent == PACKAGE:
+        return  # the public names, from everywhere
+    assert here in LEVEL, f"{here} is new; give it a place in LAYERS"
+    for name, line in imports(file):
+        parts = name.split(".")
+        if parts[0] == "fastcoll" and len(parts) > 1:
+            there = parts[1] if parts[1] in LEVEL else "__init__"
+            assert there == here or LEVEL[there] < LEVEL[here], f"{file}:{line}: {here} imports {name}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_some_modules_are_imported_in_one_room_only(file: Path) -> None:
+    for name, line in imports(file):
+        rooms = KEPT.get(name.split(".")[0])
+        assert rooms is None or room_of(file) in rooms, f"{file}:{line} imports {name}, which is for {rooms}"
+
+
+def test_the_walk_over_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    file = tmp_path / "shm" / "x.py"
+    file.parent.mkdir()
+    forms = (
+        "import a.b",
+        "from .. import config",
+        "from ..net.tcp import y",
+        "from . import z",
+        "def f(): import c",
+    )
+    file.write_text("\n".join(forms))
+    found = {name for name, _ in imports(file)}
+    assert found == {"a.b", "fastcoll.config", "fastcoll.net.tcp.y", "fastcoll.shm.z", "c"}
+
+
+REPORT = """
+import json, os, sys, threading
+import numpy, multiprocessing, uuid, socket, logging
+
+read = []
+class Watched(dict):
+    def __getitem__(self, key):
+        read.append(key)
+        return dict.__getitem__(self, key)
+    def get(self, key, default=None):
+        read.append(key)
+        return dict.get(self, key, default)
+    def __contains__(self, key):
+        read.append(key)
+        return dict.__contains__(self, key)
+os.environ = Watched(os.environ)
+
+events = []
+STARTS = ("socket.connect", "socket.bind", "socket.__new__", "subprocess", "os.fork", "os.posix_spawn", "os.exec")
+sys.addaudithook(lambda name, args: events.append(name) if name.startswith(STARTS) else None)
+before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+import fastcoll
+after = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+print(json.dumps({
+    "modules": sorted(sys.modules), "read": read, "events": events, "same": before == after,
+    "names": sorted(set(fastcoll.__all__) - set(dir(fastcoll))),
+    "missing": [name for name in fastcoll.__all__ if not hasattr(fastcoll, name)],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, object]:
+    """What a fresh interpreter sees of `import fastcoll`."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=60, check=True
+    )
+    parsed: dict[str, object] = json.loads(done.stdout)
+    return parsed
+
+
+def test_importing_does_not_import_what_is_heavy() -> None:
+    code = "import sys, fastcoll; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    heavy = {
+        "numba", "llvmlite", "posix_ipc", "cupy", "torch", "matplotlib", "rich", "psutil", "sklearn", "ml_dtypes",
+        "pytest", "asyncio", "multiprocessing", "fastcoll.launch", "fastcoll.kernels", "fastcoll.shm", "fastcoll.bench",
+    }  # fmt: skip
+    assert not heavy & set(done.stdout.split())
+
+
+def test_importing_connects_forks_and_starts_nothing(report: dict[str, object]) -> None:
+    assert report["events"] == []
+    assert report["same"], "importing fastcoll changed the open files or the threads"
+
+
+def test_importing_reads_no_environment(report: dict[str, object]) -> None:
+    assert report["read"] == []
+
+
+def test_every_public_name_is_there(report: dict[str, object]) -> None:
+    assert report["missing"] == []
+
+
+def test_names_are_kept_in_order() -> None:
+    import fastcoll
+
+    assert fastcoll.__all__ == sorted(fastcoll.__all__, key=lambda name: (name.lower(), name))
+    with pytest.raises(AttributeError, match="no attribute 'all_reduced'"):
+        fastcoll.all_reduced  # noqa: B018

@@ -1,0 +1,171 @@
+"""The object collectives: what comes out, and that one rank's failure is everybody's error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll.errors import UsageError
+
+
+def unpicklable() -> None:
+    """Like a lambda, nothing that pickle takes: its name leads nowhere."""
+
+
+unpicklable.__qualname__ = "nowhere"
+
+
+def thing(rank: int) -> Any:
+    """Something of another size on every rank."""
+    return {"rank": rank, "text": "x" * (7**rank), "array": np.arange(rank)}
+
+
+def same(left: Any, right: Any) -> bool:
+    return bool(
+        left["rank"] == right["rank"]
+        and left["text"] == right["text"]
+        and np.array_equal(left["array"], right["array"])
+    )
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_all_gather_object(rank: int, world_size: int) -> None:
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, thing(rank))
+    assert all(same(found[r], thing(r)) for r in range(world_size))
+
+
+@pytest.mark.ranks(1, 3)
+def test_gather_object(rank: int, world_size: int) -> None:
+    root = world_size - 1
+    found: list[Any] | None = [None] * world_size if rank == root else None
+    dist.gather_object(thing(rank), found, dst=root)
+    assert found is None or all(same(found[r], thing(r)) for r in range(world_size))
+
+
+@pytest.mark.ranks(1, 3)
+def test_broadcast_object_list(rank: int, world_size: int) -> None:
+    root = world_size - 1
+    found: list[Any] = [thing(1), None, "ü"] if rank == root else [None] * 3
+    dist.broadcast_object_list(found, src=root, device="cpu")
+    assert same(found[0], thing(1))
+    assert found[1:] == [None, "ü"]
+    nothing: list[Any] = []
+    dist.broadcast_object_list(nothing)
+    assert nothing == []
+
+
+@pytest.mark.ranks(1, 3)
+def test_scatter_object_list(rank: int, world_size: int) -> None:
+    root = world_size - 1
+    found: list[Any] = [None, "stays"]
+    dist.scatter_object_list(found, [thing(r) for r in range(world_size)] if rank == root else None, src=root)
+    assert same(found[0], thing(rank))
+    assert found[1] == "stays"
+
+
+@pytest.mark.ranks(3)
+def test_objects_from_one_to_another(rank: int) -> None:
+    if rank == 0:
+        found: list[Any] = [None, None]
+        senders = {dist.recv_object_list(found), dist.recv_object_list(found)}
+        assert senders == {1, 2}
+        assert dist.recv_object_list(found, src=2) == 2
+        assert found == ["last", 2]
+    else:
+        dist.send_object_list([thing(rank), rank], dst=0)
+        if rank == 2:
+            dist.send_object_list(["last", 2], group_dst=0)
+
+
+@pytest.mark.ranks(4)
+def test_objects_in_a_group(rank: int) -> None:
+    group = dist.new_group([1, 3])
+    if rank in (1, 3):
+        found: list[Any] = [None] * 2
+        dist.all_gather_object(found, rank, group)
+        assert found == [1, 3]
+        one: list[Any] = [rank]
+        dist.broadcast_object_list(one, src=3, group=group)
+        assert one == [3]
+        dist.scatter_object_list(one, ["a", "b"] if rank == 1 else None, group_src=0, group=group)
+        assert one == ["a" if rank == 1 else "b"]
+        if rank == 1:
+            dist.send_object_list(["p"], dst=3, group=group)
+        else:
+            assert dist.recv_object_list(one, group=group) == 1
+    else:
+        with pytest.warns(UserWarning, match="all_gather_object on rank"):
+            dist.all_gather_object([], rank, group)
+        with pytest.warns(UserWarning, match="recv_object_list on rank"):
+            assert dist.recv_object_list([None], group=group) == -1
+
+
+@pytest.mark.ranks(2)
+def test_a_large_object(rank: int) -> None:
+    found: list[Any] = [np.arange(1 << 20) if rank == 0 else None]
+    dist.broadcast_object_list(found)
+    assert np.array_equal(found[0], np.arange(1 << 20))
+
+
+@pytest.mark.ranks(3)
+def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(rank: int) -> None:
+    bad = 1
+    own = unpicklable if rank == bad else rank
+    message = "cannot be pickled" if rank == bad else "rank 1 could not give its own"
+    everywhere: list[Any] = [None] * 3
+    with pytest.raises(UsageError, match=message):
+        dist.all_gather_object(everywhere, own)
+    with pytest.raises(UsageError, match=message):
+        dist.gather_object(own, everywhere if rank == 2 else None, dst=2)
+    with pytest.raises(UsageError, match=message):
+        dist.broadcast_object_list([own, own], src=bad)
+    with pytest.raises(UsageError, match=message):
+        dist.scatter_object_list([None], [0, unpicklable, 0] if rank == bad else None, src=bad)
+    if rank != 2:
+        with pytest.raises(UsageError, match=message):
+            dist.send_object_list([own], dst=0) if rank == bad else dist.recv_object_list([None], src=bad)
+    dist.all_gather_object(everywhere, rank)  # the group is as it was
+    assert everywhere == [0, 1, 2]
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_list_is_an_error_on_every_rank(rank: int) -> None:
+    mine = "give a list of 2 items, one a rank of the group"
+    other = "rank 1 could not give its own"
+    with pytest.raises(UsageError, match=mine if rank == 1 else other):
+        dist.all_gather_object([None] * (2 + rank), rank)
+    with pytest.raises(UsageError, match=mine if rank == 1 else other):
+        dist.gather_object(rank, None, dst=1)
+    with pytest.raises(UsageError, match=mine if rank == 1 else other):
+        dist.scatter_object_list([None], [1, 2, 3] if rank == 1 else None, src=1)
+    with pytest.raises(UsageError, match="is empty"):
+        dist.scatter_object_list([], [1, 2] if rank == 1 else None, src=1)
+    with pytest.raises(UsageError, match="leave it out"):
+        dist.broadcast_object_list([1], device="cuda")
+    found: list[Any] = [None] * 2
+    dist.all_gather_object(found, rank)
+    assert found == [0, 1]
+
+
+@pytest.mark.ranks(2)
+def test_lists_of_different_lengths_do_not_match(rank: int) -> None:
+    with pytest.raises(dist.MismatchError):
+        dist.broadcast_object_list([None] * (1 + rank), src=0)
+
+
+def test_before_the_start_a_call_says_what_to_do() -> None:
+    calls: list[Any] = [
+        lambda: dist.all_gather_object([None], 1),
+        lambda: dist.gather_object(1, [None]),
+        lambda: dist.broadcast_object_list([1]),
+        lambda: dist.scatter_object_list([None], [1]),
+        lambda: dist.send_object_list([1], 0),
+        lambda: dist.recv_object_list([1]),
+    ]
+    for call in calls:
+        with pytest.raises(dist.NotInitializedError, match="call init_process_group first"):
+            call()

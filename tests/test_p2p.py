@@ -1,0 +1,39 @@
+"""Messages between real ranks, as far as the functions add to what the groups do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_ring_in_one_batch(rank: int, world_size: int) -> None:
+    """Every rank sends before it receives, to itself in a world of one."""
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    sent, received = np.full(5, rank), np.full(5, -1)
+    ops = [dist.P2POp(dist.isend, sent, right, tag=4), dist.P2POp(dist.irecv, received, left, tag=4)]
+    works = dist.batch_isend_irecv(ops)
+    for work in works:
+        assert work.wait(30)
+    assert received.tolist() == [left] * 5
+    assert works[1].result() == left
+
+
+@pytest.mark.ranks(4)
+def test_senders_are_global_ranks(rank: int) -> None:
+    group = dist.new_group([1, 3])
+    x = np.full(2, float(rank))
+    if rank == 3:
+        dist.send(x, dst=1, group=group)
+        dist.send(x, group=group, group_dst=0, tag=1)
+    elif rank == 1:
+        assert dist.recv(x, group=group) == 3
+        work = dist.irecv(x, src=3, group=group, tag=1)
+        assert work is not None
+        assert work.result() == 3
+        assert x.tolist() == [3.0, 3.0]
+    else:
+        with pytest.warns(UserWarning, match=r"recv on rank \d, which is not in the given group"):
+            assert dist.recv(x, group=group) == -1

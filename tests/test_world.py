@@ -1,0 +1,438 @@
+"""Joining the world, cutting it into groups, and leaving it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll.backends import load, parse_backend
+from fastcoll.errors import (
+    AbortedError,
+    FastcollError,
+    MismatchError,
+    NotInitializedError,
+    RendezvousError,
+    StoreError,
+    UnavailableError,
+    UsageError,
+)
+from fastcoll.job import Job
+from fastcoll.members import Member
+from fastcoll.rendezvous import Rendezvous
+
+OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
+
+
+def total(group: Any = None) -> float:
+    """The number of ranks of a group, by an all_reduce of ones."""
+    x = np.ones(1)
+    dist.all_reduce(x, group=group)
+    return float(x[0])
+
+
+# ---- backends --------------------------------------------------------------------------------------
+
+
+def test_backend_names() -> None:
+    assert dist.Backend("GLOO") == dist.Backend.GLOO == "gloo"
+    assert isinstance(dist.Backend("shm"), str)
+    with pytest.raises(UsageError, match=r"no backend 'ucc'; known: auto, shm, gloo, tcp, mpi, nccl"):
+        dist.Backend("ucc")
+
+
+def test_available_backends() -> None:
+    assert dist.is_available()
+    assert [dist.is_backend_available(name) for name in ("auto", "SHM", "gloo", "mpi", "ucc")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+    assert (dist.is_gloo_available(), dist.is_mpi_available(), dist.is_nccl_available()) == (
+        True,
+        False,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "running", "config"),
+    [
+        (None, "shm", "cpu:auto"),
+        ("auto", "shm", "cpu:auto"),
+        ("Gloo", "gloo", "cpu:gloo"),
+        ("shm", "shm", "cpu:shm"),
+        ("cpu:auto,cuda:nccl", "shm", "cpu:auto,cuda:nccl"),
+        ("cuda:nccl, CPU:gloo", "gloo", "cuda:nccl,cpu:gloo"),
+    ],
+)
+def test_a_backend_for_each_device(text: str | None, running: str, config: str) -> None:
+    choice = parse_backend(text)
+    assert choice.running == running
+    assert str(choice) == config
+
+
+@pytest.mark.parametrize("text", ["cpu:auto,cpu:shm", "tpu:auto", "cpu:", "auto,shm", "", "cpu:auto,"])
+def test_a_wrong_backend_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_backend(text)
+
+
+@pytest.mark.parametrize("text", ["nccl", "cuda:nccl", "mpi", "cpu:tcp"])
+def test_a_backend_that_is_not_there_is_refused(text: str) -> None:
+    with pytest.raises(UnavailableError, match="available: auto, shm, gloo"):
+        parse_backend(text)
+
+
+def test_ranks_on_two_nodes_are_refused_by_name() -> None:
+    here = Member.here(0, 2, "cpu:auto")
+    there = dataclasses.replace(here, rank=1, host="node7", boot_id="another")
+    with pytest.raises(
+        UnavailableError, match=rf"rank 1 \(node7:{here.pid}\) does not share /dev/shm with rank 0"
+    ):
+        load(parse_backend("auto"))(dist.HashStore(), "WORLD", [here, there], 0, 1.0)
+
+
+# ---- joining ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "ucc"}, "no backend 'ucc'"),
+        ({"store": dist.HashStore(), "init_method": "env://"}, "are both given"),
+        ({"store": dist.HashStore()}, "rank is -1 and world_size is -1"),
+        ({"store": dist.HashStore(), "rank": 2, "world_size": 2}, "rank is 2 and world_size is 2"),
+        ({"store": {}, "rank": 0, "world_size": 1}, "store is dict"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": timedelta(seconds=-1)}, "greater than 0"),
+        ({"pg_options": object()}, "leave it out"),
+        ({"init_method": "carrier-pigeon://coop"}, "carrier-pigeon"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        dist.init_process_group(**arguments)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(1, init=False)
+def test_a_world_of_one(rank: int) -> None:
+    dist.init_process_group(
+        "gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=20)
+    )
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    assert total() == 1
+    with pytest.raises(UsageError, match="already; call destroy_process_group first"):
+        dist.init_process_group()
+    world = dist.group.WORLD
+    assert world is not None
+    assert world.timeout == 20
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    with pytest.raises(NotInitializedError):
+        total()
+    with pytest.raises(NotInitializedError, match="destroyed"):
+        world.all_reduce(np.ones(1))
+    with pytest.raises(NotInitializedError, match="does not exist, or was destroyed"):
+        dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_joining_and_leaving_again_and_again(world_size: int) -> None:
+    """A rank that is early finds the store of the world before, and must not take it for the new one."""
+    for _ in range(5):
+        dist.init_process_group()
+        assert total() == world_size
+        dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_one_store_for_two_worlds(rank: int, world_size: int, tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), world_size)
+    for _ in range(2):
+        dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=30)
+        assert total() == world_size
+        dist.destroy_process_group()
+    store.close()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_ranks_that_disagree_are_told(rank: int, world_size: int, tmp_path: Path) -> None:
+    with dist.FileStore(str(tmp_path / "store"), world_size) as store:
+        with pytest.raises(FastcollError, match="backend"):
+            dist.init_process_group(
+                ["auto", "gloo"][rank], store=store, rank=rank, world_size=world_size, timeout=30
+            )
+        assert not dist.is_initialized()
+        dist.init_process_group("auto", store=store, rank=rank, world_size=world_size, timeout=30)
+        assert total() == 2
+        dist.destroy_process_group()
+
+
+def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dist.HashStore] = []
+
+    def meet_again(*_: Any) -> Rendezvous:
+        opened.append(dist.HashStore())
+        dist.PrefixStore("fastcoll", opened[-1]).add("settled/0", 1)
+        return Rendezvous(opened[-1], 0, 2, "here")
+
+    monkeypatch.setattr("fastcoll.world.rendezvous", meet_again)
+    with pytest.raises(RendezvousError, match="file:///x leads to a job in which rank 0 has started before"):
+        dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=0.1)
+    assert len(opened) > 1
+    for store in opened:
+        with pytest.raises(StoreError, match="closed"):
+            store.set("key", "value")
+
+
+# ---- groups ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+def test_groups_of_any_ranks(rank: int) -> None:
+    for ranks in ([3, 1], [0], [2, 0, 3], None, range(1, 4), [3, 1]):
+        group = dist.new_group(ranks, group_desc="mine")
+        members = sorted(range(4) if ranks is None else ranks)
+        if rank in members:
+            assert dist.get_process_group_ranks(group) == members
+            assert dist.get_rank(group) == members.index(rank)
+            assert total(group) == len(members)
+        else:
+            assert group is OUTSIDE
+            assert dist.get_rank(group) == -1
+    assert total() == 4
+
+
+@pytest.mark.ranks(3)
+def test_groups_are_used_in_any_order(rank: int) -> None:
+    made = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2], [0, 1, 2])]
+    mine = [group for group in made if group is not OUTSIDE]
+    arrays = [np.ones(1) for _ in mine]
+    order = range(len(mine)) if rank % 2 else reversed(range(len(mine)))
+    works = [dist.all_reduce(arrays[i], group=mine[i], async_op=True) for i in order]
+    for work in works:
+        assert work is not None
+        work.wait(30)
+    assert [x[0] for x in arrays] == [2, 2, 3]
+
+
+@pytest.mark.ranks(3)
+def test_wrong_ranks_are_refused(rank: int) -> None:
+    for ranks in ([], [0, 0], [3], [-1, 0]):
+        with pytest.raises(UsageError, match=r"expected at least one of the ranks 0\.\.2, each at most once"):
+            dist.new_group(ranks)
+    with pytest.raises(UsageError, match="leave it out"):
+        dist.new_group([0], pg_options=object())  # type: ignore[arg-type]
+    assert total() == 3
+
+
+@pytest.mark.ranks(3)
+def test_different_ranks_for_one_group_are_an_error_that_names_both(rank: int) -> None:
+    with pytest.raises(
+        MismatchError, match=r"asks for ranks .* with cpu:auto, rank \d for ranks .*same order"
+    ):
+        dist.new_group([[0, 1], [1, 2], [0, 2]][rank] if rank != 1 else [1, 2])
+    assert total(dist.new_group()) == 3
+
+
+@pytest.mark.ranks(4)
+def test_subgroups_of_neighbours(rank: int) -> None:
+    own, made = dist.new_subgroups(2)
+    assert len(made) == 2
+    assert own is made[rank // 2]
+    assert dist.get_process_group_ranks(own) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert total(own) == 2
+    whole, parts = dist.new_subgroups()  # all ranks are on this node
+    assert len(parts) == 1
+    assert total(whole) == 4
+    single, parts = dist.new_subgroups(1, group=own)
+    assert [part is single for part in parts] == [rank % 2 == 0, rank % 2 == 1]
+    dist.barrier()  # rank 0 stays while the members of other groups meet
+    with pytest.raises(UsageError, match="group_size is 3; it must divide the 4 ranks"):
+        dist.new_subgroups(3)
+
+
+@pytest.mark.ranks(4)
+def test_subgroups_by_enumeration(rank: int) -> None:
+    own, made = dist.new_subgroups_by_enumeration([[3, 0], [1]])
+    assert [group is OUTSIDE for group in made] == [rank not in (0, 3), rank != 1]
+    assert own is (OUTSIDE if rank == 2 else made[rank == 1])
+    with pytest.raises(UsageError, match="rank 1 is listed twice"):
+        dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
+
+
+@pytest.mark.ranks(3)
+def test_members_make_a_group_among_themselves(rank: int) -> None:
+    if rank != 1:
+        assert total(dist.new_group([2, 0], use_local_synchronization=True)) == 2
+    assert total(dist.new_group()) == 3
+    if rank != 0:
+        assert total(dist.new_group([1, 2], use_local_synchronization=True)) == 2
+        assert total(dist.new_group([1, 2], use_local_synchronization=True)) == 2
+    dist.barrier()  # rank 0 stays while the others meet
+
+
+@pytest.mark.ranks(2)
+def test_a_group_is_destroyed_alone(rank: int) -> None:
+    group = dist.new_group(backend="gloo", timeout=7)
+    assert isinstance(group, dist.ProcessGroup)
+    assert (dist.get_backend(group), dist.get_backend(), group.timeout) == ("gloo", "shm", 7)
+    assert total(group) == 2
+    dist.barrier()
+    dist.destroy_process_group(group)
+    with pytest.raises(NotInitializedError, match="destroyed"):
+        total(group)
+    with pytest.raises(NotInitializedError, match="destroyed before"):
+        dist.destroy_process_group(group)
+    with pytest.raises(NotInitializedError, match="destroyed"):
+        dist.get_backend(group)
+    dist.destroy_process_group(OUTSIDE)
+    assert total() == 2
+
+
+# ---- leaving ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3, init=False)
+def test_rank_0_leaves_while_others_still_make_a_group(rank: int) -> None:
+    """Rank 0 serves the store; the others see that it has left before they even begin."""
+    dist.init_process_group()
+    if rank == 0:
+        dist.new_group([1, 2])
+    else:
+        with pytest.raises(AbortedError, match=r"rank 0 .* left the group"):
+            dist.barrier()
+        assert total(dist.new_group([1, 2])) == 2
+    dist.destroy_process_group()
+
+
+def job_of(members: list[Member], store: Any, closed: list[str]) -> Job:
+    def make(*_: Any) -> Any:
+        raise AssertionError("no group is made")
+
+    return Job(store, members, 0, parse_backend(None), make, 1.0, lambda: closed.append("store"))
+
+
+def test_rank_0_does_not_wait_for_the_dead() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    here = Member.here(0, 2, "cpu:auto")
+    dead = dataclasses.replace(here, rank=1, pid=ended.pid)
+    ended.wait()
+    closed: list[str] = []
+    job = job_of([here, dead], dist.HashStore(), closed)
+    job.settle()
+    job.leave(60.0)
+    assert closed == ["store"]
+
+
+def test_rank_0_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixture) -> None:
+    here = Member.here(0, 2, "cpu:auto")
+    closed: list[str] = []
+    job = job_of([here, dataclasses.replace(here, rank=1)], dist.HashStore(), closed)
+    job.settle()
+    job.leave(0.05)
+    assert closed == ["store"]
+    assert "though rank 1" in caplog.text
+
+
+def test_rank_0_leaves_when_the_store_is_gone() -> None:
+    here = Member.here(0, 2, "cpu:auto")
+    store = dist.HashStore()
+    closed: list[str] = []
+    job = job_of([here, dataclasses.replace(here, rank=1)], store, closed)
+    job.settle()
+    store.close()
+    job.leave(60.0)
+    assert closed == ["store"]
+
+
+def run_ranks(tmp_path: Path, code: str, size: int) -> list[subprocess.CompletedProcess[str]]:
+    """Plain scripts as ranks of one world, without launcher; `rank` and `dist` are there for them."""
+    head = (
+        "import os, signal, sys\nimport numpy as np\nimport fastcoll as dist\nrank = int(sys.argv[1])\n"
+        f"dist.init_process_group(init_method='file://{tmp_path}/meet', rank=rank, world_size={size}, timeout=30)\n"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", head + code, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(p.args, p.returncode, *output)
+        for p, output in zip(started, outputs, strict=True)
+    ]
+
+
+def test_a_script_may_forget_to_leave(tmp_path: Path) -> None:
+    before = os.listdir("/dev/shm")
+    done = run_ranks(tmp_path, "x = np.ones(1); dist.all_reduce(x); print(x)", 2)
+    assert [(p.returncode, p.stdout, p.stderr) for p in done] == [(0, "[2.]\n", "")] * 2
+    assert os.listdir("/dev/shm") == before
+    assert not (tmp_path / "meet").exists()
+
+
+def test_leaving_at_exit_does_not_wait_for_a_killed_rank(tmp_path: Path) -> None:
+    code = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.barrier()
+except dist.PeerDiedError as error:
+    print(error.ranks)
+"""
+    survivor, killed = run_ranks(tmp_path, code, 2)
+    assert (survivor.returncode, survivor.stdout) == (0, "(1,)\n"), survivor.stderr
+    assert killed.returncode == -9
+
+
+FORK = """
+group = dist.new_group()
+x = np.ones(1)
+dist.all_reduce(x)
+dist.all_reduce(x, group=group)
+child = os.fork()
+if child == 0:
+    assert dist.get_rank() == rank
+    for call in (
+        lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, group=group), lambda: group.barrier(),
+        lambda: dist.new_group(), lambda: dist.send(x, 0), lambda: dist.all_reduce(x, async_op=True),
+    ):
+        try:
+            call()
+        except dist.AbortedError as error:
+            assert f"belong to process {os.getppid()}" in str(error), error
+        else:
+            raise SystemExit("an inherited group was used")
+    if rank == 0:
+        dist.destroy_process_group(group)
+        dist.destroy_process_group()
+    dist.init_process_group(rank=0, world_size=1, store=dist.HashStore())
+    dist.all_reduce(x)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+dist.all_reduce(x)
+dist.all_reduce(x, group=group)
+dist.destroy_process_group()
+"""
+
+
+def test_a_forked_process_cannot_use_the_groups_and_does_no_harm(tmp_path: Path) -> None:
+    for done in run_ranks(tmp_path, FORK, 2):
+        assert (done.returncode, done.stderr) == (0, "")
