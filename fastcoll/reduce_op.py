@@ -71,7 +71,7 @@ class ReduceOp:
         """
         if not callable(function):
             raise UsageError(f"ReduceOp.custom takes a function f(a, b), got {type(function).__name__}")
-        label: str = name or getattr(function, "__name__", "custom")
+        label = name or str(getattr(function, "__name__", "custom"))
         return ReduceOp(label, CUSTOM + _fingerprint(function, label), function=function)
 
     def __repr__(self) -> str:

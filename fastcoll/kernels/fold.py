@@ -2,7 +2,8 @@
 
 `dst` may be one of the sources. A loop that writes through one pointer what it reads through two others fails
 LLVM's run-time alias check when they are equal, and then runs element by element: so every loop here has two
-pointers, and the general case collects a block in a scratch in the L1 cache before any of it is written.
+pointers, and the general case collects a block in a scratch in the L1 cache before any of it is written. Every
+way gives the same bits, but for the sign and payload of a wide float's NaN, which LLVM leaves to the processor.
 """
 
 from __future__ import annotations

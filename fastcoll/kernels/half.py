@@ -1,4 +1,7 @@
-"""float16 and bfloat16 as bits: widened to float32 exactly, rounded back to nearest-even; NaN stays NaN.
+"""float16 and bfloat16 as bits: widened to float32 exactly, rounded back to nearest-even.
+
+Every NaN is rounded to the one quiet NaN: LLVM may swap an addition's operands in one loop and not in another,
+and x86 hands on the first NaN's sign and payload, so that the ranks' bits would differ.
 
 Each function adds LLVM instructions to `builder` and returns the result's value. Where the processor converts
 float16 itself (F16C on x86, every 64-bit Arm), LLVM does it; elsewhere the same is done with integers, after
@@ -36,7 +39,7 @@ def widen_float16_in_hardware(builder: ir.IRBuilder, bits: ir.Value) -> Any:
 
 def round_float16_in_hardware(builder: ir.IRBuilder, value: ir.Value) -> Any:
     """A float32 rounded to float16 bits, by the processor."""
-    return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _U16)
+    return _or_nan(builder, value, builder.bitcast(builder.fptrunc(value, ir.HalfType()), _U16), 0x7E00)
 
 
 def _u32(value: int) -> ir.Constant:
@@ -79,12 +82,10 @@ def round_float16(builder: ir.IRBuilder, value: ir.Value) -> Any:
     shifted = builder.fadd(builder.bitcast(body, _FLOAT), builder.bitcast(_HALF, _FLOAT))
     subnormal = builder.sub(builder.bitcast(shifted, _U32), _HALF)
     normal = builder.lshr(builder.sub(_rounding_up(builder, body, 13), _REBIAS), _u32(13))
-    payload = builder.and_(builder.lshr(body, _u32(13)), _u32(0x1FF))
     result = builder.select(builder.icmp_unsigned("<", body, _SMALLEST_NORMAL), subnormal, normal)
     result = builder.select(builder.icmp_unsigned(">=", body, _OVERFLOW), _u32(0x7C00), result)
-    nan = builder.or_(payload, _u32(0x7E00))
-    result = builder.select(builder.icmp_unsigned(">", body, _INFINITY), nan, result)
-    return builder.trunc(builder.or_(result, builder.lshr(sign, _u32(16))), _U16)
+    result = builder.or_(result, builder.lshr(sign, _u32(16)))
+    return _or_nan(builder, value, builder.trunc(result, _U16), 0x7E00)
 
 
 def widen_bfloat16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
@@ -95,10 +96,13 @@ def widen_bfloat16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
 def round_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> Any:
     """A float32 rounded to bfloat16 bits."""
     bits = builder.bitcast(value, _U32)
-    nan = builder.or_(bits, _u32(0x400000))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    result = builder.select(is_nan, nan, _rounding_up(builder, bits, 16))
-    return builder.trunc(builder.lshr(result, _u32(16)), _U16)
+    result = builder.trunc(builder.lshr(_rounding_up(builder, bits, 16), _u32(16)), _U16)
+    return _or_nan(builder, value, result, 0x7FC0)
+
+
+def _or_nan(builder: ir.IRBuilder, value: ir.Value, rounded: ir.Value, nan: int) -> Any:
+    """`rounded`, or the bits `nan` where `value` is not a number."""
+    return builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(_U16, nan), rounded)
 
 
 def _rounding_up(builder: ir.IRBuilder, bits: ir.Value, dropped: int) -> Any:

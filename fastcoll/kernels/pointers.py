@@ -65,7 +65,12 @@ def address_of(x: np.ndarray) -> int:
 
 
 def _layout_is_known() -> bool:
-    probes = [np.zeros(3, np.float32), np.zeros((2, 3))[1:], np.array(1, np.uint8), np.zeros(0)]
+    probes: list[np.ndarray] = [
+        np.zeros(3, np.float32),
+        np.zeros((2, 3))[1:],
+        np.array(1, np.uint8),
+        np.zeros(0),
+    ]
     read = ctypes.c_void_p.from_address
     return all((read(id(x) + 8 * _DATA_WORD).value or 0) == address_of(x) for x in probes)
 

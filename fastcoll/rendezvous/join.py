@@ -18,6 +18,7 @@ Keys, all under "join/":
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -129,13 +130,9 @@ class _Meeting:
 
     def _collect(self) -> list[Member]:
         """On rank 0: wait for every registration, and publish the list."""
-        try:
-            for rank in range(self._me.world_size):
-                self._wait(_member_key(rank))
-                self._learn(rank)
-        except (PeerDiedError, StoreTimeoutError) as error:
-            self._publish(error)
-            raise
+        for rank in range(self._me.world_size):
+            self._wait(_member_key(rank))
+            self._learn(rank)
         members = [self._known[rank] for rank in range(self._me.world_size)]
         self._store.set(_ALL, json.dumps([member.to_bytes().decode() for member in members]))
         return members
@@ -150,11 +147,18 @@ class _Meeting:
         doing = f"joining as {self._me}"
         try:
             wait_for(self._store, [key], self._watched, self._left(), doing, self._look_around)
+        except PeerDiedError as error:
+            with contextlib.suppress(StoreError):  # the store may have died with the peer
+                self._publish(error)
+            raise
         except StoreTimeoutError as error:
-            raise StoreTimeoutError(
+            late = StoreTimeoutError(
                 f"{doing}: not all of {self._me.world_size} ranks came within {self._timeout:g} s; missing: "
                 f"{self._missing()}"
-            ) from error
+            )
+            if self._me.rank == 0:
+                self._publish(late)
+            raise late from error
 
     def _look_around(self) -> None:
         """Between two short waits: has someone failed, who has come, and is it time to warn?"""

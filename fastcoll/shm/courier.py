@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..kernels.pointers import address_of
-from . import rings
+from . import lanes as words
+from . import ring_kernels, rings
 from .lanes import Lanes
 from .matching import Book, Message
 from .transfers import Receive, Send, Transfer
@@ -58,11 +59,11 @@ class Courier:
         self._outcomes: deque[Outcome] = deque()
         self._next_look = 0.0
         self._on_event: dict[int, Callable[[int], None]] = {
-            rings.ENTERED: self._on_entered,
-            rings.ACKED: self._on_acked,
-            rings.HEADER: self._on_header,
-            rings.ARRIVED: self._on_arrived,
-            rings.ACK_SPACE: self._answer,
+            ring_kernels.ENTERED: self._on_entered,
+            ring_kernels.ACKED: self._on_acked,
+            ring_kernels.HEADER: self._on_header,
+            ring_kernels.ARRIVED: self._on_arrived,
+            ring_kernels.ACK_SPACE: self._answer,
         }
 
     # ---- operations come in -----------------------------------------------------------------------
@@ -83,7 +84,7 @@ class Courier:
     def adopt_send(self, send: Send) -> None:
         """Go on with a blocking send that a kernel has begun."""
         self.live[send] = None
-        self._lanes.rows[send.peer, rings.SENDING] = 0
+        self._lanes.rows[send.peer, words.SENDING] = 0
         self._entering[send.peer] = send
         if not self._lanes.is_sending(send.peer):
             self._on_entered(send.peer)
@@ -106,7 +107,7 @@ class Courier:
 
     def _post(self, receive: Receive) -> None:
         message = self._book.post(receive)
-        self._lanes.rows[:, rings.WATCHED] = self._book.interest
+        self._lanes.rows[:, words.WATCHED] = self._book.interest
         if message is not None:
             self._give(message, receive)
 
@@ -129,7 +130,7 @@ class Courier:
             message.sender = None
             self._end(send)
         receive = self._book.arrive(message)
-        self._lanes.rows[:, rings.WATCHED] = self._book.interest
+        self._lanes.rows[:, words.WATCHED] = self._book.interest
         if receive is not None:
             self._give(message, receive)
 
@@ -137,19 +138,21 @@ class Courier:
         if peer not in self._entering and self._queued[peer]:
             send = self._queued[peer].popleft()
             self._entering[peer] = send
-            rings.begin(self._lanes.address, peer, send.address, send.nbytes, send.kind)
+            ring_kernels.begin(self._lanes.address, peer, send.address, send.nbytes, send.kind)
 
     # ---- and go on --------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Move bytes until something happens or 50 ms have passed, and deal with it.
+        """Move bytes until something happens or 50 ms have passed, and deal with it. Outcomes go first.
 
         Raises:
             GroupError: the peers or the clock make going on hopeless.
         """
-        event = rings.advance(self._lanes.address, False)
+        if self._outcomes or not self.live:
+            return
+        event = ring_kernels.advance(self._lanes.address, False)
         if event >= 0:
-            self._on_event[event % rings.EVENTS](event // rings.EVENTS)
+            self._on_event[event % ring_kernels.EVENTS](event // ring_kernels.EVENTS)
             self._note_business()
         if time.monotonic() >= self._next_look:
             self._look()
@@ -188,21 +191,21 @@ class Courier:
 
     def _on_entered(self, peer: int) -> None:
         send = self._entering.pop(peer)
-        self._unacked[peer][self._lanes.word(peer, rings.SENT)] = send
-        self._lanes.rows[peer, rings.UNACKED] = len(self._unacked[peer])
+        self._unacked[peer][self._lanes.word(peer, words.SENT)] = send
+        self._lanes.rows[peer, words.UNACKED] = len(self._unacked[peer])
         self._begin_next(peer)
 
     def _on_acked(self, peer: int) -> None:
-        send = self._unacked[peer].pop(self._lanes.word(peer, rings.ACK_NUMBER))
-        self._lanes.rows[peer, rings.UNACKED] = len(self._unacked[peer])
-        refused = self._lanes.word(peer, rings.ACK_VERDICT) != rings.TAKEN
-        kind, nbytes = self._lanes.word(peer, rings.ACK_KIND), self._lanes.word(peer, rings.ACK_NBYTES)
+        send = self._unacked[peer].pop(self._lanes.word(peer, words.ACK_NUMBER))
+        self._lanes.rows[peer, words.UNACKED] = len(self._unacked[peer])
+        refused = self._lanes.word(peer, words.ACK_VERDICT) != rings.TAKEN
+        kind, nbytes = self._lanes.word(peer, words.ACK_KIND), self._lanes.word(peer, words.ACK_NBYTES)
         self._end(send, error=send.misfit(kind, nbytes) if refused else None)
 
     def _on_header(self, peer: int) -> None:
         message = self._message_of(peer)
         receive = self._book.arrive(message)
-        self._lanes.rows[:, rings.WATCHED] = self._book.interest
+        self._lanes.rows[:, words.WATCHED] = self._book.interest
         target = 0
         if receive is not None:
             message.receive = receive
@@ -211,14 +214,14 @@ class Courier:
             message.keep = np.empty(max(message.nbytes, 1), np.uint8)
             target = message.address = address_of(message.keep)
         self._arriving[peer] = message
-        rings.accept(self._lanes.address, peer, target)
-        message.number = self._lanes.word(peer, rings.RECEIVED)
+        ring_kernels.accept(self._lanes.address, peer, target)
+        message.number = self._lanes.word(peer, words.RECEIVED)
 
     def _message_of(self, peer: int) -> Message:
         """The message whose header was read last."""
         lanes = self._lanes
-        kind, nbytes = lanes.word(peer, rings.IN_KIND), lanes.word(peer, rings.IN_NBYTES)
-        return Message(peer, kind, nbytes, number=lanes.word(peer, rings.RECEIVED))
+        kind, nbytes = lanes.word(peer, words.IN_KIND), lanes.word(peer, words.IN_NBYTES)
+        return Message(peer, kind, nbytes, number=lanes.word(peer, words.RECEIVED))
 
     def _on_arrived(self, peer: int) -> None:
         message = self._arriving.pop(peer)
@@ -249,11 +252,11 @@ class Courier:
             assert receive is not None
             verdict = rings.TAKEN if receive.fits(message.kind, message.nbytes) else rings.MISFIT
             answer = (message.number, verdict, receive.nbytes, receive.kind)
-            if not rings.acknowledge(self._lanes.address, peer, *answer):
+            if not ring_kernels.acknowledge(self._lanes.address, peer, *answer):
                 break
             owed.popleft()
             self._conclude(message, receive)
-        self._lanes.rows[peer, rings.OWED] = len(owed)
+        self._lanes.rows[peer, words.OWED] = len(owed)
 
     def _conclude(self, message: Message, receive: Receive) -> None:
         if receive.fits(message.kind, message.nbytes):

@@ -305,7 +305,8 @@ class ShmGroup(ProcessGroup):
     def _explain(self, sizes: tuple[Sequence[int], Sequence[int]]) -> MismatchError:
         """What each rank called; every rank of a mismatch is here, so they can tell one another their sizes."""
         number = self._context[rounds.CALLS]
-        said = [tuple(map(int, self._words(r)[[layout.CALL, layout.SHAPE]])) for r in range(self.size)]
+        lines = [self._words(rank) for rank in range(self.size)]
+        said = [(int(line[layout.CALL]), int(line[layout.SHAPE])) for line in lines]
         uneven = all(call & calls.UNEVEN for call, _ in said)
         if uneven:
             said = [(call, 0) for call, _ in said]

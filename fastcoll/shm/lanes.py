@@ -1,4 +1,4 @@
-"""The private words of a mailbox, on which the kernels of rings.py work: one table, and a lane for each peer."""
+"""The private words of a mailbox, on which the kernels of its rings work: one table, and a lane for each peer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,51 @@ import numpy as np
 
 from ..kernels import waiting
 from ..kernels.pointers import address_of
-from . import rings
+from ..kernels.polling import POLLING_WORDS
 from .context import BUDGET
 from .layout import Layout
+
+# Words of a mailbox's private table, behind the polling table.
+BELL = POLLING_WORDS  # not 0: somebody wants the kernel back
+LANES = BELL + 1  # address of the lane to rank 0
+SIZE = BELL + 2
+RANK = BELL + 3
+RING = BELL + 4  # bytes of a ring, a power of two
+TURN = BELL + 5  # the rank to serve first, so that nobody starves
+SOURCE = BELL + 6  # receive from any: the rank chosen plus 1, 0 before
+MAILBOX_WORDS = BELL + 7
+
+# Words of a lane, what a rank keeps about one peer. Positions count bytes since the ring was made.
+OUT = 0  # address of the ring to the peer
+OUT_HEAD = 1
+OUT_TAIL = 2  # the peer's TAIL as last seen
+OUT_BODY = 3  # position of the payload of the message that enters
+OUT_END = 4  # end of that message; equal to OUT_HEAD when none enters
+OUT_FROM = 5  # address of the payload
+OUT_NBYTES = 6
+OUT_KIND = 7
+SENT = 8  # messages begun
+ACKS_READ = 9
+SENDING = 10  # 1 while a blocking send is under way
+ACK_NUMBER = 11  # the last ack read
+ACK_VERDICT = 12
+ACK_NBYTES = 13
+ACK_KIND = 14
+UNACKED = 15  # how many messages in the ring have no ack yet; set from Python
+IN = 16  # address of the ring from the peer
+IN_HEAD = 17  # the peer's HEAD as last seen
+IN_TAIL = 18
+IN_BODY = 19
+IN_END = 20  # end of the message that arrives; equal to IN_TAIL when none does
+IN_TO = 21  # where its payload goes; 0: nowhere
+IN_NBYTES = 22  # of the last header read
+IN_KIND = 23
+RECEIVED = 24  # messages begun
+ACKS_GIVEN = 25
+IN_ACKS_TAKEN = 26  # the peer's ACKS_TAKEN as last seen
+WATCHED = 27  # not 0: a posted receive may match a message of this peer; set from Python
+OWED = 28  # acks that wait for space; set from Python
+LANE_WORDS = 32
 
 
 class Lanes:
@@ -21,18 +63,18 @@ class Lanes:
     """
 
     def __init__(self, base: int, layout: Layout, rank: int, patience: tuple[int, int]) -> None:
-        self.rows = np.zeros((layout.size, rings.LANE_WORDS), np.int64)
-        self.table = np.zeros(rings.MAILBOX_WORDS, np.int64)
+        self.rows = np.zeros((layout.size, LANE_WORDS), np.int64)
+        self.table = np.zeros(MAILBOX_WORDS, np.int64)
         self.address = address_of(self.table)
         self.table[waiting.SPINS], self.table[waiting.YIELDS] = patience
         self.table[waiting.BUDGET] = BUDGET
-        self.table[rings.LANES] = address_of(self.rows)
-        self.table[rings.SIZE] = layout.size
-        self.table[rings.RANK] = rank
-        self.table[rings.RING] = layout.ring
+        self.table[LANES] = address_of(self.rows)
+        self.table[SIZE] = layout.size
+        self.table[RANK] = rank
+        self.table[RING] = layout.ring
         for peer in range(layout.size):
-            self.rows[peer, rings.OUT] = base + ring_offset(layout, rank, peer)
-            self.rows[peer, rings.IN] = base + ring_offset(layout, peer, rank)
+            self.rows[peer, OUT] = base + ring_offset(layout, rank, peer)
+            self.rows[peer, IN] = base + ring_offset(layout, peer, rank)
 
     def word(self, peer: int, index: int) -> int:
         """A word of the lane to `peer`."""
@@ -40,24 +82,24 @@ class Lanes:
 
     def is_sending(self, peer: int) -> bool:
         """Whether a message is entering the ring to `peer`."""
-        return self.word(peer, rings.OUT_HEAD) < self.word(peer, rings.OUT_END)
+        return self.word(peer, OUT_HEAD) < self.word(peer, OUT_END)
 
     def is_receiving(self, peer: int) -> bool:
         """Whether a message is arriving from `peer`."""
-        return self.word(peer, rings.IN_TAIL) < self.word(peer, rings.IN_END)
+        return self.word(peer, IN_TAIL) < self.word(peer, IN_END)
 
     def ring_bell(self) -> None:
         """Have the kernel that runs on these words come back at once. From any thread."""
-        self.table[rings.BELL] = 1
+        self.table[BELL] = 1
 
     def silence_bell(self) -> None:
         """Answer the bell; look at what it may have rung for afterwards, never before."""
-        self.table[rings.BELL] = 0
+        self.table[BELL] = 0
 
     def take_source(self) -> int:
         """The rank that a receive from any has chosen, -1 for none; the next one chooses anew."""
-        source = int(self.table[rings.SOURCE]) - 1
-        self.table[rings.SOURCE] = 0
+        source = int(self.table[SOURCE]) - 1
+        self.table[SOURCE] = 0
         return source
 
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import AbortedError, GroupError, NotInitializedError, UsageError
 from ..kernels.pointers import header_of
 from ..work import Work
-from . import rings
+from . import lanes as words
+from . import ring_kernels
 from .courier import Courier
 from .lanes import Lanes
 from .layout import Layout
@@ -90,23 +91,23 @@ class Mailbox:
             return
         try:
             call = (self._m, dst, header_of(array), array.nbytes, kind_of(tag, array.dtype))
-            status = rings.send(*call)
-            if status == rings.DONE:
+            status = ring_kernels.send(*call)
+            if status == ring_kernels.DONE:
                 return
             send = self._send_of(array, dst, tag)
-            status = self._persist(rings.send, call, send, status)
-            if status == rings.REFUSED:
+            status = self._persist(ring_kernels.send, call, send, status)
+            if status == ring_kernels.REFUSED:
                 raise send.misfit(
-                    self._lanes.word(dst, rings.ACK_KIND), self._lanes.word(dst, rings.ACK_NBYTES)
+                    self._lanes.word(dst, words.ACK_KIND), self._lanes.word(dst, words.ACK_NBYTES)
                 )
-            if status == rings.AGAIN:
+            if status == ring_kernels.AGAIN:
                 self._courier.adopt_send(send)
         except BaseException as error:
             self._blame(error, f"send to {self._vigil.name(dst)}")
             raise
         finally:
             self._turn.release()
-        if status == rings.AGAIN:
+        if status == ring_kernels.AGAIN:
             self._await(send)
 
     def recv(self, x: Adopted, src: int | None, tag: int) -> int:
@@ -122,11 +123,11 @@ class Mailbox:
         try:
             source = _ANY if src is None else src
             call = (self._m, source, header_of(array), array.nbytes, kind_of(tag, array.dtype))
-            status = rings.receive(*call)
-            if status != rings.DONE:
+            status = ring_kernels.receive(*call)
+            if status != ring_kernels.DONE:
                 receive = self._receive_of(x, src, tag)
-                status = self._persist(rings.receive, call, receive, status)
-            if status == rings.DONE:
+                status = self._persist(ring_kernels.receive, call, receive, status)
+            if status == ring_kernels.DONE:
                 source = self._lanes.take_source() if src is None else src
             else:
                 self._check_may_wait(receive)
@@ -136,7 +137,7 @@ class Mailbox:
             raise
         finally:
             self._turn.release()
-        if status != rings.DONE:
+        if status != ring_kernels.DONE:
             return int(self._await(receive))
         x.finish()
         return source
@@ -170,7 +171,7 @@ class Mailbox:
             self._courier.fail(
                 error or AbortedError("the group was destroyed before the operation was complete")
             )
-            rings.retire(self._m)
+            ring_kernels.retire(self._m)
         self._courier.deliver()
 
     # ---- the caller's thread ----------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Mailbox:
         self, kernel: Callable[..., int], call: tuple[int, ...], transfer: Transfer, status: int
     ) -> int:
         """Call the kernel until it is done; AGAIN when posted operations want the rings."""
-        while status == rings.AGAIN:
+        while status == ring_kernels.AGAIN:
             self._lanes.silence_bell()
             if self._inbox and not self._on_own_thread():
                 break
@@ -274,8 +275,7 @@ class Mailbox:
             self._take_posts()
             if self._vigil.failure is not None:
                 raise self._vigil.failure
-            if self._courier.live:
-                self._courier.step()
+            self._courier.step()
         except Exception as error:
             self._blame(error, "carrying messages")
             self._courier.fail(self._vigil.failure or error)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .transfers import Receive, Send
+from .transfers import Receive, Send, tag_of
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Message:
     @property
     def tag(self) -> int:
         """The tag in its kind."""
-        return self.kind >> 8
+        return tag_of(self.kind)
 
 
 @dataclass(eq=False)

@@ -60,6 +60,7 @@ class Transfer(Work):
         self.address = address_of(array)
         self.watch = Wait(vigil, f"{name}, tag {tag}", _needed(vigil, peer, rank), timeout)
         self._vigil = vigil
+        self._rank = rank
         super().__init__(f"{name}, tag {tag}")
 
     @property
@@ -100,8 +101,9 @@ class Send(Transfer):
     def misfit(self, kind: int, nbytes: int) -> MismatchError:
         """The receiver asked for something else."""
         return MismatchError(
-            f"{self.name}: the message holds {contents(self.kind, self.nbytes)}, but the array of the matching "
-            f"receive on {self._vigil.name(self.peer)} holds {contents(kind, nbytes)}; both must have the same "
+            f"{self.name}: the message from {self._vigil.name(self._rank)} holds "
+            f"{contents(self.kind, self.nbytes)}, but the array of the matching receive on "
+            f"{self._vigil.name(self.peer)} holds {contents(kind, nbytes)}; both must have the same "
             "dtype and number of elements. The message was dropped, the group stays usable"
         )
 
@@ -119,9 +121,10 @@ class Receive(Transfer):
     def misfit(self, source: int, kind: int, nbytes: int) -> MismatchError:
         """The message is something else."""
         return MismatchError(
-            f"{self.name}: the array holds {contents(self.kind, self.nbytes)}, but the message from "
-            f"{self._vigil.name(source)} holds {contents(kind, nbytes)}; both must have the same dtype and number "
-            "of elements. The message was dropped, the group stays usable"
+            f"{self.name}: the array on {self._vigil.name(self._rank)} holds "
+            f"{contents(self.kind, self.nbytes)}, but the message from {self._vigil.name(source)} holds "
+            f"{contents(kind, nbytes)}; both must have the same dtype and number of elements. The message was "
+            "dropped, the group stays usable"
         )
 
     def finish_array(self) -> None:

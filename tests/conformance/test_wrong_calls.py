@@ -21,10 +21,18 @@ def usable(rank, world_size):
 
 # name -> what the odd rank does, what the others do, what every message must show
 MISMATCHES = {
-    "operation": (lambda: dist.barrier(), lambda: dist.all_reduce(f4(3)), ("barrier()", "all_reduce(float32, 3")),
+    "operation": (
+        lambda: dist.barrier(),
+        lambda: dist.all_reduce(f4(3)),
+        ("barrier()", "all_reduce(float32, 3"),
+    ),
     "dtype": (lambda: dist.all_reduce(np.ones(3)), lambda: dist.all_reduce(f4(6)), ("float64", "float32")),
     "count": (lambda: dist.all_reduce(f4(4)), lambda: dist.all_reduce(f4(5)), ("4 elements", "5 elements")),
-    "large count": (lambda: dist.all_reduce(f4(400_000)), lambda: dist.all_reduce(f4(5)), ("400000 el", "5 el")),
+    "large count": (
+        lambda: dist.all_reduce(f4(400_000)),
+        lambda: dist.all_reduce(f4(5)),
+        ("400000 el", "5 el"),
+    ),
     "root": (lambda: dist.broadcast(f4(2), 1), lambda: dist.broadcast(f4(2), 0), ("root=1", "root=0")),
     "reduce op": (
         lambda: dist.all_reduce(f4(2), ReduceOp.MAX),

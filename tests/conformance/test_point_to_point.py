@@ -1,0 +1,128 @@
+"""send, recv, isend, irecv and batches, on every world: tags, order, any source, oneself, wrong sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+from oracle import assert_same, counts, values
+
+import fastcoll as dist
+from fastcoll import MismatchError
+
+WORLDS = (1, 2, 3, 4, 5, 8)
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_ring_of_every_dtype(rank, world_size):
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    for dtype in oracle.MOVABLE:
+        for count in [*counts(world_size), 100_003 if dtype == np.float32 else 3]:
+            x, got = values(rank, count, dtype), np.zeros(count, dtype)
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, got, left)]
+            )
+            assert all(work.wait() for work in works)
+            assert_same(got, values(left, count, dtype), (dtype, count))
+
+
+@pytest.mark.ranks(2, 3)
+def test_blocking_calls_of_every_length(rank, world_size):
+    for count in (0, 1, 5, 11, 1000, 70_000, 1_000_003):
+        x = np.full(count, rank + 1, "i4")
+        if rank == 0:
+            dist.send(x, 1)
+            assert dist.recv(x, 1, tag=4) == 1
+            assert (x == 2).all()
+        elif rank == 1:
+            got = np.zeros(count, "i4")
+            assert dist.recv(got, 0) == 0
+            assert (got == 1).all()
+            dist.send(x, 0, tag=4)
+
+
+@pytest.mark.ranks(2)
+def test_tags_are_matched_and_one_tag_never_overtakes(rank, world_size):
+    n = 30
+    if rank == 0:
+        works = [dist.isend(np.array([tag, i]), 1, tag=tag) for i in range(n) for tag in (0, 1, 2)]
+        for work in works:
+            work.wait()
+    else:
+        for tag in (2, 0, 1):
+            for i in range(n):
+                got = np.zeros(2, int)
+                dist.recv(got, 0, tag=tag)
+                assert got.tolist() == [tag, i]
+
+
+@pytest.mark.ranks(2, 3, 5)
+def test_any_source_returns_the_sender(rank, world_size):
+    if rank:
+        for turn in range(5):
+            dist.send(np.array([rank, turn]), 0)
+        return
+    seen = {r: 0 for r in range(1, world_size)}
+    for turn in range(5 * (world_size - 1)):
+        got = np.zeros(2, int)
+        source = dist.recv(got) if turn % 2 else dist.irecv(got).source_rank()
+        assert got.tolist() == [source, seen[source]]
+        seen[source] += 1
+
+
+@pytest.mark.ranks(1, 2)
+def test_to_oneself(rank, world_size):
+    x, got = np.arange(5.0) + rank, np.zeros(5)
+    dist.send(x, rank)
+    x[:] = -1
+    assert dist.recv(got, rank) == rank
+    assert (got == np.arange(5.0) + rank).all()
+    work = dist.irecv(got, rank, tag=3)
+    dist.isend(x, rank, tag=3).wait()
+    assert work.result() == rank
+    assert (got == -1).all()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("count", [9, 500_000])
+def test_a_message_that_does_not_fit_is_an_error_on_both_sides(rank, world_size, count):
+    for dtype, length in (("f4", count - 2), ("f4", count + 2), ("i4", count)):
+        sent, wanted = np.zeros(count, "f4"), np.zeros(length, dtype)
+        with pytest.raises(MismatchError) as caught:
+            _ = dist.send(sent, 1, tag=7) if rank == 0 else dist.recv(wanted, 0, tag=7)
+        for text in ("rank 0", "rank 1", f"{count} elements"):
+            assert text in str(caught.value)
+    x = np.array([rank])
+    if rank == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+        assert x[0] == 0
+
+
+@pytest.mark.ranks(2, 4)
+def test_everybody_to_everybody_at_once_beside_collectives(rank, world_size):
+    sizes = (1, 3000, 400_000)
+    inbox = {(p, n): np.zeros(n, "i4") for p in range(world_size) for n in sizes}
+    works = [dist.irecv(got, p, tag=n) for (p, n), got in inbox.items()]
+    for n in reversed(sizes):
+        works += [dist.isend(np.full(n, rank, "i4"), p, tag=n) for p in range(world_size)]
+    x = np.ones(1000)
+    for _ in range(10):
+        dist.all_reduce(x)
+    assert (x == world_size**10).all()
+    for work in works:
+        work.wait()
+    assert all((got == p).all() for (p, n), got in inbox.items())
+
+
+@pytest.mark.ranks(2)
+def test_strided_arrays(rank, world_size):
+    canvas = np.zeros((4, 6), "f8")
+    if rank == 0:
+        canvas[:, ::2] = np.arange(12).reshape(4, 3)
+        dist.send(canvas[:, ::2], 1)
+    else:
+        dist.recv(canvas[:, ::2], 0)
+        assert (canvas[:, ::2] == np.arange(12).reshape(4, 3)).all()
+        assert not canvas[:, 1::2].any()

@@ -1,0 +1,54 @@
+"""Ranks that come late, are stopped, or are interrupted."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import fastcoll as dist
+from fastcoll import config
+from faults import crew, victims
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_timeout():
+    *waiting, late = crew.run(victims.wait_for_late_rank, 3, 1.5)
+    assert late.result == "late", late.error
+    for outcome in waiting:
+        assert outcome.result, outcome.error
+        assert "rank 2" in outcome.result
+        assert str(late.pid) in outcome.result
+        assert "call 1" in outcome.result
+    assert any(o.result.startswith("CollectiveTimeoutError") and "1.5 s" in o.result for o in waiting)
+
+
+def test_a_stopped_rank_is_not_taken_for_dead():
+    outcomes = crew.run(victims.stop_and_continue, 2, 1.0)
+    assert [outcome.result for outcome in outcomes] == [2.0, 2.0], outcomes
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "recv", "send", "work"])
+def test_ctrl_c_ends_a_blocked_call_within_a_second(call):
+    first, *others = crew.run(victims.interrupt, 3, call)
+    assert first.result is not None, first.error
+    assert first.result["after"] < 1.3
+    for outcome in others:
+        assert outcome.result is not None, outcome.error
+        if call == "work":
+            continue  # the interrupted wait leaves the operation itself going on
+        assert "rank 0" in outcome.result["error"]
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_late_rank_is_named_by_a_warning(rank, world_size, monkeypatch, caplog):
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.2")
+    config.forget()
+    dist.barrier()  # its kernel is compiled by now
+    if rank == 0:
+        dist.barrier()
+        assert "rank 1" in caplog.text
+        assert "barrier()" in caplog.text
+    else:
+        time.sleep(0.6)
+        dist.barrier()
+    config.forget()

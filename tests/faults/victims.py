@@ -1,0 +1,240 @@
+"""What ranks do in the tests of this folder: work until one of them dies, and say how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fastcoll as dist
+from fastcoll import GroupError
+
+Step = Callable[[int, int, int], None]
+
+
+def _blocks(count: int, n: int, rank: int) -> list[np.ndarray]:
+    return [np.full(count, float(rank), "f4") for _ in range(n)]
+
+
+def _ring(count: int, rank: int, n: int) -> None:
+    """Everybody sends to the next rank and receives from the one before."""
+    x, y = np.ones(count, "f4"), np.zeros(count, "f4")
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, (rank + 1) % n), dist.P2POp(dist.irecv, y, (rank - 1) % n)]
+    ):
+        work.wait()
+
+
+def _pass_on(count: int, rank: int, n: int) -> None:
+    """A token that goes once around, by blocking calls."""
+    x = np.ones(count, "f4")
+    if rank:
+        dist.recv(x, rank - 1)
+    dist.send(x, (rank + 1) % n)
+    if not rank:
+        dist.recv(x, n - 1)
+
+
+STEPS: dict[str, Step] = {
+    "all_reduce": lambda c, r, n: dist.all_reduce(np.ones(c, "f4")),
+    "reduce": lambda c, r, n: dist.reduce(np.ones(c, "f4"), 0),
+    "scan": lambda c, r, n: dist.scan(np.ones(c, "f4")),
+    "reduce_scatter": lambda c, r, n: dist.reduce_scatter(np.ones(c, "f4"), _blocks(c, n, r)),
+    "broadcast": lambda c, r, n: dist.broadcast(np.ones(c, "f4"), 0),
+    "all_gather": lambda c, r, n: dist.all_gather(_blocks(c, n, r), np.ones(c, "f4")),
+    "gather": lambda c, r, n: dist.gather(np.ones(c, "f4"), _blocks(c, n, r) if r == 0 else None, 0),
+    "scatter": lambda c, r, n: dist.scatter(np.ones(c, "f4"), _blocks(c, n, r) if r == 0 else None, 0),
+    "all_to_all": lambda c, r, n: dist.all_to_all(_blocks(c, n, r), _blocks(c, n, r)),
+    "barrier": lambda c, r, n: dist.barrier(),
+    "batch_isend_irecv": _ring,
+    "send_recv": _pass_on,
+}
+
+
+def work_until_death(
+    rank: int, n: int, url: str, op: str, count: int, inside: bool, victim: int, backend: str = "auto"
+) -> dict[str, Any]:
+    """Repeat `op`; the victim is killed before its tenth call or in the middle of a later one.
+
+    Returns what the survivor saw: the error of the call, when, and whether others of its calls behave.
+    """
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
+    others = dist.new_group([r for r in range(n) if r != victim])
+    step = STEPS[op]
+    died = Path(url.removeprefix("file://") + "-died")
+    if rank == victim and inside:
+        threading.Timer(0.05, _die, (died,)).start()
+    try:
+        for turn in range(1_000_000):
+            if rank == victim and not inside and turn == 10:
+                _die(died)
+            step(count, rank, n)
+    except GroupError as error:
+        delay = time.monotonic() - float(died.read_text())
+        return _survived(error, op, count, rank, n, others) | {"delay": delay}
+    raise AssertionError("the victim did not die")
+
+
+def _die(stamp: Path) -> None:
+    stamp.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others: Any) -> dict[str, Any]:
+    raised = time.monotonic()
+    try:
+        STEPS[op](count, rank, n)
+        again = "no error"
+    except GroupError as second:
+        again = str(second)
+    x = np.ones(3)
+    dist.all_reduce(x, group=others)
+    dist.destroy_process_group()
+    return {
+        "error": str(error),
+        "ranks": error.ranks,
+        "kind": type(error).__name__,
+        "again": again,
+        "again_after": time.monotonic() - raised,
+        "others": x[0],
+    }
+
+
+def die_while_starting(rank: int, n: int, url: str, where: str, victim: int) -> dict[str, Any]:
+    """Start a job in which the victim is killed at the named place; returns what the survivor saw."""
+    died = Path(url.removeprefix("file://") + "-died")
+    if rank == victim:
+        owner, name = PLACES[where]()
+        plain = getattr(owner, name)
+
+        def then_die(*args: Any, **kwargs: Any) -> None:
+            plain(*args, **kwargs)
+            _die(died)
+
+        setattr(owner, name, then_die)
+    try:
+        dist.init_process_group("auto", init_method=url, rank=rank, world_size=n, timeout=20)
+        dist.new_group(list(range(n)))
+        dist.barrier()
+    except dist.FastcollError as error:
+        delay = time.monotonic() - float(died.read_text())
+        with contextlib.suppress(dist.FastcollError):
+            dist.destroy_process_group()
+        return {"error": str(error), "kind": type(error).__name__, "delay": delay}
+    raise AssertionError("the victim did not die")
+
+
+def _creation() -> tuple[Any, str]:
+    from fastcoll.shm.segment import Segment
+
+    return Segment, "create"
+
+
+def _attachment() -> tuple[Any, str]:
+    from fastcoll.shm.segment import Segment
+
+    return Segment, "attach"
+
+
+def _proof() -> tuple[Any, str]:
+    from fastcoll.shm.segment import Segment
+
+    return Segment, "say_attached"
+
+
+def _registration() -> tuple[Any, str]:
+    from fastcoll import world
+
+    return world, "join"
+
+
+def _new_group() -> tuple[Any, str]:
+    from fastcoll import world
+
+    return world.Job, "settle"
+
+
+# Where a starting rank is killed: right after this function.
+PLACES: dict[str, Callable[[], tuple[Any, str]]] = {
+    "registered": _registration,
+    "segment created": _creation,
+    "segment attached": _attachment,
+    "said so": _proof,
+    "first group made": _new_group,
+}
+
+
+def wait_for_late_rank(rank: int, n: int, url: str, timeout: float) -> str:
+    """All but the last rank wait in all_reduce; returns the error, or the result if the last one came."""
+    dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=timeout)
+    try:
+        if rank == n - 1:
+            time.sleep(2 * timeout)
+            return "late"
+        dist.all_reduce(np.ones(3))
+    except GroupError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.destroy_process_group()
+    return "no error"
+
+
+def stop_and_continue(rank: int, n: int, url: str, seconds: float) -> float:
+    """Rank 0 is stopped for a while by its peer, as a debugger or the kernel would; returns the result."""
+    dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=20)
+    pids = np.zeros(n, "i8")
+    dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
+    if rank == 1:
+        os.kill(int(pids[0]), signal.SIGSTOP)
+        threading.Timer(seconds, os.kill, (int(pids[0]), signal.SIGCONT)).start()
+    x = np.ones(3)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return float(x[0])
+
+
+def interrupt(rank: int, n: int, url: str, call: str) -> dict[str, Any]:
+    """Rank 0 gets SIGINT while it waits for the others; they find the group failed."""
+    dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=30)
+    x = np.ones(3)
+    waiting = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "recv": lambda: dist.recv(x, 1),
+        "send": lambda: dist.send(x, 1),
+        "work": lambda: dist.all_reduce(x, async_op=True).wait(),
+    }
+    if rank == 0:
+        started = time.monotonic()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            waiting[call]()
+        except KeyboardInterrupt:
+            return {"after": time.monotonic() - started}
+        raise AssertionError("no KeyboardInterrupt")
+    time.sleep(1.0)
+    try:
+        for _ in range(3):  # rank 0's part in the first call was published, so that one may succeed
+            dist.all_reduce(x)
+    except GroupError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def make_world(rank: int, n: int, url: str) -> str:
+    """Start and use a job; returns what went wrong."""
+    try:
+        dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=10)
+        x = np.ones(100_000)
+        dist.all_reduce(x)
+        assert (x == n).all()
+        dist.destroy_process_group()
+    except dist.ResourceError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,117 @@
+"""What the rendezvous tests share: processes that are always cleaned up, and a leak check."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import settings
+
+from fastcoll import config
+
+DEADLINE = 30.0
+
+# Other work on the machine makes single examples slow.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
+
+class Processes:
+    """Python processes that run a piece of source; `sys.argv[1:]` are its arguments."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, source: str, *args: object, **environ: str) -> subprocess.Popen[str]:
+        return self.run([sys.executable, "-c", source, *map(str, args)], **environ)
+
+    def run(self, command: list[str], **environ: str) -> subprocess.Popen[str]:
+        """Start any command, in an environment that no launcher has set up but `environ`."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean_environ() | environ,
+        )
+        self.started.append(process)
+        return process
+
+    def outputs(self, processes: list[subprocess.Popen[str]]) -> list[str]:
+        """What each printed; a process that failed fails the test with its stderr."""
+        results = [process.communicate(timeout=DEADLINE) for process in processes]
+        for process, (_, err) in zip(processes, results, strict=True):
+            assert process.returncode == 0, err
+        return [out.strip() for out, _ in results]
+
+
+def clean_environ() -> dict[str, str]:
+    """This environment without what a launcher might have set around the tests."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "MV2_", "SLURM_", "FASTCOLL_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return environ | {"PYTHONPATH": root}
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    group = Processes()
+    yield group
+    for process in group.started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plain settings, and no thread or descriptor left after a test."""
+    for name in list(os.environ):
+        if name not in clean_environ() and name != "PYTHONPATH":
+            monkeypatch.delenv(name)
+    config.forget()
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    yield
+    config.forget()
+    left = [thread.name for thread in threading.enumerate() if thread not in threads]
+    assert not left, f"threads left behind: {left}"
+    new = {fd: name for fd, name in open_descriptors().items() if fd not in descriptors}
+    assert not new, f"descriptors left behind: {new}"
+
+
+def open_descriptors() -> dict[int, str]:
+    found = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the one that listed the folder
+            continue
+    return {fd: name for fd, name in found.items() if "pidfd" not in name}
+
+
+@pytest.fixture
+def in_threads() -> Callable[..., list[object]]:
+    """Run several calls at the same time; the result or exception of each."""
+
+    def run(*calls: Callable[[], object]) -> list[object]:
+        results: list[object] = [None] * len(calls)
+
+        def one(place: int) -> None:
+            try:
+                results[place] = calls[place]()
+            except BaseException as error:
+                results[place] = error
+
+        threads = [threading.Thread(target=one, args=(place,), daemon=True) for place in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE)
+        assert not any(thread.is_alive() for thread in threads), "a call did not come back"
+        return results
+
+    return run

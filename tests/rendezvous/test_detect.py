@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import pytest
+
+from fastcoll.errors import UsageError
+from fastcoll.rendezvous.detect import Detected, derived_port, detect
+from fastcoll.rendezvous.nodelist import expand, first_host
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+AGENT = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-host-1@1",
+}
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "node[01-02]",
+}
+
+
+def test_nothing_is_nothing() -> None:
+    assert detect({"HOME": "/root"}) == Detected()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (TORCH, ("environment", 1, 4, None, None)),
+        (AGENT, ("environment", 1, 4, 1, 2)),
+        (OPEN_MPI, ("Open MPI", 3, 4, 3, 4)),
+        (HYDRA, ("MPICH/Hydra", 0, 2, 0, 2)),
+        (MVAPICH, ("MVAPICH", 0, 2, None, None)),
+        (SLURM, ("Slurm", 5, 8, 1, None)),
+    ],
+)
+def test_each_launcher(environ: dict[str, str], expected: tuple) -> None:
+    found = detect(environ)
+    assert (found.source, found.rank, found.world_size, found.local_rank, found.local_size) == expected
+
+
+def test_where_to_meet() -> None:
+    assert (detect(TORCH).master_addr, detect(TORCH).master_port) == ("10.0.0.1", 29500)
+    slurm = detect(SLURM)
+    assert (slurm.master_addr, slurm.master_port, slurm.job_id) == ("node01", None, "slurm 77.")
+    assert detect(SLURM | {"SLURM_STEP_NODELIST": "node02", "SLURM_STEP_ID": "3"}).master_addr == "node02"
+    assert detect(SLURM | {"SLURM_STEP_ID": "3"}).job_id == "slurm 77.3"
+    assert detect(OPEN_MPI).job_id == "pmix prterun-host-1@1"
+    assert 10000 <= derived_port("slurm 77.3") < 60000
+    assert derived_port("slurm 77.3") != derived_port("slurm 77.4")
+
+
+def test_one_node() -> None:
+    assert detect(OPEN_MPI).on_one_node
+    assert detect(HYDRA).on_one_node
+    assert not detect(MVAPICH).on_one_node
+    assert not detect(SLURM).on_one_node
+    assert detect(SLURM | {"SLURM_JOB_NUM_NODES": "1"}).on_one_node
+    assert detect(SLURM | {"SLURM_STEP_NUM_TASKS": "6"}).world_size == 6
+
+
+@pytest.mark.parametrize("name", ["bash", "interactive"])
+def test_a_slurm_shell_is_no_job(name: str) -> None:
+    assert detect(SLURM | {"SLURM_JOB_NAME": name}) == Detected()
+
+
+def test_slurm_is_the_outermost() -> None:
+    """mpirun or a launcher inside an allocation: each rank inherits the batch step's variables."""
+    found = detect(OPEN_MPI | SLURM)
+    assert (found.rank, found.world_size, found.master_addr) == (3, 4, None)
+    assert detect(TORCH | SLURM).rank == 1
+
+
+def test_slurm_lends_its_hosts_to_an_mpi_that_it_started() -> None:
+    started = {"PMI_RANK": "5", "PMI_SIZE": "8"} | SLURM
+    assert detect(started).master_addr == "node01"
+
+
+def test_an_agents_variables_are_the_innermost() -> None:
+    assert detect(AGENT | OPEN_MPI).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        (TORCH | OPEN_MPI, ["RANK=1", "OMPI_COMM_WORLD_RANK=3"]),
+        (OPEN_MPI | HYDRA, ["OMPI_COMM_WORLD_RANK=3", "PMI_RANK=0"]),
+        ({"WORLD_SIZE": "3"} | OPEN_MPI, ["WORLD_SIZE=3", "OMPI_COMM_WORLD_SIZE=4"]),
+    ],
+)
+def test_sources_that_disagree_are_both_named(environ: dict[str, str], names: list[str]) -> None:
+    with pytest.raises(UsageError, match="disagrees with itself") as caught:
+        detect(environ)
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_agreeing_sources_are_fine() -> None:
+    found = detect(TORCH | OPEN_MPI | {"RANK": "3"})
+    assert (found.rank, found.source) == (3, "environment, Open MPI")
+
+
+def test_arguments_win() -> None:
+    found = detect(TORCH | OPEN_MPI, rank=0, world_size=2)
+    assert (found.rank, found.world_size) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "one"}, "RANK='one' must be a whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be a whole number from 1"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, r"rank 4 \(RANK\) is not in a world of 4"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        ({"MASTER_PORT": "70000"}, "from 1 to 65535"),
+        (SLURM | {"SLURM_JOB_NODELIST": "node[1-"}, "node list"),
+    ],
+)
+def test_values_that_cannot_be_meant(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("login", ["login"]),
+        ("node[01-03,7]", ["node01", "node02", "node03", "node7"]),
+        ("a,b[1-2],c", ["a", "b1", "b2", "c"]),
+        ("n[9-11]-ib", ["n9-ib", "n10-ib", "n11-ib"]),
+        ("gpu-a.site.org,gpu-b", ["gpu-a.site.org", "gpu-b"]),
+    ],
+)
+def test_node_lists(nodelist: str, hosts: list[str]) -> None:
+    assert expand(nodelist) == hosts
+    assert first_host(nodelist) == hosts[0]
+
+
+@pytest.mark.parametrize("nodelist", ["", "n[", "n]", "n[1-]", "n[a-b]", "n[3-1]", "n[1-99999999]", ",,"])
+def test_what_is_no_node_list(nodelist: str) -> None:
+    with pytest.raises(UsageError, match="Slurm node list"):
+        expand(nodelist)

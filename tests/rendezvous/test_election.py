@@ -1,0 +1,143 @@
+"""Announcements and the election, without sockets: loss, late starters, the dead and the stale."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_digest
+from fastcoll.rendezvous.election import FRESH_SECONDS, STEP_SECONDS, Election
+
+
+def announcement(nonce: str, port: int = 0) -> Announcement:
+    return Announcement(job_digest(""), nonce, "host", 7, 1.5, 3, "10.0.0.1" if port else "", port)
+
+
+@pytest.mark.parametrize("secret", [b"", b"secret"])
+def test_announcements_survive_the_wire(secret: bytes) -> None:
+    one = announcement("ab", 5)
+    data = one.to_bytes(secret)
+    assert len(data) <= MAX_DATAGRAM
+    assert Announcement.from_bytes(data, secret) == one
+    assert one.where == "host:7"
+
+
+def test_another_secret_is_passed_over() -> None:
+    data = announcement("ab").to_bytes(b"one")
+    assert Announcement.from_bytes(data, b"two") is None
+    assert Announcement.from_bytes(data, b"") is None
+    assert Announcement.from_bytes(announcement("ab").to_bytes(b""), b"two") is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"port": True},
+        {"world_size": 0},
+        {"nonce": 5},
+        {"time": "x"},
+        {"host": None},
+    ],
+)
+def test_fields_out_of_range_are_passed_over(changes: dict) -> None:
+    assert Announcement.from_bytes(announcement("ab").to_bytes(b""), b"") is not None
+    wrong = dataclasses.replace(announcement("ab"), **changes)
+    assert Announcement.from_bytes(wrong.to_bytes(b""), b"") is None
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_random_datagrams_are_passed_over(data: bytes, start_right: bool) -> None:
+    assert Announcement.from_bytes(b"FASTMC1\n" * start_right + data, b"") is None
+
+
+def test_group_names_keep_apart() -> None:
+    assert job_digest("a") != job_digest("b")
+
+
+def test_the_lowest_of_enough_leads() -> None:
+    low, high = Election("1", 2), Election("2", 2)
+    assert not low.should_lead(0)
+    low.hear(announcement("2"), 0)
+    high.hear(announcement("1"), 0)
+    assert low.should_lead(0)
+    assert not high.should_lead(0)
+
+
+def test_a_world_of_one_leads_itself() -> None:
+    assert Election("1", 1).should_lead(0)
+
+
+def test_who_fell_silent_does_not_count() -> None:
+    election = Election("1", 2)
+    election.hear(announcement("2"), 0)
+    assert not election.should_lead(FRESH_SECONDS + 0.1)
+    assert election.fresh(FRESH_SECONDS + 0.1) == []
+
+
+def test_the_next_leads_when_the_lowest_never_offers() -> None:
+    """A stale announcer with the lowest nonce, say a recording."""
+    election = Election("2", 2)
+    times = [step / 10 for step in range(30)]
+    leads = []
+    for now in times:
+        election.hear(announcement("1"), now)
+        leads.append(election.should_lead(now))
+    assert times[leads.index(True)] == pytest.approx(STEP_SECONDS, abs=0.11)
+
+
+def test_an_offer_is_followed_whoever_has_come() -> None:
+    election = Election("1", 5)
+    election.hear(announcement("3", 50), 0)
+    election.hear(announcement("2", 40), 0)
+    assert election.offer(0).port == 40
+    election.pass_over("2")
+    assert election.offer(0).port == 50
+    assert election.lower_offer(0) is None
+    election.hear(announcement("0", 30), 0)
+    assert election.lower_offer(0).port == 30
+
+
+def test_our_own_announcement_comes_back() -> None:
+    election = Election("1", 2)
+    election.hear(announcement("1", 9), 0)
+    assert election.fresh(0) == []
+    assert election.offer(0) is None
+
+
+@given(st.integers(2, 6), st.integers(0, 2**32), st.floats(0, 0.8))
+def test_with_loss_and_late_starters_exactly_one_store_remains(size: int, seed: int, loss: float) -> None:
+    """All candidates announce every 0.1 s; each datagram is lost with probability `loss`."""
+    draw = random.Random(seed)
+    elections = [Election(f"{draw.getrandbits(64):016x}", size) for _ in range(size)]
+    starts = [draw.uniform(0, 3) for _ in range(size)]
+    store_of: list[int | None] = [None] * size  # whose store a candidate went to
+    for step in range(600):
+        now = step * 0.1
+        awake = [i for i in range(size) if starts[i] <= now]
+        for i in awake:
+            message = announcement(elections[i].nonce, 1000 + i if store_of[i] == i else 0)
+            if store_of[i] in (None, i):
+                for j in awake:
+                    if draw.random() >= loss:
+                        elections[j].hear(message, now)
+        for i in awake:
+            if store_of[i] == i and (offer := elections[i].lower_offer(now)):
+                store_of = [None if store == i else store for store in store_of]
+                store_of[i] = offer.port - 1000 if store_of[offer.port - 1000] == offer.port - 1000 else None
+            elif store_of[i] is None and (offer := elections[i].offer(now)):
+                leader = offer.port - 1000
+                if store_of[leader] == leader:
+                    store_of[i] = leader
+                else:
+                    elections[i].pass_over(offer.nonce)
+            elif store_of[i] is None and elections[i].should_lead(now):
+                store_of[i] = i
+        if None not in store_of and len(set(store_of)) == 1:
+            return
+    raise AssertionError(f"no single store after 60 s: {store_of}")

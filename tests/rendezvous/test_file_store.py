@@ -1,0 +1,295 @@
+"""The file behind a FileStore: who leaves what behind, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
+from fastcoll.processes import this_process
+from fastcoll.rendezvous import FileStore, shared_log
+from fastcoll.rendezvous.file_lock import locked, open_own
+from fastcoll.rendezvous.file_log import MAGIC, Kind, Record, read_records
+
+HOLD = """
+import sys
+from fastcoll.rendezvous import FileStore
+store = FileStore(sys.argv[1])
+store.set("from", "the other")
+print("up", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def test_the_last_one_removes_the_file(path: Path) -> None:
+    one, two = FileStore(path), FileStore(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    one.set("k", "v")
+    one.close()
+    assert two.get("k") == b"v"
+    two.close()
+    two.close()
+    assert not path.exists()
+
+
+def test_with_a_world_size_the_file_stays_until_all_have_come(path: Path) -> None:
+    with FileStore(path, 2) as store:
+        store.set("k", "v")
+    assert path.exists()
+    with FileStore(path, 2) as store:
+        assert store.get("k") == b"v"
+    assert not path.exists()
+
+
+def test_a_forgotten_store_is_closed(path: Path) -> None:
+    store = FileStore(path)
+    assert path.exists()
+    del store
+    gc.collect()
+    assert not path.exists()
+
+
+def test_other_processes_see_it_and_an_orderly_end_closes_it(path: Path, processes) -> None:
+    other = processes.start(HOLD, path)
+    with FileStore(path) as store:
+        assert store.get("from") == b"the other"
+        other.stdout.readline()
+        assert {process.pid for process in store.participants()} == {os.getpid(), other.pid}
+        other.communicate("\n", timeout=20)
+        assert {process.pid for process in store.participants()} == {os.getpid()}
+    assert not path.exists()
+
+
+def test_a_killed_jobs_file_is_started_anew(path: Path, processes) -> None:
+    for _ in range(2):
+        killed = processes.start(HOLD, path)
+        killed.stdout.readline()
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        with FileStore(path, timeout=10) as store:
+            assert store.num_keys() == 0
+        assert not path.exists()
+
+
+def test_a_file_in_use_is_not_started_anew(path: Path, processes) -> None:
+    killed, living = processes.start(HOLD, path), processes.start(HOLD, path)
+    for each in (killed, living):
+        each.stdout.readline()
+    killed.kill()
+    killed.wait()
+    with FileStore(path) as store:
+        assert store.check(["from"])
+        assert len(store.participants()) == 3
+
+
+def test_a_file_from_before_a_reboot_is_started_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dataclasses.replace(this_process(), boot_id="an earlier boot")
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_log, "this_process", lambda: before)
+        old = FileStore(path)
+        old.set("k", "v")
+        old._leave.detach()
+        os.close(old._log._fd)
+    with FileStore(path) as store:
+        assert store.check(["k"]), "touched since the boot: perhaps another machine of that name"
+        store._leave.detach()
+        os.close(store._log._fd)
+    path.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_log, "this_process", lambda: before)
+        old = FileStore(path)
+        old.set("k", "v")
+        old._leave.detach()
+        os.close(old._log._fd)
+    os.utime(path, (1, 1))
+    with FileStore(path) as store:
+        assert not store.check(["k"])
+
+
+def test_another_hosts_participants_count_as_alive(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        far = dataclasses.replace(this_process(), host="elsewhere", boot_id="another")
+        patched.setattr(shared_log, "this_process", lambda: far)
+        other = FileStore(path)
+        other.set("k", "v")
+    os.utime(path, (1, 1))
+    with FileStore(path) as store:
+        assert store.get("k") == b"v"
+    other.close()
+
+
+def test_a_link_is_refused(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    path.symlink_to(target)
+    with pytest.raises(UsageError, match=f"{path} is a symbolic link"):
+        FileStore(path)
+    assert not target.exists()
+
+
+def test_another_users_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.touch()
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(UsageError, match=rf"{path} belongs to user {uid}, not to this one"):
+        FileStore(path)
+
+
+def test_paths_that_cannot_be_meant(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no directory .*missing; make it"):
+        FileStore(tmp_path / "missing" / "store")
+    with pytest.raises(UsageError, match="is a directory"):
+        FileStore(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UsageError, match="no regular file"):
+        FileStore(tmp_path / "fifo")
+
+
+def test_a_file_with_other_content_is_left_alone(path: Path) -> None:
+    path.write_text("my thesis")
+    with pytest.raises(UsageError, match="holds something else than a fastcoll store"):
+        FileStore(path)
+    assert path.read_text() == "my thesis"
+
+
+def test_an_empty_file_is_taken(path: Path) -> None:
+    path.touch()
+    with FileStore(path) as store:
+        store.set("k", "v")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("torn", [b"\x01", Record(Kind.SET, b"key", b"value").to_bytes()[:-1], MAGIC[:5]])
+def test_a_half_written_end_is_cut_off(path: Path, torn: bytes) -> None:
+    with FileStore(path) as one, FileStore(path) as two:
+        one.set("a", "1")
+        with path.open("ab") as file:
+            file.write(torn)
+        two.set("b", "2")
+        assert one.multi_get(["a", "b"]) == [b"1", b"2"]
+
+
+def test_a_first_writer_killed_at_once_leaves_no_trap(path: Path) -> None:
+    path.write_bytes(MAGIC[:7])
+    with FileStore(path) as store:
+        assert store.num_keys() == 0
+
+
+def test_damage_is_named(path: Path) -> None:
+    with FileStore(path) as one:
+        size = path.stat().st_size
+        one.set("key", "value")
+        with path.open("r+b") as file:
+            file.seek(size + 17)
+            file.write(b"X")
+        with pytest.raises(
+            StoreError, match=rf"{path} cannot be read: the record at byte {size} of the log is damaged"
+        ):
+            FileStore(path)
+        path.write_bytes(b"")
+        with pytest.raises(StoreError, match="changed by something else"):
+            one.get("key")
+        one._leave.detach()
+        os.close(one._log._fd)
+        one._leave = lambda: None
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FileStore(path) as store:
+        store.set("k", "v")
+
+        def full(fd: int, data: bytes, at: int) -> int:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", full)
+            with pytest.raises(ResourceError, match=rf"{path} cannot be written: No space left"):
+                store.set("k", "other")
+        assert store.get("k") == b"v"
+        store.set("k", "third")
+        with FileStore(path) as other:
+            assert other.get("k") == b"third"
+
+
+def test_a_file_removed_by_hand_does_not_break_closing(path: Path) -> None:
+    store = FileStore(path)
+    path.unlink()
+    with FileStore(path) as other:
+        other.set("k", "v")
+        store.close()
+        assert path.exists()
+        assert other.get("k") == b"v"
+
+
+def test_a_lock_that_stays_taken_is_a_timeout(path: Path) -> None:
+    fd = open_own(str(path))
+    try:
+        with locked(fd, str(path), 0.0), pytest.raises(StoreTimeoutError, match=rf"the lock of {path}"):
+            FileStore(path, timeout=0.05)
+    finally:
+        os.close(fd)
+
+
+def test_a_forked_child_is_refused(path: Path) -> None:
+    with FileStore(path) as store:
+        child = os.fork()
+        if child == 0:
+            try:
+                store.set("k", "child")
+            except UsageError:
+                store.close()
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert len(store.participants()) == 1
+
+
+def test_many_processes_count_right(path: Path, processes) -> None:
+    source = """
+import sys
+from fastcoll.rendezvous import FileStore
+with FileStore(sys.argv[1]) as store:
+    for _ in range(200):
+        store.add("n", 1)
+    store.add("done", 1)
+    while store.add("done", 0) < 3:
+        pass
+    print(store.add("n", 0))
+"""
+    assert processes.outputs([processes.start(source, path) for _ in range(3)]) == ["600"] * 3
+    assert not path.exists()
+
+
+records = st.builds(Record, st.sampled_from(list(Kind)), st.binary(max_size=30), st.binary(max_size=60))
+
+
+@given(st.lists(records, max_size=5), st.integers(0, 400))
+def test_a_log_cut_anywhere_yields_its_whole_records(written: list[Record], cut: int) -> None:
+    data = b"".join(record.to_bytes() for record in written)[:cut]
+    read = [record for record, _ in read_records(data)]
+    assert read == written[: len(read)]
+    assert (
+        len(b"".join(record.to_bytes() for record in written[: len(read) + 1])) > len(data) or read == written
+    )
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_records_or_an_error(data: bytes) -> None:
+    try:
+        for record, end in read_records(data):
+            assert end <= len(data)
+            assert isinstance(record, Record)
+    except StoreError:
+        pass

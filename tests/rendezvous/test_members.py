@@ -1,0 +1,127 @@
+import dataclasses
+import os
+import signal
+import subprocess
+
+import pytest
+
+from fastcoll import processes as processes_module
+from fastcoll.errors import StoreError
+from fastcoll.members import Member, dead_among, forget
+from fastcoll.processes import this_process
+
+IDLE = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+def member_of(process: subprocess.Popen, **changes: object) -> Member:
+    process.stdout.readline()
+    started = processes_module._status(process.pid)[1]
+    return dataclasses.replace(Member.here(1, 2, "shm"), pid=process.pid, start_time=started, **changes)
+
+
+def test_a_member_survives_the_way_through_a_store() -> None:
+    me = Member.here(3, 5, "shm")
+    assert Member.from_bytes(me.to_bytes()) == me
+    assert (me.rank, me.world_size, me.backend, me.pid) == (3, 5, "shm", os.getpid())
+    assert str(me) == f"rank 3 ({me.host}:{me.pid})"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b"null",
+        b"[" * 3000,
+        b" " * 5000,
+        Member.here(0, 1, "shm").to_bytes().replace(b'"rank": 0', b'"rank": "0"'),
+        Member.here(0, 1, "shm").to_bytes().replace(b'"rank": 0', b'"rank": true'),
+        Member.here(0, 1, "shm").to_bytes().replace(b'"rank"', b'"crank"'),
+    ],
+)
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(StoreError, match="registration"):
+        Member.from_bytes(data)
+
+
+def test_the_same_node_means_one_boot_and_one_dev_shm() -> None:
+    me = Member.here(0, 2, "shm")
+    assert me.same_node(dataclasses.replace(me, rank=1, pid=1))
+    assert not me.same_node(dataclasses.replace(me, boot_id="other"))
+    assert not me.same_node(dataclasses.replace(me, shm_device=me.shm_device + 1))
+
+
+def test_this_process_lives() -> None:
+    me = Member.here(0, 1, "shm")
+    assert me.alive() is True
+    assert this_process().alive() is True
+    forget([me])
+
+
+@pytest.mark.parametrize("pidfds", [True, False])
+def test_a_killed_process_is_dead_while_still_a_zombie(processes, monkeypatch, pidfds) -> None:
+    if not pidfds:
+
+        def refuse(_: int) -> int:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    process = processes.start(IDLE)
+    member = member_of(process)
+    assert dead_among([member]) == []
+    process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
+    assert dead_among([Member.here(0, 2, "shm"), member]) == [member]
+    process.wait()
+    assert dead_among([member]) == [member]
+    forget([member])
+    assert member.alive() is False
+    forget([member, Member.here(0, 2, "shm")])
+
+
+def test_a_recycled_pid_is_not_the_member() -> None:
+    other = dataclasses.replace(Member.here(0, 1, "shm"), start_time=1)
+    assert dead_among([other]) == [other]
+    forget([other])
+
+
+@pytest.mark.parametrize("field", ["boot_id", "pid_namespace"])
+def test_what_cannot_be_seen_counts_as_alive(field: str) -> None:
+    far = dataclasses.replace(Member.here(0, 1, "shm"), pid=1 << 22, **{field: "elsewhere"})
+    assert far.alive() is None
+    assert dead_among([far]) == []
+
+
+def test_forget_closes_what_is_watched(processes) -> None:
+    member = member_of(processes.start(IDLE))
+
+    def pidfds() -> int:
+        return sum(
+            "pidfd" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if exists(fd)
+        )
+
+    def exists(fd: str) -> bool:
+        return os.path.lexists(f"/proc/self/fd/{fd}")
+
+    before = pidfds()
+    assert member.alive() is True
+    assert member.alive() is True
+    assert pidfds() == before + 1
+    forget([member])
+    forget([member])
+    assert pidfds() == before
+
+
+def test_a_name_with_parentheses_does_not_hide_the_start_time(tmp_path) -> None:
+    script = tmp_path / "a) Z 0 (b"
+    script.symlink_to("/bin/sleep")
+    process = subprocess.Popen([str(script), "60"])
+    try:
+        state, started = processes_module._status(process.pid)
+        assert state in "RSD"
+        assert started >= processes_module._status(os.getpid())[1]
+    finally:
+        process.kill()
+        process.wait()

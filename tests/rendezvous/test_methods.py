@@ -1,0 +1,393 @@
+"""Every init_method with real processes: env:// with and without launchers, tcp://, file://, multicast."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fastcoll.errors import ResourceError, StoreTimeoutError, UsageError
+from fastcoll.rendezvous import HashStore, rendezvous
+from fastcoll.rendezvous.announcement import Announcement, job_digest
+from fastcoll.rendezvous.multicast_socket import MulticastSocket
+
+MEET = """
+import sys
+from fastcoll.errors import FastcollError
+from fastcoll.rendezvous import rendezvous
+from fastcoll.rendezvous.join import join
+url, rank, size, timeout, group = (sys.argv[1:] + ["env://", "-1", "-1", "20", ""][len(sys.argv) - 1:])
+try:
+    found = rendezvous(url, int(rank), int(size), float(timeout), group)
+    members = join(found.store, found.rank, found.world_size, "shm", float(timeout))
+    print(found.rank, found.world_size, type(found.store).__name__, sorted(m.pid for m in members), flush=True)
+    found.close(linger=10)
+except FastcollError as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+def free_port(kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
+    with socket.socket(socket.AF_INET, kind) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def assert_one_world(outputs: list[str], pids: list[int], store: str) -> None:
+    """All printed different ranks of one world of exactly these processes."""
+    size = len(pids)
+    assert sorted(outputs) == [f"{rank} {size} {store} {sorted(pids)}" for rank in range(size)]
+
+
+def assert_all_say(outputs: list[str], *texts: object) -> None:
+    for output in outputs:
+        for text in texts:
+            assert str(text) in output, outputs
+
+
+# env://
+
+
+def test_nothing_set_is_a_world_of_one() -> None:
+    found = rendezvous("env://", -1, -1, 5)
+    assert (found.rank, found.world_size, found.host) == (0, 1, "127.0.0.1")
+    assert isinstance(found.store, HashStore)
+    found.close()
+    found.close()
+
+
+def test_the_variables_of_torch(processes) -> None:
+    port = str(free_port())
+    ranks = [
+        processes.start(MEET, RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT=port)
+        for rank in range(3)
+    ]
+    assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+
+
+def test_arguments_win_over_variables(processes) -> None:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "7", "WORLD_SIZE": "9"}
+    ranks = [processes.start(MEET, "env://", rank, 2, **where) for rank in range(2)]
+    assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+
+
+def test_rank_0_needs_no_master_addr(processes) -> None:
+    port = str(free_port())
+    ranks = [
+        processes.start(MEET, RANK="0", WORLD_SIZE="2", MASTER_PORT=port),
+        processes.start(MEET, RANK="1", WORLD_SIZE="2", MASTER_PORT=port, MASTER_ADDR="127.0.0.1"),
+    ]
+    assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "message"),
+    [
+        ({"RANK": "1"}, -1, r"misses WORLD_SIZE \(set: RANK\)"),
+        ({"WORLD_SIZE": "2"}, -1, r"misses RANK \(set: WORLD_SIZE\)"),
+        ({"MASTER_PORT": "5"}, -1, r"misses RANK, WORLD_SIZE \(set: MASTER_PORT\)"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, -1, r"misses MASTER_ADDR, MASTER_PORT \(set: RANK, WORLD_SIZE\)"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "h"}, 1, r"misses MASTER_PORT \(set: WORLD_SIZE, MASTER_ADDR\)"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, -1, r"misses MASTER_PORT"),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2"},
+            -1,
+            r"misses MASTER_ADDR, MASTER_PORT \(set: PMI_RANK, PMI_SIZE\)",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", "PMI_RANK": "1"}, -1, "RANK=0, but PMI_RANK=1"),
+    ],
+)
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, environ, rank: int, message: str) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=message):
+        rendezvous("env://", rank, -1, 5)
+
+
+def test_a_world_of_one_needs_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert rendezvous("env://", -1, -1, 5).world_size == 1
+
+
+LAUNCHER = """
+import os, subprocess, sys
+ranks = []
+for rank in range(3):
+    environ = dict(os.environ, PMI_RANK=str(rank), PMI_SIZE="3", MPI_LOCALRANKID=str(rank), MPI_LOCALNRANKS="3")
+    command = [sys.executable, "-c", sys.argv[1]]
+    if rank == 1:
+        command = ["/bin/sh", "-c", '"$0" "$@"; true', *command]
+    ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
+print("".join(rank.communicate()[0] for rank in ranks))
+"""
+
+
+def test_ranks_of_one_launcher_meet_without_being_told_where(processes) -> None:
+    """As MPICH's launcher sets it up, a shell in between included; two jobs at once stay apart."""
+    jobs = [processes.start(LAUNCHER, MEET) for _ in range(2)]
+    lines = [output.splitlines() for output in processes.outputs(jobs)]
+    for job in lines:
+        assert [line.split()[:3] for line in job] == [[str(rank), "3", "FileStore"] for rank in range(3)]
+        assert len({line.split("[")[1] for line in job}) == 1
+    assert lines[0][0].split("[")[1] != lines[1][0].split("[")[1]
+    assert not list(Path(tempfile.gettempdir()).glob(f"fastcoll-{os.geteuid()}-{jobs[0].pid}-*"))
+
+
+def test_under_a_real_mpiexec(processes) -> None:
+    mpiexec = shutil.which("mpiexec")
+    if mpiexec is None:
+        pytest.skip("there is no mpiexec on the PATH")
+    root = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    job = processes.run([mpiexec, "-n", "3", sys.executable, "-c", MEET], **root)
+    lines = processes.outputs([job])[0].splitlines()
+    assert sorted(line.split()[:3] for line in lines) == [[str(rank), "3", "FileStore"] for rank in range(3)]
+    assert len({line.split("[")[1] for line in lines}) == 1
+
+
+# tcp://
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_tcp_with_ranks_in_the_url(processes, host: str) -> None:
+    url = f"tcp://{host}:{free_port()}"
+    ranks = [processes.start(MEET, f"{url}?rank={rank}&world_size=3") for rank in range(3)]
+    assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+
+
+@pytest.mark.parametrize(
+    ("url", "rank", "world_size", "message"),
+    [
+        ("tcp://127.0.0.1:5", -1, 2, "needs rank: pass rank="),
+        ("tcp://127.0.0.1:5", 0, -1, "needs world_size"),
+        ("tcp://127.0.0.1:5", -1, -1, "needs rank and world_size"),
+        ("tcp://127.0.0.1:0", 0, 2, "port 0"),
+        ("tcp://239.1.1.1:5", 0, -1, "needs the world size"),
+        ("file:///tmp/x", 0, -1, "needs the world size"),
+        ("file:///no/such/dir/x", 0, 2, "there is no directory /no/such/dir"),
+        ("mpi://", 0, 2, "no known scheme"),
+    ],
+)
+def test_what_a_method_needs_is_named(url: str, rank: int, world_size: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rendezvous(url, rank, world_size, 5)
+
+
+def test_a_second_rank_0_is_told_who_has_the_port() -> None:
+    port = free_port()
+    found = rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, 5)
+    with pytest.raises(ResourceError, match=f"in use by pid {os.getpid()}"):
+        rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, 5)
+    found.close()
+
+
+def test_a_rank_0_that_does_not_come() -> None:
+    with pytest.raises(StoreTimeoutError, match="is rank 0 running there"):
+        rendezvous(f"tcp://127.0.0.1:{free_port()}", 1, 2, 0.1)
+
+
+# file://
+
+
+@pytest.mark.parametrize("asked", [(-1, -1, -1), (0, 1, 2), (2, -1, -1), (-1, 1, 0)])
+def test_file_with_ranks_given_or_assigned(tmp_path: Path, processes, asked: tuple[int, ...]) -> None:
+    ranks = [processes.start(MEET, f"file://{tmp_path}/meet", rank, 3) for rank in asked]
+    outputs = processes.outputs(ranks)
+    assert_one_world(outputs, [rank.pid for rank in ranks], "FileStore")
+    for rank, output in zip(asked, outputs, strict=True):
+        assert rank == -1 or output.startswith(f"{rank} ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_group_names_keep_jobs_in_one_file_apart(tmp_path: Path, processes) -> None:
+    jobs = {
+        name: [processes.start(MEET, f"file://{tmp_path}/meet", -1, 2, 20, name) for _ in range(2)]
+        for name in "ab"
+    }
+    for ranks in jobs.values():
+        assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "FileStore")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_claimed_twice_in_a_file(tmp_path: Path, processes) -> None:
+    ranks = [processes.start(MEET, f"file://{tmp_path}/meet", 1, 3) for _ in range(2)]
+    outputs = processes.outputs(ranks)
+    assert_all_say(
+        outputs, "UsageError", "rank 1 is claimed by two processes", *(f":{rank.pid}" for rank in ranks)
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_world_sizes_that_disagree_in_a_file(tmp_path: Path, processes) -> None:
+    ranks = [processes.start(MEET, f"file://{tmp_path}/meet", -1, size) for size in (3, 4)]
+    outputs = processes.outputs(ranks)
+    assert_all_say(
+        outputs, "UsageError", "disagree about the world size", *(f":{rank.pid}" for rank in ranks)
+    )
+
+
+WAITING = """
+import sys
+from fastcoll.rendezvous import FileStore
+FileStore(sys.argv[1]).wait(["arrivals/" + sys.argv[2]])
+"""
+
+
+def test_the_file_of_a_killed_job_is_recovered_from(tmp_path: Path, processes) -> None:
+    path = tmp_path / "meet"
+    for _ in range(2):
+        killed = processes.start(MEET, f"file://{path}", -1, 3)
+        assert processes.start(WAITING, path, 1).wait(20) == 0
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert path.exists()
+    ranks = [processes.start(MEET, f"file://{path}", -1, 3) for _ in range(3)]
+    assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "FileStore")
+    assert not path.exists()
+
+
+def test_a_rank_killed_while_meeting_is_named(tmp_path: Path, processes) -> None:
+    path = tmp_path / "meet"
+    ranks = [processes.start(MEET, f"file://{path}", -1, 3) for _ in range(2)]
+    assert processes.start(WAITING, path, 2).wait(20) == 0
+    ranks[0].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    output = processes.outputs(ranks[1:])
+    assert time.monotonic() - killed < 2.5
+    assert_all_say(output, "PeerDiedError", f":{ranks[0].pid} died")
+    assert not path.exists()
+
+
+def test_a_file_that_another_world_fills(tmp_path: Path, in_threads) -> None:
+    url = f"file://{tmp_path}/meet"
+    first = rendezvous(url, -1, 1, 5)
+    with pytest.raises(UsageError, match=rf"belongs to another world, .*:{os.getpid()}; choose another path"):
+        rendezvous(url, -1, 1, 0.3)
+
+    def close_soon() -> None:
+        first.store.get("go")
+        first.close()
+
+    def meet_again() -> int:
+        first.store.set("go", "")
+        second = rendezvous(url, -1, 1, 20)
+        second.close()
+        return second.rank
+
+    assert in_threads(close_soon, meet_again)[1] == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_file_many_times(tmp_path: Path, processes) -> None:
+    """The same processes, in step only through the file itself."""
+    source = """
+import sys
+from fastcoll.rendezvous import rendezvous
+from fastcoll.rendezvous.join import join
+for _ in range(25):
+    found = rendezvous(sys.argv[1], int(sys.argv[2]), 3, 20.0)
+    assert len(join(found.store, found.rank, 3, "shm", 20.0)) == 3
+    found.close()
+print("done")
+"""
+    ranks = [processes.start(source, f"file://{tmp_path}/meet", rank) for rank in range(3)]
+    assert processes.outputs(ranks) == ["done"] * 3
+    assert not list(tmp_path.iterdir())
+
+
+# tcp:// with a multicast address
+
+
+@pytest.fixture(params=["v4", "v6"])
+def group(request: pytest.FixtureRequest) -> str:
+    """The URL of a group of our own, which the kernel lets us join."""
+    port = free_port(socket.SOCK_DGRAM)
+    host = f"239.255.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
+    if request.param == "v6":
+        host = f"ff15::{secrets.randbelow(1 << 16):x}:{secrets.randbelow(1 << 16):x}"
+    try:
+        with MulticastSocket(host, port) as joined:
+            joined.send(b"")
+    except ResourceError as error:
+        pytest.skip(f"no multicast here: {error}")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def test_multicast_assigns_ranks(group: str, processes) -> None:
+    ranks = [processes.start(MEET, group, -1, 4) for _ in range(4)]
+    assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+
+
+def test_multicast_honours_ranks(group: str, processes) -> None:
+    asked = (2, -1, 0)
+    ranks = [processes.start(MEET, group, rank, 3) for rank in asked]
+    outputs = processes.outputs(ranks)
+    assert_one_world(outputs, [rank.pid for rank in ranks], "TCPStore")
+    assert [output[0] for output in outputs] == ["2", "1", "0"]
+
+
+def test_multicast_keeps_jobs_apart(group: str, processes) -> None:
+    by_name = {name: [processes.start(MEET, group, -1, 2, 20, name) for _ in range(2)] for name in "ab"}
+    by_secret = [processes.start(MEET, group, -1, 2, 20, "a", FASTCOLL_SECRET="x") for _ in range(2)]
+    for ranks in (*by_name.values(), by_secret):
+        assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+
+
+def test_multicast_world_sizes_that_disagree(group: str, processes) -> None:
+    ranks = [processes.start(MEET, group, -1, size) for size in (3, 4)]
+    outputs = processes.outputs(ranks)
+    assert_all_say(
+        outputs, "UsageError", "disagree about the world size", *(f":{rank.pid}" for rank in ranks)
+    )
+
+
+def test_multicast_names_who_came(group: str, in_threads) -> None:
+    def meet() -> None:
+        rendezvous(group, -1, 3, 0.8)
+
+    for error in in_threads(meet, meet):
+        assert isinstance(error, StoreTimeoutError)
+        assert f"heard {os.uname().nodename}:{os.getpid()}" in str(error)
+
+
+def test_multicast_gets_past_the_dead_and_the_stale(group: str, processes) -> None:
+    """Recordings of candidates that are gone: the lowest nonce there can be, and an offer of no store."""
+    address, _, port = group.removeprefix("tcp://").rpartition(":")
+    gone = Announcement(job_digest(""), "0" * 32, "gone", 1, 0.0, 2)
+    offer = Announcement(job_digest(""), "0" * 31 + "1", "gone", 2, 0.0, 2, "127.0.0.1", free_port())
+    stop = threading.Event()
+
+    def replay() -> None:
+        with MulticastSocket(address.strip("[]"), int(port)) as socket_:
+            while not stop.wait(0.05):
+                for each in (gone, offer):
+                    socket_.send(each.to_bytes(b""))
+                socket_.send(b"\xff" * 400)
+
+    thread = threading.Thread(target=replay)
+    thread.start()
+    try:
+        ranks = [processes.start(MEET, group, -1, 2) for _ in range(2)]
+        assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_multicast_one_too_many_is_left_over(group: str, processes) -> None:
+    ranks = [processes.start(MEET, group, -1, 2, 3) for _ in range(3)]
+    outputs = sorted(processes.outputs(ranks))
+    assert [output.split()[0] for output in outputs] == ["0", "1", "StoreTimeoutError"]

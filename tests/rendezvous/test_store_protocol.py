@@ -1,0 +1,379 @@
+"""The server's state machine, without sockets: any split, any corruption, any secret."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastcoll.rendezvous import store_protocol
+from fastcoll.rendezvous.store_protocol import OPENING_SECONDS, StoreServer
+from fastcoll.rendezvous.table import SHAPES, Op, Request
+from fastcoll.rendezvous.wire import (
+    HEADER,
+    HELLO,
+    MAX_BODY,
+    PROOF_SIZE,
+    Hello,
+    ProtocolError,
+    Role,
+    Status,
+    Verdict,
+    check_request_header,
+    decode_answer,
+    decode_fields,
+    decode_request,
+    encode_frame,
+    encode_request,
+    proof,
+)
+
+SECRET = b"a secret"
+
+
+class Wire:
+    """A server and what it has sent to, and why it dropped, each peer."""
+
+    def __init__(self, secret: bytes = b"") -> None:
+        self.server = StoreServer(secret)
+        self.now = 0.0
+        self.sent: dict[int, bytes] = {}
+        self.dropped: dict[int, str] = {}
+
+    def connect(self, peer: int) -> None:
+        self.sent[peer] = b""
+        self.server.connect(peer, self.now)
+
+    def open(self, peer: int) -> None:
+        """Connect and greet a server without a secret."""
+        self.connect(peer)
+        self.feed(peer, hello())
+        assert len(self.take(peer)) == HELLO.size
+
+    def feed(self, peer: int, data: bytes) -> None:
+        self.server.receive(peer, data, self.now)
+        self.collect()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.server.expire(self.now)
+        self.collect()
+
+    def collect(self) -> None:
+        for peer, data in self.server.outbox:
+            self.sent[peer] += data
+        for peer, reason in self.server.drops:
+            self.dropped[peer] = reason
+        self.server.outbox.clear()
+        self.server.drops.clear()
+
+    def take(self, peer: int) -> bytes:
+        data, self.sent[peer] = self.sent[peer], b""
+        return data
+
+    def ask(self, peer: int, op: Op, *parts: bytes, timeout: float = 9.0) -> list[tuple[Status, list[bytes]]]:
+        count = 0 if op is Op.NUM_KEYS else len(parts) // (1 + SHAPES[op][2])
+        self.feed(peer, encode_request(Request(op, parts[:count], parts[count:], timeout)))
+        return self.answers(peer)
+
+    def answers(self, peer: int) -> list[tuple[Status, list[bytes]]]:
+        return parse_answers(self.take(peer))
+
+
+def hello(secret: bool = False, **changes: object) -> bytes:
+    return Hello(Role.CLIENT, bytes(range(32)), secret, **changes).to_bytes()
+
+
+def parse_answers(data: bytes) -> list[tuple[Status, list[bytes]]]:
+    answers = []
+    while data:
+        length = HEADER.unpack(data[: HEADER.size])[2]
+        end = HEADER.size + length
+        answers.append(decode_answer(data[: HEADER.size], data[HEADER.size : end]))
+        data = data[end:]
+    return answers
+
+
+def test_the_sizes_of_the_opening_and_the_header() -> None:
+    assert (HELLO.size, HEADER.size, PROOF_SIZE) == (64, 16, 32)
+
+
+keys = st.sampled_from([b"", b"a", b"b", b"long" * 50])
+values = st.binary(max_size=40) | st.sampled_from([b"1", b"-5"])
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    op = draw(st.sampled_from(list(Op)))
+    fewest, most, per_key = SHAPES[op]
+    names = draw(st.lists(keys, min_size=fewest, max_size=min(most, 3)))
+    contents = draw(st.lists(values, min_size=per_key * len(names), max_size=per_key * len(names)))
+    return Request(op, tuple(names), tuple(contents), draw(st.sampled_from([0.0, 1.0, 1e9])))
+
+
+@given(requests())
+def test_requests_survive_the_wire(request: Request) -> None:
+    data = encode_request(request)
+    header, body = data[: HEADER.size], data[HEADER.size :]
+    assert check_request_header(header) == len(body)
+    assert decode_request(header, body) == request
+
+
+@given(st.lists(requests(), max_size=8), st.data())
+def test_how_the_bytes_are_split_does_not_matter(script: list[Request], data: st.DataObject) -> None:
+    stream = hello() + b"".join(map(encode_request, script))
+    whole, split = Wire(), Wire()
+    for wire in (whole, split):
+        wire.connect(1)
+    whole.feed(1, stream)
+    cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=12).map(sorted))
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        split.feed(1, stream[start:end])
+    assert whole.take(1)[HELLO.size :] == split.take(1)[HELLO.size :]
+    assert whole.dropped == split.dropped
+
+
+@settings(max_examples=300)
+@given(st.lists(requests(), max_size=5), st.data())
+def test_corruption_harms_nobody_else(script: list[Request], data: st.DataObject) -> None:
+    stream = bytearray(hello() + b"".join(map(encode_request, script)))
+    for at in data.draw(st.lists(st.integers(0, len(stream) - 1), min_size=1, max_size=4)):
+        stream[at] = data.draw(st.integers(0, 255))
+    wire = Wire()
+    wire.open(1)
+    wire.connect(2)
+    wire.feed(2, bytes(stream))
+    wire.pass_time(1.0)
+    assert wire.ask(1, Op.SET, b"mine", b"1") == [(Status.OK, [])]
+    assert wire.ask(1, Op.GET, b"mine") == [(Status.OK, [b"1"])]
+    assert 1 not in wire.dropped
+
+
+@given(st.binary(min_size=1, max_size=300))
+def test_random_bytes_are_dropped(data: bytes) -> None:
+    wire = Wire()
+    wire.connect(1)
+    wire.feed(1, data)
+    wire.pass_time(OPENING_SECONDS)
+    assert 1 in wire.dropped
+    assert wire.take(1) == b""
+
+
+@given(st.binary(max_size=200))
+def test_bodies_are_parsed_or_refused(body: bytes) -> None:
+    try:
+        fields = decode_fields(body)
+    except ProtocolError:
+        return
+    assert encode_frame(0, fields)[HEADER.size :] == body
+
+
+@pytest.mark.parametrize(
+    "start", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\x02", b"*1\r\n$4\r\nPING", b"\0", b"F\0"]
+)
+def test_strangers_are_dropped_at_their_first_wrong_byte(start: bytes) -> None:
+    wire = Wire()
+    wire.connect(1)
+    for byte in start:
+        wire.feed(1, bytes([byte]))
+    assert "not a fastcoll client" in wire.dropped[1]
+    wire.feed(1, b"more")
+    assert wire.take(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (struct.pack("!BxHId", Op.SET, 1, 1 << 31, 1.0), "announces 2147483648 bytes"),
+        (struct.pack("!BxHId", Op.SET, 1, (1 << 32) - 1, 1.0), "announces"),
+        (struct.pack("!BxHId", Op.GET, 1, MAX_BODY + 1, 1.0), "announces"),
+        (struct.pack("!BxHId", Op.GET, 65535, 8, 1.0), "takes 1 to 1024 keys"),
+        (struct.pack("!BxHId", Op.ADD, 2, 8, 1.0), "ADD takes 1 to 1 keys"),
+        (struct.pack("!BxHId", Op.GET, 1, 8, -1.0), "timeout"),
+        (struct.pack("!BxHId", Op.GET, 1, 8, float("nan")), "timeout"),
+        (struct.pack("!BxHId", Op.GET, 1, 8, float("inf")), "timeout"),
+        (struct.pack("!BxHId", 0, 1, 8, 1.0), "no operation 0"),
+        (struct.pack("!BxHId", 200, 1, 8, 1.0), "no operation 200"),
+        (b"\xff" * 16, "no operation"),
+    ],
+)
+def test_a_header_is_judged_before_its_body(header: bytes, reason: str) -> None:
+    wire = Wire()
+    wire.open(1)
+    wire.feed(1, header)
+    assert reason in wire.dropped[1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"\0\0", struct.pack("!I", 2**31), struct.pack("!I", 2**32 - 1) + b"abc", struct.pack("!I", 0) * 3, b""],
+)
+def test_fields_must_fill_their_frame(body: bytes) -> None:
+    wire = Wire()
+    wire.open(1)
+    wire.feed(1, HEADER.pack(Op.GET, 1, len(body), 1.0) + body)
+    assert 1 in wire.dropped
+
+
+def test_slow_openers_are_dropped_and_slow_speakers_are_not() -> None:
+    wire = Wire()
+    wire.connect(1)
+    wire.open(2)
+    wire.feed(1, hello()[:63])
+    wire.feed(2, b"\x01")
+    wire.pass_time(OPENING_SECONDS - 0.01)
+    assert not wire.dropped
+    wire.pass_time(0.02)
+    assert list(wire.dropped) == [1]
+    assert wire.server.next_deadline() is None
+
+
+def test_waiting_for_several_keys() -> None:
+    wire = Wire()
+    wire.open(1)
+    wire.open(2)
+    assert wire.ask(1, Op.GET, b"a", b"b", timeout=5) == []
+    wire.ask(2, Op.SET, b"b", b"B")
+    assert wire.answers(1) == []
+    wire.ask(2, Op.APPEND, b"a", b"A")
+    assert wire.answers(1) == [(Status.OK, [b"A", b"B"])]
+    wire.pass_time(10)
+    assert wire.answers(1) == []
+
+
+def test_a_key_deleted_meanwhile_is_waited_for_again() -> None:
+    wire = Wire()
+    wire.open(1)
+    wire.open(2)
+    assert wire.ask(1, Op.WAIT, b"a", b"b", timeout=5) == []
+    wire.ask(2, Op.SET, b"a", b"")
+    wire.ask(2, Op.DELETE, b"a")
+    wire.ask(2, Op.SET, b"b", b"")
+    assert wire.answers(1) == []
+    wire.pass_time(5)
+    assert wire.answers(1) == [(Status.TIMEOUT, [b"a"])]
+    assert wire.ask(1, Op.CHECK, b"b") == [(Status.OK, [b"1"])]
+
+
+def test_who_leaves_while_waiting_is_forgotten() -> None:
+    wire = Wire()
+    wire.open(1)
+    wire.open(2)
+    wire.ask(1, Op.GET, b"a")
+    wire.server.disconnect(1)
+    assert wire.ask(2, Op.SET, b"a", b"") == [(Status.OK, [])]
+    assert wire.server._parked == {}
+    assert wire.server.next_deadline() is None
+
+
+def test_speaking_while_waiting_drops() -> None:
+    wire = Wire()
+    wire.open(1)
+    wire.ask(1, Op.GET, b"a")
+    wire.feed(1, b"x")
+    assert "while its request was waiting" in wire.dropped[1]
+    assert wire.server._parked == {}
+
+
+def test_outlived_deadlines_do_not_pile_up() -> None:
+    wire = Wire()
+    wire.open(1)
+    wire.open(2)
+    for number in range(1000):
+        wire.now += 0.001
+        key = b"%d" % number
+        wire.ask(1, Op.GET, key, timeout=1e6)
+        wire.ask(2, Op.SET, key, b"")
+        assert wire.answers(1) == [(Status.OK, [b""])]
+    assert len(wire.server._deadlines) < 200
+
+
+def test_a_refusal_tells_why_and_the_peer_goes_on() -> None:
+    wire = Wire()
+    wire.open(1)
+    wire.ask(1, Op.SET, b"k", b"word")
+    (status, fields), *_ = wire.ask(1, Op.ADD, b"k", b"1")
+    assert status is Status.REFUSED
+    assert b"'k' holds 'word'" in fields[0].replace(b"b'word'", b"'word'")
+    assert wire.ask(1, Op.NUM_KEYS) == [(Status.OK, [b"1"])]
+
+
+def test_another_protocol_version_is_told_so() -> None:
+    wire = Wire()
+    wire.connect(1)
+    wire.feed(1, hello(protocol=99))
+    assert Hello.from_bytes(wire.take(1), Role.SERVER).verdict is Verdict.PROTOCOL
+    assert 1 in wire.dropped
+
+
+def prove(wire: Wire, peer: int, secret: bytes) -> bytes:
+    """Greet and prove as a client would; what came back after the opening and the server's proof."""
+    mine = hello(secret=True)
+    wire.connect(peer)
+    wire.feed(peer, mine)
+    answer = wire.take(peer)
+    server, server_proof = answer[: HELLO.size], answer[HELLO.size :]
+    assert server_proof == proof(SECRET, Role.SERVER, mine, server)
+    wire.feed(peer, proof(secret, Role.CLIENT, mine, server))
+    return wire.take(peer)
+
+
+def test_who_knows_the_secret_is_let_in() -> None:
+    wire = Wire(SECRET)
+    assert prove(wire, 1, SECRET) == b""
+    assert wire.ask(1, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+
+
+def test_a_wrong_secret_is_dropped() -> None:
+    wire = Wire(SECRET)
+    prove(wire, 1, b"another")
+    assert "does not know the job's secret" in wire.dropped[1]
+
+
+def test_the_servers_own_proof_sent_back_is_dropped() -> None:
+    wire = Wire(SECRET)
+    wire.connect(1)
+    wire.feed(1, hello(secret=True))
+    wire.feed(1, wire.take(1)[HELLO.size :])
+    assert "secret" in wire.dropped[1]
+
+
+def test_a_replayed_proof_is_dropped() -> None:
+    wire = Wire(SECRET)
+    mine = hello(secret=True)
+    wire.connect(1)
+    wire.feed(1, mine)
+    recorded = proof(SECRET, Role.CLIENT, mine, wire.take(1)[: HELLO.size])
+    wire.connect(2)
+    wire.feed(2, mine)
+    wire.feed(2, recorded)
+    assert "secret" in wire.dropped[2]
+
+
+@pytest.mark.parametrize(("server", "client"), [(SECRET, False), (b"", True)])
+def test_a_secret_on_one_side_only_is_refused(server: bytes, client: bool) -> None:
+    wire = Wire(server)
+    wire.connect(1)
+    wire.feed(1, hello(secret=client) + encode_request(Request(Op.NUM_KEYS)))
+    assert Hello.from_bytes(wire.take(1), Role.SERVER).verdict is Verdict.SECRET
+    assert 1 in wire.dropped
+
+
+def test_requests_before_the_proof_are_dropped() -> None:
+    wire = Wire(SECRET)
+    wire.connect(1)
+    wire.feed(1, hello(secret=True) + encode_request(Request(Op.SET, (b"k",), (b"v",))) + bytes(32))
+    assert "secret" in wire.dropped[1]
+
+
+def test_nonces_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    real = os.urandom
+    monkeypatch.setattr(store_protocol.os, "urandom", lambda n: (drawn.append(n), real(n))[1])
+    wire = Wire()
+    wire.open(1)
+    wire.open(2)
+    assert drawn.count(32) == 2

@@ -1,0 +1,257 @@
+"""The contract of Store, on every store there is and on a user's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from fastcoll.errors import StoreError, StoreTimeoutError, UnavailableError, UsageError
+from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore
+from fastcoll.rendezvous.table import MAX_KEY, MAX_VALUE
+
+
+class UsersStore(Store):
+    """What a user has to write, and nothing more."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.data[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.data[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            total = int(self.data.get(key, b"0")) + amount
+            self.data[key] = str(total).encode()
+            return total
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.data for key in keys)
+
+
+KINDS = ("hash", "file", "tcp", "prefix")
+
+
+@pytest.fixture(params=(*KINDS, "user"))
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with make(request.param, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(params=KINDS)
+def full_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with make(request.param, tmp_path) as made:
+        yield made
+
+
+def make(kind: str, tmp_path: Path) -> Store:
+    match kind:
+        case "hash":
+            return HashStore()
+        case "file":
+            return FileStore(tmp_path / "store")
+        case "tcp":
+            return TCPStore("127.0.0.1", 0, is_master=True)
+        case "prefix":
+            return PrefixStore("a/b", HashStore())
+    return UsersStore()
+
+
+def test_set_and_get(store: Store) -> None:
+    store.set("text", "grün")
+    store.set("bytes", b"\0\xff" * 1000)
+    store.set("empty", b"")
+    assert store.get("text") == "grün".encode()
+    assert store.get("bytes") == b"\0\xff" * 1000
+    assert store.get("empty") == b""
+    store.set("text", "new")
+    assert store.get("text") == b"new"
+
+
+def test_add_counts_in_decimal_text(store: Store) -> None:
+    assert store.add("n", 5) == 5
+    assert store.add("n", -7) == -2
+    assert store.add("n", 0) == -2
+    assert store.get("n") == b"-2"
+    store.set("n", "40")
+    assert store.add("n", 2) == 42
+
+
+def test_check_never_waits(store: Store) -> None:
+    assert store.check([])
+    store.set("a", "1")
+    assert store.check(["a"])
+    assert not store.check(["a", "b"])
+
+
+def test_wait_ends_with_the_last_key(store: Store) -> None:
+    setter = threading.Timer(0.05, lambda: store.multi_set(["a", "b"], ["1", "2"]))
+    setter.start()
+    store.wait(["a", "b"], timedelta(seconds=20))
+    assert store.multi_get(["b", "a"]) == [b"2", b"1"]
+    setter.join()
+
+
+def test_what_nobody_sets_is_named(store: Store) -> None:
+    store.set("here", "1")
+    store.set_timeout(timedelta(seconds=0.05))
+    assert store.timeout == timedelta(seconds=0.05)
+    with pytest.raises(StoreTimeoutError, match=r"'(a/b/)?gone' was not set .* within 0.05 s"):
+        store.get("gone")
+    with pytest.raises(StoreTimeoutError, match="gone"):
+        store.wait(["here", "gone"])
+    with pytest.raises(StoreTimeoutError, match="gone"):
+        store.wait(["here", "gone"], 0.01)
+    with pytest.raises(TimeoutError):
+        store.wait(["gone"], timedelta(0))
+    store.set("gone", "back")
+    assert store.get("gone") == b"back"
+
+
+def test_multi_set_needs_a_value_for_each_key(store: Store) -> None:
+    with pytest.raises(UsageError, match="2 keys and 1 values"):
+        store.multi_set(["a", "b"], ["1"])
+    store.multi_set([], [])
+    assert store.multi_get([]) == []
+
+
+def test_more_keys_than_fit_in_one_request(store: Store) -> None:
+    keys = [f"key{i}" for i in range(2500)]
+    store.multi_set(keys, [str(i) for i in range(2500)])
+    assert store.multi_get(keys) == [b"%d" % i for i in range(2500)]
+    assert store.check(keys)
+    store.wait(keys)
+    assert not store.check([*keys, "more"])
+
+
+def test_values_as_large_as_they_may_be(full_store: Store) -> None:
+    big = bytes(MAX_VALUE)
+    keys = ["x", "y", "z"]
+    full_store.multi_set(keys, [big] * 3)
+    assert [len(value) for value in full_store.multi_get(keys)] == [MAX_VALUE] * 3
+    with pytest.raises(UsageError, match=f"at most {MAX_VALUE}"):
+        full_store.set("x", big + b"1")
+    with pytest.raises(StoreError, match=r"'.*x' has 8388609 bytes"):
+        full_store.append("x", b"1")
+    assert full_store.get("x") == big
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.set("k" * (MAX_KEY + 1), "1"), "key has at most"),
+        (lambda s: s.set(b"key", "1"), "key is text"),
+        (lambda s: s.set("key", 1), "value is text or bytes, got int"),
+        (lambda s: s.wait("key"), r"write \['key'\]"),
+        (lambda s: s.wait(["key"], -1), "timeout is 0 to"),
+        (lambda s: s.set_timeout(float("nan")), "timeout is 0 to"),
+    ],
+)
+def test_misuse_is_refused(call, message: str) -> None:
+    with HashStore() as store, pytest.raises(UsageError, match=message):
+        call(store)
+
+
+def test_compare_set_as_in_torch(full_store: Store) -> None:
+    assert full_store.compare_set("k", "first", "second") == b"first"
+    assert not full_store.check(["k"])
+    assert full_store.compare_set("k", "", "first") == b"first"
+    assert full_store.compare_set("k", "wrong", "second") == b"first"
+    assert full_store.compare_set("k", "", "second") == b"first"
+    assert full_store.compare_set("k", "first", "second") == b"second"
+    assert full_store.get("k") == b"second"
+
+
+def test_append_delete_and_count(full_store: Store) -> None:
+    full_store.append("log", "a")
+    full_store.append("log", b"bc")
+    assert full_store.get("log") == b"abc"
+    full_store.set("other", "1")
+    assert full_store.num_keys() == 2
+    assert full_store.delete_key("log")
+    assert not full_store.delete_key("log")
+    assert full_store.num_keys() == 1
+
+
+def test_adding_to_what_is_no_number(full_store: Store) -> None:
+    for value in ("abc", "", "1.5", "1" * 30, "--1", "٣"):
+        full_store.set("k", value)
+        with pytest.raises(StoreError, match="no whole number"):
+            full_store.add("k", 1)
+        assert full_store.get("k") == value.encode()
+    full_store.set("k", str(2**63 - 1))
+    with pytest.raises(StoreError, match="64 bits"):
+        full_store.add("k", 1)
+
+
+def test_threads_share_a_store(full_store: Store, in_threads) -> None:
+    def work() -> int:
+        for _ in range(100):
+            full_store.add("n", 1)
+        full_store.add("done", 1)
+        return 0
+
+    def wait() -> bytes:
+        return full_store.get("late")
+
+    def late() -> int:
+        work()
+        full_store.set("late", "yes")
+        return 0
+
+    assert in_threads(wait, work, work, wait, late) == [b"yes", 0, 0, b"yes", 0]
+    assert full_store.add("n", 0) == 300
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_closed_means_closed(kind: str, tmp_path: Path, in_threads) -> None:
+    store = make(kind, tmp_path)
+    waiting = threading.Event()
+
+    def get() -> bytes:
+        waiting.set()
+        return store.get("never")
+
+    def close() -> None:
+        waiting.wait()
+        store.close()
+        store.close()
+
+    error, _ = in_threads(get, close)
+    assert isinstance(error, StoreError)
+    assert not isinstance(error, StoreTimeoutError)
+    with pytest.raises(StoreError, match="closed"):
+        store.set("a", "1")
+
+
+def test_a_users_store_says_what_it_lacks() -> None:
+    store = UsersStore()
+    for name, args in {"compare_set": "abc", "append": "ab", "delete_key": "a", "num_keys": ""}.items():
+        with pytest.raises(UnavailableError, match=rf"UsersStore has no {name}; override Store\.{name}"):
+            getattr(store, name)(*args)
+    with pytest.raises(TypeError, match="abstract"):
+        Store()
+
+
+def test_prefixes_nest_and_keep_apart() -> None:
+    with HashStore() as base:
+        one, two = PrefixStore("one", base), PrefixStore("two", PrefixStore("deep", base))
+        one.set("k", "1")
+        two.set("k", "2")
+        assert (one.get("k"), two.get("k")) == (b"1", b"2")
+        assert base.check(["one/k", "deep/two/k"])
+        one.close()
+        assert base.num_keys() == 2
+        assert one.compare_set("k", "1", "3") == b"3"
+        one.append("k", "4")
+        assert one.delete_key("k")
+        assert one.num_keys() == 1

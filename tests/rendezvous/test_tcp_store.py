@@ -1,0 +1,425 @@
+"""The TCP store over real sockets: strangers, crowds, deaths and forks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fastcoll import config
+from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
+from fastcoll.rendezvous import TCPStore, store_protocol
+from fastcoll.rendezvous.port_holder import port_holder
+from fastcoll.rendezvous.table import Op, Request
+from fastcoll.rendezvous.wire import HEADER, HELLO, Hello, Role, encode_request
+
+SERVE = """
+import sys
+from fastcoll.rendezvous import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True)
+print(store.port, flush=True)
+sys.stdin.readline()
+store.close()
+"""
+
+
+@pytest.fixture
+def master() -> Iterator[TCPStore]:
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        yield store
+
+
+def raw(master: TCPStore) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", master.port), timeout=10)
+
+
+def greet(connection: socket.socket) -> None:
+    connection.sendall(Hello(Role.CLIENT, os.urandom(32), False).to_bytes())
+    receive(connection, HELLO.size)
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        assert part, "the server closed the connection"
+        data += part
+    return data
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server ends the connection (rather than leave us waiting)."""
+    try:
+        return connection.recv(4096) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_master_and_clients_share_the_keys(master: TCPStore) -> None:
+    assert master.port > 0
+    with TCPStore("127.0.0.1", master.port) as client:
+        client.set("k", "v")
+        assert master.get("k") == b"v"
+        assert client.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"), [("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")]
+)
+def test_the_server_listens_on_its_host_only(name: str, bound: str) -> None:
+    with TCPStore(name, 0, is_master=True) as store, TCPStore(name, store.port) as client:
+        assert client.add("n", 1) == 1
+        assert store._server._listener.getsockname()[0] == bound
+
+
+def test_a_port_in_use_names_its_holder(processes) -> None:
+    holder = processes.start(SERVE, 0)
+    port = int(holder.stdout.readline())
+    with pytest.raises(
+        ResourceError, match=rf"127.0.0.1:{port}.*in use by pid {holder.pid} \(.*python.*MASTER_PORT"
+    ):
+        TCPStore("127.0.0.1", port, is_master=True)
+    assert f"pid {holder.pid} " in port_holder(port)
+    holder.kill()
+    holder.wait()
+    assert port_holder(port) is None
+
+
+def test_a_host_that_is_not_here() -> None:
+    with pytest.raises(UsageError, match="no address of this machine"):
+        TCPStore("203.0.113.7", 0, is_master=True)
+    with pytest.raises(UsageError, match="has no address"):
+        TCPStore("no-such-host.invalid", 0, is_master=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"port": -1}, "0 to 65535"),
+        ({"port": 70000}, "0 to 65535"),
+        ({"port": 0}, "for the master only"),
+        ({"port": 5, "world_size": 0}, "world_size"),
+        ({"port": 5, "timeout": -1}, "timeout"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(arguments: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TCPStore("127.0.0.1", **arguments)
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(
+            StoreTimeoutError, match=r"no store at 127.0.0.1:\d+ within 0.1 s .*refused.*rank 0"
+        ):
+            TCPStore("127.0.0.1", unused.getsockname()[1], timeout=0.1)
+
+
+def test_a_client_may_come_before_its_server(in_threads) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    connecting = threading.Event()
+
+    def client() -> bytes:
+        connecting.set()
+        with TCPStore("127.0.0.1", port, timeout=20) as store:
+            store.set("from client", "1")
+            return store.get("from master")
+
+    def server() -> bytes:
+        connecting.wait()
+        with TCPStore("127.0.0.1", port, is_master=True) as store:
+            store.set("from master", "2")
+            value = store.get("from client")
+            store.close(linger=10)
+            return value
+
+    assert in_threads(client, server) == [b"2", b"1"]
+
+
+def test_something_else_listens(in_threads) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet_wrongly() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"220 mail.example.com ESMTP ready, and more to fill up 64 bytes...")
+
+        def client() -> None:
+            TCPStore("127.0.0.1", other.getsockname()[1], timeout=10)
+
+        error = in_threads(client, greet_wrongly)[0]
+    assert isinstance(error, StoreError)
+    assert "is no fastcoll store" in str(error)
+
+
+GARBAGE = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    b"\0" * 64,
+    b"FASTCOLL" + b"\xff" * 56,
+    b"\xff" * 100_000,
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_is_dropped(master: TCPStore, garbage: bytes) -> None:
+    with raw(master) as connection:
+        connection.sendall(garbage)
+        assert is_closed(connection)
+    assert master.add("alive", 1) == 1
+
+
+@pytest.mark.parametrize("length", [1 << 31, (1 << 32) - 1])
+def test_huge_lengths_cost_nothing(master: TCPStore, length: int) -> None:
+    with raw(master) as connection:
+        greet(connection)
+        connection.sendall(struct.pack("!BxHId", Op.SET, 1, length, 1.0))
+        assert is_closed(connection)
+    assert master.add("alive", 1) == 1
+
+
+def test_a_port_scan(master: TCPStore) -> None:
+    for _ in range(200):
+        raw(master).close()
+    assert master.add("alive", 1) == 1
+    assert len(master._server._links) <= 201
+
+
+def test_slow_openers_hold_up_nobody(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_protocol, "OPENING_SECONDS", 0.3)
+    slow = [raw(master) for _ in range(50)]
+    for connection in slow:
+        connection.sendall(b"F")
+    assert master.add("alive", 1) == 1
+    assert all(map(is_closed, slow))
+    for connection in slow:
+        connection.close()
+
+
+def test_a_thousand_clients(master: TCPStore) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2200:
+        pytest.skip(f"1,000 connections to oneself need 2,200 descriptors, the limit is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2200), hard))
+    clients = [raw(master) for _ in range(1000)]
+    try:
+        for client in clients:
+            greet(client)
+            client.sendall(encode_request(Request(Op.GET, (b"go",), timeout=60.0)))
+        master.set("go", "yes")
+        for client in clients:
+            assert receive(client, HEADER.size + 7).endswith(b"yes")
+    finally:
+        for client in clients:
+            client.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_out_of_descriptors_the_store_goes_on(processes) -> None:
+    source = SERVE.replace(
+        "import sys", "import sys, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))"
+    )
+    server = processes.start(source, 0)
+    port = int(server.stdout.readline())
+    with TCPStore("127.0.0.1", port) as early:
+        crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+        assert early.add("n", 1) == 1
+        for connection in crowd:
+            connection.close()
+        with TCPStore("127.0.0.1", port, timeout=10) as late:
+            assert late.add("n", 1) == 2
+
+
+def test_a_killed_server_is_noticed_by_a_waiting_get(processes, in_threads) -> None:
+    server = processes.start(SERVE, 0)
+    port = int(server.stdout.readline())
+    with TCPStore("127.0.0.1", port) as client, TCPStore("127.0.0.1", port) as other:
+
+        def kill() -> float:
+            other.wait(["waiting"])
+            server.send_signal(signal.SIGKILL)
+            return time.monotonic()
+
+        def get() -> float:
+            client.set("waiting", "1")
+            with pytest.raises(
+                StoreError, match=rf"process that holds the store at 127.0.0.1:{port} \(rank 0\) is gone"
+            ):
+                client.get("never")
+            return time.monotonic()
+
+        noticed, killed = in_threads(get, kill)
+        assert noticed - killed < 1.0
+        with pytest.raises(StoreError, match="is gone"):
+            client.set("a", "1")
+
+
+def test_a_server_that_came_after_the_lost_one_is_not_taken_for_it(processes) -> None:
+    first = processes.start(SERVE, 0)
+    port = int(first.stdout.readline())
+    with TCPStore("127.0.0.1", port) as client:
+        first.kill()
+        first.wait()
+        second = processes.start(SERVE, port)
+        second.stdout.readline()
+        for _ in range(2):
+            with pytest.raises(StoreError, match="is gone"):
+                client.add("n", 1)
+
+
+def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastcoll.rendezvous.tcp_connection.GRACE_SECONDS", 0.2)
+    server = processes.start(SERVE, 0)
+    port = int(server.stdout.readline())
+    with TCPStore("127.0.0.1", port) as client:
+        server.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(StoreTimeoutError):
+                client.wait(["k"], 0.1)
+        server.send_signal(signal.SIGCONT)
+        client.set("k", "1")
+        client.wait(["k"])
+
+
+def test_a_forked_child_is_refused_and_harms_nothing(master: TCPStore) -> None:
+    master.set("k", "v")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            master.get("k")
+        except UsageError as error:
+            os.write(write, str(error).encode())
+        master.close()
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with open(read, encoding="utf-8") as pipe:
+        assert f"belongs to process {os.getpid()} and came here by a fork" in pipe.read()
+    assert master.get("k") == b"v"
+    with TCPStore("127.0.0.1", master.port) as client:
+        assert client.get("k") == b"v"
+
+
+def test_a_forked_child_does_not_keep_a_dead_servers_sockets_open(processes) -> None:
+    source = SERVE.replace("sys.stdin", "import os; os.fork() or sys.stdin.read(); sys.stdin")
+    server = processes.start(source, 0)
+    port = int(server.stdout.readline())
+    with TCPStore("127.0.0.1", port) as client:
+        server.kill()
+        with pytest.raises(StoreError, match="is gone"):
+            client.get("never")
+
+
+@pytest.mark.parametrize(("server", "client"), [("one", "two"), ("one", None), (None, "two")])
+def test_secrets_must_match(monkeypatch: pytest.MonkeyPatch, server: str | None, client: str | None) -> None:
+    set_secret(monkeypatch, server)
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        set_secret(monkeypatch, client)
+        with pytest.raises(StoreError, match=r"another secret; give every rank .* FASTCOLL_SECRET"):
+            TCPStore("127.0.0.1", store.port, timeout=10)
+        set_secret(monkeypatch, server)
+        with TCPStore("127.0.0.1", store.port) as good:
+            assert good.add("n", 1) == 1
+
+
+def set_secret(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
+    config.forget()
+    if secret is None:
+        monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
+    else:
+        monkeypatch.setenv("FASTCOLL_SECRET", secret)
+
+
+def test_the_master_waits_for_its_workers(in_threads) -> None:
+    ports: list[int] = []
+    known = threading.Event()
+    listen = socket.socket
+    with listen() as probe:
+        probe.bind(("127.0.0.1", 0))
+        ports.append(probe.getsockname()[1])
+
+    def master() -> int:
+        known.set()
+        with TCPStore("127.0.0.1", ports[0], 3, True, timeout=20) as store:
+            return store.add("fastcoll/workers", 0)
+
+    def worker() -> int:
+        known.wait()
+        with TCPStore("127.0.0.1", ports[0], 3, timeout=20) as store:
+            return store.add("fastcoll/workers", 0) > 0
+
+    results = in_threads(master, worker, worker)
+    assert results[0] == 3, results
+
+
+def test_workers_that_do_not_come_are_counted() -> None:
+    with pytest.raises(StoreTimeoutError, match="1 of 3 processes opened the store"):
+        TCPStore("127.0.0.1", 0, 3, True, timeout=0.1)
+
+
+def test_one_process_may_share_a_server(master: TCPStore) -> None:
+    with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as one:
+        two = TCPStore("127.0.0.1", one.port, is_master=True, multi_tenant=True)
+        two.set("k", "v")
+        assert one.get("k") == b"v"
+        two.close()
+        assert one.get("k") == b"v"
+    with pytest.raises(ResourceError, match="in use"):
+        TCPStore("127.0.0.1", master.port, is_master=True, multi_tenant=True)
+
+
+def test_linger_waits_for_the_others_and_no_longer(master: TCPStore, in_threads) -> None:
+    client = TCPStore("127.0.0.1", master.port)
+    closing = threading.Event()
+
+    def close_master() -> float:
+        closing.set()
+        started = time.monotonic()
+        master.close(linger=30)
+        return time.monotonic() - started
+
+    def use_and_leave() -> bytes:
+        closing.wait()
+        client.set("k", "v")
+        value = client.get("k")
+        client.close()
+        return value
+
+    took, value = in_threads(close_master, use_and_leave)
+    assert value == b"v"
+    assert took < 20
+
+
+def test_linger_is_bounded(master: TCPStore) -> None:
+    with TCPStore("127.0.0.1", master.port):
+        started = time.monotonic()
+        master.close(linger=0.1)
+        assert time.monotonic() - started < 5
+
+
+def test_ctrl_c_ends_a_waiting_get(processes) -> None:
+    source = """
+import sys
+from fastcoll.rendezvous import TCPStore
+with TCPStore("127.0.0.1", 0, is_master=True) as store:
+    try:
+        print("up", flush=True)
+        store.get("never")
+    except KeyboardInterrupt:
+        print("interrupted", store.add("n", 1))
+"""
+    process = processes.start(source)
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=10)[0] == "interrupted 1\n"

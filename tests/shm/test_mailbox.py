@@ -1,0 +1,585 @@
+"""Mailboxes over one segment. Ranks are threads here: kernels release the GIL, mailboxes share nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastcoll.arrays import adopt
+from fastcoll.errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    MismatchError,
+    NotInitializedError,
+    PeerDiedError,
+    UsageError,
+)
+from fastcoll.members import Member
+from fastcoll.shm import lanes
+from fastcoll.shm.layout import Layout
+from fastcoll.shm.mailbox import Mailbox
+from fastcoll.shm.segment import Segment, new_name, unlink
+from fastcoll.shm.vigil import Vigil
+from fastcoll.work import Work
+
+RING = 4096
+DEADLINE = 60.0
+SIZES = [0, 1, 47, 48, 49, RING // 4, RING - 17, RING - 16, RING - 1, RING, RING + 1, 3 * RING + 5]
+
+
+class Rank:
+    """One rank's mailbox with the public arguments."""
+
+    def __init__(self, segment: Segment, members: list[Member], rank: int, timeout: float) -> None:
+        self.rank = rank
+        self.vigil = Vigil(segment, members, rank)
+        self.mailbox = Mailbox(segment.address, segment.layout, rank, self.vigil, timeout, (0, 100))
+
+    def send(self, x: Any, dst: int, tag: int = 0) -> None:
+        self.mailbox.send(adopt(x, writable=False), dst, tag)
+
+    def recv(self, x: Any, src: int | None = None, tag: int = 0) -> int:
+        return self.mailbox.recv(adopt(x, writable=True), src, tag)
+
+    def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
+        return self.mailbox.isend(adopt(x, writable=False), dst, tag)
+
+    def irecv(self, x: Any, src: int | None = None, tag: int = 0) -> Work:
+        return self.mailbox.irecv(adopt(x, writable=True), src, tag)
+
+    def await_in_ring(self, dst: int, count: int) -> None:
+        """Wait until so many messages are in the ring to `dst`, without an ack."""
+        until(lambda: len(self.mailbox._courier._unacked[dst]) == count)
+
+
+class World:
+    """Some ranks in one process."""
+
+    def __init__(self, size: int, timeout: float = DEADLINE, members: list[Member] | None = None) -> None:
+        name = new_name()
+        self.segment = Segment.create(name, Layout(size, 4096, RING))
+        unlink(name)
+        here = [Member.here(rank, size, "shm") for rank in range(size)]
+        self.ranks = [Rank(self.segment, members or here, rank, timeout) for rank in range(size)]
+
+    def run(self, *programs: Callable[[Rank], None]) -> None:
+        """Run a program for each rank, together; the first error of any is raised."""
+        errors: list[BaseException] = []
+
+        def guarded(program: Callable[[Rank], None], rank: Rank) -> None:
+            try:
+                program(rank)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=guarded, args=pair, daemon=True)
+            for pair in zip(programs, self.ranks, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE if not errors else 5.0)
+        if errors:
+            raise errors[0]
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.mailbox.close(None)
+        left = [thread.name for thread in threading.enumerate() if thread.name == "fastcoll-mailbox"]
+        assert not left, "a mailbox's thread outlives it"
+        self.segment.close()
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(size: int, **options: Any) -> World:
+        made.append(World(size, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.001)
+
+
+def pattern(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_blocking_both_ways(worlds, nbytes: int) -> None:
+    def first(me: Rank) -> None:
+        me.send(pattern(nbytes, 1), 1, 7)
+        got = np.zeros(nbytes, np.uint8)
+        assert me.recv(got, 1, 8) == 1
+        assert (got == pattern(nbytes, 2)).all()
+
+    def second(me: Rank) -> None:
+        got = np.zeros(nbytes, np.uint8)
+        assert me.recv(got, 0, 7) == 0
+        assert (got == pattern(nbytes, 1)).all()
+        me.send(pattern(nbytes, 2), 0, 8)
+
+    worlds(2).run(first, second)
+
+
+def test_frames_wrap_at_every_place(worlds) -> None:
+    sizes = [(37 * n) % 1500 for n in range(200)]
+
+    def first(me: Rank) -> None:
+        for n, nbytes in enumerate(sizes):
+            me.send(pattern(nbytes, n), 1)
+
+    def second(me: Rank) -> None:
+        for n, nbytes in enumerate(sizes):
+            got = np.zeros(nbytes, np.uint8)
+            me.recv(got, 0)
+            assert (got == pattern(nbytes, n)).all(), n
+
+    worlds(2).run(first, second)
+
+
+@pytest.mark.parametrize("nbytes", [8, 1000, RING + 1])
+def test_many_sends_received_in_reverse(worlds, nbytes: int) -> None:
+    count = 100
+
+    def first(me: Rank) -> None:
+        works = [me.isend(pattern(nbytes, tag), 1, tag) for tag in range(count)]
+        assert all(work.wait(DEADLINE) for work in works)
+
+    def second(me: Rank) -> None:
+        for tag in reversed(range(count)):
+            got = np.zeros(nbytes, np.uint8)
+            me.recv(got, 0, tag)
+            assert (got == pattern(nbytes, tag)).all(), tag
+
+    worlds(2).run(first, second)
+
+
+@pytest.mark.parametrize("receive_first", [True, False])
+def test_large_messages_cross(worlds, receive_first: bool) -> None:
+    nbytes = 20 * RING + 3
+
+    def program(me: Rank) -> None:
+        got, peer = np.zeros(nbytes, np.uint8), 1 - me.rank
+        posts = [lambda: me.irecv(got, peer, 1), lambda: me.isend(pattern(nbytes, me.rank), peer, 1)]
+        for work in [post() for post in (posts if receive_first else reversed(posts))]:
+            work.wait(DEADLINE)
+        assert (got == pattern(nbytes, peer)).all()
+
+    worlds(2).run(program, program)
+
+
+def test_one_tag_keeps_its_order(worlds) -> None:
+    def first(me: Rank) -> None:
+        for work in [me.isend(np.array([n]), 1, 3) for n in range(60)]:
+            work.wait(DEADLINE)
+
+    def second(me: Rank) -> None:
+        arrays = [np.array([-1]) for _ in range(60)]
+        works = [me.irecv(x, 0, 3) if n % 3 else None for n, x in enumerate(arrays[:30])]
+        order = [n for n in range(30) if works[n]]
+        for work in filter(None, works):
+            work.wait(DEADLINE)
+        for n in [n for n in range(30) if not works[n]] + list(range(30, 60)):
+            me.recv(arrays[n], 0, 3)
+            order.append(n)
+        assert [int(arrays[n][0]) for n in order] == list(range(60))
+
+    worlds(2).run(first, second)
+
+
+REFUSALS = [
+    (np.zeros(4, np.float32), np.zeros(5, np.float32), r"float32, 4 elements.*float32, 5 elements"),
+    (np.zeros(4, np.float32), np.zeros(4, np.int32), r"float32, 4 elements.*int32, 4 elements"),
+    (np.zeros(5 * RING, np.uint8), np.zeros(1, np.uint8), r"20480 elements.*1 elements"),
+]
+
+
+@pytest.mark.parametrize("posted", [False, True])
+@pytest.mark.parametrize(("sent", "wanted", "text"), REFUSALS)
+def test_misfits_raise_on_both_sides_and_nothing_is_broken(
+    worlds, sent, wanted, text: str, posted: bool
+) -> None:
+    before = wanted.copy()
+
+    def first(me: Rank) -> None:
+        with pytest.raises(MismatchError, match=f"rank 1.*tag 9.*{text}"):
+            me.isend(sent, 1, 9).wait(DEADLINE) if posted else me.send(sent, 1, 9)
+        me.send(np.arange(3), 1, 9)
+
+    def second(me: Rank) -> None:
+        with pytest.raises(MismatchError, match=r"rank 0.*tag 9"):
+            me.irecv(wanted, 0, 9).wait(DEADLINE) if posted else me.recv(wanted, 0, 9)
+        assert (wanted == before).all()
+        got = np.zeros(3, int)
+        me.recv(got, 0, 9)
+        assert (got == np.arange(3)).all()
+        assert me.vigil.failure is None
+
+    worlds(2).run(first, second)
+
+
+def test_a_stored_message_that_does_not_fit(worlds) -> None:
+    def first(me: Rank) -> None:
+        work = me.isend(np.zeros(3), 1, 1)
+        me.send(np.zeros(1), 1, 2)
+        with pytest.raises(MismatchError, match=r"float64, 3 elements.*float64, 2 elements"):
+            work.wait(DEADLINE)
+
+    def second(me: Rank) -> None:
+        me.recv(np.zeros(1), 0, 2)
+        with pytest.raises(MismatchError, match=r"float64, 2 elements.*float64, 3 elements"):
+            me.recv(np.zeros(2), 0, 1)
+
+    worlds(2).run(first, second)
+
+
+def test_to_oneself(worlds) -> None:
+    (me,) = worlds(1).ranks
+    x, got = np.arange(5), np.zeros(5, int)
+    me.send(x, 0, 1)
+    x[:] = 0
+    assert me.recv(got, 0, 1) == 0
+    assert (got == np.arange(5)).all()
+    early = me.irecv(got, None, 2)
+    later = me.isend(np.full(5, 4), 0, 2)
+    assert later.wait(DEADLINE)
+    assert early.result() == 0
+    assert (got == 4).all()
+    refused = me.isend(np.zeros(2), 0, 3)
+    assert not refused.is_completed()
+    with pytest.raises(MismatchError):
+        me.recv(np.zeros(3), 0, 3)
+    with pytest.raises(MismatchError):
+        refused.wait(DEADLINE)
+
+
+def test_receives_match_in_the_order_posted(worlds) -> None:
+    world = worlds(2)
+    arrays = [np.zeros(1, int) for _ in range(4)]
+    works = [world.ranks[1].irecv(x, source, 0) for x, source in zip(arrays, (None, 0, None, 0), strict=True)]
+    for n in range(4):
+        world.ranks[0].send(np.array([n]), 1, 0)
+    assert [work.result() for work in works] == [0, 0, 0, 0]
+    assert [int(x[0]) for x in arrays] == [0, 1, 2, 3]
+
+
+def test_from_any_serves_the_ranks_in_turn(worlds) -> None:
+    world, count = worlds(3), 40
+    me, *others = world.ranks
+    works = [other.isend(np.array([other.rank, n]), 0) for other in others for n in range(count)]
+    for other in others:
+        other.await_in_ring(0, count)
+    got = np.zeros(2, int)
+    sources = []
+    for n in range(2 * count):
+        sources.append(me.recv(got))
+        assert got.tolist() == [sources[-1], n // 2]
+    assert sources[:2] in ([1, 2], [2, 1])
+    assert sources == sources[:2] * count
+    assert all(work.wait(DEADLINE) for work in works)
+
+
+def test_three_ranks_each_to_each(worlds) -> None:
+    sizes = [3, 700, RING + 9]
+
+    def program(me: Rank) -> None:
+        peers = [rank for rank in range(3) if rank != me.rank]
+        got = {(peer, n): np.zeros(n, np.uint8) for peer in peers for n in sizes}
+        works = [me.irecv(x, peer, n) for (peer, n), x in got.items()]
+        works += [me.isend(pattern(n, me.rank), peer, n) for n in reversed(sizes) for peer in peers]
+        assert all(work.wait(DEADLINE) for work in works)
+        assert all((x == pattern(n, peer)).all() for (peer, n), x in got.items())
+        # Then around the ring, blocking.
+        token = np.array([0])
+        if me.rank == 0:
+            me.send(token + 1, 1)
+        me.recv(token, (me.rank - 1) % 3)
+        if me.rank != 0:
+            me.send(token + 1, (me.rank + 1) % 3)
+        assert token[0] == (me.rank or 3)
+
+    worlds(3).run(program, program, program)
+
+
+def test_a_packed_array_is_written_back(worlds) -> None:
+    target = np.zeros((3, 8))
+
+    def first(me: Rank) -> None:
+        me.send(np.arange(6.0).reshape(3, 2), 1)
+        me.send(np.arange(6.0)[::-1], 1)
+
+    def second(me: Rank) -> None:
+        me.recv(target[:, ::4], 0)
+        me.irecv(target[:, 1::4], 0).wait(DEADLINE)
+
+    worlds(2).run(first, second)
+    assert (target[:, ::4] == np.arange(6.0).reshape(3, 2)).all()
+    assert (target[:, 1::4] == np.arange(6.0)[::-1].reshape(3, 2)).all()
+
+
+# ---- threads
+
+
+def test_a_blocked_call_makes_way_for_other_threads(worlds) -> None:
+    world = worlds(2)
+    me, peer = world.ranks
+    got = np.zeros(3)
+    blocked = threading.Thread(target=me.recv, args=(got, 1, 1))
+    blocked.start()
+    until(me.mailbox._turn.locked)
+    work = me.isend(np.ones(3), 1, 2)
+    answer = np.zeros(3)
+    peer.recv(answer, 0, 2)
+    assert work.wait(DEADLINE)
+    assert blocked.is_alive()
+    peer.send(answer * 5, 0, 1)
+    blocked.join(DEADLINE)
+    assert got.tolist() == [5, 5, 5]
+
+
+def test_a_half_sent_message_is_handed_over(worlds) -> None:
+    world = worlds(2)
+    me, peer = world.ranks
+    large = pattern(3 * RING)
+    blocked = threading.Thread(target=me.send, args=(large, 1, 1))
+    blocked.start()
+    until(lambda: me.mailbox._turn.locked() and me.mailbox._lanes.word(1, lanes.OUT_HEAD) > 0)
+    work = me.isend(np.ones(1), 1, 2)
+    got = np.zeros(3 * RING, np.uint8)
+    answer = np.zeros(1)
+    peer.recv(answer, 0, 2)
+    peer.recv(got, 0, 1)
+    blocked.join(DEADLINE)
+    assert work.wait(DEADLINE)
+    assert answer[0] == 1
+    assert (got == large).all()
+
+
+def test_two_threads_on_each_side(worlds) -> None:
+    count = 150
+
+    def talk(me: Rank, tag: int) -> None:
+        got = np.zeros(1, int)
+        for n in range(count):
+            if me.rank == 0:
+                me.send(np.array([n]), 1, tag)
+            me.recv(got, 1 - me.rank, tag)
+            assert got[0] == n
+            if me.rank == 1:
+                me.send(got, 0, tag)
+
+    def program(me: Rank) -> None:
+        second = threading.Thread(target=talk, args=(me, 2), daemon=True)
+        second.start()
+        talk(me, 1)
+        second.join(DEADLINE)
+        assert not second.is_alive()
+
+    worlds(2).run(program, program)
+
+
+def test_a_callback_may_post_but_not_wait(worlds) -> None:
+    world = worlds(2)
+    me, peer = world.ranks
+    unmatched = me.irecv(np.zeros(1), 1, 5)
+    seen: list[Any] = []
+
+    def callback(work: Work) -> None:
+        seen.append(me.isend(np.ones(1), 1, 6))
+        try:
+            me.send(np.ones(1), 1, 7)
+        except UsageError as error:
+            seen.append(error)
+
+    received = me.irecv(np.zeros(1), 1, 4)
+    received.add_done_callback(callback)
+    peer.send(np.zeros(1), 0, 4)
+    peer.recv(np.zeros(1), 0, 6)
+    until(lambda: len(seen) == 2)
+    assert seen[0].wait(DEADLINE)
+    assert "callback" in str(seen[1])
+    peer.send(np.zeros(1), 0, 5)
+    assert unmatched.wait(DEADLINE)
+
+
+# ---- when things go wrong
+
+
+def test_what_is_ready_is_not_kept_waiting_by_what_is_not(worlds) -> None:
+    (me,) = worlds(1).ranks
+    unmatched = me.irecv(np.zeros(1), 0, 1)
+    began = time.monotonic()
+    for n in range(100):
+        me.send(np.array([n]), 0, 2)
+        me.recv(np.zeros(1, int), 0, 2)
+    assert time.monotonic() - began < 2.5  # 5 s if each waited for a kernel's budget
+    me.send(np.zeros(1), 0, 1)
+    assert unmatched.wait(DEADLINE)
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_a_silent_peer_runs_into_the_timeout(worlds, source: int | None) -> None:
+    me, _ = worlds(2, timeout=0.2).ranks
+    with pytest.raises(CollectiveTimeoutError, match=r"recv from .*tag 3.*rank 1 .*0\.2 s"):
+        me.recv(np.zeros(1), source, 3)
+    assert isinstance(me.vigil.failure, CollectiveTimeoutError)
+    with pytest.raises(CollectiveTimeoutError):
+        me.irecv(np.zeros(1), 1, 4)
+
+
+def test_posted_operations_run_into_the_timeout(worlds) -> None:
+    me, peer = worlds(2, timeout=0.2).ranks
+    works = [me.isend(np.zeros(3 * RING), 1), me.irecv(np.zeros(1), 1)]
+    for work in works:
+        with pytest.raises(CollectiveTimeoutError, match=r"send to rank 1|recv from rank 1"):
+            work.wait(DEADLINE)
+    with pytest.raises((AbortedError, CollectiveTimeoutError)):
+        peer.recv(np.zeros(1), 0, 9)
+
+
+def test_what_a_rank_sent_before_it_left_can_be_received(worlds) -> None:
+    me, peer = worlds(2).ranks
+    peer.isend(np.array([3.0]), 0)
+    peer.await_in_ring(0, 1)
+    peer.vigil.leave()
+    got = np.zeros(1)
+    assert me.recv(got, 1) == 1
+    assert got[0] == 3
+    with pytest.raises(AbortedError, match=r"rank 1 .*left the group"):
+        me.recv(got, 1)
+
+
+def test_from_any_goes_on_while_somebody_is_left(worlds) -> None:
+    world = worlds(3)
+    me, gone, there = world.ranks
+    gone.vigil.leave()
+    got = np.zeros(1)
+    work = me.irecv(got, None, 1)
+    until(lambda: me.mailbox._courier._next_look > 0)
+    there.send(np.ones(1), 0, 1)
+    assert work.result() == 2
+    there.vigil.leave()
+    with pytest.raises(AbortedError, match=r"rank 1 .*rank 2 .*left the group"):
+        me.recv(got)
+
+
+def test_a_dead_peer_is_named(worlds) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    alive = Member.here(1, 2, "shm")
+    with open(f"/proc/{child.pid}/stat") as file:
+        started = int(file.read().rpartition(")")[2].split()[19])
+    members = [Member.here(0, 2, "shm"), dataclasses.replace(alive, pid=child.pid, start_time=started)]
+    world = worlds(2, members=members)
+    me, peer = world.ranks
+    peer.isend(np.array([6.0]), 0)
+    peer.await_in_ring(0, 1)
+    posted = me.irecv(np.zeros(1), 1, 8)
+    until(lambda: me.mailbox._courier._next_look > 0)
+    began = time.monotonic()
+    child.kill()
+    with pytest.raises(PeerDiedError, match=f"rank 1 .*{child.pid}.*died.*recv from rank 1.*tag 8"):
+        posted.wait(DEADLINE)
+    assert time.monotonic() - began < 2
+    child.communicate()
+
+
+def test_a_blocked_call_sees_a_failed_group(worlds) -> None:
+    me, peer = worlds(2).ranks
+    failure: list[BaseException] = []
+
+    def blocked() -> None:
+        try:
+            me.recv(np.zeros(1), 1)
+        except AbortedError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=blocked)
+    thread.start()
+    until(me.mailbox._turn.locked)
+    peer.vigil.fail(AbortedError("out of luck"))
+    thread.join(5)
+    assert "rank 1" in str(failure[0])
+    assert "out of luck" in str(failure[0])
+
+
+def test_abort_ends_what_is_under_way(worlds) -> None:
+    me, _ = worlds(2).ranks
+    work = me.irecv(np.zeros(1), 1)
+    me.vigil.fail(AbortedError("enough"))
+    me.mailbox.abort()
+    with pytest.raises(AbortedError, match="enough"):
+        work.wait(5)
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
+    me, _ = worlds(2).ranks
+    if pending:
+        me.irecv(np.zeros(1), 1, 1)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        until(lambda: len(me.mailbox._courier.live) == 2 if pending else me.mailbox._turn.locked())
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        me.recv(np.zeros(1), 1)
+    thread.join()
+    assert time.monotonic() - began < DEADLINE / 2
+    assert "interrupted" in str(me.vigil.failure)
+
+
+def test_close_ends_pending_operations(worlds) -> None:
+    world = worlds(2)
+    me, peer = world.ranks
+    work = me.irecv(np.zeros(1), 1)
+    me.mailbox.close(None)
+    me.mailbox.close(None)
+    with pytest.raises(AbortedError, match="destroyed"):
+        work.wait(5)
+    with pytest.raises(NotInitializedError):
+        me.isend(np.zeros(1), 1)
+    peer.mailbox.close(AbortedError("over"))
+
+
+def test_close_ends_a_blocked_call(worlds) -> None:
+    me, _ = worlds(2).ranks
+    failure: list[BaseException] = []
+
+    def blocked() -> None:
+        try:
+            me.recv(np.zeros(1), 1)
+        except AbortedError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=blocked)
+    thread.start()
+    until(me.mailbox._turn.locked)
+    me.mailbox.close(None)
+    thread.join(5)
+    assert "destroyed" in str(failure[0])
