@@ -301,7 +301,7 @@ class ProcessGroup(ABC):
     ) -> Work | None:
         """`all_reduce` of several arrays of one dtype at the price of one."""
         xs = _adopt_same_dtype(tensors, writable=True)
-        flat = np.concatenate([x.array.reshape(-1) for x in xs])
+        flat = _flattened(xs)
         source, plain = _scaled(flat, op)
         call = self._plan_all_reduce(source, plain)
         return self._run("all_reduce_coalesced", _then_split(call, source, xs), xs, async_op)
@@ -324,7 +324,7 @@ class ProcessGroup(ABC):
             _check_dtypes(f"output_lists[{k}]", outs, x.array)
         per_rank = [[outs[r] for outs in lists] for r in range(self.size)]
         flats = [np.empty(sum(o.array.size for o in outs), xs[0].array.dtype) for outs in per_rank]
-        source = np.concatenate([x.array.reshape(-1) for x in xs])
+        source = _flattened(xs)
         _check_fit("tensors", source, f"output_lists[..][{self.rank}]", flats[self.rank])
         call = self._plan_all_gather(flats, source)
         for flat, outs in zip(flats, per_rank, strict=True):
@@ -495,6 +495,12 @@ def _adopt_same_dtype(tensors: Sequence[Any], *, writable: bool) -> list[Adopted
     xs = adopt_list(tensors, len(tensors), writable=writable, what="tensors")
     _check_dtypes("tensors", xs, xs[0].array)
     return xs
+
+
+def _flattened(xs: Sequence[Adopted]) -> Array:
+    """All elements, one array after the other; np.concatenate would change the byte order."""
+    flat = np.empty(sum(x.array.size for x in xs), xs[0].array.dtype)
+    return np.concatenate([x.array.reshape(-1) for x in xs], out=flat)
 
 
 def _then_split(call: Call, flat: Array, owners: Sequence[Adopted]) -> Call:

@@ -39,7 +39,7 @@ def test_all_gather(rank, world_size):
                 assert_same(got, want, (dtype, count))
             flat = empty(count * world_size, dtype)
             dist.all_gather_into_tensor(flat, inputs[rank])
-            assert_same(flat, np.concatenate(inputs), (dtype, count))
+            assert_same(flat, np.concatenate(inputs).astype(dtype), (dtype, count))
 
 
 @pytest.mark.ranks(*WORLDS)

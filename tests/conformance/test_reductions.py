@@ -190,3 +190,6 @@ def test_coalesced(rank, world_size):
     for k, per_rank in enumerate(outs):
         for r, got in enumerate(per_rank):
             assert_same(got, inputs[r][k])
+    swapped = [[np.zeros(3, ">i2") for _ in range(world_size)]]
+    dist.all_gather_coalesced(swapped, [np.full(3, rank, ">i2")])
+    assert [x[0] for x in swapped[0]] == list(range(world_size))
