@@ -28,11 +28,15 @@ from .blocks import Blocks
 from .context import Context, patience
 from .mailbox import Mailbox
 from .meeting import meet
-from .mismatch import describe_sizes, share_sizes
+from .mismatch import Sizes, describe_sizes, share_sizes
 from .segment import Segment
 from .vigil import Vigil, Wait
 
 Kernel = Callable[..., int]
+
+# Looked up once: the synchronous path has a budget of a few hundred nanoseconds.
+_all_reduce: Kernel = run.all_reduce
+_DONE = rounds.DONE
 
 
 class ShmGroup(ProcessGroup):
@@ -80,32 +84,34 @@ class ShmGroup(ProcessGroup):
             what = self._ready.get((op, tensor.dtype))
             if what is not None and tensor.flags.carray and self._turn.acquire(False):
                 try:
-                    self._drive(run.all_reduce, (self._c, header_of(tensor), tensor.nbytes, what))
-                except _Mismatch:
-                    raise self._explain(((), ())) from None
+                    code = _all_reduce(self._c, header_of(tensor), tensor.nbytes, what)
+                    if code == _DONE:
+                        return None
+                    self._go_on(code, _all_reduce, (self._c, header_of(tensor), tensor.nbytes, what))
+                except BaseException as error:
+                    self._torn(_all_reduce, error)
+                    raise
                 finally:
                     self._turn.release()
                 return None
         return super().all_reduce(tensor, op, async_op)
 
-    def _drive(self, kernel: Kernel, args: tuple[int, ...], timeout: float | None = None) -> None:
-        """Run a kernel to its end; a group's calls run one at a time."""
-        try:
-            code = kernel(*args)
-            if code != rounds.DONE:
-                self._go_on(code, kernel, args, timeout or self.timeout)
-        except BaseException as error:
-            self._torn(kernel, error)
-            raise
-
-    def _go_on(self, code: int, kernel: Kernel, args: tuple[int, ...], timeout: float) -> None:
+    def _go_on(
+        self,
+        code: int,
+        kernel: Kernel,
+        args: tuple[int, ...],
+        sizes: Sizes = ((), ()),
+        timeout: float | None = None,
+    ) -> None:
+        """What follows a kernel that came back early: call it again while that makes sense."""
         if code == rounds.AGAIN:
-            wait = Wait(self._vigil, self._doing(kernel), self._late, timeout)
+            wait = Wait(self._vigil, self._doing(kernel), self._late, timeout or self.timeout)
             while code == rounds.AGAIN:
                 wait.look()
                 code = kernel(*args)
         if code == rounds.MISMATCH:
-            raise _Mismatch
+            raise self._explain(sizes)
 
     def _torn(self, kernel: Kernel, error: BaseException) -> None:
         """A call ended half-way: the group can't go on, and the peers must know."""
@@ -147,18 +153,22 @@ class ShmGroup(ProcessGroup):
         kernel: Kernel,
         *args: int,
         keep: tuple[Any, ...] = (),
-        sizes: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        sizes: Sizes = ((), ()),
         timeout: float | None = None,
     ) -> Call:
         """A call of a kernel. `keep` holds what the integers point to; `sizes` are what this rank gives
         to and takes from each rank, in bytes, to explain a mismatch."""
+        args = (self._c, *args)
 
         def call(_keep: tuple[Any, ...] = keep) -> None:
             self._check_usable()
             try:
-                self._drive(kernel, (self._c, *args), timeout)
-            except _Mismatch:
-                raise self._explain(sizes) from None
+                code = kernel(*args)
+                if code != _DONE:
+                    self._go_on(code, kernel, args, sizes, timeout)
+            except BaseException as error:
+                self._torn(kernel, error)
+                raise
 
         return call
 
@@ -302,7 +312,7 @@ class ShmGroup(ProcessGroup):
         start = self._segment.word(rank, layout.LINE * (self._context[rounds.CALLS] % 2))
         return self._segment.words[start : start + layout.PAYLOAD]
 
-    def _explain(self, sizes: tuple[Sequence[int], Sequence[int]]) -> MismatchError:
+    def _explain(self, sizes: Sizes) -> MismatchError:
         """What each rank called; every rank of a mismatch is here, so they can tell one another their sizes."""
         number = self._context[rounds.CALLS]
         lines = [self._words(rank) for rank in range(self.size)]
@@ -318,7 +328,3 @@ class ShmGroup(ProcessGroup):
             f"the ranks' calls do not match (call {number} of group {self.name!r}): {text}; "
             "all ranks must make the same calls in the same order"
         )
-
-
-class _Mismatch(Exception):
-    """A kernel found that the calls differ."""

@@ -1,0 +1,128 @@
+"""The documentation: what it shows runs, what it lists is complete, and its links lead somewhere.
+
+Every ```python block runs: those of a page, one after the other, are one program of two ranks, but for the
+pages that SPECIAL names. What is only to be read is marked ```py.
+"""
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import fastcoll
+from fastcoll import config, errors
+from fastcoll.bench.command import main as bench
+from fastcoll.launch.command import main as launch
+
+ROOT = Path(__file__).parent.parent
+PAGES = {path.name: path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
+SPECIAL = ("README.md", "launching.md", "testing.md")
+REFERENCE = ("operations.md", "errors.md")
+
+
+@cache
+def text(page):
+    return PAGES[page].read_text()
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text(page), re.MULTILINE | re.DOTALL)
+
+
+def program(page):
+    return "\n\n".join(blocks(page, "python"))
+
+
+def prose(page):
+    return re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def run(*words, cwd):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, cwd=cwd)
+
+
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("page", sorted(page for page in PAGES if page not in SPECIAL and program(page)))
+def test_the_blocks_of_a_page_are_a_program(page):
+    exec(compile(program(page), page, "exec"), {"__name__": "__main__"})
+    assert not fastcoll.is_initialized()
+
+
+def test_the_first_program_prints_what_the_readme_shows(tmp_path):
+    (tmp_path / "hello.py").write_text(program("README.md"))
+    command, shown = blocks("README.md", "console")[0].split("\n", 1)
+    done = run(*command.removeprefix("$ python ").split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == shown.splitlines()
+
+
+def test_the_program_that_spawns(tmp_path):
+    (tmp_path / "spawning.py").write_text(program("launching.md"))
+    done = run("spawning.py", cwd=tmp_path)
+    assert done.stdout == "both ranks have ended well\n", done.stderr
+
+
+def test_the_tests_that_are_shown_pass(tmp_path):
+    (tmp_path / "test_shown.py").write_text(program("testing.md"))
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    assert " passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_public_name_is_in_the_reference():
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", "".join(map(prose, REFERENCE))))))
+    assert sorted(set(fastcoll.__all__) - words) == []
+
+
+def test_the_table_of_settings():
+    rows = re.findall(r"^\| `(FASTCOLL_\w+)` \| (.*?) \| (.*?) \|$", text("errors.md"), re.MULTILINE)
+    assert rows == [(name, str(s.default) or "(empty)", s.meaning) for name, s in config.SETTINGS.items()]
+
+
+def test_every_setting_that_is_mentioned_exists():
+    mentioned = {name for page in PAGES for name in re.findall(r"FASTCOLL_[A-Z_]*[A-Z]", text(page))}
+    assert mentioned - set(config.SETTINGS) == set()
+
+
+def test_the_table_of_exceptions():
+    rows = dict(re.findall(r"^\| `(\w+Error)` \| (.*?) \| .* \|$", text("errors.md"), re.MULTILINE))
+    tree = {
+        name: ", ".join(base.__name__ for base in kind.__bases__)
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.FastcollError)
+    }
+    assert rows == tree
+
+
+@pytest.mark.parametrize(("page", "command"), [("launching.md", launch), ("benchmark.md", bench)])
+def test_every_option_is_described(page, command, capsys):
+    with pytest.raises(SystemExit):
+        command(["--help"])
+    options = {found.replace("-", "_") for found in re.findall(r"--(\w[\w-]+)", capsys.readouterr().out)}
+    described = {found.replace("-", "_") for found in re.findall(r"--(\w[\w-]+)", prose(page))}
+    assert options - described == {"help"}
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = PAGES[page].parent / name if name else PAGES[page]
+        assert path.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(path), f"{page}: {target}"
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text(path.name), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_pages_are_short(page):
+    assert len(text(page).splitlines()) <= 150
