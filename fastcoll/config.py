@@ -34,7 +34,6 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_SHM_BYTES_PER_RANK": Setting(
         int, 2 << 20, "shared memory a rank brings to each group, in bytes"
     ),
-    "FASTCOLL_DEBUG": Setting(str, "WARN", "WARN, INFO or DEBUG: what is logged to stderr"),
     "FASTCOLL_SECRET": Setting(str, "", "the job's shared secret; the store then authenticates both ways"),
 }
 
@@ -57,6 +56,16 @@ def get(name: str) -> Any:
                 f"{name}={text!r} cannot be used ({error}); it is the {setting.meaning}"
             ) from error
     return _read[name]
+
+
+def check() -> None:
+    """Read every setting now, so that a bad one is refused at start-up and not when it is first needed.
+
+    Raises:
+        UsageError: a variable's text cannot be understood.
+    """
+    for name in SETTINGS:
+        get(name)
 
 
 def forget() -> None:

@@ -7,8 +7,8 @@
     │   ├── NotInitializedError           no process group, or one that was destroyed
     │   └── UnavailableError              a backend or extra that is not there, with the cure
     ├── RendezvousError                   the ranks could not find one another
-    │   ├── StoreError                    a store refused, or lost its server
-    │   └── StoreTimeoutError(TimeoutError)
+    │   └── StoreError                    a store refused, or lost its server
+    │       └── StoreTimeoutError(TimeoutError)
     ├── ResourceError(OSError)            the machine cannot give what is needed (shared memory, ports)
     └── GroupError                        the group has failed and stays so
         ├── PeerDiedError                 a rank's process ended

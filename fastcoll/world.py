@@ -97,6 +97,7 @@ def init_process_group(
         raise UsageError("there is a default process group already; call destroy_process_group first")
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
+    config.check()
     choice = parse_backend(backend)
     limit = _checked_timeout(timeout)
     find = _chosen_way(init_method, store, rank, world_size, limit, group_name)
