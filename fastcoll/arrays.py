@@ -1,7 +1,7 @@
 """The border for arrays: any CPU array becomes a C-contiguous ndarray over its memory, or is refused with the cure.
 
-What cannot be used in place is packed: a strided array travels as a contiguous copy, which `finish` writes back
-where the call had to write. Inside the border every array is an exact `numpy.ndarray`, C-contiguous, without
+What cannot be used in place is packed: a strided or unaligned array travels as a contiguous copy, which `finish`
+writes back where the call had to write. Inside the border every array is an exact `numpy.ndarray`, C-contiguous, without
 objects, and writable where the call writes. Nothing is ever converted to another dtype.
 """
 
@@ -63,7 +63,7 @@ def adopt(x: Any, *, writable: bool, what: str = "tensor") -> Adopted:
         raise ArrayError(
             f"{what} is a read-only {_describe(array)}, and the result goes there; give a writable copy of it"
         )
-    if flags.c_contiguous:
+    if flags.c_contiguous and flags.aligned:
         return Adopted(array)
     if not writable:
         return Adopted(array.copy(order="C"))

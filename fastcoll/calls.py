@@ -1,9 +1,10 @@
 """The fingerprint of a collective call: two words that travel with its first message and are compared.
 
-    call   bits 0-7 operation, 8-15 dtype, 16-31 reduce operation, 32-55 root, 62 UNEVEN
+    call   bits 0-7 operation, 8-15 dtype, 16-31 reduce operation, 32-47 root, 48-61 detail, 62 UNEVEN
     shape  bytes that a rank contributes; ranks may differ in it when UNEVEN is set
 
-Every field can be read back, so that an error can show what each rank called.
+All fields but the detail can be read back, so that an error can show what each rank called. The detail is
+a checksum of what has no field: a dtype that is not in the table, and how a coalesced call is divided.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _DTYPES = (
     "complex64 complex128"
 ).split()
 _OTHER_DTYPE = 0x80
+_DETAIL = 0x3FFF
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 UNEVEN = 1 << 62
@@ -38,24 +40,29 @@ def encode(
     op: ReduceOp | None = None,
     root: int = 0,
     uneven: bool = False,
+    parts: Sequence[int] = (),
 ) -> int:
-    """The call word."""
+    """The call word; `parts` are the sizes of the arrays of a coalesced call."""
+    code = dtype_code(dtype)
+    detail = code >> 8 ^ (zlib.crc32(repr(list(parts)).encode()) & _DETAIL if parts else 0)
     return (
         _CODES[operation]
-        | dtype_code(dtype) << 8
+        | (code & 0xFF) << 8
         | (op.code if op is not None else 0) << 16
         | root << 32
+        | detail << 48
         | (UNEVEN if uneven else 0)
     )
 
 
 def dtype_code(dtype: np.dtype[Any] | None) -> int:
-    """A byte for a dtype: its place in a table, or seven bits of its description."""
+    """22 bits for a dtype: its place in a table, or a checksum of its description with bit 7 set."""
     if dtype is None:
         return 0
     if dtype.isnative and dtype.name in _DTYPES:
         return _DTYPES.index(dtype.name)
-    return _OTHER_DTYPE | zlib.crc32(repr(dtype).encode()) & 0x7F
+    checksum = zlib.crc32(repr(dtype).encode())
+    return _OTHER_DTYPE | checksum & 0x7F | (checksum >> 7 & _DETAIL) << 8
 
 
 def describe(call: int, shape: int) -> str:
@@ -73,7 +80,7 @@ def describe(call: int, shape: int) -> str:
     if redop := call >> 16 & 0xFFFF:
         parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
     if operation in _ROOTED:
-        parts.append(f"root={call >> 32 & 0xFFFFFF}")
+        parts.append(f"root={call >> 32 & 0xFFFF}")
     return f"{operation}({', '.join(parts)})"
 
 

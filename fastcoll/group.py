@@ -11,6 +11,7 @@ All ranks in this file are group ranks, 0..size-1; api.py translates global rank
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from .arrays import Adopted, adopt, adopt_list
 from .errors import ArrayError, GroupError, NotInitializedError, UsageError
 from .reduce_op import PREMUL_SUM, ReduceOp
-from .work import ProgressQueue, Work
+from .work import ProgressQueue, Work, refuse_to_block
 
 Array = NDArray[Any]
 Call = Callable[[], Any]
@@ -76,8 +77,8 @@ class ProcessGroup(ABC):
     # returns blocks, raises GroupError or MismatchError, and leaves the arrays of a failed call undefined.
 
     @abstractmethod
-    def _plan_all_reduce(self, x: Array, op: ReduceOp) -> Call:
-        """x = reduction of x over all ranks."""
+    def _plan_all_reduce(self, x: Array, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
+        """x = reduction of x over all ranks; `parts`, sizes that must agree, for a coalesced call."""
 
     @abstractmethod
     def _plan_reduce(self, out: Array, x: Array, op: ReduceOp, root: int) -> Call:
@@ -96,8 +97,8 @@ class ProcessGroup(ABC):
         """x = the root's x."""
 
     @abstractmethod
-    def _plan_all_gather(self, outs: Sequence[Array], x: Array) -> Call:
-        """outs[r] = rank r's x; sizes may differ between ranks; x may be outs[rank]."""
+    def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
+        """outs[r] = rank r's x; sizes may differ between ranks; x may be outs[rank]; `parts` as above."""
 
     @abstractmethod
     def _plan_gather(self, outs: Sequence[Array] | None, x: Array, root: int) -> Call:
@@ -141,16 +142,16 @@ class ProcessGroup(ABC):
         """Reduce over all ranks, in place; the same bits on every rank."""
         x = adopt(tensor, writable=True)
         source, plain = _scaled(x.array, op)
-        call = self._plan_all_reduce(x.array, plain)
+        call = self._plan_all_reduce(source, plain)
         if source is not x.array:
-            x.array[...] = source
+            call = _then_split(call, source, (x,))
         return self._run("all_reduce", call, (x,), async_op)
 
     def reduce(
         self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce over all ranks into the root's array; the others' arrays stay as they are."""
-        self._check_rank("root", root)
+        root = self._checked_rank("root", root)
         x = adopt(tensor, writable=self.rank == root)
         source, plain = _scaled(x.array, op)
         call = self._plan_reduce(x.array, source, plain, root)
@@ -177,6 +178,7 @@ class ProcessGroup(ABC):
         out = adopt(output, writable=True, what="output")
         blocks = adopt_list(input_list, self.size, writable=False, what="input_list")
         _check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
+        _check_dtypes("input_list", blocks, out.array)
         return self._reduce_scatter(out, [block.array for block in blocks], op, async_op)
 
     def reduce_scatter_single(
@@ -190,13 +192,14 @@ class ProcessGroup(ABC):
         )
 
     def _reduce_scatter(self, out: Adopted, blocks: list[Array], op: ReduceOp, async_op: bool) -> Work | None:
-        plain = _scaled(out.array, op)[1]
-        call = self._plan_reduce_scatter(out.array, [_scaled(block, op)[0] for block in blocks], plain)
+        scaled = [_scaled(block, op) for block in blocks]
+        sources = _apart([source for source, _ in scaled], [out.array], own=self.rank)
+        call = self._plan_reduce_scatter(out.array, sources, scaled[0][1])
         return self._run("reduce_scatter", call, (out,), async_op)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Work | None:
         """Copy the root's array into everybody's; same dtype and number of elements everywhere."""
-        self._check_rank("root", root)
+        root = self._checked_rank("root", root)
         x = adopt(tensor, writable=self.rank != root)
         return self._run("broadcast", self._plan_broadcast(x.array, root), (x,), async_op)
 
@@ -206,40 +209,47 @@ class ProcessGroup(ABC):
         x = adopt(tensor, writable=False)
         _check_fit("tensor", x.array, f"output_list[{self.rank}]", outs[self.rank].array)
         _check_dtypes("output_list", outs, x.array)
-        call = self._plan_all_gather([out.array for out in outs], x.array)
-        return self._run("all_gather", call, outs, async_op)
+        return self._all_gather(outs, [out.array for out in outs], x.array, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         """The arrays of all ranks, equal in size, one after the other in `output`."""
         out = adopt(output, writable=True, what="output")
         x = adopt(input, writable=False, what="input")
-        call = self._plan_all_gather(_split("output", out.array, "input", x.array, self.size), x.array)
-        return self._run("all_gather", call, (out,), async_op)
+        outs = _split("output", out.array, "input", x.array, self.size)
+        return self._all_gather((out,), outs, x.array, async_op)
+
+    def _all_gather(
+        self, owners: Sequence[Adopted], outs: Sequence[Array], x: Array, async_op: bool
+    ) -> Work | None:
+        (source,) = _apart([x], outs, own=self.rank)
+        return self._run("all_gather", self._plan_all_gather(outs, source), owners, async_op)
 
     def gather(
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Work | None:
         """Rank r's array goes to list item r on the root; elsewhere the list is None."""
-        self._check_rank("root", root)
+        root = self._checked_rank("root", root)
         x = adopt(tensor, writable=False)
         outs = self._adopt_on_root(output_list, root, writable=True, what="output_list")
         if outs is not None:
             _check_fit("tensor", x.array, f"output_list[{root}]", outs[root].array)
             _check_dtypes("output_list", outs, x.array)
-        call = self._plan_gather(_arrays(outs), x.array, root)
+        (source,) = _apart([x.array], _arrays(outs) or (), own=root)
+        call = self._plan_gather(_arrays(outs), source, root)
         return self._run("gather", call, outs or (), async_op)
 
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Work | None:
         """List item r of the root goes to rank r's array; elsewhere the list is None."""
-        self._check_rank("root", root)
+        root = self._checked_rank("root", root)
         out = adopt(tensor, writable=True)
         blocks = self._adopt_on_root(input_list, root, writable=False, what="input_list")
         if blocks is not None:
             _check_fit("tensor", out.array, f"input_list[{root}]", blocks[root].array)
             _check_dtypes("input_list", blocks, out.array)
-        call = self._plan_scatter(out.array, _arrays(blocks), root)
+        sources = None if blocks is None else _apart([b.array for b in blocks], [out.array], own=root)
+        call = self._plan_scatter(out.array, sources, root)
         return self._run("scatter", call, (out,), async_op)
 
     def all_to_all(
@@ -278,9 +288,8 @@ class ProcessGroup(ABC):
     def _all_to_all(
         self, owners: Sequence[Adopted], outs: list[Array], blocks: list[Array], async_op: bool
     ) -> Work | None:
-        if any(np.may_share_memory(out, block) for out in outs for block in blocks):
-            blocks = [block.copy() for block in blocks]
-        return self._run("all_to_all", self._plan_all_to_all(outs, blocks), owners, async_op)
+        call = self._plan_all_to_all(outs, _apart(blocks, outs))
+        return self._run("all_to_all", call, owners, async_op)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Wait until every rank has called."""
@@ -303,7 +312,7 @@ class ProcessGroup(ABC):
         xs = _adopt_same_dtype(tensors, writable=True)
         flat = _flattened(xs)
         source, plain = _scaled(flat, op)
-        call = self._plan_all_reduce(source, plain)
+        call = self._plan_all_reduce(source, plain, [x.array.size for x in xs])
         return self._run("all_reduce_coalesced", _then_split(call, source, xs), xs, async_op)
 
     def all_gather_coalesced(
@@ -322,11 +331,11 @@ class ProcessGroup(ABC):
         ]
         for k, (outs, x) in enumerate(zip(lists, xs, strict=True)):
             _check_dtypes(f"output_lists[{k}]", outs, x.array)
+            _check_fit(f"tensors[{k}]", x.array, f"output_lists[{k}][{self.rank}]", outs[self.rank].array)
         per_rank = [[outs[r] for outs in lists] for r in range(self.size)]
         flats = [np.empty(sum(o.array.size for o in outs), xs[0].array.dtype) for outs in per_rank]
         source = _flattened(xs)
-        _check_fit("tensors", source, f"output_lists[..][{self.rank}]", flats[self.rank])
-        call = self._plan_all_gather(flats, source)
+        call = self._plan_all_gather(flats, source, [x.array.size for x in xs])
         for flat, outs in zip(flats, per_rank, strict=True):
             call = _then_split(call, flat, outs)
         return self._run("all_gather_coalesced", call, [o for outs in lists for o in outs], async_op)
@@ -335,7 +344,7 @@ class ProcessGroup(ABC):
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
         """Send to `dst`; returns when it has been received (to oneself: when it is buffered)."""
-        self._check_rank("dst", dst)
+        dst = self._checked_rank("dst", dst)
         self._check_usable()
         self._send(adopt(tensor, writable=False), dst, _tag(tag))
 
@@ -345,19 +354,19 @@ class ProcessGroup(ABC):
         The message must have the array's dtype and number of elements; anything else is an error on
         both sides.
         """
-        self._check_src(src)
+        src = self._checked_src(src)
         self._check_usable()
         return self._recv(adopt(tensor, writable=True), src, _tag(tag))
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
-        self._check_rank("dst", dst)
+        dst = self._checked_rank("dst", dst)
         self._check_usable()
         return self._isend(adopt(tensor, writable=False), dst, _tag(tag))
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
         """`recv` that returns a Work at once; the Work's result is the sender's rank."""
-        self._check_src(src)
+        src = self._checked_src(src)
         self._check_usable()
         return self._irecv(adopt(tensor, writable=True), src, _tag(tag))
 
@@ -374,15 +383,16 @@ class ProcessGroup(ABC):
     def close(self) -> None:
         """Leave the group and release what it holds. Closing twice is fine; later calls raise."""
         if not self._closed:
+            if self._queue.pending or self._turn.locked():
+                self.abort("it was destroyed while operations were under way")
             self._closed = True
-            if self._queue.pending:
-                self.abort("it was destroyed while operations were pending")
             self._queue.close()
             self._close(self.failure)
 
     def _check_usable(self) -> None:
         if self.failure is not None:
-            raise self.failure
+            # Without the tracebacks of earlier raises, which would keep their frames and arrays alive.
+            raise self.failure.with_traceback(None)
         if self._closed:
             raise NotInitializedError(f"the group {self.name} was destroyed; make a new one")
 
@@ -399,18 +409,23 @@ class ProcessGroup(ABC):
         if async_op:
             return self._queue.submit(name, job)
         if self._queue.pending:
+            refuse_to_block(name)
             self._queue.submit(name, job).wait()
         else:
             job()
         return None
 
-    def _check_rank(self, what: str, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise UsageError(f"{what} is {rank}; the group {self.name} has ranks 0..{self.size - 1}")
+    def _checked_rank(self, what: str, rank: Any) -> int:
+        try:
+            number = operator.index(rank)
+        except TypeError as error:
+            raise UsageError(f"{what} is {rank!r}; give a rank as an integer") from error
+        if not 0 <= number < self.size:
+            raise UsageError(f"{what} is {number}; the group {self.name} has ranks 0..{self.size - 1}")
+        return number
 
-    def _check_src(self, src: int | None) -> None:
-        if src is not None:
-            self._check_rank("src", src)
+    def _checked_src(self, src: int | None) -> int | None:
+        return None if src is None else self._checked_rank("src", src)
 
     def _adopt_on_root(
         self, items: Sequence[Any] | None, root: int, *, writable: bool, what: str
@@ -441,6 +456,25 @@ def _scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
 
 def _arrays(items: Sequence[Adopted] | None) -> list[Array] | None:
     return None if items is None else [item.array for item in items]
+
+
+def _apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list[Array]:
+    """The inputs, copied where they share memory with an output.
+
+    A single input or output is that of rank `own`, whose two arrays may be the very same memory.
+    """
+
+    def of_own_rank(index: int, arrays: Sequence[Array]) -> bool:
+        return own >= 0 and (len(arrays) == 1 or index == own)
+
+    def clash(k: int, x: Array) -> bool:
+        return any(
+            not (of_own_rank(k, inputs) and of_own_rank(j, outs) and x.ctypes.data == out.ctypes.data)
+            for j, out in enumerate(outs)
+            if np.may_share_memory(x, out)
+        )
+
+    return [x.copy() if clash(k, x) else x for k, x in enumerate(inputs)]
 
 
 def _check_fit(name: str, x: Array, other: str, y: Array) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, NoneType
 from typing import Any, ClassVar
 
 from .errors import UsageError
@@ -88,11 +90,28 @@ for _code in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR):
 
 def _fingerprint(function: Callable[..., Any], label: str) -> int:
     """15 bits that are the same for the same function on every rank (process-independent)."""
-    import zlib
+    plain = getattr(function, "py_func", function)
+    text = label
+    if isinstance(plain, FunctionType):
+        cells = [cell.cell_contents for cell in plain.__closure__ or ()]
+        text += _describe_code(plain.__code__) + _describe_values([*(plain.__defaults__ or ()), *cells])
+    return zlib.crc32(text.encode()) & 0x7FFF
 
-    code = getattr(getattr(function, "py_func", function), "__code__", None)
-    body = label.encode() if code is None else code.co_code + repr(code.co_names).encode() + label.encode()
-    return zlib.crc32(body) & 0x7FFF
+
+def _describe_code(code: CodeType) -> str:
+    return f"{code.co_code.hex()} {code.co_names} {_describe_values(code.co_consts)}"
+
+
+def _describe_values(values: Iterable[Any]) -> str:
+    """Numbers, texts and nested code as they are, anything else by its type: a repr may hold an address."""
+    return " ".join(
+        _describe_code(value)
+        if isinstance(value, CodeType)
+        else repr(value)
+        if isinstance(value, int | float | complex | str | bytes | NoneType)
+        else type(value).__name__
+        for value in values
+    )
 
 
 class _DeprecatedReduceOp:

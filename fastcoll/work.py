@@ -6,13 +6,18 @@ last one has been idle for a while; kernels release the GIL, so the caller compu
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from .errors import AbortedError, CollectiveTimeoutError
+from .errors import AbortedError, CollectiveTimeoutError, UsageError
+
+_log = logging.getLogger("fastcoll")
+_here = threading.local()  # .progress: this thread carries operations out
 
 Timeout = float | timedelta | None
 
@@ -22,6 +27,18 @@ def seconds(timeout: Timeout, default: float) -> float:
     if timeout is None:
         return default
     return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+
+
+def refuse_to_block(what: str) -> None:
+    """A progress thread that waits for an operation would wait for itself.
+
+    Raises:
+        UsageError: this is a progress thread, so the caller is a Work's callback.
+    """
+    if getattr(_here, "progress", False):
+        raise UsageError(
+            f"{what}: a Work's callback may not wait; start asynchronous operations there instead"
+        )
 
 
 class Work:
@@ -47,13 +64,17 @@ class Work:
 
         Raises:
             CollectiveTimeoutError: not complete within `timeout` (the operation goes on).
+            UsageError: called from a Work's callback before this operation is complete.
             FastcollError: whatever ended the operation.
         """
+        if not self._done.is_set():
+            refuse_to_block(f"waiting for {self._describe}")
         limit = None if timeout is None else seconds(timeout, 0.0)
         if not self._done.wait(limit):
             raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
         if self._error is not None:
-            raise self._error
+            # Without the tracebacks of earlier waits, which keep their frames and arrays alive.
+            raise self._error.with_traceback(None)
         return True
 
     def is_completed(self) -> bool:
@@ -81,12 +102,15 @@ class Work:
         return int(self.result())
 
     def add_done_callback(self, callback: Callable[[Work], None]) -> None:
-        """Call `callback(work)` once complete, on the progress thread, or now if it already is."""
+        """Call `callback(work)` once complete, on the progress thread, or now if it already is.
+
+        What a callback raises is logged and goes no further; it may not wait for other operations.
+        """
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._call(callback)
 
     def __await__(self) -> Generator[Any, None, Any]:
         import asyncio  # a quarter of the time of importing this package, and few await
@@ -99,7 +123,8 @@ class Work:
                 future.set_result(None)
 
         def wake(_: Work) -> None:
-            loop.call_soon_threadsafe(settle)
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(settle)
 
         self.add_done_callback(wake)
         yield from future
@@ -111,7 +136,13 @@ class Work:
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Work], None]) -> None:
+        try:
             callback(self)
+        except Exception:
+            _log.exception("a callback of %s raised", self._describe)
 
 
 class ProgressQueue:
@@ -162,6 +193,7 @@ class ProgressQueue:
             thread.join(timeout)
 
     def _run(self) -> None:
+        _here.progress = True
         while (item := self._next()) is not None:
             work, job = item
             try:

@@ -73,7 +73,10 @@ class KernelCache(FunctionCache):
 def _acquire(path: str) -> int | None:
     """A descriptor that holds the lock; None when it cannot be had, and then several processes compile the same."""
     deadline = time.monotonic() + _LONGEST_COMPILATION
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except PermissionError:  # another user's lock in a shared cache
+        return None
     try:
         while not _try_lock(lock):
             if time.monotonic() > deadline:

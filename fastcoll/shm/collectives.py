@@ -37,6 +37,7 @@ from .rounds import (
     place_of,
     publish,
     slot_of,
+    time_is_up,
 )
 
 # Words of What, the description of a call that depends on (operation, dtype, reduce operation) only.
@@ -98,6 +99,8 @@ def _one_shot(c, dst, src, nbytes, what, first, last, shape):
         close_round(c)
         if start + part >= nbytes:
             return finish(c)
+        if time_is_up(c):
+            return AGAIN
 
 
 @inlined
@@ -151,6 +154,8 @@ def _two_shot(c, dst, src, nbytes, what, keep):
         close_round(c)
         if start + part >= nbytes:
             return finish(c)
+        if time_is_up(c):
+            return AGAIN
 
 
 @kernel
@@ -221,6 +226,8 @@ def reduce_scatter(c, out, blocks, sizes, what, shape):
         close_round(c)
         if start + piece >= longest:
             return finish(c)
+        if time_is_up(c):
+            return AGAIN
 
 
 @kernel
@@ -250,6 +257,8 @@ def broadcast(c, header, nbytes, call, root):
         close_round(c)
         if start + part >= nbytes:
             return finish(c)
+        if time_is_up(c):
+            return AGAIN
 
 
 @kernel
@@ -288,6 +297,8 @@ def all_gather(c, outs, sizes, header, nbytes, call, balance):
         close_round(c)
         if start + chunk >= load_word(c, LARGEST):
             return finish(c)
+        if time_is_up(c):
+            return AGAIN
 
 
 @kernel
@@ -330,3 +341,5 @@ def exchange(c, sends, send_sizes, receives, receive_sizes, call, spread, larges
         close_round(c)
         if start + piece >= load_word(c, LARGEST):
             return finish(c)
+        if time_is_up(c):
+            return AGAIN

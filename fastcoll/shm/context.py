@@ -38,7 +38,7 @@ class Context:
         words[rounds.STRIDE] = layout.stride
         words[rounds.SLOTS_AT] = layout.slots_at
         words[rounds.SLOT] = layout.slot
-        words[rounds.SEEN] = layout.size and 1
+        words[rounds.SEEN] = 1
         words[rounds.LATE] = -1
         words[rounds.ONE_SHOT] = next(limit for ranks, limit in _ONE_SHOT if layout.size <= ranks)
         spins, yields = patience(layout.size, cores)

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import calls
 from ..arrays import Adopted
-from ..errors import AbortedError, GroupError, MismatchError
+from ..errors import AbortedError, ArrayError, GroupError, MismatchError
 from ..group import Array, Call, ProcessGroup
 from ..kernels.pointers import address_of, header_of
 from ..kernels.reduce import reducer
@@ -37,6 +37,7 @@ Kernel = Callable[..., int]
 # Looked up once: the synchronous path has a budget of a few hundred nanoseconds.
 _all_reduce: Kernel = run.all_reduce
 _DONE = rounds.DONE
+_CLOSE_SECONDS = 5.0
 
 
 class ShmGroup(ProcessGroup):
@@ -81,19 +82,17 @@ class ShmGroup(ProcessGroup):
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
         """Reduce over all ranks, in place; the same bits on every rank."""
         if type(tensor) is np.ndarray and not async_op and not self._queue.pending:
-            what = self._ready.get((op, tensor.dtype))
-            if what is not None and tensor.flags.carray and self._turn.acquire(False):
-                try:
-                    code = _all_reduce(self._c, header_of(tensor), tensor.nbytes, what)
-                    if code == _DONE:
-                        return None
-                    self._go_on(code, _all_reduce, (self._c, header_of(tensor), tensor.nbytes, what))
-                except BaseException as error:
-                    self._torn(_all_reduce, error)
-                    raise
-                finally:
-                    self._turn.release()
-                return None
+            with self._turn:  # which no signal can tear apart, as it could acquire() and try
+                what = self._ready.get((op, tensor.dtype))
+                if what is not None and tensor.flags.carray:
+                    try:
+                        code = _all_reduce(self._c, header_of(tensor), tensor.nbytes, what)
+                        if code != _DONE:
+                            self._go_on(code, _all_reduce, (self._c, header_of(tensor), tensor.nbytes, what))
+                    except BaseException as error:
+                        self._torn(_all_reduce, error)
+                        raise
+                    return None
         return super().all_reduce(tensor, op, async_op)
 
     def _go_on(
@@ -106,7 +105,8 @@ class ShmGroup(ProcessGroup):
     ) -> None:
         """What follows a kernel that came back early: call it again while that makes sense."""
         if code == rounds.AGAIN:
-            wait = Wait(self._vigil, self._doing(kernel), self._late, timeout or self.timeout)
+            limit = self.timeout if timeout is None else timeout
+            wait = Wait(self._vigil, self._doing(kernel), self._late, limit)
             while code == rounds.AGAIN:
                 wait.look()
                 code = kernel(*args)
@@ -134,19 +134,37 @@ class ShmGroup(ProcessGroup):
 
     # ---- what calls are made of ----------------------------------------------------------------------
 
-    def _what(self, operation: str, dtype: np.dtype[Any], op: ReduceOp, root: int = 0) -> int:
-        """The address of the description of a reducing call, made at its first use."""
-        key = (operation, op, dtype, root)
-        if key not in self._whats:
+    def _what(
+        self,
+        operation: str,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        *,
+        root: int = 0,
+        pieces: int = 1,
+        parts: Sequence[int] = (),
+    ) -> int:
+        """The address of the description of a reducing call, made at its first use.
+
+        Args:
+            pieces: how many pieces, of at least one element each, must fit into a slot.
+            parts: sizes of the arrays of a coalesced call.
+        """
+        key = (operation, op, dtype, root, tuple(parts))
+        found = self._whats.get(key)
+        if found is None:
+            largest = self._segment.layout.slot // pieces
+            if dtype.itemsize > largest:
+                raise ArrayError(
+                    f"an element of {dtype} has {dtype.itemsize} bytes; {operation} takes {largest} here"
+                )
             compiled = reducer(op, dtype)
             words = np.zeros(run.WHAT_WORDS, np.int64)
-            words[run.CALL] = calls.encode(operation, dtype, op=op, root=root)
+            words[run.CALL] = calls.encode(operation, dtype, op=op, root=root, parts=parts)
             words[run.REDUCER], words[run.CODE], words[run.ITEMSIZE] = compiled[:3]
-            self._whats[key] = address_of(words), words
-        address = self._whats[key][0]
-        if operation == "all_reduce":
-            self._ready[op, dtype] = address
-        return address
+            # Of two threads that make the same one, both use the first: a call holds its address.
+            found = self._whats.setdefault(key, (address_of(words), words))
+        return found[0]
 
     def _plan(
         self,
@@ -172,12 +190,21 @@ class ShmGroup(ProcessGroup):
 
         return call
 
-    def _plan_all_reduce(self, x: Array, op: ReduceOp) -> Call:
-        what = self._what("all_reduce", x.dtype, op)
-        return self._plan(run.all_reduce, header_of(x), x.nbytes, what, keep=(x,))
+    def _plan_all_reduce(self, x: Array, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
+        what = self._what("all_reduce", x.dtype, op, parts=parts)
+        call = self._plan(run.all_reduce, header_of(x), x.nbytes, what, keep=(x,))
+        if parts:
+            return call
+
+        def call_and_remember() -> None:
+            ready = self._ready  # a group that fails or closes meanwhile has another one afterwards
+            call()
+            ready[op, x.dtype] = what
+
+        return call_and_remember
 
     def _plan_reduce(self, out: Array, x: Array, op: ReduceOp, root: int) -> Call:
-        what = self._what("reduce", x.dtype, op, root)
+        what = self._what("reduce", x.dtype, op, root=root)
         return self._plan(run.reduce, header_of(out), header_of(x), x.nbytes, what, root, keep=(out, x))
 
     def _plan_scan(self, out: Array, x: Array, op: ReduceOp, exclusive: bool) -> Call:
@@ -187,7 +214,7 @@ class ShmGroup(ProcessGroup):
         )
 
     def _plan_reduce_scatter(self, out: Array, blocks: Sequence[Array], op: ReduceOp) -> Call:
-        what = self._what("reduce_scatter", out.dtype, op)
+        what = self._what("reduce_scatter", out.dtype, op, pieces=self.size)
         table = Blocks(blocks)
         return self._plan(
             run.reduce_scatter,
@@ -203,9 +230,9 @@ class ShmGroup(ProcessGroup):
         call = calls.encode("broadcast", x.dtype, root=root)
         return self._plan(run.broadcast, header_of(x), x.nbytes, call, root, keep=(x,))
 
-    def _plan_all_gather(self, outs: Sequence[Array], x: Array) -> Call:
+    def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
         table = Blocks(outs)
-        call = calls.encode("all_gather", x.dtype, uneven=True)
+        call = calls.encode("all_gather", x.dtype, uneven=True, parts=parts)
         gives = [x.nbytes] * self.size
         balance = calls.balance(self.rank, gives, table.sizes)
         return self._plan(
@@ -279,14 +306,20 @@ class ShmGroup(ProcessGroup):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
+        if self._closed:
+            return
         self._fail(AbortedError(f"{self._vigil.name(self.rank)} aborted the group {self.name}: {reason}"))
 
     def _close(self, reason: GroupError | None) -> None:
         self._ready = {}
-        self._vigil.leave()
         self._mailbox.close(reason)
-        with self._turn:
+        # A call under way was aborted and ends within moments. A turn that a killed thread has kept is
+        # not worth waiting for: then the mapping stays until the process ends.
+        held = self._turn.acquire(timeout=_CLOSE_SECONDS)
+        self._vigil.leave()
+        if held:
             self._segment.close()
+            self._turn.release()
 
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise, and leave the segment, which is the parent's, alone."""
@@ -305,7 +338,8 @@ class ShmGroup(ProcessGroup):
         """Who has not arrived at the call under way, or else whom the kernel waits for."""
         number = self._context[rounds.CALLS]
         late = [rank for rank in range(self.size) if self._words(rank)[layout.SEQUENCE] < number]
-        return [rank for rank in late if rank != self.rank] or [self._context[rounds.LATE]]
+        waits_for = late or [self._context[rounds.LATE]]
+        return [rank for rank in waits_for if rank != self.rank]
 
     def _words(self, rank: int) -> Array:
         """A rank's line of the current call."""
@@ -315,8 +349,7 @@ class ShmGroup(ProcessGroup):
     def _explain(self, sizes: Sizes) -> MismatchError:
         """What each rank called; every rank of a mismatch is here, so they can tell one another their sizes."""
         number = self._context[rounds.CALLS]
-        lines = [self._words(rank) for rank in range(self.size)]
-        said = [(int(line[layout.CALL]), int(line[layout.SHAPE])) for line in lines]
+        said = [_call_and_shape(self._words(rank)) for rank in range(self.size)]
         uneven = all(call & calls.UNEVEN for call, _ in said)
         if uneven:
             said = [(call, 0) for call, _ in said]
@@ -328,3 +361,7 @@ class ShmGroup(ProcessGroup):
             f"the ranks' calls do not match (call {number} of group {self.name!r}): {text}; "
             "all ranks must make the same calls in the same order"
         )
+
+
+def _call_and_shape(line: Array) -> tuple[int, int]:
+    return int(line[layout.CALL]), int(line[layout.SHAPE])

@@ -83,32 +83,38 @@ class Mailbox:
             GroupError: a peer died, left or did not come in time.
         """
         array = x.array
+        handed_over: Send | None = None
         if dst == self._rank:
             self._post(self._send_of(array.copy(), dst, tag, buffered=True))
             return
-        if not self._begin_driving():
-            self._post_and_await(self._send_of(array, dst, tag))
-            return
+        if not self._turn.locked():
+            with self._turn:  # which no signal can tear apart, as it could acquire() and try
+                if not self._is_behind():
+                    handed_over = self._drive_send(array, dst, tag)
+                    if handed_over is None:
+                        return
+        self._await(handed_over or self._post_blocking(self._send_of(array, dst, tag)))
+
+    def _drive_send(self, array: Array, dst: int, tag: int) -> Send | None:
+        """Send on this thread, which holds the turn; the transfer, if the courier shall go on with it."""
         try:
             call = (self._m, dst, header_of(array), array.nbytes, kind_of(tag, array.dtype))
             status = ring_kernels.send(*call)
             if status == ring_kernels.DONE:
-                return
+                return None
             send = self._send_of(array, dst, tag)
             status = self._persist(ring_kernels.send, call, send, status)
             if status == ring_kernels.REFUSED:
                 raise send.misfit(
                     self._lanes.word(dst, words.ACK_KIND), self._lanes.word(dst, words.ACK_NBYTES)
                 )
-            if status == ring_kernels.AGAIN:
-                self._courier.adopt_send(send)
+            if status == ring_kernels.DONE:
+                return None
+            self._courier.adopt_send(send)
+            return send
         except BaseException as error:
             self._blame(error, f"send to {self._vigil.name(dst)}")
             raise
-        finally:
-            self._turn.release()
-        if status == ring_kernels.AGAIN:
-            self._await(send)
 
     def recv(self, x: Adopted, src: int | None, tag: int) -> int:
         """Receive from `src`, or from any rank; returns the sender.
@@ -117,8 +123,18 @@ class Mailbox:
             MismatchError: the message has another size or dtype.
             GroupError: a peer died, left or did not come in time.
         """
-        if src == self._rank or not self._begin_driving():
-            return int(self._post_and_await(self._receive_of(x, src, tag)))
+        outcome: Receive | int | None = None
+        if src != self._rank and not self._turn.locked():
+            with self._turn:
+                if not self._is_behind():
+                    outcome = self._drive_receive(x, src, tag)
+        if isinstance(outcome, int):
+            x.finish()
+            return outcome
+        return int(self._await(outcome or self._post_blocking(self._receive_of(x, src, tag))))
+
+    def _drive_receive(self, x: Adopted, src: int | None, tag: int) -> Receive | int:
+        """Receive on this thread, which holds the turn; the sender, or what the courier shall go on with."""
         array = x.array
         try:
             source = _ANY if src is None else src
@@ -128,19 +144,13 @@ class Mailbox:
                 receive = self._receive_of(x, src, tag)
                 status = self._persist(ring_kernels.receive, call, receive, status)
             if status == ring_kernels.DONE:
-                source = self._lanes.take_source() if src is None else src
-            else:
-                self._check_may_wait(receive)
-                self._courier.adopt_receive(receive)
+                return self._lanes.take_source() if src is None else src
+            self._check_may_wait(receive)
+            self._courier.adopt_receive(receive)
+            return receive
         except BaseException as error:
             self._blame(error, "recv")
             raise
-        finally:
-            self._turn.release()
-        if status != ring_kernels.DONE:
-            return int(self._await(receive))
-        x.finish()
-        return source
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         """Post a message; the Work is complete when it is taken."""
@@ -165,13 +175,16 @@ class Mailbox:
             thread = self._thread
         self._wake()
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        with self._turn:
-            self._take_posts()
-            self._courier.fail(
-                error or AbortedError("the group was destroyed before the operation was complete")
-            )
-            ring_kernels.retire(self._m)
+            thread.join(_CLOSE_SECONDS)
+        if self._turn.acquire(timeout=_CLOSE_SECONDS):
+            try:
+                self._take_posts()
+                self._courier.fail(
+                    error or AbortedError("the group was destroyed before the operation was complete")
+                )
+                ring_kernels.retire(self._m)
+            finally:
+                self._turn.release()
         self._courier.deliver()
 
     # ---- the caller's thread ----------------------------------------------------------------------
@@ -182,14 +195,9 @@ class Mailbox:
     def _receive_of(self, x: Adopted, src: int | None, tag: int) -> Receive:
         return Receive(x, src, tag, self._vigil, self._timeout, self._rank)
 
-    def _begin_driving(self) -> bool:
-        """Take the turn if nothing else is under way."""
-        if not self._turn.acquire(False):
-            return False
-        if self._courier.busy or self._inbox or self._closed:
-            self._turn.release()
-            return False
-        return True
+    def _is_behind(self) -> bool:
+        """Whether other operations come first, or the end has come."""
+        return self._courier.busy or bool(self._inbox) or self._closed
 
     def _persist(
         self, kernel: Callable[..., int], call: tuple[int, ...], transfer: Transfer, status: int
@@ -215,9 +223,10 @@ class Mailbox:
                 self._blame(error, transfer.name)
             raise
 
-    def _post_and_await(self, transfer: Transfer) -> Any:
+    def _post_blocking(self, transfer: _T) -> _T:
+        """Post what the caller is going to wait for."""
         self._check_may_wait(transfer)
-        return self._await(self._post(transfer))
+        return self._post(transfer)
 
     def _check_may_wait(self, transfer: Transfer) -> None:
         if self._on_own_thread():

@@ -1,6 +1,6 @@
 """Point-to-point between ranks of a segment: one byte ring for each ordered pair, in the sender's section.
 
-A message is a *frame*: nbytes, kind (tag << 8 | dtype code), the payload, padded to 64 bytes. It enters
+A message is a *frame*: nbytes, kind (tag and dtype code), the payload, padded to 64 bytes. It enters
 the ring piece by piece, a quarter of the ring at most, so that copying in and copying out overlap; what
 fits into one piece becomes visible with one store. The receiver takes frames in order, into the array
 they are meant for or into memory of its own, and answers each with an *ack* when a receive has matched it.

@@ -20,10 +20,11 @@ Every kernel is resumable: STEP and PHASE say where it stopped, and waiting agai
 
 from __future__ import annotations
 
+from ..calls import UNEVEN
 from ..kernels.atomics import store_release
 from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word
-from ..kernels.waiting import IDLE, PATIENCE_WORDS, wait_for
+from ..kernels.waiting import BUDGET, IDLE, PATIENCE_WORDS, now, wait_for
 from .layout import BALANCE, CALL, INLINE, LINE, PAYLOAD, PROGRESS, SEQUENCE, SHAPE, SLOTS
 
 # What a kernel returns.
@@ -44,15 +45,12 @@ PHASE = 10  # where in the round: OPEN, PUBLISHED, MET
 LARGEST = 11  # largest SHAPE of the meeting, for calls whose ranks may differ in size
 ONE_SHOT = 12  # all_reduce: up to this many bytes every rank reduces everything itself
 LATE = 13  # the rank that the last wait was for
+SINCE = 14  # when this run of the kernel closed its first round, in ns; 0 before
 PATIENCE = 16  # the table of kernels/waiting.py
 SOURCES = PATIENCE + PATIENCE_WORDS  # `size` addresses, scratch for reducers
 CONTEXT_WORDS = SOURCES  # plus one word a rank
 
 OPEN, PUBLISHED, MET = range(3)
-
-# A call word says what is called; equal on all ranks. Bits: 0-7 operation, 8-15 dtype, 16-31 reduce
-# operation, 32-55 root, 62 set when ranks may differ in SHAPE.
-UNEVEN = 1 << 62
 
 
 @inlined
@@ -88,7 +86,8 @@ def fits_inline(nbytes):
 
 @inlined
 def begin(c):
-    """Number the call; does nothing when it resumes."""
+    """Number the call, unless it resumes."""
+    store_word(c, SINCE, 0)
     if load_word(c, STEP) == 0 and load_word(c, PHASE) == OPEN and load_word(c, LATE) < 0:
         store_word(c, CALLS, load_word(c, CALLS) + 1)
         store_word(c, PATIENCE + IDLE, 0)
@@ -191,6 +190,18 @@ def close_round(c):
     store_word(c, ROUND, load_word(c, ROUND) + 1)
     store_word(c, STEP, load_word(c, STEP) + 1)
     store_word(c, PHASE, OPEN)
+
+
+@inlined
+def time_is_up(c):
+    """Whether the kernel has worked long enough and should return AGAIN between two rounds.
+
+    Python then sees signals, the deadline and an abort, though no wait was long.
+    """
+    if load_word(c, SINCE) == 0:
+        store_word(c, SINCE, now(c + 8 * PATIENCE))
+        return False
+    return now(c + 8 * PATIENCE) > load_word(c, SINCE) + load_word(c, PATIENCE + BUDGET)
 
 
 @inlined

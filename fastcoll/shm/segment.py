@@ -43,6 +43,7 @@ class Segment:
         self.name = name
         self.layout = layout
         self._mapping = mapping
+        self._closed = False
         self._export = ctypes.c_char.from_buffer(mapping)
         self.address = ctypes.addressof(self._export)
         self.words = np.frombuffer(mapping, np.int64)
@@ -129,9 +130,11 @@ class Segment:
 
     def close(self) -> None:
         """Unmap. Nothing may use the address afterwards. Closing twice is fine."""
-        if not self._mapping.closed:
+        if not self._closed:
+            self._closed = True
             del self.words, self._export
-            self._mapping.close()
+            with contextlib.suppress(BufferError):  # a traceback still has a view; the memory goes with it
+                self._mapping.close()
 
 
 def unlink(name: str) -> None:
@@ -150,8 +153,9 @@ def sweep() -> list[str]:
     for name in os.listdir(DIRECTORY):
         pid, _, start = name.removeprefix(_PREFIX).rpartition("-")[0].partition("-")
         if name.startswith(_PREFIX) and pid.isdigit() and _start_time(int(pid)) != start:
-            unlink(name)
-            stale.append(name)
+            with contextlib.suppress(posix_ipc.Error):  # another user's, with a name like ours
+                unlink(name)
+                stale.append(name)
     return stale
 
 

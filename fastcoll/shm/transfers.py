@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
+_DTYPE_BITS = 22
+
 
 @lru_cache(maxsize=1024)
 def _dtype_code(dtype: np.dtype[Any]) -> int:
@@ -28,12 +30,12 @@ def _dtype_code(dtype: np.dtype[Any]) -> int:
 
 def kind_of(tag: int, dtype: np.dtype[Any]) -> int:
     """The word of a frame that must be equal on both sides: tag and dtype."""
-    return tag << 8 | _dtype_code(dtype)
+    return tag << _DTYPE_BITS | _dtype_code(dtype)
 
 
 def tag_of(kind: int) -> int:
     """The tag in a kind."""
-    return kind >> 8
+    return kind >> _DTYPE_BITS
 
 
 def contents(kind: int, nbytes: int) -> str:
@@ -140,6 +142,6 @@ def _needed(vigil: Vigil, peer: int | None, rank: int) -> Callable[[], list[int]
     def possible_senders() -> list[int]:
         # Hopeless only when all have left; the own rank could still send from another thread, but a
         # rank that waits for nobody else is taken for stuck.
-        return [other for other in others if vigil.verdict([other], "") is None] or others
+        return [other for other in others if not vigil.has_left(other)] or others
 
     return possible_senders

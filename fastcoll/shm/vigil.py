@@ -8,6 +8,7 @@ cannot go on: what a peer published before it left or died counts.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -35,6 +36,8 @@ class Vigil:
         self.members = list(members)
         self._segment = segment
         self._rank = rank
+        self._lock = threading.Lock()
+        self._retired = False
 
     def name(self, rank: int) -> str:
         """A rank for an error message: global rank, host and pid."""
@@ -42,31 +45,39 @@ class Vigil:
 
     def fail(self, error: GroupError) -> None:
         """Remember why the group failed, and tell the peers. The first reason stays."""
-        if self.failure is None:
+        with self._lock:
+            if self.failure is not None:
+                return
             self.failure = error
             self._publish(FAILED, str(error))
-            self.on_failure()
+        self.on_failure()
 
     def leave(self) -> None:
-        """Tell the peers that this rank has left in order."""
-        if self.failure is None:
-            self._publish(LEFT, "")
+        """Tell the peers that this rank has left in order, and write to the segment no more."""
+        with self._lock:
+            if self.failure is None:
+                self._publish(LEFT, "")
+            self._retired = True
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left in order."""
+        return self._state(rank) == LEFT
 
     def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
         """Why waiting for the group ranks `needed` is in vain, or None."""
         if self.failure is not None:
             return self.failure
         states = [self._state(rank) for rank in range(len(self.members))]
-        present = [m for m, state in zip(self.members, states, strict=True) if state != LEFT]
-        if dead := dead_among(present):
-            names = ", ".join(self.name(self.members.index(member)) for member in dead)
+        # Who failed or left has said why; that its process ended afterwards is no news.
+        others = [rank for rank in range(len(states)) if rank != self._rank]
+        working = [self.members[rank] for rank in others if states[rank] == IN_ORDER]
+        if dead := dead_among(working):
+            names = ", ".join(map(str, dead))
             return PeerDiedError(f"{names} died; {doing}", [member.rank for member in dead])
-        for rank, state in enumerate(states):
-            if state == FAILED and rank != self._rank:
-                return AbortedError(
-                    f"{self.name(rank)} failed the group: {self._reason(rank)}; {doing}",
-                    [self.members[rank].rank],
-                )
+        for rank in others:
+            if states[rank] == FAILED:
+                reason = f"{self.name(rank)} failed the group: {self._reason(rank)}; {doing}"
+                return AbortedError(reason, [self.members[rank].rank])
         if gone := [rank for rank in needed if states[rank] == LEFT]:
             names = ", ".join(map(self.name, gone))
             return AbortedError(f"{names} left the group; {doing}", [self.members[r].rank for r in gone])
@@ -80,6 +91,8 @@ class Vigil:
         return self._segment.text(rank, REASON, min(length, REASON_BYTES))
 
     def _publish(self, state: int, reason: str) -> None:
+        if self._retired:
+            return
         data = reason.encode()[:REASON_BYTES]
         self._segment.write_text(self._rank, REASON, data)
         word = self._segment.word(self._rank, STATE)
@@ -102,7 +115,7 @@ class Wait:
         self._timeout = timeout
         self._started = time.monotonic()
         self._warn_after: float = config.get("FASTCOLL_WARN_AFTER")
-        self._evidence: GroupError | None = None
+        self._seen = False
 
     def look(self) -> None:
         """Raise when going on is hopeless, else return so that the kernel is called again.
@@ -110,16 +123,18 @@ class Wait:
         Raises:
             GroupError: a peer died, left or failed the group, or the timeout has passed.
         """
-        if self._evidence is not None:
-            raise self._evidence
         late = self._late()
         waited = time.monotonic() - self._started
-        self._evidence = self._vigil.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
-        if self._evidence is None and waited >= self._timeout:
-            self._evidence = CollectiveTimeoutError(
+        found = self._vigil.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
+        if found is None and waited >= self._timeout:
+            found = CollectiveTimeoutError(
                 f"{self._doing}: {self._names(late)} did not arrive within {self._timeout:g} s",
                 [self._vigil.members[rank].rank for rank in late],
             )
+        if found is not None and self._seen:
+            # Without the tracebacks of earlier raises, which would keep their frames and arrays alive.
+            raise found.with_traceback(None)
+        self._seen = found is not None
         if waited >= self._warn_after:
             self._warn_after = float("inf")
             _log.warning("%s has waited %.0f s for %s", self._doing, waited, self._names(late))

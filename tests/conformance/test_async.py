@@ -111,3 +111,55 @@ def test_callbacks_run_once_complete(rank, world_size):
     work.add_done_callback(seen.append)
     dist.all_reduce(np.ones(2), async_op=True).wait()  # the progress thread is past the callback now
     assert seen == [work, work]
+
+
+@pytest.mark.ranks(2)
+def test_a_callback_may_raise_but_not_wait(rank, world_size, caplog):
+    refused = []
+
+    def careless(_):
+        raise ValueError("in a callback")
+
+    def waits(_):
+        with pytest.raises(dist.UsageError, match="callback") as caught:
+            dist.all_reduce(np.ones(2))
+        refused.append(caught.value)
+
+    first = dist.all_reduce(np.ones(500_000), async_op=True)
+    second = dist.all_reduce(np.ones(3), async_op=True)
+    first.add_done_callback(careless)
+    first.add_done_callback(waits)
+    second.wait()
+    dist.all_reduce(np.ones(3), async_op=True).wait()
+    assert len(refused) == 1
+    assert "in a callback" in caplog.text
+
+
+@pytest.mark.ranks(2)
+def test_a_loop_that_is_gone_does_not_matter(rank, world_size):
+    async def give_up():
+        if rank == 1:
+            return
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(wrap(dist.all_reduce(np.ones(3), async_op=True)), 0.05)
+
+    async def wrap(work):
+        return await work
+
+    asyncio.run(give_up())
+    if rank == 0:
+        dist.send(np.zeros(1), 1)
+    else:
+        dist.recv(np.zeros(1), 0)
+        dist.all_reduce(np.ones(3))
+    dist.all_reduce(np.ones(3), async_op=True).wait(20)
+
+
+@pytest.mark.ranks(2)
+def test_destroying_a_group_ends_what_is_under_way(rank, world_size):
+    group = dist.new_group()
+    if rank == 0:
+        work = group.all_reduce(np.ones(3), async_op=True)
+        group.close()
+        assert isinstance(work.exception(), dist.AbortedError)
+    dist.barrier()

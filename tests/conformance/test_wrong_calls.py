@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import numpy as np
 import pytest
 
@@ -43,6 +46,21 @@ MISMATCHES = {
         lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: a, "left")),
         lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: b, "right")),
         ("op=custom",),
+    ),
+    "constants of a custom operation": (
+        lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: a + 2 * b, "f")),
+        lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: a + 3 * b, "f")),
+        ("op=custom",),
+    ),
+    "names of fields": (
+        lambda: dist.broadcast(np.zeros(2, [("f8", "i4")]), 0),
+        lambda: dist.broadcast(np.zeros(2, [("f40", "i4")]), 0),
+        ("another dtype",),
+    ),
+    "parts of a coalesced call": (
+        lambda: dist.all_reduce_coalesced([f4(2), f4(3)]),
+        lambda: dist.all_reduce_coalesced([f4(3), f4(2)]),
+        ("5 elements",),
     ),
     "broadcast size": (lambda: dist.broadcast(f4(2), 0), lambda: dist.broadcast(f4(3), 0), ("2 el", "3 el")),
     "reduce": (lambda: dist.reduce(f4(2), 0), lambda: dist.reduce(f4(2), 1), ("root=0", "root=1")),
@@ -105,6 +123,13 @@ def test_wrong_arguments_are_refused_before_anybody_hears_of_them(rank, world_si
         (lambda: dist.all_gather_into_tensor(f4(5), f4(3)), UsageError, "6 elements"),
         (lambda: dist.reduce_scatter_tensor(f4(3), f4(7)), UsageError, "6 elements"),
         (lambda: dist.reduce_scatter(f4(3), two), UsageError, "same dtype"),
+        (lambda: dist.reduce_scatter(f4(2), [f4(2), np.ones(2, "i4")][:: 1 - 2 * rank]), ArrayError, "int32"),
+        (
+            lambda: dist.all_gather_coalesced([two, [f4(3), f4(3)]], [f4(3), f4(2)]),
+            UsageError,
+            "same dtype and number",
+        ),
+        (lambda: dist.broadcast(f4(2), 0.0), UsageError, "integer"),
         (lambda: dist.all_to_all_single(f4(3), f4(3)), UsageError, "split_sizes"),
         (lambda: dist.all_to_all_single(f4(4), f4(4), [1, 2], [2, 2]), UsageError, "add up to"),
         (lambda: dist.all_to_all_single(f4(4), np.ones(4)), ArrayError, "float64"),
@@ -151,3 +176,86 @@ def test_strided_outputs_are_written_where_they_lie(rank, world_size):
     dist.all_gather(outs, np.full(4, rank + 1, "i4"))
     np.testing.assert_array_equal(canvas[:, ::2], [[1] * 4, [2] * 4])
     assert not canvas[:, 1::2].any()
+
+
+@pytest.mark.ranks(2)
+def test_an_element_must_fit_into_a_slot(rank, world_size):
+    huge = np.dtype([("x", "f8", 30_000)])
+    op = ReduceOp.custom(first)
+    with pytest.raises(ArrayError, match="240000 bytes"):
+        dist.reduce_scatter(np.zeros(1, huge), [np.zeros(1, huge)] * 2, op)
+    usable(rank, world_size)
+
+
+def first(a, b):
+    return a
+
+
+@pytest.mark.ranks(2)
+def test_a_root_may_be_a_numpy_integer(rank, world_size):
+    for kind in (np.int8, np.uint8, np.int32, np.int64):
+        x = np.full(3, float(rank))
+        dist.broadcast(x, kind(1))
+        assert (x == 1).all()
+
+
+@pytest.mark.ranks(2)
+def test_premul_sum_leaves_the_array_alone_when_refused(rank, world_size):
+    x = np.full(3 + rank, 2.0)
+    with pytest.raises(MismatchError):
+        dist.all_reduce(x, ReduceOp.PREMUL_SUM(10.0))
+    assert (x == 2).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_overlapping_arrays_give_the_right_result(rank, world_size):
+    n = 100_000
+    buffer = np.arange(world_size * n + 7, dtype="f8")
+    dist.reduce_scatter_tensor(buffer[7 : 7 + n], buffer[: world_size * n])
+    want = world_size * np.arange(rank * n, (rank + 1) * n)
+    np.testing.assert_array_equal(buffer[7 : 7 + n], want)
+    buffer = np.arange(world_size * n, dtype="f8") + rank
+    dist.all_gather_into_tensor(buffer, buffer[100 : 100 + n])
+    want = np.concatenate([np.arange(100, 100 + n) + r for r in range(world_size)])
+    np.testing.assert_array_equal(buffer, want)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_closed_or_failed_group_raises_every_time(rank, world_size):
+    x = np.ones(3)
+    closed, failed = dist.new_group(), dist.new_group()
+    for group in (closed, failed):
+        dist.all_reduce(x, group=group)
+    closed.close()
+    failed.abort("tested")
+    for _ in range(3):
+        with pytest.raises(dist.NotInitializedError):
+            closed.all_reduce(x)
+        with pytest.raises(dist.AbortedError, match="tested"):
+            failed.all_reduce(x)
+    failed.close()
+    failed.abort("closing twice, then aborting, is nothing")
+
+
+@pytest.mark.ranks(2)
+def test_a_long_call_comes_back_for_ctrl_c(rank, world_size):
+    """The kernel itself takes long here, not a wait: a custom operation that dawdles."""
+    op = ReduceOp.custom(slow)
+    dist.all_reduce(np.ones(8), op)
+    group, x = dist.new_group(), np.ones(8_000_000)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if rank == 0 else dist.AbortedError):
+        group.all_reduce(x, op)
+    assert time.monotonic() - begun < 1.0
+    with pytest.raises(dist.AbortedError, match="KeyboardInterrupt"):
+        group.barrier()
+    group.close()
+
+
+def slow(a, b):
+    for _ in range(100):
+        a = a + b / (a + 1)
+    return a

@@ -17,7 +17,7 @@ def places():
                 yield where, victim
 
 
-@pytest.mark.parametrize(("where", "victim"), places())
+@pytest.mark.parametrize(("where", "victim"), list(places()))
 def test_killed_while_starting(where, victim):
     with crew.nothing_left():
         outcomes = crew.run(victims.die_while_starting, 3, where, victim)
