@@ -10,23 +10,33 @@ All ranks in this file are group ranks, 0..size-1; api.py translates global rank
 
 from __future__ import annotations
 
-import math
 import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .arrays import Adopted, adopt, adopt_list
 from .errors import ArrayError, GroupError, NotInitializedError, UsageError
-from .reduce_op import PREMUL_SUM, ReduceOp
+from .operands import (
+    Array,
+    Call,
+    adopt_same_dtype,
+    apart,
+    arrays_of,
+    check_dtypes,
+    check_fit,
+    checked_tag,
+    equal_blocks,
+    flattened,
+    parts_along_rows,
+    scaled,
+    then_split,
+)
+from .reduce_op import ReduceOp
 from .work import ProgressQueue, Work, refuse_to_block
-
-Array = NDArray[Any]
-Call = Callable[[], Any]
 
 
 class ProcessGroup(ABC):
@@ -141,10 +151,10 @@ class ProcessGroup(ABC):
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
         """Reduce over all ranks, in place; the same bits on every rank."""
         x = adopt(tensor, writable=True)
-        source, plain = _scaled(x.array, op)
+        source, plain = scaled(x.array, op)
         call = self._plan_all_reduce(source, plain)
         if source is not x.array:
-            call = _then_split(call, source, (x,))
+            call = then_split(call, source, (x,))
         return self._run("all_reduce", call, (x,), async_op)
 
     def reduce(
@@ -153,7 +163,7 @@ class ProcessGroup(ABC):
         """Reduce over all ranks into the root's array; the others' arrays stay as they are."""
         root = self._checked_rank("root", root)
         x = adopt(tensor, writable=self.rank == root)
-        source, plain = _scaled(x.array, op)
+        source, plain = scaled(x.array, op)
         call = self._plan_reduce(x.array, source, plain, root)
         return self._run("reduce", call, (x,), async_op)
 
@@ -167,7 +177,7 @@ class ProcessGroup(ABC):
 
     def _scan(self, name: str, tensor: Any, op: ReduceOp, exclusive: bool, async_op: bool) -> Work | None:
         x = adopt(tensor, writable=True)
-        source, plain = _scaled(x.array, op)
+        source, plain = scaled(x.array, op)
         call = self._plan_scan(x.array, source, plain, exclusive)
         return self._run(name, call, (x,), async_op)
 
@@ -177,8 +187,8 @@ class ProcessGroup(ABC):
         """Reduce list item r over all ranks into rank r's output; items may differ in shape."""
         out = adopt(output, writable=True, what="output")
         blocks = adopt_list(input_list, self.size, writable=False, what="input_list")
-        _check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
-        _check_dtypes("input_list", blocks, out.array)
+        check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
+        check_dtypes("input_list", blocks, out.array)
         return self._reduce_scatter(out, [block.array for block in blocks], op, async_op)
 
     def reduce_scatter_single(
@@ -188,13 +198,13 @@ class ProcessGroup(ABC):
         out = adopt(output, writable=True, what="output")
         x = adopt(input, writable=False, what="input")
         return self._reduce_scatter(
-            out, _split("input", x.array, "output", out.array, self.size), op, async_op
+            out, equal_blocks("input", x.array, "output", out.array, self.size), op, async_op
         )
 
     def _reduce_scatter(self, out: Adopted, blocks: list[Array], op: ReduceOp, async_op: bool) -> Work | None:
-        scaled = [_scaled(block, op) for block in blocks]
-        sources = _apart([source for source, _ in scaled], [out.array], own=self.rank)
-        call = self._plan_reduce_scatter(out.array, sources, scaled[0][1])
+        pairs = [scaled(block, op) for block in blocks]
+        sources = apart([source for source, _ in pairs], [out.array], own=self.rank)
+        call = self._plan_reduce_scatter(out.array, sources, pairs[0][1])
         return self._run("reduce_scatter", call, (out,), async_op)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Work | None:
@@ -207,21 +217,21 @@ class ProcessGroup(ABC):
         """Rank r's array goes to list item r on every rank; sizes may differ between ranks."""
         outs = adopt_list(output_list, self.size, writable=True, what="output_list")
         x = adopt(tensor, writable=False)
-        _check_fit("tensor", x.array, f"output_list[{self.rank}]", outs[self.rank].array)
-        _check_dtypes("output_list", outs, x.array)
+        check_fit("tensor", x.array, f"output_list[{self.rank}]", outs[self.rank].array)
+        check_dtypes("output_list", outs, x.array)
         return self._all_gather(outs, [out.array for out in outs], x.array, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         """The arrays of all ranks, equal in size, one after the other in `output`."""
         out = adopt(output, writable=True, what="output")
         x = adopt(input, writable=False, what="input")
-        outs = _split("output", out.array, "input", x.array, self.size)
+        outs = equal_blocks("output", out.array, "input", x.array, self.size)
         return self._all_gather((out,), outs, x.array, async_op)
 
     def _all_gather(
         self, owners: Sequence[Adopted], outs: Sequence[Array], x: Array, async_op: bool
     ) -> Work | None:
-        (source,) = _apart([x], outs, own=self.rank)
+        (source,) = apart([x], outs, own=self.rank)
         return self._run("all_gather", self._plan_all_gather(outs, source), owners, async_op)
 
     def gather(
@@ -232,10 +242,10 @@ class ProcessGroup(ABC):
         x = adopt(tensor, writable=False)
         outs = self._adopt_on_root(output_list, root, writable=True, what="output_list")
         if outs is not None:
-            _check_fit("tensor", x.array, f"output_list[{root}]", outs[root].array)
-            _check_dtypes("output_list", outs, x.array)
-        (source,) = _apart([x.array], _arrays(outs) or (), own=root)
-        call = self._plan_gather(_arrays(outs), source, root)
+            check_fit("tensor", x.array, f"output_list[{root}]", outs[root].array)
+            check_dtypes("output_list", outs, x.array)
+        (source,) = apart([x.array], arrays_of(outs) or (), own=root)
+        call = self._plan_gather(arrays_of(outs), source, root)
         return self._run("gather", call, outs or (), async_op)
 
     def scatter(
@@ -246,9 +256,9 @@ class ProcessGroup(ABC):
         out = adopt(tensor, writable=True)
         blocks = self._adopt_on_root(input_list, root, writable=False, what="input_list")
         if blocks is not None:
-            _check_fit("tensor", out.array, f"input_list[{root}]", blocks[root].array)
-            _check_dtypes("input_list", blocks, out.array)
-        sources = None if blocks is None else _apart([b.array for b in blocks], [out.array], own=root)
+            check_fit("tensor", out.array, f"input_list[{root}]", blocks[root].array)
+            check_dtypes("input_list", blocks, out.array)
+        sources = None if blocks is None else apart([b.array for b in blocks], [out.array], own=root)
         call = self._plan_scatter(out.array, sources, root)
         return self._run("scatter", call, (out,), async_op)
 
@@ -259,9 +269,9 @@ class ProcessGroup(ABC):
         outs = adopt_list(output_list, self.size, writable=True, what="output_list")
         blocks = adopt_list(input_list, self.size, writable=False, what="input_list")
         here = self.rank
-        _check_fit(f"output_list[{here}]", outs[here].array, f"input_list[{here}]", blocks[here].array)
+        check_fit(f"output_list[{here}]", outs[here].array, f"input_list[{here}]", blocks[here].array)
         for name, items in (("output_list", outs), ("input_list", blocks)):
-            _check_dtypes(name, items, blocks[0].array)
+            check_dtypes(name, items, blocks[0].array)
         return self._all_to_all(outs, [out.array for out in outs], [b.array for b in blocks], async_op)
 
     def all_to_all_single(
@@ -280,15 +290,15 @@ class ProcessGroup(ABC):
         x = adopt(input, writable=False, what="input")
         if out.array.dtype != x.array.dtype:
             raise ArrayError(f"output is {out.array.dtype}, input is {x.array.dtype}; they must be the same")
-        outs = _parts("output", out.array, output_split_sizes, self.size)
-        blocks = _parts("input", x.array, input_split_sizes, self.size)
-        _check_fit(f"output part {self.rank}", outs[self.rank], f"input part {self.rank}", blocks[self.rank])
+        outs = parts_along_rows("output", out.array, output_split_sizes, self.size)
+        blocks = parts_along_rows("input", x.array, input_split_sizes, self.size)
+        check_fit(f"output part {self.rank}", outs[self.rank], f"input part {self.rank}", blocks[self.rank])
         return self._all_to_all((out,), outs, blocks, async_op)
 
     def _all_to_all(
         self, owners: Sequence[Adopted], outs: list[Array], blocks: list[Array], async_op: bool
     ) -> Work | None:
-        call = self._plan_all_to_all(outs, _apart(blocks, outs))
+        call = self._plan_all_to_all(outs, apart(blocks, outs))
         return self._run("all_to_all", call, owners, async_op)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
@@ -309,11 +319,11 @@ class ProcessGroup(ABC):
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """`all_reduce` of several arrays of one dtype at the price of one."""
-        xs = _adopt_same_dtype(tensors, writable=True)
-        flat = _flattened(xs)
-        source, plain = _scaled(flat, op)
+        xs = adopt_same_dtype(tensors, writable=True)
+        flat = flattened(xs)
+        source, plain = scaled(flat, op)
         call = self._plan_all_reduce(source, plain, [x.array.size for x in xs])
-        return self._run("all_reduce_coalesced", _then_split(call, source, xs), xs, async_op)
+        return self._run("all_reduce_coalesced", then_split(call, source, xs), xs, async_op)
 
     def all_gather_coalesced(
         self, output_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], async_op: bool = False
@@ -324,20 +334,20 @@ class ProcessGroup(ABC):
         """
         if len(output_lists) != len(tensors):
             raise UsageError(f"output_lists has {len(output_lists)} lists for {len(tensors)} tensors")
-        xs = _adopt_same_dtype(tensors, writable=False)
+        xs = adopt_same_dtype(tensors, writable=False)
         lists = [
             adopt_list(o, self.size, writable=True, what=f"output_lists[{k}]")
             for k, o in enumerate(output_lists)
         ]
         for k, (outs, x) in enumerate(zip(lists, xs, strict=True)):
-            _check_dtypes(f"output_lists[{k}]", outs, x.array)
-            _check_fit(f"tensors[{k}]", x.array, f"output_lists[{k}][{self.rank}]", outs[self.rank].array)
+            check_dtypes(f"output_lists[{k}]", outs, x.array)
+            check_fit(f"tensors[{k}]", x.array, f"output_lists[{k}][{self.rank}]", outs[self.rank].array)
         per_rank = [[outs[r] for outs in lists] for r in range(self.size)]
         flats = [np.empty(sum(o.array.size for o in outs), xs[0].array.dtype) for outs in per_rank]
-        source = _flattened(xs)
+        source = flattened(xs)
         call = self._plan_all_gather(flats, source, [x.array.size for x in xs])
         for flat, outs in zip(flats, per_rank, strict=True):
-            call = _then_split(call, flat, outs)
+            call = then_split(call, flat, outs)
         return self._run("all_gather_coalesced", call, [o for outs in lists for o in outs], async_op)
 
     # ---- point to point ---------------------------------------------------------------------------
@@ -346,7 +356,7 @@ class ProcessGroup(ABC):
         """Send to `dst`; returns when it has been received (to oneself: when it is buffered)."""
         dst = self._checked_rank("dst", dst)
         self._check_usable()
-        self._send(adopt(tensor, writable=False), dst, _tag(tag))
+        self._send(adopt(tensor, writable=False), dst, checked_tag(tag))
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         """Receive into `tensor` from `src`, or from whoever sends first; returns the sender's rank.
@@ -356,19 +366,19 @@ class ProcessGroup(ABC):
         """
         src = self._checked_src(src)
         self._check_usable()
-        return self._recv(adopt(tensor, writable=True), src, _tag(tag))
+        return self._recv(adopt(tensor, writable=True), src, checked_tag(tag))
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
         dst = self._checked_rank("dst", dst)
         self._check_usable()
-        return self._isend(adopt(tensor, writable=False), dst, _tag(tag))
+        return self._isend(adopt(tensor, writable=False), dst, checked_tag(tag))
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
         """`recv` that returns a Work at once; the Work's result is the sender's rank."""
         src = self._checked_src(src)
         self._check_usable()
-        return self._irecv(adopt(tensor, writable=True), src, _tag(tag))
+        return self._irecv(adopt(tensor, writable=True), src, checked_tag(tag))
 
     # ---- life -------------------------------------------------------------------------------------
 
@@ -441,117 +451,3 @@ class ProcessGroup(ABC):
                 f"{what} must be None or empty on rank {self.rank}; only the root (rank {root}) gives it"
             )
         return None
-
-
-def _scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
-    """What is really reduced: for PREMUL_SUM a scaled copy and SUM, else the array and op themselves."""
-    if not isinstance(op, ReduceOp):
-        raise UsageError(f"op is {op!r}; give a fastcoll.ReduceOp, e.g. ReduceOp.SUM")
-    if op.code != PREMUL_SUM:
-        return x, op
-    if x.dtype.kind in "biu":
-        raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {x.dtype}; scale it beforehand")
-    return np.asarray(x * x.dtype.type(op.factor), x.dtype), ReduceOp.SUM
-
-
-def _arrays(items: Sequence[Adopted] | None) -> list[Array] | None:
-    return None if items is None else [item.array for item in items]
-
-
-def _apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list[Array]:
-    """The inputs, copied where they share memory with an output.
-
-    A single input or output is that of rank `own`, whose two arrays may be the very same memory.
-    """
-
-    def of_own_rank(index: int, arrays: Sequence[Array]) -> bool:
-        return own >= 0 and (len(arrays) == 1 or index == own)
-
-    def clash(k: int, x: Array) -> bool:
-        return any(
-            not (of_own_rank(k, inputs) and of_own_rank(j, outs) and x.ctypes.data == out.ctypes.data)
-            for j, out in enumerate(outs)
-            if np.may_share_memory(x, out)
-        )
-
-    return [x.copy() if clash(k, x) else x for k, x in enumerate(inputs)]
-
-
-def _check_fit(name: str, x: Array, other: str, y: Array) -> None:
-    """Two arrays that stand for the same data must agree in dtype and number of elements."""
-    if x.dtype != y.dtype or x.size != y.size:
-        raise UsageError(
-            f"{name} ({x.dtype}, shape {x.shape}) and {other} ({y.dtype}, shape {y.shape}) "
-            "must have the same dtype and number of elements"
-        )
-
-
-def _check_dtypes(name: str, items: Sequence[Adopted], x: Array) -> None:
-    for index, item in enumerate(items):
-        if item.array.dtype != x.dtype:
-            raise ArrayError(
-                f"{name}[{index}] is {item.array.dtype}, expected {x.dtype} as the other arrays of the call"
-            )
-
-
-def _split(name: str, whole: Array, other: str, part: Array, n: int) -> list[Array]:
-    """The n equal blocks of `whole`, each as large as `part`."""
-    if whole.dtype != part.dtype or whole.size != n * part.size:
-        raise UsageError(
-            f"{name} ({whole.dtype}, shape {whole.shape}) must have {n} times the elements of {other} "
-            f"({part.dtype}, shape {part.shape}) and its dtype: {n * part.size} elements"
-        )
-    return list(whole.reshape(n, part.size)) if n and part.size else [whole.reshape(-1)] * n
-
-
-def _parts(name: str, x: Array, splits: Sequence[int] | None, n: int) -> list[Array]:
-    """The n parts of x along its first dimension."""
-    rows = x.shape[0] if x.ndim else 1
-    if splits is None:
-        if rows % n:
-            raise UsageError(
-                f"{name} has {rows} rows, which {n} ranks cannot share equally; give {name}_split_sizes"
-            )
-        splits = [rows // n] * n
-    sizes = [int(s) for s in splits]
-    if len(sizes) != n or min(sizes) < 0 or sum(sizes) != rows:
-        raise UsageError(
-            f"{name}_split_sizes is {sizes}; expected {n} sizes >= 0 that add up to the {rows} rows of {name}"
-        )
-    width = math.prod(x.shape[1:])
-    ends = np.cumsum(sizes) * width
-    return np.split(x.reshape(-1), ends[:-1])
-
-
-def _adopt_same_dtype(tensors: Sequence[Any], *, writable: bool) -> list[Adopted]:
-    if not tensors:
-        raise UsageError("tensors is empty; give at least one array")
-    xs = adopt_list(tensors, len(tensors), writable=writable, what="tensors")
-    _check_dtypes("tensors", xs, xs[0].array)
-    return xs
-
-
-def _flattened(xs: Sequence[Adopted]) -> Array:
-    """All elements, one array after the other; np.concatenate would change the byte order."""
-    flat = np.empty(sum(x.array.size for x in xs), xs[0].array.dtype)
-    return np.concatenate([x.array.reshape(-1) for x in xs], out=flat)
-
-
-def _then_split(call: Call, flat: Array, owners: Sequence[Adopted]) -> Call:
-    """The call, and then the parts of `flat` copied into the owners' arrays."""
-
-    def run() -> None:
-        call()
-        start = 0
-        for owner in owners:
-            end = start + owner.array.size
-            owner.array.reshape(-1)[...] = flat[start:end]
-            start = end
-
-    return run
-
-
-def _tag(tag: int) -> int:
-    if not 0 <= tag < 1 << 31:
-        raise UsageError(f"tag is {tag}; tags are integers from 0 to 2**31 - 1")
-    return int(tag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import shlex
 import sys
@@ -29,7 +30,8 @@ time and p99 are microseconds a call: each rank times batches of calls and takes
 percentile); the slowest rank's is shown. all_reduce, reduce and broadcast work in place. Sizes, algbw and
 busbw are those of nccl-tests. Under a launcher (RANK and WORLD_SIZE, mpirun, srun) its ranks are used.
 
-exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line cannot be.
+exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line or a
+launcher's environment cannot be.
 """
 
 
@@ -42,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launched = detect(os.environ)
         ranks = _ranks(given.ranks, launched)
         options = _options(given, ranks, words)
+        if launched.world_size is not None:
+            return run_launched(options, launched.local_rank or 0)
     except UsageError as error:
         parser.error(str(error))
-    if launched.world_size is not None:
-        return run_launched(options, launched.local_rank or 0)
     return _run_own_workers(options, ranks)
 
 
@@ -170,14 +172,27 @@ def _options(given: argparse.Namespace, ranks: int, words: list[str]) -> Options
 def _check_files(given: argparse.Namespace) -> None:
     """Before the run, not after it."""
     for path in (given.json, given.csv, given.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{path} cannot be written: there is no folder {path.absolute().parent}")
+        if path is not None:
+            _check_writable(path)
     if given.plot is None:
         return
     if given.plot.suffix not in PICTURES:
         raise UsageError(f"--plot {given.plot}: the name must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UnavailableError("--plot needs matplotlib; pip install 'fastcoll[bench]'")
+
+
+def _check_writable(path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{path} cannot be written: there is no folder {folder}")
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))
+        else:
+            tempfile.TemporaryFile(dir=folder).close()  # leaves nothing; a mode does not bind root
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _ranks(asked: int | None, launched: Detected) -> int:
@@ -218,8 +233,8 @@ def _listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         value = kind(text)
-        if not value > 0:
-            raise UsageError(f"{text} is not greater than 0")
+        if not 0 < value < math.inf:
+            raise UsageError(f"{text} is not a finite number greater than 0")
         return value
 
     return _read(parse)

@@ -45,7 +45,7 @@ def schedule(per_call: float, seconds: float, iterations: int | None = None) -> 
         iterations: exactly so many calls instead.
     """
     per_call = max(per_call, 1e-8)
-    total = iterations or min(_MOST_CALLS, max(_LEAST_CALLS, int(seconds / per_call)))
+    total = iterations or int(min(_MOST_CALLS, max(_LEAST_CALLS, seconds / per_call)))
     calls = max(1, min(total, round(_BATCH_SECONDS / per_call)))
     if iterations:
         calls = next(fewer for fewer in range(calls, 0, -1) if iterations % fewer == 0)

@@ -16,8 +16,7 @@ from .supervisor import Supervisor
 
 _MANY_NODES_PORT = 29500  # torch's, when the nodes must agree on a port without having talked
 _ABOUT = """Start a program once per rank, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
-MASTER_ADDR and MASTER_PORT in its environment. Ranks learn their number from there only: no --local_rank
-argument is added to the program's own."""
+MASTER_ADDR and MASTER_PORT in its environment."""
 _CODES = """exit code: 0, that of the first rank that failed, or 128+n if signal n ended that rank or the
 launcher. The other ranks get SIGTERM then, and SIGKILL when the grace is over. Options may be spelled with
 - instead of _."""
@@ -44,9 +43,9 @@ def _parser() -> argparse.ArgumentParser:
         "python -m fastcoll.launch", description=_ABOUT, epilog=_CODES, allow_abbrev=False
     )
 
-    def add(name: str, *others: str, **rest: object) -> None:
+    def add(name: str, *others: str, group: argparse._ActionsContainer = parser, **rest: object) -> None:
         spellings = dict.fromkeys([*others, f"--{name}", f"--{name.replace('_', '-')}"])
-        parser.add_argument(*spellings, dest=name, **rest)  # type: ignore[arg-type]
+        group.add_argument(*spellings, dest=name, **rest)  # type: ignore[arg-type]
 
     add("nproc_per_node", "-n", "--nproc", type=_count, default=1, metavar="N",
         help="ranks on this node; auto or cpu: one per usable core (default 1)")  # fmt: skip
@@ -56,7 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     add("master_port", type=int, metavar="PORT",
         help=f"its port (default: a free one for one node, else {_MANY_NODES_PORT})")  # fmt: skip
     add("standalone", action="store_true", help="a job of one node, with a port of its own")
-    add("use_env", action="store_true", help="accepted for torch's sake; it is always so")
+    local_rank = parser.add_mutually_exclusive_group()
+    add("pass_local_rank", group=local_rank, action="store_true",
+        help="add --local_rank=N before the program's own arguments, as torch's first launcher did")  # fmt: skip
+    add("use_env", group=local_rank, action="store_true",
+        help="add none: ranks learn their number from the environment (default)")  # fmt: skip
     add("no_python", action="store_true", help="the program is not run by Python")
     add("log_dir", type=Path, metavar="DIR", help="also write rank-R.stdout and rank-R.stderr there")
     add("no_prefix", action="store_true", help="pass output on without [rank] before each line")
@@ -112,10 +115,12 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
         parser.error(f"--master_port must be from 1 to 65535, got {port}")
     python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
     return Job(
-        (*python, options.program, *options.args),
+        (*python, options.program),
         options.nproc_per_node,
         nodes,
         options.node_rank,
         options.master_addr or "127.0.0.1",
         port,
+        tuple(options.args),
+        options.pass_local_rank,
     )

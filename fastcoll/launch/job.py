@@ -24,10 +24,12 @@ class Job:
     """One node's share of a job.
 
     Attributes:
-        program: the command line that every rank runs.
+        program: what every rank runs.
         local_size: the ranks on this node.
         nodes, node_rank: how many nodes there are, each with as many ranks, and which one this is.
         master_addr, master_port: where rank 0 listens.
+        arguments: the program's own.
+        pass_local_rank: whether `--local_rank=N` comes before them.
     """
 
     program: tuple[str, ...]
@@ -36,6 +38,8 @@ class Job:
     node_rank: int
     master_addr: str
     master_port: int
+    arguments: tuple[str, ...] = ()
+    pass_local_rank: bool = False
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property
@@ -46,6 +50,11 @@ class Job:
     def rank(self, local_rank: int) -> int:
         """The rank in the whole job of one of this node's ranks."""
         return self.node_rank * self.local_size + local_rank
+
+    def command(self, local_rank: int) -> list[str]:
+        """The command line of one of this node's ranks."""
+        told = [f"--local_rank={local_rank}"] if self.pass_local_rank else []
+        return [*self.program, *told, *self.arguments]
 
     def single_threaded(self, inherited: Mapping[str, str]) -> list[str]:
         """The variables that are set to 1, so that the ranks of this node do not crowd its cores."""

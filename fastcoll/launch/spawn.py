@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ..errors import FastcollError, GroupError, UsageError
+from .blame import CAUSE_SECONDS
 from .lifeline import GRACE_SECONDS, describe_exit, die_with_parent
 
 _TEXT_BYTES = 48 << 10  # less than a pipe holds (64 KiB), so that a failing child never waits for the parent
@@ -56,6 +57,7 @@ class SpawnContext:
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self._errors: list[Connection[Any, Any]] = []
+        self._texts: dict[int, bytes] = {}  # what came through; empty: the pipe's end
 
     def pids(self) -> list[int]:
         """The processes' ids, by rank."""
@@ -103,22 +105,44 @@ class SpawnContext:
         self._errors.append(errors)
 
     def _raise_failure(self) -> None:
-        failed = [rank for rank, process in enumerate(self.processes) if process.exitcode]
-        texts = {rank: self._text(rank) for rank in failed}
-        if not failed:
+        if not any(process.exitcode for process in self.processes):
             return
-        # A failure that only follows from another rank's (GroupError) is the last to be named.
-        first = min(failed, key=lambda rank: (texts[rank][:1] == b"G", rank))
-        process, text = self.processes[first], texts[first][1:].decode(errors="replace")
+        first = self._rank_at_fault()
+        process, text = self.processes[first], self._text(first)[1:].decode(errors="replace")
         if text:
             raise ProcessRaisedError(first, process.pid or 0, text)
         raise ProcessExitedError(first, process.pid or 0, process.exitcode or 0)
 
+    def _rank_at_fault(self) -> int:
+        """The rank to name: one whose failure is not a GroupError, if one shows up within a moment.
+
+        A rank that raised counts at once, though it may take longer to end than those that it took along.
+        """
+        end = time.monotonic() + CAUSE_SECONDS
+        while True:
+            codes = [process.exitcode for process in self.processes]
+            texts = [self._text(rank) for rank in range(len(codes))]  # all there is from those with a code
+            failed = [rank for rank, code in enumerate(codes) if code or texts[rank]]
+            first = min(failed, key=lambda rank: (texts[rank][:1] == b"G", rank))
+            silent = [rank for rank, code in enumerate(codes) if code is None and not texts[rank]]
+            left = end - time.monotonic()
+            if texts[first][:1] != b"G" or not silent or left <= 0:
+                return first
+            wait([source for rank in silent for source in self._sources(rank)], left)
+
+    def _sources(self, rank: int) -> list[Any]:
+        """What tells that a rank speaks or ends."""
+        ended = self.processes[rank].sentinel
+        return [ended] if rank in self._texts else [ended, self._errors[rank]]
+
     def _text(self, rank: int) -> bytes:
+        """What a rank said before it ended, as far as it is there: its kind and its traceback."""
         try:
-            return self._errors[rank].recv_bytes() if self._errors[rank].poll() else b""
+            if rank not in self._texts and self._errors[rank].poll():
+                self._texts[rank] = self._errors[rank].recv_bytes()
         except (EOFError, OSError):  # it sent nothing, or a part of it when it was killed
-            return b""
+            self._texts[rank] = b""
+        return self._texts.get(rank, b"")
 
     def _close_pipes(self) -> None:
         for errors in self._errors:

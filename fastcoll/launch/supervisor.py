@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from . import lifeline
+from .blame import CAUSE_SECONDS, follows
 from .job import Job
 from .relay import Relay, write_all
 
@@ -36,7 +37,7 @@ class RankProcess:
         err, err_end = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [*tether, *job.program],
+                [*tether, *job.command(local_rank)],
                 stdin=None if local_rank == 0 else subprocess.DEVNULL,
                 stdout=out_end,
                 stderr=err_end,
@@ -78,6 +79,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []  # received and not yet acted on
         self._exit_code = 0
+        self._failed: RankProcess | None = None  # the one to name as the first, at _name_at at the latest
+        self._name_at = 0.0
         self._kill_at: float | None = None  # when the grace ends; None: nobody was asked to end
 
     def run(self) -> int:
@@ -117,6 +120,8 @@ class Supervisor:
         while self._running:
             for key, _ in self._selector.select(_TICK):
                 key.data()
+            if self._failed and self._is_time_to_name():
+                self._name(self._failed)
             while self._signals:
                 self._pass_on(self._signals.pop(0))
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
@@ -129,9 +134,21 @@ class Supervisor:
         self._running.discard(rank)
         if code == 0 or self._kill_at is not None:
             return
-        self._exit_code = code if code > 0 else 128 - code
         rank.err.pump_all()
+        at_fault = not follows(rank.err.last_lines())
+        if self._failed is None or (at_fault and follows(self._failed.err.last_lines())):
+            self._failed = rank
+            self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
+
+    def _is_time_to_name(self) -> bool:
+        return bool(self._signals) or not self._running or time.monotonic() >= self._name_at
+
+    def _name(self, rank: RankProcess) -> None:
+        """Tell how a rank failed, and end the others."""
+        code = rank.process.returncode
+        self._exit_code = code if code > 0 else 128 - code
         self._say(f"{rank.describe()} failed first: {lifeline.describe_exit(code)}", rank.err.last_lines())
+        self._failed = None
         self._ask_to_end(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:

@@ -14,21 +14,22 @@ import numpy as np
 
 from .. import calls
 from ..arrays import Adopted
-from ..errors import AbortedError, ArrayError, GroupError, MismatchError
-from ..group import Array, Call, ProcessGroup
+from ..errors import AbortedError, ArrayError, GroupError
+from ..group import ProcessGroup
 from ..kernels.pointers import address_of, header_of
 from ..kernels.reduce import reducer
 from ..members import Member
+from ..operands import Array, Call
 from ..reduce_op import ReduceOp
 from ..rendezvous import Store
 from ..work import Work
 from . import collectives as run
-from . import layout, rounds
+from . import rounds
 from .blocks import Blocks
 from .context import Context, patience
 from .mailbox import Mailbox
 from .meeting import meet
-from .mismatch import Sizes, describe_sizes, share_sizes
+from .report import Report, Sizes
 from .segment import Segment
 from .vigil import Vigil, Wait
 
@@ -71,6 +72,7 @@ class ShmGroup(ProcessGroup):
         self._vigil.on_failure = self._stop
         self._context = Context(segment.address, segment.layout, rank, cores)
         self._c = self._context.address
+        self._report = Report(segment, self._context, rank, self.ranks, name)
         self._mailbox = Mailbox(
             segment.address, segment.layout, rank, self._vigil, timeout, patience(segment.layout.size, cores)
         )
@@ -106,12 +108,12 @@ class ShmGroup(ProcessGroup):
         """What follows a kernel that came back early: call it again while that makes sense."""
         if code == rounds.AGAIN:
             limit = self.timeout if timeout is None else timeout
-            wait = Wait(self._vigil, self._doing(kernel), self._late, limit)
+            wait = Wait(self._vigil, self._report.doing(kernel.__name__), self._report.late, limit)
             while code == rounds.AGAIN:
                 wait.look()
                 code = kernel(*args)
         if code == rounds.MISMATCH:
-            raise self._explain(sizes)
+            raise self._report.mismatch(sizes, self._plan_barrier(self.timeout))
 
     def _torn(self, kernel: Kernel, error: BaseException) -> None:
         """A call ended half-way: the group can't go on, and the peers must know."""
@@ -119,7 +121,7 @@ class ShmGroup(ProcessGroup):
             if not isinstance(error, GroupError):
                 here = self._vigil.name(self.rank)
                 error = AbortedError(
-                    f"{here} was interrupted by {type(error).__name__} in {self._doing(kernel)}"
+                    f"{here} was interrupted by {type(error).__name__} in {self._report.doing(kernel.__name__)}"
                 )
             self._fail(error)
 
@@ -325,43 +327,3 @@ class ShmGroup(ProcessGroup):
         """In a child of fork: make every use raise, and leave the segment, which is the parent's, alone."""
         self._vigil.failure = error
         self._stop()
-
-    def _doing(self, kernel: Kernel) -> str:
-        """The call under way, for messages."""
-        number = self._context[rounds.CALLS]
-        line = self._words(self.rank)
-        told = line[layout.SEQUENCE] == number
-        what = calls.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else kernel.__name__
-        return f"{what}, call {number} of group {self.name!r}"
-
-    def _late(self) -> list[int]:
-        """Who has not arrived at the call under way, or else whom the kernel waits for."""
-        number = self._context[rounds.CALLS]
-        late = [rank for rank in range(self.size) if self._words(rank)[layout.SEQUENCE] < number]
-        waits_for = late or [self._context[rounds.LATE]]
-        return [rank for rank in waits_for if rank != self.rank]
-
-    def _words(self, rank: int) -> Array:
-        """A rank's line of the current call."""
-        start = self._segment.word(rank, layout.LINE * (self._context[rounds.CALLS] % 2))
-        return self._segment.words[start : start + layout.PAYLOAD]
-
-    def _explain(self, sizes: Sizes) -> MismatchError:
-        """What each rank called; every rank of a mismatch is here, so they can tell one another their sizes."""
-        number = self._context[rounds.CALLS]
-        said = [_call_and_shape(self._words(rank)) for rank in range(self.size)]
-        uneven = all(call & calls.UNEVEN for call, _ in said)
-        if uneven:
-            said = [(call, 0) for call, _ in said]
-        text = calls.describe_differences(said, self.ranks)
-        if uneven and len(set(said)) == 1:
-            tables = share_sizes(self._segment, self.rank, sizes, self._plan_barrier(self.timeout))
-            text = f"{calls.OPERATIONS[said[0][0] & 0xFF]}: {describe_sizes(tables, self.ranks)}"
-        return MismatchError(
-            f"the ranks' calls do not match (call {number} of group {self.name!r}): {text}; "
-            "all ranks must make the same calls in the same order"
-        )
-
-
-def _call_and_shape(line: Array) -> tuple[int, int]:
-    return int(line[layout.CALL]), int(line[layout.SHAPE])

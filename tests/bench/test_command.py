@@ -98,7 +98,10 @@ def test_wrong_results_are_exit_code_1(tmp_path):
         (["--backend", "pigeons"], "no backend 'pigeons'"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
         (["--plot", "out.doc"], "must end in .png"),
-        (["--iters", "0"], "not greater than 0"),
+        (["--json", "/proc/out.json"], "/proc/out.json cannot be written: "),
+        (["--csv", "/"], "/ cannot be written: Is a directory"),
+        (["--iters", "0"], "not a finite number greater than 0"),
+        (["--seconds", "inf"], "inf is not a finite number greater than 0"),
         (["--pin", "4000"], "may not use core 4000"),
     ],
 )
@@ -120,6 +123,13 @@ def test_ranks_that_contradict_the_launcher():
     done = run([*LAUNCH, "-n", "2", "-m", "fastcoll.bench", "-n", "3", "barrier"])
     assert done.returncode == 2
     assert "leave -n out" in done.stderr
+
+
+def test_a_launcher_that_says_half():
+    done = run([*BENCH, "barrier"], env={**os.environ, "WORLD_SIZE": "2"})
+    assert done.returncode == 2
+    assert "env:// misses RANK" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def on_terminal(words, **environ):

@@ -15,6 +15,7 @@ def test_limits():
     assert schedule(1.0, 0.1).batches == 20
     short = schedule(0.0, 1000.0)
     assert short.batches * short.calls <= 100_000
+    assert schedule(1e-3, 1e308) == Schedule(100_000, 1)
 
 
 def test_iterations_as_asked():

@@ -63,6 +63,25 @@ def test_each_rank_gets_its_environment_and_arguments(launch: Launch) -> None:
     )
 
 
+def test_the_local_rank_as_an_argument(launch: Launch) -> None:
+    done = launch(
+        "print(sys.argv[1:])",
+        *[
+            "-n2",
+            "--nnodes=2",
+            "--node_rank=1",
+            "--master_addr=there",
+            "--pass_local_rank",
+            "script.py",
+            "-x",
+        ],
+    )
+    assert sorted(done.stdout.splitlines()) == [
+        "[2] ['--local_rank=0', '-x']",
+        "[3] ['--local_rank=1', '-x']",
+    ]
+
+
 def test_many_nodes(launch: Launch) -> None:
     done = launch(
         "print(os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])",
@@ -116,6 +135,30 @@ def test_the_first_failure_is_told_and_ends_the_others(
     )
     assert ("\n    ValueError: the cause\n" in done.stderr) == (code == 1)
     assert done.stderr.count("failed first") == 1
+
+
+FOLLOWING = f"""{MEET}
+from fastcoll.errors import PeerDiedError
+if rank == 0:
+    raise PeerDiedError("rank 1 is gone")
+"""
+
+
+def test_the_cause_is_named_though_its_rank_ended_later(launch: Launch) -> None:
+    after_rank_0 = "while os.path.exists('/proc/' + open('here-0').read()):\n        time.sleep(0.01)"
+    done = launch(
+        f"{FOLLOWING}if rank == 1:\n    {after_rank_0}\n    os._exit(3)\ntime.sleep(1000)", "-n3", "script.py"
+    )
+    assert done.returncode == 3
+    assert "fastcoll.launch: rank 1 (host" in done.stderr
+    assert done.stderr.count("failed first") == 1
+
+
+def test_without_a_cause_the_failed_group_is_told(launch: Launch) -> None:
+    done = launch(f"{FOLLOWING}time.sleep(1000)", "-n2", "script.py")
+    assert done.returncode == 1
+    assert "fastcoll.launch: rank 0 (host" in done.stderr
+    assert "    fastcoll.errors.PeerDiedError: rank 1 is gone\n" in done.stderr
 
 
 def test_what_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
@@ -219,6 +262,7 @@ def test_a_reader_that_goes_away_ends_the_job(script: Callable[[str], None]) -> 
         (["--master_port=70000", "script.py"], "--master_port must be from 1 to 65535, got 70000"),
         (["--grace=-1", "script.py"], "give a number of seconds from 0 up, not '-1'"),
         (["-m", "--no_python", "script"], "-m and --no_python exclude each other"),
+        (["--use_env", "--pass-local-rank", "script.py"], "not allowed with argument --use_env"),
         (["absent.py"], "there is no script 'absent.py' (for a module give -m)"),
     ],
 )

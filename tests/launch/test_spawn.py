@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
@@ -28,6 +29,8 @@ def fail(rank: int, how: str) -> None:
         raise ValueError("the cause")
     if rank == 0 and how == "follow":
         raise GroupError("rank 1 failed")
+    if rank == 0 and how == "alone":
+        raise GroupError("rank 1 did not come")
     if rank == 1 and how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and how == "exit":
@@ -37,6 +40,17 @@ def fail(rank: int, how: str) -> None:
     if rank == 1 and how == "long":
         raise ValueError("x" * 200_000 + "end")
     time.sleep(1000)
+
+
+def linger(rank: int, raised: Path) -> None:
+    """Rank 1 fails and takes long to end, as when it lets go of its groups; rank 0 follows and is gone."""
+    if rank == 1:
+        atexit.register(time.sleep, 1000)
+        atexit.register(raised.touch)  # the last registered runs first
+        raise ValueError("the cause")
+    while not raised.exists():
+        time.sleep(0.01)
+    raise GroupError("rank 1 failed")
 
 
 def ignore_sigterm(rank: int, ready: Path) -> None:
@@ -91,6 +105,19 @@ def test_the_cause_is_named_before_what_follows_from_it() -> None:
         process.join(20)
     with pytest.raises(ProcessRaisedError, match="ValueError: the cause"):
         context.join()
+    with pytest.raises(ProcessRaisedError):
+        context.join()
+
+
+def test_the_cause_is_named_though_its_rank_has_not_ended_yet(tmp_path: Path) -> None:
+    with pytest.raises(ProcessRaisedError, match="ValueError: the cause") as info:
+        spawn(linger, (tmp_path / "raised",), nprocs=2)
+    assert info.value.rank == 1
+
+
+def test_without_a_cause_the_failed_group_is_told() -> None:
+    with pytest.raises(ProcessRaisedError, match="GroupError: rank 1 did not come"):
+        spawn(fail, ("alone",), nprocs=2)
 
 
 def start(function: object, *args: object, nprocs: int = 2) -> SpawnContext:

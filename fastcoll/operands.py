@@ -1,0 +1,134 @@
+"""The arguments of one call: whether its arrays fit together, and how they are divided among ranks.
+
+Pure functions on adopted arrays; what they refuse is refused before any peer hears of the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import Adopted, adopt_list
+from .errors import ArrayError, UsageError
+from .reduce_op import PREMUL_SUM, ReduceOp
+
+Array = NDArray[Any]
+Call = Callable[[], Any]
+
+
+def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
+    """What is really reduced: for PREMUL_SUM a scaled copy and SUM, else the array and op themselves."""
+    if not isinstance(op, ReduceOp):
+        raise UsageError(f"op is {op!r}; give a fastcoll.ReduceOp, e.g. ReduceOp.SUM")
+    if op.code != PREMUL_SUM:
+        return x, op
+    if x.dtype.kind in "biu":
+        raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {x.dtype}; scale it beforehand")
+    return np.asarray(x * x.dtype.type(op.factor), x.dtype), ReduceOp.SUM
+
+
+def arrays_of(items: Sequence[Adopted] | None) -> list[Array] | None:
+    return None if items is None else [item.array for item in items]
+
+
+def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list[Array]:
+    """The inputs, copied where they share memory with an output.
+
+    A single input or output is that of rank `own`, whose two arrays may be the very same memory.
+    """
+
+    def of_own_rank(index: int, arrays: Sequence[Array]) -> bool:
+        return own >= 0 and (len(arrays) == 1 or index == own)
+
+    def clash(k: int, x: Array) -> bool:
+        return any(
+            not (of_own_rank(k, inputs) and of_own_rank(j, outs) and x.ctypes.data == out.ctypes.data)
+            for j, out in enumerate(outs)
+            if np.may_share_memory(x, out)
+        )
+
+    return [x.copy() if clash(k, x) else x for k, x in enumerate(inputs)]
+
+
+def check_fit(name: str, x: Array, other: str, y: Array) -> None:
+    """Two arrays that stand for the same data must agree in dtype and number of elements."""
+    if x.dtype != y.dtype or x.size != y.size:
+        raise UsageError(
+            f"{name} ({x.dtype}, shape {x.shape}) and {other} ({y.dtype}, shape {y.shape}) "
+            "must have the same dtype and number of elements"
+        )
+
+
+def check_dtypes(name: str, items: Sequence[Adopted], x: Array) -> None:
+    for index, item in enumerate(items):
+        if item.array.dtype != x.dtype:
+            raise ArrayError(
+                f"{name}[{index}] is {item.array.dtype}, expected {x.dtype} as the other arrays of the call"
+            )
+
+
+def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> list[Array]:
+    """The n equal blocks of `whole`, each as large as `part`."""
+    if whole.dtype != part.dtype or whole.size != n * part.size:
+        raise UsageError(
+            f"{name} ({whole.dtype}, shape {whole.shape}) must have {n} times the elements of {other} "
+            f"({part.dtype}, shape {part.shape}) and its dtype: {n * part.size} elements"
+        )
+    return list(whole.reshape(n, part.size)) if n and part.size else [whole.reshape(-1)] * n
+
+
+def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) -> list[Array]:
+    """The n parts of x along its first dimension."""
+    rows = x.shape[0] if x.ndim else 1
+    if splits is None:
+        if rows % n:
+            raise UsageError(
+                f"{name} has {rows} rows, which {n} ranks cannot share equally; give {name}_split_sizes"
+            )
+        splits = [rows // n] * n
+    sizes = [int(s) for s in splits]
+    if len(sizes) != n or min(sizes) < 0 or sum(sizes) != rows:
+        raise UsageError(
+            f"{name}_split_sizes is {sizes}; expected {n} sizes >= 0 that add up to the {rows} rows of {name}"
+        )
+    width = math.prod(x.shape[1:])
+    ends = np.cumsum(sizes) * width
+    return np.split(x.reshape(-1), ends[:-1])
+
+
+def adopt_same_dtype(tensors: Sequence[Any], *, writable: bool) -> list[Adopted]:
+    if not tensors:
+        raise UsageError("tensors is empty; give at least one array")
+    xs = adopt_list(tensors, len(tensors), writable=writable, what="tensors")
+    check_dtypes("tensors", xs, xs[0].array)
+    return xs
+
+
+def flattened(xs: Sequence[Adopted]) -> Array:
+    """All elements, one array after the other; np.concatenate would change the byte order."""
+    flat = np.empty(sum(x.array.size for x in xs), xs[0].array.dtype)
+    return np.concatenate([x.array.reshape(-1) for x in xs], out=flat)
+
+
+def then_split(call: Call, flat: Array, owners: Sequence[Adopted]) -> Call:
+    """The call, and then the parts of `flat` copied into the owners' arrays."""
+
+    def run() -> None:
+        call()
+        start = 0
+        for owner in owners:
+            end = start + owner.array.size
+            owner.array.reshape(-1)[...] = flat[start:end]
+            start = end
+
+    return run
+
+
+def checked_tag(tag: int) -> int:
+    if not 0 <= tag < 1 << 31:
+        raise UsageError(f"tag is {tag}; tags are integers from 0 to 2**31 - 1")
+    return int(tag)

@@ -1,0 +1,103 @@
+"""The call under way in words: what it is, who has not arrived, and why calls do not match.
+
+Everything is read from the call lines, which stay as they are until every rank has compared them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .. import calls
+from ..errors import MismatchError
+from ..operands import Array
+from . import layout, rounds
+from .context import Context
+from .layout import REASON, REASON_BYTES
+from .segment import Segment
+
+Sizes = tuple[Sequence[int], Sequence[int]]
+"""Bytes that a rank gives to and takes from each rank; -1 where there is no message."""
+
+
+class Report:
+    """What one rank can say about its group's current call. Nothing here blocks but `mismatch`."""
+
+    def __init__(
+        self, segment: Segment, context: Context, rank: int, ranks: Sequence[int], group: str
+    ) -> None:
+        self._segment = segment
+        self._context = context
+        self._rank = rank
+        self._ranks = ranks
+        self._group = group
+
+    def doing(self, kernel: str) -> str:
+        """The call under way, for messages; `kernel` is its name while it has not been published."""
+        number = self._context[rounds.CALLS]
+        line = self._line(self._rank)
+        told = line[layout.SEQUENCE] == number
+        what = calls.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else kernel
+        return f"{what}, call {number} of group {self._group!r}"
+
+    def late(self) -> list[int]:
+        """The group ranks that have not arrived at the call under way, or else whom the kernel waits for."""
+        number = self._context[rounds.CALLS]
+        late = [rank for rank in self._everybody() if self._line(rank)[layout.SEQUENCE] < number]
+        waits_for = late or [self._context[rounds.LATE]]
+        return [rank for rank in waits_for if rank != self._rank]
+
+    def mismatch(self, sizes: Sizes, barrier: Callable[[], None]) -> MismatchError:
+        """What each rank called. Every rank of a mismatch is here, so they can tell one another their sizes."""
+        said = [self._call_and_shape(rank) for rank in self._everybody()]
+        if all(call & calls.UNEVEN for call, _ in said):
+            said = [(call, 0) for call, _ in said]
+        text = calls.describe_differences(said, self._ranks)
+        if len(set(said)) == 1:
+            tables = share_sizes(self._segment, self._rank, sizes, barrier)
+            text = f"{calls.OPERATIONS[said[0][0] & 0xFF]}: {describe_sizes(tables, self._ranks)}"
+        number = self._context[rounds.CALLS]
+        return MismatchError(
+            f"the ranks' calls do not match (call {number} of group {self._group!r}): {text}; "
+            "all ranks must make the same calls in the same order"
+        )
+
+    def _everybody(self) -> range:
+        return range(self._segment.layout.size)
+
+    def _line(self, rank: int) -> Array:
+        """The words of a rank's line of the current call."""
+        start = self._segment.word(rank, layout.LINE * (self._context[rounds.CALLS] % 2))
+        return self._segment.words[start : start + layout.PAYLOAD]
+
+    def _call_and_shape(self, rank: int) -> tuple[int, int]:
+        line = self._line(rank)
+        return int(line[layout.CALL]), int(line[layout.SHAPE])
+
+
+def share_sizes(segment: Segment, rank: int, sizes: Sizes, barrier: Callable[[], None]) -> list[Sizes]:
+    """Every rank's sizes, exchanged through the text areas of the control pages; collective.
+
+    Empty when there are more ranks than the areas have room for (64).
+    """
+    n = segment.layout.size
+    if 16 * n <= REASON_BYTES:
+        segment.write_text(rank, REASON, np.array(sizes, np.int64).tobytes())
+    barrier()
+    if 16 * n > REASON_BYTES:
+        return []
+    start = [segment.word(r, REASON) for r in range(n)]
+    tables = [segment.words[s : s + 2 * n].reshape(2, n).tolist() for s in start]
+    return [(gives, takes) for gives, takes in tables]
+
+
+def describe_sizes(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
+    """The pairs of ranks whose sizes differ: `rank 0 gives rank 1 8 bytes, which expects 12`."""
+    differences = [
+        f"rank {ranks[src]} gives rank {ranks[dst]} {gives[dst]} bytes, which expects {tables[dst][1][src]}"
+        for src, (gives, _) in enumerate(tables)
+        for dst in range(len(tables))
+        if gives[dst] != tables[dst][1][src]
+    ]
+    return "; ".join(differences[:8]) or "what ranks give and what others expect differ"
