@@ -76,13 +76,14 @@ from .registry import (
     group,
     is_initialized,
 )
-from .rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore
+from .rendezvous import FileStore, HashStore, PrefixStore, Store
 from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
 from .work import Work
 from .world import destroy_process_group, init_process_group
 
 if TYPE_CHECKING:
     from .launch.spawn import spawn
+    from .rendezvous import TCPStore
 
 __all__ = [
     "__version__",
@@ -166,9 +167,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "spawn":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # multiprocessing is for those who start processes this way.
-    from .launch.spawn import spawn
+    """The names that bring modules which most programs do not need: multiprocessing, sockets."""
+    if name == "spawn":
+        from .launch.spawn import spawn
 
-    return spawn
+        return spawn
+    if name == "TCPStore":
+        from .rendezvous import TCPStore
+
+        return TCPStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

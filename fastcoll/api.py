@@ -21,10 +21,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .arguments import positive_seconds
 from .errors import UsageError
 from .reduce_op import ReduceOp
 from .registry import Group, group_rank, groups, member_of
-from .work import Timeout, Work, seconds
+from .work import Timeout, Work
 
 
 def all_reduce(
@@ -279,8 +280,9 @@ def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ran
         wait_all_ranks: makes no difference; every missing rank is named in any case.
 
     Raises:
+        UsageError: `timeout` is not greater than 0.
         CollectiveTimeoutError: on every rank that came.
     """
     g = groups.world if group is None else member_of(group, "monitored_barrier")
     if g is not None:
-        g.monitored_barrier(seconds(timeout, g.timeout))
+        g.monitored_barrier(positive_seconds(timeout, g.timeout))

@@ -66,7 +66,7 @@ _CPU_DEFAULT = (Backend.AUTO, Backend.GLOO)
 
 def is_backend_available(backend: str) -> bool:
     """Whether `init_process_group` would take this backend here. Unknown names are not available."""
-    name = backend.lower()
+    name = str(backend).lower()
     return name in BACKENDS or name in _CPU_DEFAULT
 
 
@@ -122,8 +122,12 @@ def parse_backend(text: str | None) -> BackendChoice:
     """
     if text is None:
         return BackendChoice({"cpu": Backend(Backend.AUTO)})
+    if not isinstance(text, str):
+        raise UsageError(
+            f"backend is {text!r}, a {type(text).__name__}; give a str as in 'auto' or 'cpu:auto'"
+        )
     by_device: dict[str, Backend] = {}
-    for part in str(text).split(",") if ":" in text else [f"cpu:{text}"]:
+    for part in text.split(",") if ":" in text else [f"cpu:{text}"]:
         device, _, name = part.strip().lower().partition(":")
         if device not in DEVICES or device in by_device:
             raise UsageError(

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from .backends import BackendChoice, Make
-from .config import get as setting
-from .errors import StoreError
+from .errors import StoreError, StoreTimeoutError
 from .group import ProcessGroup
 from .members import Member, dead_among
 from .rendezvous import PrefixStore, Store
+from .rendezvous.waiting import LateWarning, raise_if_dying
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.01
+# How long rank 0 stays at most, in seconds, when Ctrl-C ended its last making of a group.
+_INTERRUPTED_SECONDS = 0.5
+# Added to the count of a rank that leaves: more than any number of groups.
+_LEFT = 1 << 30
 
 
 class Job:
@@ -52,6 +57,7 @@ class Job:
         self._close_store = close_store
         self._calls: dict[str, int] = {}
         self._settled = 0
+        self._interrupted = False
 
     def number(self, kind: str) -> int:
         """How often this was called for `kind` before: calls in the same order get the same number."""
@@ -66,37 +72,65 @@ class Job:
         members = [self.members[rank] for rank in ranks]
         return make(PrefixStore(key, self.store), name, members, ranks.index(self.rank), timeout)
 
-    def settle(self) -> None:
-        """Tell that this rank is done with one more making of a group, well or not."""
+    @contextmanager
+    def making(self, ranks: Sequence[int], doing: str, counted: bool = True) -> Iterator[None]:
+        """One making of a group of `ranks`, which is counted when it ends, well or not.
+
+        Args:
+            doing: the start of the message when the store was lost because its holder or a member died.
+            counted: whether all ranks take part; others' makings are not waited for.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if counted:
+                self.settle(interrupted=not isinstance(error, Exception))
+            if isinstance(error, StoreError) and not isinstance(error, StoreTimeoutError):
+                raise_if_dying([self.members[rank] for rank in sorted({0, *ranks})], doing, error)
+            raise
+        if counted:
+            self.settle()
+
+    def settle(self, interrupted: bool = False) -> None:
+        """Tell that this rank is done with one more making of a group.
+
+        Args:
+            interrupted: it ended by Ctrl-C or the like, after which nobody is waited for long.
+        """
         self._settled += 1
-        self.store.add(_settled_key(self.rank), 1)
+        self._interrupted = interrupted
+        self._count(1)
 
     def leave(self, patience: float) -> None:
         """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it."""
         try:
             if self.rank == 0:
-                self._await_others(patience)
+                self._await_others(min(patience, _INTERRUPTED_SECONDS) if self._interrupted else patience)
+            self._count(_LEFT)
         finally:
             self._close_store()
 
     def _await_others(self, patience: float) -> None:
         started = time.monotonic()
-        warn_after: float = setting("FASTCOLL_WARN_AFTER")
+        warning = LateWarning()
         while late := self._unsettled():
             waited = time.monotonic() - started
-            names = ", ".join(map(str, late))
             if waited >= patience:
                 _log.warning(
-                    "rank 0 closes the store after %.0f s, though %s may still need it", waited, names
+                    "rank 0 closes the store after %.1f s, though %s may still need it", waited, _names(late)
                 )
                 return
-            if waited >= warn_after:
-                _log.warning("rank 0 keeps the store open for %s: fewer groups made than rank 0", names)
-                warn_after = patience
+            warning.look(
+                "rank 0 keeps the store open", lambda: f"{_names(late)}: fewer groups made than rank 0"
+            )
             time.sleep(_POLL_SECONDS)
 
+    def _count(self, amount: int) -> None:
+        with suppress(StoreError):  # whoever would read it is gone
+            self.store.add(_settled_key(self.rank), amount)
+
     def _unsettled(self) -> list[Member]:
-        """The living ranks that have not made as many groups as this one."""
+        """The living ranks in the job that have not made as many groups as this one."""
         try:
             late = [m for m in self.members if times_settled(self.store, m.rank) < self._settled]
         except StoreError:  # the store went first, so nobody can need it
@@ -108,6 +142,15 @@ class Job:
 def times_settled(store: Store, rank: int) -> int:
     """How many makings of groups `rank` is done with. Never blocks."""
     return store.add(_settled_key(rank), 0)
+
+
+def has_left(store: Store, rank: int) -> bool:
+    """Whether `rank` has left its job. Never blocks."""
+    return times_settled(store, rank) >= _LEFT
+
+
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(map(str, members))
 
 
 def _settled_key(rank: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from ._version import __version__
 from .errors import StoreError
@@ -51,6 +51,10 @@ class Member(ProcessId):
     def same_node(self, other: Member) -> bool:
         """Whether both can meet in shared memory: one boot, one /dev/shm."""
         return (self.boot_id, self.shm_device) == (other.boot_id, other.shm_device)
+
+    def is_process(self, process: ProcessId) -> bool:
+        """Whether this rank's process is `process`."""
+        return all(getattr(self, field.name) == getattr(process, field.name) for field in fields(ProcessId))
 
     def to_bytes(self) -> bytes:
         """This member as JSON, for a store."""

@@ -150,8 +150,12 @@ def send_object_list(
     group: Group = None,
     device: Any = None,
     group_dst: int | None = None,
+    use_batch: bool = False,
 ) -> None:
     """Send objects to rank `dst`, which calls `recv_object_list` with an equally long list.
+
+    Args:
+        use_batch: no effect; it is for backends that connect peers anew for each single message.
 
     Raises:
         UsageError: an object cannot be pickled; the receiver raises as well.
@@ -173,8 +177,12 @@ def recv_object_list(
     group: Group = None,
     device: Any = None,
     group_src: int | None = None,
+    use_batch: bool = False,
 ) -> int:
     """Receive objects into the list from rank `src`, or from whoever sends first.
+
+    Args:
+        use_batch: no effect, as for `send_object_list`.
 
     Returns:
         The sender's global rank; -1 outside the group.

@@ -6,6 +6,7 @@ Pure functions on adopted arrays; what they refuse is refused before any peer he
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,7 +129,12 @@ def then_split(call: Call, flat: Array, owners: Sequence[Adopted]) -> Call:
     return run
 
 
-def checked_tag(tag: int) -> int:
-    if not 0 <= tag < 1 << 31:
-        raise UsageError(f"tag is {tag}; tags are integers from 0 to 2**31 - 1")
-    return int(tag)
+def checked_tag(tag: Any) -> int:
+    """The tag, if it is one."""
+    try:
+        number = operator.index(tag)
+    except TypeError as error:
+        raise UsageError(f"tag is {tag!r}; give an integer") from error
+    if not 0 <= number < 1 << 31:
+        raise UsageError(f"tag is {number}; tags are integers from 0 to 2**31 - 1")
+    return number

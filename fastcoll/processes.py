@@ -104,6 +104,7 @@ def dead_among(processes: Iterable[P]) -> list[P]:
 
     One poll(2) without waiting, cheap enough for every 50 ms. Never blocks.
     """
+    _watch_forks()
     with _lock:
         watched = [(process, _watch(process)) for process in processes if in_sight(process)]
         ended = {fd for fd, _ in _poller.poll(0)} if _watched else set()
@@ -127,6 +128,21 @@ _lock = threading.Lock()
 _poller = select.poll()
 # (pid, start time) -> its pidfd; None: seen dead; _UNWATCHABLE: no pidfd to be had, so /proc is read.
 _watched: dict[tuple[int, int], int | None] = {}
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Start anew in children of fork: another thread may hold the lock at that moment. Once a process."""
+    os.register_at_fork(after_in_child=_drop_inherited)
+
+
+def _drop_inherited() -> None:
+    global _lock, _poller
+    _lock, _poller = threading.Lock(), select.poll()
+    for state in _watched.values():
+        if state is not None and state != _UNWATCHABLE:
+            os.close(state)
+    _watched.clear()
 
 
 def _key(process: ProcessId) -> tuple[int, int]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from zlib import crc32
 
+from .arguments import positive_seconds, whole, wholes
 from .backends import load, parse_backend
 from .errors import MismatchError, UnavailableError, UsageError
 from .group import ProcessGroup
 from .job import Job
 from .registry import Group, GroupMember, NonMember, get_process_group_ranks, groups
 from .rendezvous.join import wait_for
-from .work import Timeout, seconds
+from .work import Timeout
 from .world import current_job
 
 Made = ProcessGroup | NonMember
@@ -48,7 +49,7 @@ def new_group(
         The group; `GroupMember.NON_GROUP_MEMBER` on ranks outside it.
 
     Raises:
-        UsageError: `ranks` is empty, has duplicates, or ranks that do not exist.
+        UsageError: `ranks` is empty, has duplicates, or ranks that do not exist; another argument is wrong.
         MismatchError: members gave different `ranks`; the message has both.
         PeerDiedError, StoreTimeoutError: a member died, or did not call this in time.
 
@@ -60,9 +61,9 @@ def new_group(
         raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
     chosen = _checked_ranks(ranks, len(job.members))
     choice = job.choice if backend is None else parse_backend(backend)
-    limit = seconds(timeout, job.timeout)
+    limit = positive_seconds(timeout, job.timeout)
     key = _key(job, chosen, use_local_synchronization)
-    try:
+    with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         if not use_local_synchronization or job.rank in chosen:
             job.store.set(f"{key}/asked/{job.rank}", json.dumps([chosen, str(choice)]))
         if job.rank not in chosen:
@@ -72,9 +73,6 @@ def new_group(
         group = job.make_group(name, key, chosen, limit, load(choice))
         groups.add(group, choice)
         return group
-    finally:
-        if not use_local_synchronization:
-            job.settle()
 
 
 def new_subgroups(
@@ -99,7 +97,7 @@ def new_subgroups(
         UsageError: `group_size` does not divide the number of ranks, or the nodes differ in theirs.
     """
     ranks = get_process_group_ranks(group)
-    size = _ranks_per_node(current_job(), ranks) if group_size is None else group_size
+    size = _ranks_per_node(current_job(), ranks) if group_size is None else whole("group_size", group_size)
     if size < 1 or len(ranks) % size:
         raise UsageError(f"group_size is {size}; it must divide the {len(ranks)} ranks of the group")
     parts = [ranks[start : start + size] for start in range(0, len(ranks), size)]
@@ -122,10 +120,11 @@ def new_subgroups_by_enumeration(
     Raises:
         UsageError: a rank is in two of them, or as for `new_group`.
     """
-    times = Counter(rank for ranks in ranks_per_subgroup_list for rank in ranks)
+    parts = _checked_parts(ranks_per_subgroup_list)
+    times = Counter(rank for ranks in parts for rank in ranks)
     if twice := [rank for rank, n in times.items() if n > 1]:
-        raise UsageError(f"rank {twice[0]} is listed twice in {list(map(list, ranks_per_subgroup_list))}")
-    return _new_groups(ranks_per_subgroup_list, timeout, backend, pg_options, group_desc, False)
+        raise UsageError(f"rank {twice[0]} is listed twice in {parts}")
+    return _new_groups(parts, timeout, backend, pg_options, group_desc, False)
 
 
 def _new_groups(
@@ -144,12 +143,19 @@ def _new_groups(
 def _checked_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int]:
     if ranks is None:
         return list(range(world_size))
-    chosen = sorted(int(rank) for rank in ranks)
+    given = wholes("ranks", ranks)
+    chosen = sorted(given)
     if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
         raise UsageError(
-            f"ranks is {list(ranks)}; expected at least one of the ranks 0..{world_size - 1}, each at most once"
+            f"ranks is {given}; expected at least one of the ranks 0..{world_size - 1}, each at most once"
         )
     return chosen
+
+
+def _checked_parts(parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    if isinstance(parts, str) or not isinstance(parts, Iterable):
+        raise UsageError(f"ranks_per_subgroup_list is {parts!r}; give a list of lists of ranks")
+    return [wholes(f"ranks_per_subgroup_list[{index}]", part) for index, part in enumerate(parts)]
 
 
 def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
@@ -163,7 +169,14 @@ def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
 def _check_agreement(job: Job, key: str, ranks: Sequence[int], backend: str, limit: float) -> None:
     """Wait until every member has said what it asks for, and compare."""
     keys = [f"{key}/asked/{rank}" for rank in ranks]
-    wait_for(job.store, keys, [job.members[rank] for rank in ranks], limit, f"new_group({ranks})")
+    members = [job.members[rank] for rank in ranks]
+
+    def missing() -> str:
+        return ", ".join(
+            str(member) for member, key in zip(members, keys, strict=True) if not job.store.check([key])
+        )
+
+    wait_for(job.store, keys, members, limit, f"new_group({ranks})", missing=missing)
     for rank, answer in zip(ranks, job.store.multi_get(keys), strict=True):
         asked = json.loads(answer)
         if asked != [ranks, backend]:

@@ -13,21 +13,22 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from . import backends, config
+from .arguments import positive_seconds, whole
 from .backends import BackendChoice, Make, parse_backend
 from .errors import NotInitializedError, RendezvousError, StoreError, UnavailableError, UsageError
 from .group import ProcessGroup
-from .job import Job, times_settled
-from .members import forget
+from .job import Job, has_left, times_settled
+from .members import dead_among, forget
+from .processes import this_process
 from .registry import Group, NonMember, groups
 from .rendezvous import PrefixStore, Store, rendezvous
-from .rendezvous.join import join
-from .work import Timeout, seconds
+from .rendezvous.join import join, registered
+from .rendezvous.waiting import LateWarning
+from .work import Timeout
 
 _log = logging.getLogger("fastcoll")
 
@@ -37,7 +38,6 @@ _FAILED_START_SECONDS = 0.5
 _EXIT_SECONDS = 10.0
 
 _job: Job | None = None
-_uses: WeakKeyDictionary[Store, int] = WeakKeyDictionary()
 
 
 def current_job() -> Job:
@@ -99,7 +99,8 @@ def init_process_group(
         raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
     config.check()
     choice = parse_backend(backend)
-    limit = _checked_timeout(timeout)
+    limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
+    rank, world_size = whole("rank", rank), whole("world_size", world_size)
     find = _chosen_way(init_method, store, rank, world_size, limit, group_name)
     groups.clear()
     _watch_forks()
@@ -149,17 +150,13 @@ class _Found:
     close: Callable[[float], None]
 
 
-def _checked_timeout(timeout: Timeout) -> float:
-    limit = seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
-    if not limit > 0:
-        raise UsageError(f"timeout is {timeout!r}; give seconds greater than 0, or a timedelta")
-    return limit
-
-
 def _chosen_way(
     init_method: str | None, store: Store | None, rank: int, world_size: int, limit: float, group_name: str
 ) -> Callable[[], _Found]:
     """The way to find the others that the arguments ask for."""
+    for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
+        if not isinstance(text, str):
+            raise UsageError(f"{name} is {text!r}, a {type(text).__name__}; give a str")
     if store is None:
         return functools.partial(_meet, init_method or "env://", rank, world_size, limit, group_name)
     if init_method is not None:
@@ -174,14 +171,20 @@ def _chosen_way(
 
 
 def _use(store: Store, rank: int, world_size: int, group_name: str) -> _Found:
-    """The user's store. Each use of one store is a job of its own, so keys of an earlier one don't count."""
-    _uses[store] = use = _uses.get(store, -1) + 1
+    """The user's store. Each use of one store is a job of its own, so keys of an earlier one don't count.
+
+    The store itself counts, since a process may come with another object for it each time; and for each
+    process, so that two that claim one rank meet in one job and are told.
+    """
+    me = this_process()
+    use = store.add(f"fastcoll/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
     return _Found(PrefixStore(f"fastcoll/{group_name}/{use}", store), rank, world_size, lambda _: None)
 
 
 def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name: str) -> _Found:
-    """A rendezvous, again while it leads to an earlier job of this process that rank 0 has not left yet."""
+    """A rendezvous, again while it leads to an earlier job that rank 0 has not left yet."""
     deadline = time.monotonic() + limit
+    late = LateWarning()
     while True:
         left = max(deadline - time.monotonic(), 0.001)
         meeting = rendezvous(init_method, rank, world_size, left, group_name)
@@ -191,6 +194,7 @@ def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name
             with suppress(StoreError):
                 if not times_settled(store, meeting.rank):
                     return _Found(store, meeting.rank, meeting.world_size, meeting.close)
+                _check_over(store, meeting.rank, init_method)
         except BaseException:
             meeting.close()
             raise
@@ -200,11 +204,28 @@ def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name
                 f"{init_method} leads to a job in which rank {meeting.rank} has started before; give this job an "
                 "address, port or file of its own"
             )
+        late.look(f"starting at {init_method}", lambda: "rank 0 to leave the job before, which was there")
         time.sleep(0.02)
+
+
+def _check_over(store: Store, rank: int, init_method: str) -> None:
+    """Refuse to join a job in which another process is `rank`, unless that process has left it or died."""
+    owner, me = registered(store, rank), this_process()
+    if owner is None or owner.is_process(me) or has_left(store, rank):
+        return
+    died = dead_among([owner])
+    forget([owner])
+    if not died:
+        raise UsageError(
+            f"rank {rank} is claimed by two processes, {owner.where}, whose job at {init_method} has started, and "
+            f"{me.where}; give each process a rank of its own, and each job an address, port or file of its own"
+        )
 
 
 def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> tuple[Job, ProcessGroup]:
     """Find the others, join them, and make the world; what was opened is closed when that fails."""
+    from concurrent.futures import ThreadPoolExecutor
+
     deadline = time.monotonic() + limit
     # Numba is imported while this thread waits for the others: with one rank late, the world is ready 0.02 s
     # after it comes instead of 0.4 s (two ranks, Numba 0.68, 2 cores of an EPYC).
@@ -217,9 +238,9 @@ def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> t
         undo.callback(forget, members)
         make: Make = loading.result()
         job = Job(found.store, members, found.rank, choice, make, limit, lambda: found.close(0.0))
-        world = job.make_group("WORLD", "world", range(found.world_size), limit, make)
-        undo.callback(world.close)
-        job.settle()
+        with job.making(range(found.world_size), "making the default group"):
+            world = job.make_group("WORLD", "world", range(found.world_size), limit, make)
+            undo.callback(world.close)
         undo.pop_all()
     return job, world
 

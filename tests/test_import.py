@@ -154,6 +154,19 @@ def test_importing_does_not_import_what_is_heavy() -> None:
     assert not heavy & set(done.stdout.split())
 
 
+def test_importing_brings_no_sockets_and_no_more_of_the_standard_library_than_is_used() -> None:
+    """Besides what NumPy brings itself, which differs from version to version."""
+    code = "import sys, numpy; n = set(sys.modules); import fastcoll; print(*sorted(set(sys.modules) - n))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    late = {
+        "socket", "_socket", "selectors", "ipaddress", "urllib.parse", "hmac", "tempfile", "random", "bz2", "lzma",
+        "concurrent.futures.thread", "subprocess",
+    }  # fmt: skip
+    assert not late & set(done.stdout.split())
+
+
 def test_importing_connects_forks_and_starts_nothing(report: dict[str, object]) -> None:
     assert report["events"] == []
     assert report["same"], "importing fastcoll changed the open files or the threads"

@@ -73,12 +73,14 @@ def test_objects_from_one_to_another(rank: int) -> None:
         found: list[Any] = [None, None]
         senders = {dist.recv_object_list(found), dist.recv_object_list(found)}
         assert senders == {1, 2}
+        dist.barrier()
         assert dist.recv_object_list(found, src=2) == 2
         assert found == ["last", 2]
     else:
         dist.send_object_list([thing(rank), rank], dst=0)
+        dist.barrier()  # a second message of rank 2 would otherwise be one of the first two
         if rank == 2:
-            dist.send_object_list(["last", 2], group_dst=0)
+            dist.send_object_list(["last", 2], group_dst=0, use_batch=True)
 
 
 @pytest.mark.ranks(4)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,14 +18,17 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
+from fastcoll import config
 from fastcoll.backends import load, parse_backend
 from fastcoll.errors import (
     AbortedError,
     FastcollError,
     MismatchError,
     NotInitializedError,
+    PeerDiedError,
     RendezvousError,
     StoreError,
+    StoreTimeoutError,
     UnavailableError,
     UsageError,
 )
@@ -114,6 +121,13 @@ def test_ranks_on_two_nodes_are_refused_by_name() -> None:
         ({"timeout": timedelta(seconds=-1)}, "greater than 0"),
         ({"pg_options": object()}, "leave it out"),
         ({"init_method": "carrier-pigeon://coop"}, "carrier-pigeon"),
+        ({"rank": "0", "world_size": 1}, "rank is '0', a str; give a whole number"),
+        ({"rank": 0, "world_size": 1.0}, "world_size is 1.0, a float; give a whole number"),
+        ({"backend": 3}, "backend is 3, a int; give a str"),
+        ({"timeout": "x"}, "timeout is 'x'; give seconds"),
+        ({"timeout": float("nan")}, "timeout is nan; give seconds"),
+        ({"init_method": 3}, "init_method is 3, a int; give a str"),
+        ({"group_name": 3}, "group_name is 3, a int; give a str"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -125,7 +139,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
 @pytest.mark.ranks(1, init=False)
 def test_a_world_of_one(rank: int) -> None:
     dist.init_process_group(
-        "gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=20)
+        "gloo", rank=np.int64(0), world_size=np.int8(1), store=dist.HashStore(), timeout=timedelta(seconds=20)
     )
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     assert total() == 1
@@ -164,6 +178,19 @@ def test_one_store_for_two_worlds(rank: int, world_size: int, tmp_path: Path) ->
 
 
 @pytest.mark.ranks(2, init=False)
+def test_one_store_through_another_object_for_each_world(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Rank 0 uses one object for both worlds, rank 1 one for each."""
+    with dist.FileStore(str(tmp_path / "store"), world_size) as first:
+        for _ in range(2):
+            store = dist.FileStore(str(tmp_path / "store"), world_size) if rank else first
+            dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=30)
+            assert total() == world_size
+            dist.destroy_process_group()
+            if rank:
+                store.close()
+
+
+@pytest.mark.ranks(2, init=False)
 def test_ranks_that_disagree_are_told(rank: int, world_size: int, tmp_path: Path) -> None:
     with dist.FileStore(str(tmp_path / "store"), world_size) as store:
         with pytest.raises(FastcollError, match="backend"):
@@ -191,6 +218,80 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
     for store in opened:
         with pytest.raises(StoreError, match="closed"):
             store.set("key", "value")
+
+
+def meet_in(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every init_method lead to `store`."""
+    monkeypatch.setattr("fastcoll.world.rendezvous", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here"))
+
+
+class Unclosed(dist.PrefixStore):
+    """A view that closes nothing, as a client of a server does."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__("", store)
+
+
+@pytest.fixture
+def other() -> Iterator[Member]:
+    """Rank 1 of a job of two, in a living process of its own."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+        started = int(stat.rpartition(")")[2].split()[19])
+        yield dataclasses.replace(Member.here(1, 2, "cpu:auto"), pid=process.pid, start_time=started)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_rank_of_another_process_in_a_job_that_runs_is_refused_at_once(
+    other: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    meet_in(store, 1, monkeypatch)
+    started = Unclosed(store)
+    started.set("fastcoll/join/member/1", other.to_bytes())
+    started.add("fastcoll/settled/1", 1)
+    with pytest.raises(
+        UsageError, match=rf"rank 1 is claimed by two processes, {other.where}, .* and \S+:{os.getpid()};"
+    ):
+        dist.init_process_group(init_method="tcp://x:1", rank=1, world_size=2, timeout=30)
+
+
+def test_a_rank_waits_for_a_job_that_its_predecessor_has_left(
+    other: Member, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.05")
+    config.forget()
+    store = dist.HashStore()
+    meet_in(store, 1, monkeypatch)
+    view = dist.PrefixStore("fastcoll", Unclosed(store))
+    view.set("join/member/1", other.to_bytes())
+    job = job_of([other, other], view, [], rank=1)
+    job.settle()
+    job.leave(0.0)
+    with pytest.raises(RendezvousError, match="rank 1 has started before"):
+        dist.init_process_group(init_method="tcp://x:1", rank=1, world_size=2, timeout=0.2)
+    config.forget()
+    assert len(re.findall(r"starting at tcp://x:1: has waited \S+ s for rank 0 to leave", caplog.text)) == 1
+
+
+LATE = """
+import fastcoll as dist
+try:
+    dist.init_process_group(timeout=40)
+except dist.UsageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_process_that_comes_late_as_a_second_rank_1_is_refused(rank: int) -> None:
+    if rank == 1:
+        late = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=20)
+        assert f"rank 1 is claimed by two processes, {os.uname().nodename}:{os.getpid()}" in late.stdout, late
+    dist.barrier()
 
 
 # ---- groups ----------------------------------------------------------------------------------------
@@ -231,7 +332,56 @@ def test_wrong_ranks_are_refused(rank: int) -> None:
             dist.new_group(ranks)
     with pytest.raises(UsageError, match="leave it out"):
         dist.new_group([0], pg_options=object())  # type: ignore[arg-type]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ranks": 3}, "ranks is 3; give a list of whole numbers"),
+        ({"ranks": ["0"]}, r"ranks\[0\] is '0', a str; give a whole number"),
+        ({"ranks": [0, 1.5]}, r"ranks\[1\] is 1.5, a float"),
+        ({"timeout": -5}, "timeout is -5; give seconds greater than 0"),
+        ({"timeout": "x"}, "timeout is 'x'"),
+        ({"backend": 3}, "backend is 3"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            dist.new_group(**arguments)
+    with pytest.raises(UsageError, match="group_size is '3', a str"):
+        dist.new_subgroups("3")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="give a list of lists of ranks"):
+        dist.new_subgroups_by_enumeration(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"ranks_per_subgroup_list\[0\] is 1; give a list of whole numbers"):
+        dist.new_subgroups_by_enumeration([1, 2])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="timeout is -1"):
+        dist.monitored_barrier(timeout=-1)
     assert total() == 3
+    assert total(dist.new_group(np.arange(3))) == 3
+
+
+@pytest.mark.ranks(2)
+def test_a_member_that_does_not_call_is_warned_of_and_named(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if rank == 1:
+        dist.barrier()
+        return
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.1")
+    config.forget()
+    with pytest.raises(StoreTimeoutError, match=r"^new_group\(\[0, 1\]\): rank 1 \(\S+:\d+\) did not come"):
+        dist.new_group(timeout=0.6)
+    config.forget()
+    assert re.search(r"new_group\(\[0, 1\]\): has waited \S+ s for rank 1 \(", caplog.text)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, fresh=True, may_die=(0,))
+def test_when_the_holder_of_the_store_dies_making_a_group_names_it(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerDiedError):
+        dist.barrier()
+    for ranks in ([0, 1], [1], [0]):
+        with pytest.raises(
+            PeerDiedError, match=rf"new_group\({re.escape(str(ranks))}\): rank 0 \(\S+:\d+\) died"
+        ):
+            dist.new_group(ranks)
 
 
 @pytest.mark.ranks(3)
@@ -314,11 +464,11 @@ def test_rank_0_leaves_while_others_still_make_a_group(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def job_of(members: list[Member], store: Any, closed: list[str]) -> Job:
+def job_of(members: list[Member], store: Any, closed: list[str], rank: int = 0) -> Job:
     def make(*_: Any) -> Any:
         raise AssertionError("no group is made")
 
-    return Job(store, members, 0, parse_backend(None), make, 1.0, lambda: closed.append("store"))
+    return Job(store, members, rank, parse_backend(None), make, 1.0, lambda: closed.append("store"))
 
 
 def test_rank_0_does_not_wait_for_the_dead() -> None:
@@ -340,6 +490,31 @@ def test_rank_0_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixtu
     job.settle()
     job.leave(0.05)
     assert closed == ["store"]
+    assert "though rank 1" in caplog.text
+
+
+def test_rank_0_does_not_wait_for_those_who_left(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that has destroyed its groups makes no more of them, however long its process lives."""
+    here = Member.here(0, 2, "cpu:auto")
+    store, closed = dist.HashStore(), list[str]()
+    job = job_of([here, dataclasses.replace(here, rank=1)], store, closed)
+    job.settle()
+    job_of(job.members, store, [], rank=1).leave(0.0)
+    job.leave(3.0)
+    assert closed == ["store"]
+    assert not caplog.records
+
+
+def test_rank_0_does_not_wait_long_after_ctrl_c(caplog: pytest.LogCaptureFixture) -> None:
+    here = Member.here(0, 2, "cpu:auto")
+    closed: list[str] = []
+    job = job_of([here, dataclasses.replace(here, rank=1)], dist.HashStore(), closed)
+    with pytest.raises(KeyboardInterrupt), job.making([0, 1], "new_group([0, 1])"):
+        raise KeyboardInterrupt
+    started = time.monotonic()
+    job.leave(20.0)
+    assert closed == ["store"]
+    assert time.monotonic() - started < 10
     assert "though rank 1" in caplog.text
 
 

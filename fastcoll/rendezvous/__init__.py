@@ -1,11 +1,26 @@
 """How ranks find one another: init_method URLs, environment detection, and the stores."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .file_store import FileStore
 from .hash_store import HashStore
 from .methods import rendezvous
 from .outcome import Rendezvous
 from .prefix_store import PrefixStore
 from .store import Store
-from .tcp_store import TCPStore
+
+if TYPE_CHECKING:
+    from .tcp_store import TCPStore
 
 __all__ = ["FileStore", "HashStore", "PrefixStore", "Rendezvous", "Store", "TCPStore", "rendezvous"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "TCPStore":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Sockets are for those who meet over the network.
+    from .tcp_store import TCPStore
+
+    return TCPStore

@@ -15,6 +15,8 @@ import hmac
 import json
 from dataclasses import asdict, dataclass
 
+from ..processes import ProcessId, read_process
+
 _MAGIC = b"FASTMC1\n"
 _MAX_JSON = 1200
 _MAC_SIZE = 32
@@ -29,24 +31,26 @@ class Announcement:
     Attributes:
         job: a digest of the group name; other jobs' announcements are passed over.
         nonce: 32 hex digits, fresh for each attempt; the lowest leads.
-        host, pid, time: who it is and since when (seconds since the epoch), for messages.
+        process: who it is; others see by it when it dies.
+        time: since when, in seconds since the epoch, for whoever reads the datagrams.
         world_size: how many processes it waits for, itself included.
         address, port: where its store is; port 0 while it has none.
+        leaving: it does not look for others any more, and it does not matter what becomes of it.
     """
 
     job: str
     nonce: str
-    host: str
-    pid: int
+    process: ProcessId
     time: float
     world_size: int
     address: str = ""
     port: int = 0
+    leaving: bool = False
 
     @property
     def where(self) -> str:
         """`host:pid`, as messages show it."""
-        return f"{self.host}:{self.pid}"
+        return self.process.where
 
     def to_bytes(self, secret: bytes) -> bytes:
         message = _MAGIC + json.dumps(asdict(self)).encode()
@@ -61,8 +65,8 @@ class Announcement:
             return None
         try:
             record = json.loads(message[len(_MAGIC) :])
-            return _checked(cls(**record))
-        except (ValueError, TypeError, RecursionError):
+            return _checked(cls(**record | {"process": read_process(record["process"])}))
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
 
@@ -83,12 +87,11 @@ def _checked(announcement: Announcement) -> Announcement:
 _TYPES: dict[str, type] = {
     "job": str,
     "nonce": str,
-    "host": str,
-    "pid": int,
     "time": float,
     "world_size": int,
     "address": str,
     "port": int,
+    "leaving": bool,
 }
 
 

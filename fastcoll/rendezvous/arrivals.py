@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 
 from ..errors import StoreError, UsageError
 from ..processes import ProcessId, read_process, this_process
-from .store import Store
-from .waiting import wait_for
+from .store import Store, listed
+from .waiting import LateWarning, wait_for
 
 _COUNT, _END = "arrivals/count", "arrivals/end"
 _FULL = b"full"
@@ -133,15 +133,36 @@ class _Arrivals:
         self._me = me
         self._between = between
         self._processes: list[ProcessId] = []
+        self._doing = f"{me.process.where} meets {me.world_size} processes"
+        self._late = LateWarning()
 
     def wait(self, number: int, timeout: float) -> None:
-        doing = f"waiting for {self._me.world_size} processes, of which {len(self.known)} have come"
-        wait_for(self._store, [_key(number)], self._processes, timeout, doing, self._look_around)
+        wait_for(
+            self._store,
+            [_key(number)],
+            self._processes,
+            timeout,
+            self._doing,
+            self._look_around,
+            missing=self._missing,
+            late=self._late,
+        )
         arrival = Arrival.from_bytes(self._store.get(_key(number)))
         _check_same_world(arrival, self._me)
         self.known.append(arrival)
         self._processes.append(arrival.process)
         assign(self.known)
+
+    def _missing(self) -> str:
+        """Who has not come: by rank when all that came asked for one, else how many."""
+        size = self._me.world_size
+        here = self.known if self._me in self.known else [*self.known, self._me]
+        asked = {arrival.rank for arrival in here}
+        if None in asked:
+            missing = f"{size - len(here)} more"
+        else:
+            missing = f"rank(s) {listed([rank for rank in range(size) if rank not in asked])}"
+        return f"{missing} (here: {listed([arrival.process.where for arrival in here])})"
 
     def _look_around(self) -> None:
         if self._store.check([_END]) and self._store.get(_END) != _FULL:

@@ -9,6 +9,7 @@ to lead; the one that hears a lower offer before its world is full calls its own
 
 from __future__ import annotations
 
+from ..processes import ProcessId
 from .announcement import Announcement
 
 FRESH_SECONDS = 1.5  # a candidate that was silent for longer does not count
@@ -22,13 +23,26 @@ class Election:
         self.nonce = nonce
         self.world_size = world_size
         self._heard: dict[str, tuple[Announcement, float]] = {}
+        self._left: dict[str, Announcement] = {}
         self._passed_over: set[str] = set()
         self._enough_since: float | None = None
 
     def hear(self, announcement: Announcement, now: float) -> None:
         """Take note of an announcement of this job."""
-        if announcement.nonce != self.nonce:
+        if announcement.leaving:
+            self._left[announcement.nonce] = announcement
+            self._heard.pop(announcement.nonce, None)
+        elif announcement.nonce != self.nonce and announcement.nonce not in self._left:
             self._heard[announcement.nonce] = (announcement, now)
+
+    def names(self, now: float) -> list[str]:
+        """Who was heard, for messages."""
+        left = [f"{announcement.where} (which has left)" for announcement in self._left.values()]
+        return [announcement.where for announcement in self.fresh(now)] + left
+
+    def processes(self) -> list[ProcessId]:
+        """Those heard that have not left; the world cannot be without them."""
+        return [announcement.process for announcement, _ in self._heard.values()]
 
     def pass_over(self, nonce: str) -> None:
         """Count a candidate out: its store cannot be reached, or is full."""

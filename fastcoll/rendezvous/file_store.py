@@ -23,27 +23,30 @@ _PAUSE_FIRST, _PAUSE_MOST = 0.001, 0.02
 
 
 class FileStore(TableStore):
-    """Keys and values in the file `path`, appended under an fcntl lock. Thread safe.
+    """Keys and values in the file `file_name`, appended under an fcntl lock. Thread safe.
 
     The file is made with mode 0600 and removed when the last participant closes the store (at the
     latest when its process ends in an orderly way). A file left by processes that were killed is
     recognised by their pids and start times, and started anew.
 
     Args:
-        path: in an existing directory, on a file system with fcntl locks (NFS has them).
+        file_name: in an existing directory, on a file system with fcntl locks (NFS has them).
         world_size: how many participants there will be: the file stays until so many have come and
             all have left. -1: it goes when nobody has it open.
         timeout: of blocking operations.
 
     Raises:
-        UsageError: `path` is a link, another user's, in no directory, or holds something else.
+        UsageError: `file_name` is a link, another user's, in no directory, or holds something else.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], world_size: int = -1, timeout: timedelta | float = DEFAULT_TIMEOUT
+        self,
+        file_name: str | os.PathLike[str],
+        world_size: int = -1,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
     ) -> None:
         self._timeout = self._limit(timeout)
-        self.path = os.fspath(path)
+        self.path = os.fspath(file_name)
         self.world_size = world_size
         self._pid = os.getpid()
         self._mutex = threading.Lock()

@@ -24,13 +24,12 @@ import logging
 import time
 from typing import NoReturn
 
-from .. import config
 from ..errors import FastcollError, PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from ..members import Member
-from .store import Store
-from .waiting import wait_for
+from .store import Store, listed
+from .waiting import LateWarning, wait_for
 
-__all__ = ["check_rank", "join", "wait_for"]
+__all__ = ["check_rank", "join", "registered", "wait_for"]
 
 logger = logging.getLogger("fastcoll")
 
@@ -64,6 +63,12 @@ def join(store: Store, rank: int, world_size: int, backend: str, timeout: float)
     return _Meeting(store, Member.here(rank, world_size, backend), timeout).run()
 
 
+def registered(store: Store, rank: int) -> Member | None:
+    """Who has registered under `rank` in a store that ranks join by; None when nobody has. Never blocks."""
+    key = _member_key(rank)
+    return Member.from_bytes(store.get(key)) if store.check([key]) else None
+
+
 def check_rank(rank: int, world_size: int) -> None:
     """Refuse a rank that is none of `world_size`.
 
@@ -82,7 +87,7 @@ class _Meeting:
         self._me = me
         self._timeout = timeout
         self._started = time.monotonic()
-        self._warned = False
+        self._late = LateWarning()
         self._known: dict[int, Member] = {}
         self._watched: list[Member] = []
 
@@ -112,21 +117,30 @@ class _Meeting:
                 )
 
     def _claim_rank(self) -> None:
-        if self._store.add(f"join/claim/{self._me.rank}", 1) > 1:
+        if self._store.add(f"join/claim/{self._me.rank}", 1) == 1:
+            return
+        first = self._claimant()
+        if first is not None and first.is_process(self._me):
             self._fail(
                 UsageError(
-                    f"rank {self._me.rank} is claimed by two processes, {self._name_claimant()} and {self._me.where}; "
-                    "give each process a rank of its own"
+                    f"{self._me} joins for the second time: its first try has failed, or goes on in another thread; "
+                    "let all ranks start again"
                 )
             )
+        name = "one that has not registered" if first is None else first.where
+        self._fail(
+            UsageError(
+                f"rank {self._me.rank} is claimed by two processes, {name} and {self._me.where}; "
+                "give each process a rank of its own"
+            )
+        )
 
-    def _name_claimant(self) -> str:
+    def _claimant(self) -> Member | None:
+        """Who was first to claim this rank; None when it does not register in time."""
         key = _member_key(self._me.rank)
-        try:
+        with contextlib.suppress(StoreTimeoutError, PeerDiedError):
             wait_for(self._store, [key], self._watched, min(self._left(), _NAMING_SECONDS), "joining")
-            return Member.from_bytes(self._store.get(key)).where
-        except (StoreTimeoutError, PeerDiedError):
-            return "one that has not registered"
+        return registered(self._store, self._me.rank)
 
     def _collect(self) -> list[Member]:
         """On rank 0: wait for every registration, and publish the list."""
@@ -146,7 +160,16 @@ class _Meeting:
     def _wait(self, key: str) -> None:
         doing = f"joining as {self._me}"
         try:
-            wait_for(self._store, [key], self._watched, self._left(), doing, self._look_around)
+            wait_for(
+                self._store,
+                [key],
+                self._watched,
+                self._left(),
+                doing,
+                self._look_around,
+                missing=lambda: f"rank(s) {self._missing()}",
+                late=self._late,
+            )
         except PeerDiedError as error:
             with contextlib.suppress(StoreError):  # the store may have died with the peer
                 self._publish(error)
@@ -161,7 +184,7 @@ class _Meeting:
             raise late from error
 
     def _look_around(self) -> None:
-        """Between two short waits: has someone failed, who has come, and is it time to warn?"""
+        """Between two short waits: has someone failed, and who has come?"""
         if self._store.check([_FAILED]):
             self._raise_published()
         for rank in range(self._me.world_size) if self._me.rank == 0 else (0,):
@@ -169,10 +192,6 @@ class _Meeting:
                 self._learn(rank)
         if self._me.rank == 0:
             self._store.set(_MISSING, self._missing())
-        waited = time.monotonic() - self._started
-        if not self._warned and waited >= config.get("FASTCOLL_WARN_AFTER"):
-            self._warned = True
-            logger.warning("%s has waited %.0f s for rank(s) %s to join", self._me, waited, self._missing())
 
     def _learn(self, rank: int) -> None:
         if rank in self._known:
@@ -184,7 +203,7 @@ class _Meeting:
     def _missing(self) -> str:
         """The ranks that have not come, as far as this rank can tell."""
         if self._me.rank == 0:
-            return _listed([rank for rank in range(self._me.world_size) if rank not in self._known])
+            return listed([rank for rank in range(self._me.world_size) if rank not in self._known])
         if 0 not in self._known:
             return "0 (it collects the others)"
         return self._store.get(_MISSING).decode() if self._store.check([_MISSING]) else "not known yet"
@@ -216,7 +235,3 @@ class _Meeting:
 
 def _member_key(rank: int) -> str:
     return f"join/member/{rank}"
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (f", ... ({len(ranks)} in all)" if len(ranks) > 16 else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
 from ..errors import UsageError
 
@@ -17,6 +16,8 @@ def shared_path(rank_variable: str) -> str:
     Raises:
         UsageError: no such ancestor is visible (as when each rank runs in a container of its own).
     """
+    import tempfile  # it brings random and the compressions, for few who start
+
     pid = os.getppid()
     while pid > 0 and _carries(pid, rank_variable):
         pid = int(_stat(pid)[1])

@@ -1,14 +1,18 @@
-"""rendezvous: from an init_method to a rank and a store."""
+"""rendezvous: from an init_method to a rank and a store.
+
+The ways to meet need sockets and more; each is imported when it is taken, so that importing fastcoll
+is not charged for them.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..errors import UsageError
-from .env_method import meet_by_environment
-from .file_method import meet_in_file
-from .multicast_method import meet_by_multicast
 from .outcome import Rendezvous
-from .tcp_method import meet_at_address
-from .url import InitMethod, parse
+
+if TYPE_CHECKING:
+    from .url import InitMethod
 
 
 def rendezvous(
@@ -30,25 +34,29 @@ def rendezvous(
         PeerDiedError: one of them came and died.
         ResourceError: a port, file or multicast group cannot be had.
     """
+    from .url import parse
+
     method = parse(init_method, rank, world_size)
     match method.scheme:
         case "env":
+            from .env_method import meet_by_environment
+
             found = meet_by_environment(method.rank, method.world_size, timeout)
         case "file":
+            from .file_method import meet_in_file
+
             size = _needed_size(method)
             found = meet_in_file(method.path, method.rank, size, timeout, group_name)
         case _ if method.is_multicast:
+            from .multicast_method import meet_by_multicast
+
             size = _needed_size(method)
             found = meet_by_multicast(method.host, method.port, method.rank, size, timeout, group_name)
         case _:
-            found = meet_at_address(
-                method.host,
-                method.port,
-                method.rank,
-                method.world_size,
-                timeout,
-                f"init_method {method.url!r}",
-            )
+            from .tcp_method import meet_at_address
+
+            source = f"init_method {method.url!r}"
+            found = meet_at_address(method.host, method.port, method.rank, method.world_size, timeout, source)
     found.store.set_timeout(timeout)
     return found
 

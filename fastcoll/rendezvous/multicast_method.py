@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from dataclasses import replace
 
 from .. import config
-from ..errors import StoreTimeoutError, UsageError
+from ..errors import ResourceError, StoreTimeoutError, UsageError
+from ..processes import forget, this_process
 from .address import own_address, shown
 from .announcement import MAX_DATAGRAM, Announcement, job_digest
 from .arrivals import FullError, MovedError, arrive, call_off
 from .election import Election
 from .multicast_socket import MulticastSocket
 from .outcome import Rendezvous
+from .store import listed
 from .tcp_store import TCPStore
+from .waiting import LateWarning, death_among
 
 _ANNOUNCE_SECONDS = 0.1
 _CONNECT_SECONDS = 2.0
-# How long a leader that gave way keeps its store, for followers to learn of it.
+# How long a leader that gave way, or failed, keeps its store, for followers to learn why.
 _GIVING_WAY_SECONDS = 2.0
+_FAILED_SECONDS = 0.5
 _FAREWELLS = 3
 
 
@@ -38,14 +44,10 @@ def meet_by_multicast(
     """
     with MulticastSocket(address, port) as group:
         candidate = _Candidate(group, shown(address, port), world_size, timeout, group_name)
-        while True:
-            offer = candidate.await_offer()
-            try:
-                if offer is None:
-                    return candidate.lead(own_address(address), rank)
-                return candidate.follow(offer, rank)
-            except MovedError:
-                continue
+        try:
+            return candidate.meet(own_address(address), rank)
+        finally:
+            candidate.leave()
 
 
 class _Candidate:
@@ -60,9 +62,28 @@ class _Candidate:
         self._deadline = time.monotonic() + timeout
         self._secret = str(config.get("FASTCOLL_SECRET")).encode()
         self._job = job_digest(group_name)
+        self._process = this_process()
         self._started = time.time()
+        self._late = LateWarning()
         self._election = Election(os.urandom(16).hex(), world_size)
         self._address, self._port = "", 0
+
+    def meet(self, address: str, rank: int | None) -> Rendezvous:
+        """Lead or follow, until a meeting is full."""
+        while True:
+            offer = self.await_offer()
+            try:
+                return self.lead(address, rank) if offer is None else self.follow(offer, rank)
+            except MovedError:
+                continue
+
+    def leave(self) -> None:
+        """Tell the others not to wait for this process, and not to mind its end."""
+        forget(self._election.processes())
+        farewell = replace(self._myself(), leaving=True).to_bytes(self._secret)
+        with contextlib.suppress(ResourceError):  # the network has gone
+            for _ in range(_FAREWELLS):
+                self._group.send(farewell)
 
     def await_offer(self) -> Announcement | None:
         """Announce and listen until there is an offer to follow; None: this process is to lead."""
@@ -77,6 +98,7 @@ class _Candidate:
                 return None
             if now >= self._deadline:
                 raise self._alone(now)
+            self._late.look(f"{self._myself().where} at {self._where}", self._missing)
 
     def lead(self, address: str, rank: int | None) -> Rendezvous:
         """Offer a store until the world is full.
@@ -85,19 +107,14 @@ class _Candidate:
             MovedError: another leads.
         """
         store = TCPStore(address, 0, is_master=True, timeout=self._timeout)
-        linger = 0.0
         try:
             self._address, self._port = address, store.port
             assigned = arrive(
                 store, rank, self._election.world_size, self._left(), lambda: self._keep_leading(store)
             )
             return Rendezvous(store, assigned, self._election.world_size, store.local_address)
-        except MovedError:
-            linger = _GIVING_WAY_SECONDS
-            store.close(linger)
-            raise
-        except BaseException:
-            store.close()
+        except BaseException as error:
+            store.close(_linger(error))
             raise
         finally:
             self._address, self._port = "", 0
@@ -115,7 +132,7 @@ class _Candidate:
             raise MovedError from error
         store.set_timeout(self._timeout)
         try:
-            assigned = arrive(store, rank, self._election.world_size, self._left())
+            assigned = arrive(store, rank, self._election.world_size, self._left(), lambda: self._listen(0.0))
             return Rendezvous(store, assigned, self._election.world_size, store.local_address)
         except (FullError, MovedError) as error:
             store.close()
@@ -139,9 +156,12 @@ class _Candidate:
             announcement = Announcement.from_bytes(data, self._secret)
             if announcement is None or announcement.job != self._job:
                 continue
-            if announcement.world_size != self._election.world_size:
+            if announcement.world_size != self._election.world_size and not announcement.leaving:
                 self._disagree(announcement)
             self._election.hear(announcement, time.monotonic())
+        died = death_among(self._election.processes(), f"meeting at {self._where}")
+        if died is not None:
+            raise died
 
     def _disagree(self, other: Announcement) -> None:
         for _ in range(_FAREWELLS):  # the other must hear of us, too
@@ -156,8 +176,7 @@ class _Candidate:
         return Announcement(
             job=self._job,
             nonce=self._election.nonce,
-            host=os.uname().nodename,
-            pid=os.getpid(),
+            process=self._process,
             time=self._started,
             world_size=self._election.world_size,
             address=self._address,
@@ -165,11 +184,23 @@ class _Candidate:
         )
 
     def _alone(self, now: float) -> StoreTimeoutError:
-        others = ", ".join(other.where for other in self._election.fresh(now)) or "nobody"
         return StoreTimeoutError(
             f"fewer than {self._election.world_size} processes met at {self._where} within {self._timeout:g} s; "
-            f"{self._myself().where} heard {others}"
+            f"{self._myself().where} heard {self._heard(now)}"
         )
+
+    def _missing(self) -> str:
+        return f"{self._election.world_size} processes to meet; heard {self._heard(time.monotonic())}"
+
+    def _heard(self, now: float) -> str:
+        return listed(self._election.names(now)) or "nobody"
 
     def _left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.0)
+
+
+def _linger(error: BaseException) -> float:
+    """How long a store outlives the end of its meeting; Ctrl-C ends it at once."""
+    if isinstance(error, MovedError):
+        return _GIVING_WAY_SECONDS
+    return _FAILED_SECONDS if isinstance(error, Exception) else 0.0

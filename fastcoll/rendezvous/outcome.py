@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .store import Store
-from .tcp_store import TCPStore
 
 
 @dataclass
@@ -30,6 +29,8 @@ class Rendezvous:
             linger: seconds that the process which serves the store waits, at most, for the other
                 ranks to leave first.
         """
+        from .tcp_store import TCPStore  # it brings sockets
+
         if isinstance(self.store, TCPStore):
             self.store.close(linger)
         else:

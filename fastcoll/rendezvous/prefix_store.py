@@ -44,8 +44,8 @@ class PrefixStore(Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self.underlying_store.multi_set(self._names(keys), values)
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self.underlying_store.compare_set(self._name(key), expected, desired)
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self.underlying_store.compare_set(self._name(key), expected_value, desired_value)
 
     def append(self, key: str, value: str | bytes) -> None:
         self.underlying_store.append(self._name(key), value)

@@ -88,11 +88,11 @@ class Store(ABC):
         for key, value in pairs(keys, values):
             self.set(key, value)
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set `key` to `desired` if its value is `expected`, and return the value after the call.
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set `key` to `desired_value` if its value is `expected_value`; return the value after the call.
 
-        An empty `expected` also stands for a missing key. A missing key with another `expected`
-        stays missing, and `expected` is returned.
+        An empty `expected_value` also stands for a missing key. A missing key with another
+        `expected_value` stays missing, and that is returned.
         """
         self._refuse("compare_set")
 
@@ -157,5 +157,11 @@ def pairs(keys: Sequence[str], values: Sequence[str | bytes]) -> list[tuple[str,
 
 def not_set(keys: Sequence[str], limit: float) -> StoreTimeoutError:
     """The error for keys that nobody set within `limit` seconds."""
-    shown = ", ".join(repr(key) for key in keys[:8]) + (", ..." if len(keys) > 8 else "")
-    return StoreTimeoutError(f"{shown} was not set in the store within {limit:g} s")
+    return StoreTimeoutError(
+        f"{listed([repr(key) for key in keys])} was not set in the store within {limit:g} s"
+    )
+
+
+def listed(items: Sequence[object]) -> str:
+    """The first of `items`, as messages show them."""
+    return ", ".join(map(str, items[:16])) + (f", ... ({len(items)} in all)" if len(items) > 16 else "")

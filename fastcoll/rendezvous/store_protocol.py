@@ -1,9 +1,10 @@
 """The store's server without sockets: bytes in, answers and dropped peers out.
 
 A peer goes OPENING -> (PROVING, with a secret ->) READY, and between READY and PARKED while it waits
-for keys. It has one request under way at a time: bytes that come while it is parked drop it, as does
-anything that breaks the protocol, and an opening that takes longer than OPENING_SECONDS. Nothing
-longer than the opening is kept before it is right, and nothing longer than a header before that is.
+for keys. It has one request under way at a time, which bounds what is queued for it: bytes behind a
+request that is not answered yet drop it, as does anything that breaks the protocol, and an opening that
+takes longer than OPENING_SECONDS. Nothing longer than the opening is kept before it is right, and
+nothing longer than a header before that is.
 """
 
 from __future__ import annotations
@@ -132,8 +133,7 @@ class StoreServer:
             case Stage.READY:
                 return self._take_request(peer, state, now)
             case Stage.PARKED:
-                if state.buffer:
-                    raise ProtocolError("spoke while its request was waiting")
+                _check_silent(state)
                 return False
 
     def _open(self, peer: int, state: _Peer) -> bool:
@@ -184,6 +184,7 @@ class StoreServer:
             return False
         del state.buffer[: HEADER.size]
         request = decode_request(header, _take(state.buffer, length))
+        _check_silent(state)
         missing = self._table.first_missing(request)
         if missing is None:
             self._carry_out(peer, request)
@@ -254,6 +255,11 @@ class StoreServer:
 
 def _let_in(state: _Peer) -> None:
     state.stage, state.deadline = Stage.READY, None
+
+
+def _check_silent(state: _Peer) -> None:
+    if state.buffer:
+        raise ProtocolError("spoke before its request was answered")
 
 
 def _take(buffer: bytearray, count: int) -> bytes:

@@ -70,8 +70,8 @@ class TableStore(Store):
         if batch:
             self._set_all(batch)
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._do(Op.COMPARE_SET, [key], [expected, desired])[0]
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._do(Op.COMPARE_SET, [key], [expected_value, desired_value])[0]
 
     def append(self, key: str, value: str | bytes) -> None:
         self._do(Op.APPEND, [key], [value])

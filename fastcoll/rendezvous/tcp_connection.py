@@ -12,6 +12,7 @@ import time
 from ..errors import StoreError, StoreTimeoutError
 from .address import resolve, shown
 from .table import Request
+from .waiting import LateWarning
 from .wire import (
     HEADER,
     HELLO,
@@ -151,6 +152,7 @@ def connect(host: str, port: int, secret: bytes, timeout: float) -> TCPConnectio
         StoreError: something else listens there, or the secrets do not match.
     """
     deadline = time.monotonic() + timeout
+    late = LateWarning()
     pause = _RETRY_FIRST
     while True:
         try:
@@ -163,6 +165,7 @@ def connect(host: str, port: int, secret: bytes, timeout: float) -> TCPConnectio
                 f"no store at {shown(host, port)} within {timeout:g} s (last: {reason.strerror or reason}); is rank 0 "
                 "running there, with the same address and port?"
             ) from reason
+        late.look(f"connecting to the store at {shown(host, port)}", lambda: "rank 0, which serves it")
         time.sleep(min(pause, left))
         pause = min(2 * pause, _RETRY_MOST)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -196,6 +197,7 @@ _users: weakref.WeakKeyDictionary[TCPServer, int] = weakref.WeakKeyDictionary()
 
 def _serve(host: str, port: int, secret: bytes, share: bool) -> TCPServer:
     """A new server, or with `share` this process's earlier one on that port."""
+    _watch_forks()
     with _shared_lock:
         server = _shared.get((host, port)) if share else None
         if server is None:
@@ -204,6 +206,19 @@ def _serve(host: str, port: int, secret: bytes, share: bool) -> TCPServer:
                 _shared[host, server.port] = server
         _users[server] = _users.get(server, 0) + 1
         return server
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Start anew in children of fork, where no server runs and the lock may be held. Once a process."""
+    os.register_at_fork(after_in_child=_drop_inherited)
+
+
+def _drop_inherited() -> None:
+    global _shared_lock
+    _shared_lock = threading.Lock()
+    _shared.clear()
+    _users.clear()
 
 
 def _leave(server: TCPServer, linger: float) -> None:

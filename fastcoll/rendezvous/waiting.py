@@ -1,19 +1,47 @@
-"""Waiting for keys of a store while watching that those who should set them live."""
+"""Waiting for others while they come up: for keys of a store, and for a late one with a warning."""
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from .. import config
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError
 from ..members import Member
 from ..processes import ProcessId, dead_among
-from .store import Store, not_set
+from .store import Store, listed
+
+logger = logging.getLogger("fastcoll")
 
 SLICE_SECONDS = 0.25
 # A dying process closes its sockets a little before it counts as dead.
 _DYING_SECONDS = 0.3
+
+
+class LateWarning:
+    """The one warning that a wait gives when it takes longer than FASTCOLL_WARN_AFTER seconds.
+
+    Made when the wait begins. A wait in several steps passes one from step to step.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._after: float = config.get("FASTCOLL_WARN_AFTER")
+
+    def look(self, doing: str, missing: Callable[[], str]) -> None:
+        """Warn if it is time to, the first time only.
+
+        Args:
+            doing: what the wait is for, the start of the message.
+            missing: tells who has not come; called when it is needed.
+        """
+        waited = time.monotonic() - self._started
+        if waited >= self._after:
+            self._after = math.inf
+            logger.warning("%s: has waited %.1f s for %s", doing, waited, missing())
 
 
 def wait_for(
@@ -23,6 +51,8 @@ def wait_for(
     timeout: float,
     doing: str,
     between: Callable[[], None] | None = None,
+    missing: Callable[[], str] | None = None,
+    late: LateWarning | None = None,
 ) -> None:
     """Block until all `keys` are set, in short waits between which `members` are looked at.
 
@@ -32,6 +62,8 @@ def wait_for(
         timeout: seconds in all; a stopped store may add a few.
         doing: what this is for, the start of every message.
         between: called after each short wait that ended without the keys; what it raises ends all.
+        missing: tells who has not come, for the warning and the timeout; without it the keys are named.
+        late: the warning of the longer wait that this one is a part of.
 
     Raises:
         PeerDiedError: a member's process has ended.
@@ -39,6 +71,8 @@ def wait_for(
         StoreError: the store is gone, and no member is proven dead.
     """
     deadline = time.monotonic() + timeout
+    late = late or LateWarning()
+    missing = missing or (lambda: listed([repr(key) for key in keys if not store.check([key])]))
     while True:
         left = deadline - time.monotonic()
         try:
@@ -47,17 +81,18 @@ def wait_for(
         except TimeoutError:
             died = death_among(members, doing)
         except StoreError as error:
-            _raise_if_dying(members, doing, error)
+            raise_if_dying(members, doing, error)
             raise
         # After the look: what a process tells before it ends is the better reason.
         if between is not None:
             between()
         if died is not None:
             raise died
+        late.look(doing, missing)
         if left <= SLICE_SECONDS:
-            missing = [key for key in keys if not store.check([key])]
-            if missing:
-                raise StoreTimeoutError(f"{doing}: {not_set(missing, timeout)}")
+            names = missing()  # before the last look, so that it names somebody
+            if not store.check(keys):
+                raise StoreTimeoutError(f"{doing}: {names} did not come within {timeout:g} s")
 
 
 def death_among(members: Sequence[ProcessId], doing: str) -> PeerDiedError | None:
@@ -69,7 +104,12 @@ def death_among(members: Sequence[ProcessId], doing: str) -> PeerDiedError | Non
     return PeerDiedError(f"{doing}: {', '.join(map(str, dead))} died", ranks)
 
 
-def _raise_if_dying(members: Sequence[ProcessId], doing: str, cause: StoreError) -> None:
+def raise_if_dying(members: Sequence[ProcessId], doing: str, cause: StoreError) -> None:
+    """Raise the error that names the members who died, if one has or does within a moment.
+
+    Raises:
+        PeerDiedError: a member's process has ended; `cause`, that the store was lost, comes of it.
+    """
     deadline = time.monotonic() + _DYING_SECONDS
     while time.monotonic() < deadline:
         died = death_among(members, doing)

@@ -137,6 +137,8 @@ def test_wrong_arguments_are_refused_before_anybody_hears_of_them(rank, world_si
         (lambda: dist.scatter(f4(2), None if rank == 0 else two, 0), UsageError, "list"),
         (lambda: dist.send(f4(2), 5), UsageError, "0..1"),
         (lambda: dist.send(f4(2), 0, tag=-1), UsageError, "tag"),
+        (lambda: dist.recv(f4(2), 1, tag="a"), UsageError, "integer"),
+        (lambda: dist.send(f4(2), "1"), UsageError, "integer"),
     ]
     for number, (call, kind, text) in enumerate(wrong):
         with pytest.raises(kind) as caught:

@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastcoll.processes import ProcessId
 from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_digest
 from fastcoll.rendezvous.election import FRESH_SECONDS, STEP_SECONDS, Election
 
+SOMEBODY = ProcessId(host="host", pid=7, start_time=5, boot_id="boot", pid_namespace="pid:[1]")
+
 
 def announcement(nonce: str, port: int = 0) -> Announcement:
-    return Announcement(job_digest(""), nonce, "host", 7, 1.5, 3, "10.0.0.1" if port else "", port)
+    return Announcement(job_digest(""), nonce, SOMEBODY, 1.5, 3, "10.0.0.1" if port else "", port)
 
 
 @pytest.mark.parametrize("secret", [b"", b"secret"])
@@ -42,7 +45,8 @@ def test_another_secret_is_passed_over() -> None:
         {"world_size": 0},
         {"nonce": 5},
         {"time": "x"},
-        {"host": None},
+        {"process": dataclasses.replace(SOMEBODY, pid="7")},
+        {"leaving": 1},
     ],
 )
 def test_fields_out_of_range_are_passed_over(changes: dict) -> None:
@@ -78,6 +82,17 @@ def test_who_fell_silent_does_not_count() -> None:
     election.hear(announcement("2"), 0)
     assert not election.should_lead(FRESH_SECONDS + 0.1)
     assert election.fresh(FRESH_SECONDS + 0.1) == []
+
+
+def test_who_has_left_does_not_count_and_is_not_minded() -> None:
+    election = Election("1", 2)
+    election.hear(announcement("2"), 0)
+    assert election.processes() == [SOMEBODY]
+    election.hear(dataclasses.replace(announcement("2"), leaving=True), 0)
+    election.hear(announcement("2"), 0)  # overtaken on another interface
+    assert not election.should_lead(0)
+    assert election.processes() == []
+    assert election.names(0) == ["host:7 (which has left)"]
 
 
 def test_the_next_leads_when_the_lowest_never_offers() -> None:

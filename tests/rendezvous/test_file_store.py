@@ -242,6 +242,11 @@ def test_a_lock_that_stays_taken_is_a_timeout(path: Path) -> None:
         os.close(fd)
 
 
+def test_arguments_are_named_as_in_torch(path: Path) -> None:
+    with FileStore(file_name=path, world_size=1) as store:
+        assert store.path == str(path)
+
+
 def test_a_forked_child_is_refused(path: Path) -> None:
     with FileStore(path) as store:
         child = os.fork()

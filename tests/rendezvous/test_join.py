@@ -88,6 +88,14 @@ def test_a_rank_claimed_twice_names_both_on_all(processes) -> None:
     assert took < 10
 
 
+def test_a_second_try_of_one_process_is_called_so() -> None:
+    with HashStore() as store:
+        with pytest.raises(StoreTimeoutError):
+            join(store, 1, 2, "shm", 0.1)
+        with pytest.raises(UsageError, match=rf"rank 1 \({WHERE}\) joins for the second time"):
+            join(store, 1, 2, "shm", 5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,11 +138,7 @@ def test_who_does_not_come_is_warned_of_and_named(
         assert isinstance(error, StoreTimeoutError)
         with pytest.raises(StoreTimeoutError, match="not all of 5 ranks came within 1 s; missing: 2, 4"):
             raise error
-    warned = [
-        record.message
-        for record in caplog.records
-        if "missing" in record.message or "to join" in record.message
-    ]
+    warned = [record.message for record in caplog.records if "has waited" in record.message]
     assert len(warned) == 3
     assert all("2, 4" in message for message in warned), warned
 
@@ -182,7 +186,7 @@ def test_wait_for_returns_once_the_keys_are_set() -> None:
 def test_wait_for_says_what_it_was_doing() -> None:
     with HashStore() as store:
         store.set("a", "")
-        with pytest.raises(StoreTimeoutError, match=r"making group 3: 'b' was not set .* within 0.1 s"):
+        with pytest.raises(StoreTimeoutError, match=r"making group 3: 'b' did not come within 0.1 s"):
             wait_for(store, ["a", "b"], [], 0.1, "making group 3")
 
 

@@ -125,3 +125,17 @@ def test_a_name_with_parentheses_does_not_hide_the_start_time(tmp_path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_forked_child_looks_anew() -> None:
+    """Even when another thread held the table's lock at the fork."""
+    me = this_process()
+    assert not dead_among([me])
+    with processes_module._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # ends a child that waits for the lock
+            os._exit(7 if not processes_module._watched and not dead_among([me]) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not dead_among([me])
+    forget([me])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -16,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from fastcoll.errors import ResourceError, StoreTimeoutError, UsageError
+from fastcoll.processes import ProcessId
 from fastcoll.rendezvous import HashStore, rendezvous
-from fastcoll.rendezvous.announcement import Announcement, job_digest
+from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_digest
 from fastcoll.rendezvous.multicast_socket import MulticastSocket
 
 MEET = """
@@ -366,8 +368,9 @@ def test_multicast_names_who_came(group: str, in_threads) -> None:
 def test_multicast_gets_past_the_dead_and_the_stale(group: str, processes) -> None:
     """Recordings of candidates that are gone: the lowest nonce there can be, and an offer of no store."""
     address, _, port = group.removeprefix("tcp://").rpartition(":")
-    gone = Announcement(job_digest(""), "0" * 32, "gone", 1, 0.0, 2)
-    offer = Announcement(job_digest(""), "0" * 31 + "1", "gone", 2, 0.0, 2, "127.0.0.1", free_port())
+    elsewhere = ProcessId(host="gone", pid=1, start_time=1, boot_id="other", pid_namespace="pid:[1]")
+    gone = Announcement(job_digest(""), "0" * 32, elsewhere, 0.0, 2)
+    offer = Announcement(job_digest(""), "0" * 31 + "1", elsewhere, 0.0, 2, "127.0.0.1", free_port())
     stop = threading.Event()
 
     def replay() -> None:
@@ -391,3 +394,77 @@ def test_multicast_one_too_many_is_left_over(group: str, processes) -> None:
     ranks = [processes.start(MEET, group, -1, 2, 3) for _ in range(3)]
     outputs = sorted(processes.outputs(ranks))
     assert [output.split()[0] for output in outputs] == ["0", "1", "StoreTimeoutError"]
+
+
+def test_multicast_a_rank_claimed_twice_names_both_on_both(group: str, processes) -> None:
+    ranks = [processes.start(MEET, group, 1, 2) for _ in range(2)]
+    outputs = processes.outputs(ranks)
+    assert_all_say(
+        outputs, "UsageError rank 1 is claimed by two processes", *(f":{rank.pid}" for rank in ranks)
+    )
+
+
+def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
+    ranks = [processes.start(MEET, group, -1, 3) for _ in range(2)]
+    address, _, port = group.removeprefix("tcp://").rpartition(":")
+    heard: set[int] = set()
+    with MulticastSocket(address.strip("[]"), int(port)) as socket_:
+        # The second one to be heard has announced itself while the first one listened.
+        for data in socket_.receive(20.0, MAX_DATAGRAM):
+            announcement = Announcement.from_bytes(data, b"")
+            assert announcement is not None
+            heard.add(announcement.process.pid)
+            if len(heard) == 2:
+                break
+    killed = announcement.process.pid
+    survivor = next(rank for rank in ranks if rank.pid != killed)
+    os.kill(killed, signal.SIGKILL)
+    at = time.monotonic()
+    assert_all_say(processes.outputs([survivor]), "PeerDiedError", f":{killed} died")
+    assert time.monotonic() - at < 3
+
+
+# Warnings
+
+
+LATE = """
+import logging, sys
+from fastcoll.errors import StoreTimeoutError
+from fastcoll.rendezvous import rendezvous
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+url, rank, size = sys.argv[1:]
+try:
+    rendezvous(url, int(rank), int(size), 1.5)
+except StoreTimeoutError as error:
+    print(error)
+"""
+
+
+def test_rank_0_that_is_late_is_warned_of(processes) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    late = processes.start(LATE, url, 1, 2, FASTCOLL_WARN_AFTER="0.3")
+    warnings, error = processes.outputs([late])[0].splitlines()
+    assert re.fullmatch(
+        r"connecting to the store at 127.0.0.1:\d+: has waited 0.\d s for rank 0, .*", warnings
+    )
+    assert "is rank 0 running there" in error
+
+
+@pytest.mark.parametrize(
+    ("rank", "missing"), [(1, r"rank\(s\) 0, 2 \(here: {me}\)"), (-1, r"2 more \(here: {me}\)")]
+)
+def test_who_is_late_in_a_file_is_warned_of_and_named(
+    tmp_path: Path, processes, rank: int, missing: str
+) -> None:
+    late = processes.start(LATE, f"file://{tmp_path}/meet", rank, 3, FASTCOLL_WARN_AFTER="0.3")
+    missing = missing.format(me=f"{os.uname().nodename}:{late.pid}")
+    warning, error = processes.outputs([late])[0].splitlines()
+    assert re.search(f"meets 3 processes: has waited 0.\\d s for {missing}$", warning)
+    assert re.search(f"meets 3 processes: {missing} did not come within", error)
+
+
+def test_who_is_late_by_multicast_is_warned_of(group: str, processes) -> None:
+    late = processes.start(LATE, group, -1, 2, FASTCOLL_WARN_AFTER="0.3")
+    warning, error = processes.outputs([late])[0].splitlines()
+    assert re.search(r"has waited 0.\d s for 2 processes to meet; heard nobody$", warning)
+    assert "fewer than 2 processes met" in error

@@ -124,16 +124,35 @@ def test_requests_survive_the_wire(request: Request) -> None:
 
 @given(st.lists(requests(), max_size=8), st.data())
 def test_how_the_bytes_are_split_does_not_matter(script: list[Request], data: st.DataObject) -> None:
-    stream = hello() + b"".join(map(encode_request, script))
     whole, split = Wire(), Wire()
     for wire in (whole, split):
         wire.connect(1)
-    whole.feed(1, stream)
-    cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=12).map(sorted))
-    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        split.feed(1, stream[start:end])
+    for message in (hello(), *map(encode_request, script)):
+        whole.feed(1, message)
+        cuts = data.draw(st.lists(st.integers(0, len(message)), max_size=4).map(sorted))
+        for start, end in zip([0, *cuts], [*cuts, len(message)], strict=True):
+            split.feed(1, message[start:end])
     assert whole.take(1)[HELLO.size :] == split.take(1)[HELLO.size :]
     assert whole.dropped == split.dropped
+
+
+def test_the_first_request_may_follow_the_opening_at_once() -> None:
+    wire = Wire()
+    wire.connect(1)
+    wire.feed(1, hello() + encode_request(Request(Op.NUM_KEYS)))
+    assert parse_answers(wire.take(1)[HELLO.size :]) == [(Status.OK, [b"0"])]
+
+
+@pytest.mark.parametrize("key", [b"set", b"unset"])
+def test_requests_behind_an_unanswered_one_drop(key: bytes) -> None:
+    """Or else a few bytes would queue answers without end."""
+    wire = Wire()
+    wire.open(1)
+    wire.open(2)
+    wire.ask(2, Op.SET, b"set", bytes(1000))
+    wire.feed(1, 40 * encode_request(Request(Op.GET, (key,))))
+    assert wire.take(1) == b""
+    assert "before its request was answered" in wire.dropped[1]
 
 
 @settings(max_examples=300)
@@ -274,7 +293,7 @@ def test_speaking_while_waiting_drops() -> None:
     wire.open(1)
     wire.ask(1, Op.GET, b"a")
     wire.feed(1, b"x")
-    assert "while its request was waiting" in wire.dropped[1]
+    assert "before its request was answered" in wire.dropped[1]
     assert wire.server._parked == {}
 
 

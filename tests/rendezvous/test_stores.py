@@ -167,7 +167,7 @@ def test_compare_set_as_in_torch(full_store: Store) -> None:
     assert full_store.compare_set("k", "", "first") == b"first"
     assert full_store.compare_set("k", "wrong", "second") == b"first"
     assert full_store.compare_set("k", "", "second") == b"first"
-    assert full_store.compare_set("k", "first", "second") == b"second"
+    assert full_store.compare_set(key="k", expected_value="first", desired_value="second") == b"second"
     assert full_store.get("k") == b"second"
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.rendezvous import TCPStore, store_protocol
+from fastcoll.rendezvous import TCPStore, store_protocol, tcp_store
 from fastcoll.rendezvous.port_holder import port_holder
 from fastcoll.rendezvous.table import Op, Request
 from fastcoll.rendezvous.wire import HEADER, HELLO, Hello, Role, encode_request
@@ -377,6 +377,20 @@ def test_one_process_may_share_a_server(master: TCPStore) -> None:
         assert one.get("k") == b"v"
     with pytest.raises(ResourceError, match="in use"):
         TCPStore("127.0.0.1", master.port, is_master=True, multi_tenant=True)
+
+
+def test_a_forked_child_shares_no_server() -> None:
+    """Not its parent's, which no thread serves there, even if the table of servers was locked at the fork."""
+    with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as store, tcp_store._shared_lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # ends a child that waits for the lock
+            try:
+                TCPStore("127.0.0.1", store.port, is_master=True, multi_tenant=True)
+            except ResourceError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_linger_waits_for_the_others_and_no_longer(master: TCPStore, in_threads) -> None:
