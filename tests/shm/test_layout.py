@@ -1,0 +1,39 @@
+"""The arithmetic of a segment: nothing overlaps, everything is aligned, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastcoll.errors import ResourceError
+from fastcoll.shm import layout
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 16, 33, 64])
+@pytest.mark.parametrize("per_rank", [1 << 19, 1 << 20, 2 << 20, 4 << 20])
+def test_parts_do_not_overlap(size: int, per_rank: int) -> None:
+    plan = layout.plan(size, per_rank)
+    last_ring = plan.rings_at + size * plan.ring_stride
+    assert layout.REASON + layout.REASON_BYTES <= layout.CONTROL
+    assert plan.slots_at + layout.SLOTS * plan.slot <= plan.rings_at
+    assert last_ring <= plan.stride
+    assert plan.section(size - 1) + plan.stride == plan.nbytes
+    assert all(plan.section(rank) % layout.PAGE == 0 for rank in range(size))
+    for number in (plan.slot, plan.ring):
+        assert number & (number - 1) == 0
+
+
+def test_a_rank_brings_about_what_it_was_asked_for() -> None:
+    for size in (1, 2, 8, 32):
+        assert (
+            layout.plan(size, 2 << 20).stride
+            <= (2 << 20) + layout.CONTROL + size * layout.RING_HEADER + layout.PAGE
+        )
+
+
+def test_too_little_memory_is_refused_with_what_is_needed() -> None:
+    with pytest.raises(ResourceError, match="16384 each"):
+        layout.plan(2, 10_000)
+    need = 2 * 100 * 4096
+    with pytest.raises(ResourceError, match=f"{need} each"):
+        layout.plan(100, 1 << 19)
+    layout.plan(100, need)

@@ -1,0 +1,84 @@
+"""The life of a segment: private, proven by its nonce, gone by name, and swept when its maker is dead."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from fastcoll.errors import ResourceError
+from fastcoll.shm import segment as shared
+from fastcoll.shm.layout import plan
+from fastcoll.shm.segment import Segment
+
+LAYOUT = plan(2, 1 << 17)
+
+
+@pytest.fixture
+def name():
+    name = shared.new_name()
+    yield name
+    shared.unlink(name)
+
+
+def test_only_its_owner_may_open_it(name: str) -> None:
+    segment = Segment.create(name, LAYOUT)
+    status = os.stat(f"/dev/shm/{name}")
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == LAYOUT.nbytes
+    assert status.st_blocks * 512 >= LAYOUT.nbytes  # all of it is really there
+    segment.close()
+    segment.close()
+
+
+def test_two_mappings_are_one_memory(name: str) -> None:
+    ours = Segment.create(name, LAYOUT)
+    theirs = Segment.attach(name, LAYOUT)
+    shared.unlink(name)
+    assert theirs.nonce == ours.nonce != 0
+    theirs.say_attached(1)
+    missing: list[list[int]] = []
+
+    def look(ranks: list[int]) -> None:
+        missing.append(ranks)
+        ours.say_attached(0)
+
+    ours.await_attached(look)
+    assert missing == [[0]]
+    theirs.close()
+    ours.close()
+
+
+def test_a_name_is_never_taken_twice(name: str) -> None:
+    segment = Segment.create(name, LAYOUT)
+    with pytest.raises(ResourceError, match="cannot create"):
+        Segment.create(name, LAYOUT)
+    segment.close()
+
+
+def test_what_is_not_the_announced_segment_is_refused(name: str) -> None:
+    with pytest.raises(ResourceError, match="cannot attach"):
+        Segment.attach(name, LAYOUT)
+    Segment.create(name, LAYOUT).close()
+    with pytest.raises(ResourceError, match="expected"):
+        Segment.attach(name, plan(2, 1 << 18))
+    with open(f"/dev/shm/{name}", "r+b") as file:
+        file.write(bytes(8))
+    with pytest.raises(ResourceError, match="not a segment"):
+        Segment.attach(name, LAYOUT)
+
+
+def test_the_sweeper_takes_the_names_of_the_dead_only(name: str) -> None:
+    Segment.create(name, LAYOUT).close()
+    program = (
+        "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "
+        "s.Segment.create(n, plan(2, 1 << 17)); print(n, flush=True); os.kill(os.getpid(), 9)"
+    )
+    dead = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
+    assert os.path.exists(f"/dev/shm/{dead}")
+    assert dead in shared.sweep()
+    assert not os.path.exists(f"/dev/shm/{dead}")
+    assert os.path.exists(f"/dev/shm/{name}")
