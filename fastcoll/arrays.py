@@ -1,8 +1,8 @@
 """The border for arrays: any CPU array becomes a C-contiguous ndarray over its memory, or is refused with the cure.
 
-What cannot be used in place is packed: a strided or unaligned array travels as a contiguous copy, which `finish`
-writes back where the call had to write. Inside the border every array is an exact `numpy.ndarray`, C-contiguous, without
-objects, and writable where the call writes. Nothing is ever converted to another dtype.
+What cannot be used in place is packed: a strided or unaligned array travels as a contiguous copy, which
+`finish` writes back where the call had to write. Inside the border every array is an exact `numpy.ndarray`,
+C-contiguous, without objects, and writable where the call writes. Nothing is converted to another dtype.
 """
 
 from __future__ import annotations
