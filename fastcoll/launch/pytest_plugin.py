@@ -161,6 +161,8 @@ def _setup_of(config: pytest.Config) -> Setup:
     """The command line of a worker: the same configuration, conftest files and plugins as here."""
     args = [f"--rootdir={config.rootpath}", "-s", "--runxfail", "-p", "no:terminal", "-p", "no:cacheprovider"]
     args += [f"--import-mode={config.getoption('importmode')}", "-o", "addopts="]
+    # A worker has imported fastcoll before pytest, which says so where the package is really installed.
+    args += ["-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"]
     args += ["-c", str(config.inipath)] if config.inipath is not None else []
     args += ["--noconftest"] if config.getoption("noconftest") else []
     for plugin in config.getoption("plugins"):
