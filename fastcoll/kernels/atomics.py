@@ -13,6 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .jit import inlined
+
 _WORD = ir.IntType(64)
 
 
@@ -39,6 +41,26 @@ def store_release(typing_context, address, value):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def swap_if_equal(typing_context, address, expected, value):
+    """Write `value` to the word at `address` if it holds `expected`; whether it did. Acquires what it took."""
+
+    def emit(context, builder, signature, args):
+        pointer = _pointer(builder, args[0])
+        return builder.extract_value(builder.cmpxchg(pointer, args[1], args[2], "acq_rel", "monotonic"), 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), emit
+
+
+_pthread_self = types.ExternalFunction("pthread_self", types.int64())
+
+
+@inlined
+def this_thread():
+    """A number for the calling thread, never 0: what `threading.get_ident()` returns."""
+    return _pthread_self()
 
 
 @intrinsic

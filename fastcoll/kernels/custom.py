@@ -7,15 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.ccallback import CFunc
-from numba.extending import is_jitted
+from numba.extending import intrinsic, is_jitted
 
 from ..errors import UsageError
 from ..reduce_op import ReduceOp
-from .elements import reducer_signature
-from .fold import fold, leave
-from .jit import c_function, inlined, spliced
+from .combine import Combine
+from .elements import Element, computed_as, element_of, reducer_signature
+from .jit import c_function, inlined
+from .stream import Operands, Registers, Shape, Tile, shapes, stream
+from .vectors import WORD
 
 
 def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> CFunc:
@@ -30,12 +34,8 @@ def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> C
     assert op.function is not None
     function = _jitted(op.function)
 
-    @spliced
-    def apply(loop, op, x, y, count):
-        loop(function, x, y, count)
-
     def reduce(op, dst, srcs, n, count):
-        fold(apply, leave, op, dst, srcs, n, count)
+        _fold_by(function, dst, srcs, n, count)
 
     try:
         return c_function(reduce, reducer_signature(element), keep=False)
@@ -53,3 +53,86 @@ def _jitted(function: Callable[[Any, Any], Any]) -> Any:
     if isinstance(function, python_types.FunctionType):
         return inlined(function)
     return inlined(lambda a, b: function(a, b))
+
+
+@intrinsic
+def _fold_by(typing_context, function, dst, srcs, n, count):
+    """Reduce `n` arrays of `count` elements, whose addresses are at `srcs`, into `dst` by a jitted function."""
+    kind = dst.dtype
+    operand = computed_as(kind)
+    call = function.get_call_type(typing_context, (operand, operand), {})
+
+    def emit(context, builder, signature, args):
+        _, pointer, table, number, elements = args
+        implementation = context.get_function(function, call)
+
+        def combine(builder, a, b):
+            return context.cast(builder, implementation(builder, (a, b)), call.return_type, operand)
+
+        if isinstance(kind, types.Record):
+            tiles: list[Tile] = [_Record(context, builder, kind, combine)]
+        else:
+            element, model = element_of(kind), context.data_model_manager[operand]
+            tiles = [_OneByOne(builder, element, shape, combine, model) for shape in shapes(element)]
+        nbytes = builder.mul(elements, WORD(tiles[-1].nbytes))
+        stream(builder, tiles, Operands(builder.ptrtoint(pointer, WORD), table, number, nbytes))
+        return context.get_dummy_value()
+
+    return types.void(function, dst, srcs, n, count), emit
+
+
+class _OneByOne(Registers):
+    """Registers that are combined element by element, in a loop of fixed length that LLVM vectorises.
+
+    The loop touches two private arrays and nothing else, so LLVM has no overlap to check; where the function is simple
+    they end up in registers.
+    """
+
+    def __init__(
+        self, builder: ir.IRBuilder, element: Element, shape: Shape, combine: Combine, model: Any
+    ) -> None:
+        super().__init__(builder, element, shape, combine)
+        self._model = model
+        self._new = self._registers(builder)
+
+    def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        for i, new in self._load(builder, address):
+            builder.store(new, self._place(builder, self._new, i))
+        data = self._model.get_data_type().as_pointer()
+        first, second = builder.bitcast(self._taken, data), builder.bitcast(self._new, data)
+        elements = self._shape.registers * self._shape.width // self._element.lanes
+        with cgutils.for_range(builder, WORD(elements)) as loop:
+            place = builder.gep(first, [loop.index])
+            a = self._model.load_from_data_pointer(builder, place)
+            b = self._model.load_from_data_pointer(builder, builder.gep(second, [loop.index]))
+            builder.store(self._model.as_data(builder, self._combine(builder, a, b)), place)
+
+
+class _Record:
+    """A structured element: private copies keep a function that writes into its arguments off a peer's data."""
+
+    def __init__(self, context: Any, builder: ir.IRBuilder, record: types.Record, combine: Combine) -> None:
+        self.nbytes = max(1, record.size)  # a dtype without fields has no bytes, and loops divide by this
+        self._combine = combine
+        self._size = WORD(record.size)
+        self._taken, self._new = (
+            cgutils.alloca_once(builder, context.get_data_type(record)) for _ in range(2)
+        )
+        for private in (self._taken, self._new):
+            private.align = 16  # Numba takes the fields of an aligned dtype to be aligned
+
+    def _copy(self, builder: ir.IRBuilder, dst: ir.Value, src: ir.Value) -> None:
+        cgutils.raw_memcpy(builder, dst, src, self._size, 1)
+
+    def _pointer(self, builder: ir.IRBuilder, address: ir.Value) -> Any:
+        return builder.inttoptr(address, self._taken.type)
+
+    def start(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        self._copy(builder, self._taken, self._pointer(builder, address))
+
+    def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        self._copy(builder, self._new, self._pointer(builder, address))
+        self._copy(builder, self._taken, self._combine(builder, self._taken, self._new))
+
+    def finish(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        self._copy(builder, self._pointer(builder, address), self._taken)

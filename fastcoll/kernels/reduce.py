@@ -9,7 +9,6 @@ There is one function a dtype, compiled at its first use and kept on disk, and o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +18,9 @@ from numba.core.errors import NumbaError
 
 from ..errors import ArrayError
 from ..reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, ReduceOp
-from .combine import arithmetic, bitwise, ordered
 from .custom import compile_custom
 from .elements import Half, reducer_signature
-from .fold import average, fold, leave
+from .fold import fold
 from .jit import c_function
 
 
@@ -64,36 +62,18 @@ def _compile(custom: ReduceOp | None, element: types.Type, dtype: np.dtype[Any])
     compiled = _compiled.get((custom, dtype))
     if compiled is None:
         if custom is None:
-            compiled = c_function(_LOOPS[_kind(dtype)], reducer_signature(element))
+            compiled = c_function(_reduce, reducer_signature(element))
         else:
             compiled = compile_custom(custom, element, dtype)
         _compiled[custom, dtype] = compiled
     return compiled
 
 
-def _integers(op, dst, srcs, n, count):
-    fold(bitwise, average, op, dst, srcs, n, count)
+def _reduce(op, dst, srcs, n, count):
+    fold(op, dst, srcs, n, count)
 
 
-def _bools(op, dst, srcs, n, count):
-    fold(bitwise, leave, op, dst, srcs, n, count)
-
-
-def _floats(op, dst, srcs, n, count):
-    fold(ordered, average, op, dst, srcs, n, count)
-
-
-def _complexes(op, dst, srcs, n, count):
-    fold(arithmetic, average, op, dst, srcs, n, count)
-
-
-_LOOPS: dict[str, Callable[..., None]] = {
-    "i": _integers,
-    "u": _integers,
-    "b": _bools,
-    "f": _floats,
-    "c": _complexes,
-}
+_KINDS = "biufc"
 _HALVES = ("float16", "bfloat16")
 _UNDEFINED = {
     "b": ((AVG,), "convert it with .astype first, say to float32"),
@@ -120,7 +100,7 @@ def _element(op: ReduceOp, dtype: np.dtype[Any]) -> types.Type:
         )
     if dtype.name in _HALVES:
         return Half(dtype.name)
-    if dtype.kind in _LOOPS and dtype.itemsize <= (16 if dtype.kind == "c" else 8):
+    if dtype.kind in _KINDS and dtype.itemsize <= (16 if dtype.kind == "c" else 8):
         return from_dtype(dtype)
     if dtype.names is not None and op.function is not None:
         return _record(dtype)

@@ -12,6 +12,7 @@ import pytest
 
 from fastcoll.errors import ResourceError
 from fastcoll.kernels import cache, jit
+from fastcoll.kernels.pyobjects import Index, integer
 
 PACKAGE = Path(jit.__file__).parent.parent
 FIRST_USE = textwrap.dedent("""
@@ -58,7 +59,11 @@ def test_one_process_compiles_the_others_load_until_a_helper_changes(sources):
 def test_without_a_place_for_the_cache_the_error_says_so(monkeypatch):
     monkeypatch.setattr(cache.KernelCache._impl_class, "_locator_classes", [])
     with pytest.raises(ResourceError, match="set NUMBA_CACHE_DIR to a writable directory"):
-        jit.kernel(lambda x: x)
+        jit.entry(identity).compile()
+
+
+def identity(x: Index) -> int:
+    return integer(x)
 
 
 def test_another_process_that_compiles_for_ever_is_not_waited_for(monkeypatch, tmp_path):
@@ -72,10 +77,10 @@ def test_another_process_that_compiles_for_ever_is_not_waited_for(monkeypatch, t
 def test_a_compilation_that_fails_can_be_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
 
-    @jit.kernel
-    def undefined(x):
-        return x.nothing
+    @jit.entry
+    def undefined(x: Index) -> int:
+        return integer(x).nothing
 
     for _ in range(2):
         with pytest.raises(Exception, match="nothing"):
-            undefined(1)
+            undefined.call(1)

@@ -77,6 +77,10 @@ def test_a_record_function_may_write_into_its_arguments(reduce):
             assert (reduce(op, sources, into)["index"] == sources["index"].sum(axis=0)).all()
 
 
+def test_records_without_fields_have_nothing_to_reduce(reduce):
+    assert reduce(ReduceOp.custom(lambda a, b: a), np.zeros((2, 3), [])).size == 3
+
+
 def test_halves_are_computed_in_float32(reduce):
     op = ReduceOp.custom(lambda a, b: a * 4096 + b * 4096 - a * 4095 - b * 4095, "sum")
     sources = np.array([[30000], [20000]], np.float16)

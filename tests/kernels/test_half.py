@@ -5,14 +5,17 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from fastcoll.kernels import half
 from fastcoll.kernels.jit import inlined
+from fastcoll.kernels.vectors import shaped
 
 FLOAT16 = np.dtype("float16")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+SINGLE = np.dtype(np.float32)
 CONVERSIONS = [
     pytest.param(FLOAT16, half.widen_float16, half.round_float16, id="float16"),
     pytest.param(BFLOAT16, half.widen_bfloat16, half.round_bfloat16, id="bfloat16"),
@@ -26,52 +29,72 @@ CONVERSIONS = [
 ]
 
 
-def widened(bits: np.ndarray, widen) -> np.ndarray:
+WIDTHS = pytest.mark.parametrize("width", [1, 8, 32])
+
+
+def converted(values: np.ndarray, convert, to: np.dtype, width: int) -> np.ndarray:
+    """`values`, padded with the last one to whole vectors, converted `width` at a time."""
+    values = np.pad(values, (0, -values.size % width), "edge")
+    lane = {np.dtype("u2"): ir.IntType(16), np.dtype("f4"): ir.FloatType()}[values.dtype]
+
     @intrinsic
-    def one(typing_context, x):
-        return types.float32(types.uint16), lambda context, builder, signature, args: widen(builder, args[0])
+    def some(typing_context, source, target):
+        def emit(context, builder, signature, args):
+            loaded = builder.load(builder.inttoptr(args[0], shaped(lane, width).as_pointer()), align=1)
+            result = convert(builder, loaded)
+            builder.store(result, builder.inttoptr(args[1], result.type.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), emit
+
+    step, step_out = width * values.itemsize, width * to.itemsize
 
     @inlined
-    def every(x, out):
-        for i in range(x.size):
-            out[i] = one(x[i])
+    def every(source, target, times):
+        for i in range(times):
+            some(source + i * step, target + i * step_out)
 
-    out = np.empty(bits.size, np.float32)
-    every(bits, out)
+    out = np.empty(values.size, to)
+    every(values.ctypes.data, out.ctypes.data, values.size // width)
     return out
 
 
-def rounded(values: np.ndarray, round_) -> np.ndarray:
-    @intrinsic
-    def one(typing_context, x):
-        return types.uint16(types.float32), lambda context, builder, signature, args: round_(builder, args[0])
-
-    @inlined
-    def every(x, out):
-        for i in range(x.size):
-            out[i] = one(x[i])
-
-    out = np.empty(values.size, np.uint16)
-    every(values, out)
-    return out
+def order_of(widen, width: int) -> np.ndarray:
+    """Which lane each lane of a widened vector was."""
+    return np.argsort(
+        np.argsort(converted(np.arange(0x3C00, 0x3C00 + width, dtype="u2"), widen, SINGLE, width))
+    )
 
 
+def widened(bits: np.ndarray, widen, width: int) -> np.ndarray:
+    wide = converted(bits, widen, SINGLE, width).reshape(-1, width)
+    return wide[:, np.argsort(order_of(widen, width))].ravel()[: bits.size]
+
+
+def rounded(values: np.ndarray, round_, widen, width: int) -> np.ndarray:
+    padded = np.pad(values, (0, -values.size % width), "edge").reshape(-1, width)
+    shuffled = np.ascontiguousarray(padded[:, order_of(widen, width)]).ravel()
+    return converted(shuffled, round_, np.dtype("u2"), width)[: values.size]
+
+
+@WIDTHS
 @pytest.mark.parametrize(("dtype", "widen", "round_"), CONVERSIONS)
-def test_every_bit_pattern_is_widened_and_comes_back(dtype, widen, round_):
+def test_every_bit_pattern_is_widened_and_comes_back(dtype, widen, round_, width):
     bits = np.arange(65536, dtype=np.uint16)
-    wide = widened(bits, widen)
+    wide = widened(bits, widen, width)
     want = bits.view(dtype).astype(np.float32)
     nan = np.isnan(want)
     np.testing.assert_array_equal(wide[~nan].view(np.uint32), want[~nan].view(np.uint32))
     assert np.isnan(wide[nan]).all()
-    back = rounded(wide, round_)
+    back = rounded(wide, round_, widen, width)
     np.testing.assert_array_equal(back[~nan], bits[~nan])
     assert np.isnan(back[nan].view(dtype).astype(np.float32)).all()
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@WIDTHS
 @pytest.mark.parametrize(("dtype", "widen", "round_"), CONVERSIONS)
-def test_rounding_around_every_tie(dtype, widen, round_):
+def test_rounding_around_every_tie(dtype, widen, round_, width):
     exact = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32)
     exact = np.sort(exact[np.isfinite(exact)])
     ties = ((exact[:-1].astype("d") + exact[1:]) / 2).astype(np.float32)
@@ -79,13 +102,14 @@ def test_rounding_around_every_tie(dtype, widen, round_):
     around = [ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))]
     random = np.random.default_rng(3).integers(0, 2**32, 100_000, np.uint32).view(np.float32)
     values = np.concatenate([*around, random[~np.isnan(random)], np.array([end, -end, np.inf], np.float32)])
-    np.testing.assert_array_equal(rounded(values, round_), values.astype(dtype).view(np.uint16))
+    np.testing.assert_array_equal(rounded(values, round_, widen, width), values.astype(dtype).view(np.uint16))
 
 
+@WIDTHS
 @pytest.mark.parametrize(("dtype", "widen", "round_"), CONVERSIONS)
-def test_every_nan_becomes_the_same_nan(dtype, widen, round_):
+def test_every_nan_becomes_the_same_nan(dtype, widen, round_, width):
     bits = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF], np.uint32)
-    result = rounded(bits.view(np.float32), round_)
+    result = rounded(bits.view(np.float32), round_, widen, width)
     assert np.isnan(result.view(dtype).astype(np.float32)).all()
     assert set(result) == {np.array(np.nan, dtype).view(np.uint16)[()]}
 
