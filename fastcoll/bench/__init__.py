@@ -6,5 +6,7 @@ cases     which measurements there are, in order: pure data, the same on every r
 operations, patterns   how an operation is called and what it must give
 timing    batches of calls, their median and p99
 machine   what this ran on
-table, report, export, plot   what rank 0 makes of the rows
+table, per_element, report, export, plot   what rank 0 makes of the rows
+parsing, files   words of the command line, and files that it names
+versus/   beside other libraries
 """

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import UnavailableError, UsageError
 
-REDOPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+REDOPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "custom")
 _REDOP_ALIASES = {"prod": "product"}
 _DTYPE_ALIASES = {
     "half": "float16",

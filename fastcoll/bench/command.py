@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
 import os
 import shlex
 import sys
@@ -14,24 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from ..backends import parse_backend
-from ..errors import UnavailableError, UsageError
+from ..errors import UsageError
 from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
-from .cases import REDOPS, SHAPES, parse_dtype, parse_operation, parse_redop
-from .plot import PICTURES
+from .cases import REDOPS, SHAPES, parse_operation, parse_redop
+from .files import check_pictures, check_writable, pictures
+from .parsing import cores, dtype_name, listed, positive, read
 from .sizes import parse_size, size_range
+from .versus.command import Options as VersusOptions
+from .versus.command import compare
+from .versus.options import add_options, options_of
+from .versus.plan import OPERATIONS
 from .worker import FAILED, MISUSED, OK, Options, run_launched, run_spawned
 
 _INTERRUPTED = 130
 _EPILOG = f"""
-operations: {", ".join(SHAPES)}
+operations: {", ".join(SHAPES)};
+with --vs: {", ".join(OPERATIONS)}
 
 time and p99 are microseconds a call: each rank times batches of calls and takes their median (99th
 percentile); the slowest rank's is shown. all_reduce, reduce and broadcast work in place. Sizes, algbw and
 busbw are those of nccl-tests. Under a launcher (RANK and WORLD_SIZE, mpirun, srun) its ranks are used.
 
+With --vs the same calls are timed on fastcoll and on other libraries, in turn, beside the machine's own
+limit. A size is then the bytes of the larger of input and output.
+
 exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line or a
-launcher's environment cannot be.
+launcher's environment cannot be, or none of the peers is there.
 """
 
 
@@ -42,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     try:
         launched = detect(os.environ)
+        if given.vs:
+            return compare(_comparison(given, launched, words))
         ranks = _ranks(given.ranks, launched)
         options = _options(given, ranks, words)
         if launched.world_size is not None:
@@ -75,39 +84,43 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("operations", nargs="*", metavar="operation", type=_read(parse_operation), help="default: all")
+    add("operations", nargs="*", metavar="operation", help="default: all")
     add("-n", "--ranks", type=int, help="processes to start (default: 2)")
     what = parser.add_argument_group("what is measured")
     _add_what(what.add_argument)
     how = parser.add_argument_group("how")
     _add_how(how.add_argument)
+    add_options(parser.add_argument_group("compared with others").add_argument)
     results = parser.add_argument_group("results")
-    for kind, meaning in (
-        ("json", "the whole run"),
-        ("csv", "the rows"),
-        ("plot", "a picture, e.g. out.png"),
-    ):
+    for kind, meaning in (("json", "the whole run"), ("csv", "the rows")):
         results.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"also write {meaning}")
+    results.add_argument(
+        "--plot",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also draw, e.g. out.png; without an ending PNG and SVG; repeatable",
+    )
     return parser
 
 
 def _add_what(add: Callable[..., Any]) -> None:
-    add("-b", "--begin", type=_read(parse_size), default=8, metavar="SIZE", help="smallest size (default: 8)")
-    add(
-        "-e", "--end", type=_read(parse_size), default=64 << 20, metavar="SIZE", help="largest (default: 64M)"
-    )
-    add("-f", "--factor", type=float, default=2.0, help="between sizes (default: 2)")
+    add("-b", "--begin", type=read(parse_size), metavar="SIZE", help="smallest size (default: 8)")
+    add("-e", "--end", type=read(parse_size), metavar="SIZE", help="largest (default: 64M)")
+    add("-f", "--factor", type=float, help="between sizes (default: 2)")
+    add("--sizes", type=listed(parse_size), metavar="SIZES", help="these instead: a,b,...")
     add(
         "-d",
         "--dtype",
-        type=_listed(_dtype_name),
+        type=listed(dtype_name),
         default=["float32"],
         help="one or several, a,b (default: float32)",
     )
     add(
         "-o",
         "--op",
-        type=_listed(parse_redop),
+        type=listed(parse_redop),
         default=["sum"],
         help=f"one or several of {', '.join(REDOPS)} (default: sum)",
     )
@@ -118,81 +131,83 @@ def _add_how(add: Callable[..., Any]) -> None:
     add("--backend", default="auto", help="default: auto")
     add(
         "--seconds",
-        type=_positive(float),
-        default=0.15,
-        help="to fill with calls for each row (default: 0.15)",
+        type=positive(float),
+        help="to fill with calls for each row (default: 0.15); with --vs: at most (default: 5)",
     )
-    add("--iters", type=_positive(int), metavar="N", help="calls a row, instead of --seconds")
+    add("--iters", type=positive(int), metavar="N", help="calls a row, instead of --seconds")
     add(
         "-w",
         "--warmup",
-        type=_positive(int),
+        type=positive(int),
         default=5,
         metavar="N",
         help="calls before the timed ones (default: 5)",
     )
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify the results (default: 1)")
     add(
+        "--cores",
         "--pin",
-        type=_listed(int),
+        type=read(cores),
         nargs="?",
         const=sorted(os.sched_getaffinity(0)),
-        default=[],
         metavar="CORES",
-        help="pin each rank to a core, of these in turn (a,b,...) or of all usable ones",
+        help="pin each rank to a core, of these in turn (a,b,...) or of all usable ones; or none of them: none "
+        "(default: none; with --vs: all usable ones)",
     )
+
+
+def _comparison(given: argparse.Namespace, launched: Detected, words: list[str]) -> VersusOptions:
+    if launched.world_size is not None:
+        raise UsageError(
+            f"--vs starts its own ranks, but {launched.source} has started this one; run it without"
+        )
+    _check_cores(given.cores or [])
+    return options_of(given, words)
 
 
 def _options(given: argparse.Namespace, ranks: int, words: list[str]) -> Options:
     if not 0 <= given.root < ranks:
         raise UsageError(f"--root is {given.root}; the ranks are 0 to {ranks - 1}")
-    if unusable := set(given.pin) - os.sched_getaffinity(0):
-        raise UsageError(f"--pin: this process may not use core {min(unusable)}")
+    if given.peer_python or given.install_peers or given.results or given.name:
+        raise UsageError("--peer-python, --install-peers, --results and --name belong to --vs")
+    _check_cores(given.cores or [])
     _check_files(given)
     parse_backend(given.backend)
     return Options(
-        operations=given.operations or list(SHAPES),
+        operations=[parse_operation(name) for name in given.operations] or list(SHAPES),
         dtypes=given.dtype,
         redops=given.op,
-        sizes=size_range(given.begin, given.end, given.factor),
+        sizes=given.sizes or size_range(*_range(given)),
         root=given.root,
         backend=given.backend,
-        seconds=given.seconds,
+        seconds=given.seconds or 0.15,
         iterations=given.iters,
         warmup=given.warmup,
         check=bool(given.check),
-        pin=given.pin,
+        pin=given.cores or [],
         json=given.json,
         csv=given.csv,
-        plot=given.plot,
+        plots=pictures(given.plot),
         command=["python", "-m", "fastcoll.bench", *map(shlex.quote, words)],
     )
 
 
+def _range(given: argparse.Namespace) -> tuple[int, int, float]:
+    begin = 8 if given.begin is None else given.begin
+    end = 64 << 20 if given.end is None else given.end
+    return begin, end, 2.0 if given.factor is None else given.factor
+
+
+def _check_cores(wanted: Sequence[int]) -> None:
+    if unusable := set(wanted) - os.sched_getaffinity(0):
+        raise UsageError(f"--cores: this process may not use core {min(unusable)}")
+
+
 def _check_files(given: argparse.Namespace) -> None:
-    """Before the run, not after it."""
-    for path in (given.json, given.csv, given.plot):
+    for path in (given.json, given.csv):
         if path is not None:
-            _check_writable(path)
-    if given.plot is None:
-        return
-    if given.plot.suffix not in PICTURES:
-        raise UsageError(f"--plot {given.plot}: the name must end in {', '.join(PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnavailableError("--plot needs matplotlib; pip install 'fastcoll[bench]'")
-
-
-def _check_writable(path: Path) -> None:
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"{path} cannot be written: there is no folder {folder}")
-    try:
-        if path.exists():
-            os.close(os.open(path, os.O_WRONLY))
-        else:
-            tempfile.TemporaryFile(dir=folder).close()  # leaves nothing; a mode does not bind root
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+            check_writable(path)
+    check_pictures(pictures(given.plot))
 
 
 def _ranks(asked: int | None, launched: Detected) -> int:
@@ -206,35 +221,3 @@ def _ranks(asked: int | None, launched: Detected) -> int:
             f"-n is {asked}, but {launched.source} says {launched.world_size} ranks; leave -n out"
         )
     return launched.world_size
-
-
-def _dtype_name(text: str) -> str:
-    return parse_dtype(text).name
-
-
-def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` with its errors as argparse shows them."""
-
-    def read(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return read
-
-
-def _listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Several values, separated by commas."""
-    read = _read(parse)
-    return lambda text: [read(part) for part in text.split(",")]
-
-
-def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise UsageError(f"{text} is not a finite number greater than 0")
-        return value
-
-    return _read(parse)

@@ -170,6 +170,13 @@ _PREPARE: dict[str, Callable[[Case, int], Trial]] = {
     "sendrecv": _sendrecv,
     "barrier": _barrier,
 }
+
+
+def _absmax(a: Any, b: Any) -> Any:
+    """A reduction such as a user defines: of two elements the one further from 0."""
+    return a if abs(a) >= abs(b) else b
+
+
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -179,4 +186,5 @@ _REDUCE_OPS = {
     "band": dist.ReduceOp.BAND,
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
+    "custom": dist.ReduceOp.custom(_absmax, "absmax"),
 }

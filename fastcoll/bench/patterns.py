@@ -44,6 +44,7 @@ _INPUTS: dict[str, Callable[[int, int], Array]] = {
     "band": _bits_input,
     "bor": _bits_input,
     "bxor": _bits_input,
+    "custom": _bits_input,
 }
 _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
@@ -54,6 +55,7 @@ _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
     "band": np.bitwise_and,
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
+    "custom": np.maximum,  # absmax, of numbers that are not negative
 }
 
 

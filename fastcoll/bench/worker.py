@@ -19,6 +19,7 @@ from .cases import Case, cases
 from .export import Run, header, write_csv, write_json
 from .machine import machine, memory_speed
 from .operations import Trial, prepare
+from .per_element import per_element
 from .plot import draw
 from .report import Report, SilentReport, make_report
 from .table import Row, make_row, summary, total_wrong
@@ -54,7 +55,7 @@ class Options:
     pin: list[int]
     json: Path | None
     csv: Path | None
-    plot: Path | None
+    plots: Sequence[Path]
     command: list[str]
 
 
@@ -97,7 +98,7 @@ def _measure_all(options: Options, tell: bool) -> Run:
     with make_report(len(todo)) if tell else SilentReport() as report:
         report.notes(header(run))
         rows.extend(_measure_and_show(case, options, report) for case in todo)
-        report.notes(summary(rows))
+        report.notes([*per_element(rows), *summary(rows)])
     return run
 
 
@@ -189,5 +190,5 @@ def _write(run: Run, options: Options) -> None:
         write_json(options.json, run)
     if options.csv:
         write_csv(options.csv, run.results)
-    if options.plot:
-        draw(options.plot, run)
+    for path in options.plots:
+        draw(path, run)

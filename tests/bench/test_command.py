@@ -37,12 +37,13 @@ def test_all_reduce_with_files(tmp_path):
         "-d",
         "float32,bfloat16",
         "-o",
-        "sum,max",
+        "sum,custom",
     ]
     done = run([*BENCH, *words, *(word for kind, path in files.items() for word in (f"--{kind}", str(path)))])
     assert done.returncode == 0, done.stderr
     assert "# all_reduce" in done.stdout
     assert "# Out of bounds values : 0 OK" in done.stdout
+    assert "# against float32's sum" in done.stdout
     assert "\x1b" not in done.stdout
     results = json.loads(files["json"].read_text())["results"]
     assert len(results) == 2 * 2 * 10
@@ -103,6 +104,8 @@ def test_wrong_results_are_exit_code_1(tmp_path):
         (["--iters", "0"], "not a finite number greater than 0"),
         (["--seconds", "inf"], "inf is not a finite number greater than 0"),
         (["--pin", "4000"], "may not use core 4000"),
+        (["--cores", "0,x"], "invalid"),
+        (["--sizes", "8,12Q"], "'12Q' is no size in bytes"),
     ],
 )
 def test_mistakes_are_named(words, message):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from fastcoll.bench import table
 from fastcoll.bench.cases import Case
 from fastcoll.bench.export import Run, header, write_csv, write_json
+from fastcoll.bench.per_element import per_element
 from fastcoll.bench.plot import draw
 from fastcoll.bench.timing import Schedule, Timing
 
@@ -80,6 +82,24 @@ def test_summary_tells_wrong_values():
     assert table.summary([row(), row(wrong=5)])[1].endswith("5 FAILED")
     assert table.summary([row(wrong=None)])[1].endswith("not checked")
     assert table.summary([row("barrier", 0)])[2].endswith("N/A")
+
+
+def test_an_element_is_compared_with_one_of_float32s_sum():
+    half = replace(row(), type="float16", count=2000, time_us=3.0)
+    custom = replace(row(), redop="custom", time_us=4.0)
+    other = replace(half, operation="reduce")
+    lines = per_element([row(), half, custom, other])
+    assert [line.split()[1:] for line in lines[3:]] == [
+        ["all_reduce", "4000", "float32", "sum", "2000", "1.00", "1.00"],
+        ["all_reduce", "4000", "float16", "sum", "1500", "0.75", "1.50"],
+        ["all_reduce", "4000", "float32", "custom", "4000", "2.00", "2.00"],
+    ]
+    assert len(lines[2]) == len(lines[3])
+
+
+@pytest.mark.parametrize("rows", [[row()], [row(), row("broadcast", redop="none")], [row("barrier", 0)]])
+def test_without_anything_to_compare_nothing_is_said(rows):
+    assert per_element(rows) == []
 
 
 def test_header_says_on_what():

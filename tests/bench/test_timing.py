@@ -3,7 +3,7 @@
 import gc
 
 from fastcoll.bench import timing
-from fastcoll.bench.timing import Schedule, measure, schedule
+from fastcoll.bench.timing import Schedule, measure, schedule, time_batches
 
 
 def test_short_calls_share_batches_and_long_ones_do_not():
@@ -31,6 +31,12 @@ def test_median_and_p99_are_over_batches(monkeypatch):
     found = measure(lambda: None, Schedule(5, 10))
     assert found.median == 10e-9
     assert 100e-9 < found.p99 <= 110e-9
+
+
+def test_a_thread_that_sleeps_takes_no_cpu_time(monkeypatch):
+    clock = iter([0, 40])
+    monkeypatch.setattr(timing, "thread_time_ns", lambda: next(clock))
+    assert time_batches(lambda: None, Schedule(1, 4), cpu_time=True).median == 10e-9
 
 
 def test_collector_is_off_while_timing_and_back_after_an_error():

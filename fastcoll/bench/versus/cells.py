@@ -1,0 +1,182 @@
+"""The arrays of a cell on one rank: made, filled so that every element tells where it comes from, checked.
+
+Needs NumPy only. Roots are rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..patterns import Tile, count_wrong, fill, moved, reduced_input, reduced_output
+from .plan import LIMITS, SHAPES, Cell
+
+Array = NDArray[Any]
+
+
+class Buffers(NamedTuple):
+    """x goes in; out comes out, and is x itself where the operation works in place."""
+
+    x: Array
+    out: Array
+
+
+Exchange = Callable[[int], tuple[Callable[[], Any], Callable[[], Any]]]
+
+
+class Place(NamedTuple):
+    """Which rank of how many, and the dtype of the arrays."""
+
+    rank: int
+    ranks: int
+    dtype: np.dtype[Any]
+
+
+def make_buffers(cell: Cell, place: Place) -> Buffers:
+    """The arrays of one rank."""
+    shape = (SHAPES | LIMITS)[cell.operation]
+    counts = {"nothing": 0, "part": cell.count // place.ranks, "whole": cell.count}
+    x = np.zeros(counts[shape.x], place.dtype)
+    return Buffers(x, x if shape.out is None else np.zeros(counts[shape.out], place.dtype))
+
+
+def partner(rank: int, ranks: int) -> int | None:
+    """With whom a rank plays send_recv: 0 with 1, 2 with 3, ...; None for the last one of an odd number."""
+    other = rank ^ 1
+    return other if other < ranks else None
+
+
+def ping_pong(rank: int, ranks: int, exchange: Exchange) -> Callable[[], Any]:
+    """A round trip between a rank and its partner; a rank without one does nothing.
+
+    Args:
+        exchange: makes, for a partner, what sends x to it and what receives out from it.
+    """
+    other = partner(rank, ranks)
+    if other is None:
+        return lambda: None
+    send, recv = exchange(other)
+    first, second = (send, recv) if rank < other else (recv, send)
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def prepare(cell: Cell, buffers: Buffers, place: Place) -> None:
+    """Right inputs, and outputs that are wrong everywhere."""
+    buffers.out.fill(0)
+    given, _ = _TILES[cell.operation](place)
+    for block, tile in zip(_blocks(buffers.x, len(given)), given, strict=True):
+        fill(block, tile)
+
+
+def wrong(cell: Cell, buffers: Buffers, place: Place) -> int:
+    """After the call, the number of elements that are not what they must be."""
+    _, wanted = _TILES[cell.operation](place)
+    start = place.rank * buffers.out.size if cell.operation == "reduce_scatter" else 0
+    return sum(
+        count_wrong(block, tile, start)
+        for block, tile in zip(_blocks(buffers.out, len(wanted)), wanted, strict=True)
+    )
+
+
+def absmax(a: Array, b: Array) -> Array:
+    """The user-defined reduction of `custom`, on arrays: of two elements the one further from 0."""
+    return np.where(np.abs(a) >= np.abs(b), a, b)
+
+
+def _blocks(x: Array, blocks: int) -> list[Array]:
+    return list(x.reshape(blocks, -1)) if blocks else []
+
+
+Tiles = tuple[list[Tile], list[Tile]]
+"""What the blocks of x hold, and those of out must; no tiles: nothing to fill, nothing to check."""
+
+
+def _reduction(place: Place) -> Tiles:
+    given = reduced_input("sum", place.rank, place.ranks, place.dtype)
+    return [given], [reduced_output("sum", place.ranks, place.dtype)]
+
+
+def _reduction_at_root(place: Place) -> Tiles:
+    given, wanted = _reduction(place)
+    return given, wanted if place.rank == 0 else []  # what the others hold then is the library's affair
+
+
+def _custom(place: Place) -> Tiles:
+    given = [_signed(rank, place.dtype) for rank in range(place.ranks)]
+    return [given[place.rank]], [reduce(absmax, given)]
+
+
+def _signed(rank: int, dtype: np.dtype[Any]) -> Tile:
+    tile = moved(rank, dtype)
+    return -tile if rank % 2 and dtype.kind != "u" else tile
+
+
+def _to_all(place: Place) -> Tiles:
+    wanted = moved(0, place.dtype)
+    return [wanted if place.rank == 0 else np.zeros_like(wanted)], [wanted]
+
+
+def _own_to_everybody(place: Place) -> Tiles:
+    return [moved(place.rank, place.dtype)], [moved(rank, place.dtype) for rank in range(place.ranks)]
+
+
+def _own_to_root(place: Place) -> Tiles:
+    given, wanted = _own_to_everybody(place)
+    return given, wanted if place.rank == 0 else []
+
+
+def _from_root(place: Place) -> Tiles:
+    parts = [moved(rank, place.dtype) for rank in range(place.ranks)]
+    return parts if place.rank == 0 else [], [parts[place.rank]]
+
+
+def _all_to_all(place: Place) -> Tiles:
+    ranks = range(place.ranks)
+    given = [moved(place.rank * place.ranks + to, place.dtype) for to in ranks]
+    return given, [moved(source * place.ranks + place.rank, place.dtype) for source in ranks]
+
+
+def _pair(place: Place) -> Tiles:
+    other = partner(place.rank, place.ranks)
+    return [moved(place.rank, place.dtype)], [] if other is None else [moved(other, place.dtype)]
+
+
+def _nothing(_: Place) -> Tiles:
+    return [], []
+
+
+def _same(place: Place) -> Tiles:
+    return [moved(place.rank, place.dtype)], [moved(place.rank, place.dtype)]
+
+
+def _folded(place: Place) -> Tiles:
+    part = reduced_input("sum", 0, 1, place.dtype)
+    return [part] * place.ranks, [(part * place.ranks).astype(place.dtype)]
+
+
+_TILES: dict[str, Callable[[Place], Tiles]] = {
+    "all_reduce": _reduction,
+    "reduce": _reduction_at_root,
+    "reduce_scatter": _reduction,
+    "broadcast": _to_all,
+    "all_gather": _own_to_everybody,
+    "gather": _own_to_root,
+    "scatter": _from_root,
+    "all_to_all": _all_to_all,
+    "send_recv": _pair,
+    "barrier": _nothing,
+    "custom": _custom,
+    "stream": _same,
+    "fold": _folded,
+    "copy": _same,
+    "copy_part": _same,
+}

@@ -1,0 +1,230 @@
+"""`--vs`: find the peers, run everybody in turn, and print, write and draw what came out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import UsageError
+from ..machine import machine
+from . import launch, peers
+from .limits import limit_cells
+from .outcome import LIMIT, OURS, Comparison, SideTimes, write_json
+from .peers import Found, Missing, Peer
+from .plan import DTYPES, OPERATIONS, Cell, Job, cells
+from .record import placement, write_page
+from .rounds import Contender, run_rounds
+from .tables import notes, text, verdict
+
+OK, FAILED, MISUSED = range(3)
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Options:
+    """A comparison as asked for.
+
+    Attributes:
+        peers: to compare with.
+        pythons: where a user says that a peer is.
+        install: make environments for peers that are nowhere.
+        sizes: in bytes.
+        cores: that the ranks are pinned to in turn; empty: they are not pinned.
+        scale: of the number of batches.
+        seconds: a cell that would take longer gets fewer batches.
+        json, plots, results, name: where the results go.
+        command: the command line.
+    """
+
+    peers: Sequence[Peer]
+    pythons: dict[str, Path]
+    install: bool
+    operations: Sequence[str]
+    sizes: Sequence[int]
+    dtype: str
+    ranks: int
+    cores: Sequence[int]
+    rounds: int
+    scale: float
+    seconds: float
+    json: Path | None
+    plots: Sequence[Path]
+    results: Path | None
+    name: str | None
+    command: str
+
+
+def parse_operation(name: str) -> str:
+    """The operation of a comparison that `name` means; `-` and `_` are the same.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    found = name.lower().replace("-", "_")
+    if found not in OPERATIONS:
+        raise UsageError(f"there is no operation {name!r} to compare; known: {', '.join(OPERATIONS)}")
+    return found
+
+
+def check(options: Options) -> None:
+    """Refuse what cannot be, before anything runs.
+
+    Raises:
+        UsageError: with what to give instead.
+    """
+    if options.ranks < 2:
+        raise UsageError(f"-n is {options.ranks}; a comparison needs at least 2 ranks")
+    if options.dtype not in DTYPES:
+        raise UsageError(f"--vs compares {', '.join(DTYPES)}, not {options.dtype}: all peers have these")
+
+
+def compare(options: Options) -> int:
+    """Run the comparison; returns the exit code: 0 done, 1 a side failed, 2 no peer is there."""
+    try:
+        with _ended_like_interrupted():
+            found = look_for(options)
+            if not found:
+                return MISUSED
+            comparison = measure(options, found)
+    except launch.SideFailedError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    tell(comparison, options)
+    return FAILED if comparison.failed else OK
+
+
+def look_for(options: Options) -> list[Found]:
+    """The peers that are there; says which, and of the others how to get them."""
+    found = []
+    for peer in options.peers:
+        if peer.lacks.issuperset(options.operations):
+            print(
+                f"# {peer.name} is left out: it does not have {', '.join(options.operations)}",
+                file=sys.stderr,
+            )
+            continue
+        answer = peers.find(peer, options.pythons)
+        if isinstance(answer, Missing) and options.install and peer.name not in options.pythons:
+            peers.install(peer)
+            answer = peers.find(peer, options.pythons)
+        if isinstance(answer, Missing):
+            print(answer.cure(), file=sys.stderr)
+            continue
+        print(f"# {peer.name}: {answer.library}, {answer.where}", file=sys.stderr)
+        found.append(answer)
+    return found
+
+
+def measure(options: Options, found: Sequence[Found]) -> Comparison:
+    """All rounds."""
+    contenders = make_contenders(options, found)
+    comparison = _describe(options, contenders)
+    comparison.failed += run_rounds(contenders, options.rounds)
+    comparison.sides = [side for side in comparison.sides if side.seconds]
+    return comparison
+
+
+def make_contenders(options: Options, found: Sequence[Found]) -> list[Contender]:
+    """fastcoll, the limit, and the peers, each with what it runs."""
+    planned = plan(options)
+    sides = [
+        _contender(options, launch.ours(OURS, options.ranks), "fastcoll", "this environment", planned),
+        _contender(options, launch.ours(LIMIT, options.ranks), "limit", "NumPy", limit_cells(planned)),
+    ]
+    for one in found:
+        has = [cell for cell in planned if cell.operation not in one.peer.lacks]
+        started = launch.peers(one, options.ranks, _shared_cores(options))
+        sides.append(_contender(options, started, one.peer.label, one.where, has))
+    return [side for side in sides if side.job.cells]
+
+
+def plan(options: Options) -> list[Cell]:
+    """What fastcoll runs."""
+    itemsize = np.dtype(options.dtype).itemsize
+    cores = _shared_cores(options)
+    return list(cells(options.operations, options.sizes, itemsize, options.ranks, cores, options.scale))
+
+
+def tell(comparison: Comparison, options: Options) -> None:
+    """Print the tables, and write and draw what was asked for."""
+    for line in [*_header(comparison), *_body(comparison)]:
+        print(line)
+    if options.json:
+        write_json(options.json, comparison)
+    if options.plots:
+        from .picture import draw
+
+        draw(options.plots, comparison)
+    if options.results:
+        print(f"# written to {write_page(options.results, comparison, options.name)}", file=sys.stderr)
+
+
+def _contender(
+    options: Options, started: launch.Launch, label: str, where: str, has: Sequence[Cell]
+) -> Contender:
+    crowding = options.ranks / _shared_cores(options)
+    job = Job(tuple(has), options.ranks, options.dtype, tuple(options.cores), crowding, options.seconds)
+    return Contender(started, job, SideTimes(started.side, label, "", where, started.told))
+
+
+def _shared_cores(options: Options) -> int:
+    return len(set(options.cores)) or len(os.sched_getaffinity(0))
+
+
+def _describe(options: Options, contenders: Sequence[Contender]) -> Comparison:
+    times = {contender.launch.side: contender.times for contender in contenders}
+    limit = times.pop(LIMIT, None) or SideTimes(LIMIT, "limit", "", "NumPy", "")
+    return Comparison(
+        start_time=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=options.command,
+        machine=machine(len(os.sched_getaffinity(0))),
+        ranks=options.ranks,
+        cores=list(options.cores),
+        dtype=options.dtype,
+        rounds=options.rounds,
+        planned={(cell.operation, cell.size): (cell.batches, cell.calls) for cell in plan(options)},
+        sides=list(times.values()),
+        limit=limit,
+    )
+
+
+def _header(comparison: Comparison) -> list[str]:
+    machine = comparison.machine
+    return [
+        f"# {comparison.ranks} ranks, {placement(comparison)}; median of {comparison.rounds} rounds, "
+        f"{comparison.start_time}",
+        f"# {machine['cpu']}, {machine['cores']} cores ({machine['usable_cores']} usable), {machine['kernel']}, "
+        f"Python {machine['python']}, NumPy {machine['numpy']}, Numba {machine['numba']}",
+        *(f"# {side.label}: {side.library}; {side.command}" for side in comparison.sides),
+        f"# {comparison.command}",
+    ]
+
+
+def _body(comparison: Comparison) -> list[str]:
+    tables = [line for operation in comparison.operations() for line in text(comparison, operation)]
+    return [*tables, "#", *(f"# {line}" for line in [*verdict(comparison), *notes(comparison)])]
+
+
+@contextmanager
+def _ended_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends the ranks and removes the files as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,114 @@
+"""The options of a comparison, read from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import UsageError
+from ..files import check_pictures, check_writable, pictures
+from ..parsing import positive, read
+from ..sizes import size_range
+from .command import Options, check, parse_operation
+from .peers import PEERS, parse_peer_python, parse_peers
+from .plan import DEFAULT_SIZES, OPERATIONS
+
+_SECONDS = 5.0
+
+
+def add_options(add: Callable[..., Any]) -> None:
+    """What only a comparison has."""
+    add(
+        "--vs",
+        type=read(parse_peers),
+        metavar="PEERS",
+        help=f"compare with one or several of {', '.join(PEERS)}: a,b",
+    )
+    add(
+        "--peer-python",
+        type=read(parse_peer_python),
+        action="append",
+        default=[],
+        metavar="PEER=PYTHON",
+        help="the Python of an environment that has this peer; repeatable",
+    )
+    add(
+        "--install-peers",
+        action="store_true",
+        help="make environments in the user's cache for the peers that are nowhere",
+    )
+    add("--rounds", type=positive(int), default=5, metavar="N", help="turns that each side has (default: 5)")
+    add(
+        "--scale",
+        type=positive(float),
+        default=1.0,
+        metavar="X",
+        help="of the number of calls; smaller is shorter",
+    )
+    add("--results", type=Path, metavar="FOLDER", help="write the tables there, as DATE-NAME.md")
+    add("--name", help="of that page (default: the operation and the number of ranks)")
+
+
+def options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
+    """The comparison that was asked for.
+
+    Raises:
+        UsageError: it cannot be.
+    """
+    check_files(given)
+    options = Options(
+        peers=given.vs,
+        pythons=dict(given.peer_python),
+        install=given.install_peers,
+        operations=list(dict.fromkeys(map(parse_operation, given.operations))) or list(OPERATIONS),
+        sizes=given.sizes or _sizes(given),
+        dtype=_one_dtype(given.dtype),
+        ranks=2 if given.ranks is None else given.ranks,
+        cores=sorted(os.sched_getaffinity(0)) if given.cores is None else given.cores,
+        rounds=given.rounds,
+        scale=given.scale,
+        seconds=given.seconds or _SECONDS,
+        json=given.json,
+        plots=pictures(given.plot),
+        results=given.results,
+        name=given.name,
+        command=command_line(words),
+    )
+    check(options)
+    return options
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The command as others can repeat it, without the paths of this machine's environments."""
+    names = [re.sub(rf"^((?:--peer-python=)?(?:{'|'.join(PEERS)}))=.*", r"\1=PYTHON", word) for word in words]
+    return f"python -m fastcoll.bench {shlex.join(names)}"
+
+
+def check_files(given: argparse.Namespace) -> None:
+    """What is to be written can be."""
+    if given.csv:
+        raise UsageError("--csv is not for a comparison; --json has every round's times")
+    if given.json:
+        check_writable(given.json)
+    if given.results and given.results.exists() and not given.results.is_dir():
+        raise UsageError(f"--results {given.results} is no folder")
+    check_pictures(pictures(given.plot))
+
+
+def _sizes(given: argparse.Namespace) -> list[int]:
+    if given.begin is given.end is given.factor is None:
+        return list(DEFAULT_SIZES)
+    return size_range(
+        8 if given.begin is None else given.begin, given.end or DEFAULT_SIZES[-1], given.factor or 2.0
+    )
+
+
+def _one_dtype(names: list[str]) -> str:
+    if len(names) > 1:
+        raise UsageError(f"--vs compares one dtype at a time, not {', '.join(names)}")
+    return names[0]

