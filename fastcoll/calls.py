@@ -18,7 +18,8 @@ import numpy as np
 from .reduce_op import CUSTOM, NAMES, ReduceOp
 
 OPERATIONS = (
-    "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier"
+    "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
+    "message"
 ).split()
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}
 _DTYPES = (
@@ -28,9 +29,15 @@ _DTYPES = (
 _OTHER_DTYPE = 0x80
 _DETAIL = 0x3FFF
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
+_UNEVEN = ("all_gather", "gather", "scatter", "all_to_all")  # ranks may differ in what they contribute
 
 UNEVEN = 1 << 62
-_MASK = (1 << 64) - 1
+ROOT_SHIFT = 32
+
+
+def code_of(operation: str) -> int:
+    """An operation's number."""
+    return _CODES[operation]
 
 
 def encode(
@@ -38,20 +45,17 @@ def encode(
     dtype: np.dtype[Any] | None = None,
     *,
     op: ReduceOp | None = None,
-    root: int = 0,
-    uneven: bool = False,
     parts: Sequence[int] = (),
 ) -> int:
-    """The call word; `parts` are the sizes of the arrays of a coalesced call."""
+    """The call word, without the root; `parts` are the sizes of the arrays of a coalesced call."""
     code = dtype_code(dtype)
     detail = code >> 8 ^ (zlib.crc32(repr(list(parts)).encode()) & _DETAIL if parts else 0)
     return (
         _CODES[operation]
         | (code & 0xFF) << 8
         | (op.code if op is not None else 0) << 16
-        | root << 32
         | detail << 48
-        | (UNEVEN if uneven else 0)
+        | (UNEVEN if operation in _UNEVEN else 0)
     )
 
 
@@ -80,31 +84,12 @@ def describe(call: int, shape: int) -> str:
     if redop := call >> 16 & 0xFFFF:
         parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
     if operation in _ROOTED:
-        parts.append(f"root={call >> 32 & 0xFFFF}")
+        parts.append(f"root={call >> ROOT_SHIFT & 0xFFFF}")
     return f"{operation}({', '.join(parts)})"
 
 
 def _itemsize_name(name: str) -> str:
     return "uint16" if name == "bfloat16" else name
-
-
-def pair(src: int, dst: int, nbytes: int) -> int:
-    """A number for "src gives dst so many bytes"; sums of these are equal when all sizes are (splitmix64)."""
-    mixed = (nbytes + 1) * 0x9E3779B97F4A7C15 + (src << 32) + dst & _MASK
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
-    return mixed ^ mixed >> 31
-
-
-def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
-    """What a rank gives minus what it expects, as a signed word; over all ranks these add up to 0.
-
-    `gives[p]` and `takes[p]` are bytes to and from rank p; -1 for a pair that has no message.
-    """
-    total = sum(pair(rank, peer, n) for peer, n in enumerate(gives) if n >= 0)
-    total -= sum(pair(peer, rank, n) for peer, n in enumerate(takes) if n >= 0)
-    total &= _MASK
-    return total - (1 << 64) if total >> 63 else total
 
 
 def describe_differences(calls: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ SETTINGS: dict[str, Setting] = {
         _positive, 10.0, "seconds after which a waiting rank names who is missing"
     ),
     "FASTCOLL_SHM_BYTES_PER_RANK": Setting(
-        int, 2 << 20, "shared memory a rank brings to each group, in bytes"
+        int, 4 << 20, "shared memory a rank brings to each group, in bytes"
     ),
     "FASTCOLL_SECRET": Setting(str, "", "the job's shared secret; the store then authenticates both ways"),
 }

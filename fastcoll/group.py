@@ -393,11 +393,15 @@ class ProcessGroup(ABC):
     def close(self) -> None:
         """Leave the group and release what it holds. Closing twice is fine; later calls raise."""
         if not self._closed:
-            if self._queue.pending or self._turn.locked():
+            if self._is_busy():
                 self.abort("it was destroyed while operations were under way")
             self._closed = True
             self._queue.close()
             self._close(self.failure)
+
+    def _is_busy(self) -> bool:
+        """Whether operations are under way or queued."""
+        return self._queue.pending > 0 or self._turn.locked()
 
     def _check_usable(self) -> None:
         if self.failure is not None:

@@ -146,21 +146,26 @@ class Work:
 
 
 class ProgressQueue:
-    """Carries operations out one after the other on a thread of its own.
-
-    `pending` counts the operations queued or under way: a plain attribute, so that the synchronous
-    path learns in one look that nothing is ahead of it.
-    """
+    """Carries operations out one after the other on a thread of its own."""
 
     IDLE_SECONDS = 5.0
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.pending = 0
+        self._count: Any = [0]
         self._jobs: deque[tuple[Work, Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+
+    @property
+    def pending(self) -> int:
+        """How many operations are queued or under way."""
+        return int(self._count[0])
+
+    def count_in(self, word: Any) -> None:
+        """Keep that number in element 0 of an array, where compiled code can look at it; before the first operation."""
+        self._count = word
 
     def submit(self, describe: str, job: Callable[[], Any]) -> Work:
         """Queue `job` behind all earlier ones; its result or exception becomes the Work's.
@@ -172,7 +177,7 @@ class ProgressQueue:
         with self._changed:
             if self._closed:
                 raise AbortedError(f"{describe}: the group {self.name} was destroyed")
-            self.pending += 1
+            self._count[0] += 1
             self._jobs.append((work, job))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"fastcoll-{self.name}", daemon=True)
@@ -214,5 +219,5 @@ class ProgressQueue:
 
     def _end(self, work: Work, result: Any, error: BaseException | None) -> None:
         with self._changed:
-            self.pending -= 1
+            self._count[0] -= 1
         work._finish(result, error)

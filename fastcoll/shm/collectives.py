@@ -1,8 +1,8 @@
-"""The collectives of a segment, each one compiled function that runs a whole call without the GIL.
+"""The reducing collectives of a segment and the barrier, each one compiled call that runs without the GIL.
 
-Arguments are integers: the context (rounds.py), array headers (kernels/pointers.py), sizes in bytes and
-the address of a description `What`. Each returns DONE, AGAIN (call again with the same arguments) or
-MISMATCH. All reduce in rank order, so every rank gets the same bits.
+An entry takes the context (rounds.py, with its tags), Python objects and integers, and returns DONE, AGAIN
+(call again with the same arguments and RESUMED), MISMATCH or LATER. It looks at its arguments first (border.py)
+and then runs rounds. All reduce in rank order, so every rank gets the same bits.
 
 Algorithms: one-shot (every rank reduces everything), and two-shot (each rank reduces its slice, then
 gathers the others': Rabenseifner's reduce-scatter and all-gather, here through staged slots).
@@ -10,46 +10,64 @@ gathers the others': Rabenseifner's reduce-scatter and all-gather, here through 
 
 from __future__ import annotations
 
+from .. import calls
 from ..kernels.atomics import call_reducer
 from ..kernels.copy import copy
-from ..kernels.jit import inlined, kernel
-from ..kernels.pointers import data_of, load_word, store_word
+from ..kernels.jit import entry, inlined, kernel
+from ..kernels.pointers import load_word, store_word
+from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at
+from .balance import shape_of
+from .border import (
+    CALL,
+    CODE,
+    ITEMSIZE,
+    REDUCER,
+    are_apart,
+    data_of,
+    description,
+    is_plain,
+    is_rank,
+    largest_of,
+    list_blocks,
+    nbytes_of,
+)
+from .choosing import stage
 from .rounds import (
     AGAIN,
     DONE,
-    LARGEST,
-    ONE_SHOT,
-    OPEN,
-    PHASE,
-    RANK,
-    SIZE,
-    SLOT,
-    SOURCES,
-    STEP,
+    LATER,
     await_all,
-    await_met,
-    await_peer,
     begin,
     close_round,
+    context_of,
     finish,
     fits_inline,
+    give_up,
+    may_write,
+    meet,
     open_slot,
     place_of,
     publish,
+    rounds_of,
     slot_of,
+    table,
+    take,
     time_is_up,
 )
+from .words import GIVES, ONE_SHOT, RANK, READ, SIZE, SLOT, SOURCES, WROTE
 
-# Words of What, the description of a call that depends on (operation, dtype, reduce operation) only.
-CALL, REDUCER, CODE, ITEMSIZE = range(4)
-WHAT_WORDS = 4
+_ALL_REDUCE = calls.code_of("all_reduce")
+_REDUCE = calls.code_of("reduce")
+_SCAN = calls.code_of("scan")
+_EXSCAN = calls.code_of("exscan")
+_REDUCE_SCATTER = calls.code_of("reduce_scatter")
 
 
 @inlined
 def _reduce(c, what, dst, n, nbytes):
     """dst = the first n sources, reduced."""
     count = nbytes // load_word(what, ITEMSIZE)
-    call_reducer(load_word(what, REDUCER), load_word(what, CODE), dst, c + 8 * SOURCES, n, count)
+    call_reducer(load_word(what, REDUCER), load_word(what, CODE), dst, table(c, SOURCES), n, count)
 
 
 @inlined
@@ -58,46 +76,51 @@ def _whole(nbytes, itemsize):
     return nbytes - nbytes % itemsize
 
 
-@kernel
-def barrier(c, call):
+@entry
+def barrier(handle: Index, call: Index) -> int:
     """Wait for every rank."""
-    begin(c)
-    if load_word(c, PHASE) == OPEN:
-        publish(c, call, 0, 0)
-    waited = await_all(c, call, 0, 0)
+    h = integer(handle)
+    if not take(h):
+        return LATER
+    begin(h, 0, 0, False)
+    c = context_of(h)
+    if may_write(c, 1):
+        publish(c, integer(call), 0, 0)
+    waited = meet(c, integer(call), 0, 0)
     if waited != DONE:
         return waited
-    close_round(c)
+    close_round(c, 1)
     return finish(c)
 
 
 @kernel
-def _one_shot(c, dst, src, nbytes, what, first, last, shape):
+def _one_shot(c, dst, src, nbytes, what, call, first, last):
     """Everybody publishes src; a rank with first < last reduces the ranks first..last-1 into dst."""
-    begin(c)
     rank = load_word(c, RANK)
-    call = load_word(what, CALL)
     inline = fits_inline(nbytes)
     chunk = _whole(load_word(c, SLOT), load_word(what, ITEMSIZE))
+    total = rounds_of(nbytes, chunk)
     while True:
-        start = load_word(c, STEP) * chunk
-        part = min(chunk, nbytes - start)
-        if load_word(c, PHASE) == OPEN:
+        if may_write(c, total):
             if open_slot(c) != DONE:
                 return AGAIN
-            copy(place_of(c, rank, inline), src + start, part)
-            publish(c, call, shape, 0)
-        waited = await_all(c, call, shape, 0)
+            step = load_word(c, WROTE)
+            stage(c, place_of(c, rank, step, inline), src + step * chunk, nbytes - step * chunk, chunk)
+            publish(c, call, nbytes, 0)
+            continue
+        waited = meet(c, call, nbytes, 0)
         if waited != DONE:
             return waited
         if first < last:
+            if await_all(c) != DONE:
+                return AGAIN
+            step = load_word(c, READ)
+            start = step * chunk
             for peer in range(first, last):
-                store_word(
-                    c, SOURCES + peer - first, src + start if peer == rank else place_of(c, peer, inline)
-                )
-            _reduce(c, what, dst + start, last - first, part)
-        close_round(c)
-        if start + part >= nbytes:
+                place = src + start if peer == rank else place_of(c, peer, step, inline)
+                store_word(table(c, SOURCES), peer - first, place)
+            _reduce(c, what, dst + start, last - first, min(chunk, nbytes - start))
+        if close_round(c, total):
             return finish(c)
         if time_is_up(c):
             return AGAIN
@@ -112,234 +135,168 @@ def _slice(part, size, rank, itemsize):
 
 
 @kernel
-def _two_shot(c, dst, src, nbytes, what, keep):
+def _two_shot(c, dst, src, nbytes, what, call, keep):
     """Rounds in pairs: each rank reduces its slice of a chunk, then ranks with `keep` gather all slices."""
-    begin(c)
     rank = load_word(c, RANK)
     size = load_word(c, SIZE)
-    call = load_word(what, CALL)
     itemsize = load_word(what, ITEMSIZE)
     chunk = _whole(load_word(c, SLOT), itemsize)
+    total = 2 * rounds_of(nbytes, chunk)
     while True:
-        start = load_word(c, STEP) // 2 * chunk
+        step = load_word(c, READ)
+        start = step // 2 * chunk
         part = min(chunk, nbytes - start)
         low = _slice(part, size, rank, itemsize)
         high = _slice(part, size, rank + 1, itemsize)
-        if load_word(c, STEP) % 2 == 0:
-            if load_word(c, PHASE) == OPEN:
-                if open_slot(c) != DONE:
-                    return AGAIN
-                mine = slot_of(c, rank)
-                copy(mine, src + start, low)
-                copy(mine + high, src + start + high, part - high)
-                publish(c, call, nbytes, 0)
-            waited = await_all(c, call, nbytes, 0)
-            if waited != DONE:
-                return waited
-            for peer in range(size):
-                store_word(c, SOURCES + peer, src + start + low if peer == rank else slot_of(c, peer) + low)
-            close_round(c)
-        if load_word(c, PHASE) == OPEN:
+        mine = slot_of(c, rank, step)
+        if load_word(c, WROTE) == step:
             if open_slot(c) != DONE:
                 return AGAIN
-            _reduce(c, what, slot_of(c, rank) + low, size, high - low)
+            if step % 2 == 0:
+                copy(mine, src + start, low)
+                copy(mine + high, src + start + high, part - high)
+            else:
+                for peer in range(size):
+                    place = src + start if peer == rank else slot_of(c, peer, step - 1)
+                    store_word(table(c, SOURCES), peer, place + low)
+                _reduce(c, what, mine + low, size, high - low)
             publish(c, call, nbytes, 0)
-        if await_all(c, call, nbytes, 0) != DONE:
+        waited = meet(c, call, nbytes, 0)
+        if waited != DONE:
+            return waited
+        if await_all(c) != DONE:
             return AGAIN
-        if keep:
+        if step % 2 and keep:
             for peer in range(size):
                 begins = _slice(part, size, peer, itemsize)
                 ends = _slice(part, size, peer + 1, itemsize)
-                copy(dst + start + begins, slot_of(c, peer) + begins, ends - begins)
-        close_round(c)
-        if start + part >= nbytes:
+                copy(dst + start + begins, slot_of(c, peer, step) + begins, ends - begins)
+        if close_round(c, total):
             return finish(c)
         if time_is_up(c):
             return AGAIN
 
 
-@kernel
-def all_reduce(c, header, nbytes, what):
-    """Reduce the array at `header` over all ranks, in place."""
-    x = data_of(header)
+@entry
+def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
+    """Reduce an array over all ranks, in place."""
+    h = integer(handle)
+    if not take(h):
+        return LATER
+    c = context_of(h)
+    x = object_at(tensor)
+    what = description(c, h, _ALL_REDUCE, x, object_at(op))
+    if what == 0 or not is_plain(c, h, x, WRITEABLE):
+        return give_up(h)
+    data, nbytes, call = data_of(x), nbytes_of(x, what), load_word(what, CALL)
+    begin(h, _ALL_REDUCE, nbytes, False)
     size = load_word(c, SIZE)
     if size <= 2 or nbytes <= load_word(c, ONE_SHOT):
-        return _one_shot(c, x, x, nbytes, what, 0, size, nbytes)
-    return _two_shot(c, x, x, nbytes, what, True)
+        return _one_shot(c, data, data, nbytes, what, call, 0, size)
+    return _two_shot(c, data, data, nbytes, what, call, True)
 
 
-@kernel
-def reduce(c, out, header, nbytes, what, root):
-    """Reduce over all ranks into `out` of the root (which may be the array at `header` itself)."""
-    dst = data_of(out)
-    src = data_of(header)
-    size = load_word(c, SIZE)
+@entry
+def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst: Index) -> int:
+    """Reduce over all ranks into `output` of rank dst (which may be the tensor itself)."""
+    h = integer(handle)
+    if not take(h):
+        return LATER
+    c = context_of(h)
+    out, x, root = object_at(output), object_at(tensor), integer(dst)
     here = load_word(c, RANK) == root
+    what = description(c, h, _REDUCE, x, object_at(op))
+    if what == 0 or not is_rank(c, root) or not is_plain(c, h, x, WRITEABLE if here else 0):
+        return give_up(h)
+    nbytes, call = nbytes_of(x, what), load_word(what, CALL) | root << calls.ROOT_SHIFT
+    begin(h, _REDUCE, nbytes, False)
+    size = load_word(c, SIZE)
     if size <= 2 or nbytes <= load_word(c, ONE_SHOT):
-        return _one_shot(c, dst, src, nbytes, what, 0, size if here else 0, nbytes)
-    return _two_shot(c, dst, src, nbytes, what, here)
+        return _one_shot(c, data_of(out), data_of(x), nbytes, what, call, 0, size if here else 0)
+    return _two_shot(c, data_of(out), data_of(x), nbytes, what, call, here)
 
 
-@kernel
-def scan(c, out, header, nbytes, what, exclusive):
-    """Reduce ranks 0..rank (exclusive: 0..rank-1) into `out`; exclusive leaves rank 0's untouched."""
-    last = load_word(c, RANK) + (0 if exclusive else 1)
-    return _one_shot(c, data_of(out), data_of(header), nbytes, what, 0, last, nbytes)
+@entry
+def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclusive: Index) -> int:
+    """Reduce ranks 0..rank (exclusive: 0..rank-1) into `output`; exclusive leaves rank 0's untouched."""
+    h = integer(handle)
+    if not take(h):
+        return LATER
+    c = context_of(h)
+    out, x = object_at(output), object_at(tensor)
+    operation = _EXSCAN if integer(exclusive) else _SCAN
+    what = description(c, h, operation, x, object_at(op))
+    if what == 0 or not is_plain(c, h, x, WRITEABLE):
+        return give_up(h)
+    begin(h, operation, nbytes_of(x, what), False)
+    last = load_word(c, RANK) + (0 if integer(exclusive) else 1)
+    return _one_shot(c, data_of(out), data_of(x), nbytes_of(x, what), what, load_word(what, CALL), 0, last)
 
 
-@kernel
-def reduce_scatter(c, out, blocks, sizes, what, shape):
-    """Reduce block r of every rank into `out` of rank r.
+@entry
+def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObject) -> int:
+    """Reduce block r of every rank into `output` of rank r; a tuple of arrays, or one array of equal blocks.
 
-    `blocks` and `sizes` are addresses of one word a rank: a block's address, its bytes. Sizes are the
-    same on all ranks (`shape` sums them up).
+    The blocks' sizes must be the same on all ranks.
     """
-    begin(c)
-    dst = data_of(out)
+    h = integer(handle)
+    if not take(h):
+        return LATER
+    c = context_of(h)
+    out = object_at(output)
+    what = description(c, h, _REDUCE_SCATTER, out, object_at(op))
+    if what == 0 or not is_plain(c, h, out, WRITEABLE):
+        return give_up(h)
+    if not list_blocks(c, h, GIVES, object_at(blocks), out, what, 0):
+        return give_up(h)
+    nbytes = nbytes_of(out, what)
+    if nbytes != load_word(table(c, GIVES + 1), load_word(c, RANK)):
+        return give_up(h)
+    if not are_apart(c, h, data_of(out), nbytes, GIVES, True):
+        return give_up(h)
+    begin(h, _REDUCE_SCATTER, largest_of(c, GIVES), False)
+    return _reduce_scatter(c, data_of(out), what)
+
+
+@kernel
+def _reduce_scatter(c, dst, what):
+    """A slot holds a piece for each of the other ranks."""
     rank = load_word(c, RANK)
     size = load_word(c, SIZE)
     call = load_word(what, CALL)
-    piece = _whole(load_word(c, SLOT) // size, load_word(what, ITEMSIZE))
-    longest = 0
-    for peer in range(size):
-        longest = max(longest, load_word(sizes, peer))
+    blocks, sizes = table(c, GIVES), table(c, GIVES + 1)
+    shape = shape_of(c, GIVES)
+    longest = largest_of(c, GIVES)
+    piece = _whole(load_word(c, SLOT) // max(1, size - 1), load_word(what, ITEMSIZE))
+    total = rounds_of(longest, piece)
     while True:
-        start = load_word(c, STEP) * piece
-        if load_word(c, PHASE) == OPEN:
+        if may_write(c, total):
             if open_slot(c) != DONE:
                 return AGAIN
-            mine = slot_of(c, rank)
-            for peer in range(size):
-                part = min(piece, load_word(sizes, peer) - start)
-                if peer != rank and part > 0:
-                    copy(mine + peer * piece, load_word(blocks, peer) + start, part)
+            step = load_word(c, WROTE)
+            start = step * piece
+            mine = slot_of(c, rank, step)
+            for turn in range(1, size):
+                peer = (rank + turn) % size
+                left = load_word(sizes, peer) - start
+                stage(c, mine + (turn - 1) * piece, load_word(blocks, peer) + start, left, piece)
             publish(c, call, shape, 0)
-        waited = await_all(c, call, shape, 0)
+            continue
+        waited = meet(c, call, shape, 0)
         if waited != DONE:
             return waited
+        if await_all(c) != DONE:
+            return AGAIN
+        step = load_word(c, READ)
+        start = step * piece
         part = min(piece, load_word(sizes, rank) - start)
         if part > 0:
             for peer in range(size):
+                place = slot_of(c, peer, step) + ((rank - peer) % size - 1) * piece
                 own = load_word(blocks, rank) + start
-                store_word(c, SOURCES + peer, own if peer == rank else slot_of(c, peer) + rank * piece)
+                store_word(table(c, SOURCES), peer, own if peer == rank else place)
             _reduce(c, what, dst + start, size, part)
-        close_round(c)
-        if start + piece >= longest:
-            return finish(c)
-        if time_is_up(c):
-            return AGAIN
-
-
-@kernel
-def broadcast(c, header, nbytes, call, root):
-    """Copy the root's array into everybody's."""
-    begin(c)
-    x = data_of(header)
-    rank = load_word(c, RANK)
-    inline = fits_inline(nbytes)
-    chunk = load_word(c, SLOT)
-    while True:
-        start = load_word(c, STEP) * chunk
-        part = min(chunk, nbytes - start)
-        if load_word(c, PHASE) == OPEN:
-            if rank == root:
-                if open_slot(c) != DONE:
-                    return AGAIN
-                copy(place_of(c, rank, inline), x + start, part)
-            publish(c, call, nbytes, 0)
-        waited = await_met(c, call, nbytes, 0)
-        if waited != DONE:
-            return waited
-        if rank != root:
-            if await_peer(c, root) != DONE:
-                return AGAIN
-            copy(x + start, place_of(c, root, inline), part)
-        close_round(c)
-        if start + part >= nbytes:
-            return finish(c)
-        if time_is_up(c):
-            return AGAIN
-
-
-@kernel
-def all_gather(c, outs, sizes, header, nbytes, call, balance):
-    """Copy every rank's array into block r of everybody's `outs` (addresses and bytes, a word a rank)."""
-    begin(c)
-    x = data_of(header)
-    rank = load_word(c, RANK)
-    size = load_word(c, SIZE)
-    chunk = load_word(c, SLOT)
-    while True:
-        start = load_word(c, STEP) * chunk
-        if load_word(c, PHASE) == OPEN:
-            if open_slot(c) != DONE:
-                return AGAIN
-            part = min(chunk, nbytes - start)
-            if part > 0:
-                copy(place_of(c, rank, fits_inline(nbytes)), x + start, part)
-            publish(c, call, nbytes, balance)
-        waited = await_met(c, call, nbytes, balance)
-        if waited != DONE:
-            return waited
-        for turn in range(size):
-            peer = (rank + turn) % size
-            part = min(chunk, load_word(sizes, peer) - start)
-            if part <= 0:
-                continue
-            if peer == rank:
-                if load_word(outs, peer) != x:
-                    copy(load_word(outs, peer) + start, x + start, part)
-                continue
-            if await_peer(c, peer) != DONE:
-                return AGAIN
-            inline = fits_inline(load_word(sizes, peer))
-            copy(load_word(outs, peer) + start, place_of(c, peer, inline), part)
-        close_round(c)
-        if start + chunk >= load_word(c, LARGEST):
-            return finish(c)
-        if time_is_up(c):
-            return AGAIN
-
-
-@kernel
-def exchange(c, sends, send_sizes, receives, receive_sizes, call, spread, largest, balance):
-    """Copy block p of every rank's `sends` to block r of rank p's `receives`.
-
-    gather, scatter and all_to_all, all ranks' sizes free. `spread` pieces share a slot: 1 when a rank
-    sends to one rank only (then all pieces lie at the slot's start), else the number of ranks.
-    """
-    begin(c)
-    rank = load_word(c, RANK)
-    size = load_word(c, SIZE)
-    piece = load_word(c, SLOT) // spread
-    offset = piece if spread > 1 else 0
-    while True:
-        start = load_word(c, STEP) * piece
-        if load_word(c, PHASE) == OPEN:
-            if open_slot(c) != DONE:
-                return AGAIN
-            mine = slot_of(c, rank)
-            for peer in range(size):
-                part = min(piece, load_word(send_sizes, peer) - start)
-                if peer != rank and part > 0:
-                    copy(mine + peer * offset, load_word(sends, peer) + start, part)
-            publish(c, call, largest, balance)
-        waited = await_met(c, call, largest, balance)
-        if waited != DONE:
-            return waited
-        for turn in range(size):
-            peer = (rank + turn) % size
-            part = min(piece, load_word(receive_sizes, peer) - start)
-            if part <= 0:
-                continue
-            if peer == rank:
-                copy(load_word(receives, peer) + start, load_word(sends, peer) + start, part)
-                continue
-            if await_peer(c, peer) != DONE:
-                return AGAIN
-            copy(load_word(receives, peer) + start, slot_of(c, peer) + rank * offset, part)
-        close_round(c)
-        if start + piece >= load_word(c, LARGEST):
+        if close_round(c, total):
             return finish(c)
         if time_is_up(c):
             return AGAIN

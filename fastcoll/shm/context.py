@@ -1,12 +1,17 @@
-"""A group's private context: the table of words that its kernels read and keep their state in."""
+"""A group's private context: the table of words that its entries read and keep their state in."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ..kernels import waiting
 from ..kernels.pointers import address_of
-from . import rounds
+from . import words
+from .border import MEMO_PROBES, WHAT_WORDS, memo_place
 from .layout import Layout
 
 BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
@@ -27,26 +32,67 @@ def patience(ranks: int, cores: int) -> tuple[int, int]:
     return _DEDICATED if ranks <= cores else _OVERSUBSCRIBED
 
 
+class What:
+    """The description of a call that depends on its operation, dtype and reduce operation only.
+
+    Attributes:
+        address: of the words that entries read; valid while this object lives.
+    """
+
+    def __init__(self, call: int, itemsize: int, reducer: Sequence[int] = (0, 0)) -> None:
+        values = np.array([call, *reducer, itemsize], np.int64)
+        assert values.size == WHAT_WORDS
+        self.address = address_of(values)
+        self._values = values
+
+
 class Context:
     """The context of one rank, and typed access to the words that Python needs."""
 
     def __init__(self, base: int, layout: Layout, rank: int, cores: int) -> None:
-        words = np.zeros(rounds.CONTEXT_WORDS + layout.size, np.int64)
-        words[rounds.RANK] = rank
-        words[rounds.SIZE] = layout.size
-        words[rounds.SECTIONS] = base + layout.section(0)
-        words[rounds.STRIDE] = layout.stride
-        words[rounds.SLOTS_AT] = layout.slots_at
-        words[rounds.SLOT] = layout.slot
-        words[rounds.SEEN] = 1
-        words[rounds.LATE] = -1
-        words[rounds.ONE_SHOT] = next(limit for ranks, limit in _ONE_SHOT if layout.size <= ranks)
+        values = np.zeros(words.TABLES + words.TABLES_A_RANK * layout.size, np.int64)
+        values[words.RANK] = rank
+        values[words.SIZE] = layout.size
+        values[words.SECTIONS] = base + layout.section(0)
+        values[words.STRIDE] = layout.stride
+        values[words.SLOTS_AT] = layout.slots_at
+        values[words.SLOT] = layout.slot
+        values[words.LATE] = -1
+        values[words.ONE_SHOT] = next(limit for ranks, limit in _ONE_SHOT if layout.size <= ranks)
+        values[words.NDARRAY], values[words.TUPLE], values[words.NONE] = id(np.ndarray), id(tuple), id(None)
         spins, yields = patience(layout.size, cores)
-        words[rounds.PATIENCE + waiting.SPINS] = spins
-        words[rounds.PATIENCE + waiting.YIELDS] = yields
-        words[rounds.PATIENCE + waiting.BUDGET] = BUDGET
-        self.words = words
-        self.address = address_of(words)
+        values[words.PATIENCE + waiting.SPINS] = spins
+        values[words.PATIENCE + waiting.YIELDS] = yields
+        values[words.PATIENCE + waiting.BUDGET] = BUDGET
+        self.words = values
+        self.address = address_of(values)
+        self._kept: list[Any] = []
 
     def __getitem__(self, index: int) -> int:
         return int(self.words[index])
+
+    def table(self, which: int) -> list[int]:
+        """A table of a word a rank."""
+        size = self[words.SIZE]
+        start = words.TABLES + which * size
+        found: list[int] = self.words[start : start + size].tolist()
+        return found
+
+    def is_mine(self) -> bool:
+        """Whether a call of this very thread is under way."""
+        return self[words.BUSY] == threading.get_ident()
+
+    def remember(self, operation: int, dtype: np.dtype[Any], op: Any, what: What) -> None:
+        """Let entries find a description by themselves, unless the memo is full; None for `op`: a moving operation.
+
+        The memo goes by identity, so it keeps the objects alive.
+        """
+        self._kept.append((dtype, op, what))
+        key = (id(dtype), 0 if op is None else id(op), operation)
+        for probe in range(MEMO_PROBES):
+            start = words.MEMO + words.MEMO_WORDS * memo_place.py_func(*key, probe)
+            entry = self.words[start : start + words.MEMO_WORDS]
+            if entry[3] == 0:
+                entry[3] = what.address
+                entry[1], entry[2], entry[0] = key[1], key[2], key[0]
+                return

@@ -22,6 +22,7 @@ from . import lanes as words
 from . import ring_kernels, rings
 from .lanes import Lanes
 from .matching import Book, Message
+from .rounds import DONE
 from .transfers import Receive, Send, Transfer
 
 _LOOK_EVERY = 0.05  # seconds between two looks at deadlines and peers
@@ -138,7 +139,7 @@ class Courier:
         if peer not in self._entering and self._queued[peer]:
             send = self._queued[peer].popleft()
             self._entering[peer] = send
-            ring_kernels.begin(self._lanes.address, peer, send.address, send.nbytes, send.kind)
+            ring_kernels.begin.call(self._lanes.address, peer, send.address, send.nbytes, send.kind)
 
     # ---- and go on --------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class Courier:
         """
         if self._outcomes or not self.live:
             return
-        event = ring_kernels.advance(self._lanes.address, False)
+        event = ring_kernels.advance.call(self._lanes.address)
         if event >= 0:
             self._on_event[event % ring_kernels.EVENTS](event // ring_kernels.EVENTS)
             self._note_business()
@@ -214,7 +215,7 @@ class Courier:
             message.keep = np.empty(max(message.nbytes, 1), np.uint8)
             target = message.address = address_of(message.keep)
         self._arriving[peer] = message
-        ring_kernels.accept(self._lanes.address, peer, target)
+        ring_kernels.accept.call(self._lanes.address, peer, target)
         message.number = self._lanes.word(peer, words.RECEIVED)
 
     def _message_of(self, peer: int) -> Message:
@@ -252,7 +253,7 @@ class Courier:
             assert receive is not None
             verdict = rings.TAKEN if receive.fits(message.kind, message.nbytes) else rings.MISFIT
             answer = (message.number, verdict, receive.nbytes, receive.kind)
-            if not ring_kernels.acknowledge(self._lanes.address, peer, *answer):
+            if ring_kernels.acknowledge.call(self._lanes.address, peer, *answer) != DONE:
                 break
             owed.popleft()
             self._conclude(message, receive)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..kernels import waiting
+from ..kernels import locks, waiting
 from ..kernels.pointers import address_of
 from ..kernels.polling import POLLING_WORDS
 from .context import BUDGET
@@ -18,7 +18,13 @@ RANK = BELL + 3
 RING = BELL + 4  # bytes of a ring, a power of two
 TURN = BELL + 5  # the rank to serve first, so that nobody starves
 SOURCE = BELL + 6  # receive from any: the rank chosen plus 1, 0 before
-MAILBOX_WORDS = BELL + 7
+BUSY = BELL + 7  # not 0: a thread drives the rings
+BEHIND = (
+    BELL + 8
+)  # not 0: operations are posted or under way, or the end has come; blocking ones come after them
+CONTEXT = BELL + 9  # address of the group's context, whose memo knows the dtypes
+GIVEN = BELL + 10  # bytes of the array of a PREPARED call
+MAILBOX_WORDS = BELL + 11
 
 # Words of a lane, what a rank keeps about one peer. Positions count bytes since the ring was made.
 OUT = 0  # address of the ring to the peer
@@ -62,7 +68,7 @@ class Lanes:
         rows: the lanes' words, a row a peer.
     """
 
-    def __init__(self, base: int, layout: Layout, rank: int, patience: tuple[int, int]) -> None:
+    def __init__(self, base: int, layout: Layout, rank: int, patience: tuple[int, int], context: int) -> None:
         self.rows = np.zeros((layout.size, LANE_WORDS), np.int64)
         self.table = np.zeros(MAILBOX_WORDS, np.int64)
         self.address = address_of(self.table)
@@ -72,7 +78,8 @@ class Lanes:
         self.table[SIZE] = layout.size
         self.table[RANK] = rank
         self.table[RING] = layout.ring
-        for peer in range(layout.size):
+        self.table[CONTEXT] = context
+        for peer in [peer for peer in range(layout.size) if peer != rank]:
             self.rows[peer, OUT] = base + ring_offset(layout, rank, peer)
             self.rows[peer, IN] = base + ring_offset(layout, peer, rank)
 
@@ -96,13 +103,26 @@ class Lanes:
         """Answer the bell; look at what it may have rung for afterwards, never before."""
         self.table[BELL] = 0
 
+    def set_behind(self, behind: bool) -> None:
+        """Whether blocking operations must go the way of posted ones."""
+        self.table[BEHIND] = behind
+
+    def seize(self) -> bool:
+        """Take the rings for driving them, unless a call has them."""
+        return locks.seize.call(self.address + 8 * BUSY) == locks.TAKEN
+
+    def let_go(self) -> None:
+        """The rings are free for whoever wants to drive them next."""
+        self.table[BUSY] = 0
+
     def take_source(self) -> int:
-        """The rank that a receive from any has chosen, -1 for none; the next one chooses anew."""
+        """The rank that an unfinished receive from any has chosen, -1 for none; the next one chooses anew."""
         source = int(self.table[SOURCE]) - 1
         self.table[SOURCE] = 0
         return source
 
 
 def ring_offset(layout: Layout, src: int, dst: int) -> int:
-    """Offset in the segment of the ring from `src` to `dst`."""
-    return layout.section(src) + layout.rings_at + dst * layout.ring_stride
+    """Offset in the segment of the ring from `src` to `dst`, two different ranks."""
+    place = (dst - src) % layout.size - 1
+    return layout.section(src) + layout.rings_at + place * layout.ring_stride

@@ -1,7 +1,7 @@
 """Where everything lies in a segment: pure arithmetic on sizes, no memory touched.
 
     segment  = header | section of rank 0 | section of rank 1 | ...
-    section  = control page | slots | outgoing rings, one for each rank
+    section  = control page | slots | outgoing rings, one for each other rank
 
 Header (written by the creator before anybody attaches, then only read):
     word 0   MAGIC
@@ -11,8 +11,10 @@ Header (written by the creator before anybody attaches, then only read):
 Control page of a section; single writer: its rank. Each item has 128 bytes of its own, two cache
 lines, since adjacent-line prefetch makes neighbours share.
     LINES      two call lines by parity of the call's number, 128 bytes each:
-               word 0 sequence (release), 1 call, 2 shape, 3 balance, then INLINE bytes of payload
-    PROGRESS   word 0: rounds published, see rounds.py (release)
+               word 0 sequence (release), 1 call, 2 shape, 3 balance, 4 time of the last call, then INLINE
+               bytes of payload
+    PUBLISHED  word 0: see rounds.py (release)
+    CONSUMED   word 0: see rounds.py (release)
     STATE      word 0: 0 in order, 1 left, 2 failed (release); word 1: length of the reason
     REASON     the reason as UTF-8, at most REASON_BYTES
     ATTACHED   word 0: the nonce, once this rank has mapped the segment; before: words 1.. its CPUs
@@ -30,22 +32,23 @@ PAGE = 4096
 LINE = 128
 
 LINES = 0
-PROGRESS = 2 * LINE
-STATE = 3 * LINE
-ATTACHED = 4 * LINE
-QUOTA = 5 * LINE
-REASON = 6 * LINE
+PUBLISHED = 2 * LINE
+CONSUMED = 3 * LINE
+STATE = 4 * LINE
+ATTACHED = 5 * LINE
+QUOTA = 6 * LINE
+REASON = 7 * LINE
 REASON_BYTES = 1024
 CONTROL = PAGE
 
 # Words of a call line.
-SEQUENCE, CALL, SHAPE, BALANCE, PAYLOAD = range(5)
+SEQUENCE, CALL, SHAPE, BALANCE, TIME, PAYLOAD = range(6)
 INLINE = LINE - 8 * PAYLOAD
 
-SLOTS = 2  # by parity of the round; more do not help while every first round meets (docs/architecture.md)
+SLOTS = 8  # rounds take turns; why so many: docs/architecture.md, "Where the data lies"
 RING_HEADER = 1024  # control words of a ring, see rings.py
-_SMALLEST_SLOT = 4096
-_SMALLEST_RING = 4096
+_SMALLEST_SLOT = 1024
+_SMALLEST_RING = 2048
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Layout:
     @property
     def stride(self) -> int:
         """From one rank's section to the next."""
-        used = self.rings_at + self.size * self.ring_stride
+        used = self.rings_at + (self.size - 1) * self.ring_stride
         return -(-used // PAGE) * PAGE
 
     @property
@@ -90,18 +93,18 @@ class Layout:
 def plan(size: int, bytes_per_rank: int) -> Layout:
     """The layout for `size` ranks that each bring about `bytes_per_rank` of memory.
 
-    Half goes to the two slots, half to the rings. Slots are at most 256 KiB, so that the slots in use
-    stay in the last-level cache (256 KiB: 64 MiB all_reduce at the speed of an in-place stream with two
-    ranks; 2-core AMD EPYC, 32 MiB L3), and smaller with more ranks.
+    Half goes to the slots, three eighths to the rings; the rest is for headers. Slots are at most
+    256 KiB: all slots of a rank are then twice a large L2, so that what is read was written long enough ago to
+    have moved on to the last-level cache (docs/architecture.md).
 
     Raises:
         ResourceError: `bytes_per_rank` is too small for this many ranks.
     """
     largest = 256 << 10 if size <= 8 else 128 << 10 if size <= 16 else 64 << 10
-    slot = min(largest, _power_of_two(bytes_per_rank // 4))
-    ring = min(256 << 10, _power_of_two(bytes_per_rank // 2 // size))
+    slot = min(largest, _power_of_two(bytes_per_rank // 2 // SLOTS))
+    ring = min(1 << 20, _power_of_two(bytes_per_rank * 3 // 8 // max(1, size - 1)))
     if slot < _SMALLEST_SLOT or ring < _SMALLEST_RING:
-        need = max(4 * _SMALLEST_SLOT, 2 * size * _SMALLEST_RING)
+        need = max(2 * SLOTS * _SMALLEST_SLOT, -(-8 * (size - 1) * _SMALLEST_RING // 3))
         raise ResourceError(
             f"{bytes_per_rank} bytes of shared memory a rank are too few for {size} ranks, which need {need} each; "
             "raise FASTCOLL_SHM_BYTES_PER_RANK or make /dev/shm larger"

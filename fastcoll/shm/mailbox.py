@@ -11,25 +11,25 @@ Lock order: `_turn`, then `_changed`. Outcomes are delivered, and callbacks run,
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from ..arrays import Adopted
 from ..errors import AbortedError, GroupError, NotInitializedError, UsageError
-from ..kernels.pointers import header_of
+from ..kernels.jit import Entry
 from ..work import Work
 from . import lanes as words
 from . import ring_kernels
 from .courier import Courier
 from .lanes import Lanes
 from .layout import Layout
+from .rounds import AGAIN, DONE, LATER, PREPARED, RESUMED
 from .transfers import Array, Receive, Send, Transfer, kind_of
 from .vigil import Vigil
 
-if TYPE_CHECKING:
-    from ..arrays import Adopted
-
 _ANY = -1
+_POLL_SECONDS = 1e-4
 _CLOSE_SECONDS = 5.0  # kernels come back within 0.1 s; longer means a thread killed while it had the turn
 _T = TypeVar("_T", bound=Transfer)
 
@@ -50,6 +50,10 @@ class Mailbox:
         vigil: the group's.
         timeout: seconds that an operation may take.
         patience: polls, then yields, before a waiting kernel sleeps.
+        context: address of the group's context.
+
+    Attributes:
+        address: what entries take for this mailbox.
     """
 
     def __init__(
@@ -60,12 +64,13 @@ class Mailbox:
         vigil: Vigil,
         timeout: float,
         patience: tuple[int, int],
+        context: int,
     ) -> None:
         self._rank = rank
         self._vigil = vigil
         self._timeout = timeout
-        self._lanes = Lanes(segment_address, layout, rank, patience)
-        self._m = self._lanes.address
+        self._lanes = Lanes(segment_address, layout, rank, patience, context)
+        self.address = self._lanes.address
         self._courier = Courier(self._lanes, rank)
         self._turn = threading.Lock()
         self._changed = threading.Condition()
@@ -90,31 +95,45 @@ class Mailbox:
         if not self._turn.locked():
             with self._turn:  # which no signal can tear apart, as it could acquire() and try
                 if not self._is_behind():
-                    handed_over = self._drive_send(array, dst, tag)
-                    if handed_over is None:
+                    self._lanes.table[words.GIVEN] = array.nbytes
+                    call = (dst, array, kind_of(tag, array.dtype))
+                    status = self._begin(ring_kernels.send, call, f"send to {self._vigil.name(dst)}")
+                    if status == DONE:
                         return
+                    if status != LATER:
+                        handed_over = self._go_on_sending(
+                            status, call, self._send_of(array, dst, tag), PREPARED
+                        )
+                        if handed_over is None:
+                            return
         self._await(handed_over or self._post_blocking(self._send_of(array, dst, tag)))
 
-    def _drive_send(self, array: Array, dst: int, tag: int) -> Send | None:
-        """Send on this thread, which holds the turn; the transfer, if the courier shall go on with it."""
+    def resume_send(self, status: int, array: Array, dst: int, tag: int) -> None:
+        """Go on with a send on the synchronous path that came back early."""
+        handed_over = self._go_on_sending(status, (dst, array, tag), self._send_of(array, dst, tag), 0)
+        if handed_over is not None:
+            self._await(handed_over)
+
+    def _go_on_sending(self, status: int, call: tuple[Any, ...], send: Send, tags: int) -> Send | None:
+        """Send on this thread, which has the rings; the transfer, if the courier shall go on with it."""
+        dst = send.peer
         try:
-            call = (self._m, dst, header_of(array), array.nbytes, kind_of(tag, array.dtype))
-            status = ring_kernels.send(*call)
-            if status == ring_kernels.DONE:
+            status = self._persist(ring_kernels.send, call, send, status, tags)
+            if status == DONE:
                 return None
-            send = self._send_of(array, dst, tag)
-            status = self._persist(ring_kernels.send, call, send, status)
             if status == ring_kernels.REFUSED:
                 raise send.misfit(
                     self._lanes.word(dst, words.ACK_KIND), self._lanes.word(dst, words.ACK_NBYTES)
                 )
-            if status == ring_kernels.DONE:
-                return None
             self._courier.adopt_send(send)
+            self._lanes.set_behind(True)
             return send
         except BaseException as error:
-            self._blame(error, f"send to {self._vigil.name(dst)}")
+            self._blame(error, send.name)
             raise
+        finally:
+            if status != DONE:
+                self._lanes.let_go()
 
     def recv(self, x: Adopted, src: int | None, tag: int) -> int:
         """Receive from `src`, or from any rank; returns the sender.
@@ -127,30 +146,56 @@ class Mailbox:
         if src != self._rank and not self._turn.locked():
             with self._turn:
                 if not self._is_behind():
-                    outcome = self._drive_receive(x, src, tag)
+                    self._lanes.table[words.GIVEN] = x.array.nbytes
+                    call = (_ANY if src is None else src, x.array, kind_of(tag, x.array.dtype))
+                    status = self._begin(ring_kernels.receive, call, "recv")
+                    if status <= DONE:
+                        outcome = src if src is not None else -1 - status
+                    elif status != LATER:
+                        outcome = self._go_on_receiving(status, call, self._receive_of(x, src, tag), PREPARED)
         if isinstance(outcome, int):
             x.finish()
             return outcome
         return int(self._await(outcome or self._post_blocking(self._receive_of(x, src, tag))))
 
-    def _drive_receive(self, x: Adopted, src: int | None, tag: int) -> Receive | int:
-        """Receive on this thread, which holds the turn; the sender, or what the courier shall go on with."""
-        array = x.array
+    def resume_receive(self, status: int, array: Array, src: int | None, tag: int) -> int:
+        """Go on with a receive on the synchronous path that came back early; the sender."""
+        receive = self._receive_of(Adopted(array), src, tag)
+        outcome = self._go_on_receiving(status, (_ANY if src is None else src, array, tag), receive, 0)
+        return outcome if isinstance(outcome, int) else int(self._await(outcome))
+
+    def _go_on_receiving(
+        self, status: int, call: tuple[Any, ...], receive: Receive, tags: int
+    ) -> Receive | int:
+        """Receive on this thread, which has the rings; the sender, or what the courier shall go on with."""
         try:
-            source = _ANY if src is None else src
-            call = (self._m, source, header_of(array), array.nbytes, kind_of(tag, array.dtype))
-            status = ring_kernels.receive(*call)
-            if status != ring_kernels.DONE:
-                receive = self._receive_of(x, src, tag)
-                status = self._persist(ring_kernels.receive, call, receive, status)
-            if status == ring_kernels.DONE:
-                return self._lanes.take_source() if src is None else src
+            status = self._persist(ring_kernels.receive, call, receive, status, tags)
+            if status <= DONE:
+                return receive.peer if receive.peer is not None else -1 - status
             self._check_may_wait(receive)
             self._courier.adopt_receive(receive)
+            self._lanes.set_behind(True)
             return receive
         except BaseException as error:
-            self._blame(error, "recv")
+            self._blame(error, receive.name)
             raise
+        finally:
+            if status > DONE:
+                self._lanes.let_go()
+
+    def _begin(self, entry: Entry, call: tuple[Any, ...], doing: str) -> int:
+        """The first call of an entry on a prepared array."""
+        try:
+            return entry.call(self.address | PREPARED, *call)
+        except BaseException as error:
+            self.torn(error, doing)
+            raise
+
+    def torn(self, error: BaseException, doing: str) -> None:
+        """After an exception between a blocking entry's return and what follows: fail if it was half-way."""
+        if int(self._lanes.table[words.BUSY]) == threading.get_ident():
+            self._blame(error, doing)
+            self._lanes.let_go()
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         """Post a message; the Work is complete when it is taken."""
@@ -172,18 +217,25 @@ class Mailbox:
             if self._closed:
                 return
             self._closed = True
+            self._lanes.set_behind(True)
             thread = self._thread
         self._wake()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_SECONDS)
-        if self._turn.acquire(timeout=_CLOSE_SECONDS):
-            try:
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        held = self._turn.acquire(timeout=_CLOSE_SECONDS)
+        try:
+            while held and not self._lanes.seize() and time.monotonic() < deadline:
+                self._lanes.ring_bell()
+                time.sleep(_POLL_SECONDS)
+            if held:
                 self._take_posts()
                 self._courier.fail(
                     error or AbortedError("the group was destroyed before the operation was complete")
                 )
-                ring_kernels.retire(self._m)
-            finally:
+                ring_kernels.retire.call(self.address)
+        finally:
+            if held:
                 self._turn.release()
         self._courier.deliver()
 
@@ -200,17 +252,17 @@ class Mailbox:
         return self._courier.busy or bool(self._inbox) or self._closed
 
     def _persist(
-        self, kernel: Callable[..., int], call: tuple[int, ...], transfer: Transfer, status: int
+        self, entry: Entry, call: tuple[Any, ...], transfer: Transfer, status: int, tags: int
     ) -> int:
         """Call the kernel until it is done; AGAIN when posted operations want the rings."""
-        while status == ring_kernels.AGAIN:
+        while status == AGAIN:
             self._lanes.silence_bell()
             if self._inbox and not self._on_own_thread():
                 break
             if self._closed:
                 raise _destroyed(transfer)
             transfer.watch.look()
-            status = kernel(*call)
+            status = entry.call(self.address | tags | RESUMED, *call)
         return status
 
     def _await(self, transfer: Transfer) -> Any:
@@ -254,6 +306,7 @@ class Mailbox:
             if self._closed:
                 raise NotInitializedError(f"{transfer.name}: the group was destroyed; make a new one")
             self._inbox.append(transfer)
+            self._lanes.set_behind(True)
         self._wake()
         return transfer
 
@@ -269,13 +322,27 @@ class Mailbox:
     def _run(self) -> None:
         while self._await_business():
             with self._turn:
-                self._serve()
+                self._drive()
             self._courier.deliver()
 
     def _await_business(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._inbox or self._courier.live)
             return not self._closed
+
+    def _drive(self) -> None:
+        """Take the rings from whoever has them, and let the courier use them."""
+        while not self._lanes.seize():
+            if self._closed:
+                return
+            self._lanes.ring_bell()
+            time.sleep(_POLL_SECONDS)
+        try:
+            self._serve()
+        finally:
+            with self._changed:
+                self._lanes.set_behind(self._is_behind())
+            self._lanes.let_go()
 
     def _serve(self) -> None:
         """Let the courier take one step; whatever goes wrong there ends every operation."""

@@ -12,7 +12,7 @@ import numpy as np
 from .. import calls
 from ..errors import MismatchError
 from ..operands import Array
-from . import layout, rounds
+from . import layout, words
 from .context import Context
 from .layout import REASON, REASON_BYTES
 from .segment import Segment
@@ -33,23 +33,24 @@ class Report:
         self._ranks = ranks
         self._group = group
 
-    def doing(self, kernel: str) -> str:
-        """The call under way, for messages; `kernel` is its name while it has not been published."""
-        number = self._context[rounds.CALLS]
+    def doing(self, entry: str) -> str:
+        """The call under way, for messages; `entry` is its name while it has not been published."""
+        number = self._context[words.CALLS]
         line = self._line(self._rank)
         told = line[layout.SEQUENCE] == number
-        what = calls.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else kernel
+        what = calls.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else entry
         return f"{what}, call {number} of group {self._group!r}"
 
     def late(self) -> list[int]:
         """The group ranks that have not arrived at the call under way, or else whom the kernel waits for."""
-        number = self._context[rounds.CALLS]
+        number = self._context[words.CALLS]
         late = [rank for rank in self._everybody() if self._line(rank)[layout.SEQUENCE] < number]
-        waits_for = late or [self._context[rounds.LATE]]
+        waits_for = late or [self._context[words.LATE]]
         return [rank for rank in waits_for if rank != self._rank]
 
-    def mismatch(self, sizes: Sizes, barrier: Callable[[], None]) -> MismatchError:
+    def mismatch(self, barrier: Callable[[], None]) -> MismatchError:
         """What each rank called. Every rank of a mismatch is here, so they can tell one another their sizes."""
+        sizes = self._context.table(words.GIVES + 1), self._context.table(words.TAKES + 1)
         said = [self._call_and_shape(rank) for rank in self._everybody()]
         if all(call & calls.UNEVEN for call, _ in said):
             said = [(call, 0) for call, _ in said]
@@ -57,7 +58,7 @@ class Report:
         if len(set(said)) == 1:
             tables = share_sizes(self._segment, self._rank, sizes, barrier)
             text = f"{calls.OPERATIONS[said[0][0] & 0xFF]}: {describe_sizes(tables, self._ranks)}"
-        number = self._context[rounds.CALLS]
+        number = self._context[words.CALLS]
         return MismatchError(
             f"the ranks' calls do not match (call {number} of group {self._group!r}): {text}; "
             "all ranks must make the same calls in the same order"
@@ -68,7 +69,7 @@ class Report:
 
     def _line(self, rank: int) -> Array:
         """The words of a rank's line of the current call."""
-        start = self._segment.word(rank, layout.LINE * (self._context[rounds.CALLS] % 2))
+        start = self._segment.word(rank, layout.LINE * (self._context[words.CALLS] % 2))
         return self._segment.words[start : start + layout.PAYLOAD]
 
     def _call_and_shape(self, rank: int) -> tuple[int, int]:

@@ -1,19 +1,27 @@
 """What Python calls to move messages through the rings: compiled functions that run without the GIL.
 
 `m` is the address of a mailbox's table (lanes.py). `send` and `receive` carry one blocking call from begin to
-end; `begin`, `accept` and `acknowledge` set things going that `advance` then carries on for all peers at once.
-All come back within 0.1 s, and can be called again with the same arguments.
+end; they take the table with the tags of rounds.py, look at their arguments as border.py has it, and hold BUSY
+until they are DONE. `begin`, `accept` and `acknowledge` set things going that `advance` then carries on for all
+peers at once. All come back within 0.1 s, and can be called again with the same arguments.
 """
 
 from __future__ import annotations
 
-from ..kernels.atomics import load_acquire, store_release
-from ..kernels.jit import inlined, kernel
-from ..kernels.pointers import data_of, load_word, store_word
+from .. import calls
+from ..kernels.atomics import load_acquire, store_release, swap_if_equal, this_thread
+from ..kernels.jit import entry, inlined, kernel
+from ..kernels.pointers import load_word, store_word
 from ..kernels.polling import moved, rest
+from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at
+from .border import CALL, data_of, description, is_plain, nbytes_of
 from .lanes import (
     ACK_VERDICT,
+    BEHIND,
     BELL,
+    BUSY,
+    CONTEXT,
+    GIVEN,
     IN_END,
     IN_KIND,
     IN_NBYTES,
@@ -46,9 +54,14 @@ from .rings import (
     sees_header,
     write_ack,
 )
+from .rounds import AGAIN, DONE, LATER, PREPARED, RESUMED, context_of
+from .transfers import DTYPE_BITS, LARGEST_TAG
+from .words import SHUT
 
-# What a blocking kernel returns. OTHER: the next message is not the one asked for, and was left alone.
-DONE, AGAIN, REFUSED, OTHER = range(4)
+_MESSAGE = calls.code_of("message")
+
+# What a blocking entry returns besides. OTHER: the next message is not the one asked for, and was left alone.
+REFUSED, OTHER = LATER + 1, LATER + 2
 
 # What `advance` returns, besides AGAIN_ALL: peer * EVENTS + event.
 NOTHING, MOVED, ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE = range(7)
@@ -63,37 +76,92 @@ def _lane(m, peer):
     return load_word(m, LANES) + peer * (8 * LANE_WORDS)
 
 
-@kernel
-def begin(m, peer, address, nbytes, kind):
+@entry
+def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Index) -> int:
     """Make a message the one that enters the ring to `peer`; `advance` moves it. None may be entering."""
-    begin_message(_lane(m, peer), address, nbytes, kind)
+    begin_message(_lane(integer(mailbox), integer(peer)), integer(address), integer(nbytes), integer(kind))
+    return DONE
 
 
-@kernel
-def accept(m, peer, address):
+@entry
+def accept(mailbox: Index, peer: Index, address: Index) -> int:
     """Let the message whose header `advance` has read arrive at `address` (0: drop its bytes)."""
-    accept_message(_lane(m, peer), address)
+    accept_message(_lane(integer(mailbox), integer(peer)), integer(address))
+    return DONE
 
 
-@kernel
-def acknowledge(m, peer, number, verdict, nbytes, kind):
-    """Answer a message of `peer`, with what the receive asked for; False: no space, try again."""
-    lane = _lane(m, peer)
+@entry
+def acknowledge(
+    mailbox: Index, peer: Index, number: Index, verdict: Index, nbytes: Index, kind: Index
+) -> int:
+    """Answer a message of `peer`, with what the receive asked for; AGAIN: no space."""
+    lane = _lane(integer(mailbox), integer(peer))
     if not has_ack_space(lane):
+        return AGAIN
+    write_ack(lane, integer(number), integer(verdict), integer(nbytes), integer(kind))
+    return DONE
+
+
+@inlined
+def _take(h):
+    """Take the rings for a blocking call, unless it has them already."""
+    if h & RESUMED:
+        return True
+    m = context_of(h)
+    shut = load_word(load_word(m, CONTEXT), SHUT) if h & PREPARED == 0 else 0
+    if h & PREPARED == 0 and load_word(m, BEHIND) | shut != 0:
         return False
-    write_ack(lane, number, verdict, nbytes, kind)
-    return True
+    return swap_if_equal(m + 8 * BUSY, 0, this_thread())
 
 
-@kernel
-def send(m, peer, header, nbytes, kind):
-    """Send an array, and wait until it is taken. DONE, AGAIN, or REFUSED with the ack in the lane.
+@inlined
+def _let_go(m, status):
+    store_release(m + 8 * BUSY, 0)
+    return status
+
+
+@inlined
+def _message(h, x, word, flags):
+    """The bytes of an array, and the kind of its message; -1 bytes: ask Python.
+
+    `word` is the tag, or in a PREPARED call the kind.
+    """
+    m = context_of(h)
+    if h & PREPARED:
+        return load_word(m, GIVEN), word
+    c = load_word(m, CONTEXT)
+    what = description(c, h, _MESSAGE, x, 0)
+    if what == 0 or word < 0 or word > LARGEST_TAG or not is_plain(c, h, x, flags):
+        return -1, word
+    return nbytes_of(x, what), word << DTYPE_BITS | load_word(what, CALL)
+
+
+@inlined
+def _is_peer(m, rank):
+    return 0 <= rank < load_word(m, SIZE) and rank != load_word(m, RANK)
+
+
+@entry
+def send(handle: Index, dst: Index, tensor: PyObject, tag: Index) -> int:
+    """Send an array, and wait until it is taken. DONE, AGAIN, REFUSED with the ack in the lane, or LATER.
 
     Only while no other message to this peer is entering or unacked.
     """
-    lane = _lane(m, peer)
+    h = integer(handle)
+    if not _take(h):
+        return LATER
+    m, x, peer = context_of(h), object_at(tensor), integer(dst)
+    nbytes, kind = _message(h, x, integer(tag), 0)
+    if nbytes < 0 or not _is_peer(m, peer):
+        return _let_go(m, LATER)
+    status = _send(m, _lane(m, peer), data_of(x), nbytes, kind)
+    return _let_go(m, DONE) if status == DONE else status
+
+
+@kernel
+def _send(m, lane, data, nbytes, kind):
     if load_word(lane, SENDING) == 0:
-        begin_message(lane, data_of(header), nbytes, kind)
+        begin_message(lane, data, nbytes, kind)
         store_word(lane, SENDING, 1)
     turn = 0
     pieces = 0
@@ -114,18 +182,35 @@ def send(m, peer, header, nbytes, kind):
     return AGAIN
 
 
-@kernel
-def receive(m, source, header, nbytes, kind):
-    """Receive the next message of a rank (-1: of any) into an array, and answer it. DONE, AGAIN or OTHER.
+@entry
+def receive(handle: Index, src: Index, tensor: PyObject, tag: Index) -> int:
+    """Receive the next message of a rank (-1: of any) into an array, and answer it.
 
-    Only while no other message of that rank is arriving. From any, word SOURCE holds the rank plus 1.
+    DONE, AGAIN, OTHER or LATER; from any, -1 - rank when done. Only while no other message of that rank is
+    arriving. Meanwhile word SOURCE holds the rank that was chosen, plus 1.
     """
+    h = integer(handle)
+    if not _take(h):
+        return LATER
+    m, x, source = context_of(h), object_at(tensor), integer(src)
+    nbytes, kind = _message(h, x, integer(tag), WRITEABLE)
+    if nbytes < 0 or not (source == -1 or _is_peer(m, source)):
+        return _let_go(m, LATER)
     if source < 0 and load_word(m, SOURCE) == 0:
-        event = advance(m, True)
+        event = _advance(m, True)
         if event == AGAIN_ALL:
             return AGAIN
         store_word(m, SOURCE, event // EVENTS + 1)
-    lane = _lane(m, load_word(m, SOURCE) - 1 if source < 0 else source)
+    peer = load_word(m, SOURCE) - 1 if source < 0 else source
+    status = _receive(m, _lane(m, peer), data_of(x), nbytes, kind)
+    if status != DONE:
+        return status
+    store_word(m, SOURCE, 0)
+    return _let_go(m, -1 - peer if source < 0 else DONE)
+
+
+@kernel
+def _receive(m, lane, data, nbytes, kind):
     turn = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
@@ -134,7 +219,7 @@ def receive(m, source, header, nbytes, kind):
                 if load_word(lane, IN_KIND) != kind or load_word(lane, IN_NBYTES) != nbytes:
                     store_word(m, SOURCE, 0)
                     return OTHER
-                accept_message(lane, data_of(header))
+                accept_message(lane, data)
                 continue
         elif pull(m, lane):
             moved(m)
@@ -172,12 +257,17 @@ def _serve(m, lane, watched):
     return event
 
 
-@kernel
-def advance(m, watch_all):
+@entry
+def advance(mailbox: Index) -> int:
     """Move all messages under way until one of them needs a decision: peer * EVENTS + event.
 
     AGAIN_ALL: nothing to decide, but the bell rang or it is time to look at signals and deadlines.
     """
+    return _advance(integer(mailbox), False)
+
+
+@kernel
+def _advance(m, watch_all):
     size = load_word(m, SIZE)
     turn = 0
     rounds = 0
@@ -204,9 +294,11 @@ def advance(m, watch_all):
     return AGAIN_ALL
 
 
-@kernel
-def retire(m):
+@entry
+def retire(mailbox: Index) -> int:
     """Tell all peers that acks are no longer read here."""
+    m = integer(mailbox)
     for peer in range(load_word(m, SIZE)):
         if peer != load_word(m, RANK):
             store_release(load_word(_lane(m, peer), OUT) + ACKS_TAKEN, NEVER_FULL)
+    return DONE

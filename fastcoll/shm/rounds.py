@@ -1,56 +1,84 @@
-"""The one protocol under all collectives of a segment: rounds over parity slots.
+"""The one protocol under all collectives of a segment: rounds over a ring of slots.
 
 A collective is a sequence of *rounds*, the same number on every rank, numbered through the life of the
-group. In round t a rank may write its slot t % SLOTS, then publishes t, then reads slots of its peers.
+group. For round t a rank writes its slot t % SLOTS, publishes t, and reads slots of its peers. It may
+write some rounds ahead of what it reads (LAG).
 
     word                  writer    readers   meaning of a value v
     call line s % 2       rank      all       word 0 = s: call s has begun here, its first round is published
-    PROGRESS              rank      all       v: rounds below v are published, rounds below v - 1 are read
+    PUBLISHED             rank      all       v: of a call's later rounds, those below v are published
+    CONSUMED              rank      all       v: rounds below v are read
 
 Why a slot may be written again. Round t reuses the slot of round t - SLOTS, so every peer must have
-read that round: PROGRESS of every peer is at least t - SLOTS + 2, or the peer has begun a later call.
-`seen` is the highest such bound already known, so that the check is free in the common case: a first
-round waits for everybody (`meet`), after which all earlier rounds are known to be read.
+read that round: its CONSUMED is at least t - SLOTS + 1, or it has begun a later call. `seen` is the highest
+such bound already known, so that the check is free in the common case: a call's first round waits for
+everybody (`meet`), after which the rounds of all earlier calls are known to be read.
 Why a call line may be written again. Call s + 2 overwrites the line of call s; it begins only after the
 meeting of call s + 1, which no rank attends before it has compared the lines of call s.
+Why nobody waits for ever. A rank writes at most LAG <= SLOTS - 1 rounds ahead, so whoever has read least
+finds every slot that it and its peers need next free.
 `tests/shm/test_rounds_model.py` explores the schedules of this protocol.
 
-Every kernel is resumable: STEP and PHASE say where it stopped, and waiting again is harmless.
+Every entry is resumable: WROTE, READ and MET say where it stopped, and waiting again is harmless. The context
+belongs to one call at a time, whose thread is named in BUSY from `take` until the call is complete.
 """
 
 from __future__ import annotations
 
 from ..calls import UNEVEN
-from ..kernels.atomics import store_release
+from ..kernels.atomics import store_release, swap_if_equal, this_thread
 from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word
-from ..kernels.waiting import BUDGET, IDLE, PATIENCE_WORDS, now, wait_for
-from .layout import BALANCE, CALL, INLINE, LINE, PAYLOAD, PROGRESS, SEQUENCE, SHAPE, SLOTS
+from ..kernels.waiting import BUDGET, IDLE, now, wait_for
+from .choosing import SMALLEST, choose, learn, measure, start_clock, stop_clock
+from .layout import BALANCE, CALL, CONSUMED, INLINE, LINE, PAYLOAD, PUBLISHED, SEQUENCE, SHAPE, SLOTS, TIME
+from .words import (
+    BUSY,
+    CALLS,
+    LAG,
+    LARGEST,
+    LATE,
+    MET,
+    PATIENCE,
+    PENDING,
+    RANK,
+    READ,
+    ROUND,
+    ROW,
+    SECTIONS,
+    SEEN,
+    SHUT,
+    SINCE,
+    SIZE,
+    SLOT,
+    SLOTS_AT,
+    STRIDE,
+    TABLES,
+    TOOK,
+    WAY,
+    WROTE,
+)
 
-# What a kernel returns.
-DONE, AGAIN, MISMATCH = range(3)
+# What an entry returns. LATER: nothing was done, since the call needs Python's help or another thread's call
+# is under way.
+DONE, AGAIN, MISMATCH, LATER = range(4)
 
-# Words of a group's private context (int64, one table per process and group).
-RANK = 0
-SIZE = 1
-SECTIONS = 2  # address of rank 0's section
-STRIDE = 3  # bytes from one section to the next
-SLOTS_AT = 4  # offset of slot 0 in a section
-SLOT = 5  # bytes of a slot
-CALLS = 6  # number of the last call begun
-ROUND = 7  # number of the current round
-SEEN = 8  # every peer has read all rounds below SEEN - 1 (see above)
-STEP = 9  # rounds of the call under way that are behind us
-PHASE = 10  # where in the round: OPEN, PUBLISHED, MET
-LARGEST = 11  # largest SHAPE of the meeting, for calls whose ranks may differ in size
-ONE_SHOT = 12  # all_reduce: up to this many bytes every rank reduces everything itself
-LATE = 13  # the rank that the last wait was for
-SINCE = 14  # when this run of the kernel closed its first round, in ns; 0 before
-PATIENCE = 16  # the table of kernels/waiting.py
-SOURCES = PATIENCE + PATIENCE_WORDS  # `size` addresses, scratch for reducers
-CONTEXT_WORDS = SOURCES  # plus one word a rank
+# An entry takes the context's address with what Python knows about the call in the lowest bits.
+RESUMED = 1  # the call came back with AGAIN before and holds the context
+PREPARED = 2  # the arrays have been adopted, and GIVEN is the call's description
+TAGS = 7
 
-OPEN, PUBLISHED, MET = range(3)
+
+@inlined
+def context_of(handle):
+    """The context's address, without the tags."""
+    return handle & ~TAGS
+
+
+@inlined
+def table(c, which):
+    """Address of a table of a word a rank: addresses and bytes of what this rank gives and takes, and SOURCES."""
+    return c + 8 * (TABLES + which * load_word(c, SIZE))
 
 
 @inlined
@@ -60,10 +88,10 @@ def section(c, rank):
 
 
 @inlined
-def slot_of(c, rank):
-    """Address of a rank's slot of the current round."""
-    parity = load_word(c, ROUND) % SLOTS
-    return section(c, rank) + load_word(c, SLOTS_AT) + parity * load_word(c, SLOT)
+def slot_of(c, rank, step):
+    """Address of a rank's slot of round `step` of the call."""
+    place = (load_word(c, ROUND) + step) % SLOTS
+    return section(c, rank) + load_word(c, SLOTS_AT) + place * load_word(c, SLOT)
 
 
 @inlined
@@ -73,9 +101,9 @@ def line_of(c, rank):
 
 
 @inlined
-def place_of(c, rank, inline):
-    """Where the payload of the first round lies: in the call line itself when it fits."""
-    return line_of(c, rank) + 8 * PAYLOAD if inline else slot_of(c, rank)
+def place_of(c, rank, step, inline):
+    """Where the payload of a round lies: in the call line itself when all of it fits there."""
+    return line_of(c, rank) + 8 * PAYLOAD if inline else slot_of(c, rank, step)
 
 
 @inlined
@@ -85,55 +113,88 @@ def fits_inline(nbytes):
 
 
 @inlined
-def begin(c):
-    """Number the call, unless it resumes."""
+def take(handle):
+    """Take the context for a call, unless the call has it already; False: that can't be now."""
+    if handle & RESUMED:
+        return True
+    c = context_of(handle)
+    if handle & PREPARED == 0 and load_word(c, SHUT) | load_word(c, PENDING) != 0:
+        return False
+    return swap_if_equal(c + 8 * BUSY, 0, this_thread())
+
+
+@inlined
+def give_up(handle):
+    """Leave the call to Python, as if it had never been seen."""
+    if handle & RESUMED == 0:
+        store_release(context_of(handle) + 8 * BUSY, 0)
+    return LATER
+
+
+@inlined
+def begin(handle, operation, nbytes, moving):
+    """The call has the context and its arguments are in order: number it, unless it resumes.
+
+    `nbytes` and `moving` are for choosing the way of its data (choosing.py).
+    """
+    c = context_of(handle)
     store_word(c, SINCE, 0)
-    if load_word(c, STEP) == 0 and load_word(c, PHASE) == OPEN and load_word(c, LATE) < 0:
+    if handle & RESUMED == 0:
         store_word(c, CALLS, load_word(c, CALLS) + 1)
         store_word(c, PATIENCE + IDLE, 0)
         store_word(c, LATE, load_word(c, RANK))
+        store_word(c, WAY, 0)
+        store_word(c, LAG, 0)
+        store_word(c, ROW, 0)
+        if nbytes >= SMALLEST:
+            choose(c, operation, nbytes, moving)
 
 
 @kernel
-def _wait_progress(c, want):
-    """Wait until every peer's PROGRESS is at least `want`."""
-    size = load_word(c, SIZE)
-    for peer in range(size):
-        if peer != load_word(c, RANK) and not wait_for(c + 8 * PATIENCE, section(c, peer) + PROGRESS, want):
+def _wait_for_all(c, offset, want):
+    """Wait until every peer's word at this offset of its section is at least `want`."""
+    for peer in range(load_word(c, SIZE)):
+        if peer != load_word(c, RANK) and not wait_for(c + 8 * PATIENCE, section(c, peer) + offset, want):
             store_word(c, LATE, peer)
             return AGAIN
-    store_word(c, SEEN, max(want, load_word(c, SEEN)))
     return DONE
 
 
 @inlined
 def open_slot(c):
-    """Wait until the slot of this round may be written."""
-    want = load_word(c, ROUND) - SLOTS + 2
+    """Wait until the slot of the round to be written next is free."""
+    want = load_word(c, ROUND) + load_word(c, WROTE) - SLOTS + 1
     if load_word(c, SEEN) >= want:
         return DONE
-    return _wait_progress(c, want)
+    if _wait_for_all(c, CONSUMED, want) != DONE:
+        return AGAIN
+    store_word(c, SEEN, want)
+    return DONE
 
 
 @inlined
 def publish(c, call, shape, balance):
-    """Make what was written in this round visible to the peers."""
-    if load_word(c, STEP) == 0:
+    """Make what was written for this round visible to the peers."""
+    wrote = load_word(c, WROTE)
+    if wrote == 0:
         line = line_of(c, load_word(c, RANK))
         store_word(line, CALL, call)
         store_word(line, SHAPE, shape)
         store_word(line, BALANCE, balance)
+        store_word(line, TIME, load_word(c, TOOK))
         store_release(line + 8 * SEQUENCE, load_word(c, CALLS))
     else:
-        store_release(section(c, load_word(c, RANK)) + PROGRESS, load_word(c, ROUND) + 1)
-    store_word(c, PHASE, PUBLISHED)
+        store_release(section(c, load_word(c, RANK)) + PUBLISHED, load_word(c, ROUND) + wrote + 1)
+    store_word(c, WROTE, wrote + 1)
 
 
 @kernel
 def _meet(c, call, shape, balance):
     """Wait until every rank has begun this call, and compare the calls."""
+    stop_clock(c)
     same = True
     largest = shape
+    took = load_word(c, TOOK)
     for peer in range(load_word(c, SIZE)):
         if peer == load_word(c, RANK):
             continue
@@ -145,51 +206,80 @@ def _meet(c, call, shape, balance):
         same &= load_word(line, CALL) == call and (theirs == shape or call & UNEVEN != 0)
         balance += load_word(line, BALANCE)
         largest = max(largest, theirs)
-    store_word(c, SEEN, load_word(c, ROUND) + 1)
+        took = max(took, load_word(line, TIME))
+    store_word(c, SEEN, max(load_word(c, SEEN), load_word(c, ROUND)))
     store_word(c, LARGEST, largest)
     if same and balance == 0:
-        store_word(c, PHASE, MET)
+        store_word(c, MET, 1)
+        learn(c, took)
+        start_clock(c)
         return DONE
-    close_round(c)
-    _end(c)
+    store_word(c, READ, SLOTS)  # more rounds than anybody wrote: none is taken for a later call's
+    finish(c)
     return MISMATCH
 
 
 @inlined
-def await_all(c, call, shape, balance):
-    """Wait until every rank has published this round; the first round also compares the calls."""
-    if load_word(c, PHASE) == MET:
+def meet(c, call, shape, balance):
+    """Wait until every rank has begun this call, and compare the calls, once."""
+    if load_word(c, MET):
         return DONE
-    if load_word(c, STEP) == 0:
-        return _meet(c, call, shape, balance)
-    return _wait_progress(c, load_word(c, ROUND) + 1)
+    return _meet(c, call, shape, balance)
 
 
 @inlined
-def await_met(c, call, shape, balance):
-    """In the first round wait as `await_all` does; later rounds wait for single peers (`await_peer`)."""
-    if load_word(c, STEP) == 0 and load_word(c, PHASE) != MET:
-        return _meet(c, call, shape, balance)
-    return DONE
+def may_write(c, total):
+    """Whether the next thing to do is to write a round, of `total`; else one is to be read."""
+    wrote = load_word(c, WROTE)
+    return wrote < total and wrote <= load_word(c, READ) + load_word(c, LAG)
 
 
 @inlined
-def await_peer(c, peer):
-    """Wait until one peer has published this round."""
-    if load_word(c, STEP) == 0:
+def await_all(c):
+    """Wait until every peer has published the round to be read next."""
+    read = load_word(c, READ)
+    return DONE if read == 0 else _wait_for_all(c, PUBLISHED, load_word(c, ROUND) + read + 1)
+
+
+@inlined
+def await_peer(c, peer, step):
+    """Wait until one peer has published round `step` of the call."""
+    if step == 0:
         return DONE
-    if wait_for(c + 8 * PATIENCE, section(c, peer) + PROGRESS, load_word(c, ROUND) + 1):
+    if wait_for(c + 8 * PATIENCE, section(c, peer) + PUBLISHED, load_word(c, ROUND) + step + 1):
         return DONE
     store_word(c, LATE, peer)
     return AGAIN
 
 
 @inlined
-def close_round(c):
-    """This round is read; go on to the next."""
-    store_word(c, ROUND, load_word(c, ROUND) + 1)
-    store_word(c, STEP, load_word(c, STEP) + 1)
-    store_word(c, PHASE, OPEN)
+def close_round(c, total):
+    """A round, of `total`, is read: go on to the next; whether that was the last one."""
+    read = load_word(c, READ) + 1
+    store_word(c, READ, read)
+    if read < total:
+        store_release(section(c, load_word(c, RANK)) + CONSUMED, load_word(c, ROUND) + read)
+    return read == total
+
+
+@inlined
+def finish(c):
+    """The call is complete on this rank."""
+    measure(c)
+    store_word(c, ROUND, load_word(c, ROUND) + load_word(c, READ))
+    store_release(section(c, load_word(c, RANK)) + CONSUMED, load_word(c, ROUND))
+    store_word(c, WROTE, 0)
+    store_word(c, READ, 0)
+    store_word(c, MET, 0)
+    store_word(c, LATE, -1)
+    store_release(c + 8 * BUSY, 0)
+    return DONE
+
+
+@inlined
+def rounds_of(nbytes, chunk):
+    """How many rounds `nbytes` take at `chunk` bytes each: one at least."""
+    return max(1, -(-nbytes // max(1, chunk)))
 
 
 @inlined
@@ -202,19 +292,3 @@ def time_is_up(c):
         store_word(c, SINCE, now(c + 8 * PATIENCE))
         return False
     return now(c + 8 * PATIENCE) > load_word(c, SINCE) + load_word(c, PATIENCE + BUDGET)
-
-
-@inlined
-def _end(c):
-    store_word(c, STEP, 0)
-    store_word(c, PHASE, OPEN)
-    store_word(c, LATE, -1)
-
-
-@inlined
-def finish(c):
-    """The call is complete on this rank: say so to whoever waits to reuse a slot."""
-    if load_word(c, STEP) > 1:
-        store_release(section(c, load_word(c, RANK)) + PROGRESS, load_word(c, ROUND) + 1)
-    _end(c)
-    return DONE

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-_DTYPE_BITS = 22
+DTYPE_BITS = 22
+LARGEST_TAG = (1 << 31) - 1
 
 
 @lru_cache(maxsize=1024)
@@ -30,12 +31,12 @@ def _dtype_code(dtype: np.dtype[Any]) -> int:
 
 def kind_of(tag: int, dtype: np.dtype[Any]) -> int:
     """The word of a frame that must be equal on both sides: tag and dtype."""
-    return tag << _DTYPE_BITS | _dtype_code(dtype)
+    return tag << DTYPE_BITS | _dtype_code(dtype)
 
 
 def tag_of(kind: int) -> int:
     """The tag in a kind."""
-    return kind >> _DTYPE_BITS
+    return kind >> DTYPE_BITS
 
 
 def contents(kind: int, nbytes: int) -> str:

@@ -42,7 +42,7 @@ class Rank:
     def __init__(self, segment: Segment, members: list[Member], rank: int, timeout: float) -> None:
         self.rank = rank
         self.vigil = Vigil(segment, members, rank)
-        self.mailbox = Mailbox(segment.address, segment.layout, rank, self.vigil, timeout, (0, 100))
+        self.mailbox = Mailbox(segment.address, segment.layout, rank, self.vigil, timeout, (0, 100), 0)
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
         self.mailbox.send(adopt(x, writable=False), dst, tag)

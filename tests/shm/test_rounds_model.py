@@ -1,8 +1,8 @@
 """The protocol of fastcoll/shm/rounds.py as a model, explored over every schedule of small worlds.
 
-The model keeps the shared words (call lines, PROGRESS, slots) and lets any rank take its next atomic
-step. Slots hold the number of the round that was written last, and a read takes two steps, so a slot that is
-written while somebody reads it is caught wherever it can happen.
+The model keeps the shared words (call lines, PUBLISHED, CONSUMED, slots) and lets any rank take its next atomic
+step. Slots hold the number of the round that was written last, and a write and a read take two steps each, so a
+slot that is written while somebody reads it is caught wherever it can happen.
 """
 
 from __future__ import annotations
@@ -11,47 +11,51 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-SLOTS = 2
-OPEN, WRITE, PUBLISH, AWAIT, COMPARE, READ, READING, CLOSE = range(8)
+NEXT, WRITING, PUBLISH, COMPARE, READING = range(5)
 
 
 @dataclass(frozen=True)
 class Op:
-    """A call: its kind, its number of rounds, its root."""
+    """A call: its kind, its number of rounds, its root, and how far each rank writes ahead."""
 
     kind: str
     rounds: int
     root: int = 0
+    lags: tuple[int, ...] = (0, 0, 0)
+
+    def total(self, rank: int) -> int:
+        """Rounds as this rank sees them; where the calls differ, so may these."""
+        return self.rounds + rank if self.kind == "mismatch" else self.rounds
 
     def writes(self, rank: int) -> bool:
-        return {"all": True, "out": rank == self.root, "in": True, "rooted": True}[self.kind]
+        return {"all": True, "mismatch": True, "out": rank == self.root, "in": True}[self.kind]
 
     def reads(self, rank: int, size: int) -> tuple[int, ...]:
         peers = tuple(p for p in range(size) if p != rank)
         return {
             "all": peers,  # all_reduce, all_gather, all_to_all
+            "mismatch": peers,
             "out": () if rank == self.root else (self.root,),  # broadcast, scatter
-            "in": peers if rank == self.root else (),  # gather: waits for single peers
-            "rooted": peers if rank == self.root else (),  # reduce: waits for all in every round
+            "in": peers if rank == self.root else (),  # gather, reduce
         }[self.kind]
-
-    def waits_for_all(self) -> bool:
-        return self.kind in ("all", "rooted")
 
 
 @dataclass(frozen=True)
 class Rank:
     """Private words of a rank, and those that it alone writes."""
 
+    slots: tuple[int, ...]
     op: int = 0
-    step: int = 0
-    phase: int = OPEN
+    phase: int = NEXT
     peer: int = 0
     round: int = 0
-    seen: int = 1
+    wrote: int = 0
+    read: int = 0
+    met: bool = False
+    seen: int = 0
     lines: tuple[int, int] = (0, 0)
-    progress: int = 0
-    slots: tuple[int, int] = (-1, -1)
+    published: int = 0
+    consumed: int = 0
 
 
 State = tuple[Rank, ...]
@@ -60,15 +64,31 @@ State = tuple[Rank, ...]
 class Model:
     """The transitions of all ranks over a program of calls.
 
-    `credit` is the bound that open_slot waits for, relative to the round; the protocol's is 2 - SLOTS.
+    Args:
+        size: ranks.
+        program: calls, the same on all ranks.
+        slots: in the ring.
+        credit: what `open_slot` waits for, relative to the round; the protocol's is 1 - slots.
+        skip: rounds that a call that turned out to be a mismatch takes; the protocol's is `slots`.
+        meets: whether a call's first round waits for all ranks.
     """
 
-    def __init__(self, size: int, program: list[Op], credit: int = 2 - SLOTS, meets: bool = True) -> None:
-        self.size, self.program, self.credit, self.meets = size, program, credit, meets
+    def __init__(
+        self,
+        size: int,
+        program: list[Op],
+        slots: int = 2,
+        credit: int | None = None,
+        skip: int | None = None,
+        meets: bool = True,
+    ) -> None:
+        self.size, self.program, self.slots, self.meets = size, program, slots, meets
+        self.credit = 1 - slots if credit is None else credit
+        self.skip = slots if skip is None else skip
 
     def explore(self) -> int:
         """Visit every reachable state; returns their number."""
-        start: State = (Rank(),) * self.size
+        start: State = (Rank((-1,) * self.slots),) * self.size
         known, todo = {start}, [start]
         while todo:
             state = todo.pop()
@@ -91,71 +111,89 @@ class Model:
 
     def act(self, me: Rank, r: int, state: State) -> Rank | None:
         op = self.program[me.op]
-        peers = [p for p in range(self.size) if p != r]
-        parity = me.round % SLOTS
-        if me.phase == OPEN:
-            if not op.writes(r):
-                return replace(me, phase=PUBLISH)
-            want = me.round + self.credit
-            if me.seen < want and any(state[p].progress < want for p in peers):
-                return None
-            return replace(me, phase=WRITE, seen=max(me.seen, want))
-        if me.phase == WRITE:
-            return replace(me, phase=PUBLISH, slots=_put(me.slots, parity, me.round))
+        if me.phase == WRITING:
+            return replace(me, phase=PUBLISH, slots=self.put(me, me.round + me.wrote))
         if me.phase == PUBLISH:
-            if me.step:
-                return replace(me, phase=AWAIT, progress=me.round + 1)
-            return replace(me, phase=AWAIT, lines=_put(me.lines, me.op % 2, me.op + 1))
-        if me.phase == AWAIT:
-            return self.wait(me, r, op, peers, state)
+            return self.publish(me)
         if me.phase == COMPARE:
-            assert all(state[p].lines[me.op % 2] == me.op + 1 for p in peers), "a line was overwritten"
-            return replace(me, phase=READ, peer=0, seen=me.round + 1)
-        reads = op.reads(r, self.size)
-        if me.phase == READ:
-            if me.peer == len(reads):
-                return replace(me, phase=CLOSE)
-            if me.step and state[reads[me.peer]].progress < me.round + 1:
-                return None
-            return replace(me, phase=READING)
+            return self.compare(me, r, op, state)
         if me.phase == READING:
-            held = state[reads[me.peer]].slots[parity]
-            assert held == me.round, f"round {me.round} read from a slot that holds {held}"
-            return replace(me, phase=READ, peer=me.peer + 1)
-        return self.close(me, op)
+            peer = op.reads(r, self.size)[me.peer]
+            held = state[peer].slots[(me.round + me.read) % self.slots]
+            assert held == me.round + me.read, (
+                f"round {me.round + me.read} read from a slot that holds {held}"
+            )
+            return replace(me, phase=NEXT, peer=me.peer + 1)
+        if me.wrote < op.total(r) and me.wrote <= me.read + op.lags[r]:
+            return self.write(me, r, op, state)
+        if not me.met and self.meets:
+            return replace(me, phase=COMPARE) if self.all_begun(me, r, state) else None
+        return self.begin_read(me, r, op, state)
 
-    def wait(self, me: Rank, r: int, op: Op, peers: list[int], state: State) -> Rank | None:
-        if me.step == 0:
-            present = all(state[p].lines[me.op % 2] >= me.op + 1 for p in peers)
-            if not present and (self.meets or op.waits_for_all()):
-                return None
-            return replace(me, phase=COMPARE) if self.meets else replace(me, phase=READ, peer=0)
-        if not op.waits_for_all():
-            return replace(me, phase=READ, peer=0)
-        if any(state[p].progress < me.round + 1 for p in peers):
+    def write(self, me: Rank, r: int, op: Op, state: State) -> Rank | None:
+        if not op.writes(r):
+            return replace(me, phase=PUBLISH)
+        want = me.round + me.wrote + self.credit
+        if me.seen < want and any(p.consumed < want for k, p in enumerate(state) if k != r):
             return None
-        return replace(me, phase=READ, peer=0, seen=max(me.seen, me.round + 1))
+        torn = self.put(me, -2)  # half-written
+        return replace(me, phase=WRITING, seen=max(me.seen, want), slots=torn)
 
-    def close(self, me: Rank, op: Op) -> Rank:
-        me = replace(me, round=me.round + 1, step=me.step + 1, phase=OPEN, peer=0)
-        if me.step < op.rounds:
-            return me
-        progress = me.round + 1 if op.rounds > 1 else me.progress
-        return replace(me, op=me.op + 1, step=0, progress=progress)
+    def put(self, me: Rank, value: int) -> tuple[int, ...]:
+        place = (me.round + me.wrote) % self.slots
+        return (*me.slots[:place], value, *me.slots[place + 1 :])
+
+    def publish(self, me: Rank) -> Rank:
+        after = replace(me, phase=NEXT, wrote=me.wrote + 1)
+        if me.wrote:
+            return replace(after, published=me.round + me.wrote + 1)
+        lines = (me.op + 1, me.lines[1]) if me.op % 2 == 0 else (me.lines[0], me.op + 1)
+        return replace(after, lines=lines)
+
+    def all_begun(self, me: Rank, r: int, state: State) -> bool:
+        return all(p.lines[me.op % 2] >= me.op + 1 for k, p in enumerate(state) if k != r)
+
+    def compare(self, me: Rank, r: int, op: Op, state: State) -> Rank:
+        others = [p for k, p in enumerate(state) if k != r]
+        assert all(p.lines[me.op % 2] == me.op + 1 for p in others), "a line was overwritten"
+        me = replace(me, phase=NEXT, met=True, seen=max(me.seen, me.round))
+        if op.kind == "mismatch":
+            return self.finish(replace(me, read=self.skip))
+        return me
+
+    def begin_read(self, me: Rank, r: int, op: Op, state: State) -> Rank | None:
+        reads = op.reads(r, self.size)
+        if me.peer == len(reads):
+            me = replace(me, read=me.read + 1, peer=0, consumed=me.round + me.read + 1)
+            return self.finish(me) if me.read == op.rounds else me
+        if me.read and state[reads[me.peer]].published < me.round + me.read + 1:
+            return None
+        return replace(me, phase=READING)
+
+    def finish(self, me: Rank) -> Rank:
+        end = me.round + me.read
+        return replace(me, op=me.op + 1, round=end, consumed=end, wrote=0, read=0, peer=0, met=False)
 
 
-def _put(pair: tuple[int, int], index: int, value: int) -> tuple[int, int]:
-    return (value, pair[1]) if index == 0 else (pair[0], value)
-
+AHEAD = (1, 1, 1)
 
 PROGRAMS = {
     "single rounds": [Op("all", 1)] * 4,
     "long all": [Op("all", 4), Op("all", 1), Op("all", 3)],
+    "long all, writing ahead": [Op("all", 4, lags=AHEAD), Op("all", 1), Op("all", 3, lags=AHEAD)],
+    "one writes ahead": [Op("all", 3, lags=(1, 0)), Op("all", 3, lags=(0, 1)), Op("all", 2)],
     "long broadcasts": [Op("out", 4), Op("out", 3), Op("out", 1), Op("out", 2)],
-    "changing roots": [Op("out", 3, 0), Op("out", 3, 1), Op("in", 3, 0), Op("in", 2, 1)],
-    "rooted, then all": [Op("rooted", 3), Op("out", 1), Op("all", 3)],
-    "gather, then all": [Op("in", 3), Op("all", 1), Op("all", 2)],
+    "broadcasts, writing ahead": [Op("out", 4, lags=AHEAD), Op("out", 1), Op("out", 3, 1, AHEAD)],
+    "changing roots": [Op("out", 3, 0, AHEAD), Op("out", 3, 1), Op("in", 3, 0, AHEAD), Op("in", 2, 1)],
+    "gather, then all": [Op("in", 3, 0, AHEAD), Op("all", 1), Op("all", 2, 0, AHEAD)],
     "short between long": [Op("out", 3), Op("in", 1), Op("out", 3), Op("all", 2), Op("in", 3)],
+    "mismatches between": [
+        Op("all", 2),
+        Op("mismatch", 2, lags=AHEAD),
+        Op("all", 3, lags=AHEAD),
+        Op("out", 3),
+    ],
+    "two mismatches": [Op("mismatch", 1, lags=AHEAD), Op("mismatch", 2, lags=AHEAD), Op("all", 4)],
 }
 
 
@@ -164,8 +202,15 @@ def test_two_ranks_every_schedule(name: str) -> None:
     assert Model(2, PROGRAMS[name]).explore() > 100
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_more_slots_every_lag_that_they_allow(lag: int) -> None:
+    lags = (lag, lag)
+    program = [Op("all", 5, lags=lags), Op("out", 4, lags=lags), Op("mismatch", 3, lags=lags), Op("all", 4)]
+    assert Model(2, program, slots=3).explore() > 100
+
+
 @pytest.mark.parametrize(
-    "program", [[Op("out", 3, 1), Op("in", 2)], [Op("all", 2), Op("out", 2), Op("all", 1)]]
+    "program", [[Op("out", 3, 1, AHEAD), Op("in", 2)], [Op("all", 2, lags=AHEAD), Op("out", 2), Op("all", 1)]]
 )
 def test_three_ranks_every_schedule(program: list[Op]) -> None:
     assert Model(3, program).explore() > 1000
@@ -173,9 +218,19 @@ def test_three_ranks_every_schedule(program: list[Op]) -> None:
 
 def test_the_model_finds_a_slot_reused_too_early() -> None:
     with pytest.raises(AssertionError, match="read from a slot"):
-        Model(2, [Op("out", 4)], credit=1 - SLOTS).explore()
+        Model(2, [Op("out", 4, lags=AHEAD)], credit=-2).explore()
 
 
 def test_the_model_finds_a_first_round_without_a_meeting() -> None:
     with pytest.raises(AssertionError, match="read from a slot"):
         Model(2, [Op("out", 1)] * 4, meets=False).explore()
+
+
+def test_the_model_finds_writing_too_far_ahead() -> None:
+    with pytest.raises(AssertionError, match="deadlock"):
+        Model(2, [Op("all", 4, lags=(2, 2))]).explore()
+
+
+def test_the_model_finds_rounds_of_a_mismatch_taken_for_later_ones() -> None:
+    with pytest.raises(AssertionError, match="read from a slot"):
+        Model(2, [Op("mismatch", 3, lags=(2, 2)), Op("all", 3)], slots=3, skip=1).explore()

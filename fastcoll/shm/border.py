@@ -1,0 +1,195 @@
+"""The border in compiled form: calls whose arrays need no preparation go through without Python's help.
+
+An array needs none if it is exactly an ndarray, C-contiguous and aligned, writable where the call writes, and
+has a dtype and reduce operation that were seen before: then the *memo* knows the call's description `What`. A
+list of arrays comes as a tuple. All else is left to Python (LATER), which adopts the arrays or refuses them, and
+calls again with PREPARED set; nothing is looked at twice then.
+
+The memo is an open hash table that only grows. Python writes an entry's words while kernels may read them;
+each goes from 0 to its value once, so a half-written entry is one that does not match.
+"""
+
+from __future__ import annotations
+
+from ..kernels.jit import inlined, kernel
+from ..kernels.pointers import load_word, store_word
+from ..kernels.pyobjects import (
+    ALIGNED,
+    CONTIGUOUS,
+    DATA,
+    DESCR,
+    FLAGS,
+    ITEMS,
+    LENGTH,
+    NDIM,
+    SHAPE,
+    TYPE,
+    half_word_at,
+    word_at,
+)
+from .rounds import PREPARED, table
+from .words import GIVEN, MEMO, MEMO_ENTRIES, MEMO_WORDS, NDARRAY, NONE, RANK, SIZE, TUPLE
+
+# Words of What, the description of a call that depends on (operation, dtype, reduce operation) only.
+CALL, REDUCER, CODE, ITEMSIZE = range(4)
+WHAT_WORDS = 4
+
+NO_MESSAGE = -1  # bytes, in a table, where two ranks have nothing for each other
+
+MEMO_PROBES = 8  # places where a description may be
+
+
+@inlined
+def memo_place(dtype, op, operation, probe):
+    """The entry to look at first, second, ... for a dtype and a reduce operation at these addresses."""
+    return ((dtype >> 4) + (op >> 4) * 7 + operation * 37 + probe) & (MEMO_ENTRIES - 1)
+
+
+@kernel
+def _recall(c, operation, dtype, op):
+    """The address of the description of a call; 0 if it is not known."""
+    for probe in range(MEMO_PROBES):
+        entry = c + 8 * (MEMO + MEMO_WORDS * memo_place(dtype, op, operation, probe))
+        if load_word(entry, 0) == dtype and load_word(entry, 1) == op and load_word(entry, 2) == operation:
+            return load_word(entry, 3)
+    return 0
+
+
+@inlined
+def description(c, handle, operation, x, op):
+    """The description of a call on the array at x (op: 0 for a call that only moves data); 0: ask Python."""
+    if handle & PREPARED:
+        return load_word(c, GIVEN)
+    if word_at(x + TYPE) != load_word(c, NDARRAY):
+        return 0
+    return _recall(c, operation, word_at(x + DESCR), op)
+
+
+@inlined
+def is_plain(c, handle, x, flags):
+    """Whether x is an ndarray, contiguous and aligned, with these flags besides."""
+    if handle & PREPARED:
+        return True
+    flags |= CONTIGUOUS | ALIGNED
+    return word_at(x + TYPE) == load_word(c, NDARRAY) and half_word_at(x + FLAGS) & flags == flags
+
+
+@inlined
+def is_like(handle, x, y):
+    """Whether two arrays have the same dtype."""
+    return handle & PREPARED != 0 or word_at(x + DESCR) == word_at(y + DESCR)
+
+
+@inlined
+def is_rank(c, root):
+    return 0 <= root < load_word(c, SIZE)
+
+
+@inlined
+def data_of(x):
+    """The address of an array's data."""
+    return word_at(x + DATA)
+
+
+@inlined
+def nbytes_of(x, what):
+    """The bytes of an array."""
+    nbytes = load_word(what, ITEMSIZE)
+    shape = word_at(x + SHAPE)
+    for k in range(half_word_at(x + NDIM)):
+        nbytes *= word_at(shape + 8 * k)
+    return nbytes
+
+
+@inlined
+def has_none(c, holder):
+    """Whether a list was left out."""
+    return holder == load_word(c, NONE)
+
+
+@kernel
+def list_blocks(c, handle, which, holder, like, what, flags):
+    """Fill the tables `which` and `which + 1` from a tuple of arrays, or the equal parts of one array along rows.
+
+    `like` is an array of the same dtype. False: ask Python. None in a PREPARED tuple is no message.
+    """
+    if word_at(holder + TYPE) == load_word(c, TUPLE):
+        return _list_items(c, handle, which, holder, like, what, flags)
+    if not (is_plain(c, handle, holder, flags) and is_like(handle, holder, like)):
+        return False
+    size = load_word(c, SIZE)
+    nbytes = nbytes_of(holder, what)
+    if half_word_at(holder + NDIM) == 0 or word_at(word_at(holder + SHAPE)) % size != 0:
+        return False
+    for peer in range(size):
+        store_word(table(c, which), peer, data_of(holder) + peer * (nbytes // size))
+        store_word(table(c, which + 1), peer, nbytes // size)
+    return True
+
+
+@inlined
+def _list_items(c, handle, which, holder, like, what, flags):
+    size = load_word(c, SIZE)
+    if word_at(holder + LENGTH) != size:
+        return False
+    for peer in range(size):
+        item = word_at(holder + ITEMS + 8 * peer)
+        if handle & PREPARED != 0 and item == load_word(c, NONE):
+            store_word(table(c, which + 1), peer, NO_MESSAGE)
+            continue
+        if not (is_plain(c, handle, item, flags) and is_like(handle, item, like)):
+            return False
+        store_word(table(c, which), peer, data_of(item))
+        store_word(table(c, which + 1), peer, nbytes_of(item, what))
+    return True
+
+
+@inlined
+def list_one(c, which, peer, address, nbytes):
+    """Fill the tables: a message for one rank only."""
+    list_none(c, which)
+    store_word(table(c, which), peer, address)
+    store_word(table(c, which + 1), peer, nbytes)
+
+
+@inlined
+def list_none(c, which):
+    """Fill the tables: no messages."""
+    for peer in range(load_word(c, SIZE)):
+        store_word(table(c, which + 1), peer, NO_MESSAGE)
+
+
+@inlined
+def list_same(c, which, address, nbytes):
+    """Fill the tables: the same for every rank."""
+    for peer in range(load_word(c, SIZE)):
+        store_word(table(c, which), peer, address)
+        store_word(table(c, which + 1), peer, nbytes)
+
+
+@inlined
+def _overlap(a, a_bytes, b, b_bytes):
+    return a_bytes > 0 and b_bytes > 0 and a < b + b_bytes and b < a + a_bytes
+
+
+@kernel
+def are_apart(c, handle, address, nbytes, which, own):
+    """Whether an array shares no memory with the blocks of a table but, if `own`, is this rank's block itself."""
+    if handle & PREPARED:
+        return True
+    blocks, sizes = table(c, which), table(c, which + 1)
+    for peer in range(load_word(c, SIZE)):
+        block = load_word(blocks, peer)
+        same = own and peer == load_word(c, RANK) and block == address
+        if not same and _overlap(address, nbytes, block, load_word(sizes, peer)):
+            return False
+    return True
+
+
+@inlined
+def largest_of(c, which):
+    """Bytes of the largest block of a table."""
+    largest = 0
+    for peer in range(load_word(c, SIZE)):
+        largest = max(largest, load_word(table(c, which + 1), peer))
+    return largest

@@ -1,0 +1,234 @@
+"""The synchronous path: a collective on arrays that need no preparation is one compiled call, and nothing else.
+
+Each method tries that first. The entry itself finds out whether it can do the call (border.py), and says LATER
+where it cannot: arrays of other kinds, a dtype or reduce operation seen for the first time, wrong arguments, a
+group that failed, operations that are queued. Then the general path in group.py has it.
+
+A list becomes a tuple, since another thread could take an array out of a list while the entry uses it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from .. import calls
+from ..group import ProcessGroup
+from ..kernels.jit import Entry
+from ..reduce_op import ReduceOp
+from ..work import Work
+from . import collectives, moving, ring_kernels
+from .mailbox import Mailbox
+from .rounds import DONE, LATER
+
+_all_reduce = collectives.all_reduce
+_reduce = collectives.reduce
+_reduce_scatter = collectives.reduce_scatter
+_barrier = collectives.barrier
+_broadcast = moving.broadcast
+_all_gather = moving.all_gather
+_gather = moving.gather
+_scatter = moving.scatter
+_all_to_all = moving.all_to_all
+
+_send = ring_kernels.send
+_receive = ring_kernels.receive
+
+BARRIER = calls.encode("barrier")
+
+
+class ShortPaths(ProcessGroup):
+    """A group whose context is at the address `_c`, and its mailbox's table at `_m`."""
+
+    _c: int
+    _m: int
+    _mailbox: Mailbox
+
+    @abstractmethod
+    def _go_on(self, code: int, entry: Entry, *args: Any) -> bool:
+        """What follows an entry that came back without DONE; False: it said LATER."""
+
+    @abstractmethod
+    def _torn(self, entry: Entry, error: BaseException) -> None:
+        """An entry's call was left by an exception: raise it, and fail the group if that was half-way.
+
+        Returns if the arguments were none that an entry takes: a LATER of its own kind.
+        """
+
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+        if not async_op:
+            try:
+                code = _all_reduce.call(self._c, tensor, op)
+                if code == DONE or self._go_on(code, _all_reduce, tensor, op):
+                    return None
+            except BaseException as error:
+                self._torn(_all_reduce, error)
+        return super().all_reduce(tensor, op, async_op)
+
+    def reduce(
+        self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
+    ) -> Work | None:
+        if not async_op:
+            try:
+                code = _reduce.call(self._c, tensor, tensor, op, root)
+                if code == DONE or self._go_on(code, _reduce, tensor, tensor, op, root):
+                    return None
+            except BaseException as error:
+                self._torn(_reduce, error)
+        return super().reduce(tensor, root, op, async_op)
+
+    def reduce_scatter(
+        self, output: Any, input_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
+    ) -> Work | None:
+        if not async_op and type(input_list) is list:
+            blocks = tuple(input_list)
+            try:
+                code = _reduce_scatter.call(self._c, output, blocks, op)
+                if code == DONE or self._go_on(code, _reduce_scatter, output, blocks, op):
+                    return None
+            except BaseException as error:
+                self._torn(_reduce_scatter, error)
+        return super().reduce_scatter(output, input_list, op, async_op)
+
+    def reduce_scatter_single(
+        self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
+    ) -> Work | None:
+        if not async_op and type(input) is not tuple:
+            try:
+                code = _reduce_scatter.call(self._c, output, input, op)
+                if code == DONE or self._go_on(code, _reduce_scatter, output, input, op):
+                    return None
+            except BaseException as error:
+                self._torn(_reduce_scatter, error)
+        return super().reduce_scatter_single(output, input, op, async_op)
+
+    def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Work | None:
+        if not async_op:
+            try:
+                code = _broadcast.call(self._c, tensor, root)
+                if code == DONE or self._go_on(code, _broadcast, tensor, root):
+                    return None
+            except BaseException as error:
+                self._torn(_broadcast, error)
+        return super().broadcast(tensor, root, async_op)
+
+    def all_gather(self, output_list: Sequence[Any], tensor: Any, async_op: bool = False) -> Work | None:
+        if not async_op and type(output_list) is list:
+            outs = tuple(output_list)
+            try:
+                code = _all_gather.call(self._c, outs, tensor)
+                if code == DONE or self._go_on(code, _all_gather, outs, tensor):
+                    return None
+            except BaseException as error:
+                self._torn(_all_gather, error)
+        return super().all_gather(output_list, tensor, async_op)
+
+    def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
+        if not async_op and type(output) is not tuple:
+            try:
+                code = _all_gather.call(self._c, output, input)
+                if code == DONE or self._go_on(code, _all_gather, output, input):
+                    return None
+            except BaseException as error:
+                self._torn(_all_gather, error)
+        return super().all_gather_single(output, input, async_op)
+
+    def gather(
+        self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
+    ) -> Work | None:
+        if not async_op and (output_list is None or type(output_list) is list):
+            outs = None if output_list is None else tuple(output_list)
+            try:
+                code = _gather.call(self._c, outs, tensor, root)
+                if code == DONE or self._go_on(code, _gather, outs, tensor, root):
+                    return None
+            except BaseException as error:
+                self._torn(_gather, error)
+        return super().gather(tensor, output_list, root, async_op)
+
+    def scatter(
+        self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
+    ) -> Work | None:
+        if not async_op and (input_list is None or type(input_list) is list):
+            blocks = None if input_list is None else tuple(input_list)
+            try:
+                code = _scatter.call(self._c, tensor, blocks, root)
+                if code == DONE or self._go_on(code, _scatter, tensor, blocks, root):
+                    return None
+            except BaseException as error:
+                self._torn(_scatter, error)
+        return super().scatter(tensor, input_list, root, async_op)
+
+    def all_to_all(
+        self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
+    ) -> Work | None:
+        if not async_op and type(output_list) is list and type(input_list) is list and input_list:
+            outs, blocks = tuple(output_list), tuple(input_list)
+            try:
+                code = _all_to_all.call(self._c, outs, blocks, blocks[0])
+                if code == DONE or self._go_on(code, _all_to_all, outs, blocks, blocks[0]):
+                    return None
+            except BaseException as error:
+                self._torn(_all_to_all, error)
+        return super().all_to_all(output_list, input_list, async_op)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        if (
+            not async_op
+            and output_split_sizes is None
+            and input_split_sizes is None
+            and type(output) is not tuple
+        ):
+            try:
+                code = _all_to_all.call(self._c, output, input, input)
+                if code == DONE or self._go_on(code, _all_to_all, output, input, input):
+                    return None
+            except BaseException as error:
+                self._torn(_all_to_all, error)
+        return super().all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
+
+    def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
+        if not async_op and timeout is None:
+            try:
+                code = _barrier.call(self._c, BARRIER)
+                if code == DONE or self._go_on(code, _barrier, BARRIER):
+                    return None
+            except BaseException as error:
+                self._torn(_barrier, error)
+        return super().barrier(async_op, timeout)
+
+    def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
+        try:
+            code = _send.call(self._m, dst, tensor, tag)
+            if code == DONE:
+                return None
+            if code != LATER:
+                return self._mailbox.resume_send(code, tensor, dst, tag)
+        except BaseException as error:
+            self._torn_message(error, "send")
+        return super().send(tensor, dst, tag)
+
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
+        try:
+            code = _receive.call(self._m, -1 if src is None else src, tensor, tag)
+            if code <= DONE:
+                return -1 - code if src is None else src
+            if code != LATER:
+                return self._mailbox.resume_receive(code, tensor, src, tag)
+        except BaseException as error:
+            self._torn_message(error, "recv")
+        return super().recv(tensor, src, tag)
+
+    def _torn_message(self, error: BaseException, doing: str) -> None:
+        """As `_torn`, for messages."""
+        self._mailbox.torn(error, doing)
+        if not isinstance(error, TypeError):
+            raise
