@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import symmetric
 from ._version import __version__
 from .api import (
     all_gather,
@@ -159,6 +160,7 @@ __all__ = [
     "Store",
     "StoreError",
     "StoreTimeoutError",
+    "symmetric",
     "TCPStore",
     "UnavailableError",
     "UsageError",

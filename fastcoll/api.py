@@ -13,7 +13,8 @@ What holds for all of them:
   MismatchError before data moves. UsageError (ArrayError for arrays) is a wrong call that leaves the group
   usable. PeerDiedError and CollectiveTimeoutError end the group.
 
-The functions do little themselves, since they are on the way of the smallest messages.
+The functions do little themselves, since they are on the way of the smallest messages: a rank of the default
+group is its global rank, and is handed on without a look.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ def broadcast(
         tensor: same dtype and number of elements on all ranks; any fixed-size dtype.
     """
     g = groups.world if group is None else member_of(group, "broadcast")
-    return None if g is None else g.broadcast(tensor, group_rank(g, "src", src, group_src), async_op)
+    if g is None:
+        return None
+    if group_src is not None or src is None or g is not groups.world:
+        src = group_rank(g, "src", src, group_src)
+    return g.broadcast(tensor, src, async_op)
 
 
 def reduce(
@@ -70,7 +75,11 @@ def reduce(
 ) -> Work | None:
     """Reduce an array over all ranks into that of rank `dst`; the others' stay as they are."""
     g = groups.world if group is None else member_of(group, "reduce")
-    return None if g is None else g.reduce(tensor, group_rank(g, "dst", dst, group_dst), op, async_op)
+    if g is None:
+        return None
+    if group_dst is not None or dst is None or g is not groups.world:
+        dst = group_rank(g, "dst", dst, group_dst)
+    return g.reduce(tensor, dst, op, async_op)
 
 
 def scan(
@@ -144,7 +153,9 @@ def gather(
     g = groups.world if group is None else member_of(group, "gather")
     if g is None:
         return None
-    return g.gather(tensor, gather_list, group_rank(g, "dst", dst, group_dst, 0), async_op)
+    if group_dst is not None or dst is None or g is not groups.world:
+        dst = group_rank(g, "dst", dst, group_dst, 0)
+    return g.gather(tensor, gather_list, dst, async_op)
 
 
 def scatter(
@@ -164,7 +175,9 @@ def scatter(
     g = groups.world if group is None else member_of(group, "scatter")
     if g is None:
         return None
-    return g.scatter(tensor, scatter_list, group_rank(g, "src", src, group_src, 0), async_op)
+    if group_src is not None or src is None or g is not groups.world:
+        src = group_rank(g, "src", src, group_src, 0)
+    return g.scatter(tensor, scatter_list, src, async_op)
 
 
 def reduce_scatter(

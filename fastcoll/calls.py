@@ -19,7 +19,7 @@ from .reduce_op import CUSTOM, NAMES, ReduceOp
 
 OPERATIONS = (
     "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
-    "message"
+    "message symmetric.empty symmetric:all_reduce"
 ).split()
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}
 _DTYPES = (
@@ -71,7 +71,8 @@ def dtype_code(dtype: np.dtype[Any] | None) -> int:
 
 def describe(call: int, shape: int) -> str:
     """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`."""
-    operation = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
+    name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
+    symmetric, _, operation = name.rpartition(":")
     if operation == "barrier":
         return "barrier()"
     code = call >> 8 & 0xFF
@@ -85,6 +86,8 @@ def describe(call: int, shape: int) -> str:
         parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
     if operation in _ROOTED:
         parts.append(f"root={call >> ROOT_SHIFT & 0xFFFF}")
+    if symmetric:
+        parts.append("in symmetric memory")
     return f"{operation}({', '.join(parts)})"
 
 

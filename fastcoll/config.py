@@ -34,6 +34,9 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_SHM_BYTES_PER_RANK": Setting(
         int, 4 << 20, "shared memory a rank brings to each group, in bytes"
     ),
+    "FASTCOLL_TUNING": Setting(
+        str, "", "file with this machine's thresholds; default ~/.config/fastcoll/tuning.json, if it is there"
+    ),
     "FASTCOLL_SECRET": Setting(str, "", "the job's shared secret; the store then authenticates both ways"),
 }
 

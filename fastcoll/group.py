@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .arrays import Adopted, adopt, adopt_list
-from .errors import ArrayError, GroupError, NotInitializedError, UsageError
+from .errors import ArrayError, GroupError, NotInitializedError, UnavailableError, UsageError
+from .memory import SymmetricMemory
 from .operands import (
     Array,
     Call,
@@ -71,6 +72,7 @@ class ProcessGroup(ABC):
         self.failure: GroupError | None = None
         self._closed = False
         self._turn = threading.Lock()
+        self._inside: set[int] = set()  # threads that have the turn, or wait for it
         self._queue = ProgressQueue(name)
 
     @property
@@ -380,6 +382,22 @@ class ProcessGroup(ABC):
         self._check_usable()
         return self._irecv(adopt(tensor, writable=True), src, checked_tag(tag))
 
+    # ---- symmetric arrays -------------------------------------------------------------------------
+
+    def symmetric_memory(self, nbytes: int, label: str) -> SymmetricMemory:
+        """Memory of `nbytes` for each rank that all ranks map; collective. See symmetric.py.
+
+        Args:
+            label: the shape and dtype that it is for, which all ranks must agree in.
+
+        Raises:
+            UnavailableError: this backend has none.
+        """
+        raise UnavailableError(
+            f"the group {self.name} runs on {self.backend}, which has no symmetric arrays; make one of the ranks of "
+            "one node with new_group(ranks, backend='shm')"
+        )
+
     # ---- life -------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -399,6 +417,10 @@ class ProcessGroup(ABC):
             self._queue.close()
             self._close(self.failure)
 
+    def _is_inside(self) -> bool:
+        """Whether this thread is in the middle of a call: then this is a signal handler."""
+        return threading.get_ident() in self._inside
+
     def _is_busy(self) -> bool:
         """Whether operations are under way or queued."""
         return self._queue.pending > 0 or self._turn.locked()
@@ -413,10 +435,17 @@ class ProcessGroup(ABC):
     def _run(self, name: str, call: Call, owners: Sequence[Adopted], async_op: bool) -> Work | None:
         """Carry a call out, behind all earlier ones, then write packed copies back to their owners."""
         self._check_usable()
+        if self._is_inside():
+            raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
 
         def job() -> None:
-            with self._turn:
-                call()
+            thread = threading.get_ident()
+            self._inside.add(thread)
+            try:
+                with self._turn:
+                    call()
+            finally:
+                self._inside.discard(thread)
             for owner in owners:
                 owner.finish()
 

@@ -20,8 +20,11 @@ def send(
 ) -> None:
     """Send an array to rank `dst`; returns when it was received (to oneself: once it is buffered)."""
     g = groups.world if group is None else member_of(group, "send")
-    if g is not None:
-        g.send(tensor, group_rank(g, "dst", dst, group_dst), tag)
+    if g is None:
+        return
+    if group_dst is not None or dst is None or g is not groups.world:
+        dst = group_rank(g, "dst", dst, group_dst)
+    g.send(tensor, dst, tag)
 
 
 def recv(
@@ -39,7 +42,11 @@ def recv(
         ...     dist.recv(x, src=0)
     """
     g = groups.world if group is None else member_of(group, "recv")
-    return -1 if g is None else g.ranks[g.recv(tensor, _sender(g, src, group_src), tag)]
+    if g is None:
+        return -1
+    if group_src is not None or g is not groups.world:
+        return g.ranks[g.recv(tensor, _sender(g, src, group_src), tag)]
+    return g.recv(tensor, src, tag)
 
 
 def isend(

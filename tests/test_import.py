@@ -19,7 +19,7 @@ LAYERS = (
     ("config", "processes"),
     ("work", "reduce_op", "members"),
     ("calls", "arrays", "arguments"),
-    ("operands",),
+    ("operands", "memory"),
     ("group",),
     ("kernels",),
     ("rendezvous",),
@@ -27,11 +27,12 @@ LAYERS = (
     ("hybrid",),
     ("backends",),
     ("registry", "job"),
-    ("world", "api", "p2p", "objects"),
+    ("world", "api", "p2p", "objects", "symmetric"),
     ("subgroups",),
     ("__init__",),
     ("launch",),
     ("bench", "torch"),
+    ("warmup",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -63,6 +63,8 @@ SHAPES: dict[str, Shape] = {
     "all_to_all": Shape(_all_but_own, per_rank=True),
     "sendrecv": Shape(_whole),
     "barrier": Shape(_whole, moves=False),
+    "update_all_reduce": Shape(_twice_all_but_own, reduces=True),
+    "update_symmetric_all_reduce": Shape(_twice_all_but_own, reduces=True),
 }
 
 

@@ -15,6 +15,7 @@ from ..backends import parse_backend
 from ..errors import UsageError
 from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
+from . import overlap, start
 from .cases import REDOPS, SHAPES, parse_operation, parse_redop
 from .files import check_pictures, check_writable, pictures
 from .parsing import cores, dtype_name, listed, positive, read
@@ -52,6 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.vs:
             return compare(_comparison(given, launched, words))
         ranks = _ranks(given.ranks, launched)
+        if given.start:
+            return _time_starts(ranks, launched)
+        if given.tune:
+            return _tune(ranks, launched, words)
+        if given.overlap:
+            return _overlap(ranks, launched)
         options = _options(given, ranks, words)
         if launched.world_size is not None:
             return run_launched(options, launched.local_rank or 0)
@@ -60,10 +67,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_own_workers(options, ranks)
 
 
+def _time_starts(ranks: int, launched: Detected) -> int:
+    if launched.world_size is not None:
+        raise UsageError(f"--start starts its own ranks, but {launched.source} has started this one")
+    start.run(ranks)
+    return OK
+
+
+def _tune(ranks: int, launched: Detected, words: Sequence[str]) -> int:
+    from . import tune  # brings Numba, which the command needs for nothing else
+
+    if ranks < 3:
+        raise UsageError("--tune compares ways that differ from 3 ranks on; give -n, as in --tune -n 4")
+    command = shlex.join(["python", "-m", "fastcoll.bench", *words])
+    if launched.world_size is not None:
+        tune.run_launched(command)
+        return OK
+    return _spawn(tune.run_spawned, ranks, lambda meeting: (ranks, meeting, command))
+
+
+def _overlap(ranks: int, launched: Detected) -> int:
+    if launched.world_size is not None:
+        overlap.run_launched()
+        return OK
+    return _spawn(overlap.run_spawned, ranks, lambda meeting: (ranks, meeting))
+
+
 def _run_own_workers(options: Options, ranks: int) -> int:
+    return _spawn(run_spawned, ranks, lambda meeting: (options, ranks, meeting))
+
+
+def _spawn(worker: Callable[..., None], ranks: int, arguments: Callable[[str], tuple[Any, ...]]) -> int:
+    """Run workers, which meet at the URL given to `arguments`."""
     with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
         try:
-            spawn(run_spawned, (options, ranks, f"file://{folder}/meeting"), ranks)
+            spawn(worker, arguments(f"file://{folder}/meeting"), ranks)
         except (ProcessExitedError, ProcessRaisedError) as error:
             code = getattr(error, "exit_code", None)
             if code in (FAILED, MISUSED):  # rank 0 has said why
@@ -91,6 +129,10 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how")
     _add_how(how.add_argument)
     add_options(parser.add_argument_group("compared with others").add_argument)
+    other = parser.add_argument_group("instead of all that").add_argument
+    other("--start", action="store_true", help="time how ranks start, with compiled kernels on the disk")
+    other("--overlap", action="store_true", help="time asynchronous operations beside a computation")
+    other("--tune", action="store_true", help="find this machine's thresholds for -n ranks, and keep them")
     results = parser.add_argument_group("results")
     for kind, meaning in (("json", "the whole run"), ("csv", "the rows")):
         results.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"also write {meaning}")

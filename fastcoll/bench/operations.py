@@ -49,6 +49,28 @@ def _all_reduce(case: Case, rank: int) -> Trial:
     return Trial(call, partial(fill, x, _input(case, rank)), partial(count_wrong, x, _output(case)))
 
 
+def _update_all_reduce(case: Case, rank: int) -> Trial:
+    return _update(case, rank, np.empty(case.count, case.dtype))
+
+
+def _update_symmetric_all_reduce(case: Case, rank: int) -> Trial:
+    return _update(case, rank, dist.symmetric.empty(case.count, case.dtype))
+
+
+def _update(case: Case, rank: int, x: Array) -> Trial:
+    """Each rank writes all of its array before each all_reduce, as programs do.
+
+    Without that, a symmetric array would be measured that no core writes but the one that reduces it.
+    """
+    one = case.dtype.type(1)
+
+    def call() -> None:
+        np.multiply(x, one, out=x)
+        dist.all_reduce(x, reduce_op(case.redop))
+
+    return Trial(call, partial(fill, x, _input(case, rank)), partial(count_wrong, x, _output(case)))
+
+
 def _reduce(case: Case, rank: int) -> Trial:
     x = np.empty(case.count, case.dtype)
     given = _input(case, rank)
@@ -169,6 +191,8 @@ _PREPARE: dict[str, Callable[[Case, int], Trial]] = {
     "all_to_all": _all_to_all,
     "sendrecv": _sendrecv,
     "barrier": _barrier,
+    "update_all_reduce": _update_all_reduce,
+    "update_symmetric_all_reduce": _update_symmetric_all_reduce,
 }
 
 

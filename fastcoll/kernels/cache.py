@@ -9,17 +9,20 @@ miss the same code compile it at the same time.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
+import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from ..errors import ResourceError
 
+_log = logging.getLogger("fastcoll")
 _LONGEST_COMPILATION = 60.0
 """Seconds to wait for another process's compilation before doing it oneself; on a laptop it takes one or two."""
 
@@ -27,9 +30,14 @@ _LONGEST_COMPILATION = 60.0
 class KernelCache(FunctionCache):
     """The files of one function, to be set as a dispatcher's or C function's `_cache`.
 
+    Attributes:
+        compiled: how many functions this process has compiled, because they were not on the disk.
+
     Raises:
         ResourceError: no directory is writable.
     """
+
+    compiled: ClassVar[int] = 0
 
     def __init__(self, function: Callable[..., Any], suffix: str = "") -> None:
         try:
@@ -48,17 +56,25 @@ class KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function, or None: then the caller compiles it, and others wait until it is saved."""
-        found = super().load_overload(sig, target_context)
+        found = self._load(sig, target_context)
         if found is None and self._lock is None:
             self._impl.locator.ensure_cache_path()
             self._lock = _acquire(self._lock_path)
-            found = super().load_overload(sig, target_context)
+            found = self._load(sig, target_context)
             if found is not None:
                 self._release()
+            else:
+                _announce()
         return found
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
+        """What is on the disk. Numba would first import all that compiling needs (0.3 s); loading does not."""
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep what was compiled, and let the others go on."""
+        KernelCache.compiled += 1
         try:
             super().save_overload(sig, data)
         finally:
@@ -68,6 +84,34 @@ class KernelCache(FunctionCache):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _announce() -> None:
+    """Say that compiling takes a while, once for each state of the sources, by whichever process is the first."""
+    if _is_news(f"{zlib.crc32(repr(_sources_stamp(Path(__file__).parent)).encode()):08x}"):
+        _log.warning(
+            "fastcoll compiles its kernels for this machine, once: 1 s for an operation, 10 s for all of them "
+            "(python -m fastcoll.warmup does it ahead)"
+        )
+
+
+def _is_news(state: str) -> bool:
+    """Whether no process that uses this cache has told about this state."""
+    locator = KernelCache._impl_class(_is_news).locator
+    locator.ensure_cache_path()
+    path = os.path.join(locator.get_cache_path(), "fastcoll.told")
+    try:
+        told = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except PermissionError:  # another user's in a shared cache
+        return True
+    try:
+        fcntl.flock(told, fcntl.LOCK_EX)
+        news = os.pread(told, len(state), 0) != state.encode()
+        if news:
+            os.pwrite(told, state.encode(), 0)
+        return news
+    finally:
+        os.close(told)
 
 
 def _acquire(path: str) -> int | None:

@@ -29,6 +29,36 @@ def copy(dst, src, nbytes):
         _memcpy(dst, src, nbytes)
 
 
+def _emit_prefetch(builder, address, write):
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    to_all_caches, data = ir.Constant(word, 3), ir.Constant(word, 1)
+    builder.call(prefetch, [builder.inttoptr(address, byte), ir.Constant(word, write), to_all_caches, data])
+
+
+@intrinsic
+def prefetch(typing_context, address):
+    """Begin to fetch the cache line at an address, any address, which will be read soon."""
+
+    def emit(context, builder, signature, args):
+        _emit_prefetch(builder, args[0], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
+def prefetch_to_write(typing_context, address):
+    """Begin to take the cache line at an address, any address, from other cores: it will be written soon."""
+
+    def emit(context, builder, signature, args):
+        _emit_prefetch(builder, args[0], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
 @intrinsic
 def _stream_line(typing_context, dst, src):
     """Copy LINE bytes past the caches to `dst`, a multiple of LINE."""

@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..reduce_op import ReduceOp
 from .combine import Combine
 from .elements import Element, computed_as, element_of, reducer_signature
-from .jit import c_function, inlined
+from .jit import c_function, users_function
 from .stream import Operands, Registers, Shape, Tile, shapes, stream
 from .vectors import WORD
 
@@ -51,8 +51,8 @@ def _jitted(function: Callable[[Any, Any], Any]) -> Any:
     if is_jitted(function):
         return function
     if isinstance(function, python_types.FunctionType):
-        return inlined(function)
-    return inlined(lambda a, b: function(a, b))
+        return users_function(function)
+    return users_function(lambda a, b: function(a, b))
 
 
 @intrinsic

@@ -6,9 +6,11 @@ NumPy does. What Python or C calls is kept on disk.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numba
@@ -16,23 +18,28 @@ from numba import types
 from numba.core.ccallback import CFunc
 
 from .cache import KernelCache
+from .linked import Linked
 from .pyobjects import index, pyobject
 
 _FLAGS = {"error_model": "numpy"}
+# No arrays, lists or strings are made in kernels. Code that may make some needs Numba's runtime, which is 0.3 s of
+# imports away when all that is to be done is to load that code from the disk.
+_WORDS_ONLY = {**_FLAGS, "_nrt": False}
 
-inlined = numba.njit(**_FLAGS, forceinline=True, no_cfunc_wrapper=True)
-"""A helper that becomes part of each kernel that calls it; cached with the kernel, never alone."""
 
-spliced = numba.njit(**_FLAGS, inline="always")
-"""A helper that is pasted into its caller before types are inferred, so that the result runs through LLVM once.
-
-For loops that take other functions as arguments: as `inlined`, they took LLVM two to three times as long.
-"""
+def inlined(function: Callable[..., Any]) -> Any:
+    """A helper that becomes part of each kernel that calls it; cached with the kernel, never alone."""
+    return Linked(function, {**_WORDS_ONLY, "forceinline": True})
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """A function for entries and other kernels to call, compiled once for all of them."""
-    return numba.njit(**_FLAGS, nogil=True, no_cfunc_wrapper=True)(function)
+    """A function for entries and other kernels to call, typed once for all of them."""
+    return Linked(function, {**_WORDS_ONLY, "nogil": True})
+
+
+def users_function(function: Callable[..., Any]) -> Any:
+    """What a user wrote, to be part of a kernel; it may use all of Numba."""
+    return numba.njit(**_FLAGS, forceinline=True, no_cfunc_wrapper=True)(function)
 
 
 class Entry:
@@ -59,9 +66,10 @@ class Entry:
         kinds = {"PyObject": pyobject, "Index": index}
         parameters = inspect.signature(self._function).parameters.values()
         signature = types.int64(*[kinds[parameter.annotation] for parameter in parameters])
-        compiled = kernel(self._function)
+        compiled = numba.njit(**_WORDS_ONLY, nogil=True, no_cfunc_wrapper=True)(self._function)
         compiled._cache = KernelCache(self._function)
-        compiled.compile(signature)
+        with _no_collection():
+            compiled.compile(signature)
         self.call = compiled.overloads[signature.args].entry_point
 
     def _first_call(self, *args: Any) -> int:
@@ -80,8 +88,22 @@ def c_function(function: Callable[..., Any], signature: Any, *, keep: bool = Tru
         signature: a Numba signature with a return type.
         keep: cache on disk; only for functions of a module, without closures.
     """
-    compiled = CFunc(function, (signature.args, signature.return_type), locals={}, options=dict(_FLAGS))
+    flags = dict(_WORDS_ONLY if keep else _FLAGS)
+    compiled = CFunc(function, (signature.args, signature.return_type), locals={}, options=flags)
     if keep:
         compiled._cache = KernelCache(function, f"-{zlib.crc32(str(signature).encode()):08x}")
-    compiled.compile()
+    with _no_collection():
+        compiled.compile()
     return compiled
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Numba makes and keeps millions of objects, which the garbage collector would look at for 8 % of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

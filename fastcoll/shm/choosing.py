@@ -11,7 +11,13 @@ A way concerns only how and when a rank copies: results do not depend on it, and
 But they do: a call's time is that of the rank that it took longest, which all learn with the next call's lines, and
 so all have the same rows (where ranks give different sizes, they may not).
 
-    row of a class: word 0 calls so far, word 1 best way, word 2 + w ticks a KiB of way w (0: not tried)
+    word of the table
+    LAG, WAY               of the call under way: rounds that it writes ahead, and how its data goes
+    ROW, NBYTES            of the call under way: address of the row to learn from it (0: none), and its size
+    STARTED, SPENT         ticks: the clock's last start (0: it stands), and what it showed when it stopped
+    TOOK                   ticks a MiB that the last call took here; 0: not measured
+    LAST_ROW, LAST_WAY     of the last call, for when all ranks' TOOK are known
+    ROWS ...               a row for each operation and class: calls so far, best way, ticks a MiB of each way (0: none)
 """
 
 from __future__ import annotations
@@ -20,32 +26,25 @@ from ..kernels.clock import ticks
 from ..kernels.copy import copy, stream
 from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word
-from .words import (
-    CHOICES,
-    CLASSES,
-    LAG,
-    LAST_ROW,
-    LAST_WAY,
-    NBYTES,
-    ROW,
-    ROW_WORDS,
-    SLOT,
-    SPENT,
-    STARTED,
-    TOOK,
-    WAY,
-)
+
+LAG, WAY, ROW, NBYTES, STARTED, SPENT, TOOK, LAST_ROW, LAST_WAY, ROWS = range(10)
 
 # The ways. CLOSE: write a round, read a round. PAST: the same, past the caches. AHEAD: write some rounds ahead,
-# so that what is read has left its writer's own cache. AHEAD_PAST: and write the outputs past the caches.
-CLOSE, PAST, AHEAD, AHEAD_PAST = range(4)
-WAYS = 4
-assert ROW_WORDS == 2 + WAYS
+# so that what is read has left its writer's own cache. ..._OUT: and write the outputs past the caches.
+CLOSE, PAST, AHEAD, AHEAD_OUT, PAST_OUT = range(5)
+WAYS = 5
+ROW_WORDS = 2 + WAYS
+CLASSES = 8
 SMALLEST = 8 << 10  # bytes; below, CLOSE. The classes begin here: 8K, 32K, 128K, 512K, 2M, 8M, 32M, 128M
 LARGE = 8 << 20  # bytes; from here outputs may be larger than the last-level cache
 ROUNDS_AHEAD = 4
 TRIES = 2  # of each way at the beginning
 OFTEN, RARELY = 16, 64  # calls between two tries of another way: at first, and later
+
+
+def choosing_words(operations: int) -> int:
+    """Words of a table for so many operations."""
+    return ROWS + ROW_WORDS * CLASSES * operations
 
 
 @inlined
@@ -58,59 +57,97 @@ def _class_of(nbytes):
     return found
 
 
+@inlined
+def ways_of(nbytes, slot, moving):
+    """How many ways a call has; `moving`: it copies its outputs and does not compute them."""
+    return 2 if nbytes <= slot else WAYS if moving and nbytes >= LARGE else 3
+
+
+@inlined
+def choose_none(t):
+    """The call is too small to choose."""
+    store_word(t, WAY, CLOSE)
+    store_word(t, LAG, 0)
+    store_word(t, ROW, 0)
+    store_word(t, STARTED, 0)
+
+
 @kernel
-def choose(c, operation, nbytes, moving):
-    """Choose the way of a call; `moving`: it copies its outputs and does not compute them."""
-    row = c + 8 * (CHOICES + ROW_WORDS * (operation * CLASSES + _class_of(nbytes)))
-    ways = 2 if nbytes <= load_word(c, SLOT) else 4 if moving and nbytes >= LARGE else 3
+def choose(t, operation, nbytes, ways, stride):
+    """Choose one of so many ways for a call, and start the clock.
+
+    Each way is tried `stride` times in a row, so that two sides that choose by themselves see all combinations.
+    """
+    row = t + 8 * (ROWS + ROW_WORDS * (operation * CLASSES + _class_of(nbytes)))
     number = load_word(row, 0)
-    store_word(row, 0, number + 1)
     way = load_word(row, 1)
     period = OFTEN if number < 16 * OFTEN else RARELY
-    if number <= TRIES * ways:
-        way = number % ways
+    if number <= TRIES * ways * stride:
+        way = number // stride % ways
     elif number % period == 0:
-        way = number // period % ways
-    store_word(c, ROW, 0 if number == 0 else row)  # the first call touches its arrays for the first time
-    store_word(c, WAY, way)
-    store_word(c, LAG, ROUNDS_AHEAD if way >= AHEAD else 0)
-    store_word(c, NBYTES, nbytes)
-    store_word(c, SPENT, 0)
-    store_word(c, STARTED, ticks())
+        way = number // period // stride % ways
+    store_word(t, ROW, row)
+    store_word(t, WAY, way)
+    store_word(t, LAG, ROUNDS_AHEAD if way in (AHEAD, AHEAD_OUT) else 0)
+    store_word(t, NBYTES, nbytes)
+    store_word(t, SPENT, 0)
+    store_word(t, STARTED, ticks())
 
 
 @inlined
-def stop_clock(c):
+def stop_clock(t):
     """The call waits for the others to begin theirs, which says nothing of its way."""
-    if load_word(c, ROW):
-        store_word(c, SPENT, load_word(c, SPENT) + ticks() - load_word(c, STARTED))
+    if load_word(t, STARTED):
+        store_word(t, SPENT, load_word(t, SPENT) + ticks() - load_word(t, STARTED))
+        store_word(t, STARTED, 0)
 
 
 @inlined
-def start_clock(c):
+def start_clock(t):
     """All have begun the call."""
-    if load_word(c, ROW):
-        store_word(c, STARTED, ticks())
+    row = load_word(t, ROW)
+    if row:
+        store_word(row, 0, load_word(row, 0) + 1)
+        store_word(t, STARTED, ticks())
 
 
 @inlined
-def measure(c):
+def measure(t):
     """The call is complete here: its time goes to the others with the next call."""
     took = 0
-    if load_word(c, ROW):
-        spent = load_word(c, SPENT) + ticks() - load_word(c, STARTED)
-        took = max(1, spent * 1024 // load_word(c, NBYTES))
-    store_word(c, TOOK, took)
+    if load_word(t, STARTED):
+        stop_clock(t)
+        # A row's first call touches its arrays and the slots for the first time, and says nothing.
+        if load_word(load_word(t, ROW), 0) > 1:
+            took = max(1, (load_word(t, SPENT) << 20) // load_word(t, NBYTES))
+    store_word(t, TOOK, took)
 
 
 @kernel
-def learn(c, took):
-    """The rank that the last call took longest needed `took` ticks a KiB; 0: it was not measured."""
-    row = load_word(c, LAST_ROW)
+def learn(t, took):
+    """The rank that the last call took longest needed `took` ticks a MiB; 0: it was not measured."""
+    row = load_word(t, LAST_ROW)
     if row != 0 and took != 0:
-        _remember(row, load_word(c, LAST_WAY), took)
-    store_word(c, LAST_ROW, load_word(c, ROW))
-    store_word(c, LAST_WAY, load_word(c, WAY))
+        _remember(row, load_word(t, LAST_WAY), took)
+    store_word(t, LAST_ROW, load_word(t, ROW))
+    store_word(t, LAST_WAY, load_word(t, WAY))
+
+
+@inlined
+def conclude(t):
+    """The call is complete, and concerned this rank only: learn from it at once."""
+    row = load_word(t, ROW)
+    if row:
+        store_word(row, 0, load_word(row, 0) + 1)
+    measure(t)
+    if load_word(t, TOOK):
+        _remember(load_word(t, ROW), load_word(t, WAY), load_word(t, TOOK))
+
+
+@inlined
+def best_way(t, operation, nbytes):
+    """The best way known for a call that is not measured."""
+    return load_word(t + 8 * (ROWS + ROW_WORDS * (operation * CLASSES + _class_of(nbytes))), 1)
 
 
 @inlined
@@ -127,19 +164,19 @@ def _remember(row, way, took):
 
 
 @inlined
-def stage(c, place, src, left, most):
+def stage(t, place, src, left, most):
     """Write the next `most` of `left` bytes to a slot."""
     part = min(left, most)
-    if load_word(c, WAY) == PAST:
+    if load_word(t, WAY) in (PAST, PAST_OUT):
         stream(place, src, part)
     else:
         copy(place, src, part)
 
 
 @inlined
-def hand_out(c, dst, place, nbytes):
+def hand_out(t, dst, place, nbytes):
     """Copy bytes of a slot to where they are wanted."""
-    if load_word(c, WAY) == AHEAD_PAST:
+    if load_word(t, WAY) >= AHEAD_OUT:
         stream(dst, place, nbytes)
     else:
         copy(dst, place, nbytes)

@@ -36,6 +36,7 @@ from .rounds import (
     AGAIN,
     DONE,
     LATER,
+    WORKED,
     await_all,
     begin,
     close_round,
@@ -53,8 +54,12 @@ from .rounds import (
     table,
     take,
     time_is_up,
+    ways_at,
 )
-from .words import GIVES, ONE_SHOT, RANK, READ, SIZE, SLOT, SOURCES, WROTE
+from .symmetric_kernels import SMALLEST as SYMMETRIC_SMALLEST
+from .symmetric_kernels import all_reduce_in_place
+from .symmetric_table import find_row
+from .words import GIVES, ONE_SHOT, RANK, READ, SIZE, SLOT, SOURCES, SYMMETRIC, WROTE
 
 _ALL_REDUCE = calls.code_of("all_reduce")
 _REDUCE = calls.code_of("reduce")
@@ -105,7 +110,9 @@ def _one_shot(c, dst, src, nbytes, what, call, first, last):
             if open_slot(c) != DONE:
                 return AGAIN
             step = load_word(c, WROTE)
-            stage(c, place_of(c, rank, step, inline), src + step * chunk, nbytes - step * chunk, chunk)
+            stage(
+                ways_at(c), place_of(c, rank, step, inline), src + step * chunk, nbytes - step * chunk, chunk
+            )
             publish(c, call, nbytes, 0)
             continue
         waited = meet(c, call, nbytes, 0)
@@ -123,7 +130,7 @@ def _one_shot(c, dst, src, nbytes, what, call, first, last):
         if close_round(c, total):
             return finish(c)
         if time_is_up(c):
-            return AGAIN
+            return WORKED
 
 
 @inlined
@@ -153,8 +160,8 @@ def _two_shot(c, dst, src, nbytes, what, call, keep):
             if open_slot(c) != DONE:
                 return AGAIN
             if step % 2 == 0:
-                copy(mine, src + start, low)
-                copy(mine + high, src + start + high, part - high)
+                stage(ways_at(c), mine, src + start, low, low)
+                stage(ways_at(c), mine + high, src + start + high, part - high, part - high)
             else:
                 for peer in range(size):
                     place = src + start if peer == rank else slot_of(c, peer, step - 1)
@@ -174,7 +181,7 @@ def _two_shot(c, dst, src, nbytes, what, call, keep):
         if close_round(c, total):
             return finish(c)
         if time_is_up(c):
-            return AGAIN
+            return WORKED
 
 
 @entry
@@ -189,8 +196,13 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     if what == 0 or not is_plain(c, h, x, WRITEABLE):
         return give_up(h)
     data, nbytes, call = data_of(x), nbytes_of(x, what), load_word(what, CALL)
-    begin(h, _ALL_REDUCE, nbytes, False)
     size = load_word(c, SIZE)
+    if nbytes >= SYMMETRIC_SMALLEST and load_word(c, SYMMETRIC) != 0 and size > 1:
+        row = find_row(c, data, nbytes)
+        if row != 0:
+            begin(h, _ALL_REDUCE, 0, False)
+            return all_reduce_in_place(c, data, nbytes, what, call, row)
+    begin(h, _ALL_REDUCE, nbytes, False)
     if size <= 2 or nbytes <= load_word(c, ONE_SHOT):
         return _one_shot(c, data, data, nbytes, what, call, 0, size)
     return _two_shot(c, data, data, nbytes, what, call, True)
@@ -279,7 +291,7 @@ def _reduce_scatter(c, dst, what):
             for turn in range(1, size):
                 peer = (rank + turn) % size
                 left = load_word(sizes, peer) - start
-                stage(c, mine + (turn - 1) * piece, load_word(blocks, peer) + start, left, piece)
+                stage(ways_at(c), mine + (turn - 1) * piece, load_word(blocks, peer) + start, left, piece)
             publish(c, call, shape, 0)
             continue
         waited = meet(c, call, shape, 0)
@@ -299,4 +311,4 @@ def _reduce_scatter(c, dst, what):
         if close_round(c, total):
             return finish(c)
         if time_is_up(c):
-            return AGAIN
+            return WORKED

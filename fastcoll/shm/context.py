@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from ..kernels import waiting
 from ..kernels.pointers import address_of
 from . import words
 from .border import MEMO_PROBES, WHAT_WORDS, memo_place
-from .layout import Layout
+from .layout import ONE_SHOT_LIMIT, Layout
 
 BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
 
@@ -21,10 +22,6 @@ BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals,
 # peer needs: 4 ranks on 2 cores take 3.4 us yielding at once and 25 us after 1000 spins.
 _DEDICATED = (2000, 200)
 _OVERSUBSCRIBED = (0, 1000)
-
-# Up to this many bytes every rank reduces everything (one synchronisation); beyond, each its slice
-# (two, but less to read). By number of ranks; docs/architecture.md has the measurement.
-_ONE_SHOT = ((2, 1 << 62), (4, 32 << 10), (8, 16 << 10), (16, 8 << 10), (1 << 30, 4 << 10))
 
 
 def patience(ranks: int, cores: int) -> tuple[int, int]:
@@ -58,7 +55,7 @@ class Context:
         values[words.SLOTS_AT] = layout.slots_at
         values[words.SLOT] = layout.slot
         values[words.LATE] = -1
-        values[words.ONE_SHOT] = next(limit for ranks, limit in _ONE_SHOT if layout.size <= ranks)
+        values[words.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
         values[words.NDARRAY], values[words.TUPLE], values[words.NONE] = id(np.ndarray), id(tuple), id(None)
         spins, yields = patience(layout.size, cores)
         values[words.PATIENCE + waiting.SPINS] = spins
@@ -77,6 +74,15 @@ class Context:
         start = words.TABLES + which * size
         found: list[int] = self.words[start : start + size].tolist()
         return found
+
+    def go_one_shot(self, limit: int) -> None:
+        """Let reductions of up to `limit` bytes go one-shot from now on; on all ranks between the same two calls."""
+        self.words[words.ONE_SHOT] = limit
+
+    def let_go(self) -> None:
+        """End the call of this thread, if there is one."""
+        if self.is_mine():
+            self.words[words.BUSY] = 0
 
     def is_mine(self) -> bool:
         """Whether a call of this very thread is under way."""

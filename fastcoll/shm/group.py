@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import calls
 from ..arrays import Adopted
-from ..errors import AbortedError, ArrayError, GroupError, UsageError
+from ..errors import AbortedError, ArrayError, GroupError
 from ..kernels import locks
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
@@ -29,12 +29,14 @@ from .mailbox import Mailbox
 from .meeting import meet
 from .report import Report
 from .segment import Segment
-from .short import BARRIER, ShortPaths
+from .short import BARRIER, ShortPaths, is_refusal
+from .symmetric import NOTE_BYTES, ShmMemory, SymmetricArrays
 from .transfers import kind_of
 from .vigil import Vigil, Wait
 
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
+_EARLY = (rounds.AGAIN, rounds.WORKED)
 
 
 class ShmGroup(ShortPaths):
@@ -74,6 +76,9 @@ class ShmGroup(ShortPaths):
             segment.address, segment.layout, rank, self._vigil, timeout, modes, self._context.address
         )
         self._m = self._mailbox.address
+        self._symmetric = SymmetricArrays(
+            self.ranks, rank, timeout, self._vigil, self._context, modes, self._check_usable, self._fail
+        )
         self._whats: dict[Any, What] = {}
         self._queue.count_in(self._context.words[words.PENDING : words.PENDING + 1])
 
@@ -82,17 +87,24 @@ class ShmGroup(ShortPaths):
     def _go_on(
         self, code: int, entry: Entry, *args: Any, tags: int = 0, timeout: float | None = None
     ) -> bool:
-        if code == rounds.AGAIN:
+        if code in _EARLY:
             limit = self.timeout if timeout is None else timeout
             wait = Wait(self._vigil, self._report.doing(entry.name), self._report.late, limit)
-            while code == rounds.AGAIN:
-                wait.look()
+            while code in _EARLY:
+                wait.look() if code == rounds.AGAIN else wait.worked()
                 code = entry.call(self._c | tags | rounds.RESUMED, *args)
             if code == rounds.LATER:
                 raise AbortedError(f"{self._report.doing(entry.name)}: an array was changed meanwhile")
         if code == rounds.MISMATCH:
-            raise self._report.mismatch(self._plan_barrier(self.timeout))
+            difference = self._report.mismatch(self._barrier_of_this_call)
+            self._context.let_go()
+            raise difference
         return code == rounds.DONE
+
+    def _barrier_of_this_call(self) -> None:
+        """A barrier by the thread whose call has the context."""
+        code = collectives.barrier.call(self._c | rounds.HELD, BARRIER)
+        self._go_on(code, collectives.barrier, BARRIER, tags=rounds.HELD)
 
     def _torn(self, entry: Entry, error: BaseException) -> None:
         if self._context.is_mine():
@@ -102,8 +114,8 @@ class ShmGroup(ShortPaths):
                     f"{here} was interrupted by {type(error).__name__} in {self._report.doing(entry.name)}"
                 )
             self._fail(error)
-            self._context.words[words.BUSY] = 0
-        elif isinstance(error, TypeError):
+            self._context.let_go()
+        elif is_refusal(error):
             return
         raise
 
@@ -116,15 +128,11 @@ class ShmGroup(ShortPaths):
         self._context.words[words.SHUT] = 1
         self.failure = self._vigil.failure
 
-    def _check_usable(self) -> None:
-        super()._check_usable()
-        if self._context.is_mine():
-            raise UsageError(
-                f"a signal handler may not use the group {self.name} while a call of its thread is under way"
-            )
+    def _is_inside(self) -> bool:
+        return super()._is_inside() or self._context.is_mine()
 
     def _is_busy(self) -> bool:
-        return super()._is_busy() or self._context[words.BUSY] != 0
+        return super()._is_busy() or self._context[words.BUSY] != 0 or bool(self._symmetric.waits)
 
     # ---- what calls are made of ----------------------------------------------------------------------
 
@@ -234,6 +242,21 @@ class ShmGroup(ShortPaths):
     def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
         return self._mailbox.irecv(x, src, tag)
 
+    # ---- symmetric arrays ----------------------------------------------------------------------------
+
+    def symmetric_memory(self, nbytes: int, label: str) -> ShmMemory:
+        return self._symmetric.allocate(self._exchange, nbytes, label)
+
+    def _exchange(self, note: str) -> list[str]:
+        """Every rank's note."""
+        data = note.encode()[:NOTE_BYTES]
+        own = np.zeros(NOTE_BYTES, np.uint8)
+        own[: len(data)] = np.frombuffer(data, np.uint8)
+        outs = [np.empty_like(own) for _ in self.ranks]
+        what = self._what("symmetric.empty", own.dtype)
+        self._run("symmetric.empty", self._plan(moving.all_gather, what, tuple(outs), own), (), False)
+        return [out.tobytes().rstrip(b"\0").decode(errors="replace") for out in outs]
+
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -248,13 +271,16 @@ class ShmGroup(ShortPaths):
         # A call under way was aborted and ends within moments. One that a killed thread has left behind is
         # not worth waiting for: then the mapping stays until the process ends.
         deadline = time.monotonic() + _CLOSE_SECONDS
-        held = self._turn.acquire(timeout=_CLOSE_SECONDS)
-        while held and locks.seize.call(self._c + 8 * words.BUSY) == locks.HELD:
-            held = time.monotonic() < deadline
+        # A signal handler that closes the group whose call it interrupted would wait for itself.
+        turn = not self._is_inside() and self._turn.acquire(timeout=_CLOSE_SECONDS)
+        free = turn
+        while free and locks.seize.call(self._c + 8 * words.BUSY) == locks.HELD:
+            free = time.monotonic() < deadline
             time.sleep(_POLL_SECONDS)
         self._vigil.leave()
-        if held:
+        if free:
             self._segment.close()
+        if turn:
             self._turn.release()
 
     def disown(self, error: GroupError) -> None:

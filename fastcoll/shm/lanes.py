@@ -7,6 +7,7 @@ import numpy as np
 from ..kernels import locks, waiting
 from ..kernels.pointers import address_of
 from ..kernels.polling import POLLING_WORDS
+from .choosing import choosing_words
 from .context import BUDGET
 from .layout import Layout
 
@@ -24,7 +25,9 @@ BEHIND = (
 )  # not 0: operations are posted or under way, or the end has come; blocking ones come after them
 CONTEXT = BELL + 9  # address of the group's context, whose memo knows the dtypes
 GIVEN = BELL + 10  # bytes of the array of a PREPARED call
-MAILBOX_WORDS = BELL + 11
+CHOOSING = BELL + 11  # the table of choosing.py, for the operations SENDS and RECEIVES
+SENDS, RECEIVES = range(2)
+MAILBOX_WORDS = CHOOSING + choosing_words(2)
 
 # Words of a lane, what a rank keeps about one peer. Positions count bytes since the ring was made.
 OUT = 0  # address of the ring to the peer
@@ -56,6 +59,8 @@ ACKS_GIVEN = 25
 IN_ACKS_TAKEN = 26  # the peer's ACKS_TAKEN as last seen
 WATCHED = 27  # not 0: a posted receive may match a message of this peer; set from Python
 OWED = 28  # acks that wait for space; set from Python
+OUT_WAY = 29  # CLOSE or PAST (choosing.py): how the message that enters is written
+IN_WAY = 30  # and how the one that arrives is
 LANE_WORDS = 32
 
 

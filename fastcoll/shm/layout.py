@@ -7,6 +7,7 @@ Header (written by the creator before anybody attaches, then only read):
     word 0   MAGIC
     word 1   nonce, proves that two ranks mapped the same segment
     word 2   number of ranks
+    word 3   ONE_SHOT_LIMIT, rank 0's number for all (thresholds.py)
 
 Control page of a section; single writer: its rank. Each item has 128 bytes of its own, two cache
 lines, since adjacent-line prefetch makes neighbours share.
@@ -24,10 +25,12 @@ lines, since adjacent-line prefetch makes neighbours share.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import ResourceError
 
 MAGIC = 0x6661737463_02
+ONE_SHOT_LIMIT = 3
 PAGE = 4096
 LINE = 128
 
@@ -45,6 +48,7 @@ CONTROL = PAGE
 SEQUENCE, CALL, SHAPE, BALANCE, TIME, PAYLOAD = range(6)
 INLINE = LINE - 8 * PAYLOAD
 
+CHANNELS = LINE // 8  # signals from one rank to another in a segment of symmetric arrays
 SLOTS = 8  # rounds take turns; why so many: docs/architecture.md, "Where the data lies"
 RING_HEADER = 1024  # control words of a ring, see rings.py
 _SMALLEST_SLOT = 1024
@@ -58,6 +62,8 @@ class Layout:
     size: int
     slot: int
     ring: int
+
+    cure: ClassVar[str] = "lower FASTCOLL_SHM_BYTES_PER_RANK"
 
     @property
     def slots_at(self) -> int:
@@ -88,6 +94,35 @@ class Layout:
     def section(self, rank: int) -> int:
         """Offset of a rank's section."""
         return PAGE + rank * self.stride
+
+
+@dataclass(frozen=True)
+class SymmetricLayout(Layout):
+    """A segment of symmetric arrays: `slot` bytes a rank, and no rings.
+
+    section  = signals | the rank's array
+    signals    a line for each rank: word k counts the signals on channel k to that rank (release)
+    """
+
+    cure: ClassVar[str] = "ask for smaller arrays"
+
+    @classmethod
+    def of(cls, size: int, nbytes: int) -> SymmetricLayout:
+        """For arrays of `nbytes` bytes."""
+        return cls(size, nbytes, 0)
+
+    @property
+    def array_at(self) -> int:
+        """Offset of the array in a section."""
+        return -(-self.size * LINE // PAGE) * PAGE
+
+    @property
+    def stride(self) -> int:
+        return -(-(self.array_at + self.slot) // PAGE) * PAGE
+
+    def signal(self, src: int, dst: int, channel: int) -> int:
+        """Offset of the count of signals from src to dst."""
+        return self.section(src) + LINE * dst + 8 * channel
 
 
 def plan(size: int, bytes_per_rank: int) -> Layout:

@@ -10,6 +10,7 @@ Lock order: `_turn`, then `_changed`. Outcomes are delivered, and callbacks run,
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import deque
@@ -24,11 +25,11 @@ from . import ring_kernels
 from .courier import Courier
 from .lanes import Lanes
 from .layout import Layout
+from .ring_kernels import ANY
 from .rounds import AGAIN, DONE, LATER, PREPARED, RESUMED
-from .transfers import Array, Receive, Send, Transfer, kind_of
+from .transfers import Array, Receive, Send, Transfer
 from .vigil import Vigil
 
-_ANY = -1
 _POLL_SECONDS = 1e-4
 _CLOSE_SECONDS = 5.0  # kernels come back within 0.1 s; longer means a thread killed while it had the turn
 _T = TypeVar("_T", bound=Transfer)
@@ -73,6 +74,7 @@ class Mailbox:
         self.address = self._lanes.address
         self._courier = Courier(self._lanes, rank)
         self._turn = threading.Lock()
+        self._inside: set[int] = set()  # threads with a blocking call on the way of `_turn`
         self._changed = threading.Condition()
         self._inbox: deque[Transfer] = deque()
         self._thread: threading.Thread | None = None
@@ -87,53 +89,23 @@ class Mailbox:
             MismatchError: the receiver's array has another size or dtype.
             GroupError: a peer died, left or did not come in time.
         """
-        array = x.array
-        handed_over: Send | None = None
         if dst == self._rank:
-            self._post(self._send_of(array.copy(), dst, tag, buffered=True))
+            self._post(self._send_of(x.array.copy(), dst, tag, buffered=True))
             return
-        if not self._turn.locked():
-            with self._turn:  # which no signal can tear apart, as it could acquire() and try
-                if not self._is_behind():
-                    self._lanes.table[words.GIVEN] = array.nbytes
-                    call = (dst, array, kind_of(tag, array.dtype))
-                    status = self._begin(ring_kernels.send, call, f"send to {self._vigil.name(dst)}")
-                    if status == DONE:
-                        return
-                    if status != LATER:
-                        handed_over = self._go_on_sending(
-                            status, call, self._send_of(array, dst, tag), PREPARED
-                        )
-                        if handed_over is None:
-                            return
-        self._await(handed_over or self._post_blocking(self._send_of(array, dst, tag)))
+        self._refuse_nesting("send")
+        send = self._send_of(x.array, dst, tag)
+        call = (dst, x.array, send.kind)
+        status = self._drive(ring_kernels.send, call, send)
+        if status == LATER:
+            self._post_blocking(send)
+        if status != DONE:
+            self._await(send)
 
     def resume_send(self, status: int, array: Array, dst: int, tag: int) -> None:
         """Go on with a send on the synchronous path that came back early."""
-        handed_over = self._go_on_sending(status, (dst, array, tag), self._send_of(array, dst, tag), 0)
-        if handed_over is not None:
-            self._await(handed_over)
-
-    def _go_on_sending(self, status: int, call: tuple[Any, ...], send: Send, tags: int) -> Send | None:
-        """Send on this thread, which has the rings; the transfer, if the courier shall go on with it."""
-        dst = send.peer
-        try:
-            status = self._persist(ring_kernels.send, call, send, status, tags)
-            if status == DONE:
-                return None
-            if status == ring_kernels.REFUSED:
-                raise send.misfit(
-                    self._lanes.word(dst, words.ACK_KIND), self._lanes.word(dst, words.ACK_NBYTES)
-                )
-            self._courier.adopt_send(send)
-            self._lanes.set_behind(True)
-            return send
-        except BaseException as error:
-            self._blame(error, send.name)
-            raise
-        finally:
-            if status != DONE:
-                self._lanes.let_go()
+        send = self._send_of(array, operator.index(dst), operator.index(tag))
+        if self._go_on(ring_kernels.send, status, (dst, array, tag), send, 0) != DONE:
+            self._await(send)
 
     def recv(self, x: Adopted, src: int | None, tag: int) -> int:
         """Receive from `src`, or from any rank; returns the sender.
@@ -142,60 +114,90 @@ class Mailbox:
             MismatchError: the message has another size or dtype.
             GroupError: a peer died, left or did not come in time.
         """
-        outcome: Receive | int | None = None
-        if src != self._rank and not self._turn.locked():
-            with self._turn:
-                if not self._is_behind():
-                    self._lanes.table[words.GIVEN] = x.array.nbytes
-                    call = (_ANY if src is None else src, x.array, kind_of(tag, x.array.dtype))
-                    status = self._begin(ring_kernels.receive, call, "recv")
-                    if status <= DONE:
-                        outcome = src if src is not None else -1 - status
-                    elif status != LATER:
-                        outcome = self._go_on_receiving(status, call, self._receive_of(x, src, tag), PREPARED)
-        if isinstance(outcome, int):
+        self._refuse_nesting("recv")
+        receive = self._receive_of(x, src, tag)
+        call = (ANY if src is None else src, x.array, receive.kind)
+        status = LATER if src == self._rank else self._drive(ring_kernels.receive, call, receive)
+        if status < DONE:
             x.finish()
-            return outcome
-        return int(self._await(outcome or self._post_blocking(self._receive_of(x, src, tag))))
+            return -1 - status
+        if status == LATER:
+            self._post_blocking(receive)
+        return int(self._await(receive))
 
     def resume_receive(self, status: int, array: Array, src: int | None, tag: int) -> int:
         """Go on with a receive on the synchronous path that came back early; the sender."""
-        receive = self._receive_of(Adopted(array), src, tag)
-        outcome = self._go_on_receiving(status, (_ANY if src is None else src, array, tag), receive, 0)
-        return outcome if isinstance(outcome, int) else int(self._await(outcome))
+        source = None if src is None else operator.index(src)
+        receive = self._receive_of(Adopted(array), source, operator.index(tag))
+        call = (ANY if src is None else src, array, tag)
+        status = self._go_on(ring_kernels.receive, status, call, receive, 0)
+        return -1 - status if status < DONE else int(self._await(receive))
 
-    def _go_on_receiving(
-        self, status: int, call: tuple[Any, ...], receive: Receive, tags: int
-    ) -> Receive | int:
-        """Receive on this thread, which has the rings; the sender, or what the courier shall go on with."""
+    def _drive(self, entry: Entry, call: tuple[Any, ...], transfer: Send | Receive) -> int:
+        """Carry a blocking call on a prepared array out on this thread: what `_go_on` returns, or LATER."""
+        if self._turn.locked():
+            return LATER
+        thread = threading.get_ident()
+        self._inside.add(thread)
         try:
-            status = self._persist(ring_kernels.receive, call, receive, status, tags)
-            if status <= DONE:
-                return receive.peer if receive.peer is not None else -1 - status
-            self._check_may_wait(receive)
-            self._courier.adopt_receive(receive)
+            with self._turn:  # which no signal can tear apart, as it could acquire() and try
+                if self._is_behind():
+                    return LATER
+                self._lanes.table[words.GIVEN] = transfer.nbytes
+                try:
+                    status = entry.call(self.address | PREPARED, *call)
+                    return self._go_on(entry, status, call, transfer, PREPARED)
+                except BaseException as error:
+                    self.torn(error, transfer.name)
+                    raise
+        finally:
+            self._inside.discard(thread)
+
+    def _go_on(
+        self, entry: Entry, status: int, call: tuple[Any, ...], transfer: Send | Receive, tags: int
+    ) -> int:
+        """What follows an entry that came back with `status`: at most DONE, LATER, or OTHER for the courier's."""
+        try:
+            status = self._persist(entry, call, transfer, status, tags)
+            if status <= DONE or status == LATER:
+                return status
+            if isinstance(transfer, Send):
+                self._hand_over_send(status, transfer)
+            else:
+                self._check_may_wait(transfer)
+                self._courier.adopt_receive(transfer)
             self._lanes.set_behind(True)
-            return receive
+            return ring_kernels.OTHER
         except BaseException as error:
-            self._blame(error, receive.name)
+            self._blame(error, transfer.name)
             raise
         finally:
-            if status > DONE:
-                self._lanes.let_go()
+            self._let_go()
 
-    def _begin(self, entry: Entry, call: tuple[Any, ...], doing: str) -> int:
-        """The first call of an entry on a prepared array."""
-        try:
-            return entry.call(self.address | PREPARED, *call)
-        except BaseException as error:
-            self.torn(error, doing)
-            raise
+    def _hand_over_send(self, status: int, send: Send) -> None:
+        """Let the courier go on with a send, unless the receiver has refused it."""
+        if status == ring_kernels.REFUSED:
+            dst = send.peer
+            raise send.misfit(self._lanes.word(dst, words.ACK_KIND), self._lanes.word(dst, words.ACK_NBYTES))
+        self._courier.adopt_send(send)
+
+    def _has_rings(self) -> bool:
+        """Whether a blocking call of this thread is under way."""
+        return int(self._lanes.table[words.BUSY]) == threading.get_ident()
+
+    def _let_go(self) -> None:
+        if self._has_rings():
+            self._lanes.let_go()
+
+    def _refuse_nesting(self, name: str) -> None:
+        if self._has_rings() or threading.get_ident() in self._inside:
+            raise UsageError(f"{name}: a signal handler may not wait for messages while its thread does")
 
     def torn(self, error: BaseException, doing: str) -> None:
         """After an exception between a blocking entry's return and what follows: fail if it was half-way."""
-        if int(self._lanes.table[words.BUSY]) == threading.get_ident():
+        if self._has_rings():
             self._blame(error, doing)
-            self._lanes.let_go()
+            self._let_go()
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         """Post a message; the Work is complete when it is taken."""
@@ -225,7 +227,7 @@ class Mailbox:
         deadline = time.monotonic() + _CLOSE_SECONDS
         held = self._turn.acquire(timeout=_CLOSE_SECONDS)
         try:
-            while held and not self._lanes.seize() and time.monotonic() < deadline:
+            while held and not self._has_rings() and not self._lanes.seize() and time.monotonic() < deadline:
                 self._lanes.ring_bell()
                 time.sleep(_POLL_SECONDS)
             if held:
@@ -258,10 +260,10 @@ class Mailbox:
         while status == AGAIN:
             self._lanes.silence_bell()
             if self._inbox and not self._on_own_thread():
-                break
+                return AGAIN
             if self._closed:
                 raise _destroyed(transfer)
-            transfer.watch.look()
+            transfer.watch.look() if status == AGAIN else transfer.watch.worked()
             status = entry.call(self.address | tags | RESUMED, *call)
         return status
 
@@ -322,7 +324,7 @@ class Mailbox:
     def _run(self) -> None:
         while self._await_business():
             with self._turn:
-                self._drive()
+                self._drive_courier()
             self._courier.deliver()
 
     def _await_business(self) -> bool:
@@ -330,7 +332,7 @@ class Mailbox:
             self._changed.wait_for(lambda: self._closed or self._inbox or self._courier.live)
             return not self._closed
 
-    def _drive(self) -> None:
+    def _drive_courier(self) -> None:
         """Take the rings from whoever has them, and let the courier use them."""
         while not self._lanes.seize():
             if self._closed:

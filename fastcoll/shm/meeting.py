@@ -20,8 +20,9 @@ from ..members import Member, dead_among
 from ..rendezvous import Store
 from ..rendezvous.join import wait_for
 from . import segment as shared
-from .layout import ATTACHED, LINE, QUOTA, Layout, plan
+from .layout import ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, Layout, plan
 from .segment import Segment
+from .thresholds import one_shot_limit
 
 _MASK_WORDS = LINE // 8 - 1  # 960 CPUs
 _DOING = "making a group in shared memory"
@@ -38,6 +39,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float) -> 
             name = shared.new_name()
             store.set("segment", json.dumps({"name": name, **vars(layout)}))
             segment = Segment.create(name, layout)
+            segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
             store.set("created", b"")
         else:
             announced = json.loads(_await(store, "segment", members, timeout))
@@ -48,6 +50,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float) -> 
             segment.words[_mask(segment, rank)] = _my_cores()
             segment.words[segment.word(rank, QUOTA)] = _quota()
             segment.say_attached(rank)
+            segment.prefault(rank)
             segment.await_attached(look)
             cores = _count_cores(segment)
         except BaseException:

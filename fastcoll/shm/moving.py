@@ -32,6 +32,7 @@ from .rounds import (
     AGAIN,
     DONE,
     LATER,
+    WORKED,
     await_peer,
     begin,
     close_round,
@@ -48,6 +49,7 @@ from .rounds import (
     table,
     take,
     time_is_up,
+    ways_at,
 )
 from .words import GIVES, LARGEST, MET, RANK, READ, SIZE, SLOT, TAKES, WROTE
 
@@ -88,7 +90,7 @@ def _broadcast(c, x, nbytes, call, root):
                     return AGAIN
                 step = load_word(c, WROTE)
                 left = nbytes - step * chunk
-                stage(c, place_of(c, root, step, inline), x + step * chunk, left, chunk)
+                stage(ways_at(c), place_of(c, root, step, inline), x + step * chunk, left, chunk)
             publish(c, call, nbytes, 0)
             continue
         waited = meet(c, call, nbytes, 0)
@@ -100,11 +102,11 @@ def _broadcast(c, x, nbytes, call, root):
                 return AGAIN
             start = step * chunk
             place = place_of(c, root, step, inline)
-            hand_out(c, x + start, place, min(chunk, nbytes - start))
+            hand_out(ways_at(c), x + start, place, min(chunk, nbytes - start))
         if close_round(c, total):
             return finish(c)
         if time_is_up(c):
-            return AGAIN
+            return WORKED
 
 
 @entry
@@ -150,7 +152,7 @@ def _all_gather(c, x, nbytes, call):
             step = load_word(c, WROTE)
             left = nbytes - step * chunk
             place = place_of(c, rank, step, fits_inline(nbytes))
-            stage(c, place, x + step * chunk, left, chunk)
+            stage(ways_at(c), place, x + step * chunk, left, chunk)
             publish(c, call, nbytes, balance)
             continue
         waited = meet(c, call, nbytes, balance)
@@ -165,15 +167,15 @@ def _all_gather(c, x, nbytes, call):
                 continue
             out = load_word(outs, peer) + start
             if peer == rank:
-                hand_out(c, out, x + start, part)
+                hand_out(ways_at(c), out, x + start, part)
                 continue
             if await_peer(c, peer, step) != DONE:
                 return AGAIN
-            hand_out(c, out, place_of(c, peer, step, fits_inline(load_word(sizes, peer))), part)
+            hand_out(ways_at(c), out, place_of(c, peer, step, fits_inline(load_word(sizes, peer))), part)
         if close_round(c, total):
             return finish(c)
         if time_is_up(c):
-            return AGAIN
+            return WORKED
 
 
 @entry
@@ -288,7 +290,7 @@ def _exchange(c, spread, call):
                 left = nbytes - step * piece
                 if peer != rank and left > 0:
                     place = _piece_of(c, rank, peer, step, nbytes, spread, piece)
-                    stage(c, place, load_word(sends, peer) + step * piece, left, piece)
+                    stage(ways_at(c), place, load_word(sends, peer) + step * piece, left, piece)
             publish(c, call, largest, balance)
             continue
         if load_word(c, MET) == 0:
@@ -306,12 +308,12 @@ def _exchange(c, spread, call):
                 continue
             out = load_word(receives, peer) + start
             if peer == rank:
-                hand_out(c, out, load_word(sends, peer) + start, part)
+                hand_out(ways_at(c), out, load_word(sends, peer) + start, part)
                 continue
             if await_peer(c, peer, step) != DONE:
                 return AGAIN
-            hand_out(c, out, _piece_of(c, peer, rank, step, nbytes, spread, piece), part)
+            hand_out(ways_at(c), out, _piece_of(c, peer, rank, step, nbytes, spread, piece), part)
         if close_round(c, total):
             return finish(c)
         if time_is_up(c):
-            return AGAIN
+            return WORKED

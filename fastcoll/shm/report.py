@@ -50,6 +50,7 @@ class Report:
 
     def mismatch(self, barrier: Callable[[], None]) -> MismatchError:
         """What each rank called. Every rank of a mismatch is here, so they can tell one another their sizes."""
+        number = self._context[words.CALLS]
         sizes = self._context.table(words.GIVES + 1), self._context.table(words.TAKES + 1)
         said = [self._call_and_shape(rank) for rank in self._everybody()]
         if all(call & calls.UNEVEN for call, _ in said):
@@ -57,8 +58,9 @@ class Report:
         text = calls.describe_differences(said, self._ranks)
         if len(set(said)) == 1:
             tables = share_sizes(self._segment, self._rank, sizes, barrier)
-            text = f"{calls.OPERATIONS[said[0][0] & 0xFF]}: {describe_sizes(tables, self._ranks)}"
-        number = self._context[words.CALLS]
+            operation = calls.OPERATIONS[said[0][0] & 0xFF]
+            describe = describe_places if operation.startswith("symmetric:") else describe_sizes
+            text = f"{operation.rpartition(':')[2]}: {describe(tables, self._ranks)}"
         return MismatchError(
             f"the ranks' calls do not match (call {number} of group {self._group!r}): {text}; "
             "all ranks must make the same calls in the same order"
@@ -102,3 +104,14 @@ def describe_sizes(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
         if gives[dst] != tables[dst][1][src]
     ]
     return "; ".join(differences[:8]) or "what ranks give and what others expect differ"
+
+
+def describe_places(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
+    """Where in symmetric memory each rank's array lies, which it says instead of sizes (symmetric_reduce.py)."""
+    places = [(gives[0], gives[1]) for gives, _ in tables]
+    names = {memory: f"array {number}" for number, memory in enumerate(dict.fromkeys(m for m, _ in places))}
+    said = [
+        f"rank {rank} gave what begins {offset} bytes into symmetric {names[memory]}"
+        for rank, (memory, offset) in zip(ranks, places, strict=True)
+    ]
+    return "; ".join([*said[:8], "give the same slice of the same symmetric array on all ranks"])

@@ -15,11 +15,13 @@ from ..kernels.pointers import load_word, store_word
 from ..kernels.polling import moved, rest
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at
 from .border import CALL, data_of, description, is_plain, nbytes_of
+from .choosing import CLOSE, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
 from .lanes import (
     ACK_VERDICT,
     BEHIND,
     BELL,
     BUSY,
+    CHOOSING,
     CONTEXT,
     GIVEN,
     IN_END,
@@ -34,7 +36,9 @@ from .lanes import (
     OWED,
     RANK,
     RECEIVED,
+    RECEIVES,
     SENDING,
+    SENDS,
     SIZE,
     SOURCE,
     TURN,
@@ -54,14 +58,16 @@ from .rings import (
     sees_header,
     write_ack,
 )
-from .rounds import AGAIN, DONE, LATER, PREPARED, RESUMED, context_of
+from .rounds import AGAIN, DONE, LATER, PREPARED, RESUMED, WORKED, context_of
 from .transfers import DTYPE_BITS, LARGEST_TAG
 from .words import SHUT
 
 _MESSAGE = calls.code_of("message")
 
 # What a blocking entry returns besides. OTHER: the next message is not the one asked for, and was left alone.
-REFUSED, OTHER = LATER + 1, LATER + 2
+REFUSED, OTHER = WORKED + 1, WORKED + 2
+
+ANY = -(1 << 62)  # the source of a receive from any rank
 
 # What `advance` returns, besides AGAIN_ALL: peer * EVENTS + event.
 NOTHING, MOVED, ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE = range(7)
@@ -76,17 +82,37 @@ def _lane(m, peer):
     return load_word(m, LANES) + peer * (8 * LANE_WORDS)
 
 
+@inlined
+def _known_way(m, operation, nbytes, smallest):
+    """How a message goes whose time is not measured."""
+    return best_way(m + 8 * CHOOSING, operation, nbytes) if nbytes >= smallest else CLOSE
+
+
+@inlined
+def _choose(m, operation, nbytes, smallest, stride):
+    """How a message of a blocking call goes: as is best, or as is to be tried."""
+    t = m + 8 * CHOOSING
+    choose_none(t)
+    if nbytes >= smallest:
+        choose(t, operation, nbytes, 2, stride)
+    return load_word(t, WAY)
+
+
 @entry
 def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Index) -> int:
     """Make a message the one that enters the ring to `peer`; `advance` moves it. None may be entering."""
-    begin_message(_lane(integer(mailbox), integer(peer)), integer(address), integer(nbytes), integer(kind))
+    m = integer(mailbox)
+    way = _known_way(m, SENDS, integer(nbytes), SMALLEST)
+    begin_message(_lane(m, integer(peer)), integer(address), integer(nbytes), integer(kind), way)
     return DONE
 
 
 @entry
 def accept(mailbox: Index, peer: Index, address: Index) -> int:
     """Let the message whose header `advance` has read arrive at `address` (0: drop its bytes)."""
-    accept_message(_lane(integer(mailbox), integer(peer)), integer(address))
+    m = integer(mailbox)
+    lane = _lane(m, integer(peer))
+    accept_message(lane, integer(address), _known_way(m, RECEIVES, load_word(lane, IN_NBYTES), LARGE))
     return DONE
 
 
@@ -161,7 +187,7 @@ def send(handle: Index, dst: Index, tensor: PyObject, tag: Index) -> int:
 @kernel
 def _send(m, lane, data, nbytes, kind):
     if load_word(lane, SENDING) == 0:
-        begin_message(lane, data, nbytes, kind)
+        begin_message(lane, data, nbytes, kind, _choose(m, SENDS, nbytes, SMALLEST, 1))
         store_word(lane, SENDING, 1)
     turn = 0
     pieces = 0
@@ -174,19 +200,20 @@ def _send(m, lane, data, nbytes, kind):
                 continue
         elif read_ack(lane):
             store_word(lane, SENDING, 0)
+            conclude(m + 8 * CHOOSING)
             moved(m)
             return DONE if load_word(lane, ACK_VERDICT) == TAKEN else REFUSED
         if load_acquire(m + 8 * BELL) != 0 or not rest(m, turn):
             return AGAIN
         turn += 1
-    return AGAIN
+    return WORKED
 
 
 @entry
 def receive(handle: Index, src: Index, tensor: PyObject, tag: Index) -> int:
-    """Receive the next message of a rank (-1: of any) into an array, and answer it.
+    """Receive the next message of a rank (or of ANY) into an array, and answer it.
 
-    DONE, AGAIN, OTHER or LATER; from any, -1 - rank when done. Only while no other message of that rank is
+    -1 - rank when done, AGAIN, WORKED, OTHER or LATER. Only while no other message of that rank is
     arriving. Meanwhile word SOURCE holds the rank that was chosen, plus 1.
     """
     h = integer(handle)
@@ -194,19 +221,19 @@ def receive(handle: Index, src: Index, tensor: PyObject, tag: Index) -> int:
         return LATER
     m, x, source = context_of(h), object_at(tensor), integer(src)
     nbytes, kind = _message(h, x, integer(tag), WRITEABLE)
-    if nbytes < 0 or not (source == -1 or _is_peer(m, source)):
+    if nbytes < 0 or not (source == ANY or _is_peer(m, source)):
         return _let_go(m, LATER)
-    if source < 0 and load_word(m, SOURCE) == 0:
+    if source == ANY and load_word(m, SOURCE) == 0:
         event = _advance(m, True)
         if event == AGAIN_ALL:
             return AGAIN
         store_word(m, SOURCE, event // EVENTS + 1)
-    peer = load_word(m, SOURCE) - 1 if source < 0 else source
+    peer = load_word(m, SOURCE) - 1 if source == ANY else source
     status = _receive(m, _lane(m, peer), data_of(x), nbytes, kind)
     if status != DONE:
         return status
     store_word(m, SOURCE, 0)
-    return _let_go(m, -1 - peer if source < 0 else DONE)
+    return _let_go(m, -1 - peer)
 
 
 @kernel
@@ -219,11 +246,12 @@ def _receive(m, lane, data, nbytes, kind):
                 if load_word(lane, IN_KIND) != kind or load_word(lane, IN_NBYTES) != nbytes:
                     store_word(m, SOURCE, 0)
                     return OTHER
-                accept_message(lane, data)
+                accept_message(lane, data, _choose(m, RECEIVES, nbytes, LARGE, 2))
                 continue
         elif pull(m, lane):
             moved(m)
             if load_word(lane, IN_TAIL) == load_word(lane, IN_END):
+                conclude(m + 8 * CHOOSING)
                 write_ack(lane, load_word(lane, RECEIVED), TAKEN, nbytes, kind)
                 return DONE
             turn = 0
@@ -232,7 +260,7 @@ def _receive(m, lane, data, nbytes, kind):
         if load_acquire(m + 8 * BELL) != 0 or not rest(m, turn):
             return AGAIN
         turn += 1
-    return AGAIN
+    return WORKED
 
 
 @inlined

@@ -26,9 +26,10 @@ lanes.py, from which everything is resumable.
 from __future__ import annotations
 
 from ..kernels.atomics import load_acquire, store_release
-from ..kernels.copy import copy
+from ..kernels.copy import copy, prefetch, prefetch_to_write, stream
 from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word
+from .choosing import PAST
 from .lanes import (
     ACK_KIND,
     ACK_NBYTES,
@@ -45,6 +46,7 @@ from .lanes import (
     IN_NBYTES,
     IN_TAIL,
     IN_TO,
+    IN_WAY,
     OUT,
     OUT_BODY,
     OUT_END,
@@ -53,6 +55,7 @@ from .lanes import (
     OUT_KIND,
     OUT_NBYTES,
     OUT_TAIL,
+    OUT_WAY,
     RECEIVED,
     RING,
     SENT,
@@ -75,6 +78,7 @@ NEVER_FULL = 1 << 62
 FRAME_HEADER = 16
 FRAME_UNIT = 64
 PIECES_A_RING = 4
+_LINES_AHEAD = 4  # of the next message
 
 
 @inlined
@@ -97,13 +101,22 @@ def _place(m, ring, position):
 
 
 @inlined
-def begin_message(lane, address, nbytes, kind):
+def _copy(way, dst, src, nbytes):
+    if way == PAST:
+        stream(dst, src, nbytes)
+    else:
+        copy(dst, src, nbytes)
+
+
+@inlined
+def begin_message(lane, address, nbytes, kind, way):
     head = load_word(lane, OUT_HEAD)
     store_word(lane, OUT_BODY, head + FRAME_HEADER)
     store_word(lane, OUT_END, head + _frame(nbytes))
     store_word(lane, OUT_FROM, address)
     store_word(lane, OUT_NBYTES, nbytes)
     store_word(lane, OUT_KIND, kind)
+    store_word(lane, OUT_WAY, way)
     store_word(lane, SENT, load_word(lane, SENT) + 1)
 
 
@@ -133,10 +146,14 @@ def push(m, lane):
     nbytes = min(head + part, body + load_word(lane, OUT_NBYTES)) - start
     source = load_word(lane, OUT_FROM) + start - body
     first = _span(m, start, nbytes)
-    copy(_place(m, ring, start), source, first)
-    copy(ring + RING_HEADER, source + first, nbytes - first)
+    way = load_word(lane, OUT_WAY)
+    _copy(way, _place(m, ring, start), source, first)
+    _copy(way, ring + RING_HEADER, source + first, nbytes - first)
     store_word(lane, OUT_HEAD, head + part)
     store_release(ring + HEAD, head + part)
+    # The next message's lines come over while this one travels (64 bytes: 0.68 us one way without, 2 cores).
+    for line in range(_LINES_AHEAD):
+        prefetch_to_write(_place(m, ring, head + part) + FRAME_UNIT * line)
     return True
 
 
@@ -174,18 +191,21 @@ def sees_header(m, lane):
     if not _sees(lane, tail + 1):
         return False
     place = _place(m, load_word(lane, IN), tail)
+    for line in range(_LINES_AHEAD):
+        prefetch(place + FRAME_UNIT * line)
     store_word(lane, IN_NBYTES, load_word(place, 0))
     store_word(lane, IN_KIND, load_word(place, 1))
     return True
 
 
 @inlined
-def accept_message(lane, address):
+def accept_message(lane, address, way):
     """Let the message whose header was read arrive at `address` (0: drop its bytes)."""
     tail = load_word(lane, IN_TAIL)
     store_word(lane, IN_BODY, tail + FRAME_HEADER)
     store_word(lane, IN_END, tail + _frame(load_word(lane, IN_NBYTES)))
     store_word(lane, IN_TO, address)
+    store_word(lane, IN_WAY, way)
     store_word(lane, RECEIVED, load_word(lane, RECEIVED) + 1)
 
 
@@ -203,8 +223,9 @@ def pull(m, lane):
     if load_word(lane, IN_TO) != 0:
         target = load_word(lane, IN_TO) + start - body
         first = _span(m, start, nbytes)
-        copy(target, _place(m, ring, start), first)
-        copy(target + first, ring + RING_HEADER, nbytes - first)
+        way = load_word(lane, IN_WAY)
+        _copy(way, target, _place(m, ring, start), first)
+        _copy(way, target + first, ring + RING_HEADER, nbytes - first)
     store_word(lane, IN_TAIL, tail + part)
     store_release(ring + TAIL, tail + part)
     return True
@@ -229,3 +250,4 @@ def write_ack(lane, number, verdict, nbytes, kind):
     store_word(ack, 4, kind)
     store_word(lane, ACKS_GIVEN, given + 1)
     store_release(ack, given + 1)
+    prefetch_to_write(load_word(lane, IN) + ACKS + ACK_BYTES * ((given + 1) % ACK_SLOTS))

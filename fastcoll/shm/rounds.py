@@ -30,12 +30,23 @@ from ..kernels.atomics import store_release, swap_if_equal, this_thread
 from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word
 from ..kernels.waiting import BUDGET, IDLE, now, wait_for
-from .choosing import SMALLEST, choose, learn, measure, start_clock, stop_clock
+from .choosing import (
+    LAG,
+    SMALLEST,
+    TOOK,
+    choose,
+    choose_none,
+    learn,
+    measure,
+    start_clock,
+    stop_clock,
+    ways_of,
+)
 from .layout import BALANCE, CALL, CONSUMED, INLINE, LINE, PAYLOAD, PUBLISHED, SEQUENCE, SHAPE, SLOTS, TIME
 from .words import (
     BUSY,
     CALLS,
-    LAG,
+    CHOOSING,
     LARGEST,
     LATE,
     MET,
@@ -44,7 +55,6 @@ from .words import (
     RANK,
     READ,
     ROUND,
-    ROW,
     SECTIONS,
     SEEN,
     SHUT,
@@ -54,18 +64,17 @@ from .words import (
     SLOTS_AT,
     STRIDE,
     TABLES,
-    TOOK,
-    WAY,
     WROTE,
 )
 
-# What an entry returns. LATER: nothing was done, since the call needs Python's help or another thread's call
-# is under way.
-DONE, AGAIN, MISMATCH, LATER = range(4)
+# What an entry returns. AGAIN: it waited long enough; WORKED: it did not wait, but worked long enough. LATER: nothing
+# was done, since the call needs Python's help or another thread's call is under way.
+DONE, AGAIN, MISMATCH, LATER, WORKED = range(5)
 
 # An entry takes the context's address with what Python knows about the call in the lowest bits.
 RESUMED = 1  # the call came back with AGAIN before and holds the context
 PREPARED = 2  # the arrays have been adopted, and GIVEN is the call's description
+HELD = 4  # this thread has the context from the call before
 TAGS = 7
 
 
@@ -73,6 +82,12 @@ TAGS = 7
 def context_of(handle):
     """The context's address, without the tags."""
     return handle & ~TAGS
+
+
+@inlined
+def ways_at(c):
+    """Address of the table of choosing.py."""
+    return c + 8 * CHOOSING
 
 
 @inlined
@@ -115,7 +130,7 @@ def fits_inline(nbytes):
 @inlined
 def take(handle):
     """Take the context for a call, unless the call has it already; False: that can't be now."""
-    if handle & RESUMED:
+    if handle & (RESUMED | HELD):
         return True
     c = context_of(handle)
     if handle & PREPARED == 0 and load_word(c, SHUT) | load_word(c, PENDING) != 0:
@@ -143,11 +158,9 @@ def begin(handle, operation, nbytes, moving):
         store_word(c, CALLS, load_word(c, CALLS) + 1)
         store_word(c, PATIENCE + IDLE, 0)
         store_word(c, LATE, load_word(c, RANK))
-        store_word(c, WAY, 0)
-        store_word(c, LAG, 0)
-        store_word(c, ROW, 0)
+        choose_none(ways_at(c))
         if nbytes >= SMALLEST:
-            choose(c, operation, nbytes, moving)
+            choose(ways_at(c), operation, nbytes, ways_of(nbytes, load_word(c, SLOT), moving), 1)
 
 
 @kernel
@@ -181,7 +194,7 @@ def publish(c, call, shape, balance):
         store_word(line, CALL, call)
         store_word(line, SHAPE, shape)
         store_word(line, BALANCE, balance)
-        store_word(line, TIME, load_word(c, TOOK))
+        store_word(line, TIME, load_word(ways_at(c), TOOK))
         store_release(line + 8 * SEQUENCE, load_word(c, CALLS))
     else:
         store_release(section(c, load_word(c, RANK)) + PUBLISHED, load_word(c, ROUND) + wrote + 1)
@@ -191,10 +204,10 @@ def publish(c, call, shape, balance):
 @kernel
 def _meet(c, call, shape, balance):
     """Wait until every rank has begun this call, and compare the calls."""
-    stop_clock(c)
+    stop_clock(ways_at(c))
     same = True
     largest = shape
-    took = load_word(c, TOOK)
+    took = load_word(ways_at(c), TOOK)
     for peer in range(load_word(c, SIZE)):
         if peer == load_word(c, RANK):
             continue
@@ -211,12 +224,13 @@ def _meet(c, call, shape, balance):
     store_word(c, LARGEST, largest)
     if same and balance == 0:
         store_word(c, MET, 1)
-        learn(c, took)
-        start_clock(c)
+        learn(ways_at(c), took)
+        start_clock(ways_at(c))
         return DONE
     store_word(c, READ, SLOTS)  # more rounds than anybody wrote: none is taken for a later call's
-    finish(c)
-    return MISMATCH
+    choose_none(ways_at(c))
+    _wind_up(c)
+    return MISMATCH  # and keeps the context: what Python does next about it belongs to this call
 
 
 @inlined
@@ -231,7 +245,7 @@ def meet(c, call, shape, balance):
 def may_write(c, total):
     """Whether the next thing to do is to write a round, of `total`; else one is to be read."""
     wrote = load_word(c, WROTE)
-    return wrote < total and wrote <= load_word(c, READ) + load_word(c, LAG)
+    return wrote < total and wrote <= load_word(c, READ) + load_word(ways_at(c), LAG)
 
 
 @inlined
@@ -265,15 +279,21 @@ def close_round(c, total):
 @inlined
 def finish(c):
     """The call is complete on this rank."""
-    measure(c)
+    measure(ways_at(c))
+    _wind_up(c)
+    store_release(c + 8 * BUSY, 0)
+    return DONE
+
+
+@inlined
+def _wind_up(c):
+    """Make the context ready for the next call."""
     store_word(c, ROUND, load_word(c, ROUND) + load_word(c, READ))
     store_release(section(c, load_word(c, RANK)) + CONSUMED, load_word(c, ROUND))
     store_word(c, WROTE, 0)
     store_word(c, READ, 0)
     store_word(c, MET, 0)
     store_word(c, LATE, -1)
-    store_release(c + 8 * BUSY, 0)
-    return DONE
 
 
 @inlined
@@ -284,11 +304,14 @@ def rounds_of(nbytes, chunk):
 
 @inlined
 def time_is_up(c):
-    """Whether the kernel has worked long enough and should return AGAIN between two rounds.
+    """Whether the kernel has worked long enough and should return WORKED between two rounds.
 
     Python then sees signals, the deadline and an abort, though no wait was long.
     """
     if load_word(c, SINCE) == 0:
         store_word(c, SINCE, now(c + 8 * PATIENCE))
         return False
-    return now(c + 8 * PATIENCE) > load_word(c, SINCE) + load_word(c, PATIENCE + BUDGET)
+    if now(c + 8 * PATIENCE) <= load_word(c, SINCE) + load_word(c, PATIENCE + BUDGET):
+        return False
+    store_word(c, LATE, load_word(c, RANK))
+    return True

@@ -20,6 +20,7 @@ from ..reduce_op import ReduceOp
 from ..work import Work
 from . import collectives, moving, ring_kernels
 from .mailbox import Mailbox
+from .ring_kernels import ANY
 from .rounds import DONE, LATER
 
 _all_reduce = collectives.all_reduce
@@ -36,6 +37,16 @@ _send = ring_kernels.send
 _receive = ring_kernels.receive
 
 BARRIER = calls.encode("barrier")
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an entry itself raised the error, over an argument that is no integer of 64 bits.
+
+    Then the traceback ends in the method that called the entry. What a signal handler raises has one frame more.
+    """
+    traceback = error.__traceback__
+    ends_here = traceback is not None and traceback.tb_next is None
+    return ends_here and isinstance(error, TypeError | OverflowError)
 
 
 class ShortPaths(ProcessGroup):
@@ -218,9 +229,9 @@ class ShortPaths(ProcessGroup):
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         try:
-            code = _receive.call(self._m, -1 if src is None else src, tensor, tag)
-            if code <= DONE:
-                return -1 - code if src is None else src
+            code = _receive.call(self._m, ANY if src is None else src, tensor, tag)
+            if code < DONE:
+                return -1 - code
             if code != LATER:
                 return self._mailbox.resume_receive(code, tensor, src, tag)
         except BaseException as error:
@@ -230,5 +241,5 @@ class ShortPaths(ProcessGroup):
     def _torn_message(self, error: BaseException, doing: str) -> None:
         """As `_torn`, for messages."""
         self._mailbox.torn(error, doing)
-        if not isinstance(error, TypeError):
+        if not is_refusal(error):
             raise

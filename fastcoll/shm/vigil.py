@@ -139,5 +139,17 @@ class Wait:
             self._warn_after = float("inf")
             _log.warning("%s has waited %.0f s for %s", self._doing, waited, self._names(late))
 
+    def worked(self) -> None:
+        """As `look` for an operation that is slow but gets on, so that no peer's end concerns it yet.
+
+        Raises:
+            GroupError: the group was aborted here, or the timeout has passed.
+        """
+        self._seen = False
+        if self._vigil.failure is not None:
+            raise self._vigil.failure.with_traceback(None)
+        if time.monotonic() - self._started >= self._timeout:
+            raise CollectiveTimeoutError(f"{self._doing} is not complete after {self._timeout:g} s")
+
     def _names(self, ranks: Sequence[int]) -> str:
         return ", ".join(map(self._vigil.name, ranks)) or "nobody"

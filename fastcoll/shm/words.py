@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..calls import OPERATIONS
 from ..kernels.waiting import PATIENCE_WORDS
+from .choosing import choosing_words
 
 RANK = 0
 SIZE = 1
@@ -26,20 +27,13 @@ PENDING = 17  # operations queued or under way on the progress thread; synchrono
 GIVEN = 18  # address of the description of a PREPARED call
 NDARRAY, TUPLE, NONE = 19, 20, 21  # addresses of Python's numpy.ndarray, tuple and None
 MET = 22  # 1: the calls of all ranks have been compared
-LAG = 23  # rounds to write ahead of reading; 0 to SLOTS - 1
-WAY = 24  # how the data of the call under way goes through the slots (choosing.py)
-ROW = 25  # address of the row of CHOICES to learn from this call; 0: none
-NBYTES = 26  # size of the call, for the row
-STARTED, SPENT = 27, 28  # ticks: the clock's last start, and what it showed when it stopped
-TOOK = 29  # ticks a KiB that the last call took here; 0: not measured
-LAST_ROW, LAST_WAY = 30, 31  # the last call's, for when all ranks' TOOK are known
-PATIENCE = 32  # the table of kernels/waiting.py
+SYMMETRIC = 23  # address of the table of symmetric arrays (symmetric_table.py); 0: there are none
+DID = 24  # bytes of this rank's part of a call in symmetric memory that are done
+PATIENCE = 25  # the table of kernels/waiting.py
 FIXED_WORDS = PATIENCE + PATIENCE_WORDS
-# Behind them: the rows of choosing.py, the memo of descriptions (border.py), five tables of a word a rank.
-CHOICES = FIXED_WORDS
-ROW_WORDS = 6
-CLASSES = 8
-MEMO = CHOICES + ROW_WORDS * CLASSES * len(OPERATIONS)
+# Behind them: the table of choosing.py, the memo of descriptions (border.py), five tables of a word a rank.
+CHOOSING = FIXED_WORDS
+MEMO = CHOOSING + choosing_words(len(OPERATIONS))
 MEMO_ENTRIES = 128
 MEMO_WORDS = (
     4  # of an entry: dtype's address, reduce operation's address, operation's code, description's address

@@ -19,6 +19,8 @@ def test_bus_factors_are_those_of_nccl_tests():
         "all_to_all": 0.75,
         "sendrecv": 1,
         "barrier": 1,
+        "update_all_reduce": 1.5,
+        "update_symmetric_all_reduce": 1.5,
     }
 
 

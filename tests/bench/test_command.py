@@ -61,7 +61,7 @@ def test_every_operation_is_right(ranks, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["results"]
-    assert len({r["operation"] for r in rows}) == 10
+    assert len({r["operation"] for r in rows}) == 12
     assert all(r["wrong"] == 0 for r in rows)
 
 

@@ -42,6 +42,23 @@ def _pass_on(count: int, rank: int, n: int) -> None:
         dist.recv(x, n - 1)
 
 
+def _put_on(count: int, rank: int, n: int) -> None:
+    """Everybody puts into the next rank's symmetric array, which it allocates for this."""
+    x = dist.symmetric.empty(count, "f4")
+    dist.symmetric.put(x, np.ones(count, "f4"), (rank + 1) % n)
+    dist.symmetric.signal(x, (rank + 1) % n)
+    dist.symmetric.wait(x, (rank - 1) % n)
+
+
+_symmetric: dict[int, np.ndarray] = {}
+
+
+def _reduce_symmetric(count: int, rank: int, n: int) -> None:
+    if count not in _symmetric:
+        _symmetric[count] = dist.symmetric.zeros(count, "f4")
+    dist.all_reduce(_symmetric[count])
+
+
 STEPS: dict[str, Step] = {
     "all_reduce": lambda c, r, n: dist.all_reduce(np.ones(c, "f4")),
     "reduce": lambda c, r, n: dist.reduce(np.ones(c, "f4"), 0),
@@ -55,6 +72,8 @@ STEPS: dict[str, Step] = {
     "barrier": lambda c, r, n: dist.barrier(),
     "batch_isend_irecv": _ring,
     "send_recv": _pass_on,
+    "put": _put_on,
+    "symmetric_all_reduce": _reduce_symmetric,
 }
 
 

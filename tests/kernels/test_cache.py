@@ -84,3 +84,27 @@ def test_a_compilation_that_fails_can_be_tried_again(tmp_path, monkeypatch):
     for _ in range(2):
         with pytest.raises(Exception, match="nothing"):
             undefined.call(1)
+
+
+def test_the_first_compilation_of_a_state_of_the_sources_says_so_once(sources):
+    def lines() -> int:
+        program = FIRST_USE + "\nreduce.reducer(reduce.ReduceOp.SUM, np.dtype('float64'))"
+        env = {"NUMBA_CACHE_DIR": str(sources.parent / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=sources, env=env, capture_output=True, text=True
+        )
+        return done.stderr.count("fastcoll compiles its kernels")
+
+    assert lines() == 1
+    assert lines() == 0
+    helper = sources / "fastcoll" / "kernels" / "combine.py"
+    helper.write_text(helper.read_text() + "\n# edited\n")
+    assert lines() == 1
+    assert lines() == 0
+
+
+def test_loading_imports_nothing_that_only_compiling_needs(sources):
+    assert loads_at_first_use(sources, 1) == [0]
+    program = FIRST_USE + "\nimport sys\nassert 'numba.np.arraymath' not in sys.modules"
+    env = {"NUMBA_CACHE_DIR": str(sources.parent / "cache")}
+    subprocess.run([sys.executable, "-c", program], cwd=sources, env=env, check=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numba import from_dtype, types
+from numba import from_dtype, njit, types
 from numba.extending import intrinsic
 
 from fastcoll.kernels.combine import division_of
-from fastcoll.kernels.jit import inlined
 
 NUMBERS = [*range(1, 70), 127, 128, 129, 255, 256, 257, 1000, 32767, 32768, 32769, 65535, 65536, 2**20, 2**31]
 
@@ -21,7 +20,7 @@ def dividing(dtype: np.dtype):
     def quotient(typing_context, x, n):
         return kind(kind, types.int64), lambda context, builder, signature, args: divide(builder, *args)
 
-    @inlined
+    @njit(error_model="numpy")
     def every(x, n, out):
         for i in range(x.size):
             out[i] = quotient(x[i], n)

@@ -6,11 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from fastcoll.kernels import half
-from fastcoll.kernels.jit import inlined
 from fastcoll.kernels.vectors import shaped
 
 FLOAT16 = np.dtype("float16")
@@ -49,7 +48,7 @@ def converted(values: np.ndarray, convert, to: np.dtype, width: int) -> np.ndarr
 
     step, step_out = width * values.itemsize, width * to.itemsize
 
-    @inlined
+    @njit(error_model="numpy")
     def every(source, target, times):
         for i in range(times):
             some(source + i * step, target + i * step_out)

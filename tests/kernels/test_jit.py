@@ -1,4 +1,4 @@
-"""The byte copy."""
+"""What helpers and entries are to Numba, and the byte copy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,32 @@ import pytest
 
 from fastcoll.kernels import jit
 from fastcoll.kernels.copy import copy
+from fastcoll.kernels.pyobjects import Index, integer
 
 
-@jit.inlined
-def move(dst, src, nbytes):
-    copy(dst, src, nbytes)
+@jit.entry
+def _move(dst: Index, src: Index, nbytes: Index) -> int:
+    copy(integer(dst), integer(src), integer(nbytes))
+    return 0
+
+
+def move(*args):
+    _move.call(*args)
+
+
+def test_a_helper_is_typed_once_for_all_literals_and_is_not_for_python():
+    @jit.inlined
+    def twice(n):
+        return 2 * n
+
+    @jit.entry
+    def sums(n: Index) -> int:
+        return twice(integer(n)) + twice(3) + twice(5)
+
+    assert sums.call(1) == 18
+    assert len(twice.overloads) == 1
+    with pytest.raises(TypeError, match="twice is a part of compiled code"):
+        twice(1)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 4096, 100_003])

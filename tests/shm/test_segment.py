@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +53,28 @@ def test_two_mappings_are_one_memory(name: str) -> None:
     assert missing == [[0]]
     theirs.close()
     ours.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_pages_are_entered_ahead(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not whole:
+        monkeypatch.setattr(shared, "_PREFAULT_BYTES", 0)
+    Segment.create(name, LAYOUT).close()
+    segment = Segment.attach(name, LAYOUT)
+    with contextlib.suppress(OSError):
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(shared._MADV_POPULATE_WRITE)
+        before = resident(name)
+        segment.prefault(1)
+        grown = resident(name) - before
+        expected = LAYOUT.nbytes if whole else LAYOUT.stride
+        assert expected - 2 * mmap.PAGESIZE <= grown <= expected
+    segment.close()
+
+
+def resident(name: str) -> int:
+    """Bytes of a segment that are in this process's page table."""
+    maps = Path("/proc/self/smaps").read_text().split(name)[1]
+    return int(maps.split("Rss:")[1].split()[0]) << 10
 
 
 def test_a_name_is_never_taken_twice(name: str) -> None:

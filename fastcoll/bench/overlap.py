@@ -1,0 +1,89 @@
+"""`--overlap`: how much of four asynchronous all_reduces hides behind a computation that takes as long.
+
+Two computations: one of a device or a disk, for which this process waits, and one on this rank's core. The second
+needs a core a rank besides those that the operations use: with as many ranks as cores both together cannot take
+less than their sum, less what the operations spend waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import fastcoll as dist
+
+NBYTES = 16 << 20
+IN_FLIGHT = 4
+_ROUNDS = 15
+
+
+def run_spawned(rank: int, ranks: int, init_method: str) -> None:
+    """One rank of the command's own."""
+    dist.init_process_group(init_method=init_method, world_size=ranks, rank=rank)
+    run()
+
+
+def run_launched() -> None:
+    """One rank of a launcher's."""
+    dist.init_process_group()
+    run()
+
+
+def run() -> None:
+    """Measure on all ranks of the default group; rank 0 tells."""
+    xs = [np.ones(NBYTES // 4, np.float32) for _ in range(IN_FLIGHT)]
+    block = np.ones((64, 64))
+    alone = _slowest(lambda: _finish(_begin(xs)))
+    turns = max(1, round(alone / _slowest(lambda: _multiply(block, 100)) * 100))
+    computations = {
+        "waits for a device": lambda: time.sleep(alone),
+        "on this core": lambda: _multiply(block, turns),
+    }
+    lines = [_line(name, xs, compute, alone) for name, compute in computations.items()]
+    if dist.get_rank() == 0:
+        print(
+            f"{IN_FLIGHT} all_reduces of {NBYTES >> 20} MiB in flight, {dist.get_world_size()} ranks, milliseconds"
+        )
+        print(f"{'computation':20} {'operations':>10} {'compute':>10} {'together':>10} {'/ longer':>10}")
+        print("\n".join(lines), flush=True)
+    dist.destroy_process_group()
+
+
+def _line(name: str, xs: list[np.ndarray], compute: Callable[[], object], alone: float) -> str:
+    def both() -> None:
+        works = _begin(xs)
+        compute()
+        _finish(works)
+
+    computing, together = _slowest(compute), _slowest(both)
+    times = "".join(f" {seconds * 1e3:10.2f}" for seconds in (alone, computing, together))
+    return f"{name:20}{times} {together / max(alone, computing):10.2f}"
+
+
+def _begin(xs: list[np.ndarray]) -> list[dist.Work]:
+    return [work for x in xs if (work := dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True))]
+
+
+def _finish(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _multiply(block: np.ndarray, turns: int) -> None:
+    for _ in range(turns):
+        block @ block
+
+
+def _slowest(do: Callable[[], object]) -> float:
+    """Seconds: the median of some rounds, each begun together; the slowest rank's."""
+    seconds = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        since = time.perf_counter()
+        do()
+        seconds.append(time.perf_counter() - since)
+    slowest = np.array([np.median(seconds)])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest[0])

@@ -1,0 +1,64 @@
+"""`--start`: how long ranks take from the start of their interpreters to a group, and to their first all_reduce."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ..errors import UsageError
+
+_RANK = """
+import json, sys, time
+began, rank, ranks, meeting = json.loads(sys.argv[1])
+marks = [began, time.monotonic()]
+import fastcoll as dist, numpy as np
+marks.append(time.monotonic())
+dist.init_process_group(init_method="file://" + meeting, world_size=ranks, rank=rank)
+marks.append(time.monotonic())
+x = np.ones(1024, np.float32)
+for _ in range(2):
+    since = time.monotonic()
+    dist.all_reduce(x)
+    marks.append(time.monotonic() - since)
+print(json.dumps(marks))
+dist.destroy_process_group()
+"""
+STEPS = ("interpreter", "import", "init_process_group", "all three", "first all_reduce", "second all_reduce")
+
+
+def run(ranks: int, times: int = 10) -> None:
+    """Start `ranks` processes so many times, after a first time that fills the caches, and tell medians."""
+    _start(ranks)
+    rows = [_start(ranks) for _ in range(times)]
+    print(f"{ranks} ranks, {times} starts, milliseconds of the slowest rank")
+    print(f"{'':20} {'median':>10} {'longest':>10}")
+    for step, values in zip(STEPS, zip(*rows, strict=True), strict=True):
+        print(f"{step:20} {statistics.median(values) * 1e3:10.2f} {max(values) * 1e3:10.2f}")
+
+
+def _start(ranks: int) -> list[float]:
+    """Seconds of each of STEPS, the slowest rank's."""
+    with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
+        meeting = str(Path(folder) / "meeting")
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", _RANK, json.dumps([time.monotonic(), rank, ranks, meeting])],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        texts = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise UsageError("a rank could not start; it has said why")
+    return [max(values) for values in zip(*map(_steps, texts), strict=True)]
+
+
+def _steps(text: str) -> list[float]:
+    began, interpreter, imported, ready, first, second = json.loads(text)
+    return [interpreter - began, imported - interpreter, ready - imported, ready - began, first, second]

@@ -1,0 +1,95 @@
+"""`--tune`: from which size on two-shot beats one-shot with so many ranks here, written to this machine's table."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import fastcoll as dist
+
+from ..shm.group import ShmGroup
+from ..shm.thresholds import BUILT_IN, table_path, write
+from .timing import estimate, measure, schedule
+
+SIZES = tuple(1 << k for k in range(10, 20))
+_ROUNDS = 7
+_SECONDS = 0.02  # a round of one size and way
+_ALWAYS, _NEVER = 1 << 62, -1
+
+
+class Measured(NamedTuple):
+    """Seconds a call of the slowest rank, medians over the rounds."""
+
+    nbytes: int
+    one_shot: float
+    two_shot: float
+
+
+def run_spawned(rank: int, ranks: int, init_method: str, command: str) -> None:
+    """One rank of the command's own."""
+    dist.init_process_group(init_method=init_method, world_size=ranks, rank=rank)
+    run(command)
+
+
+def run_launched(command: str) -> None:
+    """One rank of a launcher's."""
+    dist.init_process_group()
+    run(command)
+
+
+def run(command: str) -> None:
+    """Measure on all ranks of the default group; rank 0 tells and writes."""
+    group = dist.new_group(backend="shm")
+    assert isinstance(group, ShmGroup)
+    rows = [_measure(group, nbytes) for nbytes in SIZES]
+    rank = group.rank
+    dist.destroy_process_group()
+    if rank == 0:
+        _tell(rows, group.size, command)
+
+
+def best_limit(rows: Sequence[Measured]) -> int:
+    """The limit with which the calls of all sizes together lose least against the faster way of each size."""
+
+    def loss(limit: int) -> float:
+        return sum((row[1] if row.nbytes <= limit else row[2]) / min(row[1:]) for row in rows)
+
+    return min([0, *(row.nbytes for row in rows)], key=loss)
+
+
+def _measure(group: ShmGroup, nbytes: int) -> Measured:
+    x = np.zeros(nbytes // 4, np.float32)
+    rounds = [[_time(group, x, limit) for limit in (_ALWAYS, _NEVER)] for _ in range(_ROUNDS)]
+    slowest = np.array(rounds)
+    group.all_reduce(slowest, dist.ReduceOp.MAX)
+    one, two = np.median(slowest, 0).tolist()
+    return Measured(nbytes, one, two)
+
+
+def _time(group: ShmGroup, x: np.ndarray, limit: int) -> float:
+    group._context.go_one_shot(limit)
+
+    def call() -> None:
+        group.all_reduce(x)
+
+    each = np.array([estimate(call, 5)])
+    group.all_reduce(each, dist.ReduceOp.MAX)  # the same schedule on all ranks
+    return measure(call, schedule(float(each[0]), _SECONDS)).median
+
+
+def _tell(rows: Sequence[Measured], ranks: int, command: str) -> None:
+    print(f"all_reduce of float32, {ranks} ranks on {len(os.sched_getaffinity(0))} cores, us a call")
+    print(f"{'bytes':>8} {'one-shot':>10} {'two-shot':>10}")
+    for row in rows:
+        print(f"{row.nbytes:8} {row.one_shot * 1e6:10.2f} {row.two_shot * 1e6:10.2f}")
+    limit, path = best_limit(rows), table_path()
+    write(path, ranks, limit, command)
+    usual = min((n for n in BUILT_IN.one_shot if n >= ranks), default=max(BUILT_IN.one_shot))
+    print(
+        f"one-shot up to {limit} bytes with {ranks} ranks (built in: {BUILT_IN.one_shot[usual]}), written to {path}"
+    )
+    sys.stdout.flush()

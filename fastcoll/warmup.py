@@ -1,0 +1,104 @@
+"""`python -m fastcoll.warmup`: compile ahead what would be compiled when a program first needs it.
+
+Into the directory from which every process of this user loads: `__pycache__` beside the sources, the user's cache
+directory where that is not writable, or NUMBA_CACHE_DIR. For images of containers, and before large jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
+from typing import NamedTuple
+
+from .bench.cases import parse_dtype
+from .bench.parsing import positive
+from .errors import FastcollError, UsageError
+from .reduce_op import ReduceOp
+
+_ALL = "bool,int8,int16,int32,int64,uint8,uint16,uint32,uint64,float16,bfloat16,float32,float64,complex64,complex128"
+_REDUCTIONS = "reductions of "
+
+
+class _Made(NamedTuple):
+    name: str
+    seconds: float
+    new: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    logging.getLogger("fastcoll").setLevel(logging.ERROR)  # what it says of compiling is said here
+    try:
+        dtypes = _ALL if given.dtypes == "all" else given.dtypes
+        reductions = [_REDUCTIONS + parse_dtype(name).name for name in dtypes.split(",")]
+        _warm_up([*_entries(given.ops), *reductions], given.processes)
+    except FastcollError as error:
+        parser.error(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastcoll.warmup", description=(__doc__ or "").partition(": ")[2]
+    )
+    add = parser.add_argument
+    add(
+        "--dtypes",
+        default="float32",
+        help="to reduce, a,b,... or all (default: float32); moving takes any dtype",
+    )
+    add("--ops", help="operations, a,b,... (default: all); a dtype's reductions are compiled together")
+    cores = len(os.sched_getaffinity(0))
+    add("-j", "--processes", type=positive(int), default=min(4, cores), help="default: one a core, 4 at most")
+    return parser
+
+
+def _entries(names: str | None) -> list[str]:
+    from .shm.entries import ENTRIES
+
+    known = [entry.name for entry in ENTRIES]
+    wanted = known if names is None else names.split(",")
+    if unknown := set(wanted) - set(known):
+        raise UsageError(f"there is no operation {min(unknown)!r}; known: {', '.join(known)}")
+    return [name for name in known if name in wanted]
+
+
+def _warm_up(todo: Sequence[str], processes: int) -> None:
+    began = time.perf_counter()
+    first = _make(todo[0])  # what every compilation needs is imported now, and inherited by the processes
+    made: list[_Made] = []
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        for one in chain([first], pool.map(_make, todo[1:])):
+            made.append(one)
+            if one.new:
+                print(f"{one.name:25} {one.seconds:6.2f} s", flush=True)
+    new, took = sum(one.new for one in made), time.perf_counter() - began
+    there = f"; {len(made) - new} were there" if new < len(made) else ""
+    print(f"{new} kernels compiled in {took:.1f} s{there}" if new else f"all {len(made)} kernels are there")
+
+
+def _make(name: str) -> _Made:
+    """Compile or load one."""
+    from .kernels.cache import KernelCache
+    from .kernels.reduce import reducer
+    from .shm.entries import ENTRIES
+
+    before, began = KernelCache.compiled, time.perf_counter()
+    if name.startswith(_REDUCTIONS):
+        reducer(ReduceOp.SUM, parse_dtype(name.removeprefix(_REDUCTIONS)))
+    else:
+        next(entry for entry in ENTRIES if entry.name == name).compile()
+    return _Made(name, time.perf_counter() - began, KernelCache.compiled > before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""border.py: which calls compiled code takes by itself, and that those it leaves to Python give the same results."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import ArrayError, ReduceOp, UsageError
+from fastcoll.kernels.jit import entry
+from fastcoll.kernels.pointers import address_of
+from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
+from fastcoll.shm import words
+from fastcoll.shm.border import MEMO_PROBES, description, memo_place
+from fastcoll.shm.context import Context, What
+from fastcoll.shm.layout import PAGE, Layout
+
+N = 6  # elements of a block
+HEADER = np.zeros(PAGE // 8, np.int64)  # of a segment without sections
+
+
+class Sub(np.ndarray):
+    """A subclass, which may mean anything."""
+
+
+def unaligned(x):
+    buffer = np.zeros(x.nbytes + 1, np.uint8)
+    view = buffer[1:].view(x.dtype).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def strided(x):
+    wide = np.zeros((*x.shape, 2), x.dtype)
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+def read_only(x):
+    x.flags.writeable = False
+    return x
+
+
+FORMS = {
+    "plain": lambda x: x,
+    "matrix of one row": lambda x: x.reshape(-1, 1),
+    "subclass": lambda x: x.view(Sub),
+    "strided": strided,
+    "backwards": lambda x: x[::-1].copy()[::-1],
+    "unaligned": unaligned,
+    "buffer": lambda x: memoryview(x),
+}
+QUICK = ("plain", "matrix of one row")
+
+
+def block(src, dst, dtype="f8"):
+    """What rank src gives rank dst."""
+    return np.arange(N).astype(dtype) + 10 * src + 3 * dst
+
+
+def array(x):
+    return np.asarray(x).reshape(-1)
+
+
+def call(operation, rank, size, form, inputs=None):
+    """Run an operation on arrays of a form; what this rank got, and what it should have got."""
+    inputs = inputs or form
+    x, empty = inputs(block(rank, 0)), lambda: form(np.zeros(N))
+    total = sum(block(r, 0) for r in range(size))
+    root = size - 1
+    if operation == "all_reduce":
+        x = form(block(rank, 0))
+        dist.all_reduce(x)
+        return [x], [total]
+    if operation == "reduce":
+        x = form(block(rank, 0))
+        dist.reduce(x, root)
+        return [x], [total if rank == root else block(rank, 0)]
+    if operation == "broadcast":
+        x = form(block(rank, 0))
+        dist.broadcast(x, root)
+        return [x], [block(root, 0)]
+    if operation == "scan":
+        x = form(block(rank, 0))
+        dist.scan(x)
+        return [x], [sum(block(r, 0) for r in range(rank + 1))]
+    outs = [empty() for _ in range(size)]
+    gives = [inputs(block(rank, p)) for p in range(size)]
+    if operation == "all_gather":
+        dist.all_gather(outs, x)
+        return outs, [block(r, 0) for r in range(size)]
+    if operation == "gather":
+        dist.gather(x, outs if rank == root else None, root)
+        return outs, [block(r, 0) * (rank == root) for r in range(size)]
+    if operation == "scatter":
+        dist.scatter(outs[0], gives if rank == root else None, root)
+        return outs[:1], [block(root, rank)]
+    if operation == "reduce_scatter":
+        dist.reduce_scatter(outs[0], gives)
+        return outs[:1], [sum(block(r, rank) for r in range(size))]
+    if operation == "all_to_all":
+        dist.all_to_all(outs, gives)
+        return outs, [block(r, rank) for r in range(size)]
+    whole, many = form(np.zeros(N * size)), inputs(np.concatenate([block(rank, p) for p in range(size)]))
+    if operation == "all_gather_into_tensor":
+        dist.all_gather_into_tensor(whole, x)
+        return [whole], [np.concatenate([block(r, 0) for r in range(size)])]
+    if operation == "reduce_scatter_tensor":
+        dist.reduce_scatter_tensor(outs[0], many)
+        return outs[:1], [sum(block(r, rank) for r in range(size))]
+    assert operation == "all_to_all_single"
+    dist.all_to_all_single(whole, many)
+    return [whole], [np.concatenate([block(r, rank) for r in range(size)])]
+
+
+QUICK_OPERATIONS = (
+    "all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all all_gather_into_tensor "
+    "reduce_scatter_tensor all_to_all_single"
+).split()
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The entries of the calls that Python had to prepare."""
+    group, names = dist.GroupMember.WORLD, []
+    plan = group._plan
+
+    def count(entry, *args, **options):
+        names.append(entry.name)
+        return plan(entry, *args, **options)
+
+    monkeypatch.setattr(group, "_plan", count)
+    return names
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("operation", [*QUICK_OPERATIONS, "scan"])
+def test_every_form_of_array_gives_the_same_result(rank, world_size, operation, planned):
+    call(operation, rank, world_size, FORMS["plain"])
+    for name, form in FORMS.items():
+        del planned[:]
+        got, want = call(operation, rank, world_size, form)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(array(x), y, err_msg=name)
+        assert bool(planned) == (name not in QUICK or operation == "scan"), name
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "operation", [o for o in QUICK_OPERATIONS if "gather" in o or "scatter" in o or "to_all" in o]
+)
+def test_inputs_may_be_read_only_and_outputs_not(rank, world_size, operation, planned):
+    call(operation, rank, world_size, FORMS["plain"])
+    del planned[:]
+    got, want = call(operation, rank, world_size, FORMS["plain"], inputs=read_only)
+    assert not planned
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    if operation != "gather":  # there only the root has outputs
+        with pytest.raises(ArrayError, match="read-only"):
+            call(operation, rank, world_size, read_only)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (3, 0), (1, 1, 1, 1)])
+def test_shapes_without_length(rank, world_size, shape):
+    for _ in range(2):
+        x = np.full(shape, rank + 1.0)
+        dist.all_reduce(x)
+        assert (x == 3).all()
+        dist.reduce(x, 1)
+        dist.broadcast(x, 1)
+        assert (x == 6).all()
+        outs = [np.zeros(shape), np.zeros(shape)]
+        dist.all_gather(outs, np.full(shape, float(rank)))
+        dist.all_to_all(outs, [out.copy() for out in outs])
+        assert all((out == rank).all() for out in outs)
+        dist.scatter(outs[0], [np.full(shape, 5.0), np.full(shape, 6.0)] if rank == 0 else None, 0)
+        assert (outs[0] == 5 + rank).all()
+
+
+@pytest.mark.ranks(2)
+def test_elements_without_bytes(rank, world_size):
+    nothing = np.dtype("V0")
+    for _ in range(2):
+        x = np.empty(3, nothing)
+        dist.broadcast(x, 0)
+        dist.all_gather([x.copy(), x.copy()], x)
+        dist.all_to_all([x.copy(), x.copy()], [x.copy(), x.copy()])
+        dist.all_gather_into_tensor(np.empty(6, nothing), x)
+        (dist.send if rank == 0 else dist.recv)(x, 1 - rank)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_dtype_that_is_equal_but_not_the_same(rank, world_size, planned):
+    for _ in range(3):
+        fresh = np.dtype([("a", "f4"), ("b", "i8")])
+        x = np.zeros(4, fresh)
+        x["b"] = rank
+        dist.broadcast(x, 1)
+        assert (x["b"] == 1).all()
+        outs = [np.zeros(4, np.dtype([("a", "f4"), ("b", "i8")])) for _ in range(2)]
+        dist.all_gather(outs, x)
+        assert all((out["b"] == 1).all() for out in outs)
+    assert planned
+
+
+@pytest.mark.ranks(2)
+def test_sequences_that_are_no_lists(rank, world_size):
+    x = np.full(3, rank + 1.0)
+    for kind in (tuple, list):
+        outs = kind(np.zeros(3) for _ in range(2))
+        dist.all_gather(outs, x)
+        np.testing.assert_array_equal(outs, [[1] * 3, [2] * 3])
+        dist.gather(x, outs if rank == 1 else kind(), 1)
+        dist.all_to_all(outs, kind([x, x]))
+        np.testing.assert_array_equal(outs, [[1] * 3, [2] * 3])
+    with pytest.raises(ArrayError, match="tuple"):
+        dist.all_gather_into_tensor((np.zeros(3), np.zeros(3)), x)
+    with pytest.raises(ArrayError, match="tuple"):
+        dist.reduce_scatter_tensor(x, (x, x))
+    with pytest.raises(ArrayError, match="tuple"):
+        dist.all_to_all_single(x, (x, x))
+    for wrong in ([], (), [x], [x] * 3, [x, None], [None, None]):
+        with pytest.raises((UsageError, ArrayError)):
+            dist.all_gather(wrong, x)
+        with pytest.raises((UsageError, ArrayError)):
+            dist.all_to_all(wrong, [x, x])
+        with pytest.raises((UsageError, ArrayError)):
+            dist.all_to_all([x, x], wrong)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_arrays_that_overlap(rank, world_size):
+    """Python makes a copy of what would be overwritten; the very same memory for the rank's own block is fine."""
+    size = world_size
+    for _ in range(2):
+        whole = np.concatenate([block(rank, p) for p in range(size)])
+        dist.all_to_all_single(whole, whole)
+        np.testing.assert_array_equal(whole, np.concatenate([block(r, rank) for r in range(size)]))
+        whole = np.zeros(N * size)
+        whole[rank * N : (rank + 1) * N] = block(rank, 0)
+        dist.all_gather_into_tensor(whole, whole[rank * N : (rank + 1) * N])
+        np.testing.assert_array_equal(whole, np.concatenate([block(r, 0) for r in range(size)]))
+        other = np.concatenate([block(rank, 0), np.zeros(N * size)])
+        dist.all_gather_into_tensor(other[1 : N * size + 1], other[:N])
+        np.testing.assert_array_equal(other[1 : N * size + 1], whole)
+        many = np.concatenate([block(rank, p) for p in range(size)])
+        dist.reduce_scatter_tensor(many[1 : N + 1], many)
+        np.testing.assert_array_equal(many[1 : N + 1], sum(block(r, rank) for r in range(size)))
+
+
+@pytest.mark.ranks(2)
+def test_more_dtypes_and_operations_than_the_memo_holds(rank, world_size):
+    """What has no place goes through Python, with the same result."""
+    kinds = [np.dtype((np.void, n)) for n in range(1, words.MEMO_ENTRIES + 40)]
+    for _ in range(2):
+        for dtype in kinds:
+            x = np.full(dtype.itemsize, rank + 1, np.uint8).view(dtype)
+            dist.broadcast(x, 1)
+            assert x.tobytes() == b"\x02" * dtype.itemsize
+    for op, want in ((ReduceOp.SUM, 3), (ReduceOp.PRODUCT, 2), (ReduceOp.MAX, 2)):
+        x = np.full(3, rank + 1, "i2")
+        dist.all_reduce(x, op)
+        assert (x == want).all()
+
+
+# ---- the memo itself -----------------------------------------------------------------------------------
+
+
+@entry
+def recall(handle: Index, operation: Index, x: PyObject, op: PyObject) -> int:
+    """The description that compiled code finds for a call."""
+    c = integer(handle)
+    return description(c, c, integer(operation), object_at(x), object_at(op))
+
+
+class Op:
+    """Stands for a reduce operation, which the memo knows by its address only."""
+
+
+def test_the_memo_finds_what_it_was_told_and_nothing_else():
+    context = Context(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
+    dtypes = [np.dtype((np.void, n)) for n in range(1, 30)]
+    ops = [Op(), Op()]
+    told = {}
+    for operation in (1, 2, 5):
+        for n, dtype in enumerate(dtypes[::2]):
+            op = ops[n % 2]
+            told[operation, dtype, op] = what = What(n, dtype.itemsize)
+            context.remember(operation, dtype, op, what)
+    found = 0
+    for operation in (1, 2, 3, 5):
+        for dtype in dtypes:
+            x = np.zeros(1, dtype)
+            for op in ops:
+                address = recall.call(context.address, operation, x, op)
+                known = told.get((operation, x.dtype, op))
+                assert address in (0, known.address if known else 0)
+                found += address != 0
+    assert found > len(told) * 0.9  # crowded places may be full
+    assert recall.call(context.address, 1, np.zeros(1, dtypes[0]).view(Sub), ops[0]) == 0
+    assert recall.call(context.address, 1, [1], ops[0]) == 0
+
+
+def test_a_full_memo_keeps_what_it_has():
+    context = Context(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
+    dtype, whats = np.dtype("f8"), []
+    ops = [Op() for _ in range(3 * words.MEMO_ENTRIES)]
+    for n, op in enumerate(ops):
+        whats.append(What(n, 8))
+        context.remember(1, dtype, op, whats[-1])
+    x = np.zeros(1)
+    found = [recall.call(context.address, 1, x, op) for op in ops]
+    assert all(address in (0, what.address) for address, what in zip(found, whats, strict=True))
+    assert sum(address != 0 for address in found) > words.MEMO_ENTRIES // 2
+    for op, address in zip(ops, found, strict=True):
+        context.remember(1, dtype, op, What(0, 8))  # told again, as by another thread: the first one stays
+        assert address == 0 or recall.call(context.address, 1, x, op) == address
+
+
+def test_entries_that_share_their_places():
+    context = Context(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
+    dtype, ops = np.dtype("f8"), [Op() for _ in range(4000)]
+    place = memo_place.py_func(id(dtype), id(ops[0]), 1, 0)
+    same = [op for op in ops if memo_place.py_func(id(dtype), id(op), 1, 0) == place]
+    assert len(same) > MEMO_PROBES
+    whats = [What(n, 8) for n in range(len(same))]
+    for op, what in zip(same, whats, strict=True):
+        context.remember(1, dtype, op, what)
+    found = [recall.call(context.address, 1, np.zeros(1), op) for op in same]
+    assert found == [what.address for what in whats[:MEMO_PROBES]] + [0] * (len(same) - MEMO_PROBES)

@@ -1,0 +1,225 @@
+"""choosing.py: which way a call's data goes, learnt from made-up times, and the same on all ranks in a real run."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import calls
+from fastcoll.kernels.jit import entry
+from fastcoll.kernels.pointers import address_of
+from fastcoll.kernels.pyobjects import Index, integer
+from fastcoll.shm import choosing, words
+
+SLOT = 256 << 10
+LARGE = 1 << 20  # bytes, several rounds
+ALL_REDUCE = calls.code_of("all_reduce")
+
+
+@entry
+def choose(t: Index, operation: Index, nbytes: Index, ways: Index, stride: Index) -> int:
+    choosing.choose(integer(t), integer(operation), integer(nbytes), integer(ways), integer(stride))
+    return 0
+
+
+@entry
+def learn(t: Index, took: Index) -> int:
+    """What happens when all ranks have begun the call."""
+    choosing.learn(integer(t), integer(took))
+    choosing.start_clock(integer(t))
+    return 0
+
+
+class Learner:
+    """A rank that chooses ways for calls whose times are made up."""
+
+    def __init__(self):
+        self.table = np.zeros(choosing.choosing_words(len(calls.OPERATIONS)), np.int64)
+        self.took = 0
+
+    def call(self, times, nbytes=LARGE, operation=ALL_REDUCE):
+        """One call of a program; the way that it went. `times`: ticks a MiB that each way takes."""
+        at = address_of(self.table)
+        choose.call(at, operation, nbytes, len(times), 1)
+        learn.call(at, self.took)
+        way = int(self.table[choosing.WAY])
+        self.took = times[way] if self.table[choosing.ROW] else 0
+        return way
+
+    def run(self, number, times, **options):
+        return [self.call(times, **options) for _ in range(number)]
+
+
+@pytest.mark.parametrize("ways", [2, 3, choosing.WAYS])
+def test_every_way_is_tried_and_the_fastest_is_found(ways):
+    for fastest in range(ways):
+        times = [1000 + 100 * way for way in range(ways)]
+        times[fastest] = 500
+        went = Learner().run(2000, times)
+        assert set(went[: choosing.TRIES * ways + 1]) == set(range(ways))
+        after = went[(choosing.TRIES + 1) * ways :]
+        assert after.count(fastest) > len(after) * 0.9
+        assert set(after[1000:]) == set(range(ways))  # the others are tried now and then
+
+
+@pytest.mark.parametrize("factor", [1.2, 2, 50])
+def test_a_way_that_has_become_slow_is_left(factor):
+    learner = Learner()
+    learner.run(500, [1000, 800, 1000])
+    went = (
+        learner.run(200, [1000, int(800 * factor), 1000])
+        if factor > 1.2
+        else learner.run(1500, [800, 1000, 1000])
+    )
+    assert went[-50:].count(1) <= 2
+
+
+def test_a_way_that_has_become_fast_is_found():
+    learner = Learner()
+    learner.run(500, [1000, 800, 900])
+    went = learner.run(3 * choosing.RARELY * 3, [1000, 800, 100])
+    assert went[-100:].count(2) > 90
+
+
+def test_one_call_that_was_disturbed_changes_nothing():
+    learner = Learner()
+    learner.run(500, [1000, 800, 1000])
+    learner.run(1, [1060, 860, 1060])
+    assert learner.run(60, [1000, 800, 1000]).count(1) > 50
+
+
+def test_differences_that_do_not_matter_are_no_reason_to_change():
+    learner = Learner()
+    learner.run(300, [1000, 990, 995])
+    assert learner.run(100, [1000, 990, 995]).count(0) > 90
+
+
+def test_sizes_and_operations_learn_by_themselves():
+    learner = Learner()
+    for _ in range(300):
+        learner.call([500, 1000, 1000], nbytes=LARGE)
+        learner.call([1000, 500, 1000], nbytes=16 * LARGE)
+        learner.call([1000, 1000, 500], nbytes=LARGE, operation=ALL_REDUCE + 1)
+    last = [
+        learner.call([500, 1000, 1000], nbytes=LARGE),
+        learner.call([1000, 500, 1000], nbytes=16 * LARGE),
+        learner.call([1000, 1000, 500], nbytes=LARGE, operation=ALL_REDUCE + 1),
+    ]
+    assert last == [0, 1, 2]
+
+
+def test_classes_cover_all_sizes():
+    found = [choosing._class_of.py_func(choosing.SMALLEST << k) for k in range(40)]
+    assert found[0] == 0
+    assert sorted(found) == found
+    assert set(found) == set(range(choosing.CLASSES))
+
+
+def test_ranks_that_see_the_same_choose_the_same():
+    first, second = Learner(), Learner()
+    random = np.random.default_rng(1)
+    for _ in range(1000):
+        times = random.integers(500, 1500, 3).tolist()
+        assert first.call(times) == second.call(times)
+    assert (
+        first.table[choosing.ROWS :: choosing.ROW_WORDS] == second.table[choosing.ROWS :: choosing.ROW_WORDS]
+    ).all()
+
+
+# ---- in real groups --------------------------------------------------------------------------------------
+
+
+def rows(group):
+    """What a rank has learnt."""
+    start = words.CHOOSING + choosing.ROWS
+    return group._context.words[start : words.MEMO].reshape(-1, choosing.ROW_WORDS)
+
+
+def everybodys(group, x):
+    """An array of every rank."""
+    gathered = [None] * group.size
+    dist.all_gather_object(gathered, x.tolist())
+    return gathered
+
+
+@pytest.mark.ranks(2, 3)
+def test_all_ranks_have_the_same_rows(rank, world_size):
+    group = dist.new_group()
+    for turn in range(40):
+        for count in (3, 3000, 30_000, 300_000 if turn % 4 == 0 else 10):
+            x = np.ones(count, "f4")
+            group.all_reduce(x)
+            group.broadcast(x, turn % world_size)
+            group.all_gather([np.empty_like(x) for _ in range(world_size)], x)
+            group.reduce_scatter(x, [x.copy() for _ in range(world_size)])
+    group.barrier()
+    mine = rows(group).copy()
+    assert (mine[:, 2:] > 0).any()
+    others = everybodys(group, mine)
+    assert all(other == mine.tolist() for other in others)
+    group.close()
+
+
+@pytest.mark.ranks(2)
+def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size):
+    """However long that takes, and however often compiled code comes back to Python meanwhile."""
+    group, x = dist.new_group(), np.ones(30_000, "f4")
+    for _ in range(20):
+        group.all_reduce(x)
+    group.barrier()
+    usual = rows(group)[:, 2:].max()
+    for _ in range(2):
+        if rank == 1:
+            time.sleep(0.5)
+        group.all_reduce(x)
+    took = int(group._context.words[words.CHOOSING + choosing.TOOK])
+    waited = 0.3 * ticks_a_second() * (1 << 20) / x.nbytes
+    group.close()
+    assert usual > 0
+    assert took < waited
+
+
+@entry
+def clock() -> int:
+    return choosing.ticks()
+
+
+def ticks_a_second():
+    begun, start = clock.call(), time.monotonic()
+    time.sleep(0.1)
+    return (clock.call() - begun) / (time.monotonic() - start)
+
+
+@pytest.mark.ranks(2)
+def test_the_time_of_a_mismatch_is_nobodys(rank, world_size):
+    """Not that of the call before, which is learnt from when the next one begins."""
+    group, x = dist.new_group(), np.ones(300_000, "f4")
+    for _ in range(30):
+        group.all_reduce(x)
+    if rank == 1:
+        time.sleep(0.5)
+    with pytest.raises(dist.MismatchError):
+        group.all_reduce(x) if rank == 0 else group.broadcast(x, 0)
+    group.barrier()
+    longest = rows(group)[:, 2:].max()
+    waited = 0.3 * ticks_a_second() * (1 << 20) / x.nbytes
+    group.close()
+    assert 0 < longest < waited / 8
+
+
+@pytest.mark.ranks(2)
+def test_rows_stay_the_same_after_a_mismatch(rank, world_size):
+    group, x = dist.new_group(), np.ones(300_000, "f4")
+    for _ in range(5):
+        with pytest.raises(dist.MismatchError):
+            group.all_reduce(x) if rank == 0 else group.broadcast(x, 0)
+    for _ in range(30):
+        group.all_reduce(x)
+    group.barrier()
+    mine = rows(group).copy()
+    others = everybodys(group, mine)
+    group.close()
+    assert all(other == mine.tolist() for other in others)

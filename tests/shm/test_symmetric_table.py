@@ -1,0 +1,82 @@
+"""The table of symmetric arrays: what it finds, when it grows, and when owners become garbage."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastcoll.kernels.jit import entry
+from fastcoll.kernels.pointers import address_of
+from fastcoll.kernels.pyobjects import Index, integer
+from fastcoll.shm.layout import CHANNELS, LINE, PAGE, SymmetricLayout
+from fastcoll.shm.symmetric_table import ID, STRIDE, SymmetricTable, find_row
+from fastcoll.shm.words import SYMMETRIC
+
+
+class Owner:
+    """Somebody who keeps an array."""
+
+
+@entry
+def find(context: Index, address: Index, nbytes: Index) -> int:
+    return find_row(integer(context), integer(address), integer(nbytes))
+
+
+def found(table: SymmetricTable, address: int, nbytes: int) -> tuple[int, int] | None:
+    """ID and STRIDE of the row that an entry finds."""
+    row = find.call(address_of(table._context), address, nbytes)
+    if row == 0:
+        return None
+    words = table._tables[-1]
+    first = (row - address_of(words)) // 8
+    return int(words[first + ID]), int(words[first + STRIDE])
+
+
+def new_table() -> SymmetricTable:
+    table = SymmetricTable(np.zeros(SYMMETRIC + 1, np.int64))
+    table.add(keep := Owner(), 1 << 40, 0, 1, 0)
+    del keep
+    return table
+
+
+def test_ranges_are_found_to_the_byte() -> None:
+    table, owner = new_table(), Owner()
+    table.add(owner, 1000, 64, 77, 4096)
+    assert found(table, 1000, 64) == found(table, 1000, 1) == found(table, 1063, 1) == (77, 4096)
+    assert found(table, 1064, 0) == (77, 4096)
+    for address, nbytes in ((999, 1), (999, 2), (1000, 65), (1064, 1), (0, 2000), (1 << 40, 0)):
+        assert found(table, address, nbytes) is None
+
+
+def test_it_grows_and_forgets() -> None:
+    table = new_table()
+    owners = [Owner() for _ in range(100)]
+    for number, owner in enumerate(owners):
+        table.add(owner, 1000 * number + 1000, 10, number, 8)
+    assert [found(table, 1000 * n + 1005, 5) for n in range(100)] == [(n, 8) for n in range(100)]
+    tables = len(table._tables)
+    del owner, owners[1::2]
+    assert [found(table, 1000 * n + 1005, 5) for n in range(100)] == [
+        None if n % 2 else (n, 8) for n in range(100)
+    ]
+    for turn in range(500):  # rows are used again
+        passing = Owner()
+        table.add(passing, 10**6, 10, turn, 8)
+        assert found(table, 10**6, 10) == (turn, 8)
+    assert len(table._tables) == tables
+
+
+def test_no_two_things_share_memory_in_a_segment() -> None:
+    for size in (1, 2, 5, 33):
+        layout = SymmetricLayout.of(size, 1001)
+        taken = np.zeros(layout.nbytes, np.int64)
+        taken[:PAGE] += 1
+        for rank in range(size):
+            first = layout.section(rank) + layout.array_at
+            assert first % PAGE == 0
+            taken[first : first + 1001] += 1
+            for peer in range(size):
+                for channel in range(CHANNELS):
+                    word = layout.signal(rank, peer, channel)
+                    assert word // LINE == layout.signal(rank, peer, 0) // LINE
+                    taken[word : word + 8] += 1
+        assert taken.max() == 1

@@ -1,0 +1,173 @@
+"""Several threads of a process on one group: one call at a time, in order, and none disturbs another."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import MismatchError, ReduceOp
+
+LATE = 0.2
+
+
+@pytest.mark.ranks(1, 2, 3, timeout=40)
+@pytest.mark.parametrize("count", [3, 50_000, 300_000])
+def test_threads_that_call_at_once(rank, world_size, count):
+    """All threads make the same call, so that any order of theirs is one in which the ranks agree."""
+    wrong = []
+
+    def work(strided):
+        for _ in range(15):
+            x = np.full(2 * count, rank + 1.0)[:: 2 if strided else 1][:count]
+            dist.all_reduce(x)
+            if not (x == world_size * (world_size + 1) / 2).all():
+                wrong.append(x)
+
+    threads = [threading.Thread(target=work, args=(k == 2,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.ranks(2, 3, timeout=40)
+def test_asynchronous_and_synchronous_calls_interleaved(rank, world_size):
+    """In the order of the program, whichever path each takes."""
+    total = world_size * (world_size + 1) / 2
+    for turn in range(60):
+        a, b, c = np.full(7, rank + 1.0), np.full(40_000, rank + 2.0), np.full(8, rank + 3.0)[::2]
+        works = [dist.all_reduce(b, async_op=True)] if turn % 2 else []
+        dist.all_reduce(a)
+        works.append(dist.all_reduce(a, ReduceOp.MAX, async_op=True))
+        dist.broadcast(c, turn % world_size)
+        if turn % 3:
+            assert all(work.wait(20) for work in works)
+        dist.all_gather_into_tensor(np.zeros(7 * world_size), a)
+        assert all(work.wait(20) for work in works)
+        assert (a == total).all()
+        assert (b == (total + world_size if turn % 2 else rank + 2)).all()
+        assert (c == turn % world_size + 3).all()
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_mismatch_is_told_before_the_next_threads_call_begins(rank, world_size):
+    """Ranks exchange sizes to say what does not fit; a call that waits behind must not come in between."""
+    group = dist.GroupMember.WORLD
+    dist.all_reduce(np.ones(5))
+    for _ in range(15):
+        dist.barrier()
+        x, works = np.full(5, rank + 1.0), []
+        outs = [np.zeros(3), np.zeros(3 + rank)]
+        if rank == 0:
+
+            def submit(x=x, works=works):
+                time.sleep(0.01)
+                works.append(group.all_reduce(x, async_op=True))
+
+            thread = threading.Thread(target=submit)
+            thread.start()
+        else:
+            time.sleep(0.03)
+        with pytest.raises(MismatchError, match=r"rank \d gives rank \d (24|32) bytes"):
+            dist.all_gather(outs, np.zeros(3 + rank))
+        if rank == 0:
+            thread.join()
+            assert works[0].wait(10)
+        else:
+            dist.all_reduce(x)
+        assert (x == 3).all()
+
+
+@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.parametrize("size", [2, 200_000])
+def test_an_abort_ends_the_call_of_another_thread(rank, world_size, size):
+    for strided in (False, True):
+        group = dist.new_group()
+        group.all_reduce(np.ones(size))
+        if rank == 0:
+            timer = threading.Timer(0.1, group.abort, ("tested",))
+            timer.start()
+            with pytest.raises(dist.AbortedError, match="tested"):
+                group.all_reduce(np.ones(size)[:: 2 if strided else 1])
+            timer.join()
+            with pytest.raises(dist.AbortedError, match="tested"):
+                group.all_reduce(np.ones(size))
+        dist.barrier()
+        group.close()
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_closing_ends_the_calls_of_other_threads(rank, world_size):
+    """A collective, a receive and a queued operation; each ends with an error, none for ever."""
+    group = dist.new_group()
+    group.all_reduce(np.ones(2))
+    ended = []
+
+    def ends(call):
+        try:
+            call()
+        except (dist.AbortedError, dist.NotInitializedError) as error:
+            ended.append(error)
+
+    if rank == 0:
+        calls = [
+            lambda: group.all_reduce(np.ones(2)),
+            lambda: group.all_reduce(np.ones(4)[::2]),
+            lambda: group.recv(np.ones(2), 1),
+            lambda: group.all_reduce(np.ones(2), async_op=True).wait(),
+        ]
+        threads = [threading.Thread(target=ends, args=(call,), daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        group.close()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads)
+        assert len(ended) == 4
+    dist.barrier()
+    group.close()
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_calls_while_a_group_is_closed_and_made_again(rank, world_size):
+    """A thread that goes on calling a group that is being closed gets an error, whenever that is."""
+    for _ in range(20):
+        group = dist.new_group()
+        stop, errors = threading.Event(), []
+
+        def hammer(group=group, stop=stop, errors=errors):
+            x = np.ones(1)
+            while not stop.is_set():
+                try:
+                    group.all_reduce(x) if rank == 0 else time.sleep(1e-3)
+                except dist.FastcollError as error:
+                    errors.append(type(error))
+                    return
+
+        thread = threading.Thread(target=hammer)
+        thread.start()
+        time.sleep(2e-3)
+        group.close()
+        stop.set()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert set(errors) <= {dist.AbortedError, dist.NotInitializedError}
+        dist.barrier()
+
+
+@pytest.mark.ranks(2, 3, timeout=20)
+def test_a_mismatch_of_sizes_has_the_number_of_its_call(rank, world_size):
+    """Not that of the exchange of sizes by which the ranks find out what does not fit."""
+    group = dist.new_group()
+    outs = [np.zeros(2 + r + (rank == r == 0)) for r in range(world_size)]
+    group.barrier()
+    with pytest.raises(MismatchError, match="call 2 of"):
+        group.all_to_all([np.zeros(2 + (rank == 0)) for _ in outs], [np.zeros(2 + (rank == 0)) for _ in outs])
+    dist.barrier()
+    group.close()

@@ -1,0 +1,63 @@
+"""Compiling ahead: everything there is, once, found by whoever comes later."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastcoll
+from fastcoll import warmup
+from fastcoll.bench.cases import parse_dtype
+from fastcoll.shm.entries import ENTRIES
+
+PACKAGE = Path(fastcoll.__file__).parent
+
+
+def run(*arguments: str, cache: Path) -> str:
+    command = [sys.executable, "-m", "fastcoll.warmup", *arguments]
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env)
+    assert not done.stderr
+    return done.stdout
+
+
+def test_what_was_compiled_is_there_the_next_time(tmp_path):
+    first = run("--ops", "seize,retire", cache=tmp_path)
+    assert "retire " in first
+    assert "reductions of float32 " in first
+    assert "3 kernels compiled" in first
+    assert run("--ops", "seize,retire", cache=tmp_path) == "all 3 kernels are there\n"
+    more = run("--ops", "retire", "--dtypes", "float32,bool", cache=tmp_path)
+    assert "reductions of bool " in more
+    assert "1 kernels compiled" in more
+    assert "2 were there" in more
+
+
+def test_every_entry_is_in_the_list():
+    found = {
+        node.name
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(mark, ast.Name) and mark.id == "entry" for mark in node.decorator_list)
+    }
+    assert found == {entry.name for entry in ENTRIES}
+    assert len(found) == len(ENTRIES)
+
+
+@pytest.mark.parametrize(("option", "word"), [("--ops", "all_reduced"), ("--dtypes", "float31")])
+def test_unknown_names_are_refused(option, word, capsys):
+    with pytest.raises(SystemExit) as error:
+        warmup.main([option, word])
+    assert error.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_all_stands_for_dtypes_that_there_are():
+    for name in warmup._ALL.split(","):
+        assert parse_dtype(name).name == name
