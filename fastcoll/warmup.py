@@ -36,13 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    logging.getLogger("fastcoll").setLevel(logging.ERROR)  # what it says of compiling is said here
+    logger = logging.getLogger("fastcoll")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what it says of compiling is said here
     try:
         dtypes = _ALL if given.dtypes == "all" else given.dtypes
         reductions = [_REDUCTIONS + parse_dtype(name).name for name in dtypes.split(",")]
         _warm_up([*_entries(given.ops), *reductions], given.processes)
     except FastcollError as error:
         parser.error(str(error))
+    finally:
+        logger.setLevel(level)
     return 0
 
 

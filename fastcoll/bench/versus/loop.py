@@ -22,6 +22,7 @@ from .plan import LIMITS, SHAPES, Cell, Job, read_job
 SIDES = {"fastcoll": "ours", "limit": "limit", "gloo": "gloo", "openmpi": "mpi", "mpich": "mpi"}
 """The module of `sides` that speaks for a side."""
 
+_WARM_UP = 12  # calls at least, on every side; libraries that learn while they run have learnt by then
 _FEWEST_BATCHES = 3
 
 
@@ -114,7 +115,7 @@ def _verify(side: Side, cell: Cell, call: Callable[[], Any], buffers: Buffers, p
 
 def _affordable(side: Side, call: Callable[[], Any], cell: Cell, limit: float) -> int:
     """Two batches to warm up; the second says how many there may be, the same number on all ranks."""
-    estimate(call, cell.calls)
+    estimate(call, max(cell.calls, _WARM_UP))
     side.barrier()
     batch = side.slowest(estimate(call, cell.calls) * cell.calls)
     return max(_FEWEST_BATCHES, min(cell.batches, int(limit / max(batch, 1e-9))))
