@@ -64,6 +64,7 @@ class Context:
         self.words = values
         self.address = address_of(values)
         self._kept: list[Any] = []
+        self._memo_lock = threading.Lock()
 
     def __getitem__(self, index: int) -> int:
         return int(self.words[index])
@@ -93,12 +94,13 @@ class Context:
 
         The memo goes by identity, so it keeps the objects alive.
         """
-        self._kept.append((dtype, op, what))
-        key = (id(dtype), 0 if op is None else id(op), operation)
-        for probe in range(MEMO_PROBES):
-            start = words.MEMO + words.MEMO_WORDS * memo_place.py_func(*key, probe)
-            entry = self.words[start : start + words.MEMO_WORDS]
-            if entry[3] == 0:
-                entry[3] = what.address
-                entry[1], entry[2], entry[0] = key[1], key[2], key[0]
-                return
+        with self._memo_lock:
+            self._kept.append((dtype, op, what))
+            key = (id(dtype), 0 if op is None else id(op), operation)
+            for probe in range(MEMO_PROBES):
+                start = words.MEMO + words.MEMO_WORDS * memo_place.py_func(*key, probe)
+                entry = self.words[start : start + words.MEMO_WORDS]
+                if entry[3] == 0:
+                    entry[3] = what.address
+                    entry[1], entry[2], entry[0] = key[1], key[2], key[0]
+                    return
