@@ -80,6 +80,12 @@ class KernelCache(FunctionCache):
         finally:
             self._release()
 
+    def __enter__(self) -> None:
+        """Around a compilation: one that fails lets the others go on."""
+
+    def __exit__(self, *error: object) -> None:
+        self._release()
+
     def _release(self) -> None:
         if self._lock is not None:
             os.close(self._lock)

@@ -68,7 +68,7 @@ class Entry:
         signature = types.int64(*[kinds[parameter.annotation] for parameter in parameters])
         compiled = numba.njit(**_WORDS_ONLY, nogil=True, no_cfunc_wrapper=True)(self._function)
         compiled._cache = KernelCache(self._function)
-        with _no_collection():
+        with _no_collection(), compiled._cache:
             compiled.compile(signature)
         self.call = compiled.overloads[signature.args].entry_point
 
