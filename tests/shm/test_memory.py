@@ -75,8 +75,9 @@ def check_that_nothing_is_kept(groups: int) -> None:
     before, resident = holdings(), resident_bytes()
     live(groups)
     dist.barrier()
+    after = holdings()  # and collects: a group is a cycle of objects, with tables of 30 KiB
     grown = resident_bytes() - resident
-    after = holdings()  # fewer is fine: an idle thread of the pool of ranks may end meanwhile
+    # Fewer is fine: an idle thread of the pool of ranks may end meanwhile.
     assert all(after[what] <= before[what] for what in before), f"{before} became {after}"
     # A segment would be 4 MiB a group, its tables 30 KiB. Rank 0 keeps the keys in its store: 0.8 KiB.
     assert grown < (1 << 20) + groups * (2 << 10), f"{grown} bytes"
