@@ -36,16 +36,19 @@ _all_to_all = moving.all_to_all
 _send = ring_kernels.send
 _receive = ring_kernels.receive
 
+_FIRST_CALL = Entry._first_call.__code__
+
 BARRIER = calls.encode("barrier")
 
 
 def is_refusal(error: BaseException) -> bool:
     """Whether an entry itself raised the error, over an argument that is no integer of 64 bits.
 
-    Then the traceback ends in the method that called the entry. What a signal handler raises has one frame more.
+    Then the traceback ends in the method that called the entry, or in the entry's first call, which compiles. What
+    a signal handler raises has other frames.
     """
-    traceback = error.__traceback__
-    ends_here = traceback is not None and traceback.tb_next is None
+    rest = error.__traceback__ and error.__traceback__.tb_next
+    ends_here = rest is None or (rest.tb_next is None and rest.tb_frame.f_code is _FIRST_CALL)
     return ends_here and isinstance(error, TypeError | OverflowError)
 
 
