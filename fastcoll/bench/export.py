@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .machine import describe
 from .table import Row, summary
 
 _VERSION = 3
@@ -41,8 +42,7 @@ def header(run: Run) -> list[str]:
     return [
         f"# fastcoll {facts['fastcoll']}, backend {run.backend}, {len(run.devices)} ranks on {_hosts(run)}, "
         f"{run.start_time}",
-        f"# {facts['cpu']}, {facts['cores']} cores ({facts['usable_cores']} usable), {facts['kernel']}, "
-        f"Python {facts['python']}, NumPy {facts['numpy']}, Numba {facts['numba']}",
+        f"# {describe(facts)}",
         f"# memory, all ranks at once, the slowest: in-place update {facts['update_gbs']:.1f} GB/s, "
         f"copy {facts['copy_gbs']:.1f} GB/s a rank",
         *_placement(run),

@@ -73,3 +73,11 @@ def _typical_gbs(sweep: Callable[[], Any], barrier: Callable[[], Any]) -> float:
         sweep()
         seconds.append(perf_counter() - start)
     return _STREAM_BYTES / median(seconds) / 1e9
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """Processor, cores, kernel and versions in one line."""
+    return (
+        f"{facts['cpu']}, {facts['cores']} cores ({facts['usable_cores']} usable), {facts['kernel']}, "
+        f"Python {facts['python']}, NumPy {facts['numpy']}, Numba {facts['numba']}"
+    )

@@ -8,16 +8,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from .jit import inlined
+from .pyobjects import word_at
 
 _WORD = ir.IntType(64)
-
-
-@intrinsic
-def _load(typing_context, address):
-    def emit(context, builder, signature, args):
-        return builder.load(builder.inttoptr(args[0], _WORD.as_pointer()))
-
-    return types.int64(types.int64), emit
 
 
 @intrinsic
@@ -32,7 +25,7 @@ def _store(typing_context, address, value):
 @inlined
 def load_word(base, index):
     """Word `index` of the private int64 table at address `base`."""
-    return _load(base + 8 * index)
+    return word_at(base + 8 * index)
 
 
 @inlined

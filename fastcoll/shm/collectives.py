@@ -1,7 +1,7 @@
 """The reducing collectives of a segment and the barrier, each one compiled call that runs without the GIL.
 
-An entry takes the context (rounds.py, with its tags), Python objects and integers, and returns DONE, AGAIN
-(call again with the same arguments and RESUMED), MISMATCH or LATER. It looks at its arguments first (border.py)
+An entry takes the context (rounds.py, with its tags), Python objects and integers, and returns DONE, AGAIN or
+WORKED (call again with the same arguments and RESUMED), MISMATCH or LATER. It looks at its arguments first (border.py)
 and then runs rounds. All reduce in rank order, so every rank gets the same bits.
 
 Algorithms: one-shot (every rank reduces everything), and two-shot (each rank reduces its slice, then

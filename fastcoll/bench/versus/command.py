@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import UsageError
-from ..machine import machine
+from ..machine import describe, machine
 from . import launch, peers
 from .limits import limit_cells
 from .outcome import LIMIT, OURS, Comparison, SideTimes, write_json
@@ -200,12 +200,10 @@ def _describe(options: Options, contenders: Sequence[Contender]) -> Comparison:
 
 
 def _header(comparison: Comparison) -> list[str]:
-    machine = comparison.machine
     return [
         f"# {comparison.ranks} ranks, {placement(comparison)}; median of {comparison.rounds} rounds, "
         f"{comparison.start_time}",
-        f"# {machine['cpu']}, {machine['cores']} cores ({machine['usable_cores']} usable), {machine['kernel']}, "
-        f"Python {machine['python']}, NumPy {machine['numpy']}, Numba {machine['numba']}",
+        f"# {describe(comparison.machine)}",
         *(f"# {side.label}: {side.library}; {side.command}" for side in comparison.sides),
         f"# {comparison.command}",
     ]
