@@ -18,7 +18,7 @@ LAYERS = (
     ("_version", "errors"),
     ("config", "processes"),
     ("work", "reduce_op", "members"),
-    ("calls", "arrays", "arguments"),
+    ("calls", "arrays", "arguments", "watch"),
     ("operands", "memory"),
     ("group",),
     ("kernels",),

@@ -22,6 +22,7 @@ from ..members import Member
 from ..operands import Array, Call
 from ..reduce_op import ReduceOp
 from ..rendezvous import Store
+from ..watch import Wait
 from ..work import Work
 from . import collectives, moving, rounds, words
 from .context import Context, What, patience
@@ -32,7 +33,7 @@ from .segment import Segment
 from .short import BARRIER, ShortPaths, is_refusal
 from .symmetric import NOTE_BYTES, ShmMemory, SymmetricArrays
 from .transfers import kind_of
-from .vigil import Vigil, Wait
+from .vigil import ShmVigil
 
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
@@ -66,7 +67,7 @@ class ShmGroup(ShortPaths):
     ) -> None:
         super().__init__(name, [member.rank for member in members], rank, timeout)
         self._segment = segment
-        self._vigil = Vigil(segment, members, rank)
+        self._vigil = ShmVigil(segment, members, rank)
         self._vigil.on_failure = self._stop
         self._context = Context(segment.address, segment.layout, rank, cores)
         self._c = self._context.address

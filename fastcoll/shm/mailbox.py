@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from ..arrays import Adopted
 from ..errors import AbortedError, GroupError, NotInitializedError, UsageError
 from ..kernels.jit import Entry
+from ..watch import Vigil
 from ..work import Work
 from . import lanes as words
 from . import ring_kernels
@@ -28,7 +29,6 @@ from .layout import Layout
 from .ring_kernels import ANY
 from .rounds import AGAIN, DONE, LATER, PREPARED, RESUMED
 from .transfers import Array, Receive, Send, Transfer
-from .vigil import Vigil
 
 _POLL_SECONDS = 1e-4
 _CLOSE_SECONDS = 5.0  # kernels come back within 0.1 s; longer means a thread killed while it had the turn

@@ -26,6 +26,7 @@ from ..errors import (
 from ..kernels import waiting
 from ..kernels.pointers import address_of
 from ..memory import SymmetricMemory
+from ..watch import Vigil, Wait
 from . import segment as shared
 from .context import BUDGET, Context
 from .layout import CHANNELS, SymmetricLayout
@@ -33,7 +34,6 @@ from .rounds import DONE
 from .segment import Segment
 from .symmetric_kernels import await_signal, copy_bytes, count_signal
 from .symmetric_table import SymmetricTable
-from .vigil import Vigil, Wait
 
 NOTE_BYTES = 1024
 _COPY_BYTES = 64 << 20  # a few ms, after which Python sees signals

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from .. import calls
 from ..errors import MismatchError
 from ..kernels.pointers import address_of
+from ..watch import Vigil, Wait
 from ..work import Work
-from .vigil import Vigil, Wait
 
 if TYPE_CHECKING:
     from ..arrays import Adopted

@@ -28,7 +28,7 @@ from fastcoll.shm import lanes
 from fastcoll.shm.layout import Layout
 from fastcoll.shm.mailbox import Mailbox
 from fastcoll.shm.segment import Segment, new_name, unlink
-from fastcoll.shm.vigil import Vigil
+from fastcoll.shm.vigil import ShmVigil
 from fastcoll.work import Work
 
 RING = 4096
@@ -41,7 +41,7 @@ class Rank:
 
     def __init__(self, segment: Segment, members: list[Member], rank: int, timeout: float) -> None:
         self.rank = rank
-        self.vigil = Vigil(segment, members, rank)
+        self.vigil = ShmVigil(segment, members, rank)
         self.mailbox = Mailbox(segment.address, segment.layout, rank, self.vigil, timeout, (0, 100), 0)
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:

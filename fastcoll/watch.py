@@ -1,0 +1,155 @@
+"""Watching over a group's other ranks while waiting for them: whether they live, and when to give up.
+
+A kernel that could not go on comes back within 100 ms; `Wait.look` then decides between calling it again
+and raising. A verdict is spoken only if the kernel, called once more after the evidence was seen, still
+cannot go on: what a peer published before it left or died counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from . import config
+from .errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
+from .members import Member
+
+_log = logging.getLogger("fastcoll")
+IN_ORDER, LEFT, FAILED = range(3)
+
+
+class Vigil(ABC):
+    """The state of a group's ranks, as seen and published by one of them.
+
+    Attributes:
+        failure: why the group failed, or None; set once.
+        on_failure: called, with no argument, when it is set.
+        members: all ranks of the group.
+    """
+
+    def __init__(self, members: Sequence[Member], rank: int) -> None:
+        self.failure: GroupError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.members = list(members)
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._retired = False
+
+    @abstractmethod
+    def _publish(self, state: int, reason: str) -> None:
+        """Tell the peers that this rank has LEFT or FAILED the group; never called after `leave`."""
+
+    @abstractmethod
+    def _states(self) -> list[int]:
+        """What each rank has said of itself: IN_ORDER, LEFT or FAILED."""
+
+    @abstractmethod
+    def _reason(self, rank: int) -> str:
+        """Why a rank FAILED the group."""
+
+    @abstractmethod
+    def _dead(self, working: Sequence[Member]) -> list[Member]:
+        """Those members that are proven dead, of some that have neither left nor failed."""
+
+    def name(self, rank: int) -> str:
+        """A rank for an error message: global rank, host and pid."""
+        return str(self.members[rank])
+
+    def fail(self, error: GroupError) -> None:
+        """Remember why the group failed, and tell the peers. The first reason stays."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+            if not self._retired:
+                self._publish(FAILED, str(error))
+        self.on_failure()
+
+    def leave(self) -> None:
+        """Tell the peers that this rank has left in order, and nothing more from then on."""
+        with self._lock:
+            if self.failure is None and not self._retired:
+                self._publish(LEFT, "")
+            self._retired = True
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left in order."""
+        return self._states()[rank] == LEFT
+
+    def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
+        """Why waiting for the group ranks `needed` is in vain, or None."""
+        if self.failure is not None:
+            return self.failure
+        states = self._states()
+        # Who failed or left has said why; that its process ended afterwards is no news.
+        others = [rank for rank in range(len(states)) if rank != self._rank]
+        working = [self.members[rank] for rank in others if states[rank] == IN_ORDER]
+        if dead := self._dead(working):
+            names = ", ".join(map(str, dead))
+            return PeerDiedError(f"{names} died; {doing}", [member.rank for member in dead])
+        for rank in others:
+            if states[rank] == FAILED:
+                reason = f"{self.name(rank)} failed the group: {self._reason(rank)}; {doing}"
+                return AbortedError(reason, [self.members[rank].rank])
+        if gone := [rank for rank in needed if states[rank] == LEFT]:
+            names = ", ".join(map(self.name, gone))
+            return AbortedError(f"{names} left the group; {doing}", [self.members[r].rank for r in gone])
+        return None
+
+
+class Wait:
+    """One blocked operation: its deadline, the warning it gives, and when it is hopeless.
+
+    Args:
+        vigil: the group's.
+        doing: what is waited for, for messages: "all_reduce(float32, 4 elements, op=SUM), call 12".
+        late: returns the group ranks that have not arrived.
+        timeout: seconds.
+    """
+
+    def __init__(self, vigil: Vigil, doing: str, late: Callable[[], list[int]], timeout: float) -> None:
+        self._vigil, self._doing, self._late = vigil, doing, late
+        self._timeout = timeout
+        self._started = time.monotonic()
+        self._warn_after: float = config.get("FASTCOLL_WARN_AFTER")
+        self._seen = False
+
+    def look(self) -> None:
+        """Raise when going on is hopeless, else return so that the kernel is called again.
+
+        Raises:
+            GroupError: a peer died, left or failed the group, or the timeout has passed.
+        """
+        late = self._late()
+        waited = time.monotonic() - self._started
+        found = self._vigil.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
+        if found is None and waited >= self._timeout:
+            found = CollectiveTimeoutError(
+                f"{self._doing}: {self._names(late)} did not arrive within {self._timeout:g} s",
+                [self._vigil.members[rank].rank for rank in late],
+            )
+        if found is not None and self._seen:
+            # Without the tracebacks of earlier raises, which would keep their frames and arrays alive.
+            raise found.with_traceback(None)
+        self._seen = found is not None
+        if waited >= self._warn_after:
+            self._warn_after = float("inf")
+            _log.warning("%s has waited %.0f s for %s", self._doing, waited, self._names(late))
+
+    def worked(self) -> None:
+        """As `look` for an operation that is slow but gets on, so that no peer's end concerns it yet.
+
+        Raises:
+            GroupError: the group was aborted here, or the timeout has passed.
+        """
+        self._seen = False
+        if self._vigil.failure is not None:
+            raise self._vigil.failure.with_traceback(None)
+        if time.monotonic() - self._started >= self._timeout:
+            raise CollectiveTimeoutError(f"{self._doing} is not complete after {self._timeout:g} s")
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(map(self._vigil.name, ranks)) or "nobody"
