@@ -9,6 +9,8 @@ from typing import Any
 
 from .errors import UsageError
 
+MOST_STREAMS = 64
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -26,6 +28,30 @@ def _positive(text: str) -> float:
     return value
 
 
+def _ports(text: str) -> range | str:
+    if not text:
+        return ""
+    first, _, last = text.partition("-")
+    ports = range(int(first), int(last or first) + 1)
+    if not ports or ports[0] < 1 or ports[-1] > 65535:
+        raise ValueError("must be 1 to 65535, the lower one first")
+    return ports
+
+
+def _streams(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= MOST_STREAMS:
+        raise ValueError(f"must be 1 to {MOST_STREAMS}")
+    return value
+
+
+def _lanes(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 4:
+        raise ValueError("must be from 0 to 4")
+    return value
+
+
 SETTINGS: dict[str, Setting] = {
     "FASTCOLL_TIMEOUT": Setting(_positive, 1800.0, "seconds a call may take when no timeout is given"),
     "FASTCOLL_WARN_AFTER": Setting(
@@ -37,7 +63,22 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_TUNING": Setting(
         str, "", "file with this machine's thresholds; default ~/.config/fastcoll/tuning.json, if it is there"
     ),
-    "FASTCOLL_SECRET": Setting(str, "", "the job's shared secret; the store then authenticates both ways"),
+    "FASTCOLL_LANES": Setting(
+        _lanes,
+        0,
+        "threads that share a rank's large calls, 1 to 4; 0: as many as there are cores for, up to 4",
+    ),
+    "FASTCOLL_SECRET": Setting(str, "", "the job's shared secret; connections then authenticate both ways"),
+    "FASTCOLL_SECRET_FILE": Setting(
+        str, "", "file with the secret, which nobody else may read; FASTCOLL_SECRET comes first"
+    ),
+    "FASTCOLL_SOCKET_IFNAME": Setting(
+        str, "", "network interfaces to use, as in eth0 or eth0,eth1 or ^docker0; else GLOO_SOCKET_IFNAME"
+    ),
+    "FASTCOLL_PORT_RANGE": Setting(
+        _ports, "", "ports that ranks listen on, as in 30000-30999; default: any free one"
+    ),
+    "FASTCOLL_TCP_STREAMS": Setting(_streams, 1, "connections to each peer for large messages"),
 }
 
 _read: dict[str, Any] = {}

@@ -24,6 +24,7 @@ class Member(ProcessId):
         backend: the backend it was asked for.
         shm_device: the device number of /dev/shm (0: there is none); ranks that can meet in shared
             memory see the same.
+        network: the network namespace's name; ranks of one boot that see the same reach each other by loopback.
         version: the library's version.
     """
 
@@ -31,6 +32,7 @@ class Member(ProcessId):
     world_size: int
     backend: str
     shm_device: int
+    network: str
     version: str
 
     @classmethod
@@ -42,6 +44,7 @@ class Member(ProcessId):
             world_size=world_size,
             backend=backend,
             shm_device=_shm_device(),
+            network=os.readlink("/proc/self/ns/net"),
             version=__version__,
         )
 
@@ -51,6 +54,10 @@ class Member(ProcessId):
     def same_node(self, other: Member) -> bool:
         """Whether both can meet in shared memory: one boot, one /dev/shm."""
         return (self.boot_id, self.shm_device) == (other.boot_id, other.shm_device)
+
+    def same_network(self, other: Member) -> bool:
+        """Whether both have the same interfaces, loopback too: one boot, one network namespace."""
+        return (self.boot_id, self.network) == (other.boot_id, other.network)
 
     def is_process(self, process: ProcessId) -> bool:
         """Whether this rank's process is `process`."""

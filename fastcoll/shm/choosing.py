@@ -18,6 +18,9 @@ so all have the same rows (where ranks give different sizes, they may not).
     TOOK                   ticks a MiB that the last call took here; 0: not measured
     LAST_ROW, LAST_WAY     of the last call, for when all ranks' TOOK are known
     ROWS ...               a row for each operation and class: calls so far, best way, ticks a MiB of each way (0: none)
+
+Whether a large call is divided among lanes (lanes.py) is found out in the same manner: each way has a divided twin,
+WAYS further on. That does concern the peers, so a call's line tells it, and those who differ try again undivided.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ LAG, WAY, ROW, NBYTES, STARTED, SPENT, TOOK, LAST_ROW, LAST_WAY, ROWS = range(10
 # so that what is read has left its writer's own cache. ..._OUT: and write the outputs past the caches.
 CLOSE, PAST, AHEAD, AHEAD_OUT, PAST_OUT = range(5)
 WAYS = 5
-ROW_WORDS = 2 + WAYS
+ROW_WORDS = 2 + 2 * WAYS
 CLASSES = 8
 SMALLEST = 8 << 10  # bytes; below, CLOSE. The classes begin here: 8K, 32K, 128K, 512K, 2M, 8M, 32M, 128M
 LARGE = 8 << 20  # bytes; from here outputs may be larger than the last-level cache
@@ -72,26 +75,59 @@ def choose_none(t):
     store_word(t, STARTED, 0)
 
 
-@kernel
+@inlined
 def choose(t, operation, nbytes, ways, stride):
     """Choose one of so many ways for a call, and start the clock.
 
     Each way is tried `stride` times in a row, so that two sides that choose by themselves see all combinations.
     """
+    choose_among(t, operation, nbytes, ways, 0, stride)
+
+
+@kernel
+def choose_among(t, operation, nbytes, plain, divided, stride):
+    """As `choose`, of so many plain and so many divided ways."""
+    ways = plain + divided
     row = t + 8 * (ROWS + ROW_WORDS * (operation * CLASSES + _class_of(nbytes)))
     number = load_word(row, 0)
     way = load_word(row, 1)
     period = OFTEN if number < 16 * OFTEN else RARELY
     if number <= TRIES * ways * stride:
-        way = number // stride % ways
+        way = _way(number // stride % ways, plain)
     elif number % period == 0:
-        way = number // period // stride % ways
+        way = _way(number // period // stride % ways, plain)
+    elif divided == 0:
+        way %= WAYS
     store_word(t, ROW, row)
     store_word(t, WAY, way)
-    store_word(t, LAG, ROUNDS_AHEAD if way in (AHEAD, AHEAD_OUT) else 0)
+    store_word(t, LAG, _lag(way))
     store_word(t, NBYTES, nbytes)
     store_word(t, SPENT, 0)
     store_word(t, STARTED, ticks())
+
+
+@inlined
+def _way(turn, plain):
+    return turn if turn < plain else WAYS + turn - plain
+
+
+@inlined
+def is_divided(t):
+    """Whether the call under way goes, or would go, through lanes."""
+    return load_word(t, WAY) >= WAYS
+
+
+@inlined
+def take_way(t, other):
+    """In a lane: go the way that the divided call has chosen in its own table."""
+    way = load_word(other, WAY) - WAYS
+    store_word(t, WAY, way)
+    store_word(t, LAG, _lag(way))
+
+
+@inlined
+def _lag(way):
+    return ROUNDS_AHEAD if way in (AHEAD, AHEAD_OUT) else 0
 
 
 @inlined
@@ -156,7 +192,7 @@ def _remember(row, way, took):
     # Quick to believe good news, slow to believe bad ones: what a call takes longer is often somebody else's doing.
     store_word(row, 2 + way, took if known == 0 or took < known else known + (took - known) // 8)
     best = load_word(row, 1)
-    for other in range(WAYS):
+    for other in range(2 * WAYS):
         time = load_word(row, 2 + other)
         if time != 0 and time * 16 < load_word(row, 2 + best) * 15:
             best = other

@@ -31,7 +31,8 @@ from .border import (
     list_blocks,
     nbytes_of,
 )
-from .choosing import stage
+from .choosing import is_divided, stage
+from .dividing import divide, narrow, part_of
 from .rounds import (
     AGAIN,
     DONE,
@@ -87,7 +88,7 @@ def barrier(handle: Index, call: Index) -> int:
     h = integer(handle)
     if not take(h):
         return LATER
-    begin(h, 0, 0, False)
+    begin(h, 0, 0, 0)
     c = context_of(h)
     if may_write(c, 1):
         publish(c, integer(call), 0, 0)
@@ -200,9 +201,13 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     if nbytes >= SYMMETRIC_SMALLEST and load_word(c, SYMMETRIC) != 0 and size > 1:
         row = find_row(c, data, nbytes)
         if row != 0:
-            begin(h, _ALL_REDUCE, 0, False)
+            begin(h, _ALL_REDUCE, 0, 0)
             return all_reduce_in_place(c, data, nbytes, what, call, row)
-    begin(h, _ALL_REDUCE, nbytes, False)
+    begin(h, _ALL_REDUCE, nbytes, load_word(what, ITEMSIZE))
+    if is_divided(ways_at(c)):
+        return divide(c, what, call, nbytes, 0)
+    start, nbytes = part_of(c, what, nbytes)
+    data += start
     if size <= 2 or nbytes <= load_word(c, ONE_SHOT):
         return _one_shot(c, data, data, nbytes, what, call, 0, size)
     return _two_shot(c, data, data, nbytes, what, call, True)
@@ -221,11 +226,15 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
     if what == 0 or not is_rank(c, root) or not is_plain(c, h, x, WRITEABLE if here else 0):
         return give_up(h)
     nbytes, call = nbytes_of(x, what), load_word(what, CALL) | root << calls.ROOT_SHIFT
-    begin(h, _REDUCE, nbytes, False)
+    begin(h, _REDUCE, nbytes, load_word(what, ITEMSIZE))
+    if is_divided(ways_at(c)):
+        return divide(c, what, call, nbytes, 0)
+    start, nbytes = part_of(c, what, nbytes)
+    dst, src = data_of(out) + start, data_of(x) + start
     size = load_word(c, SIZE)
     if size <= 2 or nbytes <= load_word(c, ONE_SHOT):
-        return _one_shot(c, data_of(out), data_of(x), nbytes, what, call, 0, size if here else 0)
-    return _two_shot(c, data_of(out), data_of(x), nbytes, what, call, here)
+        return _one_shot(c, dst, src, nbytes, what, call, 0, size if here else 0)
+    return _two_shot(c, dst, src, nbytes, what, call, here)
 
 
 @entry
@@ -240,9 +249,13 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
     what = description(c, h, operation, x, object_at(op))
     if what == 0 or not is_plain(c, h, x, WRITEABLE):
         return give_up(h)
-    begin(h, operation, nbytes_of(x, what), False)
+    nbytes, call = nbytes_of(x, what), load_word(what, CALL)
+    begin(h, operation, nbytes, load_word(what, ITEMSIZE))
+    if is_divided(ways_at(c)):
+        return divide(c, what, call, nbytes, 0)
+    start, nbytes = part_of(c, what, nbytes)
     last = load_word(c, RANK) + (0 if integer(exclusive) else 1)
-    return _one_shot(c, data_of(out), data_of(x), nbytes_of(x, what), what, load_word(what, CALL), 0, last)
+    return _one_shot(c, data_of(out) + start, data_of(x) + start, nbytes, what, call, 0, last)
 
 
 @entry
@@ -266,8 +279,12 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
         return give_up(h)
     if not are_apart(c, h, data_of(out), nbytes, GIVES, True):
         return give_up(h)
-    begin(h, _REDUCE_SCATTER, largest_of(c, GIVES), False)
-    return _reduce_scatter(c, data_of(out), what)
+    begin(h, _REDUCE_SCATTER, largest_of(c, GIVES), load_word(what, ITEMSIZE))
+    if is_divided(ways_at(c)):
+        return divide(c, what, load_word(what, CALL), shape_of(c, GIVES), 0)
+    start, _ = part_of(c, what, nbytes)
+    narrow(c, GIVES, what)
+    return _reduce_scatter(c, data_of(out) + start, what)
 
 
 @kernel

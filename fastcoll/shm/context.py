@@ -55,6 +55,7 @@ class Context:
         values[words.SLOTS_AT] = layout.slots_at
         values[words.SLOT] = layout.slot
         values[words.LATE] = -1
+        values[words.LANES] = 1
         values[words.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
         values[words.NDARRAY], values[words.TUPLE], values[words.NONE] = id(np.ndarray), id(tuple), id(None)
         spins, yields = patience(layout.size, cores)

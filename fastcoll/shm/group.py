@@ -19,6 +19,7 @@ from ..kernels import locks
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
 from ..members import Member
+from ..messages.transfers import kind_of
 from ..operands import Array, Call
 from ..reduce_op import ReduceOp
 from ..rendezvous import Store
@@ -26,18 +27,18 @@ from ..watch import Wait
 from ..work import Work
 from . import collectives, moving, rounds, words
 from .context import Context, What, patience
+from .lanes import Lanes
 from .mailbox import Mailbox
 from .meeting import meet
 from .report import Report
 from .segment import Segment
 from .short import BARRIER, ShortPaths, is_refusal
 from .symmetric import NOTE_BYTES, ShmMemory, SymmetricArrays
-from .transfers import kind_of
 from .vigil import ShmVigil
 
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
-_EARLY = (rounds.AGAIN, rounds.WORKED)
+_UNDER_WAY = (rounds.AGAIN, rounds.WORKED, rounds.DIVIDED, rounds.MIXED)
 
 
 class ShmGroup(ShortPaths):
@@ -46,7 +47,15 @@ class ShmGroup(ShortPaths):
     backend = "shm"
 
     @classmethod
-    def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> ShmGroup:
+    def make(
+        cls,
+        store: Store,
+        name: str,
+        members: Sequence[Member],
+        rank: int,
+        timeout: float,
+        neighbours: int | None = None,
+    ) -> ShmGroup:
         """Meet the other members in a new segment; collective.
 
         Args:
@@ -54,16 +63,24 @@ class ShmGroup(ShortPaths):
             members: all ranks of the group, in the order of their group ranks.
             rank: this process's group rank.
             timeout: seconds, for this and for every call on the group.
+            neighbours: ranks of the job on this node, members or not; None: all of its ranks.
 
         Raises:
             ResourceError: no shared memory; raised on every rank.
             PeerDiedError, StoreTimeoutError: a member died or did not come.
         """
-        segment, cores = meet(store, members, rank, timeout)
-        return cls(name, members, rank, timeout, segment, cores)
+        there = members[rank].world_size if neighbours is None else neighbours
+        return cls(name, members, rank, timeout, *meet(store, members, rank, timeout, there))
 
     def __init__(
-        self, name: str, members: Sequence[Member], rank: int, timeout: float, segment: Segment, cores: int
+        self,
+        name: str,
+        members: Sequence[Member],
+        rank: int,
+        timeout: float,
+        segment: Segment,
+        cores: int,
+        lanes: int,
     ) -> None:
         super().__init__(name, [member.rank for member in members], rank, timeout)
         self._segment = segment
@@ -71,6 +88,7 @@ class ShmGroup(ShortPaths):
         self._vigil.on_failure = self._stop
         self._context = Context(segment.address, segment.layout, rank, cores)
         self._c = self._context.address
+        self._lanes = Lanes.of(name, self._context, segment, rank, cores, lanes, self._vigil, self._fail)
         self._report = Report(segment, self._context, rank, self.ranks, name)
         modes = patience(segment.layout.size, cores)
         self._mailbox = Mailbox(
@@ -88,12 +106,8 @@ class ShmGroup(ShortPaths):
     def _go_on(
         self, code: int, entry: Entry, *args: Any, tags: int = 0, timeout: float | None = None
     ) -> bool:
-        if code in _EARLY:
-            limit = self.timeout if timeout is None else timeout
-            wait = Wait(self._vigil, self._report.doing(entry.name), self._report.late, limit)
-            while code in _EARLY:
-                wait.look() if code == rounds.AGAIN else wait.worked()
-                code = entry.call(self._c | tags | rounds.RESUMED, *args)
+        if code in _UNDER_WAY:
+            code = self._carry_on(code, entry, args, tags, self.timeout if timeout is None else timeout)
             if code == rounds.LATER:
                 raise AbortedError(f"{self._report.doing(entry.name)}: an array was changed meanwhile")
         if code == rounds.MISMATCH:
@@ -101,6 +115,25 @@ class ShmGroup(ShortPaths):
             self._context.let_go()
             raise difference
         return code == rounds.DONE
+
+    def _carry_on(self, code: int, entry: Entry, args: tuple[Any, ...], tags: int, limit: float) -> int:
+        """Call an entry again until it has an end; returns how it ended."""
+        wait: Wait | None = None
+
+        def look(code: int, context: Context) -> None:
+            nonlocal wait
+            self._context.words[words.LATE] = context[words.LATE]
+            wait = wait or Wait(self._vigil, self._report.doing(entry.name), self._report.late, limit)
+            wait.look() if code == rounds.AGAIN else wait.worked()
+
+        while code in _UNDER_WAY:
+            if code == rounds.DIVIDED:
+                self._lanes.run(entry, args, look)
+            elif code != rounds.MIXED:
+                look(code, self._context)
+            how = rounds.HELD if code == rounds.MIXED else rounds.RESUMED
+            code = entry.call(self._c | tags | how, *args)
+        return code
 
     def _barrier_of_this_call(self) -> None:
         """A barrier by the thread whose call has the context."""
@@ -115,6 +148,7 @@ class ShmGroup(ShortPaths):
                     f"{here} was interrupted by {type(error).__name__} in {self._report.doing(entry.name)}"
                 )
             self._fail(error)
+            self._lanes.settle()
             self._context.let_go()
         elif is_refusal(error):
             return
@@ -279,7 +313,7 @@ class ShmGroup(ShortPaths):
             free = time.monotonic() < deadline
             time.sleep(_POLL_SECONDS)
         self._vigil.leave()
-        if free:
+        if self._lanes.close() and free:
             self._segment.close()
         if turn:
             self._turn.release()

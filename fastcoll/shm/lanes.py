@@ -1,133 +1,182 @@
-"""The private words of a mailbox, on which the kernels of its rings work: one table, and a lane for each peer."""
+"""Lanes: several threads of a rank that share its large calls, where there are cores for them.
+
+A lane is a context of its own, with control words and slots of its own in every section. A divided call (dividing.py)
+is one ordinary call in every lane, each with its part of every block; lanes never wait for one another, so the
+protocol is that of rounds.py, and results are the same bits. Lane 0 is driven by the thread that makes the call, the
+others by threads that sleep between two calls. Whether dividing pays is found out while the program runs (choosing.py).
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
 
-from ..kernels import locks, waiting
-from ..kernels.pointers import address_of
-from ..kernels.polling import POLLING_WORDS
-from .choosing import choosing_words
-from .context import BUDGET
-from .layout import Layout
+from ..errors import AbortedError, GroupError
+from ..kernels.jit import Entry
+from ..watch import Vigil
+from . import rounds, words
+from .context import Context
+from .layout import LANE_CONTROL, LANES, MAX_LANES, Layout
+from .segment import Segment
 
-# Words of a mailbox's private table, behind the polling table.
-BELL = POLLING_WORDS  # not 0: somebody wants the kernel back
-LANES = BELL + 1  # address of the lane to rank 0
-SIZE = BELL + 2
-RANK = BELL + 3
-RING = BELL + 4  # bytes of a ring, a power of two
-TURN = BELL + 5  # the rank to serve first, so that nobody starves
-SOURCE = BELL + 6  # receive from any: the rank chosen plus 1, 0 before
-BUSY = BELL + 7  # not 0: a thread drives the rings
-BEHIND = (
-    BELL + 8
-)  # not 0: operations are posted or under way, or the end has come; blocking ones come after them
-CONTEXT = BELL + 9  # address of the group's context, whose memo knows the dtypes
-GIVEN = BELL + 10  # bytes of the array of a PREPARED call
-CHOOSING = BELL + 11  # the table of choosing.py, for the operations SENDS and RECEIVES
-SENDS, RECEIVES = range(2)
-MAILBOX_WORDS = CHOOSING + choosing_words(2)
+# Bytes that a round has for each rank: a round's waits take as long as copying them.
+_SMALLEST_PIECE = 4 << 10
+_POLL_SECONDS = 1e-4
+_EARLY = (rounds.AGAIN, rounds.WORKED)
 
-# Words of a lane, what a rank keeps about one peer. Positions count bytes since the ring was made.
-OUT = 0  # address of the ring to the peer
-OUT_HEAD = 1
-OUT_TAIL = 2  # the peer's TAIL as last seen
-OUT_BODY = 3  # position of the payload of the message that enters
-OUT_END = 4  # end of that message; equal to OUT_HEAD when none enters
-OUT_FROM = 5  # address of the payload
-OUT_NBYTES = 6
-OUT_KIND = 7
-SENT = 8  # messages begun
-ACKS_READ = 9
-SENDING = 10  # 1 while a blocking send is under way
-ACK_NUMBER = 11  # the last ack read
-ACK_VERDICT = 12
-ACK_NBYTES = 13
-ACK_KIND = 14
-UNACKED = 15  # how many messages in the ring have no ack yet; set from Python
-IN = 16  # address of the ring from the peer
-IN_HEAD = 17  # the peer's HEAD as last seen
-IN_TAIL = 18
-IN_BODY = 19
-IN_END = 20  # end of the message that arrives; equal to IN_TAIL when none does
-IN_TO = 21  # where its payload goes; 0: nowhere
-IN_NBYTES = 22  # of the last header read
-IN_KIND = 23
-RECEIVED = 24  # messages begun
-ACKS_GIVEN = 25
-IN_ACKS_TAKEN = 26  # the peer's ACKS_TAKEN as last seen
-WATCHED = 27  # not 0: a posted receive may match a message of this peer; set from Python
-OWED = 28  # acks that wait for space; set from Python
-OUT_WAY = 29  # CLOSE or PAST (choosing.py): how the message that enters is written
-IN_WAY = 30  # and how the one that arrives is
-LANE_WORDS = 32
+Look = Callable[[int, Context], None]
+"""`look(code, context)`: an entry came back early; raises when going on is hopeless."""
+
+
+def lanes_for(layout: Layout, masks: Sequence[int], wanted: Sequence[int], share: int) -> int:
+    """How many lanes a group has, from what all its ranks know of one another.
+
+    Args:
+        masks: the CPUs that each rank may use, as bits.
+        wanted: what FASTCOLL_LANES says on each rank, 0 for nothing.
+        share: cores for each rank of the job, wherever that is.
+    """
+    # As many ranks as have no other CPUs than a rank compete for its own.
+    crowds = [mask.bit_count() // sum(other & ~mask == 0 for other in masks) for mask in masks]
+    cores = min(share, *crowds) if layout.size > 1 else 1
+    lanes = min(MAX_LANES, *(number or cores for number in wanted))
+    return lanes if lanes > 1 and layout.lane_slot(lanes) // layout.size >= _SMALLEST_PIECE else 1
 
 
 class Lanes:
-    """The state of all rings that begin or end at one rank. One thread at a time may drive it.
+    """The lanes of one rank of a group.
 
-    Attributes:
-        address: what the kernels take as `m`.
-        table: the mailbox's words.
-        rows: the lanes' words, a row a peer.
+    Args:
+        context: the group's own, which is told of them.
+        contexts: one a lane; none: the group has no lanes.
+        fail: makes the group fail.
     """
 
-    def __init__(self, base: int, layout: Layout, rank: int, patience: tuple[int, int], context: int) -> None:
-        self.rows = np.zeros((layout.size, LANE_WORDS), np.int64)
-        self.table = np.zeros(MAILBOX_WORDS, np.int64)
-        self.address = address_of(self.table)
-        self.table[waiting.SPINS], self.table[waiting.YIELDS] = patience
-        self.table[waiting.BUDGET] = BUDGET
-        self.table[LANES] = address_of(self.rows)
-        self.table[SIZE] = layout.size
-        self.table[RANK] = rank
-        self.table[RING] = layout.ring
-        self.table[CONTEXT] = context
-        for peer in [peer for peer in range(layout.size) if peer != rank]:
-            self.rows[peer, OUT] = base + ring_offset(layout, rank, peer)
-            self.rows[peer, IN] = base + ring_offset(layout, peer, rank)
+    def __init__(
+        self,
+        name: str,
+        context: Context,
+        contexts: Sequence[Context],
+        vigil: Vigil,
+        fail: Callable[[GroupError], None],
+    ) -> None:
+        self._vigil = vigil
+        self._contexts = list(contexts)
+        self._helpers = [
+            _Helper(f"fastcoll-{name}-lane-{k}", lane, self._see, fail)
+            for k, lane in enumerate(contexts)
+            if k > 0
+        ]
+        context.words[words.LANES] = max(1, len(contexts))
+        for k, lane in enumerate(contexts):
+            context.words[words.LANE_CONTEXTS + k] = lane.address
 
-    def word(self, peer: int, index: int) -> int:
-        """A word of the lane to `peer`."""
-        return int(self.rows[peer, index])
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        context: Context,
+        segment: Segment,
+        rank: int,
+        cores: int,
+        number: int,
+        vigil: Vigil,
+        fail: Callable[[GroupError], None],
+    ) -> Lanes:
+        """So many lanes in a segment; 1: none."""
+        lanes = range(number if number > 1 else 0)
+        contexts = [_context(segment, rank, cores, lane, number) for lane in lanes]
+        return cls(name, context, contexts, vigil, fail)
 
-    def is_sending(self, peer: int) -> bool:
-        """Whether a message is entering the ring to `peer`."""
-        return self.word(peer, OUT_HEAD) < self.word(peer, OUT_END)
+    def run(self, entry: Entry, args: tuple[Any, ...], look: Look) -> None:
+        """Run a divided call on all lanes; returns when this thread's own has done its part.
 
-    def is_receiving(self, peer: int) -> bool:
-        """Whether a message is arriving from `peer`."""
-        return self.word(peer, IN_TAIL) < self.word(peer, IN_END)
+        Raises:
+            GroupError: whatever `look` raises; the others still use the arrays then, until `settle`.
+        """
+        for helper in self._helpers:
+            helper.start(entry, args)
+        drive(entry, self._contexts[0], args, look)
 
-    def ring_bell(self) -> None:
-        """Have the kernel that runs on these words come back at once. From any thread."""
-        self.table[BELL] = 1
+    def settle(self, timeout: float = 5.0) -> bool:
+        """The group has failed: wait until no lane touches the arrays of the call any more; whether that is so."""
+        deadline = time.monotonic() + timeout
+        while busy := any(helper.is_busy() for helper in self._helpers):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        return not busy
 
-    def silence_bell(self) -> None:
-        """Answer the bell; look at what it may have rung for afterwards, never before."""
-        self.table[BELL] = 0
+    def close(self, timeout: float = 5.0) -> bool:
+        """End the threads, after the last call; whether they have ended. Closing twice is fine."""
+        return all([helper.close(timeout) for helper in self._helpers])
 
-    def set_behind(self, behind: bool) -> None:
-        """Whether blocking operations must go the way of posted ones."""
-        self.table[BEHIND] = behind
-
-    def seize(self) -> bool:
-        """Take the rings for driving them, unless a call has them."""
-        return locks.seize.call(self.address + 8 * BUSY) == locks.TAKEN
-
-    def let_go(self) -> None:
-        """The rings are free for whoever wants to drive them next."""
-        self.table[BUSY] = 0
-
-    def take_source(self) -> int:
-        """The rank that an unfinished receive from any has chosen, -1 for none; the next one chooses anew."""
-        source = int(self.table[SOURCE]) - 1
-        self.table[SOURCE] = 0
-        return source
+    def _see(self, code: int, context: Context) -> None:
+        """A helper's look: the thread of the call looks at peers and the clock, and fails the group if it must."""
+        if self._vigil.failure is not None:
+            raise self._vigil.failure.with_traceback(None)
 
 
-def ring_offset(layout: Layout, src: int, dst: int) -> int:
-    """Offset in the segment of the ring from `src` to `dst`, two different ranks."""
-    place = (dst - src) % layout.size - 1
-    return layout.section(src) + layout.rings_at + place * layout.ring_stride
+def _context(segment: Segment, rank: int, cores: int, lane: int, lanes: int) -> Context:
+    """The context of lane number `lane` of `lanes`, from 0."""
+    layout = segment.layout
+    context = Context(segment.address, layout, rank, cores // lanes)
+    control = LANES + lane * LANE_CONTROL
+    context.words[words.SECTIONS] += control
+    context.words[words.SLOTS_AT] = layout.lane_slots_at(lane, lanes) - control
+    context.words[words.SLOT] = layout.lane_slot(lanes)
+    context.words[words.LANE] = lane + 1
+    context.words[words.LANES] = lanes
+    return context
+
+
+def drive(entry: Entry, context: Context, args: tuple[Any, ...], look: Look) -> None:
+    """Run a lane's part of a call to its end, on this thread."""
+    code = entry.call(context.address | rounds.PREPARED, *args)
+    while code in _EARLY:
+        look(code, context)
+        code = entry.call(context.address | rounds.PREPARED | rounds.RESUMED, *args)
+    if code != rounds.DONE:
+        raise AbortedError(f"{entry.name}: an array was changed meanwhile")
+
+
+class _Helper:
+    """The thread of one lane; it starts with the first call and sleeps between two."""
+
+    def __init__(self, name: str, context: Context, look: Look, fail: Callable[[GroupError], None]) -> None:
+        self._name, self._context, self._look, self._fail = name, context, look, fail
+        self._jobs: SimpleQueue[tuple[Entry, tuple[Any, ...]] | None] = SimpleQueue()
+        self._started = self._ended = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self, entry: Entry, args: tuple[Any, ...]) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+        self._started += 1
+        self._jobs.put((entry, args))
+
+    def is_busy(self) -> bool:
+        return self._ended < self._started
+
+    def close(self, timeout: float) -> bool:
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                drive(job[0], self._context, job[1], self._look)
+            except GroupError as error:
+                self._fail(error)
+            except BaseException as error:
+                self._fail(AbortedError(f"the thread {self._name} ended: {error!r}"))
+            del job
+            self._ended += 1

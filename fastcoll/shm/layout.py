@@ -19,7 +19,9 @@ lines, since adjacent-line prefetch makes neighbours share.
     STATE      word 0: 0 in order, 1 left, 2 failed (release); word 1: length of the reason
     REASON     the reason as UTF-8, at most REASON_BYTES
     ATTACHED   word 0: the nonce, once this rank has mapped the segment; before: words 1.. its CPUs
-    QUOTA      word 0: cores that its cgroup allows
+    QUOTA      word 0: cores that its cgroup allows; word 1: what FASTCOLL_LANES says there
+    LANES      for each lane (lanes.py) two call lines, PUBLISHED and CONSUMED, as above. Its slots are a part of the
+               rank's slots, since a call has either lanes or rounds of the rank itself.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import ClassVar
 
 from ..errors import ResourceError
 
-MAGIC = 0x6661737463_02
+MAGIC = 0x6661737463_03
 ONE_SHOT_LIMIT = 3
 PAGE = 4096
 LINE = 128
@@ -42,6 +44,11 @@ ATTACHED = 5 * LINE
 QUOTA = 6 * LINE
 REASON = 7 * LINE
 REASON_BYTES = 1024
+LANES = 16 * LINE
+LANE_CONTROL = 4 * LINE
+# The control page has room for no more; and a quarter of a slot, 64 KiB, is copied in 2 to 8 us, of which a round's
+# waits, 0.2 us for a peer that is there, should stay a small part.
+MAX_LANES = 4
 CONTROL = PAGE
 
 # Words of a call line.
@@ -94,6 +101,14 @@ class Layout:
     def section(self, rank: int) -> int:
         """Offset of a rank's section."""
         return PAGE + rank * self.stride
+
+    def lane_slot(self, lanes: int) -> int:
+        """Bytes of a slot of one of so many lanes."""
+        return self.slot // lanes & -64
+
+    def lane_slots_at(self, lane: int, lanes: int) -> int:
+        """Offset of a lane's first slot in a section."""
+        return self.slots_at + lane * SLOTS * self.lane_slot(lanes)
 
 
 @dataclass(frozen=True)

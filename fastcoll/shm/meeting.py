@@ -17,9 +17,11 @@ import numpy as np
 from .. import config
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..members import Member, dead_among
+from ..operands import Array
 from ..rendezvous import Store
 from ..rendezvous.join import wait_for
 from . import segment as shared
+from .lanes import lanes_for
 from .layout import ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, Layout, plan
 from .segment import Segment
 from .thresholds import one_shot_limit
@@ -28,8 +30,14 @@ _MASK_WORDS = LINE // 8 - 1  # 960 CPUs
 _DOING = "making a group in shared memory"
 
 
-def meet(store: Store, members: Sequence[Member], rank: int, timeout: float) -> tuple[Segment, int]:
-    """The group's segment, mapped by all members, and the number of cores that they share."""
+def meet(
+    store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int
+) -> tuple[Segment, int, int]:
+    """The group's segment, mapped by all members, the number of cores that they share, and how many lanes it has.
+
+    Args:
+        neighbours: ranks of the job on this node, members or not.
+    """
     look = _Look(store, members, timeout)
     name = ""
     try:
@@ -48,11 +56,13 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float) -> 
             segment = Segment.attach(name, Layout(**announced))
         try:
             segment.words[_mask(segment, rank)] = _my_cores()
-            segment.words[segment.word(rank, QUOTA)] = _quota()
+            quota = segment.word(rank, QUOTA)
+            segment.words[quota : quota + 2] = _quota(), config.get("FASTCOLL_LANES")
             segment.say_attached(rank)
             segment.prefault(rank)
             segment.await_attached(look)
             cores = _count_cores(segment)
+            lanes = _agree_on_lanes(segment, cores, neighbours)
         except BaseException:
             segment.close()
             raise
@@ -64,7 +74,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float) -> 
     finally:
         if name:
             shared.unlink(name)
-    return segment, cores
+    return segment, cores, lanes
 
 
 class _Told(ResourceError):
@@ -135,6 +145,18 @@ def _count_cores(segment: Segment) -> int:
     cpus = sum(int(word).bit_count() for word in np.bitwise_or.reduce(masks))
     quotas = [int(segment.words[segment.word(rank, QUOTA)]) for rank in range(segment.layout.size)]
     return min(cpus, *quotas)
+
+
+def _agree_on_lanes(segment: Segment, cores: int, neighbours: int) -> int:
+    """What FASTCOLL_LANES and the cores of all members allow; the same number on all of them."""
+    ranks = range(segment.layout.size)
+    masks = [_number(segment.words[_mask(segment, rank)]) for rank in ranks]
+    wanted = [int(segment.words[segment.word(rank, QUOTA) + 1]) for rank in ranks]
+    return lanes_for(segment.layout, masks, wanted, cores // max(neighbours, segment.layout.size))
+
+
+def _number(words: Array) -> int:
+    return sum(int(word) << 63 * k for k, word in enumerate(words))
 
 
 def _quota() -> int:

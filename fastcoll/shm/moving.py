@@ -26,7 +26,8 @@ from .border import (
     list_same,
     nbytes_of,
 )
-from .choosing import hand_out, stage
+from .choosing import hand_out, is_divided, stage
+from .dividing import divide, narrow, part_of
 from .layout import INLINE
 from .rounds import (
     AGAIN,
@@ -72,9 +73,12 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     here = load_word(c, RANK) == root
     if what == 0 or not is_rank(c, root) or not is_plain(c, h, x, 0 if here else WRITEABLE):
         return give_up(h)
-    nbytes = nbytes_of(x, what)
-    begin(h, _BROADCAST, nbytes, True)
-    return _broadcast(c, data_of(x), nbytes, load_word(what, CALL) | root << calls.ROOT_SHIFT, root)
+    nbytes, call = nbytes_of(x, what), load_word(what, CALL) | root << calls.ROOT_SHIFT
+    begin(h, _BROADCAST, nbytes, 0)
+    if is_divided(ways_at(c)):
+        return divide(c, what, call, nbytes, 0)
+    start, nbytes = part_of(c, what, nbytes)
+    return _broadcast(c, data_of(x) + start, nbytes, call, root)
 
 
 @kernel
@@ -126,8 +130,13 @@ def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
     list_same(c, GIVES, data_of(x), nbytes)
     if not _own_fits(c) or not are_apart(c, h, data_of(x), nbytes, TAKES, True):
         return give_up(h)
-    begin(h, _ALL_GATHER, nbytes * load_word(c, SIZE), True)
-    return _all_gather(c, data_of(x), nbytes, load_word(what, CALL))
+    begin(h, _ALL_GATHER, nbytes * load_word(c, SIZE), 0)
+    if is_divided(ways_at(c)):
+        return divide(c, what, load_word(what, CALL), nbytes, balance_of(c))
+    start, nbytes = part_of(c, what, nbytes)
+    narrow(c, GIVES, what)
+    narrow(c, TAKES, what)
+    return _all_gather(c, data_of(x) + start, nbytes, load_word(what, CALL))
 
 
 @inlined
@@ -198,8 +207,8 @@ def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> in
             return give_up(h)
     else:
         list_none(c, TAKES)
-    begin(h, _GATHER, _largest(c) * load_word(c, SIZE), True)
-    return _exchange(c, 1, load_word(what, CALL) | root << calls.ROOT_SHIFT)
+    begin(h, _GATHER, _largest(c) * load_word(c, SIZE), 0)
+    return _exchange_or_divide(c, what, 1, load_word(what, CALL) | root << calls.ROOT_SHIFT)
 
 
 @entry
@@ -222,8 +231,10 @@ def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> in
             return give_up(h)
     else:
         list_none(c, GIVES)
-    begin(h, _SCATTER, _largest(c) * load_word(c, SIZE), True)
-    return _exchange(c, load_word(c, SIZE) - 1, load_word(what, CALL) | root << calls.ROOT_SHIFT)
+    begin(h, _SCATTER, _largest(c) * load_word(c, SIZE), 0)
+    return _exchange_or_divide(
+        c, what, load_word(c, SIZE) - 1, load_word(what, CALL) | root << calls.ROOT_SHIFT
+    )
 
 
 @entry
@@ -245,8 +256,8 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
         given, nbytes = load_word(table(c, GIVES), peer), load_word(table(c, GIVES + 1), peer)
         if not are_apart(c, h, given, nbytes, TAKES, False):
             return give_up(h)
-    begin(h, _ALL_TO_ALL, _largest(c) * load_word(c, SIZE), True)
-    return _exchange(c, load_word(c, SIZE) - 1, load_word(what, CALL))
+    begin(h, _ALL_TO_ALL, _largest(c) * load_word(c, SIZE), 0)
+    return _exchange_or_divide(c, what, load_word(c, SIZE) - 1, load_word(what, CALL))
 
 
 @inlined
@@ -262,6 +273,15 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
     room = INLINE // spread & -8
     inline = nbytes <= room
     return place_of(c, src, step, inline) + place * (room if inline else piece)
+
+
+@inlined
+def _exchange_or_divide(c, what, spread, call):
+    if is_divided(ways_at(c)):
+        return divide(c, what, call, _largest(c), balance_of(c))
+    narrow(c, GIVES, what)
+    narrow(c, TAKES, what)
+    return _exchange(c, spread, call)
 
 
 @kernel

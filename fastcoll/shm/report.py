@@ -11,14 +11,12 @@ import numpy as np
 
 from .. import calls
 from ..errors import MismatchError
+from ..mismatch import Sizes, comparable, describe_sizes, mismatch, operation_of
 from ..operands import Array
 from . import layout, words
 from .context import Context
 from .layout import REASON, REASON_BYTES
 from .segment import Segment
-
-Sizes = tuple[Sequence[int], Sequence[int]]
-"""Bytes that a rank gives to and takes from each rank; -1 where there is no message."""
 
 
 class Report:
@@ -52,19 +50,14 @@ class Report:
         """What each rank called. Every rank of a mismatch is here, so they can tell one another their sizes."""
         number = self._context[words.CALLS]
         sizes = self._context.table(words.GIVES + 1), self._context.table(words.TAKES + 1)
-        said = [self._call_and_shape(rank) for rank in self._everybody()]
-        if all(call & calls.UNEVEN for call, _ in said):
-            said = [(call, 0) for call, _ in said]
+        said = comparable([self._call_and_shape(rank) for rank in self._everybody()])
         text = calls.describe_differences(said, self._ranks)
         if len(set(said)) == 1:
             tables = share_sizes(self._segment, self._rank, sizes, barrier)
-            operation = calls.OPERATIONS[said[0][0] & 0xFF]
+            operation = operation_of(said)
             describe = describe_places if operation.startswith("symmetric:") else describe_sizes
             text = f"{operation.rpartition(':')[2]}: {describe(tables, self._ranks)}"
-        return MismatchError(
-            f"the ranks' calls do not match (call {number} of group {self._group!r}): {text}; "
-            "all ranks must make the same calls in the same order"
-        )
+        return mismatch(text, number, self._group)
 
     def _everybody(self) -> range:
         return range(self._segment.layout.size)
@@ -93,17 +86,6 @@ def share_sizes(segment: Segment, rank: int, sizes: Sizes, barrier: Callable[[],
     start = [segment.word(r, REASON) for r in range(n)]
     tables = [segment.words[s : s + 2 * n].reshape(2, n).tolist() for s in start]
     return [(gives, takes) for gives, takes in tables]
-
-
-def describe_sizes(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
-    """The pairs of ranks whose sizes differ: `rank 0 gives rank 1 8 bytes, which expects 12`."""
-    differences = [
-        f"rank {ranks[src]} gives rank {ranks[dst]} {gives[dst]} bytes, which expects {tables[dst][1][src]}"
-        for src, (gives, _) in enumerate(tables)
-        for dst in range(len(tables))
-        if gives[dst] != tables[dst][1][src]
-    ]
-    return "; ".join(differences[:8]) or "what ranks give and what others expect differ"
 
 
 def describe_places(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:

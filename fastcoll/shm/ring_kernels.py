@@ -1,6 +1,6 @@
 """What Python calls to move messages through the rings: compiled functions that run without the GIL.
 
-`m` is the address of a mailbox's table (lanes.py). `send` and `receive` carry one blocking call from begin to
+`m` is the address of a mailbox's table (channels.py). `send` and `receive` carry one blocking call from begin to
 end; they take the table with the tags of rounds.py, look at their arguments as border.py has it, and hold BUSY
 until they are DONE. `begin`, `accept` and `acknowledge` set things going that `advance` then carries on for all
 peers at once. All come back within 0.1 s, and can be called again with the same arguments.
@@ -14,13 +14,16 @@ from ..kernels.jit import entry, inlined, kernel
 from ..kernels.pointers import load_word, store_word
 from ..kernels.polling import moved, rest
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at
+from ..messages.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, OTHER, REFUSED, TAKEN
+from ..messages.transfers import DTYPE_BITS, LARGEST_TAG
 from .border import CALL, data_of, description, is_plain, nbytes_of
-from .choosing import CLOSE, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
-from .lanes import (
+from .channels import (
     ACK_VERDICT,
     BEHIND,
     BELL,
     BUSY,
+    CHANNEL_WORDS,
+    CHANNELS,
     CHOOSING,
     CONTEXT,
     GIVEN,
@@ -28,8 +31,6 @@ from .lanes import (
     IN_KIND,
     IN_NBYTES,
     IN_TAIL,
-    LANE_WORDS,
-    LANES,
     OUT,
     OUT_END,
     OUT_HEAD,
@@ -45,10 +46,10 @@ from .lanes import (
     UNACKED,
     WATCHED,
 )
+from .choosing import CLOSE, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
 from .rings import (
     ACKS_TAKEN,
     NEVER_FULL,
-    TAKEN,
     accept_message,
     begin_message,
     has_ack_space,
@@ -59,18 +60,12 @@ from .rings import (
     write_ack,
 )
 from .rounds import AGAIN, DONE, LATER, PREPARED, RESUMED, WORKED, context_of
-from .transfers import DTYPE_BITS, LARGEST_TAG
 from .words import SHUT
 
 _MESSAGE = calls.code_of("message")
 
-# What a blocking entry returns besides. OTHER: the next message is not the one asked for, and was left alone.
-REFUSED, OTHER = WORKED + 1, WORKED + 2
-
-ANY = -(1 << 62)  # the source of a receive from any rank
-
 # What `advance` returns, besides AGAIN_ALL: peer * EVENTS + event.
-NOTHING, MOVED, ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE = range(7)
+NOTHING, MOVED = 0, 1
 EVENTS = 8
 AGAIN_ALL = -1
 
@@ -78,8 +73,8 @@ _PIECES_A_CALL = 2048  # at most 128 MiB, 20 ms, between two looks at signals
 
 
 @inlined
-def _lane(m, peer):
-    return load_word(m, LANES) + peer * (8 * LANE_WORDS)
+def _channel(m, peer):
+    return load_word(m, CHANNELS) + peer * (8 * CHANNEL_WORDS)
 
 
 @inlined
@@ -103,7 +98,7 @@ def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Inde
     """Make a message the one that enters the ring to `peer`; `advance` moves it. None may be entering."""
     m = integer(mailbox)
     way = _known_way(m, SENDS, integer(nbytes), SMALLEST)
-    begin_message(_lane(m, integer(peer)), integer(address), integer(nbytes), integer(kind), way)
+    begin_message(_channel(m, integer(peer)), integer(address), integer(nbytes), integer(kind), way)
     return DONE
 
 
@@ -111,8 +106,8 @@ def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Inde
 def accept(mailbox: Index, peer: Index, address: Index) -> int:
     """Let the message whose header `advance` has read arrive at `address` (0: drop its bytes)."""
     m = integer(mailbox)
-    lane = _lane(m, integer(peer))
-    accept_message(lane, integer(address), _known_way(m, RECEIVES, load_word(lane, IN_NBYTES), LARGE))
+    channel = _channel(m, integer(peer))
+    accept_message(channel, integer(address), _known_way(m, RECEIVES, load_word(channel, IN_NBYTES), LARGE))
     return DONE
 
 
@@ -121,10 +116,10 @@ def acknowledge(
     mailbox: Index, peer: Index, number: Index, verdict: Index, nbytes: Index, kind: Index
 ) -> int:
     """Answer a message of `peer`, with what the receive asked for; AGAIN: no space."""
-    lane = _lane(integer(mailbox), integer(peer))
-    if not has_ack_space(lane):
+    channel = _channel(integer(mailbox), integer(peer))
+    if not has_ack_space(channel):
         return AGAIN
-    write_ack(lane, integer(number), integer(verdict), integer(nbytes), integer(kind))
+    write_ack(channel, integer(number), integer(verdict), integer(nbytes), integer(kind))
     return DONE
 
 
@@ -169,7 +164,7 @@ def _is_peer(m, rank):
 
 @entry
 def send(handle: Index, dst: Index, tensor: PyObject, tag: Index) -> int:
-    """Send an array, and wait until it is taken. DONE, AGAIN, REFUSED with the ack in the lane, or LATER.
+    """Send an array, and wait until it is taken. DONE, AGAIN, REFUSED with the ack in the channel, or LATER.
 
     Only while no other message to this peer is entering or unacked.
     """
@@ -180,29 +175,29 @@ def send(handle: Index, dst: Index, tensor: PyObject, tag: Index) -> int:
     nbytes, kind = _message(h, x, integer(tag), 0)
     if nbytes < 0 or not _is_peer(m, peer):
         return _let_go(m, LATER)
-    status = _send(m, _lane(m, peer), data_of(x), nbytes, kind)
+    status = _send(m, _channel(m, peer), data_of(x), nbytes, kind)
     return _let_go(m, DONE) if status == DONE else status
 
 
 @kernel
-def _send(m, lane, data, nbytes, kind):
-    if load_word(lane, SENDING) == 0:
-        begin_message(lane, data, nbytes, kind, _choose(m, SENDS, nbytes, SMALLEST, 1))
-        store_word(lane, SENDING, 1)
+def _send(m, channel, data, nbytes, kind):
+    if load_word(channel, SENDING) == 0:
+        begin_message(channel, data, nbytes, kind, _choose(m, SENDS, nbytes, SMALLEST, 1))
+        store_word(channel, SENDING, 1)
     turn = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
-        if load_word(lane, OUT_HEAD) < load_word(lane, OUT_END):
-            if push(m, lane):
+        if load_word(channel, OUT_HEAD) < load_word(channel, OUT_END):
+            if push(m, channel):
                 turn = 0
                 pieces += 1
                 moved(m)
                 continue
-        elif read_ack(lane):
-            store_word(lane, SENDING, 0)
+        elif read_ack(channel):
+            store_word(channel, SENDING, 0)
             conclude(m + 8 * CHOOSING)
             moved(m)
-            return DONE if load_word(lane, ACK_VERDICT) == TAKEN else REFUSED
+            return DONE if load_word(channel, ACK_VERDICT) == TAKEN else REFUSED
         if load_acquire(m + 8 * BELL) != 0 or not rest(m, turn):
             return AGAIN
         turn += 1
@@ -229,7 +224,7 @@ def receive(handle: Index, src: Index, tensor: PyObject, tag: Index) -> int:
             return AGAIN
         store_word(m, SOURCE, event // EVENTS + 1)
     peer = load_word(m, SOURCE) - 1 if source == ANY else source
-    status = _receive(m, _lane(m, peer), data_of(x), nbytes, kind)
+    status = _receive(m, _channel(m, peer), data_of(x), nbytes, kind)
     if status != DONE:
         return status
     store_word(m, SOURCE, 0)
@@ -237,22 +232,22 @@ def receive(handle: Index, src: Index, tensor: PyObject, tag: Index) -> int:
 
 
 @kernel
-def _receive(m, lane, data, nbytes, kind):
+def _receive(m, channel, data, nbytes, kind):
     turn = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
-        if load_word(lane, IN_TAIL) == load_word(lane, IN_END):
-            if has_ack_space(lane) and sees_header(m, lane):
-                if load_word(lane, IN_KIND) != kind or load_word(lane, IN_NBYTES) != nbytes:
+        if load_word(channel, IN_TAIL) == load_word(channel, IN_END):
+            if has_ack_space(channel) and sees_header(m, channel):
+                if load_word(channel, IN_KIND) != kind or load_word(channel, IN_NBYTES) != nbytes:
                     store_word(m, SOURCE, 0)
                     return OTHER
-                accept_message(lane, data, _choose(m, RECEIVES, nbytes, LARGE, 2))
+                accept_message(channel, data, _choose(m, RECEIVES, nbytes, LARGE, 2))
                 continue
-        elif pull(m, lane):
+        elif pull(m, channel):
             moved(m)
-            if load_word(lane, IN_TAIL) == load_word(lane, IN_END):
+            if load_word(channel, IN_TAIL) == load_word(channel, IN_END):
                 conclude(m + 8 * CHOOSING)
-                write_ack(lane, load_word(lane, RECEIVED), TAKEN, nbytes, kind)
+                write_ack(channel, load_word(channel, RECEIVED), TAKEN, nbytes, kind)
                 return DONE
             turn = 0
             pieces += 1
@@ -264,23 +259,23 @@ def _receive(m, lane, data, nbytes, kind):
 
 
 @inlined
-def _serve(m, lane, watched):
+def _serve(m, channel, watched):
     """Move what can move between here and one peer; the first thing that concerns Python, or MOVED."""
     event = NOTHING
-    if load_word(lane, OUT_HEAD) < load_word(lane, OUT_END) and push(m, lane):
-        if load_word(lane, OUT_HEAD) == load_word(lane, OUT_END):
+    if load_word(channel, OUT_HEAD) < load_word(channel, OUT_END) and push(m, channel):
+        if load_word(channel, OUT_HEAD) == load_word(channel, OUT_END):
             return ENTERED
         event = MOVED
-    if load_word(lane, UNACKED) > 0 and read_ack(lane):
+    if load_word(channel, UNACKED) > 0 and read_ack(channel):
         return ACKED
-    if load_word(lane, IN_TAIL) < load_word(lane, IN_END):
-        if pull(m, lane):
-            if load_word(lane, IN_TAIL) == load_word(lane, IN_END):
+    if load_word(channel, IN_TAIL) < load_word(channel, IN_END):
+        if pull(m, channel):
+            if load_word(channel, IN_TAIL) == load_word(channel, IN_END):
                 return ARRIVED
             event = MOVED
-    elif (watched or load_word(lane, WATCHED) > 0) and sees_header(m, lane):
+    elif (watched or load_word(channel, WATCHED) > 0) and sees_header(m, channel):
         return HEADER
-    if load_word(lane, OWED) > 0 and has_ack_space(lane):
+    if load_word(channel, OWED) > 0 and has_ack_space(channel):
         return ACK_SPACE
     return event
 
@@ -305,7 +300,7 @@ def _advance(m, watch_all):
             peer = (load_word(m, TURN) + step) % size
             if peer == load_word(m, RANK):
                 continue
-            event = _serve(m, _lane(m, peer), watch_all)
+            event = _serve(m, _channel(m, peer), watch_all)
             if event > MOVED:
                 store_word(m, TURN, peer + 1)
                 moved(m)
@@ -328,5 +323,5 @@ def retire(mailbox: Index) -> int:
     m = integer(mailbox)
     for peer in range(load_word(m, SIZE)):
         if peer != load_word(m, RANK):
-            store_release(load_word(_lane(m, peer), OUT) + ACKS_TAKEN, NEVER_FULL)
+            store_release(load_word(_channel(m, peer), OUT) + ACKS_TAKEN, NEVER_FULL)
     return DONE

@@ -20,7 +20,7 @@ a rank that leaves sets ACKS_TAKEN to its highest value.
 `tests/shm/test_rings_model.py` explores the schedules of this protocol.
 
 Here are the steps of the two ends; ring_kernels.py makes calls of them. A rank's private state is the table of
-lanes.py, from which everything is resumable.
+channels.py, from which everything is resumable.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from ..kernels.atomics import load_acquire, store_release
 from ..kernels.copy import copy, prefetch, prefetch_to_write, stream
 from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word
-from .choosing import PAST
-from .lanes import (
+from .channels import (
     ACK_KIND,
     ACK_NBYTES,
     ACK_NUMBER,
@@ -60,10 +59,8 @@ from .lanes import (
     RING,
     SENT,
 )
+from .choosing import PAST
 from .layout import LINE, RING_HEADER
-
-# Verdicts of an ack.
-TAKEN, MISFIT = 1, 2
 
 # Byte offsets in a ring's control words.
 HEAD = 0
@@ -109,47 +106,47 @@ def _copy(way, dst, src, nbytes):
 
 
 @inlined
-def begin_message(lane, address, nbytes, kind, way):
-    head = load_word(lane, OUT_HEAD)
-    store_word(lane, OUT_BODY, head + FRAME_HEADER)
-    store_word(lane, OUT_END, head + _frame(nbytes))
-    store_word(lane, OUT_FROM, address)
-    store_word(lane, OUT_NBYTES, nbytes)
-    store_word(lane, OUT_KIND, kind)
-    store_word(lane, OUT_WAY, way)
-    store_word(lane, SENT, load_word(lane, SENT) + 1)
+def begin_message(channel, address, nbytes, kind, way):
+    head = load_word(channel, OUT_HEAD)
+    store_word(channel, OUT_BODY, head + FRAME_HEADER)
+    store_word(channel, OUT_END, head + _frame(nbytes))
+    store_word(channel, OUT_FROM, address)
+    store_word(channel, OUT_NBYTES, nbytes)
+    store_word(channel, OUT_KIND, kind)
+    store_word(channel, OUT_WAY, way)
+    store_word(channel, SENT, load_word(channel, SENT) + 1)
 
 
 @inlined
-def _has_room(m, lane, nbytes):
-    limit = load_word(lane, OUT_HEAD) + nbytes - load_word(m, RING)
-    if load_word(lane, OUT_TAIL) >= limit:
+def _has_room(m, channel, nbytes):
+    limit = load_word(channel, OUT_HEAD) + nbytes - load_word(m, RING)
+    if load_word(channel, OUT_TAIL) >= limit:
         return True
-    store_word(lane, OUT_TAIL, load_acquire(load_word(lane, OUT) + TAIL))
-    return load_word(lane, OUT_TAIL) >= limit
+    store_word(channel, OUT_TAIL, load_acquire(load_word(channel, OUT) + TAIL))
+    return load_word(channel, OUT_TAIL) >= limit
 
 
 @kernel
-def push(m, lane):
+def push(m, channel):
     """Put the next piece of the entering message into the ring, if there is room."""
-    head = load_word(lane, OUT_HEAD)
-    part = min(load_word(lane, OUT_END) - head, load_word(m, RING) // PIECES_A_RING)
-    if not _has_room(m, lane, part):
+    head = load_word(channel, OUT_HEAD)
+    part = min(load_word(channel, OUT_END) - head, load_word(m, RING) // PIECES_A_RING)
+    if not _has_room(m, channel, part):
         return False
-    ring = load_word(lane, OUT)
-    body = load_word(lane, OUT_BODY)
+    ring = load_word(channel, OUT)
+    body = load_word(channel, OUT_BODY)
     if head < body:
         place = _place(m, ring, head)
-        store_word(place, 0, load_word(lane, OUT_NBYTES))
-        store_word(place, 1, load_word(lane, OUT_KIND))
+        store_word(place, 0, load_word(channel, OUT_NBYTES))
+        store_word(place, 1, load_word(channel, OUT_KIND))
     start = max(head, body)
-    nbytes = min(head + part, body + load_word(lane, OUT_NBYTES)) - start
-    source = load_word(lane, OUT_FROM) + start - body
+    nbytes = min(head + part, body + load_word(channel, OUT_NBYTES)) - start
+    source = load_word(channel, OUT_FROM) + start - body
     first = _span(m, start, nbytes)
-    way = load_word(lane, OUT_WAY)
+    way = load_word(channel, OUT_WAY)
     _copy(way, _place(m, ring, start), source, first)
     _copy(way, ring + RING_HEADER, source + first, nbytes - first)
-    store_word(lane, OUT_HEAD, head + part)
+    store_word(channel, OUT_HEAD, head + part)
     store_release(ring + HEAD, head + part)
     # The next message's lines come over while this one travels (64 bytes: 0.68 us one way without, 2 cores).
     for line in range(_LINES_AHEAD):
@@ -158,96 +155,96 @@ def push(m, lane):
 
 
 @kernel
-def read_ack(lane):
-    """Read the next ack into the lane, if it is there."""
-    taken = load_word(lane, ACKS_READ)
-    ring = load_word(lane, OUT)
+def read_ack(channel):
+    """Read the next ack into the channel, if it is there."""
+    taken = load_word(channel, ACKS_READ)
+    ring = load_word(channel, OUT)
     ack = ring + ACKS + ACK_BYTES * (taken % ACK_SLOTS)
     if load_acquire(ack) != taken + 1:
         return False
-    store_word(lane, ACK_NUMBER, load_word(ack, 1))
-    store_word(lane, ACK_VERDICT, load_word(ack, 2))
-    store_word(lane, ACK_NBYTES, load_word(ack, 3))
-    store_word(lane, ACK_KIND, load_word(ack, 4))
-    store_word(lane, ACKS_READ, taken + 1)
+    store_word(channel, ACK_NUMBER, load_word(ack, 1))
+    store_word(channel, ACK_VERDICT, load_word(ack, 2))
+    store_word(channel, ACK_NBYTES, load_word(ack, 3))
+    store_word(channel, ACK_KIND, load_word(ack, 4))
+    store_word(channel, ACKS_READ, taken + 1)
     if (taken + 1) % ACK_BATCH == 0:
         store_release(ring + ACKS_TAKEN, taken + 1)
     return True
 
 
 @inlined
-def _sees(lane, position):
+def _sees(channel, position):
     """Whether the ring holds bytes up to `position`."""
-    if load_word(lane, IN_HEAD) >= position:
+    if load_word(channel, IN_HEAD) >= position:
         return True
-    store_word(lane, IN_HEAD, load_acquire(load_word(lane, IN) + HEAD))
-    return load_word(lane, IN_HEAD) >= position
+    store_word(channel, IN_HEAD, load_acquire(load_word(channel, IN) + HEAD))
+    return load_word(channel, IN_HEAD) >= position
 
 
 @kernel
-def sees_header(m, lane):
-    """Read the header of the next message into the lane, if one is there."""
-    tail = load_word(lane, IN_TAIL)
-    if not _sees(lane, tail + 1):
+def sees_header(m, channel):
+    """Read the header of the next message into the channel, if one is there."""
+    tail = load_word(channel, IN_TAIL)
+    if not _sees(channel, tail + 1):
         return False
-    place = _place(m, load_word(lane, IN), tail)
+    place = _place(m, load_word(channel, IN), tail)
     for line in range(_LINES_AHEAD):
         prefetch(place + FRAME_UNIT * line)
-    store_word(lane, IN_NBYTES, load_word(place, 0))
-    store_word(lane, IN_KIND, load_word(place, 1))
+    store_word(channel, IN_NBYTES, load_word(place, 0))
+    store_word(channel, IN_KIND, load_word(place, 1))
     return True
 
 
 @inlined
-def accept_message(lane, address, way):
+def accept_message(channel, address, way):
     """Let the message whose header was read arrive at `address` (0: drop its bytes)."""
-    tail = load_word(lane, IN_TAIL)
-    store_word(lane, IN_BODY, tail + FRAME_HEADER)
-    store_word(lane, IN_END, tail + _frame(load_word(lane, IN_NBYTES)))
-    store_word(lane, IN_TO, address)
-    store_word(lane, IN_WAY, way)
-    store_word(lane, RECEIVED, load_word(lane, RECEIVED) + 1)
+    tail = load_word(channel, IN_TAIL)
+    store_word(channel, IN_BODY, tail + FRAME_HEADER)
+    store_word(channel, IN_END, tail + _frame(load_word(channel, IN_NBYTES)))
+    store_word(channel, IN_TO, address)
+    store_word(channel, IN_WAY, way)
+    store_word(channel, RECEIVED, load_word(channel, RECEIVED) + 1)
 
 
 @kernel
-def pull(m, lane):
+def pull(m, channel):
     """Take the next piece of the arriving message out of the ring, if it is there."""
-    tail = load_word(lane, IN_TAIL)
-    part = min(load_word(lane, IN_END) - tail, load_word(m, RING) // PIECES_A_RING)
-    if not _sees(lane, tail + part):
+    tail = load_word(channel, IN_TAIL)
+    part = min(load_word(channel, IN_END) - tail, load_word(m, RING) // PIECES_A_RING)
+    if not _sees(channel, tail + part):
         return False
-    ring = load_word(lane, IN)
-    body = load_word(lane, IN_BODY)
+    ring = load_word(channel, IN)
+    body = load_word(channel, IN_BODY)
     start = max(tail, body)
-    nbytes = min(tail + part, body + load_word(lane, IN_NBYTES)) - start
-    if load_word(lane, IN_TO) != 0:
-        target = load_word(lane, IN_TO) + start - body
+    nbytes = min(tail + part, body + load_word(channel, IN_NBYTES)) - start
+    if load_word(channel, IN_TO) != 0:
+        target = load_word(channel, IN_TO) + start - body
         first = _span(m, start, nbytes)
-        way = load_word(lane, IN_WAY)
+        way = load_word(channel, IN_WAY)
         _copy(way, target, _place(m, ring, start), first)
         _copy(way, target + first, ring + RING_HEADER, nbytes - first)
-    store_word(lane, IN_TAIL, tail + part)
+    store_word(channel, IN_TAIL, tail + part)
     store_release(ring + TAIL, tail + part)
     return True
 
 
 @inlined
-def has_ack_space(lane):
-    limit = load_word(lane, ACKS_GIVEN) - ACK_SLOTS
-    if load_word(lane, IN_ACKS_TAKEN) > limit:
+def has_ack_space(channel):
+    limit = load_word(channel, ACKS_GIVEN) - ACK_SLOTS
+    if load_word(channel, IN_ACKS_TAKEN) > limit:
         return True
-    store_word(lane, IN_ACKS_TAKEN, load_acquire(load_word(lane, IN) + ACKS_TAKEN))
-    return load_word(lane, IN_ACKS_TAKEN) > limit
+    store_word(channel, IN_ACKS_TAKEN, load_acquire(load_word(channel, IN) + ACKS_TAKEN))
+    return load_word(channel, IN_ACKS_TAKEN) > limit
 
 
 @inlined
-def write_ack(lane, number, verdict, nbytes, kind):
-    given = load_word(lane, ACKS_GIVEN)
-    ack = load_word(lane, IN) + ACKS + ACK_BYTES * (given % ACK_SLOTS)
+def write_ack(channel, number, verdict, nbytes, kind):
+    given = load_word(channel, ACKS_GIVEN)
+    ack = load_word(channel, IN) + ACKS + ACK_BYTES * (given % ACK_SLOTS)
     store_word(ack, 1, number)
     store_word(ack, 2, verdict)
     store_word(ack, 3, nbytes)
     store_word(ack, 4, kind)
-    store_word(lane, ACKS_GIVEN, given + 1)
+    store_word(channel, ACKS_GIVEN, given + 1)
     store_release(ack, given + 1)
-    prefetch_to_write(load_word(lane, IN) + ACKS + ACK_BYTES * ((given + 1) % ACK_SLOTS))
+    prefetch_to_write(load_word(channel, IN) + ACKS + ACK_BYTES * ((given + 1) % ACK_SLOTS))

@@ -16,11 +16,11 @@ from typing import Any
 from .. import calls
 from ..group import ProcessGroup
 from ..kernels.jit import Entry
+from ..messages.channels import ANY
 from ..reduce_op import ReduceOp
 from ..work import Work
 from . import collectives, moving, ring_kernels
 from .mailbox import Mailbox
-from .ring_kernels import ANY
 from .rounds import DONE, LATER
 
 _all_reduce = collectives.all_reduce

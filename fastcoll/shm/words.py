@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..calls import OPERATIONS
 from ..kernels.waiting import PATIENCE_WORDS
 from .choosing import choosing_words
+from .layout import MAX_LANES
 
 RANK = 0
 SIZE = 1
@@ -29,7 +30,12 @@ NDARRAY, TUPLE, NONE = 19, 20, 21  # addresses of Python's numpy.ndarray, tuple 
 MET = 22  # 1: the calls of all ranks have been compared
 SYMMETRIC = 23  # address of the table of symmetric arrays (symmetric_table.py); 0: there are none
 DID = 24  # bytes of this rank's part of a call in symmetric memory that are done
-PATIENCE = 25  # the table of kernels/waiting.py
+LANE = 25  # 0: the group's own context; else which lane's it is, counted from 1
+LANES = 26  # how many lanes large calls can be divided among; 1: they are not
+CALLS_DIVIDED = 27  # how many there were so far
+FINISHED = 28  # number of the last call that is complete (release)
+LANE_CONTEXTS = 29  # addresses of the contexts of all lanes
+PATIENCE = LANE_CONTEXTS + MAX_LANES  # the table of kernels/waiting.py
 FIXED_WORDS = PATIENCE + PATIENCE_WORDS
 # Behind them: the table of choosing.py, the memo of descriptions (border.py), five tables of a word a rank.
 CHOOSING = FIXED_WORDS

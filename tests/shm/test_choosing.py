@@ -26,6 +26,14 @@ def choose(t: Index, operation: Index, nbytes: Index, ways: Index, stride: Index
 
 
 @entry
+def choose_among(t: Index, operation: Index, nbytes: Index, plain: Index, divided: Index) -> int:
+    choosing.choose_among(
+        integer(t), integer(operation), integer(nbytes), integer(plain), integer(divided), 1
+    )
+    return 0
+
+
+@entry
 def learn(t: Index, took: Index) -> int:
     """What happens when all ranks have begun the call."""
     choosing.learn(integer(t), integer(took))
@@ -52,6 +60,15 @@ class Learner:
     def run(self, number, times, **options):
         return [self.call(times, **options) for _ in range(number)]
 
+    def call_of_lanes(self, plain, divided):
+        """One call that may be divided; whether it was. Ticks a MiB of each plain way, and of each divided one."""
+        at = address_of(self.table)
+        choose_among.call(at, ALL_REDUCE, LARGE, len(plain), len(divided))
+        learn.call(at, self.took)
+        way = int(self.table[choosing.WAY])
+        self.took = plain[way] if way < choosing.WAYS else divided[way - choosing.WAYS]
+        return way >= choosing.WAYS
+
 
 @pytest.mark.parametrize("ways", [2, 3, choosing.WAYS])
 def test_every_way_is_tried_and_the_fastest_is_found(ways):
@@ -75,6 +92,28 @@ def test_a_way_that_has_become_slow_is_left(factor):
         else learner.run(1500, [800, 1000, 1000])
     )
     assert went[-50:].count(1) <= 2
+
+
+@pytest.mark.parametrize("ways", [3, choosing.WAYS])
+def test_calls_are_divided_where_that_is_faster_and_not_where_it_is_slower(ways):
+    for factor in (0.6, 1.0, 1.5):
+        learner = Learner()
+        plain = [1000 + 100 * way for way in range(ways)]
+        went = [learner.call_of_lanes(plain, [int(factor * time) for time in plain]) for _ in range(2000)]
+        tried, after = went[: choosing.TRIES * 2 * ways + 1], went[500:]
+        assert tried.count(True) >= choosing.TRIES * ways
+        share = sum(after) / len(after)
+        assert share > 0.9 if factor < 1 else share < 0.1
+        assert 0 < share < 1  # the other is tried now and then
+
+
+def test_a_call_that_cannot_be_divided_goes_the_best_plain_way_or_the_best_ways_twin():
+    learner = Learner()
+    for _ in range(200):
+        learner.call_of_lanes([1000] * 3, [900, 900, 500])
+    at = address_of(learner.table)
+    choose_among.call(at, ALL_REDUCE, LARGE, 3, 0)
+    assert learner.table[choosing.WAY] == 2
 
 
 def test_a_way_that_has_become_fast_is_found():

@@ -3,6 +3,9 @@
 The model keeps the shared words (call lines, PUBLISHED, CONSUMED, slots) and lets any rank take its next atomic
 step. Slots hold the number of the round that was written last, and a write and a read take two steps each, so a
 slot that is written while somebody reads it is caught wherever it can happen.
+
+A call that is divided among lanes (fastcoll/shm/dividing.py) is here one round without data, and then what the lanes do
+to the slots, which they share with the rounds: each rank writes all of its own, and reads a slot of every other.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class Rank:
     met: bool = False
     seen: int = 0
     lines: tuple[int, int] = (0, 0)
+    laned: int = 0  # calls whose lanes have written here
     published: int = 0
     consumed: int = 0
 
@@ -69,7 +73,8 @@ class Model:
         program: calls, the same on all ranks.
         slots: in the ring.
         credit: what `open_slot` waits for, relative to the round; the protocol's is 1 - slots.
-        skip: rounds that a call that turned out to be a mismatch takes; the protocol's is `slots`.
+        skip: rounds that a call takes that turned out to be a mismatch; the protocol's is `slots`.
+        span: rounds that a divided call takes; the protocol's is `slots`.
         meets: whether a call's first round waits for all ranks.
     """
 
@@ -80,11 +85,13 @@ class Model:
         slots: int = 2,
         credit: int | None = None,
         skip: int | None = None,
+        span: int | None = None,
         meets: bool = True,
     ) -> None:
         self.size, self.program, self.slots, self.meets = size, program, slots, meets
         self.credit = 1 - slots if credit is None else credit
         self.skip = slots if skip is None else skip
+        self.span = slots if span is None else span
 
     def explore(self) -> int:
         """Visit every reachable state; returns their number."""
@@ -111,6 +118,8 @@ class Model:
 
     def act(self, me: Rank, r: int, state: State) -> Rank | None:
         op = self.program[me.op]
+        if op.kind == "divided" and me.phase in (NEXT, READING):
+            return self.divide(me, r, state)
         if me.phase == WRITING:
             return replace(me, phase=PUBLISH, slots=self.put(me, me.round + me.wrote))
         if me.phase == PUBLISH:
@@ -129,6 +138,29 @@ class Model:
         if not me.met and self.meets:
             return replace(me, phase=COMPARE) if self.all_begun(me, r, state) else None
         return self.begin_read(me, r, op, state)
+
+    def divide(self, me: Rank, r: int, state: State) -> Rank | None:
+        if me.wrote == 0:
+            return replace(me, phase=PUBLISH)
+        if not me.met:
+            return replace(me, phase=COMPARE) if self.all_begun(me, r, state) else None
+        mark = -10 - me.op
+        if me.laned <= me.op:
+            torn = (-2,) * self.slots
+            return replace(me, slots=torn) if me.slots != torn else self.lanes_write(me, mark)
+        if me.peer == self.size:
+            return self.finish(replace(me, read=self.span))
+        peer = state[me.peer]
+        if peer.laned <= me.op:
+            return None
+        if me.phase == NEXT:
+            return replace(me, phase=READING)
+        if me.peer != r:
+            assert peer.slots == (mark,) * self.slots, f"lanes read from slots that hold {peer.slots}"
+        return replace(me, phase=NEXT, peer=me.peer + 1)
+
+    def lanes_write(self, me: Rank, mark: int) -> Rank:
+        return replace(me, slots=(mark,) * self.slots, laned=me.op + 1)
 
     def write(self, me: Rank, r: int, op: Op, state: State) -> Rank | None:
         if not op.writes(r):
@@ -193,6 +225,25 @@ PROGRAMS = {
         Op("all", 3, lags=AHEAD),
         Op("out", 3),
     ],
+    "divided between": [
+        Op("all", 3, lags=AHEAD),
+        Op("divided", 1),
+        Op("out", 2, lags=AHEAD),
+        Op("divided", 1),
+    ],
+    "divided, then single ones": [
+        Op("divided", 1),
+        Op("all", 1),
+        Op("divided", 1),
+        Op("in", 2),
+        Op("all", 1),
+    ],
+    "divided and mismatches": [
+        Op("mismatch", 1, lags=AHEAD),
+        Op("divided", 1),
+        Op("mismatch", 2, lags=AHEAD),
+    ],
+    "two divided": [Op("out", 3, lags=AHEAD), Op("divided", 1), Op("divided", 1), Op("in", 3, lags=AHEAD)],
     "two mismatches": [Op("mismatch", 1, lags=AHEAD), Op("mismatch", 2, lags=AHEAD), Op("all", 4)],
 }
 
@@ -210,7 +261,12 @@ def test_more_slots_every_lag_that_they_allow(lag: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [[Op("out", 3, 1, AHEAD), Op("in", 2)], [Op("all", 2, lags=AHEAD), Op("out", 2), Op("all", 1)]]
+    "program",
+    [
+        [Op("out", 3, 1, AHEAD), Op("in", 2)],
+        [Op("all", 2, lags=AHEAD), Op("out", 2), Op("all", 1)],
+        [Op("out", 2, lags=AHEAD), Op("divided", 1), Op("out", 2, 1, AHEAD)],
+    ],
 )
 def test_three_ranks_every_schedule(program: list[Op]) -> None:
     assert Model(3, program).explore() > 1000
@@ -234,3 +290,8 @@ def test_the_model_finds_writing_too_far_ahead() -> None:
 def test_the_model_finds_rounds_of_a_mismatch_taken_for_later_ones() -> None:
     with pytest.raises(AssertionError, match="read from a slot"):
         Model(2, [Op("mismatch", 3, lags=(2, 2)), Op("all", 3)], slots=3, skip=1).explore()
+
+
+def test_the_model_finds_slots_written_while_lanes_still_read_them() -> None:
+    with pytest.raises(AssertionError, match="read from slots"):
+        Model(2, [Op("divided", 1), Op("all", 2)], span=1).explore()

@@ -1,4 +1,4 @@
-"""Mailboxes over one segment. Ranks are threads here: kernels release the GIL, mailboxes share nothing else."""
+"""Mailboxes, whatever carries their messages: rings in shared memory, and TCP connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastcoll.arrays import adopt
 from fastcoll.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -24,105 +23,26 @@ from fastcoll.errors import (
     UsageError,
 )
 from fastcoll.members import Member
-from fastcoll.shm import lanes
-from fastcoll.shm.layout import Layout
-from fastcoll.shm.mailbox import Mailbox
-from fastcoll.shm.segment import Segment, new_name, unlink
-from fastcoll.shm.vigil import ShmVigil
 from fastcoll.work import Work
 
-RING = 4096
-DEADLINE = 60.0
-SIZES = [0, 1, 47, 48, 49, RING // 4, RING - 17, RING - 16, RING - 1, RING, RING + 1, 3 * RING + 5]
+from .worlds import DEADLINE, RING, Rank, RingWorld, WireWorld, World, pattern, until
+
+EDGES = [RING // 4, RING - 17, RING - 16, RING - 1, RING, RING + 1, 3 * RING + 5]
+FRAMES = [8191, 8192, 8193, 65535, 65536, 65537, 1_000_003]
+SIZES = [0, 1, 47, 48, 49, *EDGES, *FRAMES]
 
 
-class Rank:
-    """One rank's mailbox with the public arguments."""
-
-    def __init__(self, segment: Segment, members: list[Member], rank: int, timeout: float) -> None:
-        self.rank = rank
-        self.vigil = ShmVigil(segment, members, rank)
-        self.mailbox = Mailbox(segment.address, segment.layout, rank, self.vigil, timeout, (0, 100), 0)
-
-    def send(self, x: Any, dst: int, tag: int = 0) -> None:
-        self.mailbox.send(adopt(x, writable=False), dst, tag)
-
-    def recv(self, x: Any, src: int | None = None, tag: int = 0) -> int:
-        return self.mailbox.recv(adopt(x, writable=True), src, tag)
-
-    def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
-        return self.mailbox.isend(adopt(x, writable=False), dst, tag)
-
-    def irecv(self, x: Any, src: int | None = None, tag: int = 0) -> Work:
-        return self.mailbox.irecv(adopt(x, writable=True), src, tag)
-
-    def await_in_ring(self, dst: int, count: int) -> None:
-        """Wait until so many messages are in the ring to `dst`, without an ack."""
-        until(lambda: len(self.mailbox._courier._unacked[dst]) == count)
-
-
-class World:
-    """Some ranks in one process."""
-
-    def __init__(self, size: int, timeout: float = DEADLINE, members: list[Member] | None = None) -> None:
-        name = new_name()
-        self.segment = Segment.create(name, Layout(size, 4096, RING))
-        unlink(name)
-        here = [Member.here(rank, size, "shm") for rank in range(size)]
-        self.ranks = [Rank(self.segment, members or here, rank, timeout) for rank in range(size)]
-
-    def run(self, *programs: Callable[[Rank], None]) -> None:
-        """Run a program for each rank, together; the first error of any is raised."""
-        errors: list[BaseException] = []
-
-        def guarded(program: Callable[[Rank], None], rank: Rank) -> None:
-            try:
-                program(rank)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [
-            threading.Thread(target=guarded, args=pair, daemon=True)
-            for pair in zip(programs, self.ranks, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE if not errors else 5.0)
-        if errors:
-            raise errors[0]
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.mailbox.close(None)
-        left = [thread.name for thread in threading.enumerate() if thread.name == "fastcoll-mailbox"]
-        assert not left, "a mailbox's thread outlives it"
-        self.segment.close()
-
-
-@pytest.fixture
-def worlds() -> Iterator[Callable[..., World]]:
+@pytest.fixture(params=[RingWorld, WireWorld], ids=["rings", "connections"])
+def worlds(request: pytest.FixtureRequest) -> Iterator[Callable[..., World]]:
     made: list[World] = []
 
     def make(size: int, **options: Any) -> World:
-        made.append(World(size, **options))
+        made.append(request.param(size, **options))
         return made[-1]
 
     yield make
     for world in made:
         world.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.001)
-
-
-def pattern(nbytes: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -289,7 +209,7 @@ def test_from_any_serves_the_ranks_in_turn(worlds) -> None:
     me, *others = world.ranks
     works = [other.isend(np.array([other.rank, n]), 0) for other in others for n in range(count)]
     for other in others:
-        other.await_in_ring(0, count)
+        other.await_on_the_way(0, count)
     got = np.zeros(2, int)
     sources = []
     for n in range(2 * count):
@@ -364,7 +284,7 @@ def test_a_half_sent_message_is_handed_over(worlds) -> None:
     large = pattern(3 * RING)
     blocked = threading.Thread(target=me.send, args=(large, 1, 1))
     blocked.start()
-    until(lambda: me.mailbox._turn.locked() and me.mailbox._lanes.word(1, lanes.OUT_HEAD) > 0)
+    until(lambda: me.mailbox._turn.locked() and me.has_begun(1))
     work = me.isend(np.ones(1), 1, 2)
     got = np.zeros(3 * RING, np.uint8)
     answer = np.zeros(1)
@@ -461,7 +381,7 @@ def test_posted_operations_run_into_the_timeout(worlds) -> None:
 def test_what_a_rank_sent_before_it_left_can_be_received(worlds) -> None:
     me, peer = worlds(2).ranks
     peer.isend(np.array([3.0]), 0)
-    peer.await_in_ring(0, 1)
+    peer.await_on_the_way(0, 1)
     peer.vigil.leave()
     got = np.zeros(1)
     assert me.recv(got, 1) == 1
@@ -493,7 +413,7 @@ def test_a_dead_peer_is_named(worlds) -> None:
     world = worlds(2, members=members)
     me, peer = world.ranks
     peer.isend(np.array([6.0]), 0)
-    peer.await_in_ring(0, 1)
+    peer.await_on_the_way(0, 1)
     posted = me.irecv(np.zeros(1), 1, 8)
     until(lambda: me.mailbox._courier._next_look > 0)
     began = time.monotonic()

@@ -22,22 +22,26 @@ class Message:
     Attributes:
         source, tag, kind, nbytes: what its header says, and whose it is.
         number: its place among the source's messages, for the ack.
+        attached: how many of its bytes come without being asked for.
         address: where its bytes are kept until a receive takes them, 0 when they go to the receive's array.
         keep: what keeps that memory alive.
         sender: the send to oneself that it belongs to.
         receive: the receive that has matched it.
-        arrived: all of it is here.
+        arrived: all that was attached is here.
+        complete: all of it is here.
     """
 
     source: int
     kind: int
     nbytes: int
     number: int = 0
+    attached: int = 0
     address: int = 0
     keep: NDArray[Any] | None = None
     sender: Send | None = None
     receive: Receive | None = None
     arrived: bool = False
+    complete: bool = False
 
     @property
     def tag(self) -> int:

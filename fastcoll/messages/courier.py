@@ -1,9 +1,9 @@
-"""Carries posted sends and receives out: kernels move the bytes, decisions are made here, one event at a time.
+"""Carries posted sends and receives out: channels move the bytes, decisions are made here, one event at a time.
 
 Whoever calls these methods holds the mailbox's turn; outcomes are handed out afterwards by `deliver`, so
 that callbacks of the user run without it. An operation is *live* from its admission to its outcome:
 
-    send      queued -> entering the ring -> unacked -> done or refused
+    send      queued -> entering the channel -> unacked -> done or refused
     receive   posted -> matched, its message arriving -> arrived -> answered (may wait for ack space) -> done
 """
 
@@ -18,11 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..kernels.pointers import address_of
-from . import lanes as words
-from . import ring_kernels, rings
-from .lanes import Lanes
+from . import channels as events
+from .channels import MISFIT, TAKEN, Ack, Channels
 from .matching import Book, Message
-from .rounds import DONE
 from .transfers import Receive, Send, Transfer
 
 _LOOK_EVERY = 0.05  # seconds between two looks at deadlines and peers
@@ -42,29 +40,29 @@ class Courier:
 
     Attributes:
         live: operations without an outcome, oldest first.
-        busy: whether rings hold anything that only the courier knows about.
+        busy: whether channels hold anything that only the courier knows about.
     """
 
-    def __init__(self, lanes: Lanes, rank: int) -> None:
-        size = len(lanes.rows)
+    def __init__(self, channels: Channels, rank: int) -> None:
+        size = channels.size
         self.live: dict[Transfer, None] = {}
         self.busy = False
-        self._lanes = lanes
+        self._channels = channels
         self._rank = rank
         self._book = Book(size)
         self._queued: list[deque[Send]] = [deque() for _ in range(size)]
         self._entering: dict[int, Send] = {}
         self._unacked: list[dict[int, Send]] = [{} for _ in range(size)]
         self._arriving: dict[int, Message] = {}
-        self._owed: list[deque[Message]] = [deque() for _ in range(size)]
+        self._owed: list[deque[tuple[Message, int]]] = [deque() for _ in range(size)]
         self._outcomes: deque[Outcome] = deque()
         self._next_look = 0.0
         self._on_event: dict[int, Callable[[int], None]] = {
-            ring_kernels.ENTERED: self._on_entered,
-            ring_kernels.ACKED: self._on_acked,
-            ring_kernels.HEADER: self._on_header,
-            ring_kernels.ARRIVED: self._on_arrived,
-            ring_kernels.ACK_SPACE: self._answer,
+            events.ENTERED: self._on_entered,
+            events.ACKED: self._on_acked,
+            events.HEADER: self._on_header,
+            events.ARRIVED: self._on_arrived,
+            events.ACK_SPACE: self._answer,
         }
 
     # ---- operations come in -----------------------------------------------------------------------
@@ -83,18 +81,17 @@ class Courier:
         self._note_business()
 
     def adopt_send(self, send: Send) -> None:
-        """Go on with a blocking send that a kernel has begun."""
+        """Go on with a blocking send that has begun."""
         self.live[send] = None
-        self._lanes.rows[send.peer, words.SENDING] = 0
         self._entering[send.peer] = send
-        if not self._lanes.is_sending(send.peer):
+        if not self._channels.adopt_send(send):
             self._on_entered(send.peer)
         self._note_business()
 
     def adopt_receive(self, receive: Receive) -> None:
-        """Go on with a blocking receive that a kernel has begun, or not even that."""
-        source = self._lanes.take_source() if receive.peer is None else receive.peer
-        if source < 0 or not self._lanes.is_receiving(source):
+        """Go on with a blocking receive that has begun, or not even that."""
+        source = self._channels.adopt_receive(receive.peer)
+        if source is None:
             self.admit(receive)
             return
         self.live[receive] = None
@@ -108,9 +105,12 @@ class Courier:
 
     def _post(self, receive: Receive) -> None:
         message = self._book.post(receive)
-        self._lanes.rows[:, words.WATCHED] = self._book.interest
+        self._watch()
         if message is not None:
             self._give(message, receive)
+
+    def _watch(self) -> None:
+        self._channels.watch(self._book.interest)
 
     def _give(self, message: Message, receive: Receive) -> None:
         message.receive = receive
@@ -122,6 +122,7 @@ class Courier:
             self._rank,
             send.kind,
             send.nbytes,
+            attached=send.nbytes,
             address=send.address,
             keep=send.array,
             sender=send,
@@ -131,7 +132,7 @@ class Courier:
             message.sender = None
             self._end(send)
         receive = self._book.arrive(message)
-        self._lanes.rows[:, words.WATCHED] = self._book.interest
+        self._watch()
         if receive is not None:
             self._give(message, receive)
 
@@ -139,7 +140,7 @@ class Courier:
         if peer not in self._entering and self._queued[peer]:
             send = self._queued[peer].popleft()
             self._entering[peer] = send
-            ring_kernels.begin.call(self._lanes.address, peer, send.address, send.nbytes, send.kind)
+            self._channels.begin(send, send.nbytes)
 
     # ---- and go on --------------------------------------------------------------------------------
 
@@ -151,16 +152,17 @@ class Courier:
         """
         if self._outcomes or not self.live:
             return
-        event = ring_kernels.advance.call(self._lanes.address)
-        if event >= 0:
-            self._on_event[event % ring_kernels.EVENTS](event // ring_kernels.EVENTS)
+        happened = self._channels.advance()
+        if happened is not None:
+            event, peer = happened
+            self._on_event[event](peer)
             self._note_business()
         if time.monotonic() >= self._next_look:
             self._look()
             self._next_look = time.monotonic() + _LOOK_EVERY
 
     def fail(self, error: BaseException) -> None:
-        """End every operation with an error; the rings are not used any more."""
+        """End every operation with an error; the channels are not used any more."""
         for transfer in self.live:
             self._outcomes.append(Outcome(transfer, error=error))
         self.live.clear()
@@ -185,6 +187,7 @@ class Courier:
             if key not in seen:
                 seen.add(key)
                 transfer.watch.look()
+                self._channels.check(transfer.peer)
 
     def _end(self, transfer: Transfer, source: int | None = None, error: BaseException | None = None) -> None:
         del self.live[transfer]
@@ -192,37 +195,38 @@ class Courier:
 
     def _on_entered(self, peer: int) -> None:
         send = self._entering.pop(peer)
-        self._unacked[peer][self._lanes.word(peer, words.SENT)] = send
-        self._lanes.rows[peer, words.UNACKED] = len(self._unacked[peer])
+        self._expect_ack(send)
         self._begin_next(peer)
 
+    def _expect_ack(self, send: Send) -> None:
+        unacked = self._unacked[send.peer]
+        unacked[self._channels.last_sent(send.peer)] = send
+        self._channels.note_unacked(send.peer, len(unacked))
+
     def _on_acked(self, peer: int) -> None:
-        send = self._unacked[peer].pop(self._lanes.word(peer, words.ACK_NUMBER))
-        self._lanes.rows[peer, words.UNACKED] = len(self._unacked[peer])
-        refused = self._lanes.word(peer, words.ACK_VERDICT) != rings.TAKEN
-        kind, nbytes = self._lanes.word(peer, words.ACK_KIND), self._lanes.word(peer, words.ACK_NBYTES)
-        self._end(send, error=send.misfit(kind, nbytes) if refused else None)
+        ack = self._channels.last_ack(peer)
+        send = self._unacked[peer].pop(ack.number)
+        self._channels.note_unacked(peer, len(self._unacked[peer]))
+        self._end(send, error=None if ack.verdict == TAKEN else send.misfit(ack.kind, ack.nbytes))
 
     def _on_header(self, peer: int) -> None:
         message = self._message_of(peer)
         receive = self._book.arrive(message)
-        self._lanes.rows[:, words.WATCHED] = self._book.interest
+        self._watch()
         target = 0
         if receive is not None:
             message.receive = receive
             target = receive.address if receive.fits(message.kind, message.nbytes) else 0
         else:
-            message.keep = np.empty(max(message.nbytes, 1), np.uint8)
+            message.keep = np.empty(max(message.attached, 1), np.uint8)
             target = message.address = address_of(message.keep)
         self._arriving[peer] = message
-        ring_kernels.accept.call(self._lanes.address, peer, target)
-        message.number = self._lanes.word(peer, words.RECEIVED)
+        self._channels.accept(peer, target, message.attached)
 
     def _message_of(self, peer: int) -> Message:
         """The message whose header was read last."""
-        lanes = self._lanes
-        kind, nbytes = lanes.word(peer, words.IN_KIND), lanes.word(peer, words.IN_NBYTES)
-        return Message(peer, kind, nbytes, number=lanes.word(peer, words.RECEIVED))
+        header = self._channels.header(peer)
+        return Message(peer, header.kind, header.nbytes, header.number, header.attached)
 
     def _on_arrived(self, peer: int) -> None:
         message = self._arriving.pop(peer)
@@ -232,32 +236,37 @@ class Courier:
 
     def _settle(self, message: Message, receive: Receive) -> None:
         """An arrived message has its receive: copy, and answer the sender."""
-        if message.address and receive.fits(message.kind, message.nbytes):
-            ctypes.memmove(receive.address, message.address, message.nbytes)
+        fits = receive.fits(message.kind, message.nbytes)
+        if message.address and fits:
+            ctypes.memmove(receive.address, message.address, message.attached)
         if message.source != self._rank:
-            self._owed[message.source].append(message)
-            self._answer(message.source)
+            self._owe(message, TAKEN if fits else MISFIT)
             return
         self._conclude(message, receive)
         if message.sender is not None:
-            fits = receive.fits(message.kind, message.nbytes)
             self._end(
                 message.sender, error=None if fits else message.sender.misfit(receive.kind, receive.nbytes)
             )
+
+    def _owe(self, message: Message, verdict: int) -> None:
+        self._owed[message.source].append((message, verdict))
+        self._answer(message.source)
 
     def _answer(self, peer: int) -> None:
         """Write the acks owed to a peer, as far as there is space."""
         owed = self._owed[peer]
         while owed:
-            message, receive = owed[0], owed[0].receive
+            message, verdict = owed[0]
+            receive = message.receive
             assert receive is not None
-            verdict = rings.TAKEN if receive.fits(message.kind, message.nbytes) else rings.MISFIT
-            answer = (message.number, verdict, receive.nbytes, receive.kind)
-            if ring_kernels.acknowledge.call(self._lanes.address, peer, *answer) != DONE:
+            if not self._channels.acknowledge(
+                peer, Ack(message.number, verdict, receive.nbytes, receive.kind)
+            ):
                 break
             owed.popleft()
-            self._conclude(message, receive)
-        self._lanes.rows[peer, words.OWED] = len(owed)
+            if verdict in (TAKEN, MISFIT):
+                self._conclude(message, receive)
+        self._channels.note_owed(peer, len(owed))
 
     def _conclude(self, message: Message, receive: Receive) -> None:
         if receive.fits(message.kind, message.nbytes):

@@ -1,0 +1,1 @@
+"""Messages between two ranks, as far as they are the same whatever carries them."""

@@ -1,0 +1,39 @@
+"""The victims' work with calls that are divided among lanes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import fastcoll as dist
+from faults import victims
+
+
+def work_over_lanes_until_death(
+    rank: int, n: int, url: str, op: str, count: int, victim: int
+) -> dict[str, Any]:
+    """As `work_until_death`, the victim killed inside a call, and at first all calls are divided."""
+    os.environ["FASTCOLL_LANES"] = "2"
+    step, turns = victims.STEPS[op], [0]
+
+    def divided_step(count: int, rank: int, n: int) -> None:
+        if turns[0] == 1:  # the first call compiles
+            _prefer_lanes()
+        turns[0] += 1
+        step(count, rank, n)
+
+    victims.STEPS[op] = divided_step
+    try:
+        return victims.work_until_death(rank, n, url, op, count, True, victim, "shm")
+    finally:
+        victims.STEPS[op] = step
+
+
+def _prefer_lanes() -> None:
+    from fastcoll.shm import choosing, words
+
+    context = dist.GroupMember.WORLD._context.words
+    assert context[words.LANES] == 2
+    rows = context[words.CHOOSING + choosing.ROWS : words.MEMO].reshape(-1, choosing.ROW_WORDS)
+    rows[:] = 1 << 40
+    rows[:, 0], rows[:, 1], rows[:, 2 + choosing.WAYS] = 1001, choosing.WAYS, 1

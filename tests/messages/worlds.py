@@ -1,0 +1,229 @@
+"""Ranks in one process that send messages to one another, over whatever carries them.
+
+Ranks are threads: kernels release the GIL, mailboxes share nothing else.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastcoll.arrays import adopt
+from fastcoll.members import Member, dead_among
+from fastcoll.messages.mailbox import Mailbox
+from fastcoll.net import mail_words
+from fastcoll.net.mail import Mail
+from fastcoll.shm import channels as ring_words
+from fastcoll.shm.layout import Layout
+from fastcoll.shm.mailbox import Mailbox as ShmMailbox
+from fastcoll.shm.segment import Segment, new_name, unlink
+from fastcoll.shm.vigil import ShmVigil
+from fastcoll.watch import IN_ORDER, Vigil
+from fastcoll.work import Work
+
+RING = 4096
+DEADLINE = 60.0
+
+
+class Rank:
+    """One rank's mailbox with the public arguments."""
+
+    def __init__(self, world: World, rank: int, vigil: Vigil, mailbox: Mailbox) -> None:
+        self.world, self.rank, self.vigil, self.mailbox = world, rank, vigil, mailbox
+
+    def send(self, x: Any, dst: int, tag: int = 0) -> None:
+        self.mailbox.send(adopt(x, writable=False), dst, tag)
+
+    def recv(self, x: Any, src: int | None = None, tag: int = 0) -> int:
+        return self.mailbox.recv(adopt(x, writable=True), src, tag)
+
+    def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
+        return self.mailbox.isend(adopt(x, writable=False), dst, tag)
+
+    def irecv(self, x: Any, src: int | None = None, tag: int = 0) -> Work:
+        return self.mailbox.irecv(adopt(x, writable=True), src, tag)
+
+    def await_on_the_way(self, dst: int, count: int) -> None:
+        """Wait until so many messages have gone out to `dst`, without an ack."""
+        courier = self.mailbox._courier
+        until(lambda: len(courier._unacked[dst]) == count and dst not in courier._entering)
+
+    def has_begun(self, dst: int) -> bool:
+        """Whether a part of a message to `dst` has gone out."""
+        return self.world.has_begun(self, dst)
+
+
+class World(ABC):
+    """Some ranks in one process.
+
+    Attributes:
+        message: bytes of a message that is long here: not all of it goes out before a receive wants it.
+    """
+
+    message: int
+
+    def __init__(self, size: int, timeout: float = DEADLINE, members: list[Member] | None = None) -> None:
+        self.members = members or [Member.here(rank, size, "shm") for rank in range(size)]
+        self.ranks = [self._make(rank, timeout) for rank in range(size)]
+
+    @abstractmethod
+    def _make(self, rank: int, timeout: float) -> Rank: ...
+
+    @abstractmethod
+    def has_begun(self, me: Rank, dst: int) -> bool: ...
+
+    @abstractmethod
+    def _release(self) -> None: ...
+
+    def run(self, *programs: Callable[[Rank], None]) -> None:
+        """Run a program for each rank, together; the first error of any is raised."""
+        errors: list[BaseException] = []
+
+        def guarded(program: Callable[[Rank], None], rank: Rank) -> None:
+            try:
+                program(rank)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=guarded, args=pair, daemon=True)
+            for pair in zip(programs, self.ranks, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE if not errors else 5.0)
+        if errors:
+            raise errors[0]
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.mailbox.close(None)
+        left = [thread.name for thread in threading.enumerate() if thread.name == "fastcoll-mailbox"]
+        assert not left, "a mailbox's thread outlives it"
+        self._release()
+
+
+class RingWorld(World):
+    """Over one segment."""
+
+    message = 3 * RING
+
+    def __init__(self, size: int, **options: Any) -> None:
+        name = new_name()
+        self._segment = Segment.create(name, Layout(size, 4096, RING))
+        unlink(name)
+        super().__init__(size, **options)
+
+    def _make(self, rank: int, timeout: float) -> Rank:
+        segment = self._segment
+        vigil = ShmVigil(segment, self.members, rank)
+        mailbox = ShmMailbox(segment.address, segment.layout, rank, vigil, timeout, (0, 100), 0)
+        return Rank(self, rank, vigil, mailbox)
+
+    def has_begun(self, me: Rank, dst: int) -> bool:
+        return me.mailbox._channels.word(dst, ring_words.OUT_HEAD) > 0
+
+    def _release(self) -> None:
+        self._segment.close()
+
+
+class ListVigil(Vigil):
+    """A vigil whose ranks tell one another through a list."""
+
+    def __init__(self, said: list[tuple[int, str]], members: Sequence[Member], rank: int) -> None:
+        super().__init__(members, rank)
+        self._said = said
+
+    def _publish(self, state: int, reason: str) -> None:
+        self._said[self._rank] = (state, reason)
+
+    def _states(self) -> list[int]:
+        return [state for state, _ in self._said]
+
+    def _reason(self, rank: int) -> str:
+        return self._said[rank][1]
+
+    def _dead(self, working: Sequence[Member]) -> list[Member]:
+        return dead_among(working)
+
+
+class PairMesh:
+    """Connects the ranks of a world over loopback; what `dialed` holds can be broken by a test."""
+
+    def __init__(self, meshes: list[PairMesh], rank: int) -> None:
+        self.rank = rank
+        self.dialed: dict[int, socket.socket] = {}
+        self.accepted: dict[int, socket.socket] = {}
+        self._meshes = meshes
+        self._callback: Callable[[int, socket.socket], None] | None = None
+        self._lock = threading.Lock()
+
+    def dial_mail(self, peer: int) -> socket.socket:
+        with self._lock:
+            if peer not in self.dialed:
+                self.dialed[peer], other = tcp_pair()
+                self._meshes[peer].take(self.rank, other)
+            return self.dialed[peer]
+
+    def take(self, peer: int, connection: socket.socket) -> None:
+        self.accepted[peer] = connection
+        assert self._callback is not None
+        self._callback(peer, connection)
+
+    def on_mail(self, callback: Callable[[int, socket.socket], None]) -> None:
+        self._callback = callback
+
+    def close(self) -> None:
+        for connection in (*self.dialed.values(), *self.accepted.values()):
+            connection.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    for connection in (here, there):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return here, there
+
+
+class WireWorld(World):
+    """Over TCP connections."""
+
+    message = 16 << 20
+
+    def __init__(self, size: int, **options: Any) -> None:
+        self.meshes: list[PairMesh] = []
+        self.meshes += [PairMesh(self.meshes, rank) for rank in range(size)]
+        self._said = [(IN_ORDER, "")] * size
+        super().__init__(size, **options)
+
+    def _make(self, rank: int, timeout: float) -> Rank:
+        vigil = ListVigil(self._said, self.members, rank)
+        return Rank(self, rank, vigil, Mail(self.meshes[rank], vigil, timeout, 20))
+
+    def has_begun(self, me: Rank, dst: int) -> bool:
+        return me.mailbox._channels.word(dst, mail_words.OUT_POSITION) > 0
+
+    def _release(self) -> None:
+        for mesh in self.meshes:
+            mesh.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.001)
+
+
+def pattern(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)

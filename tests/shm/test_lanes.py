@@ -1,0 +1,561 @@
+"""Lanes: large calls that several threads of a rank share give what undivided ones give, and fail as they do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+import oracle
+import pytest
+
+import fastcoll as dist
+from fastcoll import MismatchError, ReduceOp, calls, config
+from fastcoll.shm import choosing, layout, rounds, words
+from fastcoll.shm.lanes import Lanes, lanes_for
+
+EDGE = rounds.SMALLEST_DIVIDED // 4  # float32 of the smallest call that is divided
+LARGE = 3 * EDGE + 1009
+TURNS = 2 * 3  # calls in which each of three ways is tried, plain and divided
+MANY_TURNS = 2 * choosing.WAYS
+LAYOUT = layout.plan(2, 4 << 20)
+
+
+@contextmanager
+def group_of(lanes: int, timeout: float | None = None) -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks with so many lanes."""
+    before = os.environ.get("FASTCOLL_LANES")
+    os.environ["FASTCOLL_LANES"] = str(lanes)
+    config.forget()
+    try:
+        group = dist.new_group() if timeout is None else dist.new_group(timeout=timeout)
+    finally:
+        del os.environ["FASTCOLL_LANES"]
+        if before is not None:
+            os.environ["FASTCOLL_LANES"] = before
+        config.forget()
+    assert group._context[words.LANES] == lanes
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def divided(group):
+    """How many calls of the group were divided so far."""
+    return group._context[words.CALLS_DIVIDED]
+
+
+def divide_next(group, operation, nbytes=4 * LARGE):
+    """Have the next calls of this operation and size be divided; on all ranks between the same two calls."""
+    start = words.CHOOSING + choosing.ROWS
+    rows = group._context.words[start : words.MEMO].reshape(-1, choosing.ROW_WORDS)
+    row = rows[calls.code_of(operation) * choosing.CLASSES + choosing._class_of.py_func(nbytes)]
+    row[:] = 1 << 40
+    row[0], row[1], row[2 + choosing.WAYS] = 4 * MANY_TURNS + 1, choosing.WAYS, 1
+
+
+def helpers():
+    return [thread for thread in threading.enumerate() if "-lane-" in thread.name]
+
+
+def inputs(world_size, count, dtype=np.float32, salt=0):
+    return [oracle.values(rank, count, np.dtype(dtype), salt) for rank in range(world_size)]
+
+
+# ---- results -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3, 4, timeout=60)
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_reductions(rank, world_size, lanes):
+    for count in (EDGE - 1, EDGE, EDGE + 1009):
+        xs = inputs(world_size, count)
+        total = oracle.reduced(xs, ReduceOp.SUM)
+        with group_of(lanes) as group:
+            for turn in range(TURNS):
+                x = xs[rank].copy()
+                group.all_reduce(x)
+                oracle.assert_same(x, total)
+                x, root = xs[rank].copy(), turn % world_size
+                group.reduce(x, root)
+                oracle.assert_same(x, total if rank == root else xs[rank])
+                x = xs[rank].copy()
+                group.scan(x)
+                oracle.assert_same(x, oracle.reduced(xs[: rank + 1], ReduceOp.SUM))
+            assert divided(group) == (0 if count < EDGE else 3 * TURNS // 2)
+
+
+@pytest.mark.ranks(1, 2, 3, 4, timeout=60)
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_reduce_scatter_in_all_its_forms(rank, world_size, lanes):
+    sizes = [EDGE + 7 * k for k in range(world_size)]  # blocks may differ in size
+    blocks = [inputs(world_size, count) for count in sizes]
+    with group_of(lanes) as group:
+        for _ in range(TURNS):
+            out = np.zeros(sizes[rank], np.float32)
+            group.reduce_scatter(out, [blocks[k][rank] for k in range(world_size)])
+            oracle.assert_same(out, oracle.reduced(blocks[rank], ReduceOp.SUM))
+            out = np.zeros(EDGE, np.float32)
+            group.reduce_scatter_single(
+                out, np.concatenate([blocks[k][rank][:EDGE] for k in range(world_size)])
+            )
+            oracle.assert_same(out, oracle.reduced([x[:EDGE] for x in blocks[rank]], ReduceOp.SUM))
+        assert divided(group) == TURNS
+
+
+@pytest.mark.ranks(1, 2, 3, 4, timeout=60)
+@pytest.mark.parametrize(("lanes", "nbytes"), [(3, rounds.SMALLEST_DIVIDED), (2, choosing.LARGE)])
+def test_moves(rank, world_size, lanes, nbytes):
+    count = nbytes // 4 // world_size + 1009
+    xs = inputs(world_size, count)
+    every = np.concatenate(xs)
+    ways = choosing.ways_of.py_func(nbytes, LAYOUT.slot, True)
+    with group_of(lanes) as group:
+        for turn in range(2 * ways):
+            root = turn % world_size
+            x = every + root if rank == root else np.zeros_like(every)
+            group.broadcast(x, root)
+            oracle.assert_same(x, every + root)
+            out = np.zeros_like(every)
+            group.all_gather_single(out, xs[rank])
+            oracle.assert_same(out, every)
+            outs = [np.zeros_like(x) for x in xs] if rank == root else None
+            group.gather(xs[rank], outs, root)
+            for got, want in zip(outs or [], xs, strict=False):
+                oracle.assert_same(got, want)
+            x = np.zeros_like(xs[0])
+            group.scatter(x, xs if rank == root else None, root)
+            oracle.assert_same(x, xs[rank])
+            out = np.zeros_like(every)
+            group.all_to_all_single(out, every + rank)
+            oracle.assert_same(out, np.concatenate([xs[rank] + r for r in range(world_size)]))
+        assert divided(group) == 5 * ways
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+@pytest.mark.parametrize("dtype", ["i1", "f2", "c16"])
+def test_elements_of_other_sizes(rank, world_size, dtype):
+    dtype = np.dtype(dtype)
+    xs = inputs(world_size, (rounds.SMALLEST_DIVIDED + 999 * dtype.itemsize) // dtype.itemsize, dtype)
+    with group_of(3) as group:
+        for _ in range(TURNS):
+            x = xs[rank].copy()
+            group.all_reduce(x)
+            oracle.assert_same(x, oracle.reduced(xs, ReduceOp.SUM))
+        assert divided(group) == TURNS // 2
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_records_of_an_odd_size_and_huge_ones(rank, world_size):
+    xs = inputs(world_size, 200_003, oracle.RECORD)
+    large = np.dtype((np.void, rounds.LARGEST_ITEM + 8))
+    assert oracle.RECORD.itemsize % 8
+    with group_of(3) as group:
+        for turn in range(TURNS):
+            x = xs[rank].copy()
+            group.broadcast(x, turn % world_size)
+            oracle.assert_same(x, xs[turn % world_size])
+        assert divided(group) == TURNS // 2
+        x = np.zeros(1200, large)
+        for turn in range(TURNS):
+            x[:] = bytes([turn]) * large.itemsize if rank == 0 else b"\xff" * large.itemsize
+            group.broadcast(x, 0)
+            assert (x.view(np.uint8) == turn).all()
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT])
+def test_lanes_do_not_change_a_bit(rank, world_size, op):
+    xs = inputs(world_size, LARGE)
+    results = []
+    for lanes in (1, 2, 3):
+        with group_of(lanes) as group:
+            for _ in range(TURNS):
+                x = xs[rank].copy()
+                group.all_reduce(x, op)
+                results.append(x.tobytes())
+            assert (divided(group) > 0) == (lanes > 1)
+    assert len(set(results)) == 1
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_one_shot_and_two_shot(rank, world_size):
+    xs = inputs(world_size, LARGE)
+    total = oracle.reduced(xs, ReduceOp.SUM)
+    with group_of(2) as group:
+        for limit in (0, 1 << 40):
+            group.barrier()
+            group._context.go_one_shot(limit)
+            divide_next(group, "all_reduce")
+            for _ in range(3):
+                x = xs[rank].copy()
+                group.all_reduce(x)
+                oracle.assert_same(x, total)
+        assert divided(group) == 6
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_lists_of_arrays_packed_ones_and_other_threads(rank, world_size):
+    """What Python prepares, and what goes through the progress thread."""
+    xs = inputs(world_size, 2 * LARGE)
+    total = oracle.reduced([x[::2] for x in xs], ReduceOp.SUM)
+    with group_of(2) as group:
+        group.barrier()
+        for _ in range(3):
+            divide_next(group, "all_reduce")
+            divide_next(group, "all_gather", 4 * LARGE * world_size)
+            x = xs[rank].copy()
+            group.all_reduce(x[::2])
+            oracle.assert_same(x[::2].copy(), total)
+            outs = [np.zeros(LARGE, np.float32) for _ in xs]
+            group.all_gather(outs, xs[rank][::2])
+            for got, want in zip(outs, xs, strict=True):
+                oracle.assert_same(got, want[::2].copy())
+        assert divided(group) == 6
+        mine = [xs[rank][::2].copy() for _ in range(2 * TURNS)]
+        works = [group.all_reduce(x, async_op=True) for x in mine]
+        small = np.ones(3)
+        group.all_reduce(small)
+        assert all(work.wait(30) for work in works)
+        assert (small == world_size).all()
+        for x in mine:
+            oracle.assert_same(x, total)
+        assert divided(group) > 6
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+@pytest.mark.parametrize("sizes", [(LARGE, 5, 70), (EDGE, EDGE // 2 + 1, 1), (9 * EDGE, EDGE, 0)])
+def test_ranks_that_differ_in_whether_to_divide(rank, world_size, sizes):
+    """Each goes by the size that it gives; when they differ, the call is made anew, undivided."""
+    xs = [oracle.values(r, sizes[r], np.dtype("f4")) for r in range(world_size)]
+    with group_of(2) as group:
+        for _ in range(MANY_TURNS):
+            outs = [np.zeros_like(x) for x in xs]
+            group.all_gather(outs, xs[rank])
+            for got, want in zip(outs, xs, strict=True):
+                oracle.assert_same(got, want)
+        even = np.full(LARGE, rank + 1, "f4")
+        divide_next(group, "all_reduce")
+        group.all_reduce(even)
+        assert (even == world_size * (world_size + 1) / 2).all()
+        assert divided(group) >= 1
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_uneven_lists_over_lanes(rank, world_size):
+    """Blocks of nothing, of less than a lane's share, and large ones, in one divided call."""
+    sizes = [(0, LARGE, 5)[(2 * src + dst) % 3] for src in range(world_size) for dst in range(world_size)]
+    table = np.array(sizes).reshape(world_size, world_size)
+    data = [[oracle.values(10 * s + d, int(table[s, d]), np.dtype("f4")) for d in range(world_size)]
+            for s in range(world_size)]  # fmt: skip
+    with group_of(3) as group:
+        group.barrier()
+        divide_next(group, "all_to_all", 4 * LARGE * world_size)
+        for turn in range(3):
+            outs = [np.zeros_like(data[src][rank]) for src in range(world_size)]
+            group.all_to_all(outs, data[rank])
+            for src, got in enumerate(outs):
+                oracle.assert_same(got, data[src][rank])
+            assert divided(group) == turn + 1
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_undivided_calls_between_divided_ones(rank, world_size):
+    """They use the same slots."""
+    with group_of(2) as group:
+        for turn in range(40):
+            divide_next(group, "all_reduce")
+            large, small = np.full(LARGE, rank + turn, "f4"), np.full(EDGE - 1, rank - turn, "f4")
+            group.all_reduce(large)
+            group.broadcast(small, turn % 2)
+            assert (large == 2 * turn + 1).all()
+            assert (small == turn % 2 - turn).all()
+        assert divided(group) == 40
+
+
+# ---- what is wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_a_mismatch_is_found_before_any_lane_hears_of_it(rank, world_size):
+    wrong: list[Callable[[dist.ProcessGroup], object]] = [
+        lambda group: group.all_reduce(np.ones(LARGE if rank else 3, "f4")),
+        lambda group: group.all_reduce(np.ones(LARGE if rank else EDGE - 1, "f4")),
+        lambda group: group.all_reduce(np.ones(LARGE + rank, "f4")),
+        lambda group: group.all_reduce(np.ones(LARGE, "f4" if rank else "i4")),
+        lambda group: group.all_reduce(np.ones(LARGE, "f4"), ReduceOp.SUM if rank else ReduceOp.MAX),
+        lambda group: group.broadcast(np.ones(LARGE, "f4"), rank % 2),
+        lambda group: group.broadcast(np.ones(LARGE, "f4"), 0) if rank else group.barrier(),
+        lambda group: group.all_gather(
+            [np.zeros(LARGE + (rank == 0 < k), "f4") for k in range(world_size)], np.ones(LARGE, "f4")
+        ),
+    ]
+    with group_of(2) as group:
+        for call in wrong * 2:
+            before = divided(group)
+            for operation in ("all_reduce", "broadcast"):
+                divide_next(group, operation)
+            divide_next(group, "all_gather", 4 * LARGE * world_size)
+            with pytest.raises(MismatchError):
+                call(group)
+            assert divided(group) == before
+            x = np.full(LARGE, rank + 1.0, "f4")
+            group.all_reduce(x)
+            assert (x == world_size * (world_size + 1) / 2).all()
+            assert divided(group) == before + 1
+
+
+@contextmanager
+def stalled(monkeypatch, then: Callable[[], object]) -> Iterator[None]:
+    """This rank meets the others in a divided call, and then does something else before its lanes begin."""
+    run = Lanes.run
+
+    def late(self, *args):
+        then()
+        run(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lanes, "run", late)
+        yield
+
+
+@pytest.mark.ranks(2, fresh=True, may_die={1}, timeout=30)
+def test_a_rank_that_dies_in_a_divided_call_is_named(rank, world_size, monkeypatch):
+    with group_of(2, timeout=20) as group:
+        group.barrier()
+        divide_next(group, "all_reduce")
+        x = np.ones(LARGE, "f4")
+        if rank == 1:
+            with stalled(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                group.all_reduce(x)
+        with pytest.raises(dist.PeerDiedError, match="rank 1"):
+            group.all_reduce(x)
+        assert_is_left_alone(x)
+        with pytest.raises(dist.PeerDiedError, match="rank 1"):
+            group.all_reduce(x)
+
+
+def assert_is_left_alone(x):
+    x[:] = 77
+    time.sleep(0.2)  # nobody is waited for: whoever still wrote would have been seen
+    assert (x == 77).all()
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_rank_that_is_late_in_a_divided_call_is_named_at_the_deadline(rank, world_size, monkeypatch):
+    with group_of(2, timeout=1) as group:
+        group.barrier()
+        divide_next(group, "all_reduce")
+        x = np.ones(LARGE, "f4")
+        if rank == 1:
+            with (
+                stalled(monkeypatch, lambda: time.sleep(2)),
+                pytest.raises(dist.AbortedError, match="rank 0"),
+            ):
+                group.all_reduce(x)
+        else:
+            with pytest.raises(dist.CollectiveTimeoutError, match=r"all_reduce.*rank 1") as caught:
+                group.all_reduce(x)
+            assert list(caught.value.ranks) == [1]
+        assert_is_left_alone(x)
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_an_abort_ends_a_divided_call(rank, world_size, monkeypatch):
+    with group_of(2) as group:
+        group.barrier()
+        divide_next(group, "all_reduce")
+        x, go = np.ones(LARGE, "f4"), threading.Event()
+        if rank == 1:
+            with stalled(monkeypatch, lambda: (go.wait(10), time.sleep(0.5))):
+                threading.Timer(0.1, lambda: (group.abort("tested"), go.set())).start()
+                with pytest.raises(dist.AbortedError, match="tested"):
+                    group.all_reduce(x)
+        else:
+            with pytest.raises(dist.AbortedError, match="tested"):
+                group.all_reduce(x)
+        assert_is_left_alone(x)
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_closing_the_group_ends_a_divided_call_of_another_thread(rank, world_size, monkeypatch):
+    with group_of(2) as group:
+        group.barrier()
+        divide_next(group, "all_reduce")
+        x, errors = np.ones(LARGE, "f4"), []
+
+        def call():
+            try:
+                group.all_reduce(x)
+            except dist.FastcollError as error:
+                errors.append(type(error))
+
+        if rank == 1:
+            with stalled(monkeypatch, lambda: time.sleep(1)):
+                call()
+        else:
+            thread = threading.Thread(target=call)
+            thread.start()
+            while divided(group) == 0:
+                time.sleep(1e-3)
+            group.close()
+            thread.join(10)
+            assert not thread.is_alive()
+            assert not helpers()
+            assert_is_left_alone(x)
+        assert errors == [dist.AbortedError]
+
+
+@pytest.mark.ranks(2, fresh=True, timeout=30)
+def test_ctrl_c_in_a_divided_call(rank, world_size, monkeypatch):
+    with group_of(2) as group:
+        group.barrier()
+        divide_next(group, "all_reduce")
+        x = np.ones(LARGE, "f4")
+        if rank == 1:
+            with (
+                stalled(monkeypatch, lambda: time.sleep(1.5)),
+                pytest.raises(dist.AbortedError, match="KeyboardInterrupt"),
+            ):
+                group.all_reduce(x)
+        else:
+            timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                group.all_reduce(x)
+            assert time.monotonic() - began < 1.2
+            timer.join()
+        assert_is_left_alone(x)
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_lane_whose_thread_fails_fails_the_group(rank, world_size, monkeypatch):
+    from fastcoll.shm import lanes
+
+    with group_of(2) as group:
+        group.barrier()
+        divide_next(group, "all_reduce")
+        drive = lanes.drive
+
+        def fail_in_a_lane(*args):
+            if "-lane-" in threading.current_thread().name:
+                raise MemoryError("tested")
+            drive(*args)
+
+        if rank == 1:
+            monkeypatch.setattr(lanes, "drive", fail_in_a_lane)
+        with pytest.raises(dist.AbortedError, match=r"MemoryError.*tested"):
+            group.all_reduce(np.ones(LARGE, "f4"))
+
+
+# ---- threads and numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_threads_begin_with_the_first_divided_call_sleep_and_end_with_the_group(rank, world_size):
+    assert not helpers()
+    with group_of(3) as group:
+        group.all_reduce(np.ones(EDGE - 1, "f4"))
+        group.barrier()
+        assert not helpers()
+        divide_next(group, "all_reduce")
+        group.all_reduce(np.ones(LARGE, "f4"))
+        assert len(helpers()) == 2
+        assert all(thread.daemon for thread in helpers())
+        before = sum(time.clock_gettime(time.pthread_getcpuclockid(t.ident)) for t in helpers())
+        time.sleep(0.3)
+        after = sum(time.clock_gettime(time.pthread_getcpuclockid(t.ident)) for t in helpers())
+        assert after - before < 0.1
+    assert not helpers()
+
+
+@pytest.mark.ranks(2, fresh=True, timeout=30)
+def test_a_child_of_fork_has_no_lanes_and_the_parent_keeps_its_own(rank, world_size):
+    with group_of(2) as group:
+        group.barrier()
+        divide_next(group, "all_reduce")
+        x = np.ones(LARGE, "f4")
+        group.all_reduce(x)
+        child = os.fork()
+        if child == 0:
+            try:
+                group.all_reduce(x)
+            except dist.FastcollError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        group.all_reduce(x)
+        assert (x == 4).all()
+        assert divided(group) == 2
+
+
+@pytest.mark.ranks(2)
+def test_without_cores_for_them_there_are_none(rank, world_size):
+    one = sorted(os.sched_getaffinity(0))[:1]
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, one)
+    try:
+        group = dist.new_group()
+    finally:
+        os.sched_setaffinity(0, before)
+    assert group._context[words.LANES] == 1
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("masks", "wanted", "share", "lanes"),
+    [
+        ([0xFF, 0xFF], [0, 0], 4, 4),
+        ([0xFF, 0xFF], [0, 0], 3, 3),
+        ([0xFFFF, 0xFFFF], [0, 0], 8, 4),
+        ([0b11, 0b11], [0, 0], 1, 1),
+        ([0b0011, 0b1100], [0, 0], 2, 2),
+        ([0b0011, 0b0011], [0, 0], 2, 1),  # others have more, these two have one each
+        ([0b1, 0b1111_1110], [0, 0], 4, 1),
+        ([0b0011, 0b1111], [0, 0], 2, 2),
+        ([0b11, 0b11], [2, 2], 1, 2),
+        ([0b11, 0b11], [3, 0], 1, 1),
+        ([0xFF, 0xFF], [1, 0], 4, 1),
+        ([0xFF, 0xFF], [3, 0], 4, 3),
+    ],
+)
+def test_how_many_lanes_there_are(masks, wanted, share, lanes):
+    assert lanes_for(LAYOUT, masks, wanted, share) == lanes
+
+
+def test_a_single_rank_and_slots_that_are_too_small_have_no_lanes():
+    assert lanes_for(layout.plan(1, 4 << 20), [0xFF], [0], 8) == 1
+    assert lanes_for(layout.plan(2, 1 << 17), [0xFF] * 2, [4, 4], 4) == 1
+    assert lanes_for(layout.plan(8, 4 << 20), [0xFFFF] * 8, [0] * 8, 2) == 2
+    assert lanes_for(layout.plan(64, 4 << 20), [0xFFFF] * 64, [4] * 64, 2) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 9, 17])
+@pytest.mark.parametrize("lanes", range(2, layout.MAX_LANES + 1))
+def test_lanes_have_their_own_control_words_and_slots(size, lanes):
+    plan = layout.plan(size, 4 << 20)
+    assert layout.LANES >= layout.REASON + layout.REASON_BYTES
+    assert layout.LANES + layout.MAX_LANES * layout.LANE_CONTROL <= layout.CONTROL
+    assert layout.CONSUMED + layout.LINE <= layout.LANE_CONTROL
+    starts = [plan.lane_slots_at(lane, lanes) for lane in range(lanes)]
+    nbytes = layout.SLOTS * plan.lane_slot(lanes)
+    assert starts[0] == plan.slots_at
+    assert all(b - a >= nbytes for a, b in pairwise(starts))
+    assert starts[-1] + nbytes <= plan.rings_at
+    assert plan.lane_slot(lanes) % 64 == 0
+
+
+@pytest.mark.parametrize("text", ["5", "-1", "two"])
+def test_a_number_of_lanes_that_cannot_be_is_refused(monkeypatch, text):
+    monkeypatch.setenv("FASTCOLL_LANES", text)
+    config.forget()
+    with pytest.raises(dist.UsageError, match="FASTCOLL_LANES"):
+        config.get("FASTCOLL_LANES")
+    config.forget()
