@@ -28,7 +28,13 @@ def _load_shm() -> Make:
     return ShmGroup.make
 
 
-BACKENDS: dict[str, Callable[[], Make]] = {"shm": _load_shm}
+def _load_tcp() -> Make:
+    from .net.group import TcpGroup
+
+    return TcpGroup.make
+
+
+BACKENDS: dict[str, Callable[[], Make]] = {"shm": _load_shm, "tcp": _load_tcp}
 
 
 class Backend(str):
@@ -96,15 +102,9 @@ class BackendChoice:
 
     Attributes:
         by_device: "cpu" and perhaps "cuda" to a backend.
-        running: the name that `get_backend` answers: what was asked for the CPU, "auto" resolved.
     """
 
     by_device: Mapping[str, Backend]
-
-    @property
-    def running(self) -> Backend:
-        cpu = self.by_device["cpu"]
-        return Backend(Backend.SHM) if cpu == Backend.AUTO else cpu
 
     def __str__(self) -> str:
         return ",".join(f"{device}:{name}" for device, name in self.by_device.items())
@@ -154,9 +154,16 @@ def load(choice: BackendChoice) -> Make:
     """Import what groups of this choice need (Numba: about half a second), and return what makes them.
 
     Raises:
-        UnavailableError: when the group is made and its ranks are not all on one node.
+        UnavailableError: when a shared-memory group is made and its ranks are not all on one node.
     """
-    make = BACKENDS["shm"]()
+    cpu = choice.by_device["cpu"]
+    if cpu in _CPU_DEFAULT:
+        from .hybrid import make_auto
+
+        return make_auto
+    make = BACKENDS[cpu]()
+    if cpu != Backend.SHM:
+        return make
 
     def make_checked(
         store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
@@ -172,6 +179,5 @@ def _check_one_node(choice: BackendChoice, members: Sequence[Member]) -> None:
     if strangers:
         raise UnavailableError(
             f"backend {choice.by_device['cpu']!r} works inside one node, but {strangers[0]} does not share /dev/shm "
-            f"with {members[0]}; ranks on several nodes need a network backend, which is not available here. Start "
-            "all ranks on one node (containers: with one shared /dev/shm)"
+            f"with {members[0]}; use backend 'auto' or 'tcp' for ranks on several nodes (containers: one shared /dev/shm)"
         )

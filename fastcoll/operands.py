@@ -129,6 +129,17 @@ def then_split(call: Call, flat: Array, owners: Sequence[Adopted]) -> Call:
     return run
 
 
+def divide(x: Array, n: int) -> None:
+    """x /= n as AVG divides: integers towards zero, halves in float32."""
+    if x.dtype.kind in "iu":
+        quotient, rest = np.divmod(x, x.dtype.type(n))
+        x[...] = quotient + ((x < 0) & (rest != 0)).astype(x.dtype)
+    elif x.dtype.itemsize == 2:
+        x[...] = (x.astype(np.float32) / np.float32(n)).astype(x.dtype)
+    else:
+        x /= x.real.dtype.type(n)
+
+
 def checked_tag(tag: Any) -> int:
     """The tag, if it is one."""
     try:

@@ -154,12 +154,14 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_backend(group: Group = None) -> Backend:
-    """The backend of a group: the name that was asked for, "auto" replaced by what it chose.
+    """The backend of a group: the name that was asked for, "auto" replaced by "shm" on one node and by "tcp"
+    where each rank has a node of its own.
 
     Raises:
         UsageError: this process is not in the group.
     """
-    return _choice(group).running
+    asked = _choice(group).by_device["cpu"]
+    return Backend(_entered(group).backend) if asked == Backend.AUTO else asked
 
 
 def get_backend_config(group: Group = None) -> str:

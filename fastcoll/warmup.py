@@ -15,12 +15,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .bench.cases import parse_dtype
 from .bench.parsing import positive
 from .errors import FastcollError, UsageError
 from .reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from .kernels.jit import Entry
 
 _ALL = "bool,int8,int16,int32,int64,uint8,uint16,uint32,uint64,float16,bfloat16,float32,float64,complex64,complex128"
 _REDUCTIONS = "reductions of "
@@ -66,10 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _entries(names: str | None) -> list[str]:
-    from .shm.entries import ENTRIES
+def _all_entries() -> dict[str, Entry]:
+    """The entries by name; those for the network as `tcp.NAME`."""
+    from .net.entries import ENTRIES as NET
+    from .shm.entries import ENTRIES as SHM
 
-    known = [entry.name for entry in ENTRIES]
+    return {entry.name: entry for entry in SHM} | {f"tcp.{entry.name}": entry for entry in NET}
+
+
+def _entries(names: str | None) -> list[str]:
+    known = list(_all_entries())
     wanted = known if names is None else names.split(",")
     if unknown := set(wanted) - set(known):
         raise UsageError(f"there is no operation {min(unknown)!r}; known: {', '.join(known)}")
@@ -94,13 +103,12 @@ def _make(name: str) -> _Made:
     """Compile or load one."""
     from .kernels.cache import KernelCache
     from .kernels.reduce import reducer
-    from .shm.entries import ENTRIES
 
     before, began = KernelCache.compiled, time.perf_counter()
     if name.startswith(_REDUCTIONS):
         reducer(ReduceOp.SUM, parse_dtype(name.removeprefix(_REDUCTIONS)))
     else:
-        next(entry for entry in ENTRIES if entry.name == name).compile()
+        _all_entries()[name].compile()
     return _Made(name, time.perf_counter() - began, KernelCache.compiled > before)
 
 

@@ -72,10 +72,15 @@ class Work:
         limit = None if timeout is None else seconds(timeout, 0.0)
         if not self._done.wait(limit):
             raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
+        self._join()
+        return True
+
+    def _join(self) -> None:
+        """Wait on any thread, as one group's progress thread may for another's."""
+        self._done.wait()
         if self._error is not None:
             # Without the tracebacks of earlier waits, which keep their frames and arrays alive.
             raise self._error.with_traceback(None)
-        return True
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Never blocks."""

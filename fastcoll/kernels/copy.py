@@ -19,6 +19,7 @@ from .jit import inlined, kernel
 LINE = 64
 
 _memcpy = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
+_memmove = types.ExternalFunction("memmove", types.int64(types.int64, types.int64, types.int64))
 _VECTOR = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
 
 
@@ -27,6 +28,12 @@ def copy(dst, src, nbytes):
     """Copy `nbytes` bytes from address `src` to address `dst`; the two ranges are equal or disjoint."""
     if nbytes > 0 and dst != src:
         _memcpy(dst, src, nbytes)
+
+
+@inlined
+def move(dst, src, nbytes):
+    """As `copy`, for ranges that may overlap."""
+    _memmove(dst, src, nbytes)
 
 
 def _emit_prefetch(builder, address, write):

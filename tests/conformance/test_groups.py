@@ -54,15 +54,19 @@ def test_groups_leave_nothing_behind(rank, world_size):
     def footprint():
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
+    def segments():
+        with open("/proc/self/maps") as maps:
+            return sum("fastcoll-" in line for line in maps)
+
     def once():
         group = dist.new_group()
         dist.all_reduce(np.ones(3), group=group)
         dist.destroy_process_group(group)
 
+    mapped = segments()
     once()
     before = footprint()
     for _ in range(20):
         once()
     assert footprint() == before
-    with open("/proc/self/maps") as maps:
-        assert sum("fastcoll-" in line for line in maps) == 1
+    assert segments() == mapped <= 1  # the default group's, where it has one

@@ -181,19 +181,6 @@ def test_strided_outputs_are_written_where_they_lie(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_an_element_must_fit_into_a_slot(rank, world_size):
-    huge = np.dtype([("x", "f8", 40_000)])
-    op = ReduceOp.custom(first)
-    with pytest.raises(ArrayError, match="320000 bytes"):
-        dist.reduce_scatter(np.zeros(1, huge), [np.zeros(1, huge)] * 2, op)
-    usable(rank, world_size)
-
-
-def first(a, b):
-    return a
-
-
-@pytest.mark.ranks(2)
 def test_a_root_may_be_a_numpy_integer(rank, world_size):
     for kind in (np.int8, np.uint8, np.int32, np.int64):
         x = np.full(3, float(rank))

@@ -1,0 +1,59 @@
+"""Nonblocking sockets in kernels: libc's send, recv and poll by file descriptor.
+
+A transfer returns how many bytes it moved, 0 when the socket is not ready, or a negative number when the
+connection is over: -errno, or CLOSED when the peer ended it in order.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from numba import types
+
+from .jit import inlined, kernel
+from .pyobjects import half_word_at
+
+CLOSED = -(1 << 20)  # below every -errno
+
+READABLE, WRITABLE = 0x1, 0x4  # POLLIN, POLLOUT
+POLL_BYTES = 8  # struct pollfd: int fd; short events; short revents
+
+_NOT_NOW = (errno.EAGAIN, errno.EINTR)
+_FLAGS = 0x4040  # MSG_DONTWAIT | MSG_NOSIGNAL
+
+_send = types.ExternalFunction("send", types.int64(types.int32, types.int64, types.int64, types.int32))
+_recv = types.ExternalFunction("recv", types.int64(types.int32, types.int64, types.int64, types.int32))
+_poll = types.ExternalFunction("poll", types.int32(types.int64, types.int64, types.int32))
+_errno_location = types.ExternalFunction("__errno_location", types.int64())
+
+
+@kernel
+def failure():
+    """What a transfer that returned -1 stands for: 0 to try later, else -errno."""
+    number = half_word_at(_errno_location())
+    if number == _NOT_NOW[0] or number == _NOT_NOW[1]:
+        return 0
+    return -number
+
+
+@inlined
+def send_some(fd, address, nbytes):
+    """Send up to `nbytes` from `address`, without waiting."""
+    moved = _send(fd, address, nbytes, _FLAGS)
+    return moved if moved >= 0 else failure()
+
+
+@inlined
+def receive_some(fd, address, nbytes):
+    """Receive up to `nbytes` (at least 1) at `address`, without waiting."""
+    moved = _recv(fd, address, nbytes, _FLAGS)
+    if moved > 0:
+        return moved
+    return CLOSED if moved == 0 else failure()
+
+
+@inlined
+def wait_ready(table, count, milliseconds):
+    """Sleep until one of the `count` pollfds at `table` is ready or the time is over; how many are ready."""
+    ready = _poll(table, count, milliseconds)
+    return ready if ready > 0 else 0

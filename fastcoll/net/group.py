@@ -1,0 +1,323 @@
+"""TcpGroup: ranks on any hosts, over TCP connections between them.
+
+Each call is prepared once for its operation, dtype and sizes: a plan and the words that the engine compares
+with the peers'. What it does over the sockets is in engine.py; here is what comes before and after.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from .. import calls
+from ..arrays import Adopted
+from ..errors import AbortedError, GroupError
+from ..group import ProcessGroup
+from ..kernels.reduce import reducer
+from ..kernels.sockets import CLOSED
+from ..members import Member
+from ..mismatch import comparable, describe_sizes, mismatch, operation_of
+from ..operands import Array, Call, divide
+from ..reduce_op import AVG, ReduceOp
+from ..rendezvous import Store
+from ..watch import Wait
+from ..work import Work
+from . import engine, words
+from .context import NetContext, Prepared, limits_for
+from .mail import Mail
+from .mesh import Mesh
+from .plans.choose import plan_for
+from .plans.shape import MEET_RANKS, Shape
+from .plans.table import COLUMNS, Plan
+from .sizes import sizes_of
+
+_CLOSE_SECONDS = 5.0
+_MOST_PREPARED = 1024
+# Sweeps in vain before a thread sleeps: some 50 us where every rank has a core of its own.
+_DEDICATED, _OVERSUBSCRIBED = 50, 1
+# How long a rank whose peer has closed the connection waits for the reason, which travels on another one.
+_REASON_SECONDS = 2.0
+
+
+class TcpGroup(ProcessGroup):
+    """Collectives and point-to-point between ranks on any hosts, through TCP."""
+
+    backend = "tcp"
+
+    @classmethod
+    def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> TcpGroup:
+        """Meet the other members over the network; collective. The arguments are those of ShmGroup.make.
+
+        Raises:
+            RendezvousError: the members cannot reach one another; names both, and the address.
+            PeerDiedError, StoreTimeoutError: a member died or did not come.
+        """
+        return cls(name, members, timeout, Mesh.make(store, name, members, rank, timeout))
+
+    def __init__(self, name: str, members: Sequence[Member], timeout: float, mesh: Mesh) -> None:
+        super().__init__(name, [member.rank for member in members], mesh.rank, timeout)
+        self._mesh = mesh
+        self._vigil = mesh.vigil
+        self._vigil.on_failure = self._stop
+        patience = _patience(members, mesh.rank)
+        self._limits = limits_for(self.size)
+        self._context = NetContext(self.size, mesh.rank, self._limits, mesh.streams, patience)
+        self._mail = Mail(mesh, self._vigil, timeout, patience)
+        self._prepared: dict[Any, Prepared] = {}
+
+    # ---- a call ----------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        operation: str,
+        arrays: Sequence[Array],
+        nbytes: Sequence[int],
+        *,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        parts: Sequence[int] = (),
+        timeout: float | None = None,
+        choose: Callable[[Shape], Plan] = plan_for,
+    ) -> Call:
+        """A call of an operation on arrays in the order that plans/table.py gives.
+
+        Args:
+            nbytes: as in plans/shape.py.
+            parts: sizes of the arrays of a coalesced call.
+            choose: makes the plan.
+        """
+        dtype = arrays[0].dtype if arrays else None
+        key = (operation, dtype, op, root, tuple(nbytes), tuple(parts), choose)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepare(*key)
+            if len(self._prepared) < _MOST_PREPARED:
+                self._prepared[key] = prepared
+        given = tuple(arrays)
+
+        def call() -> None:
+            self._check_usable()
+            try:
+                if not prepared.ready:
+                    self._make_ready(prepared)
+                code = engine.collective.call(self._context.address, prepared.address, given)
+                if code != words.DONE:
+                    self._go_on(code, prepared, given, timeout)
+            except BaseException as error:
+                self._torn(error)
+                raise
+
+        return call
+
+    def _meeting(self, operation: str, arrays: Sequence[Array], nbytes: Sequence[int], **rest: Any) -> Call:
+        """A call in which the ranks only make sure that all of them make it."""
+        return self._plan(operation, arrays, nbytes, choose=_nothing, **rest)
+
+    def _prepare(
+        self,
+        operation: str,
+        dtype: np.dtype[Any] | None,
+        op: ReduceOp | None,
+        root: int,
+        nbytes: tuple[int, ...],
+        parts: tuple[int, ...],
+        choose: Callable[[Shape], Plan],
+    ) -> Prepared:
+        itemsize = dtype.itemsize if dtype is not None else 1
+        code = calls.encode(operation, dtype, op=op, parts=parts) | root << calls.ROOT_SHIFT
+        folds = reducer(self._folded(op), dtype)[:2] if op is not None and dtype is not None else (0, 0)
+        ordered = op is not None and (op.function is not None or _is_half(dtype))
+        call = Shape(
+            operation, self.size, self.rank, nbytes, self._limits, itemsize, root=root, ordered=ordered
+        )
+        prepared = Prepared(code, sizes_of(call), choose(call), self._limits.frame_stride, folds, itemsize)
+        return prepared
+
+    def _make_ready(self, prepared: Prepared) -> None:
+        """Before a call's first time, by the thread that has the turn: room, and connections to all its peers."""
+        self._context.make_room(prepared)
+        for peer in sorted({*self._context.met, *prepared.peers}):
+            for stream in range(self._context.streams):
+                if self._context.fds[peer, stream] < 0:
+                    self._context.fds[peer, stream] = self._mesh.data(peer, stream)
+        prepared.ready = True
+
+    def _go_on(self, code: int, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None) -> None:
+        """What follows when the engine comes back early."""
+        doing = self._doing()
+        wait = Wait(self._vigil, doing, self._late, self.timeout if timeout is None else timeout)
+        while code in (words.AGAIN, words.WORKED):
+            wait.look() if code == words.AGAIN else wait.worked()
+            code = engine.collective.call(self._context.address | words.RESUMED, prepared.address, arrays)
+        if code == words.MISMATCH:
+            error = self._mismatch()
+            engine.after_mismatch.call(self._context.address)
+            raise error
+        if code == words.GONE:
+            self._raise_lost(doing)
+        if code == words.GARBLED:
+            peer = self._context[words.PEER]
+            raise AbortedError(
+                f"{self._vigil.name(peer)} sent what no rank sends in {doing}; the ranks' libraries or settings differ",
+                [self.ranks[peer]],
+            )
+
+    def _doing(self) -> str:
+        """The call under way, for messages."""
+        number, head = self._context[words.CALLS], self._context.headers()[self.rank]
+        what = calls.describe(int(head[words.HEAD_CALL]), int(head[words.HEAD_SHAPE]))
+        return f"{what}, call {number} of group {self.name!r}"
+
+    def _late(self) -> list[int]:
+        """The group ranks whose headers have not come, or else whom the plan waits for."""
+        numbers = self._context.headers()[:, words.NUMBER]
+        late = [rank for rank in range(self.size) if numbers[rank] < self._context[words.CALLS]]
+        return late or [self._context[words.PEER]]
+
+    def _mismatch(self) -> Exception:
+        headers = self._context.headers()
+        said = comparable([(int(h[words.HEAD_CALL]), int(h[words.HEAD_SHAPE])) for h in headers])
+        text = calls.describe_differences(said, self.ranks)
+        if len(set(said)) == 1:
+            sizes = headers[:, words.SIZES : words.SIZES + 2 * self.size].reshape(self.size, 2, self.size)
+            tables = [(gives, takes) for gives, takes in sizes.tolist()]
+            text = f"{operation_of(said)}: {describe_sizes(tables, self.ranks)}"
+        return mismatch(text, self._context[words.CALLS], self.name)
+
+    def _raise_lost(self, doing: str) -> NoReturn:
+        """Raise why the connection to a peer is over: what that peer or others say, or that it is gone."""
+        peer, error = self._context[words.PEER], -self._context[words.ERROR]
+        waiting = f"{doing}, waiting for {self._vigil.name(peer)}"
+        deadline = time.monotonic() + _REASON_SECONDS
+        while (found := self._vigil.verdict([peer], waiting)) is None:
+            if time.monotonic() > deadline:
+                how = "it closed a connection" if error == -CLOSED else os.strerror(error)
+                self._vigil.lost(peer, how)
+            time.sleep(0.005)
+        raise found.with_traceback(None)
+
+    def _torn(self, error: BaseException) -> None:
+        """After an exception: fail the group if the call was half-way, since the peers go on with it."""
+        if isinstance(error, GroupError):
+            self._fail(error)
+        elif self._context.under_way:
+            here = self._vigil.name(self.rank)
+            self._fail(AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}"))
+
+    def _fail(self, error: GroupError) -> None:
+        self._vigil.fail(error)
+        self._mail.abort()
+
+    def _stop(self) -> None:
+        """The group has failed, wherever that was found."""
+        self.failure = self._vigil.failure
+
+    # ---- the operations ------------------------------------------------------------------------------
+
+    def _plan_all_reduce(self, x: Array, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
+        call = self._plan("all_reduce", [x], [x.nbytes], op=op, parts=parts)
+        return self._then_divide(call, x, op, self.size)
+
+    def _plan_reduce(self, out: Array, x: Array, op: ReduceOp, root: int) -> Call:
+        call = self._plan("reduce", [out, x], [x.nbytes], op=op, root=root)
+        return self._then_divide(call, out, op, self.size if self.rank == root else 0)
+
+    def _plan_scan(self, out: Array, x: Array, op: ReduceOp, exclusive: bool) -> Call:
+        call = self._plan("exscan" if exclusive else "scan", [out, x], [x.nbytes], op=op)
+        return self._then_divide(call, out, op, self.rank + (not exclusive))
+
+    def _plan_reduce_scatter(self, out: Array, blocks: Sequence[Array], op: ReduceOp) -> Call:
+        call = self._plan("reduce_scatter", [out, *blocks], [block.nbytes for block in blocks], op=op)
+        return self._then_divide(call, out, op, self.size)
+
+    def _folded(self, op: ReduceOp) -> ReduceOp:
+        """What the engine reduces by: among many ranks partial results are reduced again, so averages are sums."""
+        return ReduceOp.SUM if op.code == AVG and self.size > MEET_RANKS else op
+
+    def _then_divide(self, call: Call, x: Array, op: ReduceOp, ranks: int) -> Call:
+        """The call, and the division that `_folded` has put off; by 0 stands for no result here."""
+        if self._folded(op) is op or ranks == 0:
+            return call
+
+        def divided() -> None:
+            call()
+            divide(x, ranks)
+
+        return divided
+
+    def _plan_broadcast(self, x: Array, root: int) -> Call:
+        return self._plan("broadcast", [x], [x.nbytes], root=root)
+
+    def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
+        return self._plan("all_gather", [*outs, x], [out.nbytes for out in outs], parts=parts)
+
+    def _plan_gather(self, outs: Sequence[Array] | None, x: Array, root: int) -> Call:
+        if outs is None:
+            return self._plan("gather", [x], [x.nbytes], root=root)
+        return self._plan("gather", [*outs, x], [out.nbytes for out in outs], root=root)
+
+    def _plan_scatter(self, out: Array, blocks: Sequence[Array] | None, root: int) -> Call:
+        if blocks is None:
+            return self._plan("scatter", [out], [out.nbytes], root=root)
+        return self._plan("scatter", [out, *blocks], [block.nbytes for block in blocks], root=root)
+
+    def _plan_all_to_all(self, outs: Sequence[Array], blocks: Sequence[Array]) -> Call:
+        return self._plan("all_to_all", [*outs, *blocks], [x.nbytes for x in (*outs, *blocks)])
+
+    def _plan_barrier(self, timeout: float) -> Call:
+        return self._plan("barrier", [], [], timeout=timeout)
+
+    # ---- point to point --------------------------------------------------------------------------
+
+    def _send(self, x: Adopted, dst: int, tag: int) -> None:
+        self._mail.send(x, dst, tag)
+
+    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
+        return self._mail.recv(x, src, tag)
+
+    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
+        return self._mail.isend(x, dst, tag)
+
+    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
+        return self._mail.irecv(x, src, tag)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
+        if not self._closed:
+            here = self._vigil.name(self.rank)
+            self._fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
+
+    def _close(self, reason: GroupError | None) -> None:
+        self._mail.close(reason)
+        # A call under way was aborted and ends within moments; a signal handler's own call never does.
+        turn = not self._is_inside() and self._turn.acquire(timeout=_CLOSE_SECONDS)
+        self._vigil.leave()
+        if turn:
+            self._mesh.close()
+            self._turn.release()
+
+    def disown(self, error: GroupError) -> None:
+        """In a child of fork: make every use raise, and say nothing on the sockets, which are the parent's."""
+        self._vigil.failure = self.failure = error
+        self._mesh.disown()
+
+
+def _nothing(call: Shape) -> Plan:
+    """The plan of a call that is over with the meeting."""
+    return Plan(np.zeros((0, COLUMNS), np.int64), 0, "nothing")
+
+
+def _is_half(dtype: np.dtype[Any] | None) -> bool:
+    return dtype is not None and dtype.name in ("float16", "bfloat16")
+
+
+def _patience(members: Sequence[Member], rank: int) -> int:
+    """Sweeps in vain before sleeping: few where the ranks of this host outnumber the cores."""
+    here = [m for m in members if m.boot_id == members[rank].boot_id]
+    return _DEDICATED if len(here) <= len(os.sched_getaffinity(0)) else _OVERSUBSCRIBED

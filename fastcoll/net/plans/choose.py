@@ -1,0 +1,151 @@
+"""Which algorithm a call takes.
+
+    what fits with the headers               attached
+    two ranks                                one exchange: all of the array up to EXCHANGED, halves beyond
+    up to MEET_RANKS                         direct: every rank with every other
+    more                                     the cheapest by costs.py on a LAN, of those that keep the order if it
+                                             must be kept
+
+All that this looks at is the same on all ranks, but for gather, scatter and all_to_all, where each pair agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from . import attached, circulant, direct, doubling, exchange, pipeline, ring, scans, trees
+from .costs import COSTS, LAN
+from .shape import MEET_RANKS, Shape, array
+from .table import Plan, Rows
+
+Builder = Callable[[Shape], Plan]
+
+EXCHANGED = 64 << 10
+"""Bytes up to which two ranks send each other all of an array: one step instead of two for the same bytes, at the
+price of reducing all of it instead of half. Not measured yet."""
+
+NEIGHBOURLY = 0.8
+"""What the formulas, which see no congestion, are multiplied by where ranks talk to their neighbours only. In the other
+ways for large arrays half of the bytes go half-way round the circle, over links between switches that many ranks share.
+A guess: no network with switches was at hand."""
+
+_RINGS = frozenset({"ring", "chain", "scatter and ring"})
+
+
+@lru_cache(maxsize=4096)
+def plan_for(shape: Shape) -> Plan:
+    """This rank's plan of a call; all ranks choose the same algorithm."""
+    name = chosen(shape)
+    return _MADE_HERE[name](shape) if name in _MADE_HERE else BUILDERS[shape.operation][name](shape)
+
+
+def chosen(shape: Shape) -> str:
+    """The name of the algorithm, as in BUILDERS, or attached, alone or nothing."""
+    if shape.operation == "barrier" or not any(shape.nbytes):
+        return "nothing"
+    if shape.size == 1:
+        return "alone"
+    if shape.operation not in _BY_PAIR and max(shape.nbytes) <= shape.limits.payload:
+        return "attached"
+    if shape.size == 2:
+        return _of_two(shape)
+    return cheapest(shape) if shape.size > MEET_RANKS else "direct"
+
+
+def _of_two(shape: Shape) -> str:
+    if shape.operation == "all_reduce" and shape.total <= EXCHANGED:
+        return "recursive doubling"
+    return _FOR_TWO.get(shape.operation, "direct")
+
+
+def cheapest(shape: Shape) -> str:
+    """The algorithm that costs least among many ranks."""
+    nbytes = shape.nbytes[0] * shape.size if shape.operation in ("gather", "scatter") else shape.total
+
+    def price(name: str) -> float:
+        seconds = COSTS[shape.operation][name](shape.size, nbytes, shape.limits).seconds(LAN)
+        return seconds * (NEIGHBOURLY if name in _RINGS else 1)
+
+    return min(_eligible(shape), key=price)
+
+
+def _eligible(shape: Shape) -> tuple[str, ...]:
+    if shape.operation in ("gather", "scatter"):
+        # Only who knows that all are equal knows what passes through a tree.
+        return ("direct", "tree") if shape.even else ("direct",)
+    return (_ORDERED if shape.ordered else _MANY)[shape.operation]
+
+
+def _nothing(shape: Shape) -> Plan:
+    """Nothing moves after the meeting."""
+    return Rows().plan("nothing")
+
+
+def _alone(shape: Shape) -> Plan:
+    """A group of one rank: its result is its own contribution."""
+    rows = Rows()
+    if shape.operation in _COPIED:
+        rows.copy(0, (array(0), 0), (array(1), 0), shape.nbytes[0])
+    return rows.plan("alone")
+
+
+_COPIED = frozenset("reduce scan reduce_scatter all_gather gather scatter all_to_all".split())
+_BY_PAIR = frozenset({"gather", "scatter", "all_to_all"})
+_FOR_TWO = {"reduce": "to the root", "scan": "upwards", "exscan": "upwards"}
+_MADE_HERE: dict[str, Builder] = {"nothing": _nothing, "alone": _alone, "attached": attached.plan}
+BUILDERS: dict[str, dict[str, Builder]] = {
+    "all_reduce": {
+        "direct": direct.all_reduce,
+        "recursive doubling": doubling.all_reduce,
+        "halving": doubling.halving,
+        "circulant": circulant.all_reduce,
+        "ring": ring.all_reduce,
+    },
+    "reduce": {
+        "direct": direct.reduce,
+        "to the root": direct.reduce_to_root,
+        "tree": trees.reduce,
+        "ordered tree": trees.reduce,
+        "ring": ring.reduce,
+    },
+    "reduce_scatter": {
+        "direct": direct.reduce_scatter,
+        "circulant": circulant.reduce_scatter,
+        "ring": ring.reduce_scatter,
+    },
+    "scan": {"direct": scans.direct, "upwards": scans.upwards, "doubling": doubling.scan},
+    "exscan": {"direct": scans.direct, "upwards": scans.upwards, "doubling": doubling.scan},
+    "broadcast": {
+        "direct": direct.broadcast,
+        "tree": trees.broadcast,
+        "chain": pipeline.chain,
+        "scatter and ring": pipeline.scatter_ring,
+        "scatter and circulant": pipeline.scatter_circulant,
+    },
+    "all_gather": {
+        "direct": exchange.all_gather,
+        "circulant": circulant.all_gather,
+        "ring": ring.all_gather,
+    },
+    "gather": {"direct": exchange.gather, "tree": trees.gather},
+    "scatter": {"direct": exchange.scatter, "tree": trees.scatter},
+    "all_to_all": {"direct": exchange.all_to_all},
+}
+"""All algorithms, by operation and name; COSTS has their formulas."""
+
+_MANY: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("recursive doubling", "halving", "circulant", "ring"),
+    "reduce": ("tree", "ring"),
+    "reduce_scatter": ("circulant", "ring"),
+    "scan": ("doubling", "direct"),
+    "exscan": ("doubling", "direct"),
+    "broadcast": ("tree", "chain", "scatter and ring", "scatter and circulant"),
+    "all_gather": ("circulant", "ring"),
+    "all_to_all": ("direct",),
+}
+_ORDERED: dict[str, tuple[str, ...]] = _MANY | {
+    "all_reduce": ("recursive doubling", "halving", "direct"),
+    "reduce": ("ordered tree", "direct"),
+    "reduce_scatter": ("direct",),
+}

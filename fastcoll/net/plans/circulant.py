@@ -1,0 +1,96 @@
+"""Reductions and gathering in log2 n rounds for any n, each block moving as often as it must.
+
+Ranks form a circle. To gather, a rank that has the blocks of h ranks from itself on gets those of the next h from the
+rank h further. To reduce and scatter, the same happens backwards: partial results of h blocks go to the rank h further.
+A block's operands are combined around the circle, ending with its own rank: the order differs from block to
+block, but all ranks get the same bits.
+
+Bruck and others: Efficient algorithms for all-to-all communications in multiport message-passing systems, IEEE TPDS 8
+(1997); Träff: Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms, arXiv:2410.14234 (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from .parts import Span, divided
+from .shape import Shape, array
+from .table import SCRATCH, Plan, Rows
+
+
+def _rounds(size: int) -> list[tuple[int, int]]:
+    """(h, how many blocks move) of the rounds of gathering."""
+    return [(1 << k, min(1 << k, size - (1 << k))) for k in range((size - 1).bit_length())]
+
+
+def all_reduce(shape: Shape) -> Plan:
+    """reduce_scatter, then all_gather, in place: 2 log2 n rounds, 2 (n - 1)/n of the array in and out."""
+    rows, x, size, rank = Rows(), array(0), shape.size, shape.rank
+    blocks = divided(shape.total, size, shape.itemsize)
+    rounds = _rounds(size)
+    for phase, (step, count) in enumerate(reversed(rounds)):
+        for span in _around(blocks, rank + step, count):
+            rows.send(phase, (rank + step) % size, (x, span.offset), span.nbytes)
+        for span in _around(blocks, rank, count):
+            rows.reduce(phase, (rank - step) % size, (x, span.offset), span.nbytes, left=True)
+    gather_spans(shape, rows, blocks, len(rounds))
+    return rows.plan("circulant")
+
+
+def gather_spans(shape: Shape, rows: Rows, blocks: Sequence[Span], first: int) -> None:
+    """From phase `first` on, let all ranks have all blocks of array 0, of which rank r has block r."""
+    size, rank = shape.size, shape.rank
+    for phase, (step, count) in enumerate(_rounds(size), first):
+        for span in _around(blocks, rank, count):
+            rows.send(phase, (rank - step) % size, (array(0), span.offset), span.nbytes)
+        for span in _around(blocks, rank + step, count):
+            rows.recv(phase, (rank + step) % size, (array(0), span.offset), span.nbytes)
+
+
+def _around(blocks: Sequence[Span], first: int, count: int) -> Iterator[Span]:
+    """The bytes of some blocks on the circle, adjacent ones together: three spans at most."""
+    found: list[Span] = []
+    for place in range(first, first + count):
+        block = blocks[place % len(blocks)]
+        if found and found[-1].offset + found[-1].nbytes == block.offset:
+            block = Span(found[-1].offset, found.pop().nbytes + block.nbytes)
+        found.append(block)
+    yield from found
+
+
+def reduce_scatter(shape: Shape) -> Plan:
+    """log2 n rounds, n - 1 blocks in and out, by way of a copy of all blocks."""
+    rows, size, rank = Rows(), shape.size, shape.rank
+    borders = _borders(shape)
+    for place in range(size):
+        block = (rank + place) % size
+        rows.copy(0, (SCRATCH, borders[place]), (array(1 + block), 0), shape.nbytes[block])
+    # The copies are in phase 0, so that rounds begin with the next one: a receive may not meet them.
+    for phase, (step, count) in enumerate(reversed(_rounds(size)), 1):
+        given = borders[step + count] - borders[step]
+        rows.send(phase, (rank + step) % size, (SCRATCH, borders[step]), given)
+        rows.reduce(phase, (rank - step) % size, (SCRATCH, 0), borders[count], left=True)
+    rows.copy(len(_rounds(size)) + 1, (array(0), 0), (SCRATCH, 0), shape.nbytes[rank])
+    return rows.plan("circulant", borders[-1])
+
+
+def all_gather(shape: Shape) -> Plan:
+    """log2 n rounds, n - 1 parts in and out, by way of scratch."""
+    rows, size, rank = Rows(), shape.size, shape.rank
+    borders, rounds = _borders(shape), _rounds(size)
+    rows.copy(0, (SCRATCH, 0), (array(size), 0), shape.nbytes[rank])
+    for phase, (step, count) in enumerate(rounds):
+        rows.send(phase, (rank - step) % size, (SCRATCH, 0), borders[count])
+        got = borders[step + count] - borders[step]
+        rows.recv(phase, (rank + step) % size, (SCRATCH, borders[step]), got)
+    for place in range(size):
+        source = (rank + place) % size
+        rows.copy(len(rounds), (array(source), 0), (SCRATCH, borders[place]), shape.nbytes[source])
+    return rows.plan("circulant", borders[-1])
+
+
+def _borders(shape: Shape) -> list[int]:
+    """Where the block of each rank begins in scratch, this rank's first, and where the last one ends."""
+    around = shape.nbytes[shape.rank :] + shape.nbytes[: shape.rank]
+    return list(accumulate(around, initial=0))

@@ -1,0 +1,103 @@
+"""Around the ring: every rank talks to its neighbours only, in n - 1 steps a turn, with as few bytes as possible.
+
+A block's reduction begins with the rank after the one that ends up with it and goes around, so operands are combined
+in another order for each block; all ranks get the same bits.
+
+Patarasuk and Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .parts import Span, divided
+from .shape import Shape, array
+from .table import SCRATCH, Place, Plan, Rows
+
+
+def all_reduce(shape: Shape) -> Plan:
+    """One half of the array goes around each way: 2 (n - 1) steps, 2 (n - 1)/n of the array in and out."""
+    rows = Rows()
+    for half, way in zip(divided(shape.total, 2, shape.itemsize), (1, -1), strict=True):
+        blocks = [
+            Span(half.offset + block.offset, block.nbytes)
+            for block in divided(half.nbytes, shape.size, shape.itemsize)
+        ]
+        _reduce_around(shape, rows, blocks, way)
+        _gather_around(shape, rows, blocks, way)
+    return rows.plan("ring")
+
+
+def _reduce_around(shape: Shape, rows: Rows, blocks: Sequence[Span], way: int) -> None:
+    """n - 1 steps, after which each rank has the result of the block after its own."""
+    size, rank, x = shape.size, shape.rank, array(0)
+    for step in range(size - 1):
+        given, taken = blocks[(rank - way * step) % size], blocks[(rank - way * (step + 1)) % size]
+        rows.send(step, (rank + way) % size, (x, given.offset), given.nbytes)
+        rows.reduce(step, (rank - way) % size, (x, taken.offset), taken.nbytes, left=True)
+
+
+def _gather_around(shape: Shape, rows: Rows, blocks: Sequence[Span], way: int) -> None:
+    size, rank, x = shape.size, shape.rank, array(0)
+    for step in range(size - 1):
+        given, taken = blocks[(rank + way * (1 - step)) % size], blocks[(rank - way * step) % size]
+        rows.send(size - 1 + step, (rank + way) % size, (x, given.offset), given.nbytes)
+        rows.recv(size - 1 + step, (rank - way) % size, (x, taken.offset), taken.nbytes)
+
+
+def reduce_scatter(shape: Shape) -> Plan:
+    """n - 1 steps, n - 1 blocks in and out; partial results pass through two blocks of scratch."""
+    rows = Rows()
+    sources = [(array(1 + rank), 0) for rank in range(shape.size)]
+    _reduce_through(shape, rows, sources, shape.nbytes, (array(0), 0))
+    return rows.plan("ring", 2 * max(shape.nbytes))
+
+
+def reduce(shape: Shape) -> Plan:
+    """As reduce_scatter, then the blocks go to the root: n - 1 steps and the root's n - 1 receives."""
+    rows, size, rank = Rows(), shape.size, shape.rank
+    blocks = divided(shape.total, size, shape.itemsize)
+    longest, own = blocks[0].nbytes, blocks[rank]
+    result = (array(0), own.offset) if shape.is_root else (SCRATCH, 2 * longest)
+    sources = [(array(1), block.offset) for block in blocks]
+    _reduce_through(shape, rows, sources, [block.nbytes for block in blocks], result)
+    if not shape.is_root:
+        phase = size - 1 + ((shape.root - rank) % size - 1) // shape.limits.peers
+        rows.send(phase, shape.root, result, own.nbytes)
+        return rows.plan("ring", 3 * longest)
+    for step in range(1, size):
+        peer = (rank - step) % size
+        phase = size - 1 + (step - 1) // shape.limits.peers
+        rows.recv(phase, peer, (array(0), blocks[peer].offset), blocks[peer].nbytes)
+    return rows.plan("ring", 2 * longest)
+
+
+def _reduce_through(
+    shape: Shape, rows: Rows, sources: Sequence[Place], nbytes: Sequence[int], result: Place
+) -> None:
+    """Phases 0 to n - 1: reduce without writing into the sources; block `rank` becomes the result."""
+    size, rank = shape.size, shape.rank
+    stride = max(nbytes)
+    partial = sources[(rank - 1) % size]
+    for step in range(size - 1):
+        given, taken = (rank - step - 1) % size, (rank - step - 2) % size
+        landing = (SCRATCH, step % 2 * stride)
+        rows.send(step, (rank + 1) % size, partial, nbytes[given])
+        rows.recv(step, (rank - 1) % size, landing, nbytes[taken])
+        goal = result if taken == rank else landing
+        rows.fold(step + 1, goal, nbytes[taken], [landing, sources[taken]])
+        partial = landing
+
+
+def all_gather(shape: Shape) -> Plan:
+    """Both ways at once, whole parts: n/2 steps, n - 1 parts in and out."""
+    rows, size, rank = Rows(), shape.size, shape.rank
+    x = (array(size), 0)
+    rows.copy(0, (array(rank), 0), x, shape.nbytes[rank])
+    for way, steps in ((1, size // 2), (-1, (size - 1) // 2)):
+        for step in range(steps):
+            given, taken = (rank - way * step) % size, (rank - way * (step + 1)) % size
+            source = (array(given), 0) if step else x
+            rows.send(step, (rank + way) % size, source, shape.nbytes[given])
+            rows.recv(step, (rank - way) % size, (array(taken), 0), shape.nbytes[taken])
+    return rows.plan("ring")

@@ -1,0 +1,119 @@
+"""What a plan is: the steps of one rank in one collective, as a table of integers that the engine runs.
+
+    column     meaning
+    PHASE      rows are sorted by it; the rows of a phase run concurrently, and a phase begins when all rows of
+               the one before are complete on this rank
+    KIND       one of the kinds below
+    PEER       the other rank; for FOLD the number of SOURCE rows that follow
+    BUFFER     what the row writes, or for SEND, SOURCE and PAYLOAD reads: see "buffers"
+    OFFSET     bytes into BUFFER
+    NBYTES     size
+    BUFFER2    COPY: what it reads
+    OFFSET2    COPY: bytes into BUFFER2; REDUCE: 1 when the received operand stands on the left
+
+    kind       meaning
+    SEND       send to PEER; complete when the bytes are in the kernel, so that the buffer may be changed
+    RECV       receive from PEER
+    REDUCE     receive from PEER and reduce into the buffer as bytes land
+    FOLD       local: reduce the SOURCE rows that follow, in row order, into the buffer, which may be one of them
+    SOURCE     an operand of the FOLD above
+    COPY       local copy; both places may be the same
+    PAYLOAD    PHASE -1: send to PEER with the header of the meeting; PEER finds it in its FRAMES, at this
+               rank times the stride
+
+A SEND has its RECV or REDUCE in the same phase of the peer's plan, with the same size; the rows of one pair and
+direction belong together in row order. So the ranks that are in the lowest phase can always go on, and no plan
+blocks, however little the connections hold. Local rows lead their phase and are executed, in row order, before its
+communication begins. Nothing that a phase sends or reads locally is written by a receive of the same phase.
+
+Buffers: SCRATCH is the group's, `Plan.scratch` bytes; FRAMES holds what was attached to the headers; the arrays of the
+call come after them:
+
+    all_reduce            x
+    reduce, scan, exscan  out, x           out may be x; reduce writes it on the root only
+    reduce_scatter        out, block 0..   out may be this rank's block
+    broadcast             x
+    all_gather            out 0.., x       x may be this rank's out
+    gather                root: out 0.., x (which may be the root's out); others: x
+    scatter               root: out, block 0.. (out may be the root's); others: out
+    all_to_all            out 0.., block 0..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PHASE, KIND, PEER, BUFFER, OFFSET, NBYTES, BUFFER2, OFFSET2 = range(8)
+COLUMNS = 8
+SEND, RECV, REDUCE, FOLD, SOURCE, COPY, PAYLOAD = range(7)
+SCRATCH, FRAMES, FIRST_ARRAY = range(3)
+ATTACHED = -1  # the phase of PAYLOAD rows
+
+LOCAL = frozenset({FOLD, SOURCE, COPY})
+
+Table = np.ndarray[Any, np.dtype[np.int64]]
+Place = tuple[int, int]
+"""A buffer and an offset in it."""
+
+
+class Plan(NamedTuple):
+    """One rank's part in a collective.
+
+    Attributes:
+        table: int64, C-contiguous, (rows, 8).
+        scratch: bytes that SCRATCH must have.
+        algorithm: its name, for people.
+    """
+
+    table: Table
+    scratch: int
+    algorithm: str
+
+
+class Rows:
+    """Collects the rows of a plan; rows of no bytes are left out, as they are on the peer."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, ...]] = []
+
+    def send(self, phase: int, peer: int, place: Place, nbytes: int) -> None:
+        self._add(phase, SEND, peer, place, nbytes)
+
+    def recv(self, phase: int, peer: int, place: Place, nbytes: int) -> None:
+        self._add(phase, RECV, peer, place, nbytes)
+
+    def reduce(self, phase: int, peer: int, place: Place, nbytes: int, left: bool) -> None:
+        """Receive and reduce; `left` when what is received is the left operand."""
+        self._add(phase, REDUCE, peer, place, nbytes, (0, int(left)))
+
+    def fold(self, phase: int, place: Place, nbytes: int, sources: Sequence[Place]) -> None:
+        """Reduce `sources` into `place`; a copy where there is one only."""
+        if len(sources) == 1:
+            self.copy(phase, place, sources[0], nbytes)
+        elif nbytes:
+            self._add(phase, FOLD, len(sources), place, nbytes)
+            for source in sources:
+                self._add(phase, SOURCE, 0, source, nbytes)
+
+    def copy(self, phase: int, place: Place, source: Place, nbytes: int) -> None:
+        if place != source:
+            self._add(phase, COPY, 0, place, nbytes, source)
+
+    def payload(self, peer: int, place: Place, nbytes: int) -> None:
+        self._add(ATTACHED, PAYLOAD, peer, place, nbytes)
+
+    def plan(self, algorithm: str, scratch: int = 0) -> Plan:
+        """All rows, sorted by phase with local rows first, else in the order in which they were added."""
+        rows = sorted(self._rows, key=lambda row: (row[PHASE], row[KIND] not in LOCAL))
+        table = np.array(rows, np.int64).reshape(len(rows), COLUMNS)
+        table.setflags(write=False)  # plans are cached and shared
+        return Plan(table, scratch, algorithm)
+
+    def _add(
+        self, phase: int, kind: int, peer: int, place: Place, nbytes: int, second: Place = (0, 0)
+    ) -> None:
+        if nbytes:
+            self._rows.append((phase, kind, peer, *place, nbytes, *second))

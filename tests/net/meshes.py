@@ -1,0 +1,123 @@
+"""Several meshes in one process, each made on a thread, and what must be left of them: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastcoll.members import Member
+from fastcoll.net.mesh import Mesh
+from fastcoll.rendezvous import HashStore
+from net.proxy import Proxy
+
+DEADLINE = 30.0
+
+
+def crew(n: int) -> list[Member]:
+    """n ranks, all of them this process."""
+    return [Member.here(rank, n, "tcp") for rank in range(n)]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Run calls at the same time; the result or exception of each."""
+    results: list[Any] = [None] * len(calls)
+
+    def one(place: int) -> None:
+        try:
+            results[place] = calls[place]()
+        except BaseException as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=one, args=(place,), daemon=True) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert not any(thread.is_alive() for thread in threads), "a call did not come back"
+    return results
+
+
+def make_all(
+    n: int, store: Any = None, members: Sequence[Member] | None = None, timeout: float = 20.0
+) -> list[Any]:
+    """Every rank's mesh, or what it raised."""
+    shared = HashStore() if store is None else store
+    known = crew(n) if members is None else members
+    return together(*(lambda r=r: Mesh.make(shared, "WORLD", known, r, timeout) for r in range(n)))
+
+
+@contextlib.contextmanager
+def meshes(n: int, store: Any = None, timeout: float = 20.0) -> Iterator[list[Mesh]]:
+    """n meshes that are connected; closed in order at the end."""
+    made = make_all(n, store, timeout=timeout)
+    errors = [each for each in made if isinstance(each, BaseException)]
+    try:
+        if errors:
+            raise errors[0]
+        yield made
+    finally:
+        for mesh in made:
+            if isinstance(mesh, Mesh):
+                mesh.vigil.leave()
+                mesh.close()
+
+
+class ProxiedStore(HashStore):
+    """A store that tells everybody to reach each rank through a proxy of its own."""
+
+    def __init__(self, **behaviour: Any) -> None:
+        super().__init__()
+        self.proxies: dict[int, Proxy] = {}
+        self._behaviour = behaviour
+
+    def set(self, key: str, value: str | bytes) -> None:
+        folder, _, rank = key.rpartition("/")
+        if folder == "net/place":
+            place = json.loads(value)
+            proxy = Proxy((place["addresses"][0], place["ports"][0]), **self._behaviour)
+            self.proxies[int(rank)] = proxy
+            value = json.dumps(place | {"ports": [proxy.port]})
+        super().set(key, value)
+
+    def close(self) -> None:
+        super().close()
+        for proxy in self.proxies.values():
+            proxy.close()
+
+
+def died_of(mesh: Mesh, seconds: float = 5.0) -> Any:
+    """What the mesh's vigil comes to think within some seconds, looking as a waiting call does."""
+    end = time.monotonic() + seconds
+    while (found := mesh.vigil.verdict([], "testing")) is None and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+def elsewhere(member: Member) -> Member:
+    """The same rank on a machine that cannot be seen from here."""
+    return replace(member, boot_id="another", host="far")
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Fails when a thread or a descriptor is left."""
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in threads]
+    assert not left, f"threads left behind: {left}"
+    new = {fd: name for fd, name in open_descriptors().items() if descriptors.get(fd) != name}
+    assert not new, f"descriptors left behind: {new}"
+
+
+def open_descriptors() -> dict[int, str]:
+    found = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that listed the folder
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return {fd: name for fd, name in found.items() if "pidfd" not in name}

@@ -1,0 +1,284 @@
+"""Collective calls on symbols: shapes and arrays of all ranks, and what the arrays must hold in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastcoll.net.plans.shape import Limits, Shape
+from fastcoll.net.plans.table import (
+    COPY,
+    FIRST_ARRAY,
+    FRAMES,
+    KIND,
+    NBYTES,
+    PAYLOAD,
+    PEER,
+    SCRATCH,
+    SOURCE,
+    Plan,
+)
+from net.simulate import check_tables, joined, reads, require, rubbish, simulate
+
+Builder = Callable[[Shape], Plan]
+REDUCTIONS = ("all_reduce", "reduce", "scan", "exscan", "reduce_scatter")
+MOVES = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")
+OPERATIONS = (*REDUCTIONS, *MOVES)
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+LIMITS = Limits(payload=16, frame_stride=24, segment=24, at_once=1 << 20, peers=3)
+ONE_PASS, IN_ORDER, ANY_ORDER = range(3)  # what an algorithm promises of a reduction
+
+_LETTERS = 0x4E00  # the first of 20,000 characters for ranks, blocks and items
+_SYMBOL = 3
+_FLAT = str.maketrans("", "", "()")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective call.
+
+    Attributes:
+        sizes: items by rank; all_to_all: by giver, then taker; one number where all are equal.
+        in_place: the arrays that may be the same are.
+        flags: further fields of Shape.
+    """
+
+    operation: str
+    size: int
+    sizes: int | Sequence[int] | Sequence[Sequence[int]]
+    itemsize: int = 4
+    root: int = 0
+    in_place: bool = False
+    limits: Limits = LIMITS
+    flags: dict[str, bool] = field(default_factory=dict)
+
+    def given(self, giver: int, taker: int) -> int:
+        """Items that one rank has for another one."""
+        found = self.sizes if isinstance(self.sizes, int) else self.sizes[self._index(giver, taker)]
+        return found if isinstance(found, int) else found[taker]
+
+    def _index(self, giver: int, taker: int) -> int:
+        return taker if self.operation in ("scatter", "reduce_scatter") else giver
+
+    def shape(self, rank: int) -> Shape:
+        return Shape(
+            operation=self.operation,
+            size=self.size,
+            rank=rank,
+            nbytes=tuple(count * self.itemsize for count in self._counts(rank)),
+            limits=self.limits,
+            itemsize=self.itemsize,
+            root=self.root,
+            **self.flags,
+        )
+
+    def _counts(self, rank: int) -> list[int]:
+        everybody, root = range(self.size), self.root
+        match self.operation:
+            case "reduce_scatter":
+                return [self.given(rank, other) for other in everybody]
+            case "all_gather":
+                return [self.given(other, rank) for other in everybody]
+            case "gather":
+                return (
+                    [self.given(other, root) for other in everybody]
+                    if rank == root
+                    else [self.given(rank, root)]
+                )
+            case "scatter":
+                return (
+                    [self.given(root, other) for other in everybody]
+                    if rank == root
+                    else [self.given(root, rank)]
+                )
+            case "all_to_all":
+                outs = [self.given(other, rank) for other in everybody]
+                return outs + [self.given(rank, other) for other in everybody]
+            case "barrier":
+                return []
+        return [self.given(0, 0)]
+
+
+class Call:
+    """A case's arrays, by rank, as the plans number them, and what they must become."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        make = getattr(self, f"_{case.operation}")
+        self.arrays: list[list[np.ndarray]] = []
+        self.same: list[tuple[int, int]] = []
+        self.expected: list[list[np.ndarray | None]] = []  # None: as before
+        for rank in range(case.size):
+            make(rank)
+
+    # Reductions: what is wanted of an item is what the ranks contribute, in order.
+
+    def _all_reduce(self, rank: int) -> None:
+        self._add([symbols(rank, 0, self.case.given(rank, 0))], [self._reduced(0, range(self.case.size))])
+
+    def _reduce(self, rank: int) -> None:
+        out = self._reduced(0, range(self.case.size)) if rank == self.case.root else None
+        self._out_of(rank, out)
+
+    def _scan(self, rank: int) -> None:
+        self._out_of(rank, self._reduced(0, range(rank + 1)))
+
+    def _exscan(self, rank: int) -> None:
+        self._out_of(rank, self._reduced(0, range(rank)) if rank else None)
+
+    def _out_of(self, rank: int, out: np.ndarray | None) -> None:
+        x = symbols(rank, 0, self.case.given(rank, 0))
+        self._add([rubbish(len(x)), x], [out, None], (0, 1))
+
+    def _reduce_scatter(self, rank: int) -> None:
+        everybody = range(self.case.size)
+        blocks = [symbols(rank, block, self.case.given(rank, block)) for block in everybody]
+        out = self._reduced(rank, everybody)
+        self._add([rubbish(len(out)), *blocks], [out, *[None] * self.case.size], (0, 1 + rank))
+
+    # Moves: `own` is what one rank has for another.
+
+    def _broadcast(self, rank: int) -> None:
+        root = self.case.root
+        x = self._own(root, 0)
+        self._add([x if rank == root else rubbish(len(x))], [x])
+
+    def _all_gather(self, rank: int) -> None:
+        self._gathered(rank, [self._own(other, 0) for other in range(self.case.size)])
+
+    def _gather(self, rank: int) -> None:
+        if rank == self.case.root:
+            self._gathered(rank, [self._own(other, rank) for other in range(self.case.size)])
+        else:
+            self._add([self._own(rank, self.case.root)], [None])
+
+    def _gathered(self, rank: int, parts: list[np.ndarray]) -> None:
+        outs = [rubbish(len(part)) for part in parts]
+        self._add([*outs, parts[rank]], [*parts, None], (rank, self.case.size))
+
+    def _scatter(self, rank: int) -> None:
+        root = self.case.root
+        own = self._own(root, rank)
+        if rank != root:
+            self._add([rubbish(len(own))], [own])
+            return
+        blocks = [self._own(root, other) for other in range(self.case.size)]
+        self._add([rubbish(len(own)), *blocks], [own, *[None] * self.case.size], (0, 1 + rank))
+
+    def _all_to_all(self, rank: int) -> None:
+        everybody = range(self.case.size)
+        parts = [self._own(other, rank) for other in everybody]
+        outs = [rubbish(len(part)) for part in parts]
+        blocks = [self._own(rank, other) for other in everybody]
+        self._add([*outs, *blocks], [*parts, *[None] * self.case.size])
+
+    def _barrier(self, rank: int) -> None:
+        self._add([], [])
+
+    def _add(
+        self, arrays: list[np.ndarray], expected: list[np.ndarray | None], same: tuple[int, int] | None = None
+    ) -> None:
+        """A rank's arrays; `same` are the two that are one when the call is in place."""
+        arrays = [array.copy() for array in arrays]
+        wanted = [
+            before.copy() if after is None else after for before, after in zip(arrays, expected, strict=True)
+        ]
+        self.same.append((0, 0))
+        if same and self.case.in_place:
+            out, x = same
+            arrays[out] = arrays[x]
+            wanted[x] = wanted[out] = wanted[x] if expected[out] is None else wanted[out]
+            self.same[-1] = (FIRST_ARRAY + out, FIRST_ARRAY + x)
+        self.arrays.append(arrays)
+        self.expected.append(wanted)
+
+    def _reduced(self, block: int, ranks: range) -> np.ndarray:
+        terms = [symbols(rank, block, self.case.given(rank, block)) for rank in ranks]
+        result = np.empty(len(terms[0]), object)
+        result[:] = ["".join(items) for items in zip(*terms, strict=True)]
+        return result
+
+    def _own(self, giver: int, taker: int) -> np.ndarray:
+        return symbols(giver, taker, self.case.given(giver, taker))
+
+
+def symbols(giver: int, taker: int, count: int) -> np.ndarray:
+    """Items that tell who gives them, whom to, and which one it is."""
+    found = np.empty(count, object)
+    pair = chr(_LETTERS + giver) + chr(_LETTERS + taker)
+    found[:] = [pair + chr(_LETTERS + item) for item in range(count)]
+    return found
+
+
+def check(
+    case: Case, builder: Builder, promise: int = ONE_PASS, *, capacity: int = 1 << 60, seed: int = 0
+) -> list[Plan]:
+    """Build, check and run the plans of all ranks; returns them."""
+    shapes = [case.shape(rank) for rank in range(case.size)]
+    plans = [builder(shape) for shape in shapes]
+    call = Call(case)
+    check_tables(
+        plans,
+        [lengths(case, plan, arrays) for plan, arrays in zip(plans, call.arrays, strict=True)],
+        call.same,
+        case.limits.payload,
+    )
+    check_attached(case, plans)
+    stride = case.limits.frame_stride
+    simulate(plans, call.arrays, itemsize=case.itemsize, frame_stride=stride, capacity=capacity, seed=seed)
+    for rank in range(case.size):
+        for number, (got, wanted) in enumerate(zip(call.arrays[rank], call.expected[rank], strict=True)):
+            compare(got, wanted, promise, f"{case}: rank {rank}, array {number}")
+    if case.operation == "all_reduce":
+        require(
+            all((arrays[0] == call.arrays[0][0]).all() for arrays in call.arrays),
+            f"{case}: other bits elsewhere",
+        )
+    return plans
+
+
+def lengths(case: Case, plan: Plan, arrays: Sequence[np.ndarray]) -> dict[int, int]:
+    """The bytes of a rank's buffers."""
+    found = {SCRATCH: plan.scratch, FRAMES: case.size * case.limits.frame_stride}
+    return found | {FIRST_ARRAY + k: len(array) * case.itemsize for k, array in enumerate(arrays)}
+
+
+def check_attached(case: Case, plans: Sequence[Plan]) -> None:
+    """A rank's plan uses all that the others attach for it, and no more."""
+    for rank, plan in enumerate(plans):
+        sent = [
+            sum(row[NBYTES] for row in other.table.tolist() if row[KIND] == PAYLOAD and row[PEER] == rank)
+            for other in plans
+        ]
+        require(
+            sent == attached_to(plan, case),
+            f"{case}: attached to {rank}",
+        )
+
+
+def compare(got: np.ndarray, wanted: np.ndarray, promise: int, where: str) -> None:
+    for at, (item, whole) in enumerate(zip(got, wanted, strict=True)):
+        if promise == ONE_PASS:
+            right = item == (joined(whole) if len(whole) > _SYMBOL else whole)
+        elif promise == IN_ORDER:
+            right = item.translate(_FLAT) == whole
+        else:
+            right = _sorted(item.translate(_FLAT)) == _sorted(whole)
+        require(right, f"{where}, item {at}: {item!r} instead of {whole!r}")
+
+
+def _sorted(item: str) -> list[str]:
+    return sorted(item[at : at + _SYMBOL] for at in range(0, len(item), _SYMBOL))
+
+
+def attached_to(plan: Plan, case: Case) -> list[int]:
+    """The bytes of each rank's payload that a plan uses."""
+    found = [0] * case.size
+    for row in plan.table.tolist():
+        if row[KIND] in (COPY, SOURCE):
+            buffer, low, high = reads(row)[0]
+            if buffer == FRAMES:
+                found[low // case.limits.frame_stride] = high - low
+    return found

@@ -1,0 +1,89 @@
+"""A TCP proxy that makes a network bad: late, in pieces, cut off, or closed in one direction."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+
+
+class Proxy:
+    """Forwards connections at `port` of 127.0.0.1 to `target`.
+
+    Args:
+        target: (address, port) of the real listener.
+        piece: forward at most so many bytes at a time; 0: as they come.
+        delay: seconds before each piece.
+    """
+
+    def __init__(self, target: tuple[str, int], piece: int = 0, delay: float = 0.0) -> None:
+        self._target = target
+        self._piece, self._delay = piece or 1 << 16, delay
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._start(self._accept)
+
+    def reset(self) -> None:
+        """End all connections by a reset, on both sides."""
+        for pair in self._pairs:
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it, which then closes it
+        self.join_pumps()
+
+    def half_close(self) -> None:
+        """Tell the side that dialed that nothing more will come; its own bytes still go through."""
+        for dialed, _ in self._pairs:
+            with contextlib.suppress(OSError):
+                dialed.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """End everything."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join()
+        for pair in self._pairs:
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+        self.join_pumps()
+
+    def join_pumps(self) -> None:
+        for thread in self._threads[1:]:
+            thread.join()
+        for pair in self._pairs:
+            for end in pair:
+                end.close()
+
+    def _start(self, run: object, *args: object) -> None:
+        thread = threading.Thread(target=run, args=args, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                dialed, _ = self._listener.accept()
+            except OSError:
+                return
+            onward = socket.create_connection(self._target)
+            self._pairs.append((dialed, onward))
+            for end in (dialed, onward):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._start(self._pump, dialed, onward)
+            self._start(self._pump, onward, dialed)
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(self._piece):
+                if self._delay:
+                    time.sleep(self._delay)
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)

@@ -1,0 +1,299 @@
+"""Runs the plans of all ranks on symbols instead of numbers, under random schedules and with bounded channels.
+
+An item is a string; a reduction joins strings and puts parentheses around them, so that a result tells what was
+reduced, how often, in which order and in how many passes.
+`check_tables` looks at the plans alone, `Simulation` runs them. Both raise PlanError.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fastcoll.net.plans.table import (
+    ATTACHED,
+    BUFFER,
+    BUFFER2,
+    COLUMNS,
+    COPY,
+    FIRST_ARRAY,
+    FOLD,
+    FRAMES,
+    KIND,
+    LOCAL,
+    NBYTES,
+    OFFSET,
+    OFFSET2,
+    PAYLOAD,
+    PEER,
+    PHASE,
+    RECV,
+    REDUCE,
+    SCRATCH,
+    SEND,
+    SOURCE,
+    Plan,
+)
+
+Row = Sequence[int]
+Arrays = Sequence[np.ndarray]  # of one rank: object arrays of strings, as the plan numbers them
+Interval = tuple[int, int, int]  # a buffer, its first byte, the byte after the last
+RUBBISH = "?"
+
+
+class PlanError(AssertionError):
+    """A plan breaks the rules of plans/table.py."""
+
+
+def require(condition: bool, *what: object) -> None:
+    if not condition:
+        raise PlanError(" ".join(map(str, what)))
+
+
+# ---- what the tables alone show -----------------------------------------------------------------------
+
+
+def check_tables(
+    plans: Sequence[Plan],
+    lengths: Sequence[Mapping[int, int]],
+    same: Sequence[tuple[int, int]] = (),
+    payload: int = 1 << 60,
+) -> None:
+    """Check the form, the bounds, the pairs and the hazards of all ranks' plans.
+
+    Args:
+        lengths: of each rank, the bytes of each of its buffers.
+        same: of each rank, two buffers that are the same array, or (0, 0).
+        payload: bytes that may be attached for a peer.
+    """
+    for rank, plan in enumerate(plans):
+        check_form(plan, rank, len(plans), payload)
+        check_bounds(plan, rank, lengths[rank])
+        check_hazards(plan, rank, same[rank] if same else (0, 0))
+    check_pairs(plans)
+
+
+def check_form(plan: Plan, rank: int, size: int, payload: int) -> None:
+    table = plan.table
+    require(table.dtype == np.int64 and table.flags.c_contiguous, "not contiguous int64")
+    require(table.ndim == 2 and table.shape[1] == COLUMNS, "shape", table.shape)
+    rows = table.tolist()
+    order = [(row[PHASE], row[KIND] not in LOCAL) for row in rows]
+    require(order == sorted(order), f"rank {rank}: rows are not sorted by phase, local ones first")
+    left = 0
+    for row in rows:
+        require((row[KIND] == SOURCE) == (left > 0), f"rank {rank}: sources do not follow their fold", row)
+        left = row[PEER] if row[KIND] == FOLD else max(left - 1, 0)
+        require((row[KIND] == PAYLOAD) == (row[PHASE] == ATTACHED), "phase of a payload", row)
+        require(row[PHASE] >= ATTACHED and row[NBYTES] > 0, "phase or size", row)
+        if row[KIND] not in LOCAL:
+            require(0 <= row[PEER] < size and row[PEER] != rank, f"rank {rank}: peer", row)
+        if row[KIND] == PAYLOAD:
+            require(row[NBYTES] <= payload, f"rank {rank} attaches too much", row)
+    require(left == 0, "a fold lacks sources")
+    peers = [row[PEER] for row in rows if row[KIND] == PAYLOAD]
+    require(len(peers) == len(set(peers)), f"rank {rank} attaches twice for a peer")
+
+
+def check_bounds(plan: Plan, rank: int, lengths: Mapping[int, int]) -> None:
+    for row in plan.table.tolist():
+        for buffer, low, high in (*reads(row), *writes(row)):
+            require(buffer in lengths, f"rank {rank} has no buffer {buffer}:", row)
+            require(low >= 0 and high <= lengths[buffer], f"rank {rank}: outside of {lengths[buffer]}:", row)
+
+
+def check_pairs(plans: Sequence[Plan]) -> None:
+    """Every send has its receive: the same phase, the same size, in the same order."""
+    sent: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for rank, plan in enumerate(plans):
+        for row in plan.table.tolist():
+            if row[KIND] == SEND:
+                sent[rank, row[PEER]].append((row[PHASE], row[NBYTES]))
+            elif row[KIND] in (RECV, REDUCE):
+                received[row[PEER], rank].append((row[PHASE], row[NBYTES]))
+    for pair in sent.keys() | received.keys():
+        require(sent[pair] == received[pair], f"{pair}: sent {sent[pair]}, received {received[pair]}")
+
+
+def check_hazards(plan: Plan, rank: int, same: tuple[int, int]) -> None:
+    """What a phase receives overlaps nothing else that it receives, sends, reads or writes."""
+    phases: dict[int, list[Row]] = defaultdict(list)
+    for row in plan.table.tolist():
+        phases[row[PHASE]].append(row)
+    for phase, rows in phases.items():
+        arriving = [
+            (*_alias(place, same), True)
+            for row in rows
+            if row[KIND] in (RECV, REDUCE)
+            for place in writes(row)
+        ]
+        others = [(*_alias(place, same), False) for row in rows if row[KIND] == SEND for place in reads(row)]
+        others += [
+            (*_alias(place, same), False)
+            for row in rows
+            if row[KIND] in LOCAL
+            for place in (*reads(row), *writes(row))
+        ]
+        _check_overlap(arriving, others, f"rank {rank}, phase {phase}")
+
+
+def _check_overlap(arriving: list[tuple], others: list[tuple], where: str) -> None:
+    """Sweep over the intervals: none may begin before one that arrives has ended, nor one that arrives within any."""
+    ends = {True: (-1, 0), False: (-1, 0)}  # buffer and end of the furthest interval so far
+    for buffer, low, high, arrives in sorted(arriving + others):
+        for kind in (True, False) if arrives else (True,):
+            seen, end = ends[kind]
+            require(seen != buffer or end <= low, f"{where}: buffer {buffer} from {low} is in use twice")
+        seen, end = ends[arrives]
+        ends[arrives] = (buffer, max(high, end) if seen == buffer else high)
+
+
+def _alias(place: Interval, same: tuple[int, int]) -> Interval:
+    return (same[1] if place[0] == same[0] else place[0], *place[1:])
+
+
+def reads(row: Row) -> list[Interval]:
+    """What a row reads; FOLD and REDUCE count as writing."""
+    if row[KIND] in (SEND, SOURCE, PAYLOAD):
+        return [(row[BUFFER], row[OFFSET], row[OFFSET] + row[NBYTES])]
+    if row[KIND] == COPY:
+        return [(row[BUFFER2], row[OFFSET2], row[OFFSET2] + row[NBYTES])]
+    return []
+
+
+def writes(row: Row) -> list[Interval]:
+    if row[KIND] in (RECV, REDUCE, FOLD, COPY):
+        return [(row[BUFFER], row[OFFSET], row[OFFSET] + row[NBYTES])]
+    return []
+
+
+# ---- running them -------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One rank: its buffers, the phase that it is in and what is left of its rows."""
+
+    def __init__(self, plan: Plan, arrays: Arrays, itemsize: int, frames: np.ndarray) -> None:
+        self.itemsize = itemsize
+        self.buffers: dict[int, np.ndarray] = {SCRATCH: rubbish(plan.scratch // itemsize), FRAMES: frames}
+        self.buffers.update((FIRST_ARRAY + k, array) for k, array in enumerate(arrays))
+        self._phases: deque[list[Row]] = deque()
+        for row in plan.table.tolist():
+            if not self._phases or self._phases[-1][0][PHASE] != row[PHASE]:
+                self._phases.append([])
+            self._phases[-1].append(row)
+        self.queues: dict[
+            tuple[bool, int], deque[Row]
+        ] = {}  # (sends, peer): rows under way, the first one moves
+        self.moved: dict[tuple[bool, int], int] = {}  # items of the first row
+
+    def payloads(self) -> list[Row]:
+        return self._phases.popleft() if self._phases and self._phases[0][0][PHASE] == ATTACHED else []
+
+    def advance(self) -> bool:
+        """Begin phases until one has something to wait for; False when the plan is done."""
+        while not self.queues and self._phases:
+            rows = self._phases.popleft()
+            for number, row in enumerate(rows):
+                if row[KIND] == COPY:
+                    self.part(row)[:] = self.place(row[BUFFER2], row[OFFSET2], row[NBYTES])
+                elif row[KIND] == FOLD:
+                    self._fold(row, rows[number + 1 : number + 1 + row[PEER]])
+                elif row[KIND] != SOURCE:
+                    self.queues.setdefault((row[KIND] == SEND, row[PEER]), deque()).append(row)
+        return bool(self.queues)
+
+    def _fold(self, row: Row, sources: Sequence[Row]) -> None:
+        self.part(row)[:] = [joined(*items) for items in zip(*map(self.part, sources), strict=True)]
+
+    def part(self, row: Row) -> np.ndarray:
+        return self.place(row[BUFFER], row[OFFSET], row[NBYTES])
+
+    def place(self, buffer: int, offset: int, nbytes: int) -> np.ndarray:
+        require(offset % self.itemsize == 0 and nbytes % self.itemsize == 0, "an item is cut")
+        return self.buffers[buffer][offset // self.itemsize : (offset + nbytes) // self.itemsize]
+
+    def move(self, key: tuple[bool, int], channel: deque[str], piece: int, room: int) -> int:
+        """Move up to `piece` items of the first row of a connection; how many."""
+        row = self.queues[key][0]
+        part, done = self.part(row), self.moved.get(key, 0)
+        count = min(piece, len(part) - done, room if key[0] else len(channel))
+        for at in range(done, done + count):
+            if row[KIND] == SEND:
+                channel.append(part[at])
+            elif row[KIND] == RECV:
+                part[at] = channel.popleft()
+            else:
+                got = channel.popleft()
+                part[at] = joined(got, part[at]) if row[OFFSET2] else joined(part[at], got)
+        self.moved[key] = done + count
+        if done + count == len(part):
+            self._complete(key)
+        return count
+
+    def _complete(self, key: tuple[bool, int]) -> None:
+        self.moved[key] = 0
+        self.queues[key].popleft()
+        if not self.queues[key]:
+            del self.queues[key]
+
+
+def joined(*items: str) -> str:
+    """What a reduction of some items in one pass gives."""
+    return f"({''.join(items)})"
+
+
+def rubbish(items: int) -> np.ndarray:
+    return np.full(items, RUBBISH, object)
+
+
+def simulate(
+    plans: Sequence[Plan],
+    arrays: Sequence[Arrays],
+    *,
+    itemsize: int = 1,
+    frame_stride: int = 0,
+    capacity: int = 1 << 60,
+    seed: int = 0,
+) -> None:
+    """Run all ranks' plans to their ends; the results are in the arrays.
+
+    Args:
+        capacity: items that the connection from one rank to another holds.
+        seed: of the schedule.
+    """
+    size, chance = len(plans), random.Random(seed)
+    frames = [rubbish(size * frame_stride // itemsize) for _ in plans]
+    ranks = [Rank(plan, arrays[k], itemsize, frames[k]) for k, plan in enumerate(plans)]
+    _meet(ranks, frame_stride)
+    channels: dict[tuple[int, int], deque[str]] = defaultdict(deque)
+    working = {number for number in range(size) if ranks[number].advance()}
+    while working:
+        progress = 0
+        for number in chance.sample(sorted(working), len(working)):
+            progress += _step(ranks[number], number, channels, capacity, chance)
+            if not ranks[number].advance():
+                working.remove(number)
+        require(progress > 0, f"deadlock of ranks {sorted(working)}")
+    require(not any(channels.values()), "something was sent that nobody received")
+
+
+def _meet(ranks: Sequence[Rank], frame_stride: int) -> None:
+    for number, rank in enumerate(ranks):
+        for row in rank.payloads():
+            ranks[row[PEER]].place(FRAMES, number * frame_stride, row[NBYTES])[:] = rank.part(row)
+
+
+def _step(rank: Rank, number: int, channels: dict, capacity: int, chance: random.Random) -> int:
+    """Give some connections of a rank, in any order, the chance to move a piece of any size."""
+    keys = list(rank.queues)
+    moved = 0
+    for key in chance.sample(keys, len(keys)):
+        channel = channels[(number, key[1]) if key[0] else (key[1], number)]
+        piece = chance.choice((1, 3, 1 << 60))
+        moved += rank.move(key, channel, piece, capacity - len(channel))
+    return moved

@@ -1,0 +1,159 @@
+"""Ranks on hosts of their own: which addresses they use, and what becomes of them when a host vanishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts.network import Host, Network
+
+Join = Callable[..., Network]
+PORT = "5000"  # of the store; nobody else is in these networks
+
+RANK = """
+import json, os, sys, time
+from fastcoll.errors import FastcollError
+from fastcoll.net.mesh import Mesh
+from fastcoll.rendezvous import TCPStore
+from fastcoll.rendezvous.join import join
+
+def tell(**said):
+    print(json.dumps(said), flush=True)
+
+rank, size, master, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+store = TCPStore(master, port, is_master=rank == 0, timeout=20)
+members = join(store, rank, size, "tcp", 20)
+try:
+    mesh = Mesh.make(store, "WORLD", members, rank, 20)
+except FastcollError as error:
+    tell(error=f"{type(error).__name__}: {error}")
+    time.sleep(1 if rank == 0 else 0)  # others read from its store why
+    sys.exit()
+for peer in range(size):
+    for stream in range(mesh.streams):
+        if peer != rank:
+            mesh.data(peer, stream)
+tell(pid=os.getpid(), addresses=[str(each) for each in mesh._roster.interfaces], ports=mesh._roster.listener.ports)
+while (found := mesh.vigil.verdict([], "testing")) is None:
+    time.sleep(0.02)
+tell(error=f"{type(found).__name__}: {found}", ranks=found.ranks)
+mesh.vigil.fail(found)
+mesh.close()
+"""
+
+
+class Ranks:
+    """A rank on each host; killed at the end."""
+
+    def __init__(self, undo: ExitStack) -> None:
+        self._undo = undo
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(
+        self, hosts: list[Host], master: str, settings: dict[int, dict[str, str]] | None = None
+    ) -> list[dict[str, Any]]:
+        """What each tells once it is up, or cannot be."""
+        plain = {
+            key: value for key, value in os.environ.items() if not key.startswith(("FASTCOLL_", "GLOO_"))
+        }
+        for rank, host in enumerate(hosts):
+            words = [sys.executable, "-c", RANK, str(rank), str(len(hosts)), master, PORT]
+            env = plain | {"PYTHONPATH": str(Path(__file__).parents[2])} | (settings or {}).get(rank, {})
+            started = host.start(words, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self._undo.callback(started.process.communicate)
+            self._undo.callback(started.end)
+            self.processes.append(started.process)
+        return [self.next_word(rank) for rank in range(len(hosts))]
+
+    def next_word(self, rank: int) -> dict[str, Any]:
+        """What a rank tells next."""
+        process = self.processes[rank]
+        line = process.stdout.readline()  # type: ignore[union-attr]
+        assert line, process.stderr.read()  # type: ignore[union-attr]
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with ExitStack() as undo:
+        signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the ranks did not come to an end in time"))
+        signal.alarm(40)
+        undo.callback(signal.alarm, 0)
+        yield Ranks(undo)
+
+
+def listening(host: Host) -> set[str]:
+    """The addresses and ports that are listened on at a host."""
+    lines = host.namespace.run("ss", "-Hltn").splitlines()
+    return {line.split()[3] for line in lines}
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_the_route_to_the_master_is_used_and_nothing_else(
+    join_hosts: Join, ranks: Ranks, version: int
+) -> None:
+    hosts = list(join_hosts(3, links=2))
+    own = [host.addresses if version == 4 else host.addresses6 for host in hosts]
+    said = ranks.start(hosts, own[0][1])
+    for rank, host in enumerate(hosts):
+        assert said[rank]["addresses"] == [f"{own[rank][1]} (eth1)"]
+        shown = own[rank][1] if version == 4 else f"[{own[rank][1]}]"
+        expected = {f"{shown}:{port}" for port in said[rank]["ports"]}
+        assert listening(host) == expected | ({f"{shown}:{PORT}"} if rank == 0 else set())
+
+
+def test_several_interfaces_are_used_in_turn(join_hosts: Join, ranks: Ranks) -> None:
+    hosts = list(join_hosts(2, links=2))
+    settings = {"FASTCOLL_SOCKET_IFNAME": "eth1,eth0", "FASTCOLL_TCP_STREAMS": "2"}
+    said = ranks.start(hosts, hosts[0].address, {0: settings, 1: settings})
+    assert said[1]["addresses"] == ["10.77.1.2 (eth1)", "10.77.0.2 (eth0)"]
+    connected = hosts[1].namespace.run("ss", "-Htn", "state", "established").splitlines()
+    ports = {
+        f"{host}:{port}" for host, port in zip(("10.77.1.2", "10.77.0.2"), said[1]["ports"], strict=True)
+    }
+    assert {line.split()[2] for line in connected} >= ports
+
+
+def test_different_numbers_of_interfaces_name_both_ranks(join_hosts: Join, ranks: Ranks) -> None:
+    hosts = list(join_hosts(2, links=2))
+    said = ranks.start(hosts, hosts[0].address, {1: {"GLOO_SOCKET_IFNAME": "eth0,eth1"}})
+    for each in said:
+        assert each["error"].startswith("UsageError")
+        assert "rank 0 (host0:" in each["error"]
+        assert "has 1 (eth0), rank 1 (host1:" in each["error"]
+
+
+def test_an_unknown_interface_is_told_to_all(join_hosts: Join, ranks: Ranks) -> None:
+    hosts = list(join_hosts(2))
+    for each in ranks.start(hosts, hosts[0].address, {1: {"FASTCOLL_SOCKET_IFNAME": "ib0"}}):
+        assert "ib0, but host1 has no such interface" in each["error"]
+        assert "eth0 10.77.0.2" in each["error"]
+
+
+def test_a_host_that_vanishes_is_named_by_every_survivor(join_hosts: Join, ranks: Ranks) -> None:
+    network = join_hosts(3, own_pids=True)
+    ranks.start(network.hosts, network.hosts[0].address)
+    network.cut(network.hosts[2])
+    signal.alarm(15)  # the kernel gives a silent host up after 8 s
+    for rank in (0, 1):
+        found = ranks.next_word(rank)
+        assert found["error"].startswith("PeerDiedError: rank 2 (host2:")
+        assert "died or lost its connection" in found["error"]
+        assert found["ranks"] == [2]
+
+
+def test_a_killed_rank_is_named_where_nobody_sees_its_process(join_hosts: Join, ranks: Ranks) -> None:
+    network = join_hosts(3, own_pids=True)
+    said = ranks.start(network.hosts, network.hosts[0].address)
+    network.hosts[1].namespace.run("kill", "-KILL", str(said[1]["pid"]))  # as that host numbers it
+    for rank in (0, 2):
+        assert ranks.next_word(rank)["ranks"] == [1]

@@ -1,0 +1,319 @@
+"""What comes to a listener besides the group's ranks: it is dropped, told of once, and keeps nobody out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fastcoll import config
+from fastcoll.errors import ResourceError, UsageError
+from fastcoll.net import listener as listening
+from fastcoll.net.dial import Dial, dial_all
+from fastcoll.net.interfaces import Interface
+from fastcoll.net.listener import Listener
+from fastcoll.net.listeners import acquire, release
+from fastcoll.net.opening import OPENING_SIZE, PROOF_SIZE, Kind, Opening, Role, Seat, Verdict
+from net.meshes import nothing_left
+
+LO = Interface("lo", "127.0.0.1")
+KEY = b"k" * 32
+SEATS = [Seat(b"g" * 16, rank, 2, KEY, False) for rank in range(2)]
+
+
+@pytest.fixture
+def arrived() -> list[tuple[Opening, socket.socket]]:
+    return []
+
+
+@pytest.fixture
+def listener(arrived: list[tuple[Opening, socket.socket]]) -> Iterator[Listener]:
+    """A listener on which rank 1 waits for rank 0."""
+    with nothing_left():
+        made = acquire([LO])
+        made.join(SEATS[1], lambda opening, connection: arrived.append((opening, connection)))
+        yield made
+        release(made)
+        for _, connection in arrived:
+            connection.close()
+
+
+def dial(listener: Listener, seat: Seat = SEATS[0]) -> Dial:
+    return Dial(seat, 1, Kind.DATA, 0, LO, LO.address, listener.ports[0])
+
+
+def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket]]) -> None:
+    """A rank of the group connects, whatever else goes on."""
+    before = len(arrived)
+    one = dial(listener)
+    dial_all([one], deadline(10))
+    wait_until(lambda: len(arrived) > before)
+    arrived[-1][1].send(b"x")
+    one.connection.settimeout(5)
+    assert one.connection.recv(1) == b"x"
+    one.close()
+
+
+def deadline(seconds: float):  # type: ignore[no-untyped-def]
+    end = time.monotonic() + seconds
+
+    def look() -> None:
+        assert time.monotonic() < end, "no connection in time"
+
+    return look
+
+
+def wait_until(is_so) -> None:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def connect(listener: Listener) -> socket.socket:
+    return socket.create_connection((LO.address, listener.ports[0]), 5)
+
+
+def is_dropped(connection: socket.socket) -> bool:
+    connection.settimeout(5)
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(4096):
+            pass
+    return True
+
+
+def test_a_rank_comes_through(listener, arrived) -> None:
+    comes_through(listener, arrived)
+    (opening, connection) = arrived[0]
+    assert (opening.rank, opening.kind, opening.stream) == (0, Kind.DATA, 0)
+    assert connection.gettimeout() == 0
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+    "length": b"\x7f" + b"\xff" * 7 + bytes(200),
+    "store": b"FASTCOLL" + bytes(56),
+    "zeros": bytes(4096),
+    "magic alone": b"FASTMESH" + b"\xff" * (OPENING_SIZE - 8),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_is_dropped_and_told_of_once(listener, arrived, caplog, garbage: bytes) -> None:
+    for _ in range(3):
+        with connect(listener) as stranger:
+            stranger.sendall(garbage)
+            assert is_dropped(stranger)
+    comes_through(listener, arrived)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage().startswith("dropped a connection from 127.0.0.1") for record in warnings] == [
+        True
+    ]
+
+
+def test_a_port_scan_is_dropped(listener, arrived) -> None:
+    for _ in range(100):
+        connect(listener).close()
+    comes_through(listener, arrived)
+
+
+def test_another_secret_is_refused_at_once(listener, arrived) -> None:
+    stranger = Seat(SEATS[0].group, 0, 2, b"another" * 4, False)
+    with pytest.raises(Exception, match="FASTCOLL_SECRET"):
+        dial_all([dial(listener, stranger)], deadline(5))
+    comes_through(listener, arrived)
+
+
+def test_a_recorded_opening_is_of_no_use(listener, arrived) -> None:
+    mine = Opening(Role.DIALS, Kind.DATA, 0, SEATS[0].group, 0, 1, 2, False).to_bytes()
+    with connect(listener) as first:
+        first.sendall(mine)
+        answer = first.recv(OPENING_SIZE + PROOF_SIZE, socket.MSG_WAITALL)
+    with connect(listener) as again:
+        again.sendall(mine + answer[OPENING_SIZE:])  # the listener's own proof, sent back
+        assert is_dropped(again)
+    assert not arrived
+    comes_through(listener, arrived)
+
+
+def test_another_version_is_told(listener) -> None:
+    with connect(listener) as stranger:
+        mine = bytearray(Opening(Role.DIALS, Kind.DATA, 0, SEATS[0].group, 0, 1, 2, False).to_bytes())
+        mine[12:28] = b"99.0".ljust(16, b"\0")
+        stranger.sendall(mine)
+        answer = Opening.from_bytes(stranger.recv(OPENING_SIZE, socket.MSG_WAITALL), Role.ANSWERS)
+        assert answer.verdict is Verdict.VERSION
+        assert is_dropped(stranger)
+
+
+def test_idle_connections_keep_nobody_out(listener, arrived) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    try:
+        idle = [connect(listener) for _ in range(500)]
+        comes_through(listener, arrived)
+        assert len(listener._pending) <= listening.MOST_OPENINGS
+        for each in idle:
+            each.close()
+        wait_until(lambda: not listener._pending)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_slow_openers_are_given_up(monkeypatch, listener) -> None:
+    monkeypatch.setattr(listening, "OPENING_SECONDS", 0.2)
+    with connect(listener) as slow:
+        slow.sendall(b"FAST")
+        assert is_dropped(slow)
+        assert not listener._pending
+
+
+def test_an_opening_in_single_bytes_is_fine(listener, arrived) -> None:
+    with connect(listener) as slow:
+        for byte in Opening(Role.DIALS, Kind.DATA, 0, SEATS[0].group, 0, 1, 2, False).to_bytes():
+            slow.sendall(bytes([byte]))
+        slow.settimeout(5)
+        answer = slow.recv(OPENING_SIZE, socket.MSG_WAITALL)
+        assert Opening.from_bytes(answer, Role.ANSWERS).verdict is Verdict.WELCOME
+
+
+def test_what_follows_the_proof_is_left_for_the_group(listener, arrived) -> None:
+    one = dial(listener)
+    dial_all([one], deadline(10))
+    one.connection.sendall(b"the first bytes")
+    wait_until(lambda: arrived)
+    arrived[0][1].settimeout(5)
+    assert arrived[0][1].recv(100) == b"the first bytes"
+    one.close()
+
+
+def test_a_group_that_has_gone_is_answered_to_no_more(listener) -> None:
+    listener.leave(SEATS[1])
+    with connect(listener) as late:
+        late.sendall(Opening(Role.DIALS, Kind.DATA, 0, SEATS[0].group, 0, 1, 2, False).to_bytes())
+        assert is_dropped(late)
+
+
+def test_a_group_that_cannot_take_a_connection_harms_no_other(listener, arrived, caplog) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no room")
+
+    other = [Seat(b"h" * 16, rank, 2, KEY, False) for rank in range(2)]
+    listener.join(other[1], fail)
+    one = dial(listener, other[0])
+    dial_all([one], deadline(10))
+    assert is_dropped(one.connection)
+    one.close()
+    comes_through(listener, arrived)
+    assert "no room" in caplog.text
+
+
+def test_running_out_of_descriptors_is_survived(listener, arrived, caplog) -> None:
+    accept = socket.socket.accept
+    refusals = [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    class Poor(socket.socket):
+        def accept(self):  # type: ignore[no-untyped-def]
+            if refusals:
+                raise refusals.pop()
+            return accept(self)
+
+    real = listener._sockets[0]
+    poor = Poor(fileno=os.dup(real.fileno()))
+    listener._sockets.append(poor)
+    listener._selector.register(poor, 1)
+    listener._selector.unregister(real)
+    listener._sockets.remove(real)
+    real.close()
+    comes_through(listener, arrived)
+    assert not refusals
+    assert any("ulimit -n" in record.getMessage() for record in caplog.records)
+
+
+def test_groups_share_a_listener_until_the_last_one_leaves() -> None:
+    with nothing_left():
+        one, two = acquire([LO]), acquire([LO])
+        assert one is two
+        release(one)
+        connect(two).close()
+        release(two)
+        with pytest.raises(ConnectionRefusedError):
+            connect(two)
+
+
+@pytest.fixture
+def ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    config.forget()
+    yield monkeypatch
+    config.forget()
+
+
+def test_ports_of_a_range(ports: pytest.MonkeyPatch) -> None:
+    with nothing_left(), socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        first = port if port < 65535 else port - 1
+        ports.setenv("FASTCOLL_PORT_RANGE", f"{first}-{first + 1}")
+        made = Listener([LO])
+        assert made.ports == [first + 1 if first == port else first]
+        made.close()
+        made.close()
+        config.forget()
+        ports.setenv("FASTCOLL_PORT_RANGE", str(port))
+        with pytest.raises(
+            ResourceError, match=f"ports {port}-{port} of 127.0.0.1 .lo.: Address already in use"
+        ):
+            Listener([LO])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("FASTCOLL_PORT_RANGE", "some"),
+        ("FASTCOLL_PORT_RANGE", "0-5"),
+        ("FASTCOLL_PORT_RANGE", "9-8"),
+        ("FASTCOLL_PORT_RANGE", "65000-65536"),
+        ("FASTCOLL_TCP_STREAMS", "0"),
+        ("FASTCOLL_TCP_STREAMS", "65"),
+    ],
+)
+def test_settings_that_make_no_sense(ports: pytest.MonkeyPatch, name: str, text: str) -> None:
+    ports.setenv(name, text)
+    with pytest.raises(UsageError, match=f"{name}='{text}' cannot be used"):
+        config.get(name)
+
+
+def test_an_address_that_is_not_here() -> None:
+    with nothing_left(), pytest.raises(ResourceError, match=r"cannot listen on 192\.0\.2\.77 .eth9.*IFNAME"):
+        Listener([LO, Interface("eth9", "192.0.2.77")])
+
+
+def test_each_interface_is_listened_on() -> None:
+    with nothing_left():
+        made = Listener([LO, Interface("lo", "::1")])
+        for address, port in zip(("127.0.0.1", "::1"), made.ports, strict=True):
+            socket.create_connection((address, port), 5).close()
+        for bound in made._sockets:
+            assert bound.getsockname()[0] in ("127.0.0.1", "::1")
+        made.close()
+
+
+def test_a_forked_child_leaves_the_listener_to_its_parent(listener, arrived) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # ends a child that waits for the lock
+        left = any(each.fileno() != -1 for each in listener._sockets)
+        fresh = acquire([LO])
+        release(fresh)
+        os._exit(1 if left or fresh is listener else 7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    comes_through(listener, arrived)

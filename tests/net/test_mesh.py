@@ -1,0 +1,460 @@
+"""Connections between ranks: made by both sides when needed, and ended by whatever can happen to them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fastcoll import config, processes
+from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError, RendezvousError, UsageError
+from fastcoll.net import mesh as mesh_module
+from fastcoll.net import roster
+from fastcoll.net.interfaces import interfaces_here
+from fastcoll.net.mesh import Mesh, control_peers
+from fastcoll.rendezvous import HashStore, PrefixStore, TCPStore
+from net.meshes import ProxiedStore, crew, died_of, elsewhere, make_all, meshes, nothing_left, together
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith(("FASTCOLL_", "GLOO_")):
+            monkeypatch.delenv(name)
+    config.forget()
+    with nothing_left():
+        yield
+    config.forget()
+
+
+def setting(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    config.forget()
+
+
+def talk(one: int, other: int) -> None:
+    """Bytes go both ways between two descriptors."""
+    for source, sink in ((one, other), (other, one)):
+        os.write(source, b"hello")
+        assert select.select([sink], [], [], 10)[0]
+        assert os.read(sink, 10) == b"hello"
+
+
+def options(fd: int) -> list[int]:
+    with socket.socket(fileno=os.dup(fd)) as copy:
+        names = ((socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        return [int(copy.getsockopt(*name) > 0) for name in names] + [int(not os.get_blocking(fd))]
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_every_two_ranks_have_a_connection_for_data(n: int) -> None:
+    with meshes(n) as made:
+        for a in range(n):
+            for b in range(a):
+                one, other = together(lambda: made[a].data(b), lambda: made[b].data(a))  # noqa: B023
+                talk(one, other)
+                assert made[a].data(b) == one
+                assert options(one) == options(other) == [1, 1, 1]
+
+
+def test_a_group_of_one_needs_nothing() -> None:
+    mesh = Mesh.make(HashStore(), "alone", crew(1), 0, 5.0)
+    assert mesh.vigil.verdict([0], "testing") is None
+    assert threading.active_count() == 1
+    mesh.close()
+
+
+def test_streams_are_connections_of_their_own() -> None:
+    with meshes(2) as (a, b):
+        pairs = [together(lambda: a.data(1, s), lambda: b.data(0, s)) for s in range(3)]  # noqa: B023
+        assert len({fd for pair in pairs for fd in pair}) == 6
+        for pair in pairs:
+            talk(*pair)
+
+
+def test_rank_0_says_how_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting(monkeypatch, "FASTCOLL_TCP_STREAMS", "3")
+    with meshes(2) as made:
+        assert [mesh.streams for mesh in made] == [3, 3]
+
+
+@pytest.mark.skipif(not any(each.address == "::1" for each in interfaces_here()), reason="no IPv6 here")
+def test_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        roster, "choose_here", lambda *_: [each for each in interfaces_here() if each.address == "::1"]
+    )
+    with meshes(3) as made:
+        one, other = together(lambda: made[0].data(2), lambda: made[2].data(0))
+        talk(one, other)
+        with socket.socket(fileno=os.dup(one)) as copy:
+            assert copy.family == socket.AF_INET6
+
+
+def test_several_interfaces_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [each.name for each in interfaces_here() if each.family == 4]
+    if len(names) < 2:
+        pytest.skip("one interface only")
+    setting(monkeypatch, "FASTCOLL_SOCKET_IFNAME", ",".join(names[:2]))
+    with meshes(2) as (a, b):
+        used = set()
+        for stream in range(2):
+            fd, _ = together(lambda: a.data(1, stream), lambda: b.data(0, stream))  # noqa: B023
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                used.add(copy.getpeername()[0])
+        assert len(used) == 2
+
+
+def test_different_numbers_of_interfaces_name_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lo = [each for each in interfaces_here() if each.address == "127.0.0.1"]
+    calls = iter([1, 2, 1])
+    lock = threading.Lock()
+
+    def choose(store: Any, members: Any, family: int | None) -> Any:
+        with lock:
+            return lo * (1 if family is None else next(calls))
+
+    monkeypatch.setattr(roster, "choose_here", choose)
+    errors = make_all(3)
+    for error in errors:
+        assert isinstance(error, UsageError)
+        assert "rank 0 (" in str(error)
+        assert "has 1 (lo), rank" in str(error)
+        assert "has 2 (lo, lo)" in str(error)
+
+
+def test_an_interface_that_one_rank_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = roster.choose_here
+
+    def choose(store: Any, members: Any, family: int | None) -> Any:
+        if family is not None:
+            raise UsageError("no such interface eth7")
+        return real(store, members, family)
+
+    monkeypatch.setattr(roster, "choose_here", choose)
+    for error in make_all(2):
+        assert isinstance(error, UsageError)
+        assert "no such interface eth7" in str(error)
+
+
+def test_large_groups_watch_some_peers_and_meet_the_others_when_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh_module, "ALL_CONTROL", 4)
+    with meshes(12) as made:
+        assert made[0]._control.peers == set(control_peers(0, 12)) == {1, 2, 4, 8, 10, 11}
+        talk(*together(lambda: made[0].data(6), lambda: made[6].data(0)))
+        assert 6 in made[0]._control.peers
+        made[9].dial_mail(3)
+        assert 3 in made[9]._control.peers
+
+
+@pytest.mark.parametrize("size", [33, 40, 64, 100, 1000])
+def test_watching_is_mutual_and_joins_everybody(size: int) -> None:
+    peers = [set(control_peers(rank, size)) for rank in range(size)]
+    assert all(rank in peers[peer] for rank in range(size) for peer in peers[rank])
+    assert all(len(each) <= 2 * size.bit_length() for each in peers)
+    reached, edge = {0}, {0}
+    hops = 0
+    while edge:
+        edge = {peer for rank in edge for peer in peers[rank]} - reached
+        reached |= edge
+        hops += 1
+    assert len(reached) == size
+    assert hops <= size.bit_length()
+
+
+def test_mail_goes_one_way_and_early_connections_are_kept() -> None:
+    with meshes(3) as made:
+        got: list[tuple[int, socket.socket]] = []
+        sent = made[0].dial_mail(2)
+        assert made[0].dial_mail(2) is sent
+        sent.send(b"early")
+        end = time.monotonic() + 10
+        while not made[2]._held_mail:
+            assert time.monotonic() < end
+            time.sleep(0.002)
+        made[2].on_mail(lambda peer, connection: got.append((peer, connection)))
+        later = made[1].dial_mail(2)
+        while len(got) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.002)
+        assert [peer for peer, _ in got] == [0, 1]
+        talk(later.fileno(), got[1][1].fileno())
+        assert got[0][1].recv(10) == b"early"
+
+
+def test_groups_of_one_process_share_the_listener() -> None:
+    store = HashStore()
+    with meshes(2, PrefixStore("a", store)) as one, meshes(2, PrefixStore("b", store)) as other:
+        assert one[0]._roster.listener is other[0]._roster.listener
+        talk(*together(lambda: one[0].data(1), lambda: one[1].data(0)))
+        talk(*together(lambda: other[0].data(1), lambda: other[1].data(0)))
+
+
+def test_over_a_real_store_with_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting(monkeypatch, "FASTCOLL_SECRET", "hush")
+    with TCPStore("127.0.0.1", 0, is_master=True) as store, meshes(2, store) as (a, b):
+        talk(*together(lambda: a.data(1), lambda: b.data(0)))
+
+
+def test_secrets_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = iter([b"one", b"two"])
+    monkeypatch.setattr(roster, "job_secret", lambda: next(secrets))
+    for error in make_all(2):
+        assert type(error) is RendezvousError
+        assert "FASTCOLL_SECRET" in str(error)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    started = time.monotonic()
+    error = together(lambda: Mesh.make(HashStore(), "WORLD", crew(2), 0, 0.5))[0]
+    assert isinstance(error, RendezvousError)
+    assert "rank 1 (" in str(error)
+    assert time.monotonic() - started < 5
+
+
+def test_an_address_that_nobody_answers_at_is_named() -> None:
+    """As behind a firewall that rejects: tried until the deadline, then named with why."""
+
+    class Misleading(HashStore):
+        def set(self, key: str, value: str | bytes) -> None:
+            if key == "net/place/1":
+                with socket.create_server(("127.0.0.1", 0)) as gone:
+                    port = gone.getsockname()[1]
+                value = f'{{"names": ["lo"], "addresses": ["127.0.0.1"], "ports": [{port}]}}'
+            super().set(key, value)
+
+    first, second = make_all(2, Misleading(), timeout=1.0)
+    assert isinstance(first, CollectiveTimeoutError)
+    for part in ("rank 1 (", "at 127.0.0.1:", "from 127.0.0.1 (lo): Connection refused"):
+        assert part in str(first)
+    assert isinstance(second, CollectiveTimeoutError | AbortedError)
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "[1]", '{"names": []}', "[" * 5000, '[{"names": 3}, {}]'])
+def test_what_others_write_into_the_store_is_not_trusted(text: str) -> None:
+    store = HashStore()
+    store.set("net/group", text)
+    with pytest.raises(RendezvousError, match="cannot be read"):
+        Mesh.make(store, "WORLD", crew(2), 1, 1.0)
+
+
+def test_a_peer_that_does_not_ask_for_data_in_time_is_named() -> None:
+    late = pytest.raises(CollectiveTimeoutError, match=r"data connection with rank 0 .* within 0\.2 s")
+    with meshes(2) as (_, b), late:
+        b.data(0, timeout=0.2)
+
+
+def test_waiting_for_a_rank_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    with meshes(2) as (a, b):
+
+        def leave() -> None:
+            time.sleep(0.1)
+            a.vigil.leave()
+            a.close()
+
+        found, _ = together(lambda: b.data(0), leave)
+        assert isinstance(found, AbortedError)
+        assert "left the group" in str(found)
+
+
+def test_closing_ends_a_wait_on_another_thread() -> None:
+    with meshes(2) as (_, b):
+        thread_result: list[Any] = []
+
+        def wait() -> None:
+            try:
+                b.data(0)
+            except Exception as error:
+                thread_result.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        b.vigil.leave()
+        b.close()
+        b.close()
+        thread.join(10)
+        assert isinstance(thread_result[0], AbortedError)
+
+
+def test_an_abort_reaches_the_others() -> None:
+    with meshes(3) as made:
+        made[1].vigil.fail(AbortedError("stop now"))
+        for rank in (0, 2):
+            found = died_of(made[rank])
+            assert isinstance(found, AbortedError)
+            assert "stop now" in str(found)
+
+
+def test_a_second_connection_for_the_same_stream_is_closed() -> None:
+    with meshes(2) as (a, b):
+        one, other = together(lambda: a.data(1), lambda: b.data(0))
+        again = a._new_dial(1, mesh_module.Kind.DATA, 0)
+        mesh_module.dial_all([again], lambda: None)
+        again.connection.settimeout(5)
+        assert again.connection.recv(1) == b""
+        again.close()
+        talk(one, other)
+
+
+def test_through_a_slow_network_that_cuts_everything_up() -> None:
+    with ProxiedStore(piece=7, delay=0.0005) as store, meshes(3, store) as made:
+        talk(*together(lambda: made[0].data(2), lambda: made[2].data(0)))
+        made[0].vigil.leave()
+        end = time.monotonic() + 10
+        while not made[1].vigil.has_left(0):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert made[1].vigil.verdict([2], "testing") is None
+
+
+@pytest.mark.parametrize("fault", ["reset", "half_close"])
+def test_a_network_that_breaks_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastcoll.net.vigil.dead_among", lambda _: [])
+    with ProxiedStore() as store, meshes(2, store) as (a, b):
+        getattr(store.proxies[1], fault)()
+        found = died_of(a)
+        assert isinstance(found, PeerDiedError)
+        assert found.ranks == (1,)
+        if fault == "reset":
+            assert isinstance(died_of(b), PeerDiedError)
+
+
+RANK = """
+import sys, time
+from dataclasses import replace
+from fastcoll.members import Member
+from fastcoll.net.mesh import Mesh
+from fastcoll.rendezvous import TCPStore
+from fastcoll.rendezvous.join import join
+rank, size, port = map(int, sys.argv[1:4])
+store = TCPStore("127.0.0.1", port)
+members = join(store, rank, size, "tcp", 20)
+if "blind" in sys.argv:  # all on one machine that nobody can look at
+    members = [replace(each, boot_id="here") for each in members]
+mesh = Mesh.make(store, "WORLD", members, rank, 20)
+print("up", flush=True)
+"""
+
+WATCH = """
+while (found := mesh.vigil.verdict([], "testing")) is None:
+    time.sleep(0.01)
+print(type(found).__name__, found.ranks, found, flush=True)
+mesh.vigil.fail(found)
+mesh.close()
+"""
+
+INTERRUPTED = """
+import os, signal, threading
+try:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    mesh.data(0)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    mesh.vigil.leave()
+    mesh.close()
+"""
+
+FORKING = """
+import os
+child = os.fork()
+if child == 0:
+    mesh.disown()
+    mesh.disown()
+    time.sleep(60)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+class Ranks:
+    """Processes that are ranks of one mesh; killed at the end."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, size: int, sources: dict[int, str], *words: str) -> dict[int, subprocess.Popen[str]]:
+        made = {}
+        for rank, source in sources.items():
+            command = [
+                sys.executable,
+                "-c",
+                RANK + source,
+                str(rank),
+                str(size),
+                str(self._store.port),
+                *words,
+            ]
+            made[rank] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self.started.append(made[rank])
+        for rank, process in made.items():
+            line = process.stdout.readline()  # type: ignore[union-attr]
+            assert line == "up\n", (rank, line, process.stderr.read())  # type: ignore[union-attr]
+        return made
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        made = Ranks(store)
+        yield made
+        for process in made.started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("sight", [(), ("blind",)])
+def test_a_killed_rank_is_named_by_every_survivor(ranks: Ranks, sight: tuple[str, ...]) -> None:
+    """Where its process can be seen, and where only its connections tell."""
+    made = ranks.start(4, {rank: WATCH for rank in range(4)}, *sight)
+    os.kill(made[2].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    for rank in (0, 1, 3):
+        out, err = made[rank].communicate(timeout=20)
+        assert out.startswith("PeerDiedError (2,) rank 2 ("), (out, err)
+        assert f":{made[2].pid}) died" in out
+    assert time.monotonic() - killed < 10
+
+
+def test_ctrl_c_ends_a_wait_for_a_connection(ranks: Ranks) -> None:
+    made = ranks.start(2, {0: "time.sleep(60)", 1: INTERRUPTED})
+    out, err = made[1].communicate(timeout=20)
+    assert out == "interrupted\n", err
+
+
+def test_a_forked_child_does_not_hide_its_parents_death(ranks: Ranks) -> None:
+    made = ranks.start(2, {0: WATCH, 1: FORKING}, "blind")
+    child = int(made[1].stdout.readline())  # type: ignore[union-attr]
+    try:
+        os.kill(made[1].pid, signal.SIGKILL)
+        out, err = made[0].communicate(timeout=20)
+        assert out.startswith("PeerDiedError (1,)"), (out, err)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_rank_that_ends_without_a_word_is_dead_too(ranks: Ranks) -> None:
+    made = ranks.start(2, {0: WATCH, 1: "import os; os._exit(0)"}, "blind")
+    out, err = made[0].communicate(timeout=20)
+    assert out.startswith("PeerDiedError (1,)"), (out, err)
+
+
+def test_members_far_away_count_as_alive_until_their_connection_ends() -> None:
+    store = HashStore()
+    members = [elsewhere(each) for each in crew(2)]
+    made = make_all(2, store, members)
+    assert made[0].vigil.verdict([1], "testing") is None
+    made[1].close()
+    assert isinstance(died_of(made[0]), PeerDiedError)
+    made[0].close()
+    processes.forget(members)

@@ -1,0 +1,146 @@
+"""The plans that calls take, simulated: every operation, size and root; and what many ranks choose."""
+
+import numpy as np
+import pytest
+
+from fastcoll.net.plans import direct
+from fastcoll.net.plans.choose import EXCHANGED, cheapest, plan_for
+from fastcoll.net.plans.shape import MEET_RANKS, Limits, Shape, default_limits
+from fastcoll.net.plans.table import KIND, NBYTES, PAYLOAD, SEND
+from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, ROOTED, Case, check
+
+COUNTS = (0, 1, 4, 7, 40, 131)  # items; 4 are attached, from 7 on they travel, 131 in segments
+MANY = Limits(payload=0, frame_stride=8, segment=256, at_once=1 << 14, peers=5)
+UNEVEN = ("reduce_scatter", "all_gather", "gather", "scatter")
+PARTS = (*UNEVEN, "all_to_all")
+
+
+def roots(operation, size):
+    return range(size) if operation in ROOTED and size <= 5 else (size // 2,)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("size", range(1, MEET_RANKS + 1))
+def test_few_ranks(operation, size):
+    for count in COUNTS if size <= 5 else COUNTS[1:-1]:
+        for root in roots(operation, size):
+            case = Case(operation, size, count, itemsize=4, root=root, in_place=bool(count % 2))
+            # A scan that need not be rounded once goes on from the prefix before: ((a b) c).
+            check(case, plan_for, IN_ORDER if operation.endswith("scan") else ONE_PASS, seed=count)
+
+
+@pytest.mark.parametrize("operation", REDUCTIONS)
+def test_ordered_calls_of_few_ranks_reduce_in_one_pass(operation):
+    for size in (2, 3, 5, 16):
+        for count in (1, 131):
+            check(Case(operation, size, count, flags={"ordered": True}), plan_for, ONE_PASS)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("size", [17, 24, 32, 64])
+def test_many_ranks(operation, size):
+    for count in (1, 3 if operation in PARTS else 100):
+        case = Case(operation, size, count, root=size // 3, limits=MANY, flags={"even": bool(count % 2)})
+        check(case, plan_for, ANY_ORDER if operation in REDUCTIONS else ONE_PASS)
+
+
+@pytest.mark.parametrize("operation", REDUCTIONS)
+@pytest.mark.parametrize("size", [17, 33, 64])
+def test_many_ranks_keep_the_order_where_it_matters(operation, size):
+    for count in (1, 2 if operation in PARTS else 70):
+        case = Case(operation, size, count, root=1, limits=MANY, flags={"ordered": True})
+        check(case, plan_for, IN_ORDER)
+
+
+@pytest.mark.parametrize("operation", UNEVEN)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 17])
+def test_sizes_that_differ_by_rank(operation, size):
+    for root in {0, size - 1}:
+        sizes = [(5 * rank + 3) % 11 * (rank % 3) for rank in range(size)]
+        check(
+            Case(operation, size, sizes, root=root),
+            plan_for,
+            ANY_ORDER if operation in REDUCTIONS else ONE_PASS,
+        )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 17])
+def test_all_to_all_with_sizes_that_differ_by_pair(size):
+    sizes = [[(3 * giver + taker) % 7 * (taker % 2) for taker in range(size)] for giver in range(size)]
+    plans = check(Case("all_to_all", size, sizes), plan_for)
+    kinds = {int(kind) for plan in plans for kind in plan.table[:, KIND]}
+    assert size == 1 or PAYLOAD in kinds  # some pairs attach, others do not
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("size", [2, 3, 5, 17])
+def test_connections_that_hold_one_item_are_enough(operation, size):
+    check(Case(operation, size, 45), plan_for, ANY_ORDER, capacity=1, seed=1)
+
+
+@pytest.mark.parametrize("operation", [*OPERATIONS, "barrier"])
+def test_calls_without_bytes_are_the_meeting_alone(operation):
+    for size in (1, 2, 5):
+        for plan in check(Case(operation, size, 0), plan_for):
+            assert len(plan.table) == 0
+            assert plan.scratch == 0
+
+
+def whole(operation, nbytes, size=2, **flags):
+    return Shape(operation, size, 0, (nbytes,), default_limits(size), itemsize=4, **flags)
+
+
+def test_two_ranks_exchange_all_of_what_is_small():
+    assert plan_for(whole("all_reduce", default_limits(2).payload)).algorithm == "attached"
+    limits = default_limits(2)._replace(payload=2048)
+    small, large = (Shape("all_reduce", 2, 0, (n,), limits, 4) for n in (EXCHANGED, EXCHANGED + 4))
+    assert plan_for(small).algorithm == "recursive doubling"
+    assert plan_for(large).algorithm == "direct"
+
+
+def test_many_ranks_choose_by_size():
+    sizes = (8, 64 << 10, 1 << 20, 1 << 30)
+    assert [cheapest(whole("broadcast", n, 64)) for n in sizes] == [
+        "tree", "scatter and circulant", "scatter and circulant", "chain",
+    ]  # fmt: skip
+    found = [cheapest(whole("all_reduce", n, 100)) for n in sizes]
+    assert found[0] == "recursive doubling"
+    assert found[-2:] == ["circulant", "ring"]
+    assert cheapest(whole("all_reduce", 1 << 30, 100, ordered=True)) == "direct"
+
+
+@pytest.mark.parametrize("size", [2, 7, 16, 17, 40])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce", "scan", "broadcast"])
+def test_all_ranks_choose_alike(operation, size):
+    for nbytes in (4, 5000, 1 << 20):
+        found = {
+            plan_for(whole(operation, nbytes, size)._replace(rank=rank)).algorithm for rank in range(size)
+        }
+        assert len(found) == 1
+
+
+def test_plans_are_made_once_and_cannot_be_changed():
+    plan = plan_for(whole("all_reduce", 1 << 20))
+    assert plan_for(whole("all_reduce", 1 << 20)) is plan
+    with pytest.raises(ValueError, match="read-only"):
+        plan.table[0, 0] = 1
+
+
+def test_limits_leave_room_for_every_peer():
+    for size in range(2, MEET_RANKS + 1):
+        payload = default_limits(size).payload
+        assert payload >= 2048
+        assert payload * (size - 1) <= max(64 << 10, 2048 * (size - 1))
+    assert default_limits(MEET_RANKS + 1).payload == default_limits(1).payload == 0
+
+
+def test_segments_shrink_where_many_ranks_send_at_once():
+    limits = default_limits(64)
+    shape = whole("all_reduce", 1 << 30, 64, ordered=True)
+    assert direct.all_reduce(shape._replace(nbytes=(64 << 20,))).scratch <= 1.1 * limits.at_once
+
+
+def test_two_ranks_send_each_other_an_array_once():
+    for count in (40, 131, 1000):
+        for plan in check(Case("all_reduce", 2, count), plan_for):
+            assert int(np.sum(plan.table[plan.table[:, KIND] == SEND][:, NBYTES])) == 4 * count

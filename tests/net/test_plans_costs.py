@@ -1,0 +1,80 @@
+"""The formulas of costs.py against the plans, and the choice that rests on them."""
+
+import numpy as np
+import pytest
+
+from fastcoll.net.plans.choose import BUILDERS
+from fastcoll.net.plans.costs import COSTS, Cost
+from fastcoll.net.plans.shape import Limits
+from fastcoll.net.plans.table import COPY, KIND, NBYTES, PHASE, RECV, REDUCE, SEND, SOURCE
+from net.plan_cases import Case
+
+WIDE = Limits(payload=0, frame_stride=0, segment=1 << 40, at_once=1 << 50, peers=16)
+ALL = [(operation, name) for operation, found in COSTS.items() for name in found]
+
+
+def test_every_algorithm_has_a_formula_and_a_builder():
+    assert {operation: set(found) for operation, found in COSTS.items()} == {
+        operation: set(found) for operation, found in BUILDERS.items()
+    }
+
+
+def cost_of(plans):
+    """Phase by phase, what the busiest rank has to do, counted from all tables."""
+    counts = {}
+    for plan in plans:
+        for phase in np.unique(plan.table[:, PHASE]):
+            rows = plan.table[plan.table[:, PHASE] == phase]
+            mine = np.array(
+                [
+                    any(rows[:, KIND] == SEND),
+                    messages(rows),
+                    max(moved(rows)),
+                    sum(moved(rows)),
+                    touched(rows),
+                ]
+            )
+            counts[phase] = np.maximum(counts.get(phase, 0), mine)
+    return Cost(*map(int, sum(counts.values())))
+
+
+def messages(rows):
+    return sum((rows[:, KIND] == kind).sum() for kind in (SEND, RECV, REDUCE))
+
+
+def moved(rows):
+    sent = rows[rows[:, KIND] == SEND][:, NBYTES].sum()
+    received = rows[(rows[:, KIND] == RECV) | (rows[:, KIND] == REDUCE)][:, NBYTES].sum()
+    return sent, received
+
+
+def touched(rows):
+    once = rows[(rows[:, KIND] == SOURCE) | (rows[:, KIND] == COPY)][:, NBYTES].sum()
+    return once + 2 * rows[rows[:, KIND] == REDUCE][:, NBYTES].sum()
+
+
+@pytest.mark.parametrize(("operation", "name"), ALL)
+@pytest.mark.parametrize("size", [3, 8, 13, 16])
+def test_a_formula_counts_what_the_plans_do(operation, name, size):
+    count = 240 * size
+    case = Case(
+        operation,
+        size,
+        count // size if parts(operation) else count,
+        limits=WIDE,
+        root=1,
+        flags={"ordered": "ordered" in name},
+    )
+    plans = [BUILDERS[operation][name](case.shape(rank)) for rank in range(size)]
+    predicted = COSTS[operation][name](size, 4 * count, WIDE)
+    counted = cost_of(plans)
+    assert counted.steps == predicted.steps
+    assert counted.wire == pytest.approx(predicted.wire, rel=0.1)
+    assert counted.handled == pytest.approx(predicted.handled, rel=0.1, abs=2 * 4 * count / size)
+    # Small beside the rest, and a little different: blocks that go over the end of the circle are two messages.
+    assert counted.messages == pytest.approx(predicted.messages, rel=0.4, abs=2)
+    assert counted.touched == pytest.approx(predicted.touched, rel=0.1, abs=2 * 4 * count / size)
+
+
+def parts(operation):
+    return operation in ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")

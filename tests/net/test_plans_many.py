@@ -1,0 +1,68 @@
+"""Every algorithm by itself, for any number of ranks."""
+
+from typing import NamedTuple
+
+import pytest
+
+from fastcoll.net.plans import circulant, direct, doubling, exchange, pipeline, ring, scans, trees
+from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, Builder, Case, check
+
+
+class Algorithm(NamedTuple):
+    name: str
+    operation: str
+    builder: Builder
+    promise: int = ONE_PASS
+    flags: tuple[str, ...] = ()
+    least: int = 2  # ranks
+
+
+ALGORITHMS = (
+    Algorithm("direct", "all_reduce", direct.all_reduce),
+    Algorithm("doubling", "all_reduce", doubling.all_reduce, IN_ORDER),
+    Algorithm("halving", "all_reduce", doubling.halving, IN_ORDER),
+    Algorithm("circulant", "all_reduce", circulant.all_reduce, ANY_ORDER),
+    Algorithm("ring", "all_reduce", ring.all_reduce, ANY_ORDER),
+    Algorithm("direct", "reduce", direct.reduce),
+    Algorithm("to_root", "reduce", direct.reduce_to_root),
+    Algorithm("ring", "reduce", ring.reduce, ANY_ORDER),
+    Algorithm("tree", "reduce", trees.reduce, ANY_ORDER),
+    Algorithm("ordered_tree", "reduce", trees.reduce, IN_ORDER, ("ordered",)),
+    Algorithm("direct", "reduce_scatter", direct.reduce_scatter),
+    Algorithm("circulant", "reduce_scatter", circulant.reduce_scatter, ANY_ORDER),
+    Algorithm("ring", "reduce_scatter", ring.reduce_scatter, ANY_ORDER),
+    Algorithm("upwards", "scan", scans.upwards),
+    Algorithm("direct", "scan", scans.direct, IN_ORDER),
+    Algorithm("ordered_direct", "scan", scans.direct, ONE_PASS, ("ordered",)),
+    Algorithm("doubling", "scan", doubling.scan, IN_ORDER),
+    Algorithm("upwards", "exscan", scans.upwards),
+    Algorithm("direct", "exscan", scans.direct, IN_ORDER),
+    Algorithm("ordered_direct", "exscan", scans.direct, ONE_PASS, ("ordered",)),
+    Algorithm("doubling", "exscan", doubling.scan, IN_ORDER),
+    Algorithm("direct", "all_gather", exchange.all_gather),
+    Algorithm("circulant", "all_gather", circulant.all_gather),
+    Algorithm("ring", "all_gather", ring.all_gather),
+    Algorithm("direct", "gather", exchange.gather),
+    Algorithm("tree", "gather", trees.gather, flags=("even",)),
+    Algorithm("direct", "scatter", exchange.scatter),
+    Algorithm("tree", "scatter", trees.scatter, flags=("even",)),
+    Algorithm("direct", "all_to_all", exchange.all_to_all),
+    Algorithm("direct", "broadcast", direct.broadcast),
+    Algorithm("tree", "broadcast", trees.broadcast),
+    Algorithm("chain", "broadcast", pipeline.chain),
+    Algorithm("scatter_ring", "broadcast", pipeline.scatter_ring),
+    Algorithm("scatter_circulant", "broadcast", pipeline.scatter_circulant),
+)
+
+
+def case_of(algorithm: Algorithm, size: int, count: int, **more) -> Case:
+    return Case(algorithm.operation, size, count, flags=dict.fromkeys(algorithm.flags, True), **more)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.operation}-{a.name}")
+def test_an_algorithm_gives_the_result(algorithm):
+    for size in range(algorithm.least, 18):
+        for count in (1, 13) if size > 5 else (1, 2, 8, 13, 61):
+            for root in {0, size // 2, size - 1} if size <= 5 else {size - 1}:
+                case = case_of(algorithm, size, count, root=root, in_place=bool(count % 2))
+                check(case, algorithm.builder, algorithm.promise, seed=size)

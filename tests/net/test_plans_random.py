@@ -1,0 +1,68 @@
+"""Plans for any shape that can be: worlds, sizes, roots, limits, schedules and connections drawn at random."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastcoll.net.plans.choose import BUILDERS, plan_for
+from fastcoll.net.plans.shape import Limits
+from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, Case, check
+
+UNEVEN = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
+
+
+@st.composite
+def limits(draw, payload):
+    return Limits(payload, 64, draw(st.integers(1, 80)), draw(st.integers(1, 400)), draw(st.integers(1, 9)))
+
+
+@st.composite
+def calls(draw):
+    operation = draw(st.sampled_from(OPERATIONS))
+    size = draw(st.integers(1, 18))
+    counts = st.integers(0, 40)
+    sizes = draw(counts)
+    if operation in UNEVEN and draw(st.booleans()):
+        row = st.lists(counts, min_size=size, max_size=size)
+        sizes = draw(st.lists(row, min_size=size, max_size=size) if operation == "all_to_all" else row)
+    return Case(
+        operation,
+        size,
+        sizes,
+        itemsize=draw(st.sampled_from([1, 4, 8])),
+        root=draw(st.integers(0, size - 1)),
+        in_place=draw(st.booleans()),
+        limits=draw(limits(draw(st.sampled_from([0, 8, 64])) if size <= 16 else 0)),
+        flags={"ordered": draw(st.booleans()), "even": draw(st.booleans()) and isinstance(sizes, int)},
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(calls(), st.sampled_from([1, 2, 7, 1 << 60]), st.integers(0, 1 << 30))
+def test_any_call(case, capacity, seed):
+    check(case, plan_for, promise(case), capacity=capacity, seed=seed)
+
+
+def promise(case):
+    if case.operation not in REDUCTIONS or (case.flags["ordered"] and case.size <= 16):
+        return ONE_PASS
+    return IN_ORDER if case.flags["ordered"] or case.size <= 16 else ANY_ORDER
+
+
+@pytest.mark.parametrize("operation", BUILDERS)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_any_algorithm(operation, data):
+    name = data.draw(st.sampled_from(sorted(BUILDERS[operation])))
+    size = data.draw(st.integers(2, 24))
+    case = Case(
+        operation,
+        size,
+        data.draw(st.integers(1, 70)),
+        root=data.draw(st.integers(0, size - 1)),
+        in_place=data.draw(st.booleans()),
+        limits=data.draw(limits(0)),
+        flags={"ordered": name == "ordered tree", "even": True},
+    )
+    capacity = data.draw(st.sampled_from([1, 5, 1 << 60]))
+    check(case, BUILDERS[operation][name], ANY_ORDER, capacity=capacity, seed=data.draw(st.integers(0, 99)))
