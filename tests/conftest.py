@@ -1,3 +1,3 @@
-"""Configuration of all tests: `pytester`, with which the pytest plugin tests itself."""
+"""Configuration of all tests: `pytester`, with which the pytest plugin tests itself, and hosts on this machine."""
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "hosts.plugin"]

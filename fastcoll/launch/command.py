@@ -7,10 +7,12 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from .job import Job
 from .lifeline import GRACE_SECONDS, adopt_orphans
+from .nodes import Nodes, default_port
 from .ports import free_port
 from .supervisor import Supervisor
 
@@ -35,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"fastcoll.launch: {' and '.join(single)} set to 1, as {job.local_size} ranks share this node\n"
         )
     adopt_orphans()
-    return Supervisor(job, options.grace, prefix=not options.no_prefix, logs=logs).run()
+    with _other_nodes(job, options) as nodes:
+        return Supervisor(job, options.grace, not options.no_prefix, logs, nodes).run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     add("master_addr", metavar="HOST", help="where rank 0 listens (default 127.0.0.1 for one node)")
     add("master_port", type=int, metavar="PORT",
         help=f"its port (default: a free one for one node, else {_MANY_NODES_PORT})")  # fmt: skip
+    add("nodes_port", type=int, metavar="PORT",
+        help="where the nodes' launchers tell one another of failures; 0: they do not (default: 10000 below "
+             "master_port, or above where that is no port)")  # fmt: skip
     add("standalone", action="store_true", help="a job of one node, with a port of its own")
     local_rank = parser.add_mutually_exclusive_group()
     add("pass_local_rank", group=local_rank, action="store_true",
@@ -113,6 +119,8 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
         port = free_port() if nodes == 1 else _MANY_NODES_PORT
     if not 0 < port < 65536:
         parser.error(f"--master_port must be from 1 to 65535, got {port}")
+    if options.nodes_port is not None and not 0 <= options.nodes_port < 65536:
+        parser.error(f"--nodes_port must be from 0 to 65535, got {options.nodes_port}")
     python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
     return Job(
         (*python, options.program),
@@ -123,4 +131,12 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
         port,
         tuple(options.args),
         options.pass_local_rank,
+    )
+
+
+def _other_nodes(job: Job, options: argparse.Namespace) -> AbstractContextManager[Nodes | None]:
+    if job.nodes == 1 or options.nodes_port == 0:
+        return nullcontext()
+    return Nodes(
+        job.nodes, job.node_rank, job.master_addr, options.nodes_port or default_port(job.master_port)
     )

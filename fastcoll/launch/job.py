@@ -66,7 +66,8 @@ class Job:
         The secret is made for jobs of one node only: several launchers could not agree on one.
         """
         made = {name: "1" for name in self.single_threaded(inherited)}
-        if self.nodes == 1 and not inherited.get("FASTCOLL_SECRET"):
+        has_secret = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
+        if self.nodes == 1 and not has_secret:
             made["FASTCOLL_SECRET"] = self._secret
         return {
             **inherited,

@@ -55,10 +55,10 @@ def lasting(look: Callable[[], list[str]]) -> list[str]:
     return found
 
 
-def shm_names() -> set[str]:
-    """The names of fastcoll's segments that belong to this user."""
+def shm_names(folder: Path = _SHM) -> set[str]:
+    """The names of fastcoll's segments that belong to this user, in a place where /dev/shm is seen."""
     try:
-        entries = list(os.scandir(_SHM))
+        entries = list(os.scandir(folder))
     except FileNotFoundError:
         return set()
     return {entry.name for entry in entries if entry.name.startswith("fastcoll") and _is_mine(entry)}

@@ -7,11 +7,16 @@
         assert (x == sum(range(world_size))).all()
 
 A test without the mark is left alone. RanksMark lists the options, ranks_worker.py says how a rank runs
-its part. Fixtures are set up by each rank for itself and for each test, whatever their scope.
+its part. Fixtures are set up by each rank for itself and for each test, whatever their scope. Another plugin
+may let ranks run elsewhere, by the hook `pytest_ranks_places`.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +24,7 @@ import pytest
 from ..errors import UsageError
 from .leaks import lasting, shm_names
 from .ports import free_port
-from .ranks_mark import WORKER_PLUGIN, RankResult, RanksMark, Setup, Task
+from .ranks_mark import WORKER_PLUGIN, Place, RankResult, RanksMark, Setup, Task
 from .ranks_pool import Pool
 from .ranks_report import failure_text, skip_reason
 
@@ -36,8 +41,29 @@ _PARENT_OPTIONS = """
 """
 
 
+class RanksHooks:
+    """What other plugins may implement."""
+
+    @pytest.hookspec(firstresult=True)
+    def pytest_ranks_places(self, config: pytest.Config, world_size: int) -> Sequence[Place] | None:
+        """Where the ranks of a test run, one place for each; None leaves it to others, or to this machine."""
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(RanksHooks)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("fastcoll").addoption(
+        "--ranks-backend",
+        metavar="NAME",
+        help="the backend of tests with the mark ranks that do not name one (default: auto)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _HELP)
+    _check_backend(config.getoption("ranks_backend"))
     if not config.pluginmanager.has_plugin(WORKER_PLUGIN):
         config.pluginmanager.register(RanksRunner(config), "fastcoll-ranks-runner")
 
@@ -93,11 +119,12 @@ class RanksRunner:
         mark = _mark_of(pyfuncitem)
         if mark is None:
             return None
-        segments = shm_names()
-        results = self._run(pyfuncitem, mark)
-        left = lasting(lambda: sorted(shm_names() - segments))
+        places = self._places(_size_of(pyfuncitem))
+        segments = _segments(places)
+        results = self._run(_tasks(pyfuncitem, self._with_backend(mark), places))
+        left = lasting(lambda: sorted(_segments(places) - segments))
         complaints = [failure_text(results, _size_of(pyfuncitem))]
-        complaints += [f"left in /dev/shm after the test: {', '.join(left)}"] if left else []
+        complaints += [f"left in shared memory after the test: {', '.join(left)}"] if left else []
         text = "\n\n".join(filter(None, complaints))
         if text:
             _show_output(pyfuncitem, results)
@@ -111,10 +138,32 @@ class RanksRunner:
             self._pool.close()
             self._pool = None
 
-    def _run(self, item: pytest.Function, mark: RanksMark) -> list[RankResult]:
+    def _run(self, tasks: Sequence[Task]) -> list[RankResult]:
         if self._pool is None:
             self._pool = Pool(_setup_of(self._config))
-        return self._pool.run(_tasks(item, mark))
+        return self._pool.run(tasks)
+
+    def _places(self, size: int) -> Sequence[Place]:
+        places = self._config.hook.pytest_ranks_places(config=self._config, world_size=size)
+        return places or [Place()] * size
+
+    def _with_backend(self, mark: RanksMark) -> RanksMark:
+        return replace(mark, backend=mark.backend or self._config.getoption("ranks_backend"))
+
+
+def _check_backend(name: str | None) -> None:
+    if name is not None:
+        from ..backends import parse_backend
+
+        try:
+            parse_backend(name)
+        except UsageError as error:
+            raise pytest.UsageError(f"--ranks-backend: {error}") from error
+
+
+def _segments(places: Iterable[Place]) -> set[str]:
+    """The paths of the segments that are in the places' shared memory now."""
+    return {str(shm / name) for shm in {place.shm for place in places} for name in shm_names(shm)}
 
 
 def _mark_of(item: pytest.Item) -> RanksMark | None:
@@ -133,15 +182,14 @@ def _size_of(item: pytest.Function) -> int:
     return size
 
 
-def _tasks(item: pytest.Function, mark: RanksMark) -> list[Task]:
-    size = _size_of(item)
+def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place]) -> list[Task]:
     classes = item.nodeid.split("::")[1:-1]
     target = "::".join([str(item.path), *classes, item.originalname])
     shared = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": str(len(places)),
+        "MASTER_ADDR": places[0].address,
         "MASTER_PORT": str(free_port()),
+        "FASTCOLL_SECRET": os.environ.get("FASTCOLL_SECRET") or secrets.token_hex(32),
     }
     tmp_path: Any = item.funcargs.get("tmp_path")
     return [
@@ -150,11 +198,21 @@ def _tasks(item: pytest.Function, mark: RanksMark) -> list[Task]:
             item.nodeid,
             rank,
             mark,
-            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            {**shared, **_own_variables(rank, places)},
+            place,
             None if tmp_path is None else str(tmp_path),
         )
-        for rank in range(size)
+        for rank, place in enumerate(places)
     ]
+
+
+def _own_variables(rank: int, places: Sequence[Place]) -> dict[str, str]:
+    neighbours = [other for other, place in enumerate(places) if place == places[rank]]
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(neighbours.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(neighbours)),
+    }
 
 
 def _setup_of(config: pytest.Config) -> Setup:

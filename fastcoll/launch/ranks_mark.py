@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UsageError
@@ -69,6 +70,22 @@ def _may_die(sizes: tuple[int, ...], options: Mapping[str, Any]) -> frozenset[in
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank runs. Ranks with equal places are ranks of one node.
+
+    Attributes:
+        command: the words before the command of the rank's process. They must become that process, as
+            `nsenter --net=...` does, and not start it.
+        address: where the others reach a rank 0 that runs here.
+        shm: the path by which this process sees what is /dev/shm there.
+    """
+
+    command: tuple[str, ...] = ()
+    address: str = "127.0.0.1"
+    shm: Path = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
 class Setup:
     """What a worker needs to become a pytest session like the parent's."""
 
@@ -84,6 +101,7 @@ class Task:
         target: `file::Class::function`, what the worker collects.
         nodeid: which of the collected tests it runs.
         environment: set around the test (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+        place: where that is to happen.
         tmp_path: the directory that all ranks share, if the test asks for it.
     """
 
@@ -92,6 +110,7 @@ class Task:
     rank: int
     mark: RanksMark
     environment: dict[str, str]
+    place: Place
     tmp_path: str | None
 
 

@@ -1,4 +1,4 @@
-"""The processes in which tests with the ranks mark run: worker i is rank i of every test.
+"""The processes in which tests with the ranks mark run: worker i is rank i of every test in its place.
 
 They are started on demand and kept, since an interpreter with Numba takes about a second to start.
 After a failure those that took part are killed, with all that they started. Each leads a session of
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .lifeline import describe_exit, signal_group
-from .ranks_mark import RankResult, Setup, Task
+from .ranks_mark import Place, RankResult, Setup, Task
 from .ranks_report import frames_of_the_test
 
 _KEPT = 8  # workers kept between tests
@@ -42,7 +42,7 @@ _BOOT = (
 class Worker:
     """One process of the pool. Its output goes to memory files, of which nothing can be left."""
 
-    def __init__(self, rank: int, setup: Setup) -> None:
+    def __init__(self, rank: int, place: Place, setup: Setup) -> None:
         self.rank = rank
         self._output = os.memfd_create("fastcoll-output")
         self._stacks = os.memfd_create("fastcoll-stacks")
@@ -50,9 +50,10 @@ class Worker:
         self._scratch = Path(tempfile.gettempdir()) / f"fastcoll-ranks-{uuid.uuid4().hex}"
         self.connection, theirs = Pipe()
         inherited = [theirs.fileno(), self._stacks]
+        python = [*place.command, sys.executable, "-c", _BOOT, json.dumps(sys.path)]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, [os.getpid(), *inherited])],
+                [*python, *map(str, [os.getpid(), *inherited])],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -121,8 +122,11 @@ def _text(file: int, start: int) -> str:
     return os.pread(file, _size(file) - start, start).decode(errors="replace")
 
 
+_Key = tuple[int, Place]
+
+
 class Pool:
-    """Workers by rank, made alike by one Setup.
+    """Workers by rank and place, made alike by one Setup.
 
     Args:
         setup: what each worker's pytest session is like.
@@ -130,7 +134,7 @@ class Pool:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[_Key, Worker] = {}
 
     def run(self, tasks: Sequence[Task]) -> list[RankResult]:
         """Run the tasks of one test, one per rank, and wait until all are over.
@@ -139,15 +143,15 @@ class Pool:
             one result per rank, within the mark's timeout and a few seconds for starting and ending.
         """
         workers = {} if tasks[0].mark.fresh else self._workers
-        mine = range(len(tasks))
+        mine = [(task.rank, task.place) for task in tasks]
         try:
-            failures = self._start([rank for rank in mine if rank not in workers], workers)
-            results = failures or _Round([workers[rank] for rank in mine], tasks).play()
+            failures = self._start([key for key in mine if key not in workers], workers)
+            results = failures or _Round([workers[key] for key in mine], tasks).play()
         except BaseException:
             self._end(list(workers), workers)
             raise
         spoilt = tasks[0].mark.fresh or any(result.failed for result in results)
-        self._end([rank for rank in workers if (spoilt and rank in mine) or rank >= _KEPT], workers)
+        self._end([key for key in workers if (spoilt and key in mine) or key[0] >= _KEPT], workers)
         return results
 
     def close(self) -> None:
@@ -160,23 +164,23 @@ class Pool:
                 worker.process.wait(max(0.0, end - time.monotonic()))
         self._end(list(self._workers), self._workers)
 
-    def _start(self, ranks: Sequence[int], workers: dict[int, Worker]) -> list[RankResult]:
-        for rank in ranks:
-            workers[rank] = Worker(rank, self._setup)
+    def _start(self, keys: Sequence[_Key], workers: dict[_Key, Worker]) -> list[RankResult]:
+        for key in keys:
+            workers[key] = Worker(*key, self._setup)
         end = time.monotonic() + _START_SECONDS
         failures = []
-        for rank in ranks:
-            in_time = wait(workers[rank].waitables(), max(0.0, end - time.monotonic()))
-            if not in_time or workers[rank].receive() != "ready":
-                how = workers[rank].ended() if in_time else f"not ready after {_START_SECONDS:g} s"
+        for worker in [workers[key] for key in keys]:
+            in_time = wait(worker.waitables(), max(0.0, end - time.monotonic()))
+            if not in_time or worker.receive() != "ready":
+                how = worker.ended() if in_time else f"not ready after {_START_SECONDS:g} s"
                 summary = f"its process did not start: {how}"
-                failures.append(RankResult(rank, "died", summary, workers[rank].output()))
+                failures.append(RankResult(worker.rank, "died", summary, worker.output()))
         return failures
 
     @staticmethod
-    def _end(ranks: Sequence[int], workers: dict[int, Worker]) -> None:
-        for rank in ranks:
-            workers.pop(rank).kill()
+    def _end(keys: Sequence[_Key], workers: dict[_Key, Worker]) -> None:
+        for key in keys:
+            workers.pop(key).kill()
 
 
 class _Round:

@@ -20,6 +20,7 @@ from typing import BinaryIO
 from . import lifeline
 from .blame import CAUSE_SECONDS, follows
 from .job import Job
+from .nodes import Failure, Nodes
 from .relay import Relay, write_all
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -69,10 +70,18 @@ class Supervisor:
         grace: seconds between asking ranks to end and killing them.
         prefix: whether lines of output get their rank in front.
         logs: a directory for one file per rank and stream, or None.
+        nodes: the launchers of the other nodes, or None.
     """
 
-    def __init__(self, job: Job, grace: float, prefix: bool = True, logs: Path | None = None) -> None:
-        self._job, self._grace, self._prefix, self._logs = job, grace, prefix, logs
+    def __init__(
+        self,
+        job: Job,
+        grace: float,
+        prefix: bool = True,
+        logs: Path | None = None,
+        nodes: Nodes | None = None,
+    ) -> None:
+        self._job, self._grace, self._prefix, self._logs, self._nodes = job, grace, prefix, logs, nodes
         self._ranks: list[RankProcess] = []
         self._running: set[RankProcess] = set()
         self._not_ours = set(lifeline.children_of(os.getpid()))
@@ -87,8 +96,8 @@ class Supervisor:
         """Start the ranks and return when all are gone.
 
         Returns:
-            0, the exit code of the first rank that failed (128+n for signal n), or 128+n when signal n
-            ended the launcher.
+            0, the exit code of the first rank that failed on any node (128+n for signal n), or 128+n
+            when signal n ended the launcher.
         """
         with self._handle_signals():
             try:
@@ -117,9 +126,11 @@ class Supervisor:
         return pump
 
     def _watch(self) -> None:
-        while self._running:
+        while self._running or self._failed:
             for key, _ in self._selector.select(_TICK):
                 key.data()
+            if self._nodes and self._kill_at is None and (elsewhere := self._nodes.failure()):
+                self._end_because_of(elsewhere)
             if self._failed and self._is_time_to_name():
                 self._name(self._failed)
             while self._signals:
@@ -141,14 +152,24 @@ class Supervisor:
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
 
     def _is_time_to_name(self) -> bool:
-        return bool(self._signals) or not self._running or time.monotonic() >= self._name_at
+        nobody_else = not self._running and self._nodes is None
+        return bool(self._signals) or nobody_else or time.monotonic() >= self._name_at
 
     def _name(self, rank: RankProcess) -> None:
         """Tell how a rank failed, and end the others."""
         code = rank.process.returncode
         self._exit_code = code if code > 0 else 128 - code
-        self._say(f"{rank.describe()} failed first: {lifeline.describe_exit(code)}", rank.err.last_lines())
+        said = f"{rank.describe()} failed first: {lifeline.describe_exit(code)}"
+        if self._nodes is not None:
+            self._nodes.tell(Failure(self._exit_code, said))
+        self._say(said, rank.err.last_lines())
         self._failed = None
+        self._ask_to_end(signal.SIGTERM)
+
+    def _end_because_of(self, failure: Failure) -> None:
+        """End this node's ranks, as one of another node has failed."""
+        self._exit_code, self._failed = failure.code, None
+        self._tell(f"on another node {failure.text}\n")
         self._ask_to_end(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:
@@ -181,7 +202,10 @@ class Supervisor:
     def _say(self, message: str, quoted: str) -> None:
         lines = "".join(f"    {line}\n" for line in quoted.splitlines())
         told = "; its last lines on stderr:" if quoted else "; it wrote nothing on stderr"
-        write_all(sys.stderr.fileno(), f"fastcoll.launch: {message}{told}\n{lines}".encode(errors="replace"))
+        self._tell(f"{message}{told}\n{lines}")
+
+    def _tell(self, text: str) -> None:
+        write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}".encode(errors="replace"))
 
     @contextlib.contextmanager
     def _handle_signals(self) -> Iterator[None]:

@@ -12,6 +12,9 @@ from .port_holder import port_holder
 
 logger = logging.getLogger("fastcoll")
 
+# Connections that all ranks open at one time; the kernel cuts it to net.core.somaxconn (4,096 since Linux 5.4), and
+# who comes to a full queue tries again after 1, 3, 7 ... s.
+_BACKLOG = 1 << 16
 SockAddr = tuple[str, int] | tuple[str, int, int, int]
 # Where a datagram socket is "connected" to learn which of our addresses faces the network: nothing is
 # sent, and these blocks are reserved for documentation (RFC 5737, RFC 3849).
@@ -50,7 +53,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(socket.SOMAXCONN)
+        listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()

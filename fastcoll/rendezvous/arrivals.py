@@ -1,11 +1,13 @@
 """Ranks for processes that come without one: who comes first is counted first.
 
-Each process writes itself into the store as an arrival; once as many have come as the world has
-ranks, everyone computes the same ranks from the same list. Keys, all under "arrivals/":
+Each process writes itself into the store as an arrival. The first one collects the arrivals, many with one
+message; once as many have come as the world has ranks, it writes down each one's rank and ends the meeting.
+Keys, all under "arrivals/", besides those of Ending:
 
-    count      a counter, the number of the last arrival
-    <number>   that arrival
-    end        "full", or why this meeting is over; set once, by whoever comes first
+    count           a counter, the number of the last arrival
+    <number>        that arrival
+    rank/<number>   its rank
+    missing         who has not come yet, as text
 """
 
 from __future__ import annotations
@@ -14,14 +16,19 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
+from typing import NoReturn
 
-from ..errors import StoreError, UsageError
+from ..errors import FastcollError, PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from ..processes import ProcessId, read_process, this_process
+from .ending import FAILED, MET, MOVED, Ending, raise_failure
 from .store import Store, listed
-from .waiting import LateWarning, wait_for
+from .table import MAX_KEYS_PER_REQUEST
+from .waiting import LateWarning, fetch_for
 
-_COUNT, _END = "arrivals/count", "arrivals/end"
-_FULL = b"full"
+_COUNT, _MISSING = "arrivals/count", "arrivals/missing"
+# No more, however many wait: `between` keeps a multicast leader's announcements fresh.
+_MOST_AT_ONCE = 1000
 
 
 class FullError(UsageError):
@@ -104,71 +111,136 @@ def arrive(
     me = Arrival(this_process(), rank, world_size)
     number = store.add(_COUNT, 1)
     if number > world_size:
-        others = [Arrival.from_bytes(store.get(_key(other))) for other in range(1, world_size + 1)]
+        others = [Arrival.from_bytes(value) for value in store.multi_get(_keys(range(1, world_size + 1)))]
         for other in others:
             _check_same_world(other, me)
         raise FullError(others)
     store.set(_key(number), me.to_bytes())
     if between is not None:
         between()
-    meeting = _Arrivals(store, me, between)
-    for place in range(1, world_size + 1):
-        meeting.wait(place, max(deadline - time.monotonic(), 0.0))
-    if store.compare_set(_END, b"", _FULL) != _FULL:
-        raise MovedError
-    return assign(meeting.known)[number - 1]
+    return _Meeting(store, me, number, deadline, between).run()
 
 
 def call_off(store: Store) -> bool:
     """End the meeting before it is full; whether that was still possible."""
-    return store.compare_set(_END, b"", b"moved") != _FULL
+    return Ending(store, "arrivals").decide(MOVED)
 
 
-class _Arrivals:
-    """The arrivals as they become known, each compared with our own."""
+class _Meeting:
+    """The arrivals as they become known: to the first all, to the others the first."""
 
-    def __init__(self, store: Store, me: Arrival, between: Callable[[], None] | None) -> None:
-        self.known: list[Arrival] = []
+    def __init__(
+        self, store: Store, me: Arrival, number: int, deadline: float, between: Callable[[], None] | None
+    ) -> None:
         self._store = store
         self._me = me
+        self._number = number
+        self._deadline = deadline
         self._between = between
+        self._ending = Ending(store, "arrivals")
+        self._known: list[Arrival] = []
         self._processes: list[ProcessId] = []
         self._doing = f"{me.process.where} meets {me.world_size} processes"
+        self._told_missing = ""
         self._late = LateWarning()
 
-    def wait(self, number: int, timeout: float) -> None:
-        wait_for(
-            self._store,
-            [_key(number)],
-            self._processes,
-            timeout,
-            self._doing,
-            self._look_around,
-            missing=self._missing,
-            late=self._late,
-        )
-        arrival = Arrival.from_bytes(self._store.get(_key(number)))
-        _check_same_world(arrival, self._me)
-        self.known.append(arrival)
-        self._processes.append(arrival.process)
-        assign(self.known)
+    def run(self) -> int:
+        """Meet the others; this process's rank."""
+        if self._number == 1:
+            self._collect()
+        else:
+            self._learn(self._wait(_keys([1])))
+        self._end(self._wait([self._ending.key])[0])
+        rank = self._wait([f"arrivals/rank/{self._number}"])[0]
+        if not rank.isdigit() or int(rank) >= self._me.world_size:
+            raise StoreError(f"a rank cannot be read: {rank[:80]!r}")
+        return int(rank)
+
+    def _collect(self) -> None:
+        """As the first: wait for all, and write down their ranks."""
+        size = self._me.world_size
+        while (here := len(self._known)) < size:
+            values = self._wait(_keys(range(here + 1, min(here + MAX_KEYS_PER_REQUEST, size) + 1)))
+            self._learn(values[len(self._known) - here :])
+        ranks = [str(rank) for rank in assign(self._known)]
+        self._store.multi_set([f"arrivals/rank/{number}" for number in range(1, size + 1)], ranks)
+        self._ending.decide(MET)
+
+    def _end(self, end: bytes) -> None:
+        if end[:1] == MOVED:
+            raise MovedError
+        if end[:1] == FAILED:
+            raise_failure(end[1:])
+
+    def _wait(self, keys: Sequence[str]) -> list[bytes]:
+        try:
+            return fetch_for(
+                self._store,
+                keys,
+                self._processes,
+                max(self._deadline - time.monotonic(), 0.0),
+                self._doing,
+                self._look_around,
+                missing=self._missing,
+                late=self._late,
+                crowd=min(self._me.world_size, _MOST_AT_ONCE) if self._number > 1 else 1,
+            )
+        except PeerDiedError as error:
+            self._fail(error)
+        except StoreTimeoutError as error:
+            if self._number > 1:
+                raise
+            self._fail(error)
+
+    def _look_around(self) -> None:
+        if self._number == 1:
+            self._learn_more()
+        elif (end := self._store.peek([self._ending.key])[0]) is not None:
+            self._end(end)
+        if self._between is not None:
+            self._between()
+
+    def _learn_more(self) -> None:
+        """Take in whoever has come, and tell the others who has not."""
+        coming = _keys(range(len(self._known) + 1, self._me.world_size + 1))
+        end, *values = self._store.peek([self._ending.key, *coming])
+        if end is not None:
+            self._end(end)
+        # Numbers are given in order, so whoever stands behind a gap is seen at the next look.
+        self._learn([value for value in takewhile(lambda value: value is not None, values) if value])
+        if self._told_missing != self._missing():
+            self._told_missing = self._missing()
+            self._store.set(_MISSING, self._told_missing)
+
+    def _learn(self, values: Sequence[bytes]) -> None:
+        for value in values:
+            arrival = Arrival.from_bytes(value)
+            self._known.append(arrival)
+            self._processes.append(arrival.process)
+        try:
+            for arrival in self._known[len(self._known) - len(values) :]:
+                _check_same_world(arrival, self._me)
+            assign(self._known)
+        except UsageError as error:
+            self._fail(error)
+
+    def _fail(self, error: FastcollError) -> NoReturn:
+        self._ending.fail(error)
+        raise error
 
     def _missing(self) -> str:
         """Who has not come: by rank when all that came asked for one, else how many."""
+        if self._number > 1:
+            told = self._store.peek([_MISSING])[0]
+            return "others, not known yet" if told is None else told.decode()
         size = self._me.world_size
-        here = self.known if self._me in self.known else [*self.known, self._me]
+        here = self._known or [self._me]
         asked = {arrival.rank for arrival in here}
         if None in asked:
             missing = f"{size - len(here)} more"
         else:
             missing = f"rank(s) {listed([rank for rank in range(size) if rank not in asked])}"
         return f"{missing} (here: {listed([arrival.process.where for arrival in here])})"
-
-    def _look_around(self) -> None:
-        if self._store.check([_END]) and self._store.get(_END) != _FULL:
-            raise MovedError
-        if self._between is not None:
-            self._between()
 
 
 def _check_same_world(theirs: Arrival, mine: Arrival) -> None:
@@ -181,3 +253,7 @@ def _check_same_world(theirs: Arrival, mine: Arrival) -> None:
 
 def _key(number: int) -> str:
     return f"arrivals/{number}"
+
+
+def _keys(numbers: Sequence[int]) -> list[str]:
+    return [_key(number) for number in numbers]

@@ -1,44 +1,41 @@
 """All ranks register in a store and learn who the others are.
 
 The first to come lays down the terms (world size, backend, version), which everyone else compares
-with its own. Each claims its rank and registers under it; rank 0 collects the registrations and
-publishes the list, so that n ranks cost n looks and not n * n. A failure that anyone finds is
-published too, and all raise it within a slice of waiting.
+with its own. Each claims its rank and registers under it; rank 0 collects the registrations, many with
+one message, and publishes the list as one short value. So n ranks cost the store some 8 n messages and not
+n * n. A failure that anyone finds is published in the list's place.
 
-Keys, all under "join/":
+Keys, all under "join/", besides those of Ending:
 
     first           a counter: who makes it 1 sets terms
     terms           the registration of the first that came
     claim/<rank>    a counter: who makes it 1 owns the rank
     member/<rank>   that rank's registration
     missing         the ranks that rank 0 still waits for, as text
-    all             the list of registrations
-    failed          why this world cannot be
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
+from collections.abc import Sequence
+from itertools import islice
 from typing import NoReturn
 
-from ..errors import FastcollError, PeerDiedError, StoreError, StoreTimeoutError, UsageError
+from ..errors import FastcollError, PeerDiedError, StoreTimeoutError, UsageError
 from ..members import Member
+from .ending import FAILED, MET, Ending, raise_failure
+from .member_list import pack, unpack
 from .store import Store, listed
-from .waiting import LateWarning, wait_for
+from .table import MAX_KEYS_PER_REQUEST
+from .waiting import LateWarning, fetch_for, wait_for
 
 __all__ = ["check_rank", "join", "registered", "wait_for"]
 
 logger = logging.getLogger("fastcoll")
 
-_FIRST, _TERMS, _MISSING, _ALL, _FAILED = (
-    f"join/{name}" for name in ("first", "terms", "missing", "all", "failed")
-)
-_KINDS: dict[str, type[FastcollError]] = {
-    kind.__name__: kind for kind in (UsageError, PeerDiedError, StoreTimeoutError)
-}
+_FIRST, _TERMS, _MISSING = "join/first", "join/terms", "join/missing"
 # How long the second to claim a rank waits for the first one's registration, to name it.
 _NAMING_SECONDS = 2.0
 
@@ -65,8 +62,8 @@ def join(store: Store, rank: int, world_size: int, backend: str, timeout: float)
 
 def registered(store: Store, rank: int) -> Member | None:
     """Who has registered under `rank` in a store that ranks join by; None when nobody has. Never blocks."""
-    key = _member_key(rank)
-    return Member.from_bytes(store.get(key)) if store.check([key]) else None
+    value = store.peek([_member_key(rank)])[0]
+    return None if value is None else Member.from_bytes(value)
 
 
 def check_rank(rank: int, world_size: int) -> None:
@@ -88,8 +85,12 @@ class _Meeting:
         self._timeout = timeout
         self._started = time.monotonic()
         self._late = LateWarning()
+        self._ending = Ending(store, "join")
         self._known: dict[int, Member] = {}
         self._watched: list[Member] = []
+        # The ranks to learn of: all on rank 0, the one that collects on the others.
+        self._sought: dict[int, None] = dict.fromkeys(range(me.world_size) if me.rank == 0 else [0])
+        self._told_missing = ""
 
     def run(self) -> list[Member]:
         self._agree_on_terms()
@@ -103,8 +104,7 @@ class _Meeting:
         if self._store.add(_FIRST, 1) == 1:
             self._store.set(_TERMS, self._me.to_bytes())
             return
-        self._wait(_TERMS)
-        first = Member.from_bytes(self._store.get(_TERMS))
+        first = Member.from_bytes(self._wait([_TERMS])[0])
         self._watched.append(first)
         for what, field in (("world size", "world_size"), ("backend", "backend"), ("version", "version")):
             theirs, ours = getattr(first, field), getattr(self._me, field)
@@ -144,35 +144,37 @@ class _Meeting:
 
     def _collect(self) -> list[Member]:
         """On rank 0: wait for every registration, and publish the list."""
-        for rank in range(self._me.world_size):
-            self._wait(_member_key(rank))
-            self._learn(rank)
+        while self._sought:
+            block = list(islice(self._sought, MAX_KEYS_PER_REQUEST))
+            values = self._wait([_member_key(rank) for rank in block])
+            self._learn(block, values)
         members = [self._known[rank] for rank in range(self._me.world_size)]
-        self._store.set(_ALL, json.dumps([member.to_bytes().decode() for member in members]))
+        if not self._ending.decide(MET, pack(members)):
+            self._receive_list()
         return members
 
     def _receive_list(self) -> list[Member]:
         """On the other ranks: wait for the list of rank 0."""
-        self._wait(_ALL)
-        texts = json.loads(self._store.get(_ALL))
-        return [Member.from_bytes(text.encode()) for text in texts]
+        end = self._wait([self._ending.key])[0]
+        self._raise_if_failed(end)
+        return unpack(Member, end[1:], self._me.world_size)
 
-    def _wait(self, key: str) -> None:
+    def _wait(self, keys: Sequence[str]) -> list[bytes]:
         doing = f"joining as {self._me}"
         try:
-            wait_for(
+            return fetch_for(
                 self._store,
-                [key],
+                keys,
                 self._watched,
                 self._left(),
                 doing,
                 self._look_around,
                 missing=lambda: f"rank(s) {self._missing()}",
                 late=self._late,
+                crowd=1 if self._me.rank == 0 else self._me.world_size,
             )
         except PeerDiedError as error:
-            with contextlib.suppress(StoreError):  # the store may have died with the peer
-                self._publish(error)
+            self._ending.fail(error)
             raise
         except StoreTimeoutError as error:
             late = StoreTimeoutError(
@@ -180,54 +182,45 @@ class _Meeting:
                 f"{self._missing()}"
             )
             if self._me.rank == 0:
-                self._publish(late)
+                self._ending.fail(late)
             raise late from error
 
     def _look_around(self) -> None:
         """Between two short waits: has someone failed, and who has come?"""
-        if self._store.check([_FAILED]):
-            self._raise_published()
-        for rank in range(self._me.world_size) if self._me.rank == 0 else (0,):
-            if rank not in self._known and self._store.check([_member_key(rank)]):
-                self._learn(rank)
-        if self._me.rank == 0:
-            self._store.set(_MISSING, self._missing())
+        sought = list(self._sought)
+        end, *values = self._store.peek([self._ending.key, *map(_member_key, sought)])
+        if end is not None:
+            self._raise_if_failed(end)
+        self._learn(sought, values)
+        if self._me.rank == 0 and self._told_missing != self._missing():
+            self._told_missing = self._missing()
+            self._store.set(_MISSING, self._told_missing)
 
-    def _learn(self, rank: int) -> None:
-        if rank in self._known:
-            return
-        member = self._known[rank] = Member.from_bytes(self._store.get(_member_key(rank)))
-        if member not in self._watched:  # the one that set the terms is
-            self._watched.append(member)
+    def _learn(self, ranks: Sequence[int], values: Sequence[bytes | None]) -> None:
+        for rank, value in zip(ranks, values, strict=True):
+            if value is None or rank in self._known:
+                continue
+            member = self._known[rank] = Member.from_bytes(value)
+            self._sought.pop(rank, None)
+            if member not in self._watched[:1]:  # the one that set the terms is
+                self._watched.append(member)
 
     def _missing(self) -> str:
         """The ranks that have not come, as far as this rank can tell."""
         if self._me.rank == 0:
-            return listed([rank for rank in range(self._me.world_size) if rank not in self._known])
+            return listed(list(self._sought))
         if 0 not in self._known:
             return "0 (it collects the others)"
-        return self._store.get(_MISSING).decode() if self._store.check([_MISSING]) else "not known yet"
+        told = self._store.peek([_MISSING])[0]
+        return "not known yet" if told is None else told.decode()
 
     def _fail(self, error: FastcollError) -> NoReturn:
-        self._publish(error)
+        self._ending.fail(error)
         raise error
 
-    def _publish(self, error: FastcollError) -> None:
-        ranks = error.ranks if isinstance(error, PeerDiedError) else ()
-        record = {"kind": type(error).__name__, "text": str(error), "ranks": list(ranks)}
-        self._store.set(_FAILED, json.dumps(record))
-
-    def _raise_published(self) -> NoReturn:
-        data = self._store.get(_FAILED)
-        try:
-            record = json.loads(data)
-            kind, text = _KINDS[record["kind"]], str(record["text"])
-            ranks = [int(rank) for rank in record["ranks"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"why joining failed cannot be read: {data[:80]!r}") from error
-        if kind is PeerDiedError:
-            raise PeerDiedError(text, ranks)
-        raise kind(text)
+    def _raise_if_failed(self, end: bytes) -> None:
+        if end[:1] == FAILED:
+            raise_failure(end[1:])
 
     def _left(self) -> float:
         return max(self._started + self._timeout - time.monotonic(), 0.0)

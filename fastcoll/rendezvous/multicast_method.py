@@ -7,9 +7,9 @@ import os
 import time
 from dataclasses import replace
 
-from .. import config
 from ..errors import ResourceError, StoreTimeoutError, UsageError
 from ..processes import forget, this_process
+from ..secret import job_secret
 from .address import own_address, shown
 from .announcement import MAX_DATAGRAM, Announcement, job_digest
 from .arrivals import FullError, MovedError, arrive, call_off
@@ -60,7 +60,7 @@ class _Candidate:
         self._where = where
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._secret = str(config.get("FASTCOLL_SECRET")).encode()
+        self._secret = job_secret()
         self._job = job_digest(group_name)
         self._process = this_process()
         self._started = time.time()

@@ -38,6 +38,12 @@ class PrefixStore(Store):
         else:
             self.underlying_store.wait(self._names(keys), timeout)
 
+    def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
+        return self.underlying_store.fetch(self._names(keys), timeout)
+
+    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self.underlying_store.peek(self._names(keys))
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self.underlying_store.multi_get(self._names(keys))
 

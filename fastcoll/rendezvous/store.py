@@ -79,6 +79,22 @@ class Store(ABC):
         """The values of all `keys`, once they are set."""
         return [self.get(key) for key in keys]
 
+    def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
+        """The values of all `keys`, once they are set: `wait`, then `multi_get`, in one message where it can be.
+
+        Args:
+            timeout: seconds or timedelta; None is the store's timeout.
+
+        Raises:
+            StoreTimeoutError: some key was not set in time. Of a subclass's own `wait`, a TimeoutError.
+        """
+        self.wait(keys, timeout)
+        return self.multi_get(keys)
+
+    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of those of `keys` that are set now, None for the others. Does not wait for others."""
+        return [self.get(key) if self.check([key]) else None for key in keys]
+
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set each of `keys` to the value at the same place in `values`.
 

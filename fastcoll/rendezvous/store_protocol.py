@@ -2,9 +2,9 @@
 
 A peer goes OPENING -> (PROVING, with a secret ->) READY, and between READY and PARKED while it waits
 for keys. It has one request under way at a time, which bounds what is queued for it: bytes behind a
-request that is not answered yet drop it, as does anything that breaks the protocol, and an opening that
-takes longer than OPENING_SECONDS. Nothing longer than the opening is kept before it is right, and
-nothing longer than a header before that is.
+request that is not answered yet drop it, as does anything that breaks the protocol, an opening that takes
+longer than OPENING_SECONDS and a request that takes longer than FRAME_SECONDS to come. Nothing longer
+than the opening is kept before it is right, and nothing longer than a header before that is.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from .wire import (
 )
 
 OPENING_SECONDS = 5.0
+# How long a request may take to come once it has begun: 8 MiB at 140 kB/s.
+FRAME_SECONDS = 60.0
 
 
 class Stage(Enum):
@@ -49,7 +51,7 @@ class Stage(Enum):
     PARKED = auto()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Peer:
     deadline: float | None
     stage: Stage = Stage.OPENING
@@ -57,6 +59,7 @@ class _Peer:
     expected_proof: bytes = b""
     waiting: Request | None = None
     missing: bytes = b""
+    place: int = 0  # of `missing` among the keys it waits for
 
 
 class StoreServer:
@@ -113,7 +116,9 @@ class StoreServer:
             state = self._peers[peer]
             if state.stage is Stage.PARKED:
                 self._unpark(peer, state)
-                self._answer(peer, Status.TIMEOUT, [state.missing])
+                self.outbox.append((peer, encode_frame(Status.TIMEOUT, [state.missing])))
+            elif state.stage is Stage.READY:
+                self._drop(peer, f"did not complete a request within {FRAME_SECONDS:g} s")
             else:
                 self._drop(peer, f"did not open within {OPENING_SECONDS:g} s")
 
@@ -145,9 +150,7 @@ class StoreServer:
         client_bytes = _take(state.buffer, HELLO.size)
         client = Hello.from_bytes(client_bytes, Role.CLIENT)
         verdict = self._judge(client)
-        server = Hello(
-            Role.SERVER, os.urandom(NONCE_SIZE), bool(self._secret), verdict, PROTOCOL, self._instance
-        ).to_bytes()
+        server = self._hello(verdict)
         if verdict is not Verdict.WELCOME:
             self.outbox.append((peer, server))
             raise ProtocolError(f"turned away: {verdict.name.lower()} does not match")
@@ -159,6 +162,14 @@ class StoreServer:
             _let_in(state)
         self.outbox.append((peer, server))
         return True
+
+    def refusal(self) -> bytes:
+        """The opening for a connection that there is no room for; the driver sends it and closes."""
+        return self._hello(Verdict.FULL)
+
+    def _hello(self, verdict: Verdict) -> bytes:
+        nonce = os.urandom(NONCE_SIZE)
+        return Hello(Role.SERVER, nonce, bool(self._secret), verdict, PROTOCOL, self._instance).to_bytes()
 
     def _judge(self, client: Hello) -> Verdict:
         if client.protocol != PROTOCOL:
@@ -177,11 +188,12 @@ class StoreServer:
 
     def _take_request(self, peer: int, state: _Peer, now: float) -> bool:
         if len(state.buffer) < HEADER.size:
-            return False
+            return self._has_begun(peer, state, now)
         header = bytes(state.buffer[: HEADER.size])
         length = check_request_header(header)
         if len(state.buffer) < HEADER.size + length:
-            return False
+            return self._has_begun(peer, state, now)
+        state.deadline = None
         del state.buffer[: HEADER.size]
         request = decode_request(header, _take(state.buffer, length))
         _check_silent(state)
@@ -189,36 +201,56 @@ class StoreServer:
         if missing is None:
             self._carry_out(peer, request)
         else:
-            state.stage, state.waiting = Stage.PARKED, request
+            state.stage, state.waiting, state.place = Stage.PARKED, request, 0
             self._park(peer, state, missing)
             self._set_deadline(peer, now + request.timeout)
         return True
 
+    def _has_begun(self, peer: int, state: _Peer, now: float) -> bool:
+        """A part of a request is here: the rest must come in time."""
+        if state.buffer and state.deadline is None:
+            self._set_deadline(peer, now + FRAME_SECONDS)
+        return False
+
     def _carry_out(self, peer: int, request: Request) -> None:
-        try:
-            answer = self._table.apply(request)
-        except StoreError as error:
-            self._answer(peer, Status.REFUSED, [str(error).encode()])
-        else:
-            self._answer(peer, Status.OK, answer)
+        self.outbox.append((peer, self._answer_to(request)))
         if request.op in CHANGING and request.op is not Op.DELETE:
             for key in request.keys:
                 self._wake(key)
+
+    def _answer_to(self, request: Request) -> bytes:
+        try:
+            return encode_frame(Status.OK, self._table.apply(request))
+        except StoreError as error:
+            return encode_frame(Status.REFUSED, [str(error).encode()])
 
     def _wake(self, key: bytes) -> None:
         """Let those who wait for `key` go, or wait for their next missing key."""
         if key not in self._parked or self._table.get(key) is None:
             return
+        # Who waits for the same gets the same bytes: with 10,000 ranks, thousands of copies would fill the memory.
+        answers: dict[tuple[Op, tuple[bytes, ...]], bytes] = {}
         for peer in sorted(self._parked.pop(key)):
             state = self._peers[peer]
             assert state.waiting is not None
-            missing = self._table.first_missing(state.waiting)
+            missing = self._still_missing(state, state.waiting)
             if missing is not None:
                 self._park(peer, state, missing)
                 continue
             request, state.waiting = state.waiting, None
             _let_in(state)
-            self._carry_out(peer, request)
+            same = request.op, request.keys
+            if same not in answers:
+                answers[same] = self._answer_to(request)
+            self.outbox.append((peer, answers[same]))
+
+    def _still_missing(self, state: _Peer, request: Request) -> bytes | None:
+        """The first missing key at or behind the last one, so that many keys are not looked at again and again."""
+        for place in range(state.place, len(request.keys)):
+            if self._table.get(request.keys[place]) is None:
+                state.place = place
+                return request.keys[place]
+        return self._table.first_missing(request)  # one before it may have been deleted
 
     def _park(self, peer: int, state: _Peer, key: bytes) -> None:
         state.missing = key
@@ -233,9 +265,6 @@ class StoreServer:
             del self._parked[state.missing]
         state.waiting = None
         _let_in(state)
-
-    def _answer(self, peer: int, status: Status, fields: list[bytes]) -> None:
-        self.outbox.append((peer, encode_frame(status, fields)))
 
     def _drop(self, peer: int, reason: str) -> None:
         self.drops.append((peer, reason))

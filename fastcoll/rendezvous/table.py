@@ -6,6 +6,7 @@ the TCP server differ only in how a request comes to a table and who is woken af
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -15,8 +16,9 @@ MAX_KEY = 8 << 10
 MAX_VALUE = 8 << 20
 MAX_KEYS = 128 << 10
 MAX_TOTAL = 1 << 30  # bytes of keys and values in one table
-# A GET answers with as many of its values as fit in here (the first always does).
+# A GET or PEEK answers with as many of its values as fit in here (the first always does).
 MAX_ANSWER = MAX_VALUE + (64 << 10)
+_SET = b"="  # stands before each value in the answer to PEEK; a key that is not set has an empty field
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -33,6 +35,7 @@ class Op(IntEnum):
     COMPARE_SET = 7
     APPEND = 8
     NUM_KEYS = 9
+    PEEK = 10
 
 
 # Op -> (fewest keys, most keys, values for each key)
@@ -46,6 +49,7 @@ SHAPES: dict[Op, tuple[int, int, int]] = {
     Op.COMPARE_SET: (1, 1, 2),
     Op.APPEND: (1, 1, 1),
     Op.NUM_KEYS: (0, 0, 0),
+    Op.PEEK: (1, 1024, 0),
 }
 MAX_KEYS_PER_REQUEST = 1024
 CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND})
@@ -93,7 +97,11 @@ class Table:
                     self.put(name, new)
                 return []
             case Op.GET:
-                return self._values_that_fit(request.keys)
+                return _those_that_fit(self._data[name] for name in request.keys)
+            case Op.PEEK:
+                return _those_that_fit(
+                    _SET + self._data[name] if name in self._data else b"" for name in request.keys
+                )
             case Op.WAIT:
                 return []
             case Op.ADD:
@@ -139,17 +147,6 @@ class Table:
         self._bytes -= len(key) + len(old)
         return True
 
-    def _values_that_fit(self, keys: tuple[bytes, ...]) -> list[bytes]:
-        values: list[bytes] = []
-        total = 0
-        for key in keys:
-            value = self._data[key]
-            total += len(value) + 4
-            if values and total > MAX_ANSWER:
-                break
-            values.append(value)
-        return values
-
     def _add(self, key: bytes, amount: bytes) -> bytes:
         total = whole_number(self._data.get(key, b"0"), key) + whole_number(amount, key)
         if total not in _INT64:
@@ -163,6 +160,17 @@ class Table:
             self.put(key, desired)
             return desired
         return expected if old is None else old
+
+
+def _those_that_fit(values: Iterable[bytes]) -> list[bytes]:
+    fitting: list[bytes] = []
+    total = 0
+    for value in values:
+        total += len(value) + 4
+        if fitting and total > MAX_ANSWER:
+            break
+        fitting.append(value)
+    return fitting
 
 
 def whole_number(text: bytes, key: bytes) -> int:

@@ -49,11 +49,22 @@ class TableStore(Store):
             self._do(Op.WAIT, part, timeout=max(deadline - time.monotonic(), 0.0))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        deadline = time.monotonic() + self._timeout
+        return self.fetch(keys)
+
+    def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
+        deadline = time.monotonic() + self._limit(timeout)
         values: list[bytes] = []
         while len(values) < len(keys):
             part = keys[len(values) : len(values) + MAX_KEYS_PER_REQUEST]
             values += self._do(Op.GET, part, timeout=max(deadline - time.monotonic(), 0.0))
+        return values
+
+    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        values: list[bytes | None] = []
+        while len(values) < len(keys):
+            part = keys[len(values) : len(values) + MAX_KEYS_PER_REQUEST]
+            # Each value has a byte before it, which an empty field, a key that is not set, has not.
+            values += [field[1:] if field else None for field in self._do(Op.PEEK, part)]
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:

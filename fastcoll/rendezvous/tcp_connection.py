@@ -9,8 +9,9 @@ import os
 import socket
 import time
 
-from ..errors import StoreError, StoreTimeoutError
+from ..errors import ResourceError, StoreError, StoreTimeoutError
 from .address import resolve, shown
+from .descriptors import CURE
 from .table import Request
 from .waiting import LateWarning
 from .wire import (
@@ -32,6 +33,12 @@ from .wire import (
 # How much longer than the request's own timeout an answer may take before the server counts as stuck.
 GRACE_SECONDS = 5.0
 _RETRY_FIRST, _RETRY_MOST = 0.01, 0.25
+# How long a server may be full; its connections last as long as the job, so few become free.
+_FULL_SECONDS = 2.0
+
+
+class _FullError(ConnectionError):
+    """The server has no file descriptor left for this connection."""
 
 
 class LostError(StoreError, ConnectionError):
@@ -98,6 +105,8 @@ class TCPConnection:
             self._send(proof(secret, Role.CLIENT, mine, data), deadline)
 
     def _check(self, server: Hello, has_secret: bool) -> None:
+        if server.verdict is Verdict.FULL:
+            raise _FullError(errno.EMFILE, "the server has no file descriptor left")
         if server.verdict is Verdict.PROTOCOL:
             raise StoreError(
                 f"the store at {self._where} speaks protocol {server.protocol}, this process another; run one "
@@ -150,8 +159,10 @@ def connect(host: str, port: int, secret: bytes, timeout: float) -> TCPConnectio
     Raises:
         StoreTimeoutError: nothing listens there.
         StoreError: something else listens there, or the secrets do not match.
+        ResourceError: the server may not open as many file descriptors as there are ranks.
     """
     deadline = time.monotonic() + timeout
+    full_since: float | None = None
     late = LateWarning()
     pause = _RETRY_FIRST
     while True:
@@ -159,6 +170,12 @@ def connect(host: str, port: int, secret: bytes, timeout: float) -> TCPConnectio
             return _connect_once(host, port, secret, deadline)
         except OSError as error:
             reason = error
+        full_since = (full_since or time.monotonic()) if isinstance(reason, _FullError) else None
+        if full_since is not None and time.monotonic() - full_since >= min(_FULL_SECONDS, timeout):
+            raise ResourceError(
+                f"the store at {shown(host, port)} takes no more connections: the process that serves it (rank 0) has "
+                f"reached its limit of file descriptors; {CURE}"
+            ) from reason
         left = deadline - time.monotonic()
         if left <= 0:
             raise StoreTimeoutError(
@@ -213,4 +230,7 @@ def _notice_lost_hosts(connected: socket.socket) -> None:
 
 
 def _other_secret(where: str) -> str:
-    return f"the store at {where} has another secret; give every rank of the job the same FASTCOLL_SECRET"
+    return (
+        f"the store at {where} has another secret; give every rank of the job the same FASTCOLL_SECRET or "
+        "FASTCOLL_SECRET_FILE"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import UsageError
 from .address import own_address
+from .descriptors import make_room
 from .join import check_rank
 from .outcome import Rendezvous
 from .tcp_store import TCPStore
@@ -19,7 +20,7 @@ def meet_at_address(
 
     Raises:
         UsageError: rank, world size or port is missing or out of range.
-        ResourceError: the port is in use.
+        ResourceError: the port is in use, or rank 0 may not open a connection for each rank.
         StoreTimeoutError: rank 0 does not serve it in time.
     """
     if rank is None or world_size is None:
@@ -31,6 +32,8 @@ def meet_at_address(
     check_rank(rank, world_size)
     if port == 0 and world_size > 1:
         raise UsageError(f"{source} has port 0; the ranks can only meet at a port that all know")
+    if rank == 0:
+        make_room(world_size, f"the store for {world_size} ranks")
     store = TCPStore(host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     seen_at = own_address() if host in ("0.0.0.0", "::") else store.local_address
     return Rendezvous(store, rank, world_size, seen_at)

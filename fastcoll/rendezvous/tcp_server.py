@@ -11,25 +11,32 @@ import socket
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from .address import listen
+from ..secret import warn_if_open
+from .address import listen, shown
+from .descriptors import CURE, raise_limit
 from .store_protocol import StoreServer
 
 logger = logging.getLogger("fastcoll")
 
 _CHUNK = 64 << 10
-_ACCEPTS_AT_ONCE = 128
-_PAUSE_SECONDS = 0.2  # how long no connection is taken after the process ran out of descriptors
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_ACCEPTS_AT_ONCE = 1024  # all that wait, if they can be: the kernel turns others away
+_PAUSE_SECONDS = 0.2  # how long no connection is taken after the system ran out of something
+_SYSTEM_IS_OUT = (errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_MORE_DESCRIPTORS = 1024
 
 
-@dataclass
+_NOTHING = memoryview(b"")
+
+
+@dataclass(slots=True)
 class _Link:
-    """One connection: what is still to be sent, and whether it closes after that."""
+    """One connection: what is still to be sent, and whether it is watched for room to send instead of read."""
 
     socket: socket.socket
-    out: bytearray = field(default_factory=bytearray)
+    out: memoryview = _NOTHING
+    is_behind: bool = False
 
 
 class TCPServer:
@@ -41,11 +48,16 @@ class TCPServer:
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._listener = listen(host, port)
-        self.port: int = self._listener.getsockname()[1]
+        bound: str
+        bound, self.port = self._listener.getsockname()[:2]
+        warn_if_open(bound, f"{shown(bound, self.port)} (the store)")
         self._core = StoreServer(secret)
         self._links: dict[int, _Link] = {}
         self._next_peer = 0
         self._paused_until = 0.0
+        # Given up for a moment where there is no other, to take a connection and refuse it.
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._refused = 0
         self._stop_at: float | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -109,7 +121,9 @@ class TCPServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _OUT_OF_DESCRIPTORS:
+                if error.errno == errno.EMFILE:
+                    self._make_room_or_refuse()
+                elif error.errno in _SYSTEM_IS_OUT:
                     self._pause_accepting(error)
                 return
             connection.setblocking(False)
@@ -121,13 +135,34 @@ class TCPServer:
             self._core.connect(peer, time.monotonic())
 
     def _pause_accepting(self, error: OSError) -> None:
-        logger.warning(
-            "the store cannot take more than %d connections (%s); raise the limit with ulimit -n",
-            len(self._links),
-            error.strerror,
-        )
+        logger.warning("the store cannot take more than %d connections: %s", len(self._links), error.strerror)
         self._selector.unregister(self._listener)
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
+
+    def _make_room_or_refuse(self) -> None:
+        """This process has no descriptor left: raise its limit, or tell whoever comes that it is too low."""
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+        if not raise_limit(_MORE_DESCRIPTORS, f"the store's {len(self._links)} connections and more"):
+            self._refuse()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _refuse(self) -> None:
+        with contextlib.suppress(OSError), self._listener.accept()[0] as connection:
+            if self._refused == 0:
+                logger.warning(
+                    "the store takes no more than %d connections: this process has reached its limit of file "
+                    "descriptors; %s",
+                    len(self._links),
+                    CURE,
+                )
+            self._refused += 1
+            connection.setblocking(False)
+            connection.send(self._core.refusal())
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(_CHUNK)  # a close with unread bytes is a reset
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -159,7 +194,7 @@ class TCPServer:
         for peer, data in outbox:
             link = self._links.get(peer)
             if link is not None:
-                link.out += data
+                link.out = memoryview(bytes(link.out) + data if link.out else data)
                 self._flush(peer, link)
         for peer, reason in drops:
             if peer in self._links:
@@ -170,15 +205,16 @@ class TCPServer:
         """Send what can be sent. While some is left the peer is not read: it must take its answer first."""
         try:
             while link.out:
-                del link.out[: link.socket.send(memoryview(link.out)[: 4 * _CHUNK])]
+                link.out = link.out[link.socket.send(link.out) :] or _NOTHING
         except BlockingIOError:
             pass
         except OSError:
             self._core.disconnect(peer)
             self._close(peer)
             return
-        wanted = selectors.EVENT_WRITE if link.out else selectors.EVENT_READ
-        if self._selector.get_key(link.socket).events != wanted:
+        if link.is_behind != bool(link.out):
+            link.is_behind = bool(link.out)
+            wanted = selectors.EVENT_WRITE if link.is_behind else selectors.EVENT_READ
             self._selector.modify(link.socket, wanted, peer)
 
     def _close(self, peer: int) -> None:
@@ -195,6 +231,9 @@ class TCPServer:
         for link in self._links.values():
             link.socket.close()
         self._listener.close()
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
         self._selector.close()
         self._wake_read.close()
 

@@ -8,8 +8,8 @@ import threading
 import weakref
 from datetime import timedelta
 
-from .. import config
 from ..errors import StoreError, StoreTimeoutError, UsageError
+from ..secret import job_secret, warn_if_open
 from .address import shown
 from .store import DEFAULT_TIMEOUT, not_set
 from .table import Request
@@ -60,7 +60,7 @@ class TCPStore(TableStore):
     ) -> None:
         self._timeout = self._limit(timeout)
         _check_arguments(port, world_size, is_master)
-        self._secret = str(config.get("FASTCOLL_SECRET")).encode()
+        self._secret = job_secret()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[TCPConnection] = []

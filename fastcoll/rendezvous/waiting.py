@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 from .. import config
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError
@@ -15,8 +16,12 @@ from ..processes import ProcessId, dead_among
 from .store import Store, listed
 
 logger = logging.getLogger("fastcoll")
+T = TypeVar("T")
 
 SLICE_SECONDS = 0.25
+# How often, at most, all who wait for one thing look around together: a look is two requests, of which a store's
+# server answers some 30,000 a second (bench/startup_scale.py).
+LOOKS_PER_SECOND = 1000
 # A dying process closes its sockets a little before it counts as dead.
 _DYING_SECONDS = 0.3
 
@@ -53,6 +58,7 @@ def wait_for(
     between: Callable[[], None] | None = None,
     missing: Callable[[], str] | None = None,
     late: LateWarning | None = None,
+    crowd: int | None = None,
 ) -> None:
     """Block until all `keys` are set, in short waits between which `members` are looked at.
 
@@ -64,20 +70,52 @@ def wait_for(
         between: called after each short wait that ended without the keys; what it raises ends all.
         missing: tells who has not come, for the warning and the timeout; without it the keys are named.
         late: the warning of the longer wait that this one is a part of.
+        crowd: how many wait like this at one time (None: as many as `members`); the more there are, the
+            longer are the waits between two looks.
 
     Raises:
         PeerDiedError: a member's process has ended.
         StoreTimeoutError: a key was not set in time.
         StoreError: the store is gone, and no member is proven dead.
     """
+    _in_slices(store.wait, store, keys, members, timeout, doing, between, missing, late, crowd)
+
+
+def fetch_for(
+    store: Store,
+    keys: Sequence[str],
+    members: Sequence[ProcessId],
+    timeout: float,
+    doing: str,
+    between: Callable[[], None] | None = None,
+    missing: Callable[[], str] | None = None,
+    late: LateWarning | None = None,
+    crowd: int | None = None,
+) -> list[bytes]:
+    """The values of `keys`, waited for as by `wait_for`."""
+    return _in_slices(store.fetch, store, keys, members, timeout, doing, between, missing, late, crowd)
+
+
+def _in_slices(
+    ask: Callable[[Sequence[str], timedelta], T],
+    store: Store,
+    keys: Sequence[str],
+    members: Sequence[ProcessId],
+    timeout: float,
+    doing: str,
+    between: Callable[[], None] | None,
+    missing: Callable[[], str] | None,
+    late: LateWarning | None,
+    crowd: int | None,
+) -> T:
     deadline = time.monotonic() + timeout
     late = late or LateWarning()
     missing = missing or (lambda: listed([repr(key) for key in keys if not store.check([key])]))
+    longest = max(SLICE_SECONDS, (len(members) if crowd is None else crowd) / LOOKS_PER_SECOND)
     while True:
         left = deadline - time.monotonic()
         try:
-            store.wait(keys, timedelta(seconds=max(0.0, min(left, SLICE_SECONDS))))
-            return
+            return ask(keys, timedelta(seconds=max(0.0, min(left, longest))))
         except TimeoutError:
             died = death_among(members, doing)
         except StoreError as error:
@@ -89,7 +127,7 @@ def wait_for(
         if died is not None:
             raise died
         late.look(doing, missing)
-        if left <= SLICE_SECONDS:
+        if left <= longest:
             names = missing()  # before the last look, so that it names somebody
             if not store.check(keys):
                 raise StoreTimeoutError(f"{doing}: {names} did not come within {timeout:g} s")

@@ -5,7 +5,7 @@ Opening, 64 bytes each way, client first (big-endian):
     offset  bytes  field
     0       8      magic "FASTCOLL"
     8       1      role: 1 client, 2 server
-    9       1      verdict: 0 welcome, 1 other protocol version, 2 secrets do not match
+    9       1      verdict: 0 welcome, 1 other protocol version, 2 secrets do not match, 3 no more room
     10      2      protocol version
     12      4      1 when this side has a job secret, else 0
     16      32     nonce, fresh for each connection
@@ -31,7 +31,7 @@ from .store import MAX_TIMEOUT
 from .table import MAX_ANSWER, MAX_KEY, SHAPES, Op, Request
 
 MAGIC = b"FASTCOLL"
-PROTOCOL = 1
+PROTOCOL = 2
 HELLO = struct.Struct("!8sBBHI32s16s")
 PROOF_SIZE = 32
 NONCE_SIZE = 32
@@ -40,6 +40,10 @@ HEADER = struct.Struct("!BxHId")
 LENGTH = struct.Struct("!I")
 # One value of the largest size, its key, or a batch of as many bytes, with their lengths.
 MAX_BODY = MAX_ANSWER + 2 * MAX_KEY
+
+
+# Looking a number up in an enumeration's class takes ten times as long.
+_OPERATIONS = {op.value: op for op in Op}
 
 
 class ProtocolError(ValueError):
@@ -55,6 +59,7 @@ class Verdict(IntEnum):
     WELCOME = 0
     PROTOCOL = 1
     SECRET = 2
+    FULL = 3
 
 
 class Status(IntEnum):
@@ -131,11 +136,12 @@ def check_request_header(header: bytes) -> int:
         ProtocolError: it is none; nothing need be read or kept of the body then.
     """
     code, keys, _, timeout = HEADER.unpack(header)
-    if code not in tuple(Op):
+    op = _OPERATIONS.get(code)
+    if op is None:
         raise ProtocolError(f"there is no operation {code}")
-    fewest, most, _ = SHAPES[Op(code)]
+    fewest, most, _ = SHAPES[op]
     if not fewest <= keys <= most:
-        raise ProtocolError(f"{Op(code).name} takes {fewest} to {most} keys, got {keys}")
+        raise ProtocolError(f"{op.name} takes {fewest} to {most} keys, got {keys}")
     if not (math.isfinite(timeout) and 0 <= timeout <= MAX_TIMEOUT):
         raise ProtocolError(f"the timeout {timeout} is not 0 to {MAX_TIMEOUT:g} s")
     return frame_length(header)
@@ -148,7 +154,7 @@ def decode_request(header: bytes, body: bytes) -> Request:
         ProtocolError: the body is not what the header says.
     """
     code, keys, _, timeout = HEADER.unpack(header)
-    op = Op(code)
+    op = _OPERATIONS[code]
     fields = decode_fields(body)
     if len(fields) != keys * (1 + SHAPES[op][2]):
         raise ProtocolError(f"{op.name} of {keys} keys has {len(fields)} fields")

@@ -56,5 +56,9 @@ def test_what_the_user_has_set_stays() -> None:
     assert job().single_threaded({"OMP_NUM_THREADS": "3"}) == ["NUMBA_NUM_THREADS"]
 
 
+def test_no_secret_is_made_where_a_file_has_one() -> None:
+    assert "FASTCOLL_SECRET" not in job().environment(0, {"FASTCOLL_SECRET_FILE": "/run/secret"})
+
+
 def test_a_single_rank_may_use_all_cores() -> None:
     assert "OMP_NUM_THREADS" not in job(local_size=1).environment(0, {})

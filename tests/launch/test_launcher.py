@@ -260,6 +260,7 @@ def test_a_reader_that_goes_away_ends_the_job(script: Callable[[str], None]) -> 
         (["--nnodes=2", "--standalone", "script.py"], "--standalone is for one node, --nnodes says 2"),
         (["--node_rank=1", "script.py"], "--node_rank must be from 0 to 0, got 1"),
         (["--master_port=70000", "script.py"], "--master_port must be from 1 to 65535, got 70000"),
+        (["--nodes_port=70000", "script.py"], "--nodes_port must be from 0 to 65535, got 70000"),
         (["--grace=-1", "script.py"], "give a number of seconds from 0 up, not '-1'"),
         (["-m", "--no_python", "script"], "-m and --no_python exclude each other"),
         (["--use_env", "--pass-local-rank", "script.py"], "not allowed with argument --use_env"),

@@ -37,12 +37,13 @@ def test_ranks_get_their_rank_world_environment_and_a_common_directory(run: Run)
             found = [os.environ[name] for name in names]
             assert found == [str(rank), str(rank), str(world_size), str(world_size), "127.0.0.1"]
             assert int(os.environ["MASTER_PORT"]) > 0
-            (tmp_path / f"{rank}.part").write_text(os.environ["MASTER_PORT"])
+            (tmp_path / f"{rank}.part").write_text(os.environ["MASTER_PORT"] + os.environ["FASTCOLL_SECRET"])
             (tmp_path / f"{rank}.part").rename(tmp_path / str(rank))
             while not {str(r) for r in range(world_size)} <= set(os.listdir(tmp_path)):
                 time.sleep(0.001)
-            ports = {(tmp_path / str(r)).read_text() for r in range(world_size)}
-            assert len(ports) == 1
+            met = {(tmp_path / str(r)).read_text() for r in range(world_size)}
+            assert len(met) == 1
+            assert len(os.environ["FASTCOLL_SECRET"]) >= 64
 
         def test_environment_is_restored():
             assert "RANK" not in os.environ
@@ -321,7 +322,7 @@ def test_leaks_fail_the_test_by_name(run: Run) -> None:
     result.stdout.fnmatch_lines(
         [
             "rank 1 of 2: left behind after the test: *thread 'left-alone'*(/dev/zero)*child *(sleep 1000)*",
-            f"left in /dev/shm after the test: {segment}",
+            f"left in shared memory after the test: /dev/shm/{segment}",
         ]
     )
 

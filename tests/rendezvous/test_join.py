@@ -8,6 +8,9 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from fastcoll import config
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.members import Member
-from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, TCPStore
+from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore
 from fastcoll.rendezvous.join import join, wait_for
 
 WHERE = rf"{os.uname().nodename}:\d+"
@@ -45,6 +48,39 @@ def test_everyone_learns_of_everyone(world_size: int, in_threads) -> None:
     for members in results:
         assert [member.rank for member in members] == list(range(world_size))
         assert {member.pid for member in members} == {os.getpid()}
+
+
+class FourOperations(Store):
+    """What a user's store has to have, and a count of what is asked of it."""
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+        self.asked: Counter[str] = Counter()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.asked["set"] += 1
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.asked["get"] += 1
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked["add"] += 1
+        return self._store.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(keys)
+
+
+def test_a_users_store_will_do(in_threads) -> None:
+    """Each rank reads the terms and the list, and rank 0 everyone: not everyone reads everyone."""
+    store, size = FourOperations(), 20
+    results = in_threads(*(partial(join, store, rank, size, "shm", 20) for rank in range(size)))
+    assert all([member.rank for member in members] == list(range(size)) for members in results), results
+    assert store.asked["set"] <= 2 * size + 2
+    assert store.asked["add"] == 2 * size + 1
+    assert store.asked["get"] <= 5 * size
 
 
 def test_processes_meet_in_a_file(tmp_path, processes) -> None:
@@ -166,13 +202,17 @@ def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim
 
 def test_garbage_under_our_keys_is_an_error() -> None:
     with HashStore() as store:
-        store.set("join/failed", "{}")
-        with pytest.raises(StoreError, match="why joining failed cannot be read"):
+        store.set("join/end", "F{}")
+        with pytest.raises(StoreError, match="why the meeting failed cannot be read"):
             join(store, 0, 2, "shm", 5)
     with HashStore() as store:
         store.set("join/member/1", "nonsense")
         with pytest.raises(StoreError, match="registration cannot be read"):
             join(store, 0, 2, "shm", 5)
+    with HashStore() as store:
+        store.set("join/end", "Lnonsense")
+        with pytest.raises(StoreError, match="cannot be read"):
+            join(store, 1, 2, "shm", 5)
 
 
 def test_wait_for_returns_once_the_keys_are_set() -> None:
@@ -181,6 +221,29 @@ def test_wait_for_returns_once_the_keys_are_set() -> None:
         setter.start()
         wait_for(store, ["a", "b"], [Member.here(0, 1, "shm")], 20, "testing")
         setter.join()
+
+
+class Never(HashStore):
+    """A store in which nothing is ever set, for a while; it notes how long it was asked to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
+        assert isinstance(timeout, timedelta)
+        self.waits.append(timeout.total_seconds())
+        if len(self.waits) < 3:
+            raise StoreTimeoutError("not yet")
+
+
+@pytest.mark.parametrize(("crowd", "slices"), [(1, 0.25), (250, 0.25), (1000, 1.0), (10_000, 10.0)])
+def test_the_more_wait_the_less_often_they_look(crowd: int, slices: float) -> None:
+    store = Never()
+    looks: list[int] = []
+    wait_for(store, ["k"], [], 1000, "testing", lambda: looks.append(1), crowd=crowd)
+    assert store.waits == [slices] * 3
+    assert len(looks) == 2
 
 
 def test_wait_for_says_what_it_was_doing() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcoll.rendezvous import store_protocol
-from fastcoll.rendezvous.store_protocol import OPENING_SECONDS, StoreServer
+from fastcoll.rendezvous.store_protocol import FRAME_SECONDS, OPENING_SECONDS, StoreServer
 from fastcoll.rendezvous.table import SHAPES, Op, Request
 from fastcoll.rendezvous.wire import (
     HEADER,
@@ -237,7 +237,7 @@ def test_fields_must_fill_their_frame(body: bytes) -> None:
     assert 1 in wire.dropped
 
 
-def test_slow_openers_are_dropped_and_slow_speakers_are_not() -> None:
+def test_slow_openers_are_dropped_and_slow_speakers_have_longer() -> None:
     wire = Wire()
     wire.connect(1)
     wire.open(2)
@@ -247,7 +247,51 @@ def test_slow_openers_are_dropped_and_slow_speakers_are_not() -> None:
     assert not wire.dropped
     wire.pass_time(0.02)
     assert list(wire.dropped) == [1]
-    assert wire.server.next_deadline() is None
+    assert wire.server.next_deadline() == FRAME_SECONDS
+
+
+@pytest.mark.parametrize("begun", [1, HEADER.size - 1, HEADER.size, HEADER.size + 1])
+def test_who_stalls_within_a_request_is_dropped(begun: int) -> None:
+    wire = Wire()
+    wire.open(1)
+    request = encode_request(Request(Op.SET, (b"k",), (b"v" * 1000,)))
+    wire.pass_time(10 * FRAME_SECONDS)  # idle, which is fine
+    wire.feed(1, request[:begun])
+    wire.pass_time(0.9 * FRAME_SECONDS)
+    wire.feed(1, request[begun : begun + 1])  # a byte now and then is a stall, too
+    assert not wire.dropped
+    wire.pass_time(0.2 * FRAME_SECONDS)
+    assert "did not complete a request" in wire.dropped[1]
+
+
+def test_who_completes_a_request_in_time_may_idle_again() -> None:
+    wire = Wire()
+    wire.open(1)
+    request = encode_request(Request(Op.SET, (b"k",), (b"v",)))
+    wire.feed(1, request[:20])
+    wire.pass_time(0.5 * FRAME_SECONDS)
+    wire.feed(1, request[20:])
+    assert wire.answers(1) == [(Status.OK, [])]
+    wire.pass_time(10 * FRAME_SECONDS)
+    assert wire.ask(1, Op.GET, b"k") == [(Status.OK, [b"v"])]
+
+
+def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
+    server = StoreServer()
+    for peer in range(100):
+        server.connect(peer, 0.0)
+        server.receive(peer, hello() + encode_request(Request(Op.GET, (b"k",), timeout=9.0)), 0.0)
+    server.outbox.clear()
+    server.connect(100, 0.0)
+    server.receive(100, hello() + encode_request(Request(Op.SET, (b"k",), (b"v",))), 0.0)
+    answers = {peer: data for peer, data in server.outbox if peer < 100}
+    assert len(answers) == 100
+    assert len(set(map(id, answers.values()))) == 1
+
+
+def test_a_refusal_is_an_opening_that_says_so() -> None:
+    refusal = Hello.from_bytes(StoreServer(SECRET).refusal(), Role.SERVER)
+    assert (refusal.verdict, refusal.has_secret) == (Verdict.FULL, True)
 
 
 def test_waiting_for_several_keys() -> None:

@@ -255,3 +255,35 @@ def test_prefixes_nest_and_keep_apart() -> None:
         one.append("k", "4")
         assert one.delete_key("k")
         assert one.num_keys() == 1
+
+
+def test_fetch_waits_for_all_keys(store: Store) -> None:
+    store.set("a", "1")
+    setter = threading.Timer(0.05, store.set, ("b", b""))
+    setter.start()
+    assert store.fetch(["b", "a"], 20) == [b"", b"1"]
+    setter.join()
+
+
+def test_fetch_ends_with_its_timeout(store: Store) -> None:
+    store.set("a", "1")
+    with pytest.raises(TimeoutError, match=r"b' was not set"):
+        store.fetch(["a", "b"], timedelta(seconds=0.05))
+
+
+def test_peek_never_waits(store: Store) -> None:
+    store.set("empty", b"")
+    store.set("full", b"=1")
+    assert store.peek(["full", "missing", "empty"]) == [b"=1", None, b""]
+    assert store.peek([]) == []
+
+
+def test_many_and_large_values_are_fetched_and_peeked(full_store: Store) -> None:
+    keys = [f"k{number}" for number in range(2500)]
+    full_store.multi_set(keys, keys)
+    assert full_store.fetch(keys, 20) == [key.encode() for key in keys]
+    assert full_store.peek([*keys, "missing"]) == [*(key.encode() for key in keys), None]
+    large = [letter * MAX_VALUE for letter in (b"a", b"b", b"c")]
+    full_store.multi_set(["a", "b", "c"], large)
+    assert full_store.fetch(["a", "b", "c"], 20) == large
+    assert full_store.peek(["a", "b", "c"]) == large

@@ -1,0 +1,315 @@
+"""A crowd of real clients that start a job through one TCP store, and what that cost.
+
+Rank 0 serves the store and takes part, in a process of its own as in a real job; the other ranks are threads
+of a few processes, each with its own TCPStore and so its own connection over loopback. Each does what
+`init_process_group` does through the store: connect, look for an earlier job, join, meet for the default
+group, settle; and after all have started, leave. Identities are made up, eight ranks a node, so that the list
+of members is as long as that of a real job, and no one can see anyone's process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+from fastcoll import members as members_module
+from fastcoll.backends import parse_backend
+from fastcoll.job import Job, times_settled
+from fastcoll.members import Member
+from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_connection
+from fastcoll.rendezvous.compact import compact, expand
+from fastcoll.rendezvous.join import join
+from fastcoll.rendezvous.table import Op, Request
+from fastcoll.rendezvous.waiting import fetch_for
+from fastcoll.rendezvous.wire import HEADER, encode_request, frame_length
+
+RANKS_PER_NODE = 8
+_DEADLINE_SECONDS = 300.0
+_who = threading.local()
+
+
+@dataclass
+class Tally:
+    """What the clients of one process, or of all, have sent and received.
+
+    Attributes:
+        messages: requests by operation, and "OPEN" for openings.
+        sent, received: bytes on the wire without TCP's own.
+        joined: seconds from the start until each rank had its default group.
+        errors: what went wrong, by its text.
+        facts: server_cpu and client_cpu (seconds), server_bytes (most memory), server_descriptors, turned_away
+            (connections, by the kernel), leave (seconds until rank 0 had left).
+    """
+
+    messages: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    received: int = 0
+    joined: list[float] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    facts: dict[str, float] = field(default_factory=dict)
+
+    def merge(self, other: Tally) -> None:
+        """Add what another process counted."""
+        self.messages += other.messages
+        self.sent += other.sent
+        self.received += other.received
+        self.joined += other.joined
+        self.errors += other.errors
+        self.facts = {
+            name: self.facts.get(name, 0) + other.facts.get(name, 0) for name in self.facts | other.facts
+        }
+
+
+_tally = Tally()
+_tally_lock = threading.Lock()
+
+
+class _CountedConnection(tcp_connection.TCPConnection):
+    """A connection that counts what goes over it."""
+
+    def open(self, secret: bytes, deadline: float) -> None:
+        with _tally_lock:
+            _tally.messages["OPEN"] += 1
+        super().open(secret, deadline)
+
+    def ask(self, request: Request) -> Any:
+        with _tally_lock:
+            _tally.messages[Op(request.op).name] += 1
+        return super().ask(request)
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        super()._send(data, deadline)
+        with _tally_lock:
+            _tally.sent += len(data)
+
+    def _receive(self, count: int, deadline: float) -> bytes:
+        data = super()._receive(count, deadline)
+        with _tally_lock:
+            _tally.received += count
+        return data
+
+
+def _identity() -> dict[str, Any]:
+    """The made-up identity of this thread's rank: eight ranks a node, each node a boot of its own."""
+    node = _who.rank // RANKS_PER_NODE
+    return {
+        "host": f"node{node:05d}",
+        "pid": 10_000 + (_who.rank * 7919) % 50_000,
+        "start_time": 4_000_000 + (_who.rank * 104_729) % 900_000,
+        "boot_id": str(uuid.uuid5(uuid.NAMESPACE_DNS, f"node{node}")),
+        "pid_namespace": "pid:[4026531836]",
+    }
+
+
+def _prepare() -> None:
+    members_module.identity_here = _identity
+    tcp_connection.TCPConnection = _CountedConnection  # type: ignore[misc]
+
+
+def _meet(store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Any:
+    """The default group's meeting as far as the store sees it: rank 0 lays down terms, each tells where it
+    listens, rank 0 puts the addresses together, all read them. Nobody listens or is dialed."""
+    store_place, places = f"net/place/{rank}", [f"net/place/{each}" for each in range(len(members))]
+    if rank == 0:
+        store.set("net/group", b"x" * 128)
+    else:
+        fetch_for(store, ["net/group"], members, timeout, "meeting")
+    node = rank // RANKS_PER_NODE
+    address = f"10.{node // 65536}.{node // 256 % 256}.{node % 256}"
+    store.set(store_place, json.dumps([["eth0"], [address], [30_000 + (rank * 31) % 30_000]]))
+    if rank == 0:
+        records = fetch_for(store, places, members, timeout, "meeting", crowd=1)
+        store.set("net/all", compact([json.loads(record) for record in records]))
+    else:
+        expand(fetch_for(store, ["net/all"], members, timeout, "meeting")[0], len(members) * 4096)
+
+
+def _start(rank: int, size: int, store: TCPStore) -> Job:
+    view = PrefixStore("fastcoll", store)
+    times_settled(view, rank)
+    members = join(view, rank, size, "cpu:auto", _DEADLINE_SECONDS)
+    assert len(members) == size
+    job = Job(view, members, rank, parse_backend(None), _meet, _DEADLINE_SECONDS, lambda: store.close(0.0))
+    with job.making(range(size), "making the default group"):
+        job.make_group("WORLD", "world", range(size), _DEADLINE_SECONDS, _meet)
+    return job
+
+
+def _serve(pipe: Connection, size: int) -> None:
+    """Rank 0's process."""
+    _prepare()
+    _who.rank = 0
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=_DEADLINE_SECONDS, wait_for_workers=False) as store:
+        pipe.send(store.port)
+        begun = pipe.recv()
+        job = _start(0, size, store)
+        _tally.joined.append(time.monotonic() - begun)
+        pipe.send(None)
+        pipe.recv()
+        _tally.facts |= {
+            "server_cpu": _server_cpu(store),
+            "server_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "server_descriptors": len(os.listdir("/proc/self/fd")),
+        }
+        pipe.send(_tally)
+        pipe.recv()
+        leaving = time.monotonic()
+        job.leave(_DEADLINE_SECONDS)
+        pipe.send(time.monotonic() - leaving)
+
+
+def _server_cpu(store: TCPStore) -> float:
+    """CPU seconds of the thread that serves `store`."""
+    return time.clock_gettime(time.pthread_getcpuclockid(store._server._thread.ident))
+
+
+def _client(rank: int, size: int, port: int, begin: Callable[[], float], leave: threading.Event) -> None:
+    _who.rank = rank
+    begun = begin()
+    try:
+        with TCPStore("127.0.0.1", port, timeout=_DEADLINE_SECONDS) as store:
+            job = _start(rank, size, store)
+            with _tally_lock:
+                _tally.joined.append(time.monotonic() - begun)
+            leave.wait()
+            job.leave(0.0)
+    except Exception as error:
+        with _tally_lock:
+            _tally.errors[str(error)[:200]] += 1
+
+
+def _crowd(pipe: Connection, ranks: Sequence[int], size: int, port: int) -> None:
+    """A process of clients, a thread each."""
+    _prepare()
+    # A real rank has one list of members. Hundreds in one process would keep the collector busy.
+    gc.disable()
+    # Nor would hundreds of threads wake up every 5 ms to ask for the interpreter's lock.
+    sys.setswitchinterval(1.0)
+    threading.stack_size(256 << 10)
+    go, leave = threading.Event(), threading.Event()
+    begun: list[float] = []
+
+    def begin() -> float:
+        go.wait()
+        return begun[0]
+
+    threads = [threading.Thread(target=_client, args=(rank, size, port, begin, leave)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    pipe.send(None)
+    begun.append(pipe.recv())
+    cpu = time.process_time()
+    go.set()
+    while len(_tally.joined) + sum(_tally.errors.values()) < len(ranks):
+        time.sleep(0.02)
+    _tally.facts["client_cpu"] = time.process_time() - cpu
+    pipe.send(None)
+    pipe.recv()
+    pipe.send(_tally)
+    pipe.recv()
+    leave.set()
+    for thread in threads:
+        thread.join()
+    pipe.send(0.0)
+
+
+def measure(size: int, processes: int = 4) -> Tally:
+    """Start a job of `size` ranks, its clients in so many processes, and let it leave; what the start cost.
+
+    Raises:
+        RuntimeError: a client failed.
+    """
+    with ExitStack() as crew:
+        pipe = _worker(crew, _serve, size)
+        port = pipe.recv()
+        pipes = [pipe]
+        for number in range(min(processes, size - 1)):
+            pipes.append(_worker(crew, _crowd, range(1 + number, size, processes), size, port))
+            pipes[-1].recv()
+        turned_away = _turned_away()
+        _ask(pipes, time.monotonic())
+        total = Tally()
+        for part in _ask(pipes, "tell"):
+            total.merge(part)
+        total.facts["turned_away"] = _turned_away() - turned_away
+        total.facts["leave"] = max(_ask(pipes, "leave"))
+    if total.errors:
+        raise RuntimeError(f"clients failed: {dict(total.errors)}")
+    return total
+
+
+def _worker(crew: ExitStack, work: Callable[..., None], *arguments: object) -> Connection:
+    """A process that does `work(pipe, *arguments)`, waited for when `crew` closes; the pipe's other end."""
+    spawn = multiprocessing.get_context("spawn")
+    mine, theirs = spawn.Pipe()
+    process = spawn.Process(target=work, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    crew.callback(process.close)
+    crew.callback(process.join)
+    crew.callback(mine.close)
+    return mine
+
+
+def _ask(pipes: Sequence[Connection], word: object) -> list[Any]:
+    for pipe in pipes:
+        pipe.send(word)
+    return [pipe.recv() for pipe in pipes]
+
+
+def _turned_away() -> int:
+    """Connections that this machine's kernel turned away, since a listener's queue was full."""
+    with open("/proc/net/netstat", encoding="ascii") as file:
+        names, values = (line.split() for line in file if line.startswith("TcpExt:"))
+    return int(dict(zip(names, values, strict=True))["ListenDrops"])
+
+
+_LONG, _READERS = 256 << 10, 100
+
+
+def measure_byte() -> float:
+    """CPU seconds of the server for one byte more in an answer that many wait for."""
+    costs = []
+    with ExitStack() as crew:
+        pipe = _worker(crew, _serve_values)
+        port = pipe.recv()
+        readers = [tcp_connection.connect("127.0.0.1", port, b"", 10.0) for _ in range(_READERS)]
+        for number, size in enumerate((8, _LONG) * 5):
+            request = encode_request(Request(Op.GET, (b"%d" % number,), (), 60.0))
+            for reader in readers:
+                reader._send(request, time.monotonic() + 10.0)
+            pipe.send(size)
+            deadline = time.monotonic() + 60.0
+            for reader in readers:
+                reader._receive(frame_length(reader._receive(HEADER.size, deadline)), deadline)
+            costs.append(pipe.recv())
+        pipe.send(None)
+        for reader in readers:
+            reader.close()
+    return max(0.0, median(costs[1::2]) - median(costs[::2])) / (_LONG * _READERS)
+
+
+def _serve_values(pipe: Connection) -> None:
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        pipe.send(store.port)
+        number = 0
+        while (size := pipe.recv()) is not None:
+            before = _server_cpu(store)
+            store.set(str(number), os.urandom(size))
+            time.sleep(0.1)
+            pipe.send(_server_cpu(store) - before)
+            number += 1

@@ -1,0 +1,75 @@
+"""pytest: the fixture `join_hosts`, and `--ranks-hosts N`, with which tests with the mark ranks run on N hosts.
+
+There the first two ranks are on the first host, the next two on the second one and so on, but of two ranks each has
+a host of its own. So four hosts have worlds of up to eight ranks, with nodes of different sizes in those of 3 and 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from fastcoll.launch.ranks_mark import Place
+from hosts.network import Host, Network, lacking
+
+_RANKS_A_HOST = 2
+
+
+@pytest.fixture
+def join_hosts() -> Iterator[Callable[..., Network]]:
+    """Makes networks, with the arguments of Network; they are gone after the test. Skips where none can be made."""
+    if reason := lacking():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(Network(*args, **options))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("fastcoll").addoption(
+        "--ranks-hosts",
+        type=int,
+        metavar="N",
+        help="run tests with the mark ranks on N hosts of this machine",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (hosts := config.getoption("ranks_hosts")) is not None:
+        config.pluginmanager.register(Placing(hosts), "fastcoll-ranks-hosts")
+
+
+class Placing:
+    """Puts ranks on hosts, which are made for the first test that needs them.
+
+    Args:
+        hosts: how many.
+    """
+
+    def __init__(self, hosts: int) -> None:
+        self._count = hosts
+        self._network: Network | None = None
+
+    def pytest_ranks_places(self, world_size: int) -> Sequence[Place]:
+        if reason := lacking():
+            pytest.skip(reason)
+        self._network = self._network or Network(self._count)
+        return places(self._network.hosts, world_size)
+
+    def pytest_unconfigure(self) -> None:
+        if self._network is not None:
+            self._network.close()
+
+
+def places(hosts: Sequence[Host], world_size: int) -> list[Place]:
+    """A place for each rank, on these hosts in turn."""
+    if world_size > _RANKS_A_HOST * len(hosts):
+        pytest.skip(f"{world_size} ranks need more than {len(hosts)} hosts")
+    share = 1 if world_size <= _RANKS_A_HOST else _RANKS_A_HOST
+    return [_place(hosts[rank // share]) for rank in range(world_size)]
+
+
+def _place(host: Host) -> Place:
+    return Place(tuple(host.enter()), host.address, Path(host.root, "dev/shm"))

@@ -1,0 +1,201 @@
+"""The launcher on several hosts: ranks find one another, and what fails on one host ends the others."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from hosts.network import Network
+from hosts.nodes import Node, await_line, finish, launched, told
+
+Join = Callable[..., Network]
+SECRET = {"FASTCOLL_SECRET": "of this test"}
+
+MEET = """
+import os, fastcoll as dist
+from fastcoll.rendezvous import rendezvous
+meeting = rendezvous("env://", -1, -1, 30, "")
+meeting.store.set(f"host/{meeting.rank}", os.uname().nodename)
+hosts = [meeting.store.get(f"host/{rank}").decode() for rank in range(meeting.world_size)]
+print(meeting.rank, os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"], *hosts, flush=True)
+meeting.store.add("done", 1)
+while meeting.rank == 0 and meeting.store.add("done", 0) < meeting.world_size:
+    pass
+meeting.close(0)
+"""
+SHM = "import fastcoll as dist\ndist.init_process_group('shm', timeout=30)"
+JOIN = "import fastcoll as dist\nprint('here', flush=True)\ndist.init_process_group(timeout=600)"
+WAIT = "import time\nprint('here', flush=True)\ntime.sleep(600)"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Writes the program that every rank runs."""
+
+    def write(text: str) -> list[str]:
+        (tmp_path / "script.py").write_text(text)
+        return [str(tmp_path / "script.py")]
+
+    return write
+
+
+def run(
+    network: Network, ranks: int, program: Sequence[str], **options: object
+) -> list[tuple[int, str, str]]:
+    """Exit code, output and stderr of each host's launcher."""
+    with launched(network, ranks, program, **{"env": SECRET, **options}) as nodes:  # type: ignore[arg-type]
+        finish(nodes, 60)
+        return [(node.code or 0, node.out, node.err) for node in nodes]
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_ranks_of_four_hosts_meet(join_hosts: Join, script: Callable[[str], list[str]], version: int) -> None:
+    network = join_hosts(4, own_pids=True)
+    first = network.hosts[0]
+    address = first.address if version == 4 else first.addresses6[0]
+    done = run(network, 2, script(MEET), address=address)
+    assert [code for code, _, _ in done] == [0] * 4, done
+    hosts = " ".join(f"host{rank // 2}" for rank in range(8))
+    for node, (_, out, err) in enumerate(done):
+        lines = [f"[{rank}] {rank} {rank % 2} {node} {hosts}" for rank in (2 * node, 2 * node + 1)]
+        assert sorted(out.splitlines()) == lines
+        assert "secret" not in err
+
+
+def test_shared_memory_is_refused_between_hosts(join_hosts: Join, script: Callable[[str], list[str]]) -> None:
+    done = run(join_hosts(2), 1, script(SHM))
+    assert [code for code, _, _ in done] == [1, 1]
+    for _, _, err in done:
+        assert re.search(
+            r"UnavailableError: .*rank 1 \(host1:\d+\) does not share /dev/shm with rank 0 \(host0:\d+\)", err
+        ), err
+
+
+def test_hosts_that_have_other_secrets_do_not_meet(
+    join_hosts: Join, script: Callable[[str], list[str]]
+) -> None:
+    program = [sys.executable, *script(MEET)]
+    choose = ["sh", "-c", 'FASTCOLL_SECRET=$(hostname) exec "$@"', "sh"]
+    with launched(join_hosts(2), 1, [*choose, *program], options=["--no_python"]) as nodes:
+        assert nodes[1].wait_for_code() == 1, told(nodes)
+        assert "FASTCOLL_SECRET" in nodes[1].err
+
+
+def test_without_a_secret_one_line_says_where_it_listens(
+    join_hosts: Join, script: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
+    (_, _, first), (_, _, second) = run(join_hosts(2), 1, script(MEET), env={})
+    launchers = [line for line in first.splitlines() if not line.startswith("[")]
+    assert len(launchers) == 1
+    assert re.match(r"listening on 10\.77\.0\.1:\d+ .*without a secret", launchers[0]), first
+    assert "secret" not in second
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("others", [JOIN, WAIT], ids=["joining", "busy"])
+def test_a_rank_that_fails_ends_all_hosts_and_is_named(
+    join_hosts: Join, script: Callable[[str], list[str]], victim: int, others: str
+) -> None:
+    failing = f"import os\nif os.environ['GROUP_RANK'] == '{victim}':\n    raise SystemExit('no data')\n"
+    with launched(join_hosts(3, own_pids=True), 1, script(failing + others), env=SECRET) as nodes:
+        finish(nodes, 60)
+        assert [node.code for node in nodes] == [1, 1, 1], told(nodes)
+        for node in nodes:
+            where = "" if node.host.index == victim else "on another node "
+            line = rf"fastcoll.launch: {where}rank {victim} \(host host{victim}, pid \d+\) failed first: exit code 1"
+            assert len(re.findall(line, node.err)) == 1, told(nodes)
+
+
+def test_a_rank_that_is_killed_later_is_named_everywhere(
+    join_hosts: Join, script: Callable[[str], list[str]]
+) -> None:
+    ask = "import os, signal, sys\nprint('here', flush=True)\n"
+    ask += (
+        "go = os.environ['RANK'] == '3'\nwhile not go or not os.path.exists(sys.argv[1]): os.sched_yield()\n"
+    )
+    ask += "os.kill(os.getpid(), signal.SIGKILL)"
+    program = script(ask)
+    flag = Path(program[0]).with_name("go")
+    with launched(join_hosts(2), 2, [*program, str(flag)], env=SECRET) as nodes:
+        for node in nodes:
+            for rank in (2 * node.host.index, 2 * node.host.index + 1):
+                await_line(node, f"[{rank}] here", nodes)
+        flag.touch()
+        finish(nodes, 60)
+        assert [node.code for node in nodes] == [128 + signal.SIGKILL] * 2, told(nodes)
+        for node in nodes:
+            assert re.search(r"rank 3 \(host host1, pid \d+\) failed first: signal SIGKILL", node.err)
+
+
+def test_a_node_whose_ranks_end_well_leaves_the_others_alone(
+    join_hosts: Join, script: Callable[[str], list[str]]
+) -> None:
+    text = "import os, time\nif os.environ['RANK'] == '1': time.sleep(1)\nprint('done')"
+    for code, out, err in run(join_hosts(2), 1, script(text)):
+        assert (code, out[4:], err) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("vanishes", [0, 1])
+def test_a_failure_on_a_host_that_is_out_of_reach_ends_that_host(
+    join_hosts: Join, script: Callable[[str], list[str]], vanishes: int
+) -> None:
+    text = (
+        "import os, sys\nprint('here', flush=True)\nwhile not os.path.exists(sys.argv[1]): os.sched_yield()\n"
+    )
+    text += f"sys.exit(os.environ['RANK'] == '{vanishes}')"
+    program = script(text)
+    flag = Path(program[0]).with_name("go")
+    network = join_hosts(2)
+    with launched(network, 1, [*program, str(flag)], env=SECRET) as nodes:
+        for node in nodes:
+            await_line(node, "here", nodes)
+        network.cut(network.hosts[vanishes])
+        flag.touch()
+        finish(nodes, 60)
+        assert [node.code for node in nodes] == [int(node.host.index == vanishes) for node in nodes], told(
+            nodes
+        )
+
+
+def test_launchers_that_cannot_meet_go_on_and_say_so(
+    join_hosts: Join, script: Callable[[str], list[str]]
+) -> None:
+    network = join_hosts(2)
+    first = network.hosts[0]
+    taken = f"import socket, time\ns = socket.create_server(('{first.address}', 19500))\ntime.sleep(100)"
+    holder = first.start([sys.executable, "-c", taken])
+    try:
+        first.namespace.run("sh", "-c", "until ss -ltn | grep -q 19500; do :; done")
+        with launched(network, 1, script(MEET), env=SECRET) as nodes:
+            finish(nodes, 60)
+            assert [node.code for node in nodes] == [0, 0], told(nodes)
+            assert "the nodes' launchers cannot meet" in nodes[0].err
+            assert "the port is in use by" in nodes[0].err
+    finally:
+        holder.end()
+
+
+def test_launchers_do_not_meet_when_told_so(join_hosts: Join, script: Callable[[str], list[str]]) -> None:
+    program = script(
+        "import os, subprocess\nprint(subprocess.run(['ss', '-ltnH'], capture_output=True, text=True).stdout)"
+    )
+    for code, out, _ in run(join_hosts(2), 1, program, options=["--nodes_port", "0"]):
+        assert (code, out.split()) == (0, ["[" + out[1] + "]"])
+
+
+def test_a_killed_launcher_takes_its_ranks_along(
+    join_hosts: Join, script: Callable[[str], list[str]]
+) -> None:
+    with launched(join_hosts(2, own_pids=True), 2, script(WAIT), env=SECRET) as nodes:
+        for node in nodes:
+            await_line(node, "here", nodes)
+        one: Node = nodes[1]
+        one.end()
+        listed = one.host.namespace.run("sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert "script.py" not in listed

@@ -1,0 +1,86 @@
+"""Ranks on several hosts that Slurm, mpirun or Kubernetes has started: with what those set, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from hosts.network import Network
+from hosts.nodes import Node, finish, told
+
+PROGRAM = """
+import numpy as np, fastcoll as dist
+dist.init_process_group(timeout=40)
+x = np.array([2.0 ** dist.get_rank()])
+dist.all_reduce(x)
+print(dist.get_rank(), x[0])
+dist.destroy_process_group()
+"""
+
+
+def slurm(rank: int) -> dict[str, str]:
+    """What srun sets for a rank, of two on each of two nodes."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_STEP_NODELIST": "host[0-1]",
+    }
+
+
+def open_mpi(rank: int) -> dict[str, str]:
+    """What Open MPI's mpirun sets, and the address that `-x MASTER_ADDR` passes on."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": "prterun-host0-4711@1",
+        "MASTER_ADDR": "host0",
+    }
+
+
+def hydra(rank: int) -> dict[str, str]:
+    """What MPICH's mpiexec sets, and what `-genv` passes on."""
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": "4",
+        "MPI_LOCALRANKID": str(rank % 2),
+        "MPI_LOCALNRANKS": "2",
+        "MASTER_ADDR": "host0",
+        "MASTER_PORT": "29500",
+    }
+
+
+def by_hand(rank: int) -> dict[str, str]:
+    """What a loop over ssh sets, or the manifest of an Indexed Job."""
+    return {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("variables", [slurm, open_mpi, hydra, by_hand])
+def test_ranks_meet(
+    join_hosts: Callable[..., Network], tmp_path: Path, variables: Callable[[int], Mapping[str, str]]
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    network = join_hosts(2, own_pids=True)
+    own = {"FASTCOLL_SECRET": "of this test"}
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(4):
+            environment = {**os.environ, **own, **variables(rank)}
+            words = [sys.executable, str(tmp_path / "program.py")]
+            ranks.append(Node(network.hosts[rank // 2], words, environment))
+            stack.callback(ranks[-1].close)
+        finish(ranks, 60)
+        assert [(one.code, one.out) for one in ranks] == [(0, f"{r} 15.0\n") for r in range(4)], told(ranks)

@@ -1,0 +1,70 @@
+"""Launchers that tell one another of a failure, in one process over loopback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from fastcoll.launch.nodes import Failure, Nodes, default_port
+from fastcoll.launch.ports import free_port
+
+FIRST, SECOND = Failure(3, "rank 1 failed"), Failure(4, "rank 2 failed")
+
+
+@pytest.fixture
+def joined() -> Iterator[list[Nodes]]:
+    """The launchers of three nodes."""
+    port = free_port()
+    with ExitStack() as stack:
+        yield [stack.enter_context(Nodes(3, rank, "127.0.0.1", port)) for rank in range(3)]
+
+
+def known(node: Nodes) -> Failure | None:
+    """What a node knows after a while."""
+    end = time.monotonic() + 10
+    while node.failure() is None and time.monotonic() < end:
+        time.sleep(0.001)
+    return node.failure()
+
+
+@pytest.mark.parametrize("teller", [0, 1, 2])
+def test_all_know_of_the_first_failure(joined: list[Nodes], teller: int) -> None:
+    joined[teller].tell(FIRST)
+    assert [known(node) for node in joined] == [FIRST] * 3
+    joined[teller - 1].tell(SECOND)
+    assert [node.failure() for node in joined] == [FIRST] * 3
+
+
+def test_nobody_fails_when_all_end_well(joined: list[Nodes]) -> None:
+    joined[0].__exit__()
+    joined[1].__exit__()
+    assert [node.failure() for node in joined] == [None] * 3
+
+
+def test_a_failure_reaches_a_node_that_starts_later() -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        later = Nodes(2, 0, "127.0.0.1", port)
+        first = stack.enter_context(Nodes(2, 1, "127.0.0.1", port))
+        first.tell(FIRST)
+        stack.enter_context(later)
+        assert known(later) == known(first) == FIRST
+
+
+def test_what_is_in_the_way_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with Nodes(2, 0, "192.0.2.1", 1234) as node:
+        node.tell(FIRST)
+        assert node.failure() is None
+    text = capsys.readouterr().err
+    assert text.startswith(
+        "fastcoll.launch: the nodes' launchers cannot meet, so a failure elsewhere does not end"
+    )
+    assert "192.0.2.1:1234" in text
+
+
+def test_ports_of_jobs_that_count_up_stay_apart() -> None:
+    assert {default_port(port) for port in (29500, 29501)} == {19500, 19501}
+    assert all(1024 <= default_port(port) <= 65535 for port in range(1024, 65536))

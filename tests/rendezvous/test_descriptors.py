@@ -1,0 +1,101 @@
+"""A store's server and its limit of file descriptors: raised in time, or a clear refusal."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from fastcoll.errors import ResourceError
+from fastcoll.rendezvous import TCPStore, tcp_connection
+from fastcoll.rendezvous.descriptors import make_room
+
+FEW = """
+import resource, sys
+from fastcoll.rendezvous import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True)
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
+print(store.port, flush=True)
+sys.stdin.readline()
+store.close()
+"""
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[Callable[[int, int], None]]:
+    """Sets this process's limits of descriptors, for the length of a test."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda soft, hard: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[0], resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def test_a_server_that_may_open_no_more_says_so(processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_connection, "_FULL_SECONDS", 0.3)
+    server = processes.start(FEW, 0, 40, 40)
+    port = int(server.stdout.readline())
+    stores: list[TCPStore] = []
+    try:
+        while not (refusal := refused(stores, port)):
+            assert len(stores) < 60
+        assert (
+            "rank 0) has reached its limit of file descriptors; raise it before the start (ulimit -n"
+            in refusal
+        )
+        assert stores[0].add("n", 1) == 1
+        stores.pop().close()
+        with TCPStore("127.0.0.1", port, timeout=20) as late:
+            assert late.add("n", 1) == 2
+    finally:
+        for store in stores:
+            store.close()
+    server.stdin.write("\n")
+    assert server.communicate(timeout=20)[1].count("the store takes no more than") == 1
+
+
+def refused(stores: list[TCPStore], port: int) -> str:
+    """Add a store to the crowd; why that was not possible."""
+    try:
+        stores.append(TCPStore("127.0.0.1", port, timeout=20))
+    except ResourceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_server_raises_its_soft_limit(processes) -> None:
+    server = processes.start(FEW, 0, 40, 300)
+    port = int(server.stdout.readline())
+    with ExitStack() as crowd:
+        stores = [crowd.enter_context(TCPStore("127.0.0.1", port, timeout=20)) for _ in range(100)]
+        assert [store.add("n", 1) for store in stores] == list(range(1, 101))
+
+
+def test_room_is_made_for_all_ranks_before_they_come(
+    few_descriptors, caplog: pytest.LogCaptureFixture
+) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few_descriptors(200, hard)
+    with caplog.at_level(logging.INFO, "fastcoll"):
+        make_room(10, "ten ranks")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (200, hard)
+        make_room(500, "the store for 500 ranks")
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert 500 < soft < 700
+    assert [
+        f"from 200 to {soft} for the store for 500 ranks" in record.message for record in caplog.records
+    ] == [True]
+
+
+def test_rank_0_refuses_more_ranks_than_its_hard_limit_allows(processes) -> None:
+    source = """
+import resource, sys
+from fastcoll.rendezvous.tcp_method import meet_at_address
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+meet_at_address("127.0.0.1", int(sys.argv[1]), 0, 1000, 20.0, "this test")
+"""
+    started = processes.start(source, 1)
+    err = started.communicate(timeout=20)[1]
+    assert "ResourceError: the store for 1000 ranks needs 10" in err
+    assert "may have 100; raise it before the start (ulimit -n" in err

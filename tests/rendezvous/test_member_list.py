@@ -1,0 +1,129 @@
+"""The list of all ranks: it comes back as it was, is short, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcoll.errors import StoreError
+from fastcoll.members import Member
+from fastcoll.processes import ProcessId
+from fastcoll.rendezvous.compact import compact, expand
+from fastcoll.rendezvous.member_list import pack, unpack
+
+ME = Member.here(0, 1, "shm")
+
+
+def nodes_of_eight(size: int) -> list[Member]:
+    boots = [
+        str(uuid.UUID(int=number * 0x9E3779B97F4A7C15F39CC0605CEDC834 % (1 << 128))) for number in range(size)
+    ]
+    return [
+        dataclasses.replace(
+            ME,
+            rank=rank,
+            host=f"node{rank // 8:05}",
+            boot_id=boots[rank // 8],
+            pid=1000 + rank * 7919 % 4_000_000,
+            start_time=40_000_000 + rank * 104_729 % 3_000_000,
+        )
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 64, 1000])
+def test_a_list_comes_back_as_it_was(size: int) -> None:
+    members = nodes_of_eight(size)
+    assert unpack(Member, pack(members), size) == members
+
+
+def test_a_record_takes_few_bytes() -> None:
+    assert len(pack(nodes_of_eight(1000))) < 20 * 1000
+    assert sum(len(member.to_bytes()) for member in nodes_of_eight(1000)) > 250 * 1000
+
+
+processes = st.builds(
+    ProcessId,
+    host=st.text(max_size=5),
+    pid=st.integers(0, 3),
+    start_time=st.integers(-(1 << 70), 1 << 70),
+    boot_id=st.text(max_size=2),
+    pid_namespace=st.just("pid:[1]"),
+)
+
+
+@given(st.lists(processes, min_size=1, max_size=20))
+def test_any_processes_come_back(some: list[ProcessId]) -> None:
+    assert unpack(ProcessId, pack(some), len(some)) == some
+
+
+def columns(**changes: object) -> bytes:
+    record = {name: [value] * 2 for name, value in dataclasses.asdict(ME).items()} | changes
+    return compact({name: column for name, column in record.items() if column is not None})
+
+
+def test_the_columns_written_by_hand_are_a_list() -> None:
+    assert unpack(Member, columns(), 2) == [ME, ME]
+    assert unpack(Member, columns(rank={"values": [7], "of": [0, 0]}), 2)[1].rank == 7
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"nonsense",
+        zlib.compress(b"{"),
+        compact([]),
+        compact(None),
+        compact({}),
+        columns(rank=None),
+        columns(crank=[1, 1]),
+        columns(rank=[1]),
+        columns(rank=[1, 1, 1]),
+        columns(rank=[1, "1"]),
+        columns(rank=[1, True]),
+        columns(rank=7),
+        columns(rank="11"),
+        columns(rank={"values": [1]}),
+        columns(rank={"values": [1], "of": [0, 1]}),
+        columns(rank={"values": [1], "of": [0, -1]}),
+        columns(rank={"values": [1], "of": [0, False]}),
+        columns(rank={"values": [1], "of": []}),
+        columns(rank={"values": [], "of": []}),
+        columns(rank={"values": [[1]], "of": [0, 0]}),
+        columns(host=[None, None]),
+        pack([ME, ME])[:-1],
+        pack([ME, ME]) + b"x",
+        zlib.compress(b"[" * 100_000),
+    ],
+)
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(StoreError, match="cannot be read"):
+        unpack(Member, data, 2)
+
+
+def test_a_bomb_is_not_inflated() -> None:
+    bomb = zlib.compress(json.dumps("x" * 50_000_000).encode(), 9)
+    assert len(bomb) < 100_000
+    with pytest.raises(StoreError, match="longer than 8192 bytes"):
+        unpack(Member, bomb, 2)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=4)
+    )
+)
+def test_what_json_can_hold_comes_back(value: object) -> None:
+    data = compact(value)
+    length = len(zlib.decompress(data))
+    assert expand(data, length) == value
+    for most in {0, length - 1}:
+        with pytest.raises(StoreError, match="longer than"):
+            expand(data, most)
