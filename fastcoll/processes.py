@@ -13,6 +13,7 @@ import os
 import select
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -97,6 +98,16 @@ def checked_fields(kind: type[ProcessId], record: object) -> Mapping[str, Any]:
         if type(value) is not expected[name]:
             raise ValueError(f"{name} must be {expected[name].__name__}, got {value!r}")
     return record
+
+
+def cores_of(processes: Iterable[ProcessId]) -> set[int]:
+    """The CPUs that the living ones of `processes` may use together, as far as they can be seen from here."""
+    cores: set[int] = set()
+    for process in processes:
+        if in_sight(process):
+            with suppress(ProcessLookupError):
+                cores |= os.sched_getaffinity(process.pid)
+    return cores
 
 
 def dead_among(processes: Iterable[P]) -> list[P]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...backends import parse_backend
 from ...errors import UsageError
 from ..machine import describe, machine
 from . import launch, peers
@@ -40,6 +41,7 @@ class Options:
         cores: that the ranks are pinned to in turn; empty: they are not pinned.
         scale: of the number of batches.
         seconds: a cell that would take longer gets fewer batches.
+        backend: fastcoll's.
         json, plots, results, name: where the results go.
         command: the command line.
     """
@@ -55,6 +57,7 @@ class Options:
     rounds: int
     scale: float
     seconds: float
+    backend: str
     json: Path | None
     plots: Sequence[Path]
     results: Path | None
@@ -80,6 +83,7 @@ def check(options: Options) -> None:
     Raises:
         UsageError: with what to give instead.
     """
+    parse_backend(options.backend)
     if options.ranks < 2:
         raise UsageError(f"-n is {options.ranks}; a comparison needs at least 2 ranks")
     if options.dtype not in DTYPES:
@@ -174,7 +178,15 @@ def _contender(
     options: Options, started: launch.Launch, label: str, where: str, has: Sequence[Cell]
 ) -> Contender:
     crowding = options.ranks / _shared_cores(options)
-    job = Job(tuple(has), options.ranks, options.dtype, tuple(options.cores), crowding, options.seconds)
+    job = Job(
+        tuple(has),
+        options.ranks,
+        options.dtype,
+        tuple(options.cores),
+        crowding,
+        options.seconds,
+        options.backend,
+    )
     return Contender(started, job, SideTimes(started.side, label, "", where, started.told))
 
 

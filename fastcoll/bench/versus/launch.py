@@ -58,7 +58,8 @@ def peers(found: Found, ranks: int, cores: int) -> Launch:
     worker = (str(found.python), str(_START), name)
     if not found.peer.is_mpi:
         return Launch(name, (*_launcher(ranks), "--no_python", *worker), _LAUNCHED.format(ranks))
-    options = [*(_open_mpi_options(ranks, cores) if name == "openmpi" else ()), "-n", str(ranks)]
+    general = _open_mpi_options(ranks, cores) if found.peer.home == "openmpi" else ()
+    options = [*general, *found.peer.options, "-n", str(ranks)]
     words = (*_launcher(1), "--no_python", str(found.mpiexec), *options, *worker)
     return Launch(name, words, shlex.join(["mpiexec", *options]))
 

@@ -19,7 +19,14 @@ from ..timing import Schedule, Timing, estimate, no_collector, time_batches
 from .cells import Buffers, Place, make_buffers, prepare, wrong
 from .plan import LIMITS, SHAPES, Cell, Job, read_job
 
-SIDES = {"fastcoll": "ours", "limit": "limit", "gloo": "gloo", "openmpi": "mpi", "mpich": "mpi"}
+SIDES = {
+    "fastcoll": "ours",
+    "limit": "limit",
+    "gloo": "gloo",
+    "openmpi": "mpi",
+    "openmpi-tcp": "mpi",
+    "mpich": "mpi",
+}
 """The module of `sides` that speaks for a side."""
 
 _WARM_UP = 12  # calls at least, on every side; libraries that learn while they run have learnt by then

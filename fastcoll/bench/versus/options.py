@@ -73,6 +73,7 @@ def options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
         rounds=given.rounds,
         scale=given.scale,
         seconds=given.seconds or _SECONDS,
+        backend=given.backend,
         json=given.json,
         plots=pictures(given.plot),
         results=given.results,

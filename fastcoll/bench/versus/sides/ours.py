@@ -23,7 +23,7 @@ class Fastcoll:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
-        self.library = f"fastcoll {dist.__version__}"
+        self.library = f"fastcoll {dist.__version__} (backend {dist.get_backend()})"
 
     def barrier(self) -> None:
         dist.barrier()
@@ -65,5 +65,5 @@ class Fastcoll:
 def join(job: Job, folder: Path) -> Fastcoll:
     """Before the ranks meet they are pinned: they choose how to wait by the cores that they have."""
     pin(job, rank_in_environment())
-    dist.init_process_group()
+    dist.init_process_group(job.backend)
     return Fastcoll()
