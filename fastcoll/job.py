@@ -132,16 +132,19 @@ class Job:
     def _unsettled(self) -> list[Member]:
         """The living ranks in the job that have not made as many groups as this one."""
         try:
-            late = [m for m in self.members if times_settled(self.store, m.rank) < self._settled]
+            counts = self.store.peek([_settled_key(member.rank) for member in self.members])
         except StoreError:  # the store went first, so nobody can need it
             return []
+        settled = [0 if count is None else int(count) for count in counts]
+        late = [m for m, times in zip(self.members, settled, strict=True) if times < self._settled]
         dead = dead_among(late)
         return [member for member in late if member not in dead]
 
 
 def times_settled(store: Store, rank: int) -> int:
     """How many makings of groups `rank` is done with. Never blocks."""
-    return store.add(_settled_key(rank), 0)
+    count = store.peek([_settled_key(rank)])[0]
+    return 0 if count is None else int(count)
 
 
 def has_left(store: Store, rank: int) -> bool:

@@ -22,7 +22,8 @@ from ..config import MOST_STREAMS
 from ..errors import StoreError, UsageError
 from ..members import Member
 from ..rendezvous import Store
-from ..rendezvous.waiting import wait_for
+from ..rendezvous.compact import compact, expand
+from ..rendezvous.waiting import fetch_for
 from ..secret import job_secret
 from .interfaces import IPV4, IPV6, Interface, choose_here
 from .listener import Deliver, Listener
@@ -31,6 +32,7 @@ from .opening import GROUP_SIZE, TOKEN_SIZE, Seat, derive_key
 from .refusal import Refusal
 
 _GROUP, _ALL = "net/group", "net/all"
+_MOST_BYTES = 4096  # of one rank's record in the list of all
 _DOING = "making a group over the network"
 _MOST_NAMES = 16
 
@@ -185,20 +187,19 @@ class _Gathering:
     def _collect(self) -> list[Place]:
         """On the first member: wait for all addresses, and publish them."""
         keys = [_place_key(rank) for rank in range(len(self._members))]
-        self._wait(keys, self._missing)
-        places = [Place.from_record(_loads(data)) for data in self._store.multi_get(keys)]
+        places = [Place.from_record(_loads(data)) for data in self._fetch(keys, self._missing)]
         for member, place in zip(self._members, places, strict=True):
             if len(place.names) != len(places[0].names):
                 raise UsageError(
                     f"the ranks name different numbers of network interfaces: {self._members[0]} has {places[0]}, "
                     f"{member} has {place}; give every rank as many in FASTCOLL_SOCKET_IFNAME"
                 )
-        self._store.set(_ALL, json.dumps([asdict(place) for place in places]))
+        self._store.set(_ALL, compact([asdict(place) for place in places]))
         return places
 
     def _receive(self, interfaces: int) -> list[Place]:
         """On the other members: wait for all addresses."""
-        records = _loads(self._read(_ALL, self._missing))
+        records = expand(self._read(_ALL, self._missing), len(self._members) * _MOST_BYTES)
         if not isinstance(records, list) or len(records) != len(self._members):
             raise StoreError(f"the ranks' addresses cannot be read: {records!r:.80}")
         places = [Place.from_record(record) for record in records]
@@ -207,22 +208,21 @@ class _Gathering:
         return places
 
     def _read(self, key: str, missing: Callable[[], str]) -> bytes:
-        self._wait([key], missing)
-        return self._store.get(key)
+        return self._fetch([key], missing)[0]
 
-    def _wait(self, keys: Sequence[str], missing: Callable[[], str]) -> None:
+    def _fetch(self, keys: Sequence[str], missing: Callable[[], str]) -> list[bytes]:
         left = max(self._deadline - time.monotonic(), 0.0)
-        wait_for(self._store, keys, self._members, left, _DOING, self._refusal.check, missing=missing)
+        crowd = 1 if self._rank == 0 else len(self._members)
+        check = self._refusal.check
+        return fetch_for(
+            self._store, keys, self._members, left, _DOING, check, missing=missing, crowd=crowd
+        )
 
     def _missing(self) -> str:
         """The first of those who have not told where they listen."""
-        late: list[str] = []
-        for rank, member in enumerate(self._members):
-            if not self._store.check([_place_key(rank)]):
-                late.append(str(member))
-            if len(late) == _MOST_NAMES:
-                break
-        return ", ".join(late) or f"{self._members[0]}, who collects the addresses"
+        told = self._store.peek([_place_key(rank) for rank in range(len(self._members))])
+        late = [str(member) for member, place in zip(self._members, told, strict=True) if place is None]
+        return ", ".join(late[:_MOST_NAMES]) or f"{self._members[0]}, who collects the addresses"
 
 
 def _place_key(rank: int) -> str:

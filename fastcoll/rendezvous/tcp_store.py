@@ -9,7 +9,7 @@ import weakref
 from datetime import timedelta
 
 from ..errors import StoreError, StoreTimeoutError, UsageError
-from ..secret import job_secret, warn_if_open
+from ..secret import job_secret
 from .address import shown
 from .store import DEFAULT_TIMEOUT, not_set
 from .table import Request
