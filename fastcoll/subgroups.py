@@ -6,6 +6,7 @@ group is made only when all its members have asked for the same.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -65,7 +66,7 @@ def new_group(
     key = _key(job, chosen, use_local_synchronization)
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         if not use_local_synchronization or job.rank in chosen:
-            job.store.set(f"{key}/asked/{job.rank}", json.dumps([chosen, str(choice)]))
+            _ask(job, key, chosen, str(choice))
         if job.rank not in chosen:
             return GroupMember.NON_GROUP_MEMBER
         _check_agreement(job, key, chosen, str(choice), limit)
@@ -166,6 +167,17 @@ def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
     return f"{label}-{job.number(label)}"
 
 
+def _ask(job: Job, key: str, ranks: Sequence[int], backend: str) -> None:
+    """Say what this rank asks for: a digest that all members read, and the whole for when they differ."""
+    request = json.dumps([ranks, backend])
+    keys = [f"{key}/request/{job.rank}", f"{key}/asked/{job.rank}"]
+    job.store.multi_set(keys, [request.encode(), _digest(request)])
+
+
+def _digest(request: str) -> bytes:
+    return hashlib.sha256(request.encode()).digest()
+
+
 def _check_agreement(job: Job, key: str, ranks: Sequence[int], backend: str, limit: float) -> None:
     """Wait until every member has said what it asks for, and compare."""
     keys = [f"{key}/asked/{rank}" for rank in ranks]
@@ -177,9 +189,10 @@ def _check_agreement(job: Job, key: str, ranks: Sequence[int], backend: str, lim
         )
 
     wait_for(job.store, keys, members, limit, f"new_group({ranks})", missing=missing)
+    own = _digest(json.dumps([ranks, backend]))
     for rank, answer in zip(ranks, job.store.multi_get(keys), strict=True):
-        asked = json.loads(answer)
-        if asked != [ranks, backend]:
+        if answer != own:
+            asked = json.loads(job.store.get(f"{key}/request/{rank}"))
             raise MismatchError(
                 f"new_group, call {key}: rank {job.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
                 f"ranks {asked[0]} with {asked[1]}; every rank must make the same groups in the same order"

@@ -35,7 +35,7 @@ class Recorder(ProcessGroup):
         answers: what an operation returns, by name.
     """
 
-    backend = "recorder"
+    backend = "shm"
 
     def __init__(self, ranks: tuple[int, ...] = (0, 1, 2)) -> None:
         super().__init__("recorder", ranks, 1, 5.0)
