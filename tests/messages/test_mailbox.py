@@ -267,7 +267,7 @@ def test_a_blocked_call_makes_way_for_other_threads(worlds) -> None:
     got = np.zeros(3)
     blocked = threading.Thread(target=me.recv, args=(got, 1, 1))
     blocked.start()
-    until(me.mailbox._turn.locked)
+    until(me.is_blocked)
     work = me.isend(np.ones(3), 1, 2)
     answer = np.zeros(3)
     peer.recv(answer, 0, 2)
@@ -284,7 +284,7 @@ def test_a_half_sent_message_is_handed_over(worlds) -> None:
     large = pattern(3 * RING)
     blocked = threading.Thread(target=me.send, args=(large, 1, 1))
     blocked.start()
-    until(lambda: me.mailbox._turn.locked() and me.has_begun(1))
+    until(lambda: me.is_blocked() and me.has_begun(1))
     work = me.isend(np.ones(1), 1, 2)
     got = np.zeros(3 * RING, np.uint8)
     answer = np.zeros(1)
@@ -436,7 +436,7 @@ def test_a_blocked_call_sees_a_failed_group(worlds) -> None:
 
     thread = threading.Thread(target=blocked)
     thread.start()
-    until(me.mailbox._turn.locked)
+    until(me.is_blocked)
     peer.vigil.fail(AbortedError("out of luck"))
     thread.join(5)
     assert "rank 1" in str(failure[0])
@@ -461,7 +461,7 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
     assert main is not None
 
     def interrupt() -> None:
-        until(lambda: len(me.mailbox._courier.live) == 2 if pending else me.mailbox._turn.locked())
+        until(lambda: len(me.mailbox._courier.live) == 2 if pending else me.is_blocked())
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -499,7 +499,7 @@ def test_close_ends_a_blocked_call(worlds) -> None:
 
     thread = threading.Thread(target=blocked)
     thread.start()
-    until(me.mailbox._turn.locked)
+    until(me.is_blocked)
     me.mailbox.close(None)
     thread.join(5)
     assert "destroyed" in str(failure[0])

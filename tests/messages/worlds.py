@@ -54,6 +54,12 @@ class Rank:
         courier = self.mailbox._courier
         until(lambda: len(courier._unacked[dst]) == count and dst not in courier._entering)
 
+    def is_blocked(self) -> bool:
+        """Whether a blocking call is under way."""
+        channels: Any = self.mailbox._channels
+        words = mail_words if isinstance(self.mailbox, Mail) else ring_words
+        return bool(channels.table[words.BUSY] != 0)
+
     def has_begun(self, dst: int) -> bool:
         """Whether a part of a message to `dst` has gone out."""
         return self.world.has_begun(self, dst)

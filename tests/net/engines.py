@@ -1,0 +1,183 @@
+"""The engines of several ranks on one thread: the test decides who goes on, and carries their bytes itself.
+
+An engine does one sweep at a time; every connection is a pair of sockets to the test, with small buffers. So all that
+happens follows from the test's choices, and any order can be tried.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from itertools import permutations
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from fastcoll import ReduceOp, calls
+from fastcoll.kernels import waiting
+from fastcoll.kernels.reduce import reducer
+from fastcoll.net import engine, words
+from fastcoll.net.context import NetContext, Prepared, limits_for
+from fastcoll.net.plans.choose import plan_for
+from fastcoll.net.plans.shape import Shape
+from fastcoll.net.sizes import sizes_of
+
+Array = np.ndarray[Any, Any]
+_STEPS = 200_000
+_BUFFER = 2048  # the kernel makes about 4.6 KB of it
+FREE = 1 << 30  # bytes at a time when nothing is held back
+
+
+class Engines:
+    """n ranks, as `calls` and `run` need them.
+
+    Args:
+        streams: connections between two ranks.
+        payload: bytes that may be attached to a header, and plans have many short segments; None: as in a group.
+        seed: of the order in which ranks and connections take turns.
+        piece: bytes that are carried at a time, at most.
+    """
+
+    def __init__(
+        self, n: int, streams: int = 1, payload: int | None = None, seed: int = 0, piece: int = FREE
+    ) -> None:
+        self.size, self.limits = n, limits_for(n)
+        if payload is not None:
+            stride = words.header_bytes(n) + payload
+            self.limits = self.limits._replace(payload=payload, frame_stride=stride, segment=300)
+        self._random, self._piece = random.Random(seed), piece
+        self.contexts = [NetContext(n, rank, self.limits, streams, 1 << 40) for rank in range(n)]
+        self._wires: dict[tuple[int, int, int], tuple[socket.socket, socket.socket]] = {}
+        self._held: dict[tuple[int, int, int], bytes] = {}
+        self._carried: Counter[tuple[int, int, int]] = Counter()
+        for context in self.contexts:
+            context.words[words.PATIENCE + waiting.BUDGET] = -1  # back after every sweep
+        for here, there in permutations(range(n), 2):
+            for stream in range(streams):
+                key = (here, there, stream)
+                self._wires[key] = _pair()
+                self._held[key] = b""
+                self.contexts[here].fds[there, stream] = self._wires[key][0].fileno()
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pair in self._wires.values():
+            for end in pair:
+                end.close()
+
+    def prepare(
+        self,
+        rank: int,
+        operation: str,
+        arrays: Sequence[Array],
+        nbytes: Sequence[int],
+        op: ReduceOp | None = None,
+        root: int = 0,
+    ) -> Prepared:
+        """A rank's call, as TcpGroup prepares it."""
+        dtype = arrays[0].dtype if arrays else None
+        itemsize = 1 if dtype is None else dtype.itemsize
+        ordered = op is not None and op.function is not None
+        shape = Shape(
+            operation, self.size, rank, tuple(nbytes), self.limits, itemsize, root=root, ordered=ordered
+        )
+        code = calls.encode(operation, dtype, op=op) | root << calls.ROOT_SHIFT
+        folds = (0, 0) if op is None else reducer(op, dtype)[:2]
+        prepared = Prepared(code, sizes_of(shape), plan_for(shape), self.limits.frame_stride, folds, itemsize)
+        self.contexts[rank].make_room(prepared)
+        return prepared
+
+    def begin(self, rank: int, prepared: Prepared, arrays: Sequence[Array]) -> int:
+        """Begin a call, with one sweep; the engine's status."""
+        return engine.collective.call(self.contexts[rank].address, prepared.address, tuple(arrays))
+
+    def go_on(self, rank: int, prepared: Prepared) -> int:
+        """One more sweep of the call under way."""
+        return engine.collective.call(self.contexts[rank].address | words.RESUMED, prepared.address, ())
+
+    def carry(self, here: int, there: int, stream: int = 0, most: int = FREE) -> int:
+        """Carry bytes that `here` has sent on towards `there`; how many have arrived."""
+        key = (here, there, stream)
+        if not self._held[key]:
+            try:
+                self._held[key] = self._wires[key][1].recv(min(most, 1 << 16))
+            except BlockingIOError:
+                return 0
+        try:
+            sent = self._wires[there, here, stream][1].send(self._held[key])
+        except BlockingIOError:
+            return 0
+        self._held[key] = self._held[key][sent:]
+        self._carried[key] += sent
+        return sent
+
+    def cut(self, here: int, there: int) -> None:
+        """End all connections between two ranks."""
+        for key, (_, end) in self._wires.items():
+            if {here, there} == set(key[:2]):
+                end.close()
+
+    def write(self, giver: int, taker: int, data: bytes) -> None:
+        """Let `taker` receive bytes that `giver` has not sent."""
+        assert self._wires[taker, giver, 0][1].send(data) == len(data)
+
+    def run(self, programs: Sequence[Sequence[tuple[Prepared, Sequence[Array]]]]) -> list[list[int]]:
+        """Let each rank make its calls one after the other, in an order drawn at random; their statuses.
+
+        A call that did not match is followed by `after_mismatch`. A rank ends with the first call that went wrong.
+        """
+        results: list[list[int]] = [[] for _ in programs]
+        under_way: set[int] = set()
+        waiting_ranks = set(range(self.size))
+        links = list(self._wires)
+        for _ in range(_STEPS):
+            for link in self._random.sample(links, min(len(links), 4)):
+                self.carry(*link, most=self._random.randint(1, self._piece))
+            rank = self._random.choice(sorted(waiting_ranks))
+            prepared, arrays = programs[rank][len(results[rank])]
+            resumed = rank in under_way
+            status = self.go_on(rank, prepared) if resumed else self.begin(rank, prepared, arrays)
+            under_way.add(rank)
+            if status not in (words.AGAIN, words.WORKED):
+                under_way.discard(rank)
+                results[rank].append(status)
+                if status == words.MISMATCH:
+                    engine.after_mismatch.call(self.contexts[rank].address)
+                failed = status not in (words.DONE, words.MISMATCH)
+                if failed or len(results[rank]) == len(programs[rank]):
+                    waiting_ranks.discard(rank)
+            if not waiting_ranks:
+                return results
+        raise AssertionError(f"stuck: {results} of {[len(each) for each in programs]} calls")
+
+    def carried(self) -> dict[tuple[int, int, int], int]:
+        """The bytes that each connection has brought, by (giver, taker, stream)."""
+        return dict(self._carried)
+
+    def nothing_left(self) -> bool:
+        """Whether all bytes that were sent have been taken."""
+        for key, (end, wire) in self._wires.items():
+            for each in (end, wire):
+                try:
+                    if each.recv(1):
+                        return False
+                except BlockingIOError:
+                    continue
+            if self._held[key]:
+                return False
+        return all((context._kept[words.HAVE] == 0).all() for context in self.contexts)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+    return pair

@@ -1,0 +1,294 @@
+"""What only mail over connections has: frames cut anywhere, garbage, credit, rests, and connections that break."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from messages.worlds import DEADLINE, Rank, WireWorld, pattern, tcp_pair, until
+
+from fastcoll.errors import AbortedError, GroupError, PeerDiedError
+from fastcoll.messages.transfers import kind_of
+from fastcoll.net import mail_channels
+from fastcoll.net.mail_frames import EAGER, MESSAGE, REST, TYPE_BITS, WINDOW
+
+BYTES = kind_of(0, np.dtype("u1"))
+
+
+class Worlds:
+    def __init__(self) -> None:
+        self.made: list[WireWorld] = []
+
+    def __call__(self, size: int = 2, timeout: float = DEADLINE) -> WireWorld:
+        self.made.append(WireWorld(size, timeout=timeout))
+        return self.made[-1]
+
+
+@pytest.fixture
+def worlds() -> Iterator[Worlds]:
+    made = Worlds()
+    yield made
+    for world in made.made:
+        world.close()
+
+
+def a_stranger(world: WireWorld) -> socket.socket:
+    """The other end of a connection on which rank 1 takes messages of rank 0."""
+    here, there = tcp_pair()
+    world.meshes[1].take(0, there)
+    world.meshes[0].dialed[0] = here  # closed with the world
+    return here
+
+
+def frame(first: int, kind: int = BYTES, nbytes: int = 0, attached: int = 0, number: int = 1) -> bytes:
+    return np.array([first | number << TYPE_BITS, kind, nbytes, attached], np.int64).tobytes()
+
+
+def dribble(connection: socket.socket, data: bytes, seed: int) -> None:
+    """Send in pieces of any size, each a segment of its own."""
+    random = np.random.default_rng(seed)
+    while data:
+        size = int(random.choice([1, 7, 31, 33, 1000, 70_000]))
+        connection.sendall(data[:size])
+        data = data[size:]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frames_cut_anywhere(worlds: Worlds, seed: int) -> None:
+    world = worlds()
+    stranger = a_stranger(world)
+    sizes = [0, 1, 8, 100, 9000, 30_000, EAGER]
+    data = b"".join(
+        frame(MESSAGE, nbytes=n, attached=n, number=k + 1) + pattern(n, k).tobytes()
+        for k, n in enumerate(sizes)
+    )
+    writer = threading.Thread(target=dribble, args=(stranger, data, seed))
+    writer.start()
+    posted = [world.ranks[1].irecv(np.zeros(n, "u1"), 0) if seed % 2 else None for n in sizes]
+    for k, n in enumerate(sizes):
+        work = posted[k]
+        got = np.zeros(n, "u1") if work is None else work.array  # type: ignore[attr-defined]
+        assert (world.ranks[1].recv(got, 0) if work is None else work.result()) == 0
+        assert (got == pattern(n, k)).all(), n
+    writer.join()
+
+
+GARBAGE = {
+    "an unknown type": frame(3),
+    "zeros": bytes(32),
+    "text": b"GET / HTTP/1.1\r\nHost: somewhere\r\n",
+    "a rest that nobody asked for": frame(REST, nbytes=5),
+    "a negative length": frame(MESSAGE, nbytes=-1),
+    "a length of 2**63": frame(MESSAGE, nbytes=-(1 << 63)),
+    "a negative kind": frame(MESSAGE, kind=-5, nbytes=8, attached=8),
+    "more than may be attached": frame(MESSAGE, nbytes=1 << 40, attached=1 << 40),
+    "less than is attached": frame(MESSAGE, nbytes=8, attached=16),
+    "a negative attachment": frame(MESSAGE, nbytes=8, attached=-16),
+}
+
+
+@pytest.mark.parametrize("posted", [False, True])
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_fails_the_group_and_is_told_from_a_message(worlds: Worlds, what: str, posted: bool) -> None:
+    world = worlds()
+    me = world.ranks[1]
+    a_stranger(world).sendall(GARBAGE[what])
+    got = np.zeros(3, "u1")
+    with pytest.raises(AbortedError, match=r"rank 0 .*no message"):
+        me.irecv(got, 0).wait(DEADLINE) if posted else me.recv(got, 0)
+    assert not got.any()
+    assert me.vigil.failure is not None
+
+
+def test_a_sender_that_ignores_its_credit_is_refused(worlds: Worlds) -> None:
+    world = worlds()
+    stranger = a_stranger(world)
+    message = frame(MESSAGE, nbytes=EAGER, attached=EAGER) + bytes(EAGER)
+
+    def flood() -> None:
+        for _ in range(WINDOW // EAGER + 2):
+            stranger.sendall(message)
+
+    writer = threading.Thread(target=flood)
+    writer.start()
+    with pytest.raises(AbortedError, match="no message"):
+        world.ranks[1].recv(np.zeros(1, "u1"), 0, 5)
+    writer.join()
+
+
+@pytest.mark.parametrize("verdict", [0, 4, 77])
+def test_a_garbled_ack(worlds: Worlds, verdict: int) -> None:
+    world = worlds()
+    here, there = tcp_pair()
+    world.meshes[0].dialed[1], world.meshes[0].accepted[1] = here, there
+    there.sendall(frame(verdict))
+    with pytest.raises(AbortedError, match=r"rank 1 .*no message"):
+        world.ranks[0].send(np.zeros(3), 1)
+
+
+@pytest.mark.parametrize("number", [1, 9])
+@pytest.mark.parametrize("posted", [False, True])
+def test_an_ack_that_answers_nothing(worlds: Worlds, number: int, posted: bool) -> None:
+    """A GO for a message that is complete, an ack for one that was never sent."""
+    world = worlds()
+    here, there = tcp_pair()
+    world.meshes[0].dialed[1], world.meshes[0].accepted[1] = here, there
+    there.sendall(frame(3 if number == 1 else 1, number=number))
+    me = world.ranks[0]
+    with pytest.raises(AbortedError, match=r"rank 1 .*no message"):
+        me.isend(np.zeros(3), 1).wait(DEADLINE) if posted else me.send(np.zeros(3), 1)
+
+
+def test_more_than_the_window_waits_at_its_sender(worlds: Worlds) -> None:
+    """Received in reverse: what the receiver keeps is bounded, the rest comes when it is asked for."""
+    count, nbytes = 3 * WINDOW // EAGER, EAGER + 100
+    world = worlds()
+    works = [world.ranks[0].isend(pattern(nbytes, tag), 1, tag) for tag in range(count)]
+    courier = world.ranks[1].mailbox._courier
+    most = 0
+    for tag in reversed(range(count)):
+        got = np.zeros(nbytes, "u1")
+        world.ranks[1].recv(got, 0, tag)
+        assert (got == pattern(nbytes, tag)).all(), tag
+        most = max(most, courier._kept[0])  # type: ignore[attr-defined]
+    assert 0 < most <= WINDOW
+    assert all(work.wait(DEADLINE) for work in works)
+    assert courier._kept == [0, 0]  # type: ignore[attr-defined]
+    assert courier._kept_messages == [0, 0]  # type: ignore[attr-defined]
+
+
+def test_a_small_message_passes_a_large_one_that_nobody_wants_yet(worlds: Worlds) -> None:
+    world = worlds()
+    large, small = pattern(50 << 20), np.arange(4)
+    slow = world.ranks[0].isend(large, 1, 1)
+    quick = world.ranks[0].isend(small, 1, 2)
+    got = np.zeros(4, int)
+    world.ranks[1].recv(got, 0, 2)
+    assert quick.wait(DEADLINE)
+    assert got.tolist() == [0, 1, 2, 3]
+    assert not slow.is_completed()
+    taken = np.zeros(50 << 20, "u1")
+    world.ranks[1].recv(taken, 0, 1)
+    assert slow.wait(DEADLINE)
+    assert (taken == large).all()
+
+
+def test_messages_between_the_parts_of_another_one(worlds: Worlds) -> None:
+    """A blocking receive waits for the rest of its message, and others come first."""
+    world = worlds()
+    stranger = a_stranger(world)
+    large = pattern(EAGER + 10)
+    got, other = np.zeros(EAGER + 10, "u1"), np.zeros(5, "u1")
+    receiver = threading.Thread(target=world.ranks[1].recv, args=(got, 0, 0))
+    receiver.start()
+    stranger.sendall(frame(MESSAGE, nbytes=EAGER + 10, attached=EAGER) + large[:EAGER].tobytes())
+    assert stranger.recv(32, socket.MSG_WAITALL)[0] == 3  # GO
+    stranger.sendall(
+        frame(MESSAGE, kind=kind_of(8, np.dtype("u1")), nbytes=5, attached=5, number=2) + b"12345"
+    )
+    stranger.sendall(frame(REST, kind=0, nbytes=10) + large[EAGER:].tobytes())
+    receiver.join(DEADLINE)
+    assert not receiver.is_alive()
+    assert (got == large).all()
+    world.ranks[1].recv(other, 0, 8)
+    assert other.tobytes() == b"12345"
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_connection_that_ends_without_a_reason_is_a_dead_peer(
+    worlds: Worlds, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail_channels, "_REASON_SECONDS", 0.2)
+    world = worlds()
+    stranger = a_stranger(world)
+    stranger.sendall(frame(MESSAGE, nbytes=100, attached=100) + bytes(50))
+    got = np.zeros(100, "u1")
+    timer = threading.Timer(0.1, stranger.shutdown, [socket.SHUT_WR] if half else [socket.SHUT_RDWR])
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(PeerDiedError, match=r"rank 0 .*connection for messages"):
+        world.ranks[1].recv(got, 0)
+    assert time.monotonic() - began < 5
+    timer.join()
+
+
+def test_a_reset_in_the_middle_of_a_send(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mail_channels, "_REASON_SECONDS", 0.2)
+    world = worlds()
+    me, peer = world.ranks
+    work = me.isend(np.zeros(20 << 20), 1)
+    me.await_on_the_way(1, 1)
+    connection = world.meshes[1].accepted[0]
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    peer.mailbox.close(None)
+    connection.close()
+    with pytest.raises(PeerDiedError, match=r"rank 1 .*connection for messages"):
+        work.wait(DEADLINE)
+
+
+def test_the_reason_that_a_peer_gives_comes_before_its_silence(worlds: Worlds) -> None:
+    world = worlds()
+    me, peer = world.ranks
+    me.isend(np.zeros(3), 1)
+    me.await_on_the_way(1, 1)
+    peer.vigil.fail(AbortedError("out of luck"))
+    world.meshes[1].accepted[0].close()
+    with pytest.raises(AbortedError, match="out of luck"):
+        me.recv(np.zeros(3), 1)
+
+
+@pytest.mark.parametrize("posted", [False, True])
+def test_a_peer_that_cannot_be_reached_fails_the_group(worlds: Worlds, posted: bool) -> None:
+    world = worlds()
+    me = world.ranks[0]
+
+    def refuse(peer: int) -> socket.socket:
+        raise PeerDiedError(f"rank {peer} is not there")
+
+    world.meshes[0].dial_mail = refuse  # type: ignore[method-assign]
+    waiting = me.irecv(np.zeros(1), 1)
+    with pytest.raises(GroupError, match="rank 1 is not there"):
+        me.isend(np.zeros(3), 1).wait(DEADLINE) if posted else me.send(np.zeros(3), 1)
+    with pytest.raises(GroupError, match="rank 1 is not there"):
+        waiting.wait(DEADLINE)
+
+
+def test_a_waiting_rank_sleeps(worlds: Worlds) -> None:
+    """Receives that nobody answers cost no time of a core."""
+    me = worlds().ranks[0]
+    posted = me.irecv(np.zeros(1), 1, 1)
+    until(lambda: me.mailbox._courier._next_look > 0)
+    before = time.process_time()
+    with pytest.raises(TimeoutError):
+        posted.wait(1.0)
+    assert time.process_time() - before < 0.2
+
+
+def test_nothing_is_left_open(worlds: Worlds) -> None:
+    before = os.listdir("/proc/self/fd")
+    world = WireWorld(3)
+
+    def program(me: Rank) -> None:
+        works = [me.isend(np.ones(3), peer) for peer in range(3)]
+        works += [me.irecv(np.zeros(3), peer) for peer in range(3)]
+        assert all(work.wait(DEADLINE) for work in works)
+
+    world.run(program, program, program)
+    world.close()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_second_connection_of_a_peer_is_closed(worlds: Worlds) -> None:
+    world = worlds()
+    a_stranger(world)
+    here, there = tcp_pair()
+    callback = world.meshes[1]._callback
+    assert callback is not None
+    callback(0, there)
+    with here:
+        assert here.recv(1) == b""
