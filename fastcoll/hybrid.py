@@ -17,11 +17,13 @@ from functools import partial
 
 import numpy as np
 
-from .errors import AbortedError, GroupError, PeerDiedError
+from .errors import AbortedError, GroupError, MismatchError
 from .group import ProcessGroup
 from .members import Member
+from .net import words
 from .net.group import TcpGroup
 from .net.mesh import Mesh
+from .net.plans.shape import MEET_RANKS
 from .operands import Array, Call, divide
 from .reduce_op import AVG, ReduceOp
 from .rendezvous import PrefixStore, Store
@@ -29,11 +31,15 @@ from .shm.group import ShmGroup
 from .topology import Topology
 from .work import Work
 
+DIRECT = 512 << 10
+"""Bytes up to which groups of at most MEET_RANKS ranks take the direct way. all_reduce on two hosts of two ranks, nodes
+against direct: 256 KiB 480 us and 370 us, 1 MiB 1.15 ms and 1.36 ms (a core a host, AMD EPYC)."""
 SMALL = 64 << 10
-"""Bytes up to which one rank of each node talks for all: to divide less gains nothing over a round's latency."""
-SEGMENT = 4 << 20
-"""Bytes of a rank's part that travel while the next ones are reduced in shared memory. all_reduce of 16 MiB, two nodes
-of two ranks on 2 cores: 26, 20, 20 and 19 ms with 256 KiB, 1, 4 and 16 MiB; 64 MiB: 96, 64, 55 and 57 ms (AMD EPYC)."""
+"""Bytes up to which one rank of each node talks for all, in larger groups: to divide less gains nothing over a round's
+latency."""
+SEGMENT = 8 << 20
+"""Bytes of a rank's part that travel while the next ones are reduced in shared memory. 64 MiB on the same two hosts:
+93 ms with 1 MiB, 65 ms with 16 MiB; where each rank has a core of its own, smaller segments overlap more."""
 # How long a rank whose call was broken off waits to hear who died.
 _REASON_SECONDS = 1.0
 
@@ -55,7 +61,13 @@ class HybridGroup(TcpGroup):
 
     @classmethod
     def make(
-        cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
+        cls,
+        store: Store,
+        name: str,
+        members: Sequence[Member],
+        rank: int,
+        timeout: float,
+        crowd: Sequence[Member] | None = None,
     ) -> HybridGroup:
         """Meet the other members; collective. The arguments and errors are those of ShmGroup and TcpGroup."""
         topology = Topology.of(members, rank)
@@ -74,14 +86,18 @@ class HybridGroup(TcpGroup):
             neighbours = len(topology.local) if is_world else None
             part(partial(ShmGroup.make, neighbours=neighbours), f"node{topology.node}", topology.local)
             if topology.rail is not None:
-                part(TcpGroup.make, f"rail{topology.local_rank}", topology.rail)
+                part(
+                    partial(TcpGroup.make, crowd=crowd or members),
+                    f"rail{topology.local_rank}",
+                    topology.rail,
+                )
         except BaseException as error:
             mesh.vigil.fail(AbortedError(f"{members[rank]} could not make the group {name}: {error}"))
             for made in parts:
                 made.close()
             mesh.close()
             raise
-        return cls(name, members, timeout, mesh, topology, parts)
+        return cls(name, members, timeout, mesh, crowd or members, topology, parts)
 
     def __init__(
         self,
@@ -89,14 +105,16 @@ class HybridGroup(TcpGroup):
         members: Sequence[Member],
         timeout: float,
         mesh: Mesh,
+        crowd: Sequence[Member],
         topology: Topology,
         parts: Sequence[ProcessGroup],
     ) -> None:
-        super().__init__(name, members, timeout, mesh)
         self._topology = topology
         self._local = parts[0]
         self._rail = parts[1] if len(parts) > 1 else None
-        self._parts = list(parts)
+        self._parts = list(parts)  # before anything that can fail the group, which aborts them
+        self._direct = DIRECT if len(members) <= MEET_RANKS else 0
+        super().__init__(name, members, timeout, mesh, crowd)
 
     # ---- operations ----------------------------------------------------------------------------------
 
@@ -104,11 +122,17 @@ class HybridGroup(TcpGroup):
         """The meeting, then `work` on the groups of this node and rail."""
 
         def call() -> None:
-            meeting()
+            before = self._context[words.CALLS]
             try:
+                meeting()
                 work()
             except BaseException as error:
-                raise self._broken_off(error) from error
+                if isinstance(error, MismatchError) or self._context[words.CALLS] == before:
+                    raise  # no rank goes on, or this one did not begin
+                failure = self._broken_off(error)
+                if failure is error:
+                    raise
+                raise failure.with_traceback(None) from error
 
         return call
 
@@ -148,7 +172,7 @@ class HybridGroup(TcpGroup):
         return self._through_nodes(self._meeting("reduce_scatter", [out, *blocks], sizes, op=op), work)
 
     def _plan_broadcast(self, x: Array, root: int) -> Call:
-        if x.nbytes <= self._limits.payload:
+        if not self._goes_through_nodes(x.nbytes):
             return super()._plan_broadcast(x, root)
         node, place = self._topology.home_of(root)
 
@@ -165,7 +189,7 @@ class HybridGroup(TcpGroup):
 
     def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
         sizes = [out.nbytes for out in outs]
-        if not self._topology.even or len(set(sizes)) > 1 or x.nbytes <= self._limits.payload:
+        if not self._topology.even or len(set(sizes)) > 1 or not self._goes_through_nodes(x.nbytes):
             return super()._plan_all_gather(outs, x, parts)
 
         def work() -> None:
@@ -185,8 +209,12 @@ class HybridGroup(TcpGroup):
     # ---- reducing through nodes ----------------------------------------------------------------------
 
     def _may_regroup(self, op: ReduceOp, nbytes: int) -> bool:
-        """Whether to reduce node by node: not what the meeting does, and functions only in rank order."""
-        return nbytes > self._limits.payload and (op.function is None or self._topology.in_order)
+        """Whether to reduce node by node: large arrays, and functions only in rank order."""
+        return self._goes_through_nodes(nbytes) and (op.function is None or self._topology.in_order)
+
+    def _goes_through_nodes(self, nbytes: int) -> bool:
+        """Whether arrays of a size take the way through the nodes."""
+        return nbytes > self._direct
 
     def _reduce_everywhere(self, x: Array, op: ReduceOp) -> None:
         """x = the reduction over all ranks."""
@@ -205,11 +233,14 @@ class HybridGroup(TcpGroup):
         under_way: list[tuple[list[Array], Work | None]] = []
         flat, rails = x.reshape(-1), self._topology.rails
         items = max(rails, rails * SEGMENT // x.itemsize)
-        for start in range(0, flat.size, items):
-            parts = self._parts_of(flat[start : start + items])
+        segments = [flat[start : start + items] for start in range(0, flat.size, items)]
+        for segment in segments:
+            parts = self._parts_of(segment)
             own = parts[self._topology.local_rank]
             self._local.reduce_scatter(own, parts, _sum_for(op))
-            work = None if self._rail is None else self._rail.all_reduce(own, _sum_for(op), async_op=True)
+            # With nothing to overlap it with, handing over to another thread only costs.
+            overlaps = len(segments) > 1
+            work = None if self._rail is None else self._rail.all_reduce(own, _sum_for(op), async_op=overlaps)
             under_way.append((parts, work))
             if len(under_way) > 1:
                 self._share(*under_way.pop(0), op)
@@ -221,7 +252,7 @@ class HybridGroup(TcpGroup):
         own = parts[self._topology.local_rank]
         if work is not None:
             work._join()
-            self._divide(own, op)
+        self._divide(own, op)
         self._local.all_gather(parts, own)
 
     def _parts_of(self, segment: Array) -> list[Array]:
@@ -238,19 +269,14 @@ class HybridGroup(TcpGroup):
 
     def _broken_off(self, error: BaseException) -> BaseException:
         """What to raise when a call ended in the middle of its way, after telling all ranks."""
-        failure = error if isinstance(error, GroupError) else None
-        if failure is None:
-            here = self._vigil.name(self.rank)
-            failure = AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}")
-            self._fail(failure)
+        if not isinstance(error, GroupError):
+            self._interrupted(error, self._doing())
             return error
+        # A part says who left it; the vigil over all ranks knows why.
         deadline = time.monotonic() + _REASON_SECONDS
-        while time.monotonic() < deadline:
-            found = self._vigil.verdict([], self._doing())
-            if isinstance(found, PeerDiedError):
-                failure = found
-                break
+        while (found := self._vigil.verdict([], self._doing())) is None and time.monotonic() < deadline:
             time.sleep(0.01)
+        failure = found or error
         self._fail(failure)
         return failure
 
