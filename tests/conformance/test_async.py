@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -125,10 +126,13 @@ def test_a_callback_may_raise_but_not_wait(rank, world_size, caplog):
             dist.all_reduce(np.ones(2))
         refused.append(caught.value)
 
+    attached = threading.Event()
+    dist.group.WORLD._queue.submit("holding what follows", attached.wait)
     first = dist.all_reduce(np.ones(500_000), async_op=True)
     second = dist.all_reduce(np.ones(3), async_op=True)
     first.add_done_callback(careless)
     first.add_done_callback(waits)
+    attached.set()
     second.wait()
     dist.all_reduce(np.ones(3), async_op=True).wait()
     assert len(refused) == 1
@@ -163,3 +167,14 @@ def test_destroying_a_group_ends_what_is_under_way(rank, world_size):
         group.close()
         assert isinstance(work.exception(), dist.AbortedError)
     dist.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_many_calls_of_different_sizes_in_flight(rank, world_size):
+    """What a later call needs is made ready while an earlier one runs."""
+    sizes = [3, 70_000, 1, 300_007, 4_000, 1_000_003, 17, 90_001]
+    arrays = [np.full(size, rank + 1.0 + k) for k, size in enumerate(sizes)]
+    works = [dist.all_reduce(x, async_op=True) for x in arrays]
+    for k, (x, work) in enumerate(zip(arrays, works, strict=True)):
+        work.wait()
+        assert (x == sum(r + 1.0 + k for r in range(world_size))).all()
