@@ -23,10 +23,14 @@ from ..watch import Vigil
 from . import mail_kernels
 from . import mail_words as words
 from .mail_frames import ACKS, BUFFER, FRAME, GARBLED
+from .mail_sweep import EVENTS
 
 _BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
 # How long a rank whose peer has closed a connection waits for the reason, which travels on another one.
 _REASON_SECONDS = 2.0
+# Between processes of one host what is on the way stays in the caches so: 64 MiB take 12.8 ms instead of 16 to 18, and
+# smaller messages as long as before (2-core AMD EPYC, Linux 6.18). Other hosts' buffers are the kernel's to tune.
+_LOCAL_SNDBUF = 256 << 10
 
 
 class Mesh(Protocol):
@@ -58,6 +62,7 @@ class MailChannels(Channels):
         self.rows[:, [words.OUT_FD, words.IN_FD]] = -1
         self._pollfds = np.zeros((2, 2 * size + 1), np.int64)
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
+        self._dialed = [False] * size
         self._lost: dict[int, float] = {}
         self._lock = threading.Lock()  # the bell's descriptor, and what is kept of a connection
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -82,15 +87,18 @@ class MailChannels(Channels):
     # ---- connections -----------------------------------------------------------------------------
 
     def is_ready(self, peer: int) -> bool:
-        return bool(self.rows[peer, words.OUT_FD] >= 0)
+        return self._dialed[peer]
 
     def prepare(self, peer: int) -> None:
         connection = self._mesh.dial_mail(peer)
         connection.setblocking(False)
+        if _is_local(connection):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SNDBUF)
         with self._lock:
             if not self.is_ready(peer) and self._bell >= 0:
                 self._give_buffers(peer, {words.OUT_BUFFER: BUFFER, words.ACK_BUFFER: ACKS})
                 self.rows[peer, words.OUT_FD] = connection.fileno()
+                self._dialed[peer] = True
 
     def _accepted(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -155,7 +163,7 @@ class MailChannels(Channels):
                 os.eventfd_read(self._bell)
 
     def set_behind(self, behind: bool) -> None:
-        """Every operation comes through the mailbox, which knows."""
+        self.table[words.BEHIND] = behind
 
     def seize(self) -> bool:
         return locks.seize.call(self.address + 8 * words.BUSY) == locks.TAKEN
@@ -169,10 +177,13 @@ class MailChannels(Channels):
     # ---- a blocking call -------------------------------------------------------------------------
 
     def send(self, array: NDArray[Any], peer: int, kind: int, resumed: bool) -> int:
-        return mail_kernels.send.call(self.address | resumed, peer, array, array.nbytes, kind)
+        return mail_kernels.send.call(self._handle(resumed), peer, array, array.nbytes, kind)
 
     def receive(self, array: NDArray[Any], source: int, kind: int, resumed: bool) -> int:
-        return mail_kernels.receive.call(self.address | resumed, source, array, array.nbytes, kind)
+        return mail_kernels.receive.call(self._handle(resumed), source, array, array.nbytes, kind)
+
+    def _handle(self, resumed: bool) -> int:
+        return self.address | (mail_kernels.RESUMED if resumed else mail_kernels.ORDERED)
 
     def adopt_send(self, send: Send) -> bool:
         self.rows[send.peer, words.SENDING] = 0
@@ -200,7 +211,7 @@ class MailChannels(Channels):
 
     def advance(self) -> tuple[int, int] | None:
         event = mail_kernels.advance.call(self.address)
-        return None if event < 0 else (event % mail_kernels.EVENTS, event // mail_kernels.EVENTS)
+        return None if event < 0 else (event % EVENTS, event // EVENTS)
 
     def begin(self, send: Send, attached: int) -> None:
         mail_kernels.begin.call(self.address, send.peer, send.address, send.nbytes, send.kind, attached)
@@ -244,3 +255,8 @@ class MailChannels(Channels):
 
     def note_owed(self, peer: int, count: int) -> None:
         self.rows[peer, words.OWED] = count
+
+
+def _is_local(connection: socket.socket) -> bool:
+    """Whether both ends have the same address."""
+    return bool(connection.getsockname()[0] == connection.getpeername()[0])

@@ -17,7 +17,10 @@ SPIN = BELL + 8  # ns that a waiting thread tries again before it sleeps
 SINCE = BELL + 9  # when the wait under way began, in ns
 POLLFDS = BELL + 10  # address: what poll(2) is given
 OWNERS = BELL + 11  # address: of each pollfd, 2 * peer + side
-MAIL_WORDS = BELL + 12
+BEHIND = (
+    BELL + 12
+)  # not 0: operations are posted or under way, or the end has come; blocking ones come after them
+MAIL_WORDS = BELL + 13
 
 # Words of a row. The way out, by the connection that this rank has dialed:
 OUT_FD = 0  # -1: there is none yet

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["fastcoll", "fastcoll.shm.group", "faults.victims"])
+_context.set_forkserver_preload(["fastcoll", "fastcoll.shm.group", "fastcoll.net.group", "faults.victims"])
 
 
 @dataclass

@@ -190,9 +190,9 @@ PLACES: dict[str, Callable[[], tuple[Any, str]]] = {
 }
 
 
-def wait_for_late_rank(rank: int, n: int, url: str, timeout: float) -> str:
+def wait_for_late_rank(rank: int, n: int, url: str, timeout: float, backend: str = "auto") -> str:
     """All but the last rank wait in all_reduce; returns the error, or the result if the last one came."""
-    dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=timeout)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=timeout)
     dist.new_group(timeout=20).all_reduce(np.ones(3))  # its kernel is compiled by now
     try:
         if rank == n - 1:
@@ -206,9 +206,9 @@ def wait_for_late_rank(rank: int, n: int, url: str, timeout: float) -> str:
     return "no error"
 
 
-def stop_and_continue(rank: int, n: int, url: str, seconds: float) -> float:
+def stop_and_continue(rank: int, n: int, url: str, seconds: float, backend: str = "auto") -> float:
     """Rank 0 is stopped for a while by its peer, as a debugger or the kernel would; returns the result."""
-    dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=20)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=20)
     pids = np.zeros(n, "i8")
     dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
     if rank == 1:
@@ -220,9 +220,9 @@ def stop_and_continue(rank: int, n: int, url: str, seconds: float) -> float:
     return float(x[0])
 
 
-def interrupt(rank: int, n: int, url: str, call: str) -> dict[str, Any]:
+def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> dict[str, Any]:
     """Rank 0 gets SIGINT while it waits for the others; they find the group failed."""
-    dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=30)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
     x = np.ones(3)
     waiting = {
         "all_reduce": lambda: dist.all_reduce(x),

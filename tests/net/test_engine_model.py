@@ -72,8 +72,24 @@ def test_every_operation_in_pieces_of_any_size(operation: str, n: int, payload: 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_of_many_ranks(operation: str) -> None:
-    with Engines(MANY, seed=5, piece=2000) as engines:
+    with Engines(MANY, seed=5, piece=20_000) as engines:
         check(engines, [[Call(operation, count, 3, 1000 * count)] * MANY for count in (2, 700)])
+
+
+@pytest.mark.parametrize("count", [9000, 100_000])
+def test_sums_of_many_ranks(count: int) -> None:
+    """What is reduced as it arrives, by halves and along the ring."""
+    with Engines(MANY, seed=5) as engines:
+        check(engines, [[Call("sum", count)] * MANY])
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_two_ranks_reduce_what_arrives_in_pieces_that_cut_items(streams: int) -> None:
+    with Engines(2, streams, seed=1, piece=30_001) as engines:
+        check(engines, [[Call("all_reduce", 40_000)] * 2])
+        carried = engines.carried()
+    assert len(carried) == 2 * streams, "a stream is not used"
+    assert min(carried.values()) > 100_000
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,0 +1,73 @@
+"""What ranks do in the tests of this folder that are about the network alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+import fastcoll as dist
+from fastcoll import GroupError, members
+from faults import victims
+
+LARGE = 1 << 24  # float32: 64 MiB
+
+
+def live_on_nodes(rank: int) -> None:
+    """Let two ranks at a time take themselves for a node: they see another /dev/shm than the others."""
+    members._shm_device = lambda: 1_000_000 + rank // 2  # type: ignore[assignment]
+
+
+def work_on_nodes_until_death(
+    rank: int, n: int, url: str, op: str, count: int, inside: bool, victim: int
+) -> dict[str, Any]:
+    """As `victims.work_until_death`, on several nodes."""
+    live_on_nodes(rank)
+    return victims.work_until_death(rank, n, url, op, count, inside, victim)
+
+
+def interrupt_on_nodes(rank: int, n: int, url: str) -> dict[str, Any]:
+    """As `interrupt_large`, on several nodes."""
+    live_on_nodes(rank)
+    return interrupt_large(rank, n, url, "auto")
+
+
+def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
+    """Rank 0 gets SIGINT in the middle of calls of 64 MiB; returns what each rank saw."""
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
+    x = np.ones(LARGE, "f4")
+    dist.all_reduce(x)
+    if rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        for _ in range(1000):
+            dist.all_reduce(x)
+    except KeyboardInterrupt:
+        return {"kind": "KeyboardInterrupt", "error": "", "ranks": ()}
+    except GroupError as error:
+        return {"kind": type(error).__name__, "error": str(error), "ranks": error.ranks}
+    raise AssertionError("nobody was interrupted")
+
+
+def stop_for_good(rank: int, n: int, url: str, backend: str, count: int, timeout: float) -> dict[str, Any]:
+    """The last rank is stopped in the middle of its calls, until the others have given up."""
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=timeout)
+    dist.all_reduce(np.ones(count, "f4"))
+    pids = np.zeros(n, "i8")
+    dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
+    last = int(pids[n - 1])
+    if rank == 0:
+        threading.Timer(0.2, os.kill, (last, signal.SIGSTOP)).start()
+    try:
+        for _ in range(1_000_000):
+            dist.all_reduce(np.ones(count, "f4"))
+    except GroupError as error:
+        if rank == 0:
+            time.sleep(1.0)  # the others give up as well
+            os.kill(last, signal.SIGCONT)
+        return {"kind": type(error).__name__, "error": str(error), "ranks": error.ranks}
+    raise AssertionError("nobody was stopped")

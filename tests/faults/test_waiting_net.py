@@ -1,0 +1,57 @@
+"""Ranks that come late, stop or are interrupted while ranks talk over TCP."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults import crew, net_victims, victims
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
+    *waiting, late = crew.run(victims.wait_for_late_rank, 3, 1.0, "tcp")
+    assert late.result == "late", late.error
+    for outcome in waiting:
+        assert outcome.result, outcome.error
+        assert "rank 2" in outcome.result
+        assert str(late.pid) in outcome.result
+        assert "call 1" in outcome.result
+    assert any(o.result.startswith("CollectiveTimeoutError") and "1 s" in o.result for o in waiting)
+
+
+@pytest.mark.parametrize("count", [7, 3_000_000])
+def test_a_rank_that_stops_is_named_by_all_at_the_timeout(count: int) -> None:
+    *others, last = crew.run(net_victims.stop_for_good, 3, "tcp", count, 1.5)
+    assert last.result is not None, last.error
+    for outcome in others:
+        assert outcome.result is not None, outcome.error
+        assert outcome.result["ranks"] == (2,), outcome.result
+        assert str(last.pid) in outcome.result["error"]
+    kinds = {outcome.result["kind"] for outcome in others}
+    assert "CollectiveTimeoutError" in kinds
+    assert kinds <= {"CollectiveTimeoutError", "AbortedError"}
+
+
+def test_a_rank_that_is_stopped_for_a_while_is_not_taken_for_dead() -> None:
+    outcomes = crew.run(victims.stop_and_continue, 2, 1.0, "tcp")
+    assert [outcome.result for outcome in outcomes] == [2.0, 2.0], outcomes
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "recv", "send"])
+def test_ctrl_c_ends_a_blocked_call_within_a_second(call: str) -> None:
+    first, *others = crew.run(victims.interrupt, 3, call, "tcp")
+    assert first.result is not None, first.error
+    assert first.result["after"] < 1.3
+    for outcome in others:
+        assert outcome.result is not None, outcome.error
+        assert "rank 0" in outcome.result["error"]
+
+
+def test_ctrl_c_in_the_middle_of_64_mib_is_told_to_all() -> None:
+    first, *others = crew.run(net_victims.interrupt_large, 3, "tcp")
+    assert first.result is not None, first.error
+    assert first.result["kind"] == "KeyboardInterrupt"
+    for outcome in others:
+        assert outcome.result is not None, outcome.error
+        assert outcome.result["kind"] == "AbortedError"
+        assert outcome.result["ranks"] == (0,), outcome.result
+        assert "KeyboardInterrupt" in outcome.result["error"]

@@ -1,0 +1,100 @@
+"""Device memory for the kernels' tests: a GPU's, or the host's for Numba's simulator (NUMBA_ENABLE_CUDASIM=1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+Array = np.ndarray[Any, Any]
+
+GUARD = 64
+"""Bytes on each side of an array that nobody may write to."""
+
+
+class Placed:
+    """A copy of an array in device memory, some bytes after a multiple of 16; it has the array interface."""
+
+    def __init__(self, array: Array, shift: int = 0, extent: int | None = None) -> None:
+        from fastcoll.kernels.cuda.toolkit import SIMULATED, cuda
+
+        self._start, self._like = GUARD + shift, array
+        nbytes = array.nbytes if extent is None else extent
+        host = np.full(self._start + nbytes + GUARD, 0xA5, np.uint8)
+        host[self._start : self._start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        if SIMULATED:
+            room = np.empty(host.size + 16, np.uint8)
+            first = -room.ctypes.data % 16
+            self._memory = room[first : first + host.size]
+            self._memory[:] = host
+            base = self._memory.ctypes.data
+        else:
+            self._memory = cuda.to_device(host)
+            base = self._memory.__cuda_array_interface__["data"][0]
+        self.address = base + self._start
+
+    def _host(self) -> Array:
+        memory = self._memory
+        return np.array(memory if isinstance(memory, np.ndarray) else memory.copy_to_host())
+
+    def get(self) -> Array:
+        """The array now; the guards must be as they were."""
+        host, end = self._host(), self._start + self._like.nbytes
+        assert (host[: self._start] == 0xA5).all(), "written before the array"
+        assert (host[-GUARD:] == 0xA5).all(), "written after the array"
+        return host[self._start : end].copy().view(self._like.dtype).reshape(self._like.shape)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        like = self._like
+        typestr = like.dtype.str if like.dtype.isbuiltin == 1 else f"|V{like.dtype.itemsize}"
+        return {"version": 3, "shape": like.shape, "typestr": typestr, "data": (self.address, False)}
+
+
+@pytest.fixture(scope="session")
+def device() -> type[Placed]:
+    """Puts arrays into device memory; skips where there is none."""
+    from fastcoll.errors import UnavailableError
+
+    try:
+        from fastcoll.kernels.cuda.driver import driver
+        from fastcoll.kernels.cuda.toolkit import SIMULATED
+
+        if not SIMULATED:
+            driver()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    return Placed
+
+
+@pytest.fixture(scope="session")
+def cuda_reduce(device: type[Placed]) -> Callable[..., Array]:
+    """Reduce `sources` on the device into a new array, or into the copy number `into`."""
+    from fastcoll.kernels.cuda.reduce import cuda_reducer
+
+    def reduce(
+        op: Any, sources: Sequence[Array], into: int | None = None, shifts: Sequence[int] | None = None
+    ) -> Array:
+        *places, last = shifts or [0] * (len(sources) + 1)
+        placed = [device(x, shift) for x, shift in zip(sources, places, strict=True)]
+        result = device(np.full_like(sources[0], 1), last) if into is None else placed[into]
+        cuda_reducer(op, sources[0].dtype).launch(result, placed, sources[0].size)
+        for index, (there, source) in enumerate(zip(placed, sources, strict=True)):
+            assert there is result or there.get().tobytes() == source.tobytes(), (
+                f"source {index} was written to"
+            )
+        return result.get()
+
+    return reduce
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """The simulator computes with NumPy's scalars, which warn where processors wrap."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield

@@ -1,0 +1,90 @@
+"""Copies, packing and unpacking on a GPU against NumPy's own strides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastcoll.errors import ArrayError
+
+pytestmark = pytest.mark.gpu
+
+VIEWS = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.T,
+    "column": lambda x: x[:, 1],
+    "every-other": lambda x: x[::2, 1::3],
+    "backwards": lambda x: x[::-1, ::-1],
+    "rows": lambda x: x[::2],
+    "blocks": lambda x: x[1:, 2:6],
+    "repeated": lambda x: np.broadcast_to(x[:, None, :2], (4, 3, 2)),
+    "cube": lambda x: x.reshape(4, 4, 2).transpose(2, 0, 1)[:, ::2],
+    "one": lambda x: x[2:3, 5:6],
+    "scalar": lambda x: x[2, 5, ...],
+    "none": lambda x: x[:0],
+}
+DTYPES = ["u1", "f2", "f4", "f8", "c16", "S3", "S12", "S32", [("a", "f4"), ("b", "u1")]]
+
+
+class Strided:
+    """A view of what lies on the device."""
+
+    def __init__(self, placed, whole, view):
+        offset = view.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": view.shape, "strides": view.strides,
+            "typestr": f"|V{whole.itemsize}", "data": (placed.address + offset, False),
+        }  # fmt: skip
+
+
+def table(dtype) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    data = np.random.default_rng(1).integers(0, 256, (4, 8, dtype.itemsize), np.uint8)
+    return data.view(dtype)[..., 0] if dtype.names is None else data.view(dtype).reshape(4, 8)
+
+
+def test_copies_move_bytes_whatever_they_mean(device):
+    from fastcoll.kernels.cuda.move import copy
+
+    for count, shift in ((0, 0), (1, 0), (500, 0), (500, 3), (16, 1)):
+        source = np.random.default_rng(count).integers(0, 256, count, np.uint8)
+        src, dst = device(source, shift), device(np.zeros_like(source))
+        copy(dst, src, count)
+        assert (dst.get() == source).all()
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pack_and_unpack(device, name, dtype):
+    from fastcoll.kernels.cuda.move import pack, unpack
+
+    whole = table(dtype)
+    view = VIEWS[name](whole)
+    placed, dense = device(whole), device(np.zeros(view.shape, whole.dtype))
+    pack(dense, Strided(placed, whole, view))
+    assert dense.get().tobytes() == np.ascontiguousarray(view).tobytes()
+    if name == "repeated":
+        return
+    other = np.zeros_like(whole)
+    VIEWS[name](other)[...] = view
+    into = device(np.zeros_like(whole))
+    unpack(Strided(into, whole, view), dense)
+    assert into.get().tobytes() == other.tobytes()
+
+
+def test_dimensions_are_merged():
+    pytest.importorskip("numba")
+    from fastcoll.kernels.cuda.move import coalesced
+
+    assert coalesced((3, 1, 4, 5), (80, 7, 20, 4)) == ((60,), (4,))
+    assert coalesced((3, 4, 5), (160, 20, 4)) == ((3, 20), (160, 4))
+    assert coalesced((1, 1), (9, 9)) == ((1,), (0,))
+    assert coalesced((2, 3), (0, 8)) == ((2, 3), (0, 8))
+
+
+def test_too_small_a_place_is_refused(device):
+    from fastcoll.kernels.cuda.move import pack
+
+    whole = table("f4")
+    with pytest.raises(ArrayError, match="dst has 4 bytes, and the call is for 128"):
+        pack(device(np.zeros(1, "f4")), Strided(device(whole), whole, whole.T))

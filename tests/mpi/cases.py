@@ -1,0 +1,236 @@
+"""What MPI alone does, run inside MPI jobs by rank.py: ways of moving data, the ends of groups, waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import ReduceOp
+from fastcoll.net import mpi_moves, mpi_reduce
+from fastcoll.net.mpi_comm import _laid_down
+
+SIZES = (2, 4)
+
+
+def usable(group=None):
+    x = np.ones(2)
+    dist.all_reduce(x, group=group)
+    assert (x == dist.get_world_size(group)).all()
+
+
+def all_moves(rank, world_size, count):
+    """Every operation that moves blocks of different sizes, with results that tell them all apart."""
+    sizes = [count + 3 * r for r in range(world_size)]
+    blocks = [np.full(sizes[rank], 10 * rank + r, "i4") for r in range(world_size)]
+    outs = [np.zeros(sizes[r], "i4") for r in range(world_size)]
+    dist.all_to_all(outs, blocks)
+    assert all((out == 10 * r + rank).all() for r, out in enumerate(outs))
+    dist.all_gather(outs, blocks[0])
+    assert all((out == 10 * r).all() for r, out in enumerate(outs))
+    outs = [np.zeros(sizes[r], "i4") for r in range(world_size)]
+    dist.gather(blocks[1], outs if rank == 1 else None, 1)
+    assert rank != 1 or all((out == 10 * r + 1).all() for r, out in enumerate(outs))
+    mine = np.zeros(sizes[rank], "i4")
+    given = [np.full(sizes[r], 7 * r, "i4") for r in range(world_size)]
+    dist.scatter(mine, given if rank == 0 else None, 0)
+    assert (mine == 7 * rank).all()
+    dist.reduce_scatter(mine, given)
+    assert (mine == 7 * rank * world_size).all()
+    everywhere = np.full(count, rank, "i4")
+    dist.broadcast(everywhere, 1)
+    assert (everywhere == 1).all()
+
+
+@pytest.mark.ranks(*SIZES)
+@pytest.mark.parametrize("reach", [mpi_moves.REACH, -1], ids=["collectives", "messages"])
+@pytest.mark.parametrize("count", [1, 1009, 100_003])
+def test_both_ways_of_moving(rank, world_size, reach, count, monkeypatch):
+    """Arrays that MPI's counts cannot reach go by messages, in pieces; here at other limits than 2 GiB."""
+    monkeypatch.setattr(mpi_moves, "REACH", reach)
+    if reach < 0:
+        monkeypatch.setattr(mpi_moves, "LARGEST", 4096)
+    all_moves(rank, world_size, count)
+
+
+@pytest.mark.ranks(*SIZES)
+def test_one_rank_out_of_reach_is_enough(rank, world_size, monkeypatch):
+    monkeypatch.setattr(mpi_moves, "REACH", -1 if rank == 1 else mpi_moves.REACH)
+    all_moves(rank, world_size, 1009)
+
+
+@pytest.mark.ranks(*SIZES)
+def test_messages_and_broadcasts_in_pieces(rank, world_size, monkeypatch):
+    monkeypatch.setattr(mpi_moves, "LARGEST", 10_000)
+    x = np.arange(100_003) * (rank == 0)
+    dist.broadcast(x, 0)
+    assert (x == np.arange(x.size)).all()
+    if rank == 0:
+        dist.send(x, 1)
+    elif rank == 1:
+        y = np.zeros_like(x)
+        dist.recv(y, 0)
+        assert (y == x).all()
+
+
+@pytest.mark.ranks(*SIZES)
+@pytest.mark.parametrize("segment", [4, 100, 416])
+def test_segments_give_the_same_bits(rank, world_size, segment, monkeypatch):
+    rng = np.random.default_rng(rank)
+    x = rng.standard_normal(503).astype("f4")
+    blocks = [rng.standard_normal(53 + 7 * r) for r in range(world_size)]
+    results = []
+    for most in (mpi_reduce.SEGMENT, segment):
+        monkeypatch.setattr(mpi_reduce, "SEGMENT", most)
+        monkeypatch.setattr(mpi_reduce, "GATHERED", mpi_reduce.GATHERED if most > segment else 0)
+        row = []
+        for call in (dist.all_reduce, dist.scan, dist.exscan, lambda y: dist.reduce(y, 1)):
+            y = x.copy()
+            call(y)
+            row.append(y)
+        out = np.zeros_like(blocks[rank])
+        dist.reduce_scatter(out, blocks, ReduceOp.MAX)
+        results.append([*row, out])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.ranks(*SIZES)
+def test_communicators_are_freed(rank, world_size):
+    for _ in range(100):
+        group = dist.new_group()
+        usable(group)
+        if rank == 0:
+            dist.send(np.ones(3), 1, group=group)
+        elif rank == 1:
+            dist.recv(np.ones(3), 0, group=group)
+        dist.destroy_process_group(group)
+    assert len(_laid_down) < 5
+
+
+@pytest.mark.ranks(*SIZES)
+def test_a_communicator_with_an_unread_message_is_not_used_again(rank, world_size):
+    for turn in range(3):
+        group = dist.new_group()
+        if rank == 0:
+            dist.isend(np.full(3, turn), 1, group=group)
+        usable(group)
+        dist.destroy_process_group(group)
+        got = np.zeros(3, int)
+        group = dist.new_group()
+        if rank == 0:
+            dist.send(np.full(3, 100 + turn), 1, group=group)
+        elif rank == 1:
+            dist.recv(got, 0, group=group)
+            assert (got == 100 + turn).all()
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(*SIZES)
+def test_who_did_not_come_is_named(rank, world_size):
+    group = dist.new_group(timeout=0.5)
+    x = np.ones(50_000)
+    if rank != 1:
+        with pytest.raises(dist.GroupError, match=r"rank 1 \("):
+            dist.all_reduce(x, group=group)
+    dist.barrier()
+    with pytest.raises(
+        dist.GroupError
+    ):  # for rank 1 too, which meets what the others sent before they gave up
+        dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(*SIZES)
+def test_a_rank_that_leaves_is_named(rank, world_size):
+    group = dist.new_group()
+    if rank == 1:
+        dist.destroy_process_group(group)
+    else:
+        with pytest.raises(dist.AbortedError, match=r"rank 1 \(.*left"):
+            dist.barrier(group=group)
+    dist.barrier()
+
+
+@pytest.mark.ranks(*SIZES)
+@pytest.mark.parametrize("call", ["barrier", "recv", "irecv"])
+def test_abort_ends_waiting_on_all_ranks(rank, world_size, call):
+    group = dist.new_group()
+    wait = {
+        "barrier": lambda: group.barrier(),
+        "recv": lambda: group.recv(np.zeros(3), 0),
+        "irecv": lambda: group.irecv(np.zeros(3)).wait(),
+    }[call]
+    if rank == 0:
+        dist.barrier()
+        group.abort("enough")
+    else:
+        begun = threading.Event()
+        caught = []
+
+        def other():
+            begun.set()
+            try:
+                wait()
+            except dist.AbortedError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        begun.wait()
+        dist.barrier()
+        thread.join()
+        assert "enough" in str(caught[0])
+    usable()
+    group.close()
+
+
+@pytest.mark.ranks(*SIZES)
+def test_ctrl_c_ends_waiting_and_tells_the_others(rank, world_size):
+    group = dist.new_group()
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            group.recv(np.zeros(3), 1)
+    else:
+        with pytest.raises(dist.AbortedError, match="KeyboardInterrupt"):
+            group.barrier()
+    usable()
+    group.close()
+
+
+@pytest.mark.ranks(*SIZES, init=False)
+def test_ranks_and_sizes_other_than_mpis_are_refused(rank, world_size):
+    with pytest.raises(dist.UsageError, match=f"MPI started this process with {world_size}"):
+        dist.init_process_group("mpi", world_size=world_size + 1)
+    with pytest.raises(dist.UsageError, match=f"MPI started this process with {rank}"):
+        dist.init_process_group("mpi", rank=(rank + 1) % world_size, world_size=world_size)
+
+
+@pytest.mark.ranks(*SIZES, init=False)
+def test_ranks_may_be_in_another_order_than_mpis(rank, world_size, tmp_path):
+    other = world_size - 1 - rank
+    url = f"file://{tmp_path}/store"
+    dist.init_process_group("mpi", init_method=url, rank=other, world_size=world_size)
+    x = np.array([other])
+    dist.broadcast(x, world_size - 1)
+    assert x[0] == world_size - 1
+    usable()
+
+
+@pytest.mark.ranks(*SIZES)
+def test_a_forked_child_is_told_whose_mpi_it_is(rank, world_size):
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.barrier()
+        except dist.AbortedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    usable()

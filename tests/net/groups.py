@@ -1,0 +1,30 @@
+"""Several TcpGroups in one process: a rank is a thread."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fastcoll.net.group import TcpGroup
+from fastcoll.rendezvous import HashStore
+from net.meshes import crew, together
+
+
+@contextlib.contextmanager
+def groups(n: int, store: Any = None, timeout: float = 20.0) -> Iterator[list[TcpGroup]]:
+    """n ranks that have met; closed at the end."""
+    shared, known = HashStore() if store is None else store, crew(n)
+    made = together(*(lambda r=r: TcpGroup.make(shared, "WORLD", known, r, timeout) for r in range(n)))
+    errors = [each for each in made if isinstance(each, BaseException)]
+    try:
+        if errors:
+            raise errors[0]
+        yield made
+    finally:
+        together(*(each.close for each in made if isinstance(each, TcpGroup)))
+
+
+def everybody(made: list[TcpGroup], call: Callable[[TcpGroup], Any]) -> list[Any]:
+    """What a call of all ranks returns or raises on each."""
+    return together(*(lambda group=group: call(group) for group in made))

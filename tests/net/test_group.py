@@ -1,0 +1,256 @@
+"""TcpGroup over bad networks, and what becomes of it when calls are interrupted, aborted, closed or not made at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from fastcoll import config
+from fastcoll.errors import (
+    AbortedError,
+    ArrayError,
+    CollectiveTimeoutError,
+    MismatchError,
+    NotInitializedError,
+    PeerDiedError,
+)
+from fastcoll.net import engine, words
+from fastcoll.net import group as group_module
+from fastcoll.net.group import TcpGroup
+from fastcoll.reduce_op import ReduceOp
+from net.groups import everybody, groups
+from net.meshes import ProxiedStore, nothing_left, together
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("FASTCOLL_TCP_STREAMS", raising=False)
+    config.forget()
+    with nothing_left():
+        yield
+    config.forget()
+
+
+def total(group: TcpGroup, count: int = 3) -> float:
+    """The sum over the ranks of rank + 1, of which every item of an all_reduce must consist."""
+    x = np.full(count, group.rank + 1.0)
+    group.all_reduce(x)
+    assert (x == x[0]).all()
+    return float(x[0])
+
+
+# ---- networks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("piece", "count"), [(1, 40), (13, 2000), (1447, 300_000)])
+def test_bytes_may_come_in_pieces_of_any_size(piece: int, count: int) -> None:
+    with ProxiedStore(piece=piece) as store, groups(3, store) as made:
+        assert everybody(made, lambda group: total(group, count)) == [6.0] * 3
+        assert everybody(made, lambda group: group.barrier()) == [None] * 3
+
+
+def test_several_streams_share_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTCOLL_TCP_STREAMS", "3")
+    config.forget()
+    with ProxiedStore(piece=30_011) as store, groups(2, store) as made:
+        for count in (3, 100_000, 1_000_003, 0):
+            wanted = [3.0] * 2 if count else [IndexError] * 2
+            got = everybody(made, lambda group, count=count: total(group, count))
+            assert [each if count else type(each) for each in got] == wanted
+        x = [np.arange(700_001) + rank for rank in range(2)]
+        everybody(made, lambda group: group.broadcast(x[group.rank], 1))
+        assert (x[0] == x[1]).all()
+
+
+def test_a_reset_in_the_middle_ends_the_call_on_both_sides() -> None:
+    with ProxiedStore(piece=1000, delay=0.002) as store, groups(2, store) as made:
+        everybody(made, total)
+        timer = threading.Timer(0.2, lambda: [proxy.reset() for proxy in store.proxies.values()])
+        timer.start()
+        for rank, error in enumerate(everybody(made, lambda group: total(group, 1_000_000))):
+            assert isinstance(error, PeerDiedError), error
+            assert error.ranks == (1 - rank,)
+            with pytest.raises(PeerDiedError, match=f"rank {1 - rank}"):
+                made[rank].barrier()
+        timer.join()
+
+
+# ---- ranks that do not come ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [(0, 1), (1, 3), (2, 3)])
+def test_all_missing_ranks_are_named(missing: tuple[int, ...]) -> None:
+    with groups(4) as made:
+        everybody(made, total)
+        there = [group for group in made if group.rank not in missing]
+        errors = everybody(there, lambda group: group.monitored_barrier(timeout=0.5))
+        assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
+        for error in errors:
+            assert isinstance(error, CollectiveTimeoutError | AbortedError), error
+            assert error.ranks == missing, error
+            assert all(f"rank {rank} " in str(error) for rank in missing)
+            assert "barrier(), call 2 " in str(error)
+
+
+@pytest.mark.parametrize("missing", [(0, 1), (1,), (1, 3), (3,)])
+def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...]) -> None:
+    """It makes the connections. Who waits for one cannot tell whether ranks that it has dialed make the call."""
+    with groups(4, timeout=25) as made:
+        started = time.monotonic()
+        there = [group for group in made if group.rank not in missing]
+        errors = everybody(there, lambda group: group.monitored_barrier(timeout=0.5))
+        assert time.monotonic() - started < 15
+        for error in errors:
+            assert isinstance(error, CollectiveTimeoutError | AbortedError), error
+            assert error.ranks
+            assert set(error.ranks) <= set(missing)
+            assert "barrier(), call 1 " in str(error)
+
+
+# ---- interrupted, aborted, closed ---------------------------------------------------------------------
+
+
+def test_an_interrupt_after_a_mismatch_and_before_its_headers_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with groups(2) as made:
+        everybody(made, total)
+
+        def interrupted() -> Exception:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(made[0], "_mismatch", interrupted)
+        errors = everybody(made, lambda group: total(group, 3 + group.rank))
+        assert [type(error) for error in errors] == [KeyboardInterrupt, MismatchError]
+        again = everybody(made, total)
+        assert all(isinstance(error, AbortedError) and error.ranks == (0,) for error in again), again
+        assert "KeyboardInterrupt" in str(again[1])
+
+
+def test_an_interrupt_while_connections_are_made_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with groups(2) as made:
+
+        def interrupted(*_: object) -> int:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(made[0]._mesh, "data", interrupted)
+        errors = everybody(made, total)
+        assert type(errors[0]) is KeyboardInterrupt
+        assert isinstance(errors[1], AbortedError)
+        assert errors[1].ranks == (0,)
+
+
+def test_an_exception_after_a_call_is_complete_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler's exception comes out of the first line after the compiled call."""
+    run = engine.collective.call
+    with groups(2) as made:
+        everybody(made, total)
+        address = made[0]._context.address
+
+        def then_interrupted(context: int, *rest: object) -> int:
+            code = run(context, *rest)
+            if context & ~words.RESUMED == address and code == words.DONE:
+                raise KeyboardInterrupt
+            return code
+
+        monkeypatch.setattr(engine.collective, "call", then_interrupted)
+        errors = everybody(made, total)
+        monkeypatch.setattr(engine.collective, "call", run)
+        if type(errors[0]) is KeyboardInterrupt:
+            assert errors[1] == 3.0
+        assert everybody(made, total) == [3.0] * 2
+
+
+@pytest.mark.parametrize("count", [3, 4_000_000])
+def test_abort_from_another_thread_ends_the_call_everywhere(count: int) -> None:
+    with ProxiedStore(piece=4096, delay=0.001) as store, groups(3, store) as made:
+        everybody(made, total)
+        waits = made if count > 3 else made[:2]
+        timer = threading.Timer(0.3, made[0].abort, ("had enough",))
+        timer.start()
+        errors = everybody(waits, lambda group: total(group, count))
+        timer.join()
+        for error in errors:
+            assert isinstance(error, AbortedError), error
+            assert "had enough" in str(error)
+            assert "rank 0" in str(error)
+
+
+def test_close_while_another_thread_is_in_a_call() -> None:
+    with groups(2) as made:
+        everybody(made, total)
+        errors = together(lambda: total(made[0]), lambda: (time.sleep(0.2), made[0].close()))
+        assert isinstance(errors[0], AbortedError)
+        with pytest.raises((AbortedError, NotInitializedError)):
+            made[0].barrier()
+        # Rank 0's part in its call was on the way, so that one may succeed.
+        with pytest.raises(AbortedError, match="rank 0"):
+            [total(made[1]) for _ in range(2)]
+
+
+def test_a_group_that_is_left_in_order_is_no_death() -> None:
+    with groups(3) as made:
+        everybody(made, total)
+        made[2].close()
+        errors = everybody(made[:2], total)
+        assert all(type(error) is AbortedError and error.ranks == (2,) for error in errors), errors
+        assert all("left the group" in str(error) for error in errors)
+
+
+# ---- calls that are prepared once ---------------------------------------------------------------------
+
+
+def test_the_oldest_prepared_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "_MOST_PREPARED", 5)
+    with groups(2) as made:
+        for _ in range(2):
+            for count in range(1, 9):
+                assert everybody(made, lambda group, count=count: total(group, count)) == [3.0] * 2
+        for group in made:
+            assert [key[4] for key in group._prepared] == [(8 * count,) for count in range(4, 9)]
+
+
+def test_many_calls_of_all_sizes_are_posted_at_once() -> None:
+    """The next ones are prepared, with more room than there is, while earlier ones are under way."""
+    sizes = [3, 20_000, 7, 250_000, 1, 60_000, 0, 500_000, 11, 90_001]
+    with groups(3) as made:
+
+        def post(group: TcpGroup) -> list[bool]:
+            xs = [np.full(count, 10.0 * k + group.rank) for k, count in enumerate(sizes)]
+            parts = [np.zeros((3, count), "i4") for count in sizes]
+            works = []
+            for k, x in enumerate(xs):
+                works.append(group.all_reduce(x, async_op=True))
+                own = np.full(x.size, k * 3 + group.rank, "i4")
+                works.append(group.all_gather_single(parts[k], own, async_op=True))
+            for work in works:
+                assert work is not None
+                work.wait()
+            sums = [(x == 30.0 * k + 3).all() for k, x in enumerate(xs)]
+            wanted = [np.arange(3 * k, 3 * k + 3)[:, None] for k in range(len(sizes))]
+            return [*sums, *((part == want).all() for part, want in zip(parts, wanted, strict=True))]
+
+        for results in everybody(made, post):
+            assert all(results), results
+
+
+def test_threads_prepare_while_others_call() -> None:
+    with groups(2) as made:
+
+        def several(group: TcpGroup) -> list[float]:
+            """Two threads of a rank, whose calls are alike, so that their order does not matter."""
+            return together(*[lambda: [total(group, 50_000) for _ in range(10)]] * 2)
+
+        assert everybody(made, several) == [[[3.0] * 10] * 2] * 2
+
+
+def test_elements_that_are_too_large_to_be_received_and_reduced() -> None:
+    huge = np.dtype([("numbers", "f8", (40_000,))])
+    with groups(2) as made:
+        errors = everybody(made, lambda group: group.all_reduce(np.zeros(1, huge), ReduceOp.custom(max)))
+        assert all(isinstance(error, ArrayError) and "320000 bytes" in str(error) for error in errors), errors
+        assert everybody(made, total) == [3.0] * 2

@@ -1,0 +1,223 @@
+"""The group over several nodes: here, ranks of one machine that take one another's /dev/shm for different ones."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import AbortedError, MismatchError, ReduceOp, hybrid, members
+from fastcoll.hybrid import DIRECT, SMALL, HybridGroup
+from fastcoll.net.group import TcpGroup
+from fastcoll.shm.group import ShmGroup
+
+# Group ranks by node: of one size, of two sizes with a surplus rank, and not in order.
+EVEN, UNEVEN, MIXED = [0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1, 0]
+LARGE = DIRECT // 8 + 5  # float64: what goes through nodes
+# Bytes: in the meeting, directly, by rails, and in several segments, which are made short here.
+SEGMENT = 128 << 10
+SIZES = [40, DIRECT // 2, DIRECT + 40, 10 * SEGMENT + 40_008]
+
+Start = Callable[[list[int]], HybridGroup]
+
+
+@pytest.fixture
+def start(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts the job with each rank on a node."""
+
+    monkeypatch.setattr(hybrid, "SEGMENT", SEGMENT)
+
+    def begin(homes: list[int]) -> HybridGroup:
+        monkeypatch.setattr(members, "_shm_device", lambda: 1_000_000 + homes[rank])
+        dist.init_process_group(timeout=20)
+        world = dist.GroupMember.WORLD
+        assert isinstance(world, HybridGroup)
+        return world
+
+    yield begin
+    dist.destroy_process_group()
+
+
+def ranks(homes: list[int]) -> pytest.MarkDecorator:
+    return pytest.mark.ranks(len(homes), init=False, timeout=60)
+
+
+def results(rank: int, size: int, nbytes: int) -> bool:
+    """Whether every operation that goes through nodes is right, with arrays of so many bytes."""
+    count = nbytes // 8
+    base = np.arange(count)
+    total = size * base + sum(range(size))
+    x = base + rank
+    dist.all_reduce(x)
+    right = [(x == total).all()]
+    x = base + rank
+    dist.reduce(x, size - 1)
+    right.append((x == (total if rank == size - 1 else base + rank)).all())
+    x = base + rank
+    dist.broadcast(x, 1)
+    right.append((x == base + 1).all())
+    outs = np.zeros((size, count), "i8")
+    dist.all_gather_into_tensor(outs, base + rank)
+    right.append((outs == base + np.arange(size)[:, None]).all())
+    part = np.zeros(count, "i8")
+    dist.reduce_scatter(part, [base + rank + 100 * block for block in range(size)])
+    right.append((part == total + 100 * size * rank).all())
+    x = (base + rank).astype("f8")
+    dist.all_reduce(x, ReduceOp.AVG)
+    right.append((x == total / size).all())
+    return all(right)
+
+
+def call_for_ever(call: Callable[[], object]) -> None:
+    while True:
+        call()
+
+
+@ranks(EVEN)
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_nodes_of_one_size(rank: int, world_size: int, start: Start, nbytes: int) -> None:
+    start(EVEN)
+    assert results(rank, world_size, nbytes)
+
+
+@ranks(UNEVEN)
+@pytest.mark.parametrize("nbytes", SIZES[1:])
+def test_a_node_with_a_surplus_rank(rank: int, world_size: int, start: Start, nbytes: int) -> None:
+    group = start(UNEVEN)
+    assert (group._rail is None) == (rank == 2)
+    assert results(rank, world_size, nbytes)
+
+
+@ranks(MIXED)
+@pytest.mark.parametrize("nbytes", SIZES[1:3])
+def test_nodes_whose_ranks_are_not_in_order(rank: int, world_size: int, start: Start, nbytes: int) -> None:
+    start(MIXED)
+    assert results(rank, world_size, nbytes)
+
+
+@ranks(UNEVEN)
+def test_one_rank_of_each_node_talks_for_all(
+    rank: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As among many ranks."""
+    monkeypatch.setattr(hybrid, "DIRECT", 0)
+    start(UNEVEN)
+    assert results(rank, world_size, SMALL - 8)
+    assert results(rank, world_size, SMALL + 8)
+
+
+@ranks(EVEN)
+def test_calls_of_all_sizes_in_flight_at_once(rank: int, world_size: int, start: Start) -> None:
+    start(EVEN)
+    xs = [np.full(nbytes // 8, 10.0 * k + rank) for k, nbytes in enumerate(SIZES * 3)]
+    works = [dist.all_reduce(x, async_op=True) for x in xs]
+    y = np.full(3, rank)
+    dist.all_reduce(y)
+    assert (y == 6).all()
+    assert all(work.is_success() for work in works)
+    assert all((x == 40.0 * k + 6).all() for k, x in enumerate(xs))
+
+
+@ranks(EVEN)
+def test_groups_of_parts_of_nodes(rank: int, world_size: int, start: Start) -> None:
+    start(EVEN)
+    kinds = {(0, 1): ShmGroup, (0, 2): TcpGroup, (0, 1, 3): HybridGroup, (3, 1, 2): HybridGroup}
+    for chosen, kind in kinds.items():
+        group = dist.new_group(list(chosen))
+        if rank in chosen:
+            assert type(group) is kind
+            x = np.full(LARGE, float(rank))
+            dist.all_reduce(x, group=group)
+            assert (x == sum(chosen)).all()
+            dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@ranks(EVEN)
+def test_large_calls_that_do_not_match_leave_the_group_usable(
+    rank: int, world_size: int, start: Start
+) -> None:
+    start(EVEN)
+    for count in (DIRECT // 4, SEGMENT * 8):
+        x = np.full(count + (rank == 1), 1.0, "f4")
+        with pytest.raises(MismatchError, match="rank 1 called"):
+            dist.all_reduce(x)
+        assert (x == 1).all()
+        assert results(rank, world_size, DIRECT + 40)
+
+
+@ranks(EVEN)
+def test_an_interrupt_between_the_meeting_and_the_rest(
+    rank: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on with what this rank has agreed to, so they are told."""
+    group = start(EVEN)
+    dist.all_reduce(np.ones(LARGE))
+    if rank == 2:
+        meet = group._meeting
+
+        def then_interrupted(*args: object, **rest: object) -> Callable[[], None]:
+            call = meet(*args, **rest)  # type: ignore[arg-type]
+
+            def run() -> None:
+                call()
+                raise KeyboardInterrupt
+
+            return run
+
+        monkeypatch.setattr(group, "_meeting", then_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(np.ones(LARGE))
+        with pytest.raises(AbortedError, match="KeyboardInterrupt"):
+            dist.barrier()
+        return
+    with pytest.raises(AbortedError, match=r"rank 2 .*KeyboardInterrupt") as caught:
+        dist.all_reduce(np.ones(LARGE))
+    assert caught.value.ranks == (2,)
+
+
+@ranks(EVEN)
+def test_abort_from_another_thread(rank: int, world_size: int, start: Start) -> None:
+    group = start(EVEN)
+    dist.all_reduce(np.ones(16 << 20, "i1"))
+    if rank == 1:
+        threading.Timer(0.2, group.abort, ("had enough",)).start()
+    with pytest.raises(AbortedError, match=r"rank 1 .*had enough") as caught:
+        call_for_ever(lambda: dist.all_reduce(np.ones(16 << 20, "i1")))
+    assert rank == 1 or caught.value.ranks == (1,)
+
+
+@ranks(EVEN)
+def test_a_rank_that_leaves_in_order_is_no_death(rank: int, world_size: int, start: Start) -> None:
+    start(EVEN)
+    group = dist.new_group()
+    group.all_reduce(np.ones(LARGE))
+    if rank == 3:
+        group.close()
+    else:
+        with pytest.raises(AbortedError, match=r"rank 3 .*left the group"):
+            group.all_reduce(np.ones(LARGE))
+    dist.barrier()
+
+
+@ranks(EVEN)
+def test_a_handler_may_close_the_group(rank: int, world_size: int, start: Start) -> None:
+    start(EVEN)
+    group = dist.new_group()
+    group.all_reduce(np.ones(LARGE))
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, lambda *_: group.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises((AbortedError, dist.NotInitializedError)):
+            group.all_reduce(np.ones(LARGE))
+        signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(0.3)
+        with pytest.raises(AbortedError, match="rank 0"):
+            call_for_ever(lambda: group.all_reduce(np.ones(LARGE)))
+    dist.barrier()
