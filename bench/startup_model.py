@@ -88,7 +88,7 @@ class Step:
 def script(rank: int, size: int) -> list[Step]:
     """The messages of `rank` from its start until it has the default group."""
     blocks = math.ceil(size / MAX_KEYS_PER_REQUEST)
-    start = [Step("OPEN"), Step("PEEK"), Step("ADD"), Step("TERMS"), Step("ADD"), Step("SET", sets="members")]
+    start = [Step("OPEN"), Step("ADD"), Step("TERMS"), Step("ADD"), Step("SET", sets="members")]
     if rank:
         joining = [Step("GET", "list", lists=0.5), Step("GET", "group")]
         meeting = [Step("SET", sets="places"), Step("GET", "all", lists=0.5), Step("ADD")]

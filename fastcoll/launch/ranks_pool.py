@@ -62,7 +62,8 @@ class Worker:
                 start_new_session=True,
             )
         self._pidfd = os.pidfd_open(self.process.pid)
-        self.connection.send(Setup([*setup.args, f"--basetemp={self._scratch}"], setup.options))
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is noticed when it should be ready
+            self.connection.send(Setup([*setup.args, f"--basetemp={self._scratch}"], setup.options))
 
     def waitables(self) -> list[Connection[Any, Any] | int]:
         """What becomes readable when the worker has answered or is dead."""
