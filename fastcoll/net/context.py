@@ -50,6 +50,7 @@ class Prepared:
 
     Attributes:
         address: of the words that the engine reads; valid while this object lives.
+        call, shape: the fingerprint, see calls.py.
         peers: whom its plan sends to or receives from.
         ready: whether there are connections to all of them, and room for it.
     """
@@ -66,6 +67,7 @@ class Prepared:
         table = plan.table
         moves = table[np.isin(table[:, KIND], (SEND, RECV, REDUCE))]
         self.plan = plan
+        self.call, self.shape = call, sizes.shape
         self.ready = False
         self.peers = sorted(set(moves[:, PEER].tolist()))
         self.rows_of_a_phase = _longest_run(table[:, PHASE])
@@ -189,6 +191,12 @@ class NetContext:
         """The headers of the call under way, a row of words a rank; what has not come is of an earlier call."""
         count = self[words.HEADER] // 8
         return self._inbox.reshape(self.size, -1)[:, :count]
+
+    @property
+    def waited_for(self) -> list[int]:
+        """The peers of the connections that the engine has waited for last."""
+        listed = self._kept[words.POLLFDS][: self[words.WAITING]] & 0xFFFFFFFF
+        return np.flatnonzero(np.isin(self.fds, listed).any(axis=1)).tolist()
 
     @property
     def under_way(self) -> bool:

@@ -1,6 +1,7 @@
 """The engine: one compiled call carries out a collective over nonblocking sockets, the meeting and then the plan.
 
     IDLE --begin--> MEET --all headers are here and agree--> RUN --the last phase is complete--> IDLE
+                    MEET --they differ, and Python has read them--> IDLE
 
 It comes back within 50 ms, with its state in the context, whenever it can't go on or has worked for so long.
 """
@@ -109,7 +110,6 @@ def _go_on(c, d):
             return status
         status = compare(c, d)
         if status != DONE:
-            store_word(c, STAGE, IDLE)
             return status
         _begin_plan(c, load_word(d, w.PAYLOADS))
         store_word(c, STAGE, RUN)
@@ -143,5 +143,7 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
 @entry
 def after_mismatch(context: Index) -> int:
     """Make ready for the next call, once the headers of one that did not match have been read."""
-    keep_rest(integer(context))
+    c = integer(context)
+    keep_rest(c)
+    store_word(c, STAGE, IDLE)
     return DONE

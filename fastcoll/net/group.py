@@ -7,6 +7,7 @@ with the peers'. What it does over the sockets is in engine.py; here is what com
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -15,13 +16,14 @@ import numpy as np
 
 from .. import calls
 from ..arrays import Adopted
-from ..errors import AbortedError, GroupError
+from ..errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError
 from ..group import ProcessGroup
 from ..kernels.reduce import reducer
 from ..kernels.sockets import CLOSED
 from ..members import Member
 from ..mismatch import comparable, describe_sizes, mismatch, operation_of
 from ..operands import Array, Call, divide
+from ..processes import cores_of
 from ..reduce_op import AVG, ReduceOp
 from ..rendezvous import Store
 from ..watch import Wait
@@ -33,6 +35,7 @@ from .mesh import Mesh
 from .plans.choose import plan_for
 from .plans.shape import MEET_RANKS, Shape
 from .plans.table import COLUMNS, Plan
+from .rows import PIECE
 from .sizes import sizes_of
 
 _CLOSE_SECONDS = 5.0
@@ -49,25 +52,41 @@ class TcpGroup(ProcessGroup):
     backend = "tcp"
 
     @classmethod
-    def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> TcpGroup:
-        """Meet the other members over the network; collective. The arguments are those of ShmGroup.make.
+    def make(
+        cls,
+        store: Store,
+        name: str,
+        members: Sequence[Member],
+        rank: int,
+        timeout: float,
+        crowd: Sequence[Member] | None = None,
+    ) -> TcpGroup:
+        """Meet the other members over the network; collective. The arguments are those of ShmGroup.make, and:
+
+        Args:
+            crowd: ranks that use the hosts' cores at the same time; None: the members.
 
         Raises:
             RendezvousError: the members cannot reach one another; names both, and the address.
             PeerDiedError, StoreTimeoutError: a member died or did not come.
         """
-        return cls(name, members, timeout, Mesh.make(store, name, members, rank, timeout))
+        mesh = Mesh.make(store, name, members, rank, timeout)
+        return cls(name, members, timeout, mesh, crowd or members)
 
-    def __init__(self, name: str, members: Sequence[Member], timeout: float, mesh: Mesh) -> None:
+    def __init__(
+        self, name: str, members: Sequence[Member], timeout: float, mesh: Mesh, crowd: Sequence[Member]
+    ) -> None:
         super().__init__(name, [member.rank for member in members], mesh.rank, timeout)
         self._mesh = mesh
         self._vigil = mesh.vigil
         self._vigil.on_failure = self._stop
-        patience = _patience(members, mesh.rank)
+        patience = _patience(crowd, members[mesh.rank])
         self._limits = limits_for(self.size)
         self._context = NetContext(self.size, mesh.rank, self._limits, mesh.streams, patience)
         self._mail = Mail(mesh, self._vigil, timeout, patience)
         self._prepared: dict[Any, Prepared] = {}
+        self._remembering = threading.Lock()
+        self._releases_later = False  # closed in the middle of a call
 
     # ---- a call ----------------------------------------------------------------------------------
 
@@ -95,23 +114,25 @@ class TcpGroup(ProcessGroup):
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepare(*key)
-            if len(self._prepared) < _MOST_PREPARED:
-                self._prepared[key] = prepared
+            self._remember(key, prepared)
         given = tuple(arrays)
+        return lambda: self._carry_out(prepared, given, timeout)
 
-        def call() -> None:
-            self._check_usable()
-            try:
-                if not prepared.ready:
-                    self._make_ready(prepared)
-                code = engine.collective.call(self._context.address, prepared.address, given)
-                if code != words.DONE:
-                    self._go_on(code, prepared, given, timeout)
-            except BaseException as error:
-                self._torn(error)
-                raise
-
-        return call
+    def _carry_out(self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None) -> None:
+        """The call itself, by the thread that has the turn."""
+        self._check_usable()
+        try:
+            if not prepared.ready:
+                self._make_ready(prepared, timeout)
+            code = engine.collective.call(self._context.address, prepared.address, arrays)
+            if code != words.DONE:
+                self._go_on(code, prepared, arrays, timeout)
+        except BaseException as error:
+            self._torn(error, prepared)
+            raise
+        finally:
+            if self._releases_later:
+                self._release()
 
     def _meeting(self, operation: str, arrays: Sequence[Array], nbytes: Sequence[int], **rest: Any) -> Call:
         """A call in which the ranks only make sure that all of them make it."""
@@ -128,6 +149,8 @@ class TcpGroup(ProcessGroup):
         choose: Callable[[Shape], Plan],
     ) -> Prepared:
         itemsize = dtype.itemsize if dtype is not None else 1
+        if op is not None and itemsize > PIECE:
+            raise ArrayError(f"an element of {dtype} has {itemsize} bytes; {operation} takes {PIECE} here")
         code = calls.encode(operation, dtype, op=op, parts=parts) | root << calls.ROOT_SHIFT
         folds = reducer(self._folded(op), dtype)[:2] if op is not None and dtype is not None else (0, 0)
         ordered = op is not None and (op.function is not None or _is_half(dtype))
@@ -137,14 +160,44 @@ class TcpGroup(ProcessGroup):
         prepared = Prepared(code, sizes_of(call), choose(call), self._limits.frame_stride, folds, itemsize)
         return prepared
 
-    def _make_ready(self, prepared: Prepared) -> None:
+    def _remember(self, key: Any, prepared: Prepared) -> None:
+        """Keep a prepared call for the next time, instead of the oldest one when there are many."""
+        with self._remembering:
+            while len(self._prepared) >= _MOST_PREPARED:
+                del self._prepared[next(iter(self._prepared))]
+            self._prepared[key] = prepared
+
+    def _make_ready(self, prepared: Prepared, timeout: float | None) -> None:
         """Before a call's first time, by the thread that has the turn: room, and connections to all its peers."""
         self._context.make_room(prepared)
-        for peer in sorted({*self._context.met, *prepared.peers}):
-            for stream in range(self._context.streams):
-                if self._context.fds[peer, stream] < 0:
-                    self._context.fds[peer, stream] = self._mesh.data(peer, stream)
+        peers = {*self._context.met, *prepared.peers}
+        # First those that this rank dials, who need not have come yet; it is not to be missed by them as well.
+        in_order = sorted(peers, key=lambda peer: (peer < self.rank, peer))
+        fds, streams = self._context.fds, range(self._context.streams)
+        missing = [(peer, stream) for peer in in_order for stream in streams if fds[peer, stream] < 0]
+        self._connect(missing, prepared, self.timeout if timeout is None else timeout)
+        self._check_usable()  # a signal handler may have closed the group meanwhile
         prepared.ready = True
+
+    def _connect(self, missing: Sequence[tuple[int, int]], prepared: Prepared, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        late: set[int] = set()
+        for peer, stream in missing:
+            left = 0.0 if late else max(0.0, deadline - time.monotonic())
+            try:
+                self._context.fds[peer, stream] = self._mesh.data(peer, stream, left)
+            except CollectiveTimeoutError:
+                if peer > self.rank:
+                    raise  # it could not be reached, and the error says how that failed
+                late.add(peer)
+        if late:
+            what = calls.describe(prepared.call, prepared.shape)
+            names = ", ".join(self._vigil.name(peer) for peer in sorted(late))
+            raise CollectiveTimeoutError(
+                f"{what}, call {self._context[words.CALLS] + 1} of group {self.name!r}: {names} did not arrive within "
+                f"{timeout:g} s",
+                [self.ranks[peer] for peer in sorted(late)],
+            )
 
     def _go_on(self, code: int, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None) -> None:
         """What follows when the engine comes back early."""
@@ -173,10 +226,10 @@ class TcpGroup(ProcessGroup):
         return f"{what}, call {number} of group {self.name!r}"
 
     def _late(self) -> list[int]:
-        """The group ranks whose headers have not come, or else whom the plan waits for."""
+        """The group ranks whose headers have not come, or else all that the plan waits for."""
         numbers = self._context.headers()[:, words.NUMBER]
         late = [rank for rank in range(self.size) if numbers[rank] < self._context[words.CALLS]]
-        return late or [self._context[words.PEER]]
+        return late or self._context.waited_for
 
     def _mismatch(self) -> Exception:
         headers = self._context.headers()
@@ -200,13 +253,18 @@ class TcpGroup(ProcessGroup):
             time.sleep(0.005)
         raise found.with_traceback(None)
 
-    def _torn(self, error: BaseException) -> None:
+    def _torn(self, error: BaseException, prepared: Prepared) -> None:
         """After an exception: fail the group if the call was half-way, since the peers go on with it."""
         if isinstance(error, GroupError):
             self._fail(error)
         elif self._context.under_way:
-            here = self._vigil.name(self.rank)
-            self._fail(AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}"))
+            self._interrupted(error, self._doing())
+        elif not prepared.ready:
+            self._interrupted(error, f"connecting the ranks of group {self.name!r}")
+
+    def _interrupted(self, error: BaseException, doing: str) -> None:
+        here, why = self._vigil.name(self.rank), type(error).__name__
+        self._fail(AbortedError(f"{here} was interrupted by {why} in {doing}", [self.ranks[self.rank]]))
 
     def _fail(self, error: GroupError) -> None:
         self._vigil.fail(error)
@@ -217,6 +275,30 @@ class TcpGroup(ProcessGroup):
         self.failure = self._vigil.failure
 
     # ---- the operations ------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+        """Reduce over all ranks, in place; the same bits on every rank."""
+        # What was prepared before is known to be right: 8 bytes between two ranks take 7.8 us, not 9.1 (AMD EPYC).
+        if type(tensor) is np.ndarray and type(op) is ReduceOp and not async_op and tensor.flags.carray:
+            key = ("all_reduce", tensor.dtype, op, 0, (tensor.nbytes,), (), plan_for)
+            prepared = self._prepared.get(key)
+            if prepared is not None and self._folded(op) is op and self._run_at_once(prepared, (tensor,)):
+                return None
+        return super().all_reduce(tensor, op, async_op)
+
+    def _run_at_once(self, prepared: Prepared, arrays: tuple[Array, ...]) -> bool:
+        """As `_run` for a synchronous call with nothing before it; False: that has to see to it."""
+        thread = threading.get_ident()
+        inside = self._inside
+        if thread in inside or self._queue.pending:
+            return False
+        inside.add(thread)
+        try:
+            with self._turn:
+                self._carry_out(prepared, arrays)
+        finally:
+            inside.discard(thread)
+        return True
 
     def _plan_all_reduce(self, x: Array, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
         call = self._plan("all_reduce", [x], [x.nbytes], op=op, parts=parts)
@@ -295,12 +377,22 @@ class TcpGroup(ProcessGroup):
 
     def _close(self, reason: GroupError | None) -> None:
         self._mail.close(reason)
-        # A call under way was aborted and ends within moments; a signal handler's own call never does.
-        turn = not self._is_inside() and self._turn.acquire(timeout=_CLOSE_SECONDS)
+        # A call under way was aborted and ends within moments. One that a signal handler has interrupted ends after
+        # the handler, and then releases the connections itself.
+        inside = self._is_inside()
+        turn = not inside and self._turn.acquire(timeout=_CLOSE_SECONDS)
         self._vigil.leave()
+        if turn or (inside and not self._context.under_way):
+            self._release()
+        else:
+            self._releases_later = True
         if turn:
-            self._mesh.close()
             self._turn.release()
+
+    def _release(self) -> None:
+        """Close the connections, once no call uses them."""
+        self._mesh.close()
+        self._context.fds.fill(-1)
 
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise, and say nothing on the sockets, which are the parent's."""
@@ -317,7 +409,7 @@ def _is_half(dtype: np.dtype[Any] | None) -> bool:
     return dtype is not None and dtype.name in ("float16", "bfloat16")
 
 
-def _patience(members: Sequence[Member], rank: int) -> int:
+def _patience(crowd: Sequence[Member], me: Member) -> int:
     """Sweeps in vain before sleeping: few where the ranks of this host outnumber the cores."""
-    here = [m for m in members if m.boot_id == members[rank].boot_id]
-    return _DEDICATED if len(here) <= len(os.sched_getaffinity(0)) else _OVERSUBSCRIBED
+    here = [member for member in crowd if member.boot_id == me.boot_id]
+    return _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED

@@ -157,8 +157,6 @@ def exchange(c, d):
         flags = _receive_frame(c, d, peer)
         if flags < 0:
             return gone(c, peer, flags)
-        if flags & _LEFT:
-            store_word(c, w.PEER, peer)
         seen |= flags
     if seen & _LEFT == 0:
         return DONE
@@ -239,4 +237,5 @@ def list_missing(c):
         if peer != load_word(c, RANK) and events:
             store_word(load_word(c, w.POLLFDS), count, _socket(c, peer) | events << 32)
             count += 1
+    store_word(c, w.WAITING, count)
     return count

@@ -214,9 +214,7 @@ class _Gathering:
         left = max(self._deadline - time.monotonic(), 0.0)
         crowd = 1 if self._rank == 0 else len(self._members)
         check = self._refusal.check
-        return fetch_for(
-            self._store, keys, self._members, left, _DOING, check, missing=missing, crowd=crowd
-        )
+        return fetch_for(self._store, keys, self._members, left, _DOING, check, missing=missing, crowd=crowd)
 
     def _missing(self) -> str:
         """The first of those who have not told where they listen."""

@@ -33,7 +33,7 @@ from .plans.table import (
 from .words import CODE, DONE, FDS, ITEMSIZE, REDUCER, STREAMS
 
 PIECE = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
-DIVIDED = 512 << 10  # rows from so many bytes on are divided among the streams
+DIVIDED = 128 << 10  # rows from so many bytes on are divided among the streams; plans have up to 256 KiB
 
 
 @inlined
@@ -202,6 +202,6 @@ def list_waiting(c, d):
             fd = load_word(load_word(c, FDS), peer * streams + stream)
             event = WRITABLE if load_word(row, KIND) == SEND else READABLE
             store_word(load_word(c, w.POLLFDS), count, fd | event << 32)
-            store_word(c, w.PEER, peer)
             count += 1
+    store_word(c, w.WAITING, count)
     return count

@@ -25,7 +25,7 @@ PARTS = 13  # address: bytes moved, bytes reduced, of (row of the phase, stream)
 BUSY = 14  # address: for (peer, direction, stream), the sweep in which an earlier row had it
 SOURCES = 15  # address: operands of a reduction
 PHASE, PHASE_END = 16, 17  # rows of the phase under way
-PEER = 18  # the peer that was waited for, or whose connection is over
+PEER = 18  # the peer whose connection is over, or who sent garbage
 ERROR = 19  # why it is over, as kernels/sockets.py says it
 PATIENT_SWEEPS = 20  # sweeps in vain before the thread sleeps in poll(2)
 SWEEP = 21  # number of the last sweep
@@ -34,7 +34,8 @@ SENT, HAVE = 23, 24  # addresses: bytes of each peer's frame sent, and received
 MEETING = (
     25  # address of the prepared call whose plan brings the headers together; 0: everybody sends to everybody
 )
-PATIENCE = 26  # the table of kernels/waiting.py
+WAITING = 26  # how many pollfds there are
+PATIENCE = 27  # the table of kernels/waiting.py
 CONTEXT_WORDS = PATIENCE + PATIENCE_WORDS
 
 # ---- a prepared call ----------------------------------------------------------------------------------

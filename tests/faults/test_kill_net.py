@@ -12,16 +12,19 @@ MOMENTS = {"short-between": (7, False), "long-inside": (1_000_003, True)}
 OPERATIONS = ["all_reduce", "broadcast", "all_gather", "send_recv", "barrier"]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_killed_rank_of_three(op: str, victim: int, moment: str) -> None:
-    check(op, 3, victim, moment)
+def test_killed_in_the_middle_of_a_large_call(op: str, victim: int) -> None:
+    check(op, 3, victim, "long-inside")
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_killed_rank_of_four(victim: int) -> None:
-    check("all_reduce", 4, victim, "long-inside")
+@pytest.mark.parametrize(("op", "victim"), [("all_reduce", 0), ("barrier", 1), ("send_recv", 2)])
+def test_killed_between_two_small_calls(op: str, victim: int) -> None:
+    check(op, 3, victim, "short-between")
+
+
+def test_killed_rank_of_four() -> None:
+    check("all_reduce", 4, 3, "long-inside")
 
 
 def check(op: str, n: int, victim: int, moment: str) -> None:

@@ -7,11 +7,10 @@ import pytest
 from faults import crew, net_victims
 
 WITHIN = 2.0
-OPERATIONS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "batch_isend_irecv"]
+VICTIMS = {"all_reduce": 0, "broadcast": 3, "all_gather": 1, "reduce_scatter": 2, "batch_isend_irecv": 3}
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize(("op", "victim"), VICTIMS.items())
 def test_killed_rank_is_named_by_all(op: str, victim: int) -> None:
     with crew.nothing_left():
         outcomes = crew.run(net_victims.work_on_nodes_until_death, 4, op, 1_000_003, True, victim)

@@ -8,19 +8,18 @@ from faults import crew, net_victims, victims
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
-    *waiting, late = crew.run(victims.wait_for_late_rank, 3, 1.0, "tcp")
+    *waiting, late = crew.run(victims.wait_for_late_rank, 3, 0.5, "tcp")
     assert late.result == "late", late.error
     for outcome in waiting:
         assert outcome.result, outcome.error
         assert "rank 2" in outcome.result
         assert str(late.pid) in outcome.result
         assert "call 1" in outcome.result
-    assert any(o.result.startswith("CollectiveTimeoutError") and "1 s" in o.result for o in waiting)
+    assert any(o.result.startswith("CollectiveTimeoutError") and "0.5 s" in o.result for o in waiting)
 
 
-@pytest.mark.parametrize("count", [7, 3_000_000])
-def test_a_rank_that_stops_is_named_by_all_at_the_timeout(count: int) -> None:
-    *others, last = crew.run(net_victims.stop_for_good, 3, "tcp", count, 1.5)
+def test_a_rank_that_stops_is_named_by_all_at_the_timeout() -> None:
+    *others, last = crew.run(net_victims.stop_for_good, 3, "tcp", 3_000_000, 1.0)
     assert last.result is not None, last.error
     for outcome in others:
         assert outcome.result is not None, outcome.error
@@ -36,7 +35,7 @@ def test_a_rank_that_is_stopped_for_a_while_is_not_taken_for_dead() -> None:
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0], outcomes
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "recv", "send"])
+@pytest.mark.parametrize("call", ["all_reduce", "recv"])
 def test_ctrl_c_ends_a_blocked_call_within_a_second(call: str) -> None:
     first, *others = crew.run(victims.interrupt, 3, call, "tcp")
     assert first.result is not None, first.error

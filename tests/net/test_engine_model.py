@@ -92,7 +92,7 @@ def test_two_ranks_reduce_what_arrives_in_pieces_that_cut_items(streams: int) ->
     assert min(carried.values()) > 100_000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_any_schedule_of_calls_that_match_or_not(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from(SEVERAL))

@@ -34,7 +34,7 @@ A guess: no network with switches was at hand."""
 _RINGS = frozenset({"ring", "chain", "scatter and ring"})
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def plan_for(shape: Shape) -> Plan:
     """This rank's plan of a call; all ranks choose the same algorithm."""
     name = chosen(shape)
