@@ -63,6 +63,7 @@ class Prepared:
         frame: int,
         reducer: Sequence[int],
         itemsize: int,
+        balance: int = 0,
     ) -> None:
         table = plan.table
         moves = table[np.isin(table[:, KIND], (SEND, RECV, REDUCE))]
@@ -81,7 +82,7 @@ class Prepared:
         attached, told, _ = map(address_of, self._tables)
         payloads = int((table[:, KIND] == PAYLOAD).sum())
         at = address_of(table)
-        values = [call, sizes.shape, at, len(table), payloads, *reducer, itemsize, attached, told]
+        values = [call, sizes.shape, at, len(table), payloads, *reducer, itemsize, attached, told, balance]
         self._words = np.array(values, np.int64)
         assert self._words.size == PREPARED_WORDS
         self.address = address_of(self._words)

@@ -157,7 +157,10 @@ class TcpGroup(ProcessGroup):
         call = Shape(
             operation, self.size, self.rank, nbytes, self._limits, itemsize, root=root, ordered=ordered
         )
-        prepared = Prepared(code, sizes_of(call), choose(call), self._limits.frame_stride, folds, itemsize)
+        sizes = sizes_of(call)
+        balance = sizes.balance(self.rank) if self.size > MEET_RANKS else 0
+        plan, stride = choose(call), self._limits.frame_stride
+        prepared = Prepared(code, sizes, plan, stride, folds, itemsize, balance)
         return prepared
 
     def _remember(self, key: Any, prepared: Prepared) -> None:
@@ -235,7 +238,9 @@ class TcpGroup(ProcessGroup):
         headers = self._context.headers()
         said = comparable([(int(h[words.HEAD_CALL]), int(h[words.HEAD_SHAPE])) for h in headers])
         text = calls.describe_differences(said, self.ranks)
-        if len(set(said)) == 1:
+        if len(set(said)) == 1 and self.size > MEET_RANKS:
+            text = f"{operation_of(said)}: {describe_sizes((), self.ranks)}"
+        elif len(set(said)) == 1:
             sizes = headers[:, words.SIZES : words.SIZES + 2 * self.size].reshape(self.size, 2, self.size)
             tables = [(gives, takes) for gives, takes in sizes.tolist()]
             text = f"{operation_of(said)}: {describe_sizes(tables, self.ranks)}"

@@ -5,7 +5,9 @@
     HEAD_CALL       fingerprint of the call (calls.py)
     HEAD_SHAPE      bytes that this rank contributes
     HEAD_ATTACHED   bytes that follow this header
-    SIZES           bytes given to rank 0, 1, ..., then bytes expected of rank 0, 1, ...
+    HEAD_BALANCE    0 over all ranks if what they give is what the others expect (sizes.py)
+    SIZES           bytes given to rank 0, 1, ..., then bytes expected of rank 0, 1, ..., in groups in which
+                    everybody sends to everybody: with many ranks that would be many times the rest
 
 Every rank sees every header, and compares all of them in the same way: either all ranks go on, or all raise,
 with nothing under way, so that the group stays usable. A rank's next header comes only after it has read
@@ -33,6 +35,7 @@ from .words import (
     GONE,
     HAVE,
     HEAD_ATTACHED,
+    HEAD_BALANCE,
     HEAD_CALL,
     HEAD_SHAPE,
     HEADER,
@@ -62,6 +65,12 @@ def gone(c, peer, error):
     return GONE
 
 
+@inlined
+def _tells_sizes(c):
+    """Whether headers hold the sizes for each rank."""
+    return load_word(c, HEADER) > 8 * SIZES
+
+
 @kernel
 def write_headers(c, d):
     """Write this rank's header for each peer, and what is attached to it."""
@@ -72,7 +81,9 @@ def write_headers(c, d):
         store_word(frame, HEAD_CALL, load_word(d, CALL))
         store_word(frame, HEAD_SHAPE, load_word(d, SHAPE))
         store_word(frame, HEAD_ATTACHED, 0)
-        copy(frame + 8 * SIZES, load_word(d, w.GIVES), 16 * size)
+        store_word(frame, HEAD_BALANCE, load_word(d, w.BALANCE))
+        if _tells_sizes(c):
+            copy(frame + 8 * SIZES, load_word(d, w.GIVES), 16 * size)
         store_word(load_word(c, SENT), peer, 0)
     for row in range(load_word(d, PAYLOADS)):
         at = load_word(d, TABLE) + 8 * COLUMNS * row
@@ -167,7 +178,7 @@ def exchange(c, d):
 def compare(c, d):
     """Compare the headers of all ranks: DONE, MISMATCH or GARBLED."""
     size = load_word(c, SIZE)
-    result = DONE
+    result, balance = DONE, 0
     for rank in range(size):
         head = _header(c, rank)
         if load_word(head, NUMBER) != load_word(c, w.CALLS) or not _fits(c, rank):
@@ -175,8 +186,9 @@ def compare(c, d):
             return GARBLED
         if not _agrees(c, d, rank):
             result = w.MISMATCH
-    if result == w.MISMATCH:
-        return result
+        balance += load_word(head, HEAD_BALANCE)
+    if result == w.MISMATCH or balance != 0:
+        return w.MISMATCH
     for rank in range(size):
         attached = load_word(_header(c, rank), HEAD_ATTACHED)
         if rank != load_word(c, RANK) and attached != load_word(load_word(d, ATTACHED), rank):
@@ -199,7 +211,7 @@ def _agrees(c, d, rank):
         return False
     if load_word(d, CALL) & UNEVEN == 0 and load_word(head, HEAD_SHAPE) != load_word(d, SHAPE):
         return False
-    for other in range(size):
+    for other in range(size if _tells_sizes(c) else 0):
         if load_word(head, SIZES + other) != load_word(_header(c, other), SIZES + size + rank):
             return False
     return True

@@ -6,6 +6,7 @@ Only the thread whose call is under way touches them.
 from __future__ import annotations
 
 from ..kernels.waiting import PATIENCE_WORDS
+from .plans.shape import MEET_RANKS
 
 # ---- the context --------------------------------------------------------------------------------------
 RANK = 0
@@ -45,11 +46,13 @@ PAYLOADS = 4  # how many of the first rows are PAYLOAD
 REDUCER, CODE, ITEMSIZE = 5, 6, 7
 ATTACHED = 8  # address: bytes that each peer attaches to its header
 GIVES = 9  # address: bytes given to each peer, then bytes expected of each
-PREPARED_WORDS = 10
+BALANCE = 10  # of these sizes, see sizes.py
+PREPARED_WORDS = 11
 
 # ---- a header -----------------------------------------------------------------------------------------
 NUMBER, HEAD_CALL, HEAD_SHAPE, HEAD_ATTACHED = 0, 1, 2, 3
-SIZES = 8  # bytes given to each peer, then bytes expected of each
+HEAD_BALANCE = 4
+SIZES = 8  # where everybody sends to everybody: bytes given to each peer, then bytes expected of each
 
 # ---- stages -------------------------------------------------------------------------------------------
 IDLE, MEET, RUN = 0, 1, 2
@@ -67,4 +70,5 @@ RESUMED = 1  # tag of the context's address: go on with the call under way
 
 def header_bytes(size: int) -> int:
     """The length of a header in a group of `size` ranks: whole cache lines, so that what follows is aligned."""
-    return -(-8 * (SIZES + 2 * size) // 64) * 64
+    sizes = 2 * size if size <= MEET_RANKS else 0
+    return -(-8 * (SIZES + sizes) // 64) * 64
