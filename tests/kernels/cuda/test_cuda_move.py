@@ -72,8 +72,7 @@ def test_pack_and_unpack(device, name, dtype):
     assert into.get().tobytes() == other.tobytes()
 
 
-def test_dimensions_are_merged():
-    pytest.importorskip("numba")
+def test_dimensions_are_merged(device):
     from fastcoll.kernels.cuda.move import coalesced
 
     assert coalesced((3, 1, 4, 5), (80, 7, 20, 4)) == ((60,), (4,))

@@ -1,0 +1,6 @@
+"""The element-wise kernels for CUDA: reductions, copies, and packing of strided arrays, compiled by numba-cuda.
+
+Importing this package imports `numba.cuda`, so nothing imports it until an array lies on a GPU. What a kernel does to
+elements and addresses is plain Python, which Numba's simulator runs too (NUMBA_ENABLE_CUDASIM=1); the few machine
+instructions (memory.py, bits.py) have twins for it, chosen in toolkit.py.
+"""

@@ -1,0 +1,121 @@
+"""CUDA's driver library: loading compiled code and launching it, with as little between as there can be.
+
+A kernel is loaded as a context-independent CUkernel (CUDA 12), so one serves every device of the process; it runs in
+the context that is current in the calling thread. numba-cuda's own launch looks at all arguments' types each time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from ...errors import FastcollError, UnavailableError, UsageError
+
+_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute in cuda.h
+_NO_CONTEXT, _WRONG_CONTEXT = 201, 400  # CUresult: invalid context, invalid handle
+
+_void, _int, _unsigned = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuInit": [_unsigned],
+    "cuDeviceGetCount": [_void],
+    "cuDeviceGet": [_void, _int],
+    "cuDeviceGetAttribute": [_void, _int, _int],
+    "cuGetErrorName": [_int, _void],
+    "cuGetErrorString": [_int, _void],
+    "cuLibraryLoadData": [_void, ctypes.c_char_p, _void, _void, _unsigned, _void, _void, _unsigned],
+    "cuLibraryGetKernel": [_void, _void, ctypes.c_char_p],
+    "cuLaunchKernel": [_void, *[_unsigned] * 7, _void, _void, _void],
+}
+
+
+class Driver:
+    """The driver and its devices.
+
+    Attributes:
+        capabilities: the devices' different compute capabilities, as (major, minor), the lowest first.
+        multiprocessors: the most of any device.
+        launch_kernel: cuLaunchKernel; returns a CUresult, for `check`.
+    """
+
+    def __init__(self, library: Any) -> None:
+        """Initialise the driver.
+
+        Raises:
+            UnavailableError: there is no device, or the driver is older than CUDA 12.
+        """
+        self._library = library
+        for name, parameters in _SIGNATURES.items():
+            function = getattr(library, name, None)
+            if function is None:
+                raise UnavailableError(
+                    f"the CUDA driver has no {name}; CUDA kernels need a driver of CUDA 12 or later"
+                )
+            function.argtypes, function.restype = parameters, _int
+        status = library.cuInit(0)
+        if status:
+            raise UnavailableError(f"the CUDA driver does not start: {self._describe(status)}")
+        devices = [self._number("cuDeviceGet", i) for i in range(self._number("cuDeviceGetCount"))]
+        if not devices:
+            raise UnavailableError("the CUDA driver sees no device; see nvidia-smi and CUDA_VISIBLE_DEVICES")
+        self.capabilities = sorted(
+            {(self._attribute(d, _MAJOR), self._attribute(d, _MINOR)) for d in devices}
+        )
+        self.multiprocessors = max(self._attribute(d, _MULTIPROCESSORS) for d in devices)
+        self.launch_kernel = library.cuLaunchKernel
+
+    def load(self, code: bytes, name: str) -> int:
+        """A handle of the kernel `name` in a cubin, or in PTX with a final zero; it stays until the process ends."""
+        loaded, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+        self.check(
+            self._library.cuLibraryLoadData(ctypes.byref(loaded), code, None, None, 0, None, None, 0),
+            "loading a kernel",
+        )
+        self.check(
+            self._library.cuLibraryGetKernel(ctypes.byref(kernel), loaded, name.encode()),
+            f"finding the kernel {name}",
+        )
+        assert kernel.value is not None
+        return kernel.value
+
+    def check(self, status: int, doing: str) -> None:
+        """Raise what a CUresult other than success means."""
+        if status in (_NO_CONTEXT, _WRONG_CONTEXT):
+            raise UsageError(
+                f"CUDA: {doing} failed: {self._describe(status)}; the arrays' device must be the current one of this "
+                "thread (cupy.cuda.Device(i).use(), numba.cuda.select_device(i)), and the stream one of its streams"
+            )
+        if status:
+            raise FastcollError(f"CUDA: {doing} failed: {self._describe(status)}")
+
+    def _number(self, function: str, *args: int) -> int:
+        number = ctypes.c_int()
+        self.check(getattr(self._library, function)(ctypes.byref(number), *args), function)
+        return number.value
+
+    def _attribute(self, device: int, which: int) -> int:
+        return self._number("cuDeviceGetAttribute", which, device)
+
+    def _describe(self, status: int) -> str:
+        texts = []
+        for function in (self._library.cuGetErrorName, self._library.cuGetErrorString):
+            text = ctypes.c_char_p()
+            function(status, ctypes.byref(text))
+            texts.append((text.value or b"unknown").decode())
+        return f"{texts[0]} ({status}): {texts[1]}"
+
+
+@cache
+def driver() -> Driver:
+    """This machine's.
+
+    Raises:
+        UnavailableError: there is no driver, no device, or the driver is too old.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise UnavailableError(
+            f"there is no CUDA driver here ({error}); it comes with a GPU's driver"
+        ) from error
+    return Driver(library)

@@ -1,0 +1,108 @@
+"""Kernels that can be launched: compiled for the driver, or run by the simulator.
+
+Parameters are int64 words and, behind them, tuples of words; a launch gives all words in a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numba import types
+
+from ...errors import UnavailableError
+from .driver import driver
+from .toolkit import INSTALL, SIMULATED, cuda
+
+THREADS = 4 if SIMULATED else 256
+"""Of a block."""
+
+_BLOCKS = 3
+"""In the simulator: few, so that its threads go round."""
+
+_RESIDENT = 2048
+"""Threads that a multiprocessor holds at most; more blocks than fit would begin late and find no more to do."""
+
+
+class _Simulated:
+    def __init__(self, function: Callable[..., None], words: int, tuples: Sequence[int]) -> None:
+        self._kernel = cuda.jit(function)
+        self._words, self._tuples = words, tuples
+
+    def __call__(self, items: int, stream: int, *words: int) -> None:
+        args: list[Any] = list(words[: self._words])
+        at = self._words
+        for length in self._tuples:
+            args.append(words[at : at + length])
+            at += length
+        blocks = min(-(-items // THREADS), _BLOCKS)
+        self._kernel[blocks, THREADS, stream](*args)
+
+
+class _Frame(threading.local):
+    """A thread's place for the words of a launch, which the driver copies before it returns."""
+
+    def __init__(self, count: int) -> None:
+        self.words: Any = (ctypes.c_int64 * count)()
+        first = ctypes.addressof(self.words)
+        self.pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+
+
+class _Compiled:
+    def __init__(self, function: Callable[..., None], words: int, tuples: Sequence[int]) -> None:
+        self._driver = driver()
+        lowest, *others = self._driver.capabilities
+        ptx, name = compile_ptx(function, words, tuples, lowest)
+        # Different devices need the driver's own compiler, which may be too old for this PTX.
+        code = ptx.encode() + b"\0" if others else assemble(ptx, lowest)
+        self._kernel = self._driver.load(code, name)
+        self._launch, self._frame = self._driver.launch_kernel, _Frame(words + sum(tuples))
+        self._most = self._driver.multiprocessors * (_RESIDENT // THREADS)
+
+    def __call__(self, items: int, stream: int, *words: int) -> None:
+        frame = self._frame
+        frame.words[:] = words
+        blocks = min(-(-items // THREADS), self._most)
+        status = self._launch(self._kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, frame.pointers, None)
+        if status:
+            self._driver.check(status, "launching a kernel")
+
+
+Kernel: Any = _Simulated if SIMULATED else _Compiled
+"""Kernel(function, words, tuples)(items, stream, *words): a thread for each of `items`, or all the device holds."""
+
+
+def compile_ptx(
+    function: Callable[..., None], words: int, tuples: Sequence[int], capability: tuple[int, int]
+) -> tuple[str, str]:
+    """A kernel's PTX and its name there."""
+    parameters = [types.int64] * words + [types.UniTuple(types.int64, length) for length in tuples]
+    # Numba's ABI passes a tuple as so many words.
+    ptx, _ = cuda.compile(
+        function, types.void(*parameters), cc=capability, device=False, abi="numba", output="ptx"
+    )
+    found = re.search(r"\.visible \.entry (\w+)\(", ptx)
+    assert found is not None
+    return ptx, found[1]
+
+
+def assemble(ptx: str, capability: tuple[int, int]) -> bytes:
+    """PTX as a cubin for devices of one capability, which drivers older than the PTX's version can load."""
+    from cuda.bindings import nvjitlink
+
+    code, major_minor = ptx.encode(), "".join(map(str, capability))
+    try:
+        linker = nvjitlink.create(1, [f"-arch=sm_{major_minor}"])
+    except RuntimeError as error:
+        raise UnavailableError(f"CUDA kernels need nvJitLink ({error}): {INSTALL}") from error
+    try:
+        nvjitlink.add_data(linker, nvjitlink.InputType.PTX, code, len(code), "kernel.ptx")
+        nvjitlink.complete(linker)
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(linker))
+        nvjitlink.get_linked_cubin(linker, cubin)
+    finally:
+        nvjitlink.destroy(linker)
+    return bytes(cubin)

@@ -1,0 +1,50 @@
+"""A CUDA driver library that only records: two devices, one of them older and smaller."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+
+class Library:
+    """Says what CUDA's driver would, and keeps the launches."""
+
+    def __init__(self, capabilities: Sequence[tuple[int, int]] = ((9, 0), (8, 6)), **statuses: int) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.loaded: list[bytes] = []
+        self._statuses = statuses
+        attributes = {
+            75: [c[0] for c in capabilities],
+            76: [c[1] for c in capabilities],
+            16: [132, 84][: len(capabilities)],
+        }
+        self.define("cuInit", lambda flags: None)
+        self.define("cuDeviceGetCount", lambda out: self.set(out, len(capabilities)))
+        self.define("cuDeviceGet", lambda out, i: self.set(out, i))
+        self.define("cuDeviceGetAttribute", lambda out, which, i: self.set(out, attributes[which][i]))
+        self.define("cuGetErrorName", lambda status, out: self.set(out, f"CUDA_ERROR_{status}".encode()))
+        self.define("cuGetErrorString", lambda status, out: self.set(out, b"what it means"))
+        self.define(
+            "cuLibraryLoadData", lambda out, code, *rest: (self.loaded.append(code), self.set(out, 7))
+        )
+        self.define("cuLibraryGetKernel", lambda out, library, name: self.set(out, 8))
+        self.define("cuLaunchKernel", self._launch)
+
+    @staticmethod
+    def set(out: Any, value: Any) -> None:
+        out._obj.value = value
+
+    def define(self, name: str, does: Any) -> None:
+        def function(*args: Any) -> int:
+            status = self._statuses.get(name, 0)
+            if status == 0:
+                does(*args)
+            return status
+
+        setattr(self, name, function)
+
+    def _launch(self, kernel: int, *shape_and_stream: Any) -> None:
+        *shape, stream, parameters, extra = shape_and_stream
+        words = [ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))[0] for address in parameters]
+        self.launches.append((kernel, tuple(shape), stream, words, extra))

@@ -1,0 +1,140 @@
+"""What NVVM makes of the kernels, without a GPU: vectors of 16 bytes, no calls, nothing in local memory, no fusing."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from kernels.cuda.fake_driver import Library
+
+from fastcoll.errors import ArrayError, UsageError
+from fastcoll.kernels.cuda.driver import Driver
+from fastcoll.reduce_op import ReduceOp
+
+HOPPER = (9, 0)
+
+
+@pytest.fixture(autouse=True)
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba-cuda with NVVM, made to believe in a device."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        pytest.skip("numba-cuda is not installed; pip install numba-cuda nvidia-nvvm")
+    from fastcoll.kernels.cuda.toolkit import SIMULATED, cuda
+
+    if SIMULATED:
+        pytest.skip("the simulator compiles nothing")
+    try:
+        cuda.cudadrv.nvvm.NVVM()
+    except cuda.cudadrv.error.NvvmSupportError as error:
+        pytest.skip(f"there is no NVVM ({error}); pip install nvidia-nvvm")
+    monkeypatch.setattr(
+        cuda.dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=HOPPER)
+    )
+
+
+def ptx(op: ReduceOp, dtype: Any, n: int) -> str:
+    from fastcoll.kernels.cuda.launch import compile_ptx
+    from fastcoll.kernels.cuda.reduce import CudaReducer
+
+    text, name = compile_ptx(CudaReducer(op, np.dtype(dtype)).kernel(n), 4, (n,), HOPPER)
+    assert f".entry {name}(" in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "n", "loads", "stores", "words"),
+    [
+        (ReduceOp.SUM, "f4", 1, 5, 5, "v4.u32"),  # four packs at a time, and one
+        (ReduceOp.SUM, "f4", 2, 6, 3, "v4.u32"),  # two, and one
+        (ReduceOp.MAX, "i1", 8, None, None, "v4.u32"),  # one, whose loop NVVM may unroll
+        (ReduceOp.SUM, "f2", 2, 6, 3, "v4.u32"),
+        (ReduceOp.SUM, ml_dtypes.bfloat16, 2, 6, 3, "v4.u32"),
+        (ReduceOp.BXOR, "?", 2, 6, 3, "v4.u32"),
+        (ReduceOp.AVG, "f8", 2, 6, 3, "v2.u64"),
+        (ReduceOp.SUM, "c16", 2, 6, 3, "v2.u64"),
+        (ReduceOp.custom(lambda a, b: a if a else b, "first"), "u2", 2, 6, 3, "v4.u32"),
+    ],
+    ids=str,
+)
+def test_packs_are_single_accesses_and_stay_in_registers(op, dtype, n, loads, stores, words) -> None:
+    text = ptx(op, dtype, n)
+    for access, count in (("ld", loads), ("st", stores)):
+        found = text.count(f"{access}.global.{words}")
+        assert found == count if count else found % (n if access == "ld" else 1) == 0 < found
+    assert ".local" not in text
+    assert "call" not in text
+
+
+@pytest.mark.parametrize("dtype", ["c8", "c16"])
+def test_complex_products_are_not_fused(dtype: str) -> None:
+    text = ptx(ReduceOp.PRODUCT, dtype, 2)
+    assert "fma" not in text
+    assert "mul.rn" in text
+
+
+def larger(a, b):
+    return a if a.value > b.value else b
+
+
+@pytest.mark.parametrize(
+    "dtype", [[("value", "f8"), ("index", "i8")], [("index", "i4"), ("tag", "S3"), ("value", "f4")]], ids=str
+)
+def test_records_compile_also_unaligned_ones(dtype: Any) -> None:
+    assert ".entry" in ptx(ReduceOp.custom(larger), dtype, 3)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_packing_moves_16_bytes_at_once(packing: bool) -> None:
+    from fastcoll.kernels.cuda.launch import compile_ptx
+    from fastcoll.kernels.cuda.move import mover
+
+    text, _ = compile_ptx(mover(16, 3, packing), 3, (3, 3), HOPPER)
+    assert text.count("ld.global.v2.u64") == text.count("st.global.v2.u64") > 0
+
+
+def test_a_launch_passes_the_words_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastcoll.kernels.cuda import launch, reduce
+
+    library = Library([HOPPER])
+    monkeypatch.setattr(launch, "driver", lambda: Driver(library))
+    reducer = reduce.CudaReducer(ReduceOp.SUM, np.dtype("f4"))
+    reducer.launch(0x10000, [0x20000, 0x30000], 1003, 77)
+    reducer.launch(0x10000, [0x20000, 0x30004], 1003)
+    reducer.launch(0x10008, [0x20008, 0x30008], 1003)
+    assert [code[:4] for code in library.loaded] == [b"\x7fELF"], "one cubin"
+    assert [(launched[1], launched[2], launched[3]) for launched in library.launches] == [
+        ((1, 1, 1, 256, 1, 1, 0), 77, [0x10000, 0, 250, 1003, 0x20000, 0x30000]),
+        ((4, 1, 1, 256, 1, 1, 0), 0, [0x10000, 1003, 0, 1003, 0x20000, 0x30004]),
+        ((1, 1, 1, 256, 1, 1, 0), 0, [0x10008, 2, 250, 1003, 0x20008, 0x30008]),
+    ]
+    reducer.launch(0x10000, [0x20000, 0x30000], 1 << 30)
+    assert library.launches[-1][1][0] == 132 * 8, "no more blocks than fit"
+    with pytest.raises(ArrayError, match="aligned to 4 bytes"):
+        reducer.launch(0x10000, [0x20000, 0x30002], 5)
+
+
+def test_devices_of_several_kinds_share_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastcoll.kernels.cuda import launch, reduce
+
+    library = Library([HOPPER, (8, 6)])
+    monkeypatch.setattr(launch, "driver", lambda: Driver(library))
+    reduce.CudaReducer(ReduceOp.SUM, np.dtype("f4")).launch(0x10000, [0x20000], 3)
+    assert b".target sm_86" in library.loaded[0]
+    assert library.loaded[0].endswith(b"\0")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda a, b: a.none + b, lambda a: a, lambda a, b: None, lambda a, b: (a, b), lambda a, b: a + 1j * b],
+)
+def test_what_numba_cannot_compile_is_refused_by_name(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastcoll.kernels.cuda import launch, reduce
+
+    monkeypatch.setattr(launch, "driver", lambda: Driver(Library()))
+    reducer = reduce.CudaReducer(ReduceOp.custom(function, "odd"), np.dtype("f4"))
+    with pytest.raises(UsageError, match=r"'odd' for CUDA and elements of dtype float32.* Numba says: \w"):
+        reducer.launch(16, [16, 32], 4)
