@@ -1,0 +1,101 @@
+"""The synchronous path of plain arrays over TCP: what was prepared before is known to be right.
+
+A call on ndarrays that lie as the engine wants them, of sizes that were seen before, needs none of the border's looks
+and closures. 8 bytes between two ranks: all_reduce takes 7.8 us so, and 9.1 us the general way (AMD EPYC).
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..group import ProcessGroup
+from ..operands import Array
+from ..reduce_op import AVG, ReduceOp
+from ..work import Work
+from .context import Prepared
+from .plans.choose import plan_for
+from .plans.shape import MEET_RANKS
+
+
+class ShortPaths(ProcessGroup):
+    """The public methods that have a short path; whatever does not fit it takes the general one."""
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
+        super().__init__(name, ranks, rank, timeout)
+        self._prepared: dict[Any, Prepared] = {}
+
+    @abstractmethod
+    def _carry_out(self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None) -> None:
+        """A prepared call, with the turn."""
+
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+        """Reduce over all ranks, in place; the same bits on every rank."""
+        if not async_op and _is_plain(tensor) and self._folds_once(op):
+            key = ("all_reduce", tensor.dtype, op, 0, (tensor.nbytes,), (), plan_for)
+            if self._run_at_once(key, (tensor,)):
+                return None
+        return super().all_reduce(tensor, op, async_op)
+
+    def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Work | None:
+        """Copy the root's array into everybody's; same dtype and number of elements everywhere."""
+        if not async_op and _is_plain(tensor) and type(root) is int:
+            key = ("broadcast", tensor.dtype, None, root, (tensor.nbytes,), (), plan_for)
+            if self._run_at_once(key, (tensor,)):
+                return None
+        return super().broadcast(tensor, root, async_op)
+
+    def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
+        """The arrays of all ranks, equal in size, one after the other in `output`."""
+        if not async_op and self._are_parts(output, input):
+            key = ("all_gather", input.dtype, None, 0, (input.nbytes,) * self.size, (), plan_for)
+            if self._run_at_once(key, (*output.reshape(self.size, -1), input)):
+                return None
+        return super().all_gather_single(output, input, async_op)
+
+    def reduce_scatter_single(
+        self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
+    ) -> Work | None:
+        """Reduce over all ranks; rank r's output gets part r of the size equal parts of the result."""
+        if not async_op and self._are_parts(input, output) and self._folds_once(op):
+            key = ("reduce_scatter", input.dtype, op, 0, (output.nbytes,) * self.size, (), plan_for)
+            if self._run_at_once(key, (output, *input.reshape(self.size, -1))):
+                return None
+        return super().reduce_scatter_single(output, input, op, async_op)
+
+    def _are_parts(self, whole: Any, part: Any) -> bool:
+        """Whether both are plain, apart from each other, and one has as much of the same for each rank."""
+        return (
+            _is_plain(whole)
+            and _is_plain(part)
+            and whole.dtype == part.dtype
+            and whole.size == part.size * self.size > 0
+            and not np.may_share_memory(whole, part)
+        )
+
+    def _folds_once(self, op: Any) -> bool:
+        """Whether the engine's result is the operation's: not averages of many ranks, nor scaled sums."""
+        return type(op) is ReduceOp and (op.code != AVG or self.size <= MEET_RANKS)
+
+    def _run_at_once(self, key: Any, arrays: tuple[Array, ...]) -> bool:
+        """As `_run` for a synchronous call with nothing before it; False: it takes the general way."""
+        prepared = self._prepared.get(key)
+        thread, inside = threading.get_ident(), self._inside
+        if prepared is None or thread in inside or self._queue.pending:
+            return False
+        inside.add(thread)
+        try:
+            with self._turn:
+                self._carry_out(prepared, arrays)
+        finally:
+            inside.discard(thread)
+        return True
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an array may be used as it lies: contiguous, aligned and writable."""
+    return type(x) is np.ndarray and bool(x.flags.carray)
