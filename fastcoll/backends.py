@@ -34,7 +34,15 @@ def _load_tcp() -> Make:
     return TcpGroup.make
 
 
-BACKENDS: dict[str, Callable[[], Make]] = {"shm": _load_shm, "tcp": _load_tcp}
+def _load_mpi() -> Make:
+    from .net.mpi import MpiGroup
+    from .net.mpi_library import load
+
+    load()
+    return MpiGroup.make
+
+
+BACKENDS: dict[str, Callable[[], Make]] = {"shm": _load_shm, "tcp": _load_tcp, "mpi": _load_mpi}
 
 
 class Backend(str):
@@ -73,7 +81,16 @@ _CPU_DEFAULT = (Backend.AUTO, Backend.GLOO)
 def is_backend_available(backend: str) -> bool:
     """Whether `init_process_group` would take this backend here. Unknown names are not available."""
     name = str(backend).lower()
-    return name in BACKENDS or name in _CPU_DEFAULT
+    return name in _CPU_DEFAULT or (name in BACKENDS and _why_unavailable(name) is None)
+
+
+def _why_unavailable(name: str) -> str | None:
+    """Why a backend of the registry cannot be used here, and the cure; None when it can."""
+    if name == Backend.MPI:
+        from .net.mpi_library import why_unavailable
+
+        return why_unavailable()
+    return None
 
 
 def is_available() -> bool:
@@ -87,7 +104,7 @@ def is_gloo_available() -> bool:
 
 
 def is_mpi_available() -> bool:
-    """Whether the MPI backend can be used."""
+    """Whether the MPI backend can be used: mpi4py finds a library, and an MPI launcher started this process."""
     return is_backend_available(Backend.MPI)
 
 
@@ -142,8 +159,10 @@ def _check_available(text: str, by_device: Mapping[str, Backend]) -> None:
     cpu = by_device.get("cpu")
     if cpu is None or not is_backend_available(cpu):
         there = [name for name in KNOWN if is_backend_available(name)]
+        why = cpu and _why_unavailable(cpu)
         raise UnavailableError(
-            f"backend {text!r} has no backend for CPU arrays that is available here; available: {', '.join(there)}"
+            f"backend {text!r} has no backend for CPU arrays that is available here"
+            f"{f': {why}' if why else ''}; available: {', '.join(there)}"
         )
     for device, name in by_device.items():
         if not is_backend_available(name):
@@ -179,5 +198,5 @@ def _check_one_node(choice: BackendChoice, members: Sequence[Member]) -> None:
     if strangers:
         raise UnavailableError(
             f"backend {choice.by_device['cpu']!r} works inside one node, but {strangers[0]} does not share /dev/shm "
-            f"with {members[0]}; use backend 'auto' or 'tcp' for ranks on several nodes (containers: one shared /dev/shm)"
+            f"with {members[0]}; use 'auto' or 'tcp' for ranks on several nodes (containers: one shared /dev/shm)"
         )

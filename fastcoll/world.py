@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from . import backends, config
 from .arguments import positive_seconds, whole
-from .backends import BackendChoice, Make, parse_backend
+from .backends import Backend, BackendChoice, Make, parse_backend
 from .errors import NotInitializedError, RendezvousError, StoreError, UnavailableError, UsageError
 from .group import ProcessGroup
 from .job import Job, has_left, times_settled
@@ -67,7 +67,7 @@ def init_process_group(
     """Join the other processes of the job, and make the default group. Blocks until all have joined.
 
     Args:
-        backend: "auto" (the default), "shm" or "gloo" (the CPU default, for scripts that ask for it),
+        backend: "auto" (the default), "shm", "tcp", "mpi" or "gloo" (the CPU default, for scripts that ask for it),
             or one for each kind of device: "cpu:auto,cuda:nccl".
         init_method: a URL. "env://" (the default) reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
             or what mpirun or Slurm have set; with none of these, a world of one. Or "tcp://host:port",
@@ -101,7 +101,7 @@ def init_process_group(
     choice = parse_backend(backend)
     limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
-    find = _chosen_way(init_method, store, rank, world_size, limit, group_name)
+    find = _chosen_way(init_method, store, rank, world_size, limit, group_name, choice)
     groups.clear()
     _watch_forks()
     job, world = _start(find, choice, limit)
@@ -151,12 +151,20 @@ class _Found:
 
 
 def _chosen_way(
-    init_method: str | None, store: Store | None, rank: int, world_size: int, limit: float, group_name: str
+    init_method: str | None,
+    store: Store | None,
+    rank: int,
+    world_size: int,
+    limit: float,
+    group_name: str,
+    choice: BackendChoice,
 ) -> Callable[[], _Found]:
     """The way to find the others that the arguments ask for."""
     for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
         if not isinstance(text, str):
             raise UsageError(f"{name} is {text!r}, a {type(text).__name__}; give a str")
+    if store is None and init_method is None and choice.by_device["cpu"] == Backend.MPI and _no_address():
+        return functools.partial(_meet_through_mpi, rank, world_size, limit)
     if store is None:
         return functools.partial(_meet, init_method or "env://", rank, world_size, limit, group_name)
     if init_method is not None:
@@ -168,6 +176,19 @@ def _chosen_way(
             f"rank is {rank} and world_size is {world_size}; with a store give both, rank from 0 to world_size - 1"
         )
     return functools.partial(_use, store, rank, world_size, group_name)
+
+
+def _no_address() -> bool:
+    """Whether the environment leaves it to MPI where the ranks meet."""
+    return "MASTER_ADDR" not in os.environ and "MASTER_PORT" not in os.environ
+
+
+def _meet_through_mpi(rank: int, world_size: int, limit: float) -> _Found:
+    """A store of rank 0's that MPI leads to. Each start has one of its own."""
+    from .net.mpi_meeting import meet_through_mpi  # it brings sockets and Numba
+
+    meeting = meet_through_mpi(rank, world_size, limit)
+    return _Found(PrefixStore("fastcoll", meeting.store), meeting.rank, meeting.world_size, meeting.close)
 
 
 def _use(store: Store, rank: int, world_size: int, group_name: str) -> _Found:

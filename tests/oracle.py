@@ -114,7 +114,7 @@ def assert_same(got: Array, want: Array, what: object = "") -> None:
 
 
 def assert_reduced(got: Array, want: Array, what: object = "") -> None:
-    """As `assert_same`; where ranks are reduced node by node, floats may differ by the rounding of other partial sums."""
+    """As `assert_same`; where ranks are reduced node by node, floats may differ by the rounding of partial sums."""
     if dist.get_backend() != "auto" or got.dtype.kind in "biu" or got.dtype == RECORD:
         assert_same(got, want, what)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..kernels.jit import Entry
-from . import engine, mail_kernels
+from . import engine, mail_kernels, mpi_kernels
 
 ENTRIES: tuple[Entry, ...] = (
     engine.collective,
@@ -15,4 +15,8 @@ ENTRIES: tuple[Entry, ...] = (
     mail_kernels.accept,
     mail_kernels.acknowledge,
     mail_kernels.advance,
+    mpi_kernels.poll,
+    mpi_kernels.compare,
+    mpi_kernels.reduce,
+    mpi_kernels.address,
 )

