@@ -52,8 +52,8 @@ def reducer(op: ReduceOp, dtype: np.dtype[Any]) -> Reducer:
     key = (custom or op.code, dtype)
     found = _reducers.get(key)
     if found is None:
-        element = _element(op, dtype)
-        _refuse_undefined(op, dtype)
+        element = memory_type(op, dtype)
+        refuse_undefined(op, dtype)
         found = _reducers[key] = Reducer(_compile(custom, element, dtype).address, op.code, dtype.itemsize)
     return found
 
@@ -82,17 +82,19 @@ _UNDEFINED = {
 }
 
 
-def _kind(dtype: np.dtype[Any]) -> str:
+def kind_of(dtype: np.dtype[Any]) -> str:
+    """The kind of a dtype as NumPy names it, halves among the floats."""
     return "f" if dtype.name in _HALVES else dtype.kind
 
 
-def _refuse_undefined(op: ReduceOp, dtype: np.dtype[Any]) -> None:
-    codes, cure = _UNDEFINED.get(_kind(dtype), ((), ""))
+def refuse_undefined(op: ReduceOp, dtype: np.dtype[Any]) -> None:
+    """Raise ArrayError, with the cure, where an operation means nothing for a dtype."""
+    codes, cure = _UNDEFINED.get(kind_of(dtype), ((), ""))
     if op.code in codes:
         raise ArrayError(f"{op!r} is not defined for dtype {dtype}; {cure}")
 
 
-def _element(op: ReduceOp, dtype: np.dtype[Any]) -> types.Type:
+def memory_type(op: ReduceOp, dtype: np.dtype[Any]) -> types.Type:
     """Numba's type of an element in memory."""
     if not dtype.isnative:
         raise ArrayError(

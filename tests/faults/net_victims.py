@@ -37,12 +37,14 @@ def interrupt_on_nodes(rank: int, n: int, url: str) -> dict[str, Any]:
 
 
 def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """Rank 0 gets SIGINT in the middle of calls of 64 MiB; returns what each rank saw."""
+    """Rank 0 gets SIGINT in the middle of a call of 64 MiB, which the stopped rank 1 holds up; returns what each saw."""
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
     x = np.ones(LARGE, "f4")
     dist.all_reduce(x)
+    pids = np.zeros(n, "i8")
+    dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
     if rank == 0:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=_interrupt_held_up, args=(int(pids[1]),)).start()
     try:
         for _ in range(1000):
             dist.all_reduce(x)
@@ -51,6 +53,16 @@ def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]
     except GroupError as error:
         return {"kind": type(error).__name__, "error": str(error), "ranks": error.ranks}
     raise AssertionError("nobody was interrupted")
+
+
+def _interrupt_held_up(other: int) -> None:
+    """Send this process SIGINT while another rank's process is stopped, so that no call can end meanwhile."""
+    time.sleep(0.2)
+    os.kill(other, signal.SIGSTOP)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(other, signal.SIGCONT)
 
 
 def stop_for_good(rank: int, n: int, url: str, backend: str, count: int, timeout: float) -> dict[str, Any]:

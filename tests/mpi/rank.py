@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,7 +102,11 @@ def main(args: list[str]) -> int:
     if _WORLD.rank != 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     options = ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
-    code = int(pytest.main([*options, *args], plugins=[Rank()]))
+    # This file imports fastcoll, which is a plugin of pytest as well, before pytest can.
+    options += ["-W", "ignore:Module already imported so cannot be rewritten"]
+    # A directory of its own: pytest sweeps a common one, where ranks would get into each other's way.
+    with tempfile.TemporaryDirectory() as folder:
+        code = int(pytest.main([*args, *options, f"--basetemp={folder}/rank"], plugins=[Rank()]))
     if code > pytest.ExitCode.TESTS_FAILED:
         _WORLD.Abort(code)  # the others may be in a test, and MPI_Finalize would wait for them
     return code

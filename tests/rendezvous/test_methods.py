@@ -23,7 +23,7 @@ from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_dig
 from fastcoll.rendezvous.multicast_socket import MulticastSocket
 
 MEET = """
-import sys
+import os, sys
 from fastcoll.errors import FastcollError
 from fastcoll.rendezvous import rendezvous
 from fastcoll.rendezvous.join import join
@@ -31,7 +31,9 @@ url, rank, size, timeout, group = (sys.argv[1:] + ["env://", "-1", "-1", "20", "
 try:
     found = rendezvous(url, int(rank), int(size), float(timeout), group)
     members = join(found.store, found.rank, found.world_size, "shm", float(timeout))
-    print(found.rank, found.world_size, type(found.store).__name__, sorted(m.pid for m in members), flush=True)
+    pids = sorted(m.pid for m in members)
+    # In one piece, which launchers keep together.
+    os.write(1, f"{found.rank} {found.world_size} {type(found.store).__name__} {pids}\n".encode())
     found.close(linger=10)
 except FastcollError as error:
     print(type(error).__name__, error, flush=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import ArrayError, UsageError
 from ...reduce_op import NAMES, ReduceOp
-from ..reduce import _element, _kind, _refuse_undefined
+from ..reduce import kind_of, memory_type, refuse_undefined
 from .addresses import address_of
 from .custom import combination_by, records_kernel
 from .elements import combination, element_of, ending
@@ -35,8 +35,8 @@ class CudaReducer:
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self._op, self._dtype = op, dtype
-        _element(op, dtype)
-        _refuse_undefined(op, dtype)
+        memory_type(op, dtype)
+        refuse_undefined(op, dtype)
         structured = dtype.names is not None
         self._itemsize = dtype.itemsize
         lane = dtype.itemsize if structured else size_of(element_of(dtype).lane)
@@ -97,7 +97,7 @@ class CudaReducer:
 
     def kernel(self, n: int) -> Callable[..., None]:
         """The kernel for n sources, as Python; see fold.py."""
-        op, dtype, kind = self._op, self._dtype, _kind(self._dtype)
+        op, dtype, kind = self._op, self._dtype, kind_of(self._dtype)
         if dtype.names is not None:
             assert op.function is not None
             return records_kernel(op.function, dtype)
