@@ -37,7 +37,7 @@ def interrupt_on_nodes(rank: int, n: int, url: str) -> dict[str, Any]:
 
 
 def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """Rank 0 gets SIGINT in the middle of a call of 64 MiB, which the stopped rank 1 holds up; returns what each saw."""
+    """Rank 0 gets SIGINT in a call of 64 MiB, which the stopped rank 1 holds up; returns what each rank saw."""
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
     x = np.ones(LARGE, "f4")
     dist.all_reduce(x)

@@ -33,7 +33,7 @@ try:
     members = join(found.store, found.rank, found.world_size, "shm", float(timeout))
     pids = sorted(m.pid for m in members)
     # In one piece, which launchers keep together.
-    os.write(1, f"{found.rank} {found.world_size} {type(found.store).__name__} {pids}\n".encode())
+    os.write(1, f"{found.rank} {found.world_size} {type(found.store).__name__} {pids}\\n".encode())
     found.close(linger=10)
 except FastcollError as error:
     print(type(error).__name__, error, flush=True)
