@@ -24,7 +24,7 @@ from .net import words
 from .net.group import TcpGroup
 from .net.mesh import Mesh
 from .net.plans.shape import MEET_RANKS
-from .operands import Array, Call, divide
+from .operands import Array, Call, divide, sum_for
 from .reduce_op import AVG, ReduceOp
 from .rendezvous import PrefixStore, Store
 from .shm.group import ShmGroup
@@ -164,9 +164,9 @@ class HybridGroup(TcpGroup):
             rails = zip(*self._topology.nodes, strict=True)
             mine = [np.concatenate([blocks[rank].reshape(-1) for rank in rail]) for rail in rails]
             own = mine[self._topology.local_rank]
-            self._local.reduce_scatter(own, mine, _sum_for(op))
+            self._local.reduce_scatter(own, mine, sum_for(op))
             assert self._rail is not None
-            self._rail.reduce_scatter_single(out, own, _sum_for(op))
+            self._rail.reduce_scatter_single(out, own, sum_for(op))
             self._divide(out, op)
 
         return self._through_nodes(self._meeting("reduce_scatter", [out, *blocks], sizes, op=op), work)
@@ -219,10 +219,10 @@ class HybridGroup(TcpGroup):
     def _reduce_everywhere(self, x: Array, op: ReduceOp) -> None:
         """x = the reduction over all ranks."""
         if x.nbytes <= SMALL:
-            self._local.reduce(x, 0, _sum_for(op))
+            self._local.reduce(x, 0, sum_for(op))
             if self._topology.local_rank == 0:
                 assert self._rail is not None
-                self._rail.all_reduce(x, _sum_for(op))
+                self._rail.all_reduce(x, sum_for(op))
                 self._divide(x, op)
             self._local.broadcast(x, 0)
         else:
@@ -237,10 +237,10 @@ class HybridGroup(TcpGroup):
         for segment in segments:
             parts = self._parts_of(segment)
             own = parts[self._topology.local_rank]
-            self._local.reduce_scatter(own, parts, _sum_for(op))
+            self._local.reduce_scatter(own, parts, sum_for(op))
             # With nothing to overlap it with, handing over to another thread only costs.
             overlaps = len(segments) > 1
-            work = None if self._rail is None else self._rail.all_reduce(own, _sum_for(op), async_op=overlaps)
+            work = None if self._rail is None else self._rail.all_reduce(own, sum_for(op), async_op=overlaps)
             under_way.append((parts, work))
             if len(under_way) > 1:
                 self._share(*under_way.pop(0), op)
@@ -294,8 +294,3 @@ class HybridGroup(TcpGroup):
         super().disown(error)
         for part in self._parts:
             part.disown(error)
-
-
-def _sum_for(op: ReduceOp) -> ReduceOp:
-    """What is done node by node for `op`."""
-    return ReduceOp.SUM if op.code == AVG else op

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .arrays import Adopted, adopt_list
 from .errors import ArrayError, UsageError
-from .reduce_op import PREMUL_SUM, ReduceOp
+from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 
 Array = NDArray[Any]
 Call = Callable[[], Any]
@@ -127,6 +127,11 @@ def then_split(call: Call, flat: Array, owners: Sequence[Adopted]) -> Call:
             start = end
 
     return run
+
+
+def sum_for(op: ReduceOp) -> ReduceOp:
+    """What is reduced where partial results are reduced again: a sum, to `divide` at the end, for an average."""
+    return ReduceOp.SUM if op.code == AVG else op
 
 
 def divide(x: Array, n: int) -> None:

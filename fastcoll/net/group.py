@@ -23,7 +23,7 @@ from ..members import Member
 from ..mismatch import comparable, describe_sizes, mismatch, operation_of
 from ..operands import Array, Call, divide
 from ..processes import cores_of
-from ..reduce_op import AVG, ReduceOp
+from ..reduce_op import ReduceOp
 from ..rendezvous import Store
 from ..watch import Wait
 from ..work import Work
@@ -295,10 +295,6 @@ class TcpGroup(ShortPaths):
     def _plan_reduce_scatter(self, out: Array, blocks: Sequence[Array], op: ReduceOp) -> Call:
         call = self._plan("reduce_scatter", [out, *blocks], [block.nbytes for block in blocks], op=op)
         return self._then_divide(call, out, op, self.size)
-
-    def _folded(self, op: ReduceOp) -> ReduceOp:
-        """What the engine reduces by: among many ranks partial results are reduced again, so averages are sums."""
-        return ReduceOp.SUM if op.code == AVG and self.size > MEET_RANKS else op
 
     def _then_divide(self, call: Call, x: Array, op: ReduceOp, ranks: int) -> Call:
         """The call, and the division that `_folded` has put off; by 0 stands for no result here."""

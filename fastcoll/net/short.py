@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..group import ProcessGroup
-from ..operands import Array
-from ..reduce_op import AVG, ReduceOp
+from ..operands import Array, sum_for
+from ..reduce_op import ReduceOp
 from ..work import Work
 from .context import Prepared
 from .plans.choose import plan_for
@@ -77,9 +77,13 @@ class ShortPaths(ProcessGroup):
             and not np.may_share_memory(whole, part)
         )
 
+    def _folded(self, op: ReduceOp) -> ReduceOp:
+        """What the engine reduces by: among many ranks partial results are reduced again."""
+        return sum_for(op) if self.size > MEET_RANKS else op
+
     def _folds_once(self, op: Any) -> bool:
-        """Whether the engine's result is the operation's: not averages of many ranks, nor scaled sums."""
-        return type(op) is ReduceOp and (op.code != AVG or self.size <= MEET_RANKS)
+        """Whether the engine's result is the operation's, with nothing to divide."""
+        return type(op) is ReduceOp and self._folded(op) is op
 
     def _run_at_once(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """As `_run` for a synchronous call with nothing before it; False: it takes the general way."""

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from together import together
+
 from fastcoll.net.group import TcpGroup
 from fastcoll.rendezvous import HashStore
-from net.meshes import crew, together
+from net.meshes import crew
 
 
 @contextlib.contextmanager

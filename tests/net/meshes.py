@@ -7,40 +7,21 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+from together import together
 
 from fastcoll.members import Member
 from fastcoll.net.mesh import Mesh
 from fastcoll.rendezvous import HashStore
 from net.proxy import Proxy
 
-DEADLINE = 30.0
-
 
 def crew(n: int) -> list[Member]:
     """n ranks, all of them this process."""
     return [Member.here(rank, n, "tcp") for rank in range(n)]
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Run calls at the same time; the result or exception of each."""
-    results: list[Any] = [None] * len(calls)
-
-    def one(place: int) -> None:
-        try:
-            results[place] = calls[place]()
-        except BaseException as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=one, args=(place,), daemon=True) for place in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    assert not any(thread.is_alive() for thread in threads), "a call did not come back"
-    return results
 
 
 def make_all(

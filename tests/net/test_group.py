@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from together import together
 
 from fastcoll import config
 from fastcoll.errors import (
@@ -23,7 +24,7 @@ from fastcoll.net import group as group_module
 from fastcoll.net.group import TcpGroup
 from fastcoll.reduce_op import ReduceOp
 from net.groups import everybody, groups
-from net.meshes import ProxiedStore, nothing_left, together
+from net.meshes import ProxiedStore, nothing_left
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from together import together
 
 from fastcoll import config, processes
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError, RendezvousError, UsageError
@@ -22,7 +23,7 @@ from fastcoll.net import roster
 from fastcoll.net.interfaces import interfaces_here
 from fastcoll.net.mesh import Mesh, control_peers
 from fastcoll.rendezvous import HashStore, PrefixStore, TCPStore
-from net.meshes import ProxiedStore, crew, died_of, elsewhere, make_all, meshes, nothing_left, together
+from net.meshes import ProxiedStore, crew, died_of, elsewhere, make_all, meshes, nothing_left
 
 
 @pytest.fixture(autouse=True)

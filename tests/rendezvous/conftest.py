@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+from together import together
 
 from fastcoll import config
 
@@ -96,22 +97,4 @@ def open_descriptors() -> dict[int, str]:
 @pytest.fixture
 def in_threads() -> Callable[..., list[object]]:
     """Run several calls at the same time; the result or exception of each."""
-
-    def run(*calls: Callable[[], object]) -> list[object]:
-        results: list[object] = [None] * len(calls)
-
-        def one(place: int) -> None:
-            try:
-                results[place] = calls[place]()
-            except BaseException as error:
-                results[place] = error
-
-        threads = [threading.Thread(target=one, args=(place,), daemon=True) for place in range(len(calls))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE)
-        assert not any(thread.is_alive() for thread in threads), "a call did not come back"
-        return results
-
-    return run
+    return together

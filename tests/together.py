@@ -1,0 +1,28 @@
+"""Several calls at the same time, as ranks in threads of one process make them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+DEADLINE = 30.0
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Run calls at the same time; the result or exception of each."""
+    results: list[Any] = [None] * len(calls)
+
+    def one(place: int) -> None:
+        try:
+            results[place] = calls[place]()
+        except BaseException as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=one, args=(place,), daemon=True) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert not any(thread.is_alive() for thread in threads), "a call did not come back"
+    return results
