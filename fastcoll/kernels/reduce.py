@@ -74,7 +74,7 @@ def _reduce(op, dst, srcs, n, count):
 
 
 _KINDS = "biufc"
-_HALVES = ("float16", "bfloat16")
+HALVES = ("float16", "bfloat16")
 _UNDEFINED = {
     "b": ((AVG,), "convert it with .astype first, say to float32"),
     "f": ((BAND, BOR, BXOR), "view it as integers with .view if bits are meant"),
@@ -84,7 +84,7 @@ _UNDEFINED = {
 
 def kind_of(dtype: np.dtype[Any]) -> str:
     """The kind of a dtype as NumPy names it, halves among the floats."""
-    return "f" if dtype.name in _HALVES else dtype.kind
+    return "f" if dtype.name in HALVES else dtype.kind
 
 
 def refuse_undefined(op: ReduceOp, dtype: np.dtype[Any]) -> None:
@@ -100,7 +100,7 @@ def memory_type(op: ReduceOp, dtype: np.dtype[Any]) -> types.Type:
         raise ArrayError(
             f"{op!r} needs the machine's byte order, got dtype {dtype}; use x.astype({dtype.newbyteorder('=')!r})"
         )
-    if dtype.name in _HALVES:
+    if dtype.name in HALVES:
         return Half(dtype.name)
     if dtype.kind in _KINDS and dtype.itemsize <= (16 if dtype.kind == "c" else 8):
         return from_dtype(dtype)

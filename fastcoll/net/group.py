@@ -17,7 +17,7 @@ import numpy as np
 from .. import calls
 from ..arrays import Adopted
 from ..errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError
-from ..kernels.reduce import reducer
+from ..kernels.reduce import HALVES, reducer
 from ..kernels.sockets import CLOSED
 from ..members import Member
 from ..mismatch import comparable, describe_sizes, mismatch, operation_of
@@ -152,7 +152,8 @@ class TcpGroup(ShortPaths):
             raise ArrayError(f"an element of {dtype} has {itemsize} bytes; {operation} takes {PIECE} here")
         code = calls.encode(operation, dtype, op=op, parts=parts) | root << calls.ROOT_SHIFT
         folds = reducer(self._folded(op), dtype)[:2] if op is not None and dtype is not None else (0, 0)
-        ordered = op is not None and (op.function is not None or _is_half(dtype))
+        half = dtype is not None and dtype.name in HALVES
+        ordered = op is not None and (op.function is not None or half)
         call = Shape(
             operation, self.size, self.rank, nbytes, self._limits, itemsize, root=root, ordered=ordered
         )
@@ -379,10 +380,6 @@ class TcpGroup(ShortPaths):
 def _nothing(call: Shape) -> Plan:
     """The plan of a call that is over with the meeting."""
     return Plan(np.zeros((0, COLUMNS), np.int64), 0, "nothing")
-
-
-def _is_half(dtype: np.dtype[Any] | None) -> bool:
-    return dtype is not None and dtype.name in ("float16", "bfloat16")
 
 
 def _patience(crowd: Sequence[Member], me: Member) -> int:
