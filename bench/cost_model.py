@@ -63,7 +63,8 @@ def main() -> int:
     runs = [json.loads(path.read_text()) for path in options.times] or measure(options)
     samples = merged(runs)
     model = fit(samples)
-    lines = page(runs[0]["machine"], samples, model, options)
+    facts = max((run["machine"] for run in runs), key=lambda facts: facts["usable_cores"])
+    lines = page(facts, samples, model, options)
     print("\n".join(lines))
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)
@@ -99,14 +100,17 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def measure_once(ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fastcoll-model-") as folder:
         path = Path(folder) / "times.json"
-        words = [*OPERATIONS, "--backend", "tcp", "-n", str(ranks), "--pin", "--check", "0", "--sizes", SIZES]
-        words += ["--seconds", "0.05", "--json", str(path)]
-        print("# python -m fastcoll.bench", *words, file=sys.stderr, flush=True)
-        subprocess.run(
-            [sys.executable, "-m", "fastcoll.bench", *words], stdout=subprocess.DEVNULL, check=True
-        )
+        words = [*bench_words(str(ranks)), "--json", str(path)]
+        print("# python", *words, file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, check=True)
         found: dict[str, Any] = json.loads(path.read_text())
         return found
+
+
+def bench_words(ranks: str) -> list[str]:
+    """One run of the benchmark, as Python takes it."""
+    words = ["-m", "fastcoll.bench", *OPERATIONS, "--backend", "tcp", "-n", ranks, "--pin", "--check", "0"]
+    return [*words, "--sizes", SIZES, "--seconds", "0.05"]
 
 
 def merged(runs: Sequence[dict[str, Any]]) -> list[Sample]:
@@ -132,11 +136,15 @@ def page(
     facts: dict[str, Any], samples: Sequence[Sample], model: Model, options: argparse.Namespace
 ) -> list[str]:
     """What there is to tell, as Markdown."""
-    command = shlex.join(["python", "bench/cost_model.py", *sys.argv[1:]])
+    words = [Path(word).name if Path(word).is_file() else word for word in sys.argv[1:]]
+    worlds = ", ".join(str(ranks) for ranks in sorted({sample.ranks for sample in samples}))
     return [
         "# The cost model",
         "",
-        f"{describe(facts)}; tcp over loopback, {len(samples)} times; `{command}`",
+        f"- Machine: {describe(facts)}",
+        f"- Times: {len(samples)} calls over loopback, each the median of its runs, with N = {worlds}: "
+        f"`{shlex.join(['python', *bench_words('N')])}`",
+        f"- Command: `{shlex.join(['python', 'bench/cost_model.py', *words])}`",
         "",
         *prices_table(model),
         "",
@@ -179,11 +187,7 @@ def algorithms(ranks: int) -> list[str]:
 
 def choice_table(model: Model, options: argparse.Namespace) -> list[str]:
     names = list(COSTS["all_reduce"])
-    lines = [
-        f"| size | nodes | {' | '.join(names)} | headers |",
-        "|--:|" * 2 + "--:|" * len(names) + "--:|",
-    ]
-    lines[1] = "|" + "--:|" * (len(names) + 3)
+    lines = [f"| size | nodes | {' | '.join(names)} | headers |", "|" + "--:|" * (len(names) + 3)]
     for nbytes in SHOWN:
         for nodes in NODES[1::2]:
             cluster = cluster_of(options, nodes)

@@ -55,6 +55,12 @@ from .errors import (
     UsageError,
 )
 from .group import ProcessGroup
+from .multigpu import (
+    all_gather_multigpu,
+    all_reduce_multigpu,
+    broadcast_multigpu,
+    reduce_multigpu,
+)
 from .objects import (
     all_gather_object,
     broadcast_object_list,
@@ -92,10 +98,12 @@ __all__ = [
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_multigpu",
     "all_gather_object",
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_multigpu",
     "all_to_all",
     "all_to_all_single",
     "ArrayError",
@@ -103,6 +111,7 @@ __all__ = [
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_multigpu",
     "broadcast_object_list",
     "CollectiveTimeoutError",
     "destroy_process_group",
@@ -144,6 +153,7 @@ __all__ = [
     "recv",
     "recv_object_list",
     "reduce",
+    "reduce_multigpu",
     "reduce_op",
     "reduce_scatter",
     "reduce_scatter_single",

@@ -7,7 +7,8 @@ What holds for all of them:
 * `group` is a group of `new_group`; None is the default group. Outside the group a call warns and does
   nothing.
 * `src` and `dst` are global ranks; `group_src` and `group_dst` are ranks inside the group. Give one.
-* A synchronous call returns None when it is done. With `async_op=True` it returns a Work at once, and the
+* A synchronous call returns None when it is done, or a new array where it was given an immutable one to work in
+  place (JAX's). With `async_op=True` it returns a Work at once, and the
   arrays belong to the operation until `work.wait()` returns.
 * All ranks of the group make the same calls in the same order. Where they do not, every rank raises
   MismatchError before data moves. UsageError (ArrayError for arrays) is a wrong call that leaves the group
@@ -29,9 +30,7 @@ from .registry import Group, group_rank, groups, member_of
 from .work import Timeout, Work
 
 
-def all_reduce(
-    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
-) -> Work | None:
+def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     """Reduce an array over all ranks; every rank gets the result in place, with the same bits.
 
     Args:
@@ -51,7 +50,7 @@ def broadcast(
     group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
-) -> Work | None:
+) -> Any:
     """Copy the array of rank `src` into everybody's.
 
     Args:
@@ -72,7 +71,7 @@ def reduce(
     group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
-) -> Work | None:
+) -> Any:
     """Reduce an array over all ranks into that of rank `dst`; the others' stay as they are."""
     g = groups.world if group is None else member_of(group, "reduce")
     if g is None:
@@ -82,9 +81,7 @@ def reduce(
     return g.reduce(tensor, dst, op, async_op)
 
 
-def scan(
-    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
-) -> Work | None:
+def scan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     """Inclusive prefix reduction, in place: rank r gets the reduction over ranks 0..r.
 
     Example:
@@ -95,9 +92,7 @@ def scan(
     return None if g is None else g.scan(tensor, op, async_op)
 
 
-def exscan(
-    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
-) -> Work | None:
+def exscan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     """Exclusive prefix reduction, in place: rank r gets ranks 0..r-1; rank 0's array stays as it is."""
     g = groups.world if group is None else member_of(group, "exscan")
     return None if g is None else g.exscan(tensor, op, async_op)
@@ -165,7 +160,7 @@ def scatter(
     group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
-) -> Work | None:
+) -> Any:
     """Rank r gets `scatter_list[r]` of rank `src` (without `src` and `group_src`: global rank 0).
 
     Args:

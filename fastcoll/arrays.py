@@ -7,52 +7,40 @@ C-contiguous, without objects, and writable where the call writes. Nothing is co
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .errors import ArrayError, UnavailableError, UsageError
+from .errors import ArrayError, UsageError
+from .kinds import columns, jax_arrays, tensors
+from .kinds.adopted import Adopted, Array, finish_all
 
-Array = np.ndarray[Any, Any]
+__all__ = ["Adopted", "Array", "OnDeviceError", "adopt", "adopt_list", "finish_all"]
 
 _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost (dlpack.h)
 _NEVER_COPY: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
 
 
-class Adopted:
-    """An array as the backends use it, and what is owed to the caller's.
-
-    Attributes:
-        array: C-contiguous; the caller's own memory, or a packed copy of it.
-    """
-
-    __slots__ = ("_owner", "array")
-
-    def __init__(self, array: Array, owner: Array | None = None) -> None:
-        self.array = array
-        self._owner = owner
-
-    def finish(self) -> None:
-        """Write the packed copy of a writable array back; nothing to do for any other."""
-        if self._owner is not None:
-            self._owner[...] = self.array
+class OnDeviceError(ArrayError):
+    """The array is not in host memory; a group that serves GPUs takes it in another way."""
 
 
-def adopt(x: Any, *, writable: bool, what: str = "tensor") -> Adopted:
-    """Take an array in: NumPy's, torch's on the CPU, or one that speaks DLPack, the array interface or buffers.
+def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) -> Adopted:
+    """Take an array in: NumPy's, of a library in `kinds`, or one that speaks DLPack, the array interface or buffers.
 
     Args:
         x: the caller's array, of any number of dimensions, also 0; NumPy scalars too, where they are only read.
         writable: whether the call writes into it.
         what: the argument's name, for messages.
+        renew: whether the call may return a new array in place of an immutable one; `finish` then makes it.
 
     Raises:
         ArrayError: it is no array, has objects, is not in host memory, or cannot be written to.
-        UnavailableError: a bfloat16 tensor without the package ml_dtypes.
     """
-    array = x if type(x) is np.ndarray else _as_ndarray(x, what, writable)
+    array = x if type(x) is np.ndarray else _as_ndarray(x, what, writable, renew)
+    if isinstance(array, Adopted):
+        return array
     if array.dtype.hasobject:
         raise ArrayError(
             f"{what} is a {_describe(array)}, whose elements are Python objects; "
@@ -75,8 +63,13 @@ def adopt(x: Any, *, writable: bool, what: str = "tensor") -> Adopted:
     return Adopted(array.copy(order="C"), owner=array)
 
 
-def adopt_list(xs: Sequence[Any], n: int, *, writable: bool, what: str) -> list[Adopted]:
+def adopt_list(
+    xs: Sequence[Any], n: int, *, writable: bool, what: str, adopt: Callable[..., Adopted] = adopt
+) -> list[Adopted]:
     """Take in a list of exactly `n` arrays, one a rank.
+
+    Args:
+        adopt: what takes each of them in, for groups that take arrays on GPUs.
 
     Raises:
         UsageError: it is no list or tuple, or has another length.
@@ -89,8 +82,8 @@ def adopt_list(xs: Sequence[Any], n: int, *, writable: bool, what: str) -> list[
     return [adopt(x, writable=writable, what=f"{what}[{index}]") for index, x in enumerate(xs)]
 
 
-def _as_ndarray(x: Any, what: str, writable: bool) -> Array:
-    """Any array that is not exactly an ndarray, as one over the same memory."""
+def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopted:
+    """Any array that is not exactly an ndarray, as one over the same memory; or adopted, where that is not enough."""
     if isinstance(x, np.ma.MaskedArray):
         raise ArrayError(
             f"{what} is a masked array, whose mask would be ignored; give x.filled(value) or x.data"
@@ -99,9 +92,8 @@ def _as_ndarray(x: Any, what: str, writable: bool) -> Array:
         return x.view(np.ndarray)
     if isinstance(x, np.generic):
         return _scalar(x, what, writable)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return _from_torch(torch, x, what)
+    if (known := _of_library(x, what, writable, renew)) is not None:
+        return known
     _refuse_other_devices(x, what)
     # The array interface and buffers come first, as they always say whether the memory may be written to.
     if hasattr(x, "__array_interface__"):
@@ -109,6 +101,26 @@ def _as_ndarray(x: Any, what: str, writable: bool) -> Array:
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(x, what, writable)
     return _from_buffer(x, what)
+
+
+def _of_library(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopted | None:
+    """An array of a library that has a file in `kinds`, by the libraries that its classes are from."""
+    for kind in type(x).__mro__:
+        library = kind.__module__.partition(".")[0]
+        if library == "torch":
+            return _tensor(x, what, writable)
+        if library in ("jax", "jaxlib"):
+            return jax_arrays.adopt(x, what, writable, renew)
+        if library in _COLUMNS:
+            return _COLUMNS[library](x, what, writable)
+    return None
+
+
+_COLUMNS: dict[str, Callable[[Any, str, bool], Array | None]] = {
+    "pandas": columns.of_pandas,
+    "polars": columns.of_polars,
+    "pyarrow": columns.of_arrow,
+}
 
 
 def _scalar(x: np.generic, what: str, writable: bool) -> Array:
@@ -119,25 +131,10 @@ def _scalar(x: np.generic, what: str, writable: bool) -> Array:
     return np.asarray(x)
 
 
-def _from_torch(torch: Any, x: Any, what: str) -> Array:
-    if x.device.type != "cpu":
+def _tensor(x: Any, what: str, writable: bool) -> Array | Adopted | None:
+    if tensors.is_elsewhere(x):
         raise _on_a_gpu(what, str(x.device))
-    bfloat16 = _bfloat16(what) if x.dtype == torch.bfloat16 else None
-    x = x.detach()
-    try:
-        array: Array = x.numpy() if bfloat16 is None else x.view(torch.int16).numpy().view(bfloat16)
-    except (TypeError, RuntimeError) as error:
-        raise ArrayError(f"{what} is a torch.Tensor that NumPy cannot view: {error}") from error
-    return array
-
-
-def _bfloat16(what: str) -> np.dtype[Any]:
-    try:
-        from ml_dtypes import bfloat16
-    except ImportError as error:
-        raise UnavailableError(f"{what} is bfloat16, which NumPy lacks; pip install ml_dtypes") from error
-    dtype: np.dtype[Any] = np.dtype(bfloat16)
-    return dtype
+    return tensors.adopt(x, what, writable)
 
 
 def _refuse_other_devices(x: Any, what: str) -> None:
@@ -149,9 +146,9 @@ def _refuse_other_devices(x: Any, what: str) -> None:
             raise _on_a_gpu(what, f"DLPack device type {int(kind)}, number {index}")
 
 
-def _on_a_gpu(what: str, where: str) -> ArrayError:
-    return ArrayError(
-        f"{what} is on a GPU ({where}); the shm backend takes host arrays: copy it to host memory first"
+def _on_a_gpu(what: str, where: str) -> OnDeviceError:
+    return OnDeviceError(
+        f"{what} is on a GPU ({where}), and this call takes host arrays: copy it there first"
     )
 
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from . import config
+from .carrier import DeviceCarrier
 from .errors import UnavailableError, UsageError
 from .group import ProcessGroup
 from .members import Member
@@ -81,15 +83,20 @@ _CPU_DEFAULT = (Backend.AUTO, Backend.GLOO)
 def is_backend_available(backend: str) -> bool:
     """Whether `init_process_group` would take this backend here. Unknown names are not available."""
     name = str(backend).lower()
-    return name in _CPU_DEFAULT or (name in BACKENDS and _why_unavailable(name) is None)
+    known = name in BACKENDS or name == Backend.NCCL
+    return name in _CPU_DEFAULT or (known and _why_unavailable(name) is None)
 
 
 def _why_unavailable(name: str) -> str | None:
-    """Why a backend of the registry cannot be used here, and the cure; None when it can."""
+    """Why a backend of the registry, or NCCL, cannot be used here, and the cure; None when it can."""
     if name == Backend.MPI:
         from .net.mpi_library import why_unavailable
 
         return why_unavailable()
+    if name == Backend.NCCL:
+        from .gpu import nccl_library
+
+        return nccl_library.why_unavailable()
     return None
 
 
@@ -109,7 +116,7 @@ def is_mpi_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Whether the NCCL backend can be used."""
+    """Whether the NCCL backend can be used: there are NCCL, CuPy and a GPU. Imports CuPy."""
     return is_backend_available(Backend.NCCL)
 
 
@@ -119,23 +126,33 @@ class BackendChoice:
 
     Attributes:
         by_device: "cpu" and perhaps "cuda" to a backend.
+        nccl_alone: whether "nccl" was asked for, without a device.
     """
 
     by_device: Mapping[str, Backend]
+    nccl_alone: bool = False
 
     def __str__(self) -> str:
         return ",".join(f"{device}:{name}" for device, name in self.by_device.items())
 
+    @property
+    def initialises_mpi(self) -> bool:
+        """Whether MPI carries anything of the world's groups in host memory."""
+        cpu = self.by_device["cpu"]
+        return cpu == Backend.MPI or (
+            cpu in _CPU_DEFAULT and config.get("FASTCOLL_BETWEEN_NODES") == Backend.MPI
+        )
+
 
 def parse_backend(text: str | None) -> BackendChoice:
-    """The choice that `backend=` stands for: None, a name, or `device:name,...`.
+    """The choice that `backend=` stands for: None, a name, or `device:name,...`; "nccl" means "cpu:auto,cuda:nccl".
 
     A part for a device other than the CPU may name a backend that is not there: it is kept, and arrays
     of that device are refused when they come.
 
     Raises:
         UsageError: an unknown backend or device, or a device named twice.
-        UnavailableError: the backend for CPU arrays is not available.
+        UnavailableError: the backend for CPU arrays, or one that is named alone, is not available.
     """
     if text is None:
         return BackendChoice({"cpu": Backend(Backend.AUTO)})
@@ -143,6 +160,10 @@ def parse_backend(text: str | None) -> BackendChoice:
         raise UsageError(
             f"backend is {text!r}, a {type(text).__name__}; give a str as in 'auto' or 'cpu:auto'"
         )
+    nccl_alone = text.strip().lower() == Backend.NCCL
+    if nccl_alone:
+        _check_nccl()
+        text = f"cpu:{Backend.AUTO},cuda:{Backend.NCCL}"
     by_device: dict[str, Backend] = {}
     for part in text.split(",") if ":" in text else [f"cpu:{text}"]:
         device, _, name = part.strip().lower().partition(":")
@@ -152,21 +173,33 @@ def parse_backend(text: str | None) -> BackendChoice:
             )
         by_device[device] = Backend(name)
     _check_available(text, by_device)
-    return BackendChoice(by_device)
+    return BackendChoice(by_device, nccl_alone)
+
+
+def _check_nccl() -> None:
+    """Refuse `backend="nccl"` where it is not there: whoever asks for it alone has arrays on GPUs."""
+    why = _why_unavailable(Backend.NCCL)
+    if why is not None:
+        raise UnavailableError(
+            f"backend 'nccl' is not available here: {why}; for arrays in host memory: {_for_the_cpu()}"
+        )
+
+
+def _for_the_cpu() -> str:
+    return "available: " + ", ".join(n for n in KNOWN if n != Backend.NCCL and is_backend_available(n))
 
 
 def _check_available(text: str, by_device: Mapping[str, Backend]) -> None:
     cpu = by_device.get("cpu")
-    if cpu is None or not is_backend_available(cpu):
-        there = [name for name in KNOWN if is_backend_available(name)]
+    if cpu is None or cpu == Backend.NCCL or not is_backend_available(cpu):
         why = cpu and _why_unavailable(cpu)
         raise UnavailableError(
             f"backend {text!r} has no backend for CPU arrays that is available here"
-            f"{f': {why}' if why else ''}; available: {', '.join(there)}"
+            f"{f': {why}' if why else ''}; {_for_the_cpu()}"
         )
-    for device, name in by_device.items():
-        if not is_backend_available(name):
-            _log.info("backend %r: %s is not available, so %s arrays will be refused", text, name, device)
+    cuda = by_device.get("cuda")
+    if cuda is not None and _log.isEnabledFor(logging.INFO) and not is_backend_available(cuda):
+        _log.info("backend %r: %s is not available, so cuda arrays will be refused", text, cuda)
 
 
 def load(choice: BackendChoice) -> Make:
@@ -175,8 +208,29 @@ def load(choice: BackendChoice) -> Make:
     Raises:
         UnavailableError: when a shared-memory group is made and its ranks are not all on one node.
     """
+    make = _load_cpu(choice)
+    name = choice.by_device.get("cuda", choice.by_device["cpu"])
+
+    def make_devices(group: ProcessGroup) -> DeviceCarrier:
+        from .gpu.choice import carrier_for  # with the first array on a GPU, and CuPy
+
+        return carrier_for(name, group)
+
+    def make_serving(
+        store: Store, group_name: str, members: Sequence[Member], rank: int, timeout: float
+    ) -> ProcessGroup:
+        group = make(store, group_name, members, rank, timeout)
+        group.serve_gpus(make_devices)
+        return group
+
+    return make_serving
+
+
+def _load_cpu(choice: BackendChoice) -> Make:
     cpu = choice.by_device["cpu"]
     if cpu in _CPU_DEFAULT:
+        if choice.initialises_mpi:
+            _load_mpi()  # here, where all ranks come: to initialise MPI is collective
         from .hybrid import make_auto
 
         return make_auto

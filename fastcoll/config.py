@@ -45,6 +45,12 @@ def _streams(text: str) -> int:
     return value
 
 
+def _network(text: str) -> str:
+    if text not in ("tcp", "mpi"):
+        raise ValueError("must be tcp or mpi")
+    return text
+
+
 def _lanes(text: str) -> int:
     value = int(text)
     if not 0 <= value <= 4:
@@ -79,6 +85,9 @@ SETTINGS: dict[str, Setting] = {
         _ports, "", "ports that ranks listen on, as in 30000-30999; default: any free one"
     ),
     "FASTCOLL_TCP_STREAMS": Setting(_streams, 1, "connections to each peer for large messages"),
+    "FASTCOLL_BETWEEN_NODES": Setting(
+        _network, "tcp", "what carries large arrays between nodes with the default backend: tcp, or mpi"
+    ),
 }
 
 _read: dict[str, Any] = {}

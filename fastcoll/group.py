@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import operator
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from .arrays import Adopted, adopt, adopt_list
+from .arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
+from .carrier import Call, Carrier, DeviceCarrier, StreamCall
 from .errors import ArrayError, GroupError, NotInitializedError, UnavailableError, UsageError
 from .memory import SymmetricMemory
 from .operands import (
     Array,
-    Call,
-    adopt_same_dtype,
     apart,
     arrays_of,
     check_dtypes,
@@ -37,16 +36,18 @@ from .operands import (
     then_split,
 )
 from .reduce_op import ReduceOp
+from .watch import Vigil
 from .work import ProgressQueue, Work, refuse_to_block
 
 
-class ProcessGroup(ABC):
+class ProcessGroup(Carrier[Array]):
     """A set of ranks that do collective operations together.
 
     Every operation is collective (all ranks of the group call it, in the same order) except for the
     point-to-point ones. Synchronous calls block until the operation is complete on this rank, return
     None, and raise within the group's timeout; with `async_op=True` they return a Work at once and the
-    arrays belong to the operation until it is complete.
+    arrays belong to the operation until it is complete. An operation in place on an immutable array (JAX's)
+    returns a new one, as does the Work's `result`.
 
     Raises (every operation):
         UsageError: the call is wrong; the group stays usable.
@@ -63,6 +64,7 @@ class ProcessGroup(ABC):
     """
 
     backend: ClassVar[str]
+    _vigil: Vigil
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
         self.name = name
@@ -74,6 +76,9 @@ class ProcessGroup(ABC):
         self._turn = threading.Lock()
         self._inside: set[int] = set()  # threads that have the turn, or wait for it
         self._queue = ProgressQueue(name)
+        self._make_devices: Callable[[ProcessGroup], DeviceCarrier] | None = None
+        self._device_carrier: DeviceCarrier | None = None
+        self._turn_to_make = threading.Lock()
 
     @property
     def size(self) -> int:
@@ -83,112 +88,104 @@ class ProcessGroup(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} rank {self.rank} of {self.size}>"
 
-    # ---- what a backend implements -----------------------------------------------------------------
-    # Arrays are C-contiguous ndarrays; inputs and outputs overlap only where it is said. A hook checks
-    # what it can without talking to peers (UsageError, ArrayError) and must not block; the call that it
-    # returns blocks, raises GroupError or MismatchError, and leaves the arrays of a failed call undefined.
-
-    @abstractmethod
-    def _plan_all_reduce(self, x: Array, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
-        """x = reduction of x over all ranks; `parts`, sizes that must agree, for a coalesced call."""
-
-    @abstractmethod
-    def _plan_reduce(self, out: Array, x: Array, op: ReduceOp, root: int) -> Call:
-        """On the root out = reduction of x over all ranks; out may be x. Others' out is not touched."""
-
-    @abstractmethod
-    def _plan_scan(self, out: Array, x: Array, op: ReduceOp, exclusive: bool) -> Call:
-        """out = reduction of x over ranks 0..rank, or 0..rank-1 (rank 0's out stays); out may be x."""
-
-    @abstractmethod
-    def _plan_reduce_scatter(self, out: Array, blocks: Sequence[Array], op: ReduceOp) -> Call:
-        """out = reduction of block `rank` over all ranks; out may be blocks[rank]."""
-
-    @abstractmethod
-    def _plan_broadcast(self, x: Array, root: int) -> Call:
-        """x = the root's x."""
-
-    @abstractmethod
-    def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
-        """outs[r] = rank r's x; sizes may differ between ranks; x may be outs[rank]; `parts` as above."""
-
-    @abstractmethod
-    def _plan_gather(self, outs: Sequence[Array] | None, x: Array, root: int) -> Call:
-        """On the root outs[r] = rank r's x; outs is None elsewhere."""
-
-    @abstractmethod
-    def _plan_scatter(self, out: Array, blocks: Sequence[Array] | None, root: int) -> Call:
-        """out = the root's blocks[rank]; blocks is None elsewhere."""
-
-    @abstractmethod
-    def _plan_all_to_all(self, outs: Sequence[Array], blocks: Sequence[Array]) -> Call:
-        """outs[r] = rank r's blocks[rank]; no overlap between outs and blocks."""
-
     @abstractmethod
     def _plan_barrier(self, timeout: float) -> Call:
         """Return when all ranks have called; at the timeout name all missing ranks."""
 
-    @abstractmethod
-    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        """Post a message. Complete when the receiver has taken it."""
+    # ---- arrays ------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        """Post a receive, from any rank when src is None; the result is the sender's rank."""
+    def serve_gpus(self, make: Callable[[ProcessGroup], DeviceCarrier]) -> None:
+        """What carries arrays on GPUs is made by `make` when the first one comes; without this they are refused."""
+        self._make_devices = make
 
-    @abstractmethod
-    def _send(self, x: Adopted, dst: int, tag: int) -> None:
-        """As `_isend` and waiting for it; to oneself, returns once the message is buffered."""
+    def splits_gpus(self) -> bool:
+        """Whether `split_gpus` has anything to do; the same on all ranks, between calls."""
+        return self._device_carrier is not None and self._device_carrier.splits
 
-    @abstractmethod
-    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
-        """As `_irecv` and waiting for it."""
+    def split_gpus(self, ranks: Sequence[int], group: ProcessGroup | None) -> None:
+        """Give a new group of some of this one's ranks what carries its arrays on GPUs, made from what this one has.
 
-    @abstractmethod
-    def _close(self, reason: GroupError | None) -> None:
-        """Release everything; `reason` says why when it is not an orderly end. Called once."""
+        Collective; `group` is None on ranks that are not in it.
+        """
+        made = self._devices().split(ranks, group)
+        if group is not None:
+            group._device_carrier = made
+
+    def begin_at_once(self) -> None:
+        """Let asynchronous operations begin on their callers' threads, where progress threads have no cores.
+
+        For callers that compute meanwhile; what would have to wait for peers is still done on the progress thread. A
+        backend that has no such way does nothing.
+        """
+
+    def _devices(self, refused: OnDeviceError | None = None) -> DeviceCarrier:
+        with self._turn_to_make:
+            if self._device_carrier is None:
+                if self._make_devices is None:
+                    raise refused or UsageError(f"the group {self.name} serves no GPUs")
+                self._device_carrier = self._make_devices(self)
+            return self._device_carrier
+
+    def _carrier(self, x: Any) -> Carrier[Any]:
+        """What carries operations on an adopted array out."""
+        return self if type(x) is np.ndarray else self._devices()
+
+    def _adopt(self, x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) -> Adopted:
+        try:
+            return adopt(x, writable=writable, what=what, renew=renew)
+        except OnDeviceError as error:
+            refused = error.with_traceback(None)
+        return self._devices(refused).adopt(x, writable=writable, what=what)
+
+    def _adopt_same_dtype(self, tensors: Sequence[Any], *, writable: bool) -> list[Adopted]:
+        if not tensors:
+            raise UsageError("tensors is empty; give at least one array")
+        xs = self._adopt_list(tensors, len(tensors), writable=writable, what="tensors")
+        check_dtypes("tensors", xs, xs[0].array)
+        return xs
+
+    def _adopt_list(self, xs: Sequence[Any], n: int, *, writable: bool, what: str) -> list[Adopted]:
+        return adopt_list(xs, n, writable=writable, what=what, adopt=self._adopt)
 
     # ---- collectives ------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Reduce over all ranks, in place; the same bits on every rank."""
-        x = adopt(tensor, writable=True)
+        x = self._adopt(tensor, writable=True, renew=True)
         source, plain = scaled(x.array, op)
-        call = self._plan_all_reduce(source, plain)
+        call = self._carrier(source)._plan_all_reduce(source, plain)
         if source is not x.array:
             call = then_split(call, source, (x,))
         return self._run("all_reduce", call, (x,), async_op)
 
-    def reduce(
-        self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
-    ) -> Work | None:
+    def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Reduce over all ranks into the root's array; the others' arrays stay as they are."""
         root = self._checked_rank("root", root)
-        x = adopt(tensor, writable=self.rank == root)
+        x = self._adopt(tensor, writable=self.rank == root, renew=True)
         source, plain = scaled(x.array, op)
-        call = self._plan_reduce(x.array, source, plain, root)
+        call = self._carrier(source)._plan_reduce(x.array, source, plain, root)
         return self._run("reduce", call, (x,), async_op)
 
-    def scan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+    def scan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Inclusive prefix reduction in place: rank r gets the reduction of ranks 0..r."""
         return self._scan("scan", tensor, op, False, async_op)
 
-    def exscan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+    def exscan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Exclusive prefix reduction in place: ranks 0..r-1; rank 0's array stays as it is."""
         return self._scan("exscan", tensor, op, True, async_op)
 
-    def _scan(self, name: str, tensor: Any, op: ReduceOp, exclusive: bool, async_op: bool) -> Work | None:
-        x = adopt(tensor, writable=True)
+    def _scan(self, name: str, tensor: Any, op: ReduceOp, exclusive: bool, async_op: bool) -> Any:
+        x = self._adopt(tensor, writable=True, renew=True)
         source, plain = scaled(x.array, op)
-        call = self._plan_scan(x.array, source, plain, exclusive)
+        call = self._carrier(source)._plan_scan(x.array, source, plain, exclusive)
         return self._run(name, call, (x,), async_op)
 
     def reduce_scatter(
         self, output: Any, input_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce list item r over all ranks into rank r's output; items may differ in shape."""
-        out = adopt(output, writable=True, what="output")
-        blocks = adopt_list(input_list, self.size, writable=False, what="input_list")
+        out = self._adopt(output, writable=True, what="output")
+        blocks = self._adopt_list(input_list, self.size, writable=False, what="input_list")
         check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
         check_dtypes("input_list", blocks, out.array)
         return self._reduce_scatter(out, [block.array for block in blocks], op, async_op)
@@ -197,8 +194,8 @@ class ProcessGroup(ABC):
         self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce over all ranks; rank r's output gets part r of the size equal parts of the result."""
-        out = adopt(output, writable=True, what="output")
-        x = adopt(input, writable=False, what="input")
+        out = self._adopt(output, writable=True, what="output")
+        x = self._adopt(input, writable=False, what="input")
         return self._reduce_scatter(
             out, equal_blocks("input", x.array, "output", out.array, self.size), op, async_op
         )
@@ -206,27 +203,28 @@ class ProcessGroup(ABC):
     def _reduce_scatter(self, out: Adopted, blocks: list[Array], op: ReduceOp, async_op: bool) -> Work | None:
         pairs = [scaled(block, op) for block in blocks]
         sources = apart([source for source, _ in pairs], [out.array], own=self.rank)
-        call = self._plan_reduce_scatter(out.array, sources, pairs[0][1])
+        call = self._carrier(out.array)._plan_reduce_scatter(out.array, sources, pairs[0][1])
         return self._run("reduce_scatter", call, (out,), async_op)
 
-    def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Work | None:
+    def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         """Copy the root's array into everybody's; same dtype and number of elements everywhere."""
         root = self._checked_rank("root", root)
-        x = adopt(tensor, writable=self.rank != root)
-        return self._run("broadcast", self._plan_broadcast(x.array, root), (x,), async_op)
+        x = self._adopt(tensor, writable=self.rank != root, renew=True)
+        call = self._carrier(x.array)._plan_broadcast(x.array, root)
+        return self._run("broadcast", call, (x,), async_op)
 
     def all_gather(self, output_list: Sequence[Any], tensor: Any, async_op: bool = False) -> Work | None:
         """Rank r's array goes to list item r on every rank; sizes may differ between ranks."""
-        outs = adopt_list(output_list, self.size, writable=True, what="output_list")
-        x = adopt(tensor, writable=False)
+        outs = self._adopt_list(output_list, self.size, writable=True, what="output_list")
+        x = self._adopt(tensor, writable=False)
         check_fit("tensor", x.array, f"output_list[{self.rank}]", outs[self.rank].array)
         check_dtypes("output_list", outs, x.array)
         return self._all_gather(outs, [out.array for out in outs], x.array, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         """The arrays of all ranks, equal in size, one after the other in `output`."""
-        out = adopt(output, writable=True, what="output")
-        x = adopt(input, writable=False, what="input")
+        out = self._adopt(output, writable=True, what="output")
+        x = self._adopt(input, writable=False, what="input")
         outs = equal_blocks("output", out.array, "input", x.array, self.size)
         return self._all_gather((out,), outs, x.array, async_op)
 
@@ -234,42 +232,43 @@ class ProcessGroup(ABC):
         self, owners: Sequence[Adopted], outs: Sequence[Array], x: Array, async_op: bool
     ) -> Work | None:
         (source,) = apart([x], outs, own=self.rank)
-        return self._run("all_gather", self._plan_all_gather(outs, source), owners, async_op)
+        call = self._carrier(source)._plan_all_gather(outs, source)
+        return self._run("all_gather", call, owners, async_op)
 
     def gather(
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Work | None:
         """Rank r's array goes to list item r on the root; elsewhere the list is None."""
         root = self._checked_rank("root", root)
-        x = adopt(tensor, writable=False)
+        x = self._adopt(tensor, writable=False)
         outs = self._adopt_on_root(output_list, root, writable=True, what="output_list")
         if outs is not None:
             check_fit("tensor", x.array, f"output_list[{root}]", outs[root].array)
             check_dtypes("output_list", outs, x.array)
         (source,) = apart([x.array], arrays_of(outs) or (), own=root)
-        call = self._plan_gather(arrays_of(outs), source, root)
+        call = self._carrier(source)._plan_gather(arrays_of(outs), source, root)
         return self._run("gather", call, outs or (), async_op)
 
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
-    ) -> Work | None:
+    ) -> Any:
         """List item r of the root goes to rank r's array; elsewhere the list is None."""
         root = self._checked_rank("root", root)
-        out = adopt(tensor, writable=True)
+        out = self._adopt(tensor, writable=True, renew=True)
         blocks = self._adopt_on_root(input_list, root, writable=False, what="input_list")
         if blocks is not None:
             check_fit("tensor", out.array, f"input_list[{root}]", blocks[root].array)
             check_dtypes("input_list", blocks, out.array)
         sources = None if blocks is None else apart([b.array for b in blocks], [out.array], own=root)
-        call = self._plan_scatter(out.array, sources, root)
+        call = self._carrier(out.array)._plan_scatter(out.array, sources, root)
         return self._run("scatter", call, (out,), async_op)
 
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
     ) -> Work | None:
         """List item p of rank r goes to list item r of rank p; all shapes may differ."""
-        outs = adopt_list(output_list, self.size, writable=True, what="output_list")
-        blocks = adopt_list(input_list, self.size, writable=False, what="input_list")
+        outs = self._adopt_list(output_list, self.size, writable=True, what="output_list")
+        blocks = self._adopt_list(input_list, self.size, writable=False, what="input_list")
         here = self.rank
         check_fit(f"output_list[{here}]", outs[here].array, f"input_list[{here}]", blocks[here].array)
         for name, items in (("output_list", outs), ("input_list", blocks)):
@@ -288,8 +287,8 @@ class ProcessGroup(ABC):
 
         Parts are along the first dimension; None for the split sizes means equal parts.
         """
-        out = adopt(output, writable=True, what="output")
-        x = adopt(input, writable=False, what="input")
+        out = self._adopt(output, writable=True, what="output")
+        x = self._adopt(input, writable=False, what="input")
         if out.array.dtype != x.array.dtype:
             raise ArrayError(f"output is {out.array.dtype}, input is {x.array.dtype}; they must be the same")
         outs = parts_along_rows("output", out.array, output_split_sizes, self.size)
@@ -300,7 +299,7 @@ class ProcessGroup(ABC):
     def _all_to_all(
         self, owners: Sequence[Adopted], outs: list[Array], blocks: list[Array], async_op: bool
     ) -> Work | None:
-        call = self._plan_all_to_all(outs, apart(blocks, outs))
+        call = self._carrier(outs[0])._plan_all_to_all(outs, apart(blocks, outs))
         return self._run("all_to_all", call, owners, async_op)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
@@ -321,11 +320,13 @@ class ProcessGroup(ABC):
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """`all_reduce` of several arrays of one dtype at the price of one."""
-        xs = adopt_same_dtype(tensors, writable=True)
-        flat = flattened(xs)
-        source, plain = scaled(flat, op)
-        call = self._plan_all_reduce(source, plain, [x.array.size for x in xs])
-        return self._run("all_reduce_coalesced", then_split(call, source, xs), xs, async_op)
+        xs = self._adopt_same_dtype(tensors, writable=True)
+        call = self._carrier(xs[0].array)._plan_all_reduce_coalesced(xs, op)
+        return self._run("all_reduce_coalesced", call, xs, async_op)
+
+    def _plan_all_reduce_coalesced(self, xs: Sequence[Adopted], op: ReduceOp) -> Call:
+        source, plain = scaled(flattened(xs), op)
+        return then_split(self._plan_all_reduce(source, plain, [x.array.size for x in xs]), source, xs)
 
     def all_gather_coalesced(
         self, output_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], async_op: bool = False
@@ -336,21 +337,24 @@ class ProcessGroup(ABC):
         """
         if len(output_lists) != len(tensors):
             raise UsageError(f"output_lists has {len(output_lists)} lists for {len(tensors)} tensors")
-        xs = adopt_same_dtype(tensors, writable=False)
+        xs = self._adopt_same_dtype(tensors, writable=False)
         lists = [
-            adopt_list(o, self.size, writable=True, what=f"output_lists[{k}]")
+            self._adopt_list(o, self.size, writable=True, what=f"output_lists[{k}]")
             for k, o in enumerate(output_lists)
         ]
         for k, (outs, x) in enumerate(zip(lists, xs, strict=True)):
             check_dtypes(f"output_lists[{k}]", outs, x.array)
             check_fit(f"tensors[{k}]", x.array, f"output_lists[{k}][{self.rank}]", outs[self.rank].array)
+        call = self._carrier(xs[0].array)._plan_all_gather_coalesced(lists, xs)
+        return self._run("all_gather_coalesced", call, [o for outs in lists for o in outs], async_op)
+
+    def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:
         per_rank = [[outs[r] for outs in lists] for r in range(self.size)]
         flats = [np.empty(sum(o.array.size for o in outs), xs[0].array.dtype) for outs in per_rank]
-        source = flattened(xs)
-        call = self._plan_all_gather(flats, source, [x.array.size for x in xs])
+        call = self._plan_all_gather(flats, flattened(xs), [x.array.size for x in xs])
         for flat, outs in zip(flats, per_rank, strict=True):
             call = then_split(call, flat, outs)
-        return self._run("all_gather_coalesced", call, [o for outs in lists for o in outs], async_op)
+        return call
 
     # ---- point to point ---------------------------------------------------------------------------
 
@@ -358,7 +362,8 @@ class ProcessGroup(ABC):
         """Send to `dst`; returns when it has been received (to oneself: when it is buffered)."""
         dst = self._checked_rank("dst", dst)
         self._check_usable()
-        self._send(adopt(tensor, writable=False), dst, checked_tag(tag))
+        x = self._adopt(tensor, writable=False)
+        self._carrier(x.array)._send(x, dst, checked_tag(tag))
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         """Receive into `tensor` from `src`, or from whoever sends first; returns the sender's rank.
@@ -368,19 +373,22 @@ class ProcessGroup(ABC):
         """
         src = self._checked_src(src)
         self._check_usable()
-        return self._recv(adopt(tensor, writable=True), src, checked_tag(tag))
+        x = self._adopt(tensor, writable=True)
+        return self._carrier(x.array)._recv(x, src, checked_tag(tag))
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
         dst = self._checked_rank("dst", dst)
         self._check_usable()
-        return self._isend(adopt(tensor, writable=False), dst, checked_tag(tag))
+        x = self._adopt(tensor, writable=False)
+        return self._carrier(x.array)._isend(x, dst, checked_tag(tag))
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
         """`recv` that returns a Work at once; the Work's result is the sender's rank."""
         src = self._checked_src(src)
         self._check_usable()
-        return self._irecv(adopt(tensor, writable=True), src, checked_tag(tag))
+        x = self._adopt(tensor, writable=True)
+        return self._carrier(x.array)._irecv(x, src, checked_tag(tag))
 
     # ---- symmetric arrays -------------------------------------------------------------------------
 
@@ -405,6 +413,10 @@ class ProcessGroup(ABC):
         """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
 
     @abstractmethod
+    def _fail(self, error: GroupError) -> None:
+        """Fail the group with an error, from any thread, and tell the peers."""
+
+    @abstractmethod
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise `error`, without a word to the peers."""
 
@@ -415,6 +427,8 @@ class ProcessGroup(ABC):
                 self.abort("it was destroyed while operations were under way")
             self._closed = True
             self._queue.close()
+            if self._device_carrier is not None:
+                self._device_carrier._close(self.failure)
             self._close(self.failure)
 
     def _is_inside(self) -> bool:
@@ -433,12 +447,23 @@ class ProcessGroup(ABC):
             raise NotInitializedError(f"the group {self.name} was destroyed; make a new one")
 
     def _run(self, name: str, call: Call, owners: Sequence[Adopted], async_op: bool) -> Work | None:
-        """Carry a call out, behind all earlier ones, then write packed copies back to their owners."""
+        """Carry a call out, behind all earlier ones, then write packed copies back to their owners.
+
+        Returns:
+            The Work, or None; the array that stands for an immutable one, if that was adopted with `renew`.
+        """
         self._check_usable()
         if self._is_inside():
             raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
 
-        def job() -> None:
+        if isinstance(call, StreamCall):
+            work = call.start(name, owners)
+            if async_op:
+                return work
+            work.wait()  # the arrays' stream does, and the host does not
+            return None
+
+        def job() -> Any:
             thread = threading.get_ident()
             self._inside.add(thread)
             try:
@@ -446,17 +471,15 @@ class ProcessGroup(ABC):
                     call()
             finally:
                 self._inside.discard(thread)
-            for owner in owners:
-                owner.finish()
+            return finish_all(owners)
 
         if async_op:
             return self._queue.submit(name, job)
         if self._queue.pending:
             refuse_to_block(name)
-            self._queue.submit(name, job).wait()
-        else:
-            job()
-        return None
+            job = self._queue.submit(name, job).result
+        renewed: Work | None = job()
+        return renewed
 
     def _checked_rank(self, what: str, rank: Any) -> int:
         try:
@@ -478,7 +501,7 @@ class ProcessGroup(ABC):
                 raise UsageError(
                     f"{what} is None on the root (group rank {root}); give a list of {self.size} arrays"
                 )
-            return adopt_list(items, self.size, writable=writable, what=what)
+            return self._adopt_list(items, self.size, writable=writable, what=what)
         if items:
             raise UsageError(
                 f"{what} must be None or empty on rank {self.rank}; only the root (rank {root}) gives it"

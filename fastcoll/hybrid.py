@@ -3,7 +3,8 @@
 A HybridGroup is a TcpGroup of all ranks with two groups more, which the user does not see:
 
     local    the ranks of this node, in shared memory
-    rail     the ranks with this one's place on each node, over TCP: each shares its part of the data with them
+    rail     the ranks with this one's place on each node, over TCP or, by FASTCOLL_BETWEEN_NODES, over MPI: each shares
+             its part of the data with them
 
 Every call begins with the meeting of all ranks over TCP, in which mismatches and missing ranks are found as in any
 TcpGroup, and what is small enough is done in it. Only then does the data take the way through the nodes.
@@ -14,20 +15,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from . import config
+from .carrier import Call
 from .errors import AbortedError, GroupError, MismatchError
 from .group import ProcessGroup
+from .hybrid_mail import NodeMail
 from .members import Member
 from .net import words
 from .net.group import TcpGroup
 from .net.mesh import Mesh
 from .net.plans.shape import MEET_RANKS
-from .operands import Array, Call, divide, sum_for
+from .operands import Array, divide, sum_for
 from .reduce_op import AVG, ReduceOp
 from .rendezvous import PrefixStore, Store
 from .shm.group import ShmGroup
+from .shm.ring_channels import RingChannels
 from .topology import Topology
 from .work import Work
 
@@ -50,8 +56,17 @@ def make_auto(store: Store, name: str, members: Sequence[Member], rank: int, tim
     if len(topology.nodes) == 1:
         return ShmGroup.make(store, name, members, rank, timeout)
     if all(len(node) == 1 for node in topology.nodes):
-        return TcpGroup.make(store, name, members, rank, timeout)
+        return _between_nodes()(store, name, members, rank, timeout)
     return HybridGroup.make(store, name, members, rank, timeout)
+
+
+def _between_nodes() -> Callable[..., ProcessGroup]:
+    """What makes groups of ranks on different nodes."""
+    if config.get("FASTCOLL_BETWEEN_NODES") == "mpi":
+        from .net.mpi import MpiGroup  # few need it
+
+        return MpiGroup.make
+    return TcpGroup.make
 
 
 class HybridGroup(TcpGroup):
@@ -87,7 +102,7 @@ class HybridGroup(TcpGroup):
             part(partial(ShmGroup.make, neighbours=neighbours), f"node{topology.node}", topology.local)
             if topology.rail is not None:
                 part(
-                    partial(TcpGroup.make, crowd=crowd or members),
+                    partial(_between_nodes(), crowd=crowd or members),
                     f"rail{topology.local_rank}",
                     topology.rail,
                 )
@@ -110,11 +125,24 @@ class HybridGroup(TcpGroup):
         parts: Sequence[ProcessGroup],
     ) -> None:
         self._topology = topology
-        self._local = parts[0]
+        local = parts[0]
+        assert isinstance(local, ShmGroup)
+        self._local = local
         self._rail = parts[1] if len(parts) > 1 else None
         self._parts = list(parts)  # before anything that can fail the group, which aborts them
         self._direct = DIRECT if len(members) <= MEET_RANKS else 0
         super().__init__(name, members, timeout, mesh, crowd)
+        rings = local._mailbox._channels
+        assert isinstance(rings, RingChannels)
+        self._mail = self._near_mail = NodeMail(
+            self._mail.wire,
+            rings,
+            topology.local,
+            partial(local._what, "message"),
+            mesh.rank,
+            self._vigil,
+            timeout,
+        )
 
     # ---- operations ----------------------------------------------------------------------------------
 
@@ -206,6 +234,15 @@ class HybridGroup(TcpGroup):
 
         return self._through_nodes(self._meeting("all_gather", [*outs, x], sizes, parts=parts), work)
 
+    def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
+        if not self._near_mail.send_near(tensor, dst, tag):
+            super().send(tensor, dst, tag)
+
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
+        if src is not None and self._near_mail.receive_near(tensor, src, tag):
+            return src
+        return super().recv(tensor, src, tag)
+
     # ---- reducing through nodes ----------------------------------------------------------------------
 
     def _may_regroup(self, op: ReduceOp, nbytes: int) -> bool:
@@ -286,6 +323,7 @@ class HybridGroup(TcpGroup):
             part.abort(str(self.failure))
 
     def _close(self, reason: GroupError | None) -> None:
+        self._mail.close(reason)  # before the segment that its messages pass is gone
         for part in self._parts:
             part.close()
         super()._close(reason)

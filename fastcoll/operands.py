@@ -7,28 +7,35 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Adopted, adopt_list
+from .arrays import Adopted
+from .carrier import Call
 from .errors import ArrayError, UsageError
+from .kinds.dtypes import rounded, widened
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 
 Array = NDArray[Any]
-Call = Callable[[], Any]
 
 
 def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
-    """What is really reduced: for PREMUL_SUM a scaled copy and SUM, else the array and op themselves."""
+    """What is really reduced: for PREMUL_SUM a scaled copy and SUM, else the array and op themselves.
+
+    Arrays on a GPU are scaled there, by what carries the call out.
+    """
     if not isinstance(op, ReduceOp):
         raise UsageError(f"op is {op!r}; give a fastcoll.ReduceOp, e.g. ReduceOp.SUM")
-    if op.code != PREMUL_SUM:
+    if op.code != PREMUL_SUM or type(x) is not np.ndarray:
         return x, op
     if x.dtype.kind in "biu":
         raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {x.dtype}; scale it beforehand")
+    if x.dtype.name == "bfloat16":
+        factor = widened(rounded(np.array([op.factor], np.float32), x.dtype))
+        return rounded(widened(x) * factor, x.dtype), ReduceOp.SUM
     return np.asarray(x * x.dtype.type(op.factor), x.dtype), ReduceOp.SUM
 
 
@@ -39,8 +46,11 @@ def arrays_of(items: Sequence[Adopted] | None) -> list[Array] | None:
 def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list[Array]:
     """The inputs, copied where they share memory with an output.
 
-    A single input or output is that of rank `own`, whose two arrays may be the very same memory.
+    A single input or output is that of rank `own`, whose two arrays may be the very same memory. Arrays on a GPU stay
+    as they are.
     """
+    if any(type(x) is not np.ndarray for x in (*inputs, *outs)):
+        return list(inputs)
 
     def of_own_rank(index: int, arrays: Sequence[Array]) -> bool:
         return own >= 0 and (len(arrays) == 1 or index == own)
@@ -57,6 +67,7 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list
 
 def check_fit(name: str, x: Array, other: str, y: Array) -> None:
     """Two arrays that stand for the same data must agree in dtype and number of elements."""
+    _check_place(name, x, other, y)
     if x.dtype != y.dtype or x.size != y.size:
         raise UsageError(
             f"{name} ({x.dtype}, shape {x.shape}) and {other} ({y.dtype}, shape {y.shape}) "
@@ -66,20 +77,35 @@ def check_fit(name: str, x: Array, other: str, y: Array) -> None:
 
 def check_dtypes(name: str, items: Sequence[Adopted], x: Array) -> None:
     for index, item in enumerate(items):
+        _check_place(f"{name}[{index}]", item.array, "another array of the call", x)
         if item.array.dtype != x.dtype:
             raise ArrayError(
                 f"{name}[{index}] is {item.array.dtype}, expected {x.dtype} as the other arrays of the call"
             )
 
 
+def _check_place(name: str, x: Array, other: str, y: Array) -> None:
+    """The arrays of a call lie in host memory, or all on one GPU."""
+    if type(x) is not type(y) or (type(x) is not np.ndarray and x.size and y.size and x.device != y.device):
+        raise ArrayError(
+            f"{name} is in the memory of {_place(x)}, and {other} in that of {_place(y)}; put all arrays of a "
+            "call in one place"
+        )
+
+
+def _place(x: Array) -> str:
+    return "the host" if type(x) is np.ndarray else f"GPU {x.device}"
+
+
 def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> list[Array]:
     """The n equal blocks of `whole`, each as large as `part`."""
+    _check_place(name, whole, other, part)
     if whole.dtype != part.dtype or whole.size != n * part.size:
         raise UsageError(
             f"{name} ({whole.dtype}, shape {whole.shape}) must have {n} times the elements of {other} "
             f"({part.dtype}, shape {part.shape}) and its dtype: {n * part.size} elements"
         )
-    return list(whole.reshape(n, part.size)) if n and part.size else [whole.reshape(-1)] * n
+    return pieces(whole, [part.size] * n)
 
 
 def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) -> list[Array]:
@@ -97,16 +123,13 @@ def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) 
             f"{name}_split_sizes is {sizes}; expected {n} sizes >= 0 that add up to the {rows} rows of {name}"
         )
     width = math.prod(x.shape[1:])
-    ends = np.cumsum(sizes) * width
-    return np.split(x.reshape(-1), ends[:-1])
+    return pieces(x, [size * width for size in sizes])
 
 
-def adopt_same_dtype(tensors: Sequence[Any], *, writable: bool) -> list[Adopted]:
-    if not tensors:
-        raise UsageError("tensors is empty; give at least one array")
-    xs = adopt_list(tensors, len(tensors), writable=writable, what="tensors")
-    check_dtypes("tensors", xs, xs[0].array)
-    return xs
+def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
+    """Views of so many elements each, one after the other; of a host array or one on a GPU."""
+    flat, end = x.reshape(-1), 0
+    return [flat[end : (end := end + size)] for size in sizes]
 
 
 def flattened(xs: Sequence[Adopted]) -> Array:
@@ -140,7 +163,7 @@ def divide(x: Array, n: int) -> None:
         quotient, rest = np.divmod(x, x.dtype.type(n))
         x[...] = quotient + ((x < 0) & (rest != 0)).astype(x.dtype)
     elif x.dtype.itemsize == 2:
-        x[...] = (x.astype(np.float32) / np.float32(n)).astype(x.dtype)
+        x[...] = rounded(widened(x) / np.float32(n), x.dtype)
     else:
         x /= x.real.dtype.type(n)
 

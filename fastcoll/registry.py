@@ -155,12 +155,15 @@ def get_world_size(group: Group = None) -> int:
 
 def get_backend(group: Group = None) -> Backend:
     """The backend of a group: the name that was asked for, "auto" replaced by "shm" on one node and by "tcp"
-    where each rank has a node of its own.
+    where each rank has a node of its own. Of backends by device, the CPU's.
 
     Raises:
         UsageError: this process is not in the group.
     """
-    asked = _choice(group).by_device["cpu"]
+    choice = _choice(group)
+    if choice.nccl_alone:
+        return Backend(Backend.NCCL)
+    asked = choice.by_device["cpu"]
     return Backend(_entered(group).backend) if asked == Backend.AUTO else asked
 
 

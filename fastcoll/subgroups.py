@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from zlib import crc32
 
 from .arguments import positive_seconds, whole, wholes
-from .backends import load, parse_backend
+from .backends import Backend, BackendChoice, load, parse_backend
 from .errors import MismatchError, UnavailableError, UsageError
 from .group import ProcessGroup
 from .job import Job
@@ -36,7 +36,7 @@ def new_group(
     """Make a group of some ranks of the world.
 
     Every rank of the world calls this, members and others, in the same order for all groups. Only the
-    members wait for one another.
+    members wait for one another; with NCCL all ranks do, as a communicator that the world has is split.
 
     Args:
         ranks: global ranks, in any order; group ranks follow ascending global ranks. None: all.
@@ -64,14 +64,21 @@ def new_group(
     choice = job.choice if backend is None else parse_backend(backend)
     limit = positive_seconds(timeout, job.timeout)
     key = _key(job, chosen, use_local_synchronization)
+    splits = not use_local_synchronization and _splits(choice)
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         if not use_local_synchronization or job.rank in chosen:
             _ask(job, key, chosen, str(choice))
-        if job.rank not in chosen:
+        if job.rank not in chosen and not splits:
             return GroupMember.NON_GROUP_MEMBER
-        _check_agreement(job, key, chosen, str(choice), limit)
-        name = f"{group_desc} ({key})" if group_desc else key
-        group = job.make_group(name, key, chosen, limit, load(choice))
+        _check_agreement(job, key, chosen, str(choice), limit, range(len(job.members)) if splits else chosen)
+        group = None
+        if job.rank in chosen:
+            name = f"{group_desc} ({key})" if group_desc else key
+            group = job.make_group(name, key, chosen, limit, load(choice))
+        if splits:
+            groups.world.split_gpus(chosen, group)
+        if group is None:
+            return GroupMember.NON_GROUP_MEMBER
         groups.add(group, choice)
         return group
 
@@ -178,10 +185,18 @@ def _digest(request: str) -> bytes:
     return hashlib.sha256(request.encode()).digest()
 
 
-def _check_agreement(job: Job, key: str, ranks: Sequence[int], backend: str, limit: float) -> None:
-    """Wait until every member has said what it asks for, and compare."""
-    keys = [f"{key}/asked/{rank}" for rank in ranks]
-    members = [job.members[rank] for rank in ranks]
+def _splits(choice: BackendChoice) -> bool:
+    """Whether the group's GPUs are served by what the world has for them: NCCL's, once it has a communicator."""
+    world = groups.world
+    return choice.by_device.get("cuda") == Backend.NCCL and world.failure is None and world.splits_gpus()
+
+
+def _check_agreement(
+    job: Job, key: str, ranks: Sequence[int], backend: str, limit: float, asked: Sequence[int]
+) -> None:
+    """Wait until the ranks `asked` have said what they ask for, and compare."""
+    keys = [f"{key}/asked/{rank}" for rank in asked]
+    members = [job.members[rank] for rank in asked]
 
     def missing() -> str:
         return ", ".join(
@@ -190,12 +205,12 @@ def _check_agreement(job: Job, key: str, ranks: Sequence[int], backend: str, lim
 
     wait_for(job.store, keys, members, limit, f"new_group({ranks})", missing=missing)
     own = _digest(json.dumps([ranks, backend]))
-    for rank, answer in zip(ranks, job.store.multi_get(keys), strict=True):
+    for rank, answer in zip(asked, job.store.multi_get(keys), strict=True):
         if answer != own:
-            asked = json.loads(job.store.get(f"{key}/request/{rank}"))
+            other = json.loads(job.store.get(f"{key}/request/{rank}"))
             raise MismatchError(
                 f"new_group, call {key}: rank {job.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
-                f"ranks {asked[0]} with {asked[1]}; every rank must make the same groups in the same order"
+                f"ranks {other[0]} with {other[1]}; every rank must make the same groups in the same order"
             )
 
 

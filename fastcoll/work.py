@@ -21,6 +21,10 @@ _here = threading.local()  # .progress: this thread carries operations out
 
 Timeout = float | timedelta | None
 
+ENDLESS = threading.TIMEOUT_MAX
+"""Seconds to wait where there is no limit. Where a library's handler of SIGINT has SA_RESTART set, as that of polars,
+Linux takes waits without a limit up again, and Ctrl-C would not end them."""
+
 
 def seconds(timeout: Timeout, default: float) -> float:
     """A timeout as seconds: a number of seconds, a timedelta, or None for the default."""
@@ -69,7 +73,7 @@ class Work:
         """
         if not self._done.is_set():
             refuse_to_block(f"waiting for {self._describe}")
-        limit = None if timeout is None else seconds(timeout, 0.0)
+        limit = seconds(timeout, ENDLESS)
         if not self._done.wait(limit):
             raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
         self._join()
@@ -77,7 +81,7 @@ class Work:
 
     def _join(self) -> None:
         """Wait on any thread, as one group's progress thread may for another's."""
-        self._done.wait()
+        self._done.wait(ENDLESS)
         if self._error is not None:
             # Without the tracebacks of earlier waits, which keep their frames and arrays alive.
             raise self._error.with_traceback(None)
@@ -97,7 +101,8 @@ class Work:
     def result(self) -> Any:
         """Wait, then return what the synchronous call would have returned.
 
-        That is the sender's rank for a receive and None for operations that write into arrays.
+        That is the sender's rank for a receive, a new array for an operation in place on an immutable one (JAX's), and
+        None for all others.
         """
         self.wait()
         return self._result
@@ -182,11 +187,12 @@ class ProgressQueue:
         with self._changed:
             if self._closed:
                 raise AbortedError(f"{describe}: the group {self.name} was destroyed")
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=f"fastcoll-{self.name}", daemon=True)
+                thread.start()  # may fail, or be interrupted when it has begun
+                self._thread = thread
             self._count[0] += 1
             self._jobs.append((work, job))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"fastcoll-{self.name}", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
         return work
 
@@ -216,6 +222,8 @@ class ProgressQueue:
 
     def _next(self) -> tuple[Work, Callable[[], Any]] | None:
         with self._changed:
+            if threading.current_thread() is not self._thread:  # whoever started it was interrupted
+                return None
             self._changed.wait_for(lambda: self._jobs or self._closed, self.IDLE_SECONDS)
             if self._jobs:
                 return self._jobs.popleft()

@@ -11,14 +11,16 @@ import atexit
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from . import backends, config
 from .arguments import positive_seconds, whole
-from .backends import Backend, BackendChoice, Make, parse_backend
+from .backends import BackendChoice, Make, parse_backend
 from .errors import NotInitializedError, RendezvousError, StoreError, UnavailableError, UsageError
 from .group import ProcessGroup
 from .job import Job, has_left, times_settled
@@ -38,6 +40,7 @@ _FAILED_START_SECONDS = 0.5
 _EXIT_SECONDS = 10.0
 
 _job: Job | None = None
+_finalizer: Any = None
 
 
 def current_job() -> Job:
@@ -107,8 +110,7 @@ def init_process_group(
     job, world = _start(find, choice, limit)
     groups.add(world, choice)
     _job = job
-    # Now and not earlier: exit hooks run newest first, and the store may have one that closes it.
-    atexit.register(_leave_at_exit)
+    _hook_exit()
 
 
 def destroy_process_group(group: Group = None) -> None:
@@ -163,7 +165,7 @@ def _chosen_way(
     for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
         if not isinstance(text, str):
             raise UsageError(f"{name} is {text!r}, a {type(text).__name__}; give a str")
-    if store is None and init_method is None and choice.by_device["cpu"] == Backend.MPI and _no_address():
+    if store is None and init_method is None and choice.initialises_mpi and _no_address():
         return functools.partial(_meet_through_mpi, rank, world_size, limit)
     if store is None:
         return functools.partial(_meet, init_method or "env://", rank, world_size, limit, group_name)
@@ -277,7 +279,7 @@ def _leave(patience: float | None) -> None:
     job, _job = _job, None
     made, inherited = list(groups.backends), groups.inherited
     groups.clear()
-    atexit.unregister(_leave_at_exit)
+    _unhook_exit()
     if inherited is not None or job is None:
         return
     with ExitStack() as steps:
@@ -291,6 +293,23 @@ def _leave(patience: float | None) -> None:
 def _watch_forks() -> None:
     """Disown the groups in children of fork. Once a process."""
     os.register_at_fork(after_in_child=groups.disown)
+
+
+def _hook_exit() -> None:
+    """Leave at exit. After all else is set up: hooks run newest first, and the store may have one that closes it."""
+    global _finalizer
+    atexit.register(_leave_at_exit)
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:  # children of multiprocessing run its own hooks alone
+        _finalizer = util.Finalize(None, _leave_at_exit, exitpriority=0)
+
+
+def _unhook_exit() -> None:
+    global _finalizer
+    atexit.unregister(_leave_at_exit)
+    if _finalizer is not None:
+        _finalizer.cancel()
+        _finalizer = None
 
 
 def _leave_at_exit() -> None:

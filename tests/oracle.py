@@ -101,6 +101,8 @@ def assert_same(got: Array, want: Array, what: object = "") -> None:
     """Equal bit for bit, but complex products and averages, where NumPy itself uses fused operations."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
+    if got.tobytes() == want.tobytes():  # a tenth of the time of what tells where arrays differ
+        return
     if got.dtype == np.longdouble:  # its padding bytes mean nothing
         np.testing.assert_array_equal(got, want, str(what))
     elif got.dtype in COMPLEX:

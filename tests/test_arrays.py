@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import array
-import sys
-import types
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from fastcoll.arrays import adopt, adopt_list
-from fastcoll.errors import ArrayError, UnavailableError, UsageError
+from fastcoll.errors import ArrayError, UsageError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 RECORD = np.dtype([("value", "f4"), ("index", "i8"), ("tag", "S3")])
@@ -218,7 +216,7 @@ def test_an_array_of_the_interface_lives_as_long_as_it_is_used():
 
 @pytest.mark.parametrize("x", [CudaInterface(), Dlpack(np.zeros(2), device=(2, 0))], ids=["cuda", "dlpack"])
 def test_arrays_on_a_gpu_are_refused(x):
-    with refused("output is on a GPU .*; the shm backend takes host arrays: copy it"):
+    with refused("output is on a GPU .*, and this call takes host arrays: copy it"):
         adopt(x, writable=False, what="output")
 
 
@@ -258,77 +256,6 @@ class WithArrayMethod:
 def test_what_is_no_array_is_refused_with_the_cure(x, cure, writable):
     with refused(f"tensor must be an array, {cure}"):
         adopt(x, writable=writable)
-
-
-# ---- torch, played by a stand-in with the few methods that adopting uses ----------------------------
-
-
-class Tensor:
-    def __init__(self, data: np.ndarray, dtype: str, device: str = "cpu", conjugated: bool = False) -> None:
-        self.data, self.dtype, self.conjugated = data, dtype, conjugated
-        self.device = types.SimpleNamespace(type=device.partition(":")[0], __str__=lambda: device)
-        self.requires_grad = True
-
-    def detach(self) -> Tensor:
-        detached = Tensor(self.data, self.dtype, self.device.type, self.conjugated)
-        detached.requires_grad = False
-        return detached
-
-    def view(self, dtype: str) -> Tensor:
-        viewed = Tensor(self.data.view(dtype), dtype)
-        viewed.requires_grad = self.requires_grad
-        return viewed
-
-    def numpy(self) -> np.ndarray:
-        if self.requires_grad or self.conjugated:
-            raise RuntimeError("Can't call numpy(); use tensor.resolve_conj()")
-        if self.dtype == "torch.bfloat16":
-            raise TypeError("Got unsupported ScalarType BFloat16")
-        return self.data
-
-
-@pytest.fixture
-def torch(monkeypatch):
-    module = types.SimpleNamespace(Tensor=Tensor, bfloat16="torch.bfloat16", int16="int16")
-    monkeypatch.setitem(sys.modules, "torch", module)
-    return module
-
-
-def test_a_torch_tensor_shares_its_memory(torch):
-    data = np.zeros((2, 3), np.float32)
-    adopt(Tensor(data, "torch.float32"), writable=True).array[...] = 4
-    assert (data == 4).all()
-
-
-def test_a_strided_torch_tensor_is_written_back(torch):
-    data = np.zeros((2, 6), np.float32)
-    adopted = adopt(Tensor(data[:, ::3], "torch.float32"), writable=True)
-    adopted.array[...] = 4
-    adopted.finish()
-    assert data.sum() == 16
-
-
-def test_a_bfloat16_tensor_becomes_ml_dtypes_bfloat16(torch):
-    data = np.zeros((2, 6), np.uint16)
-    for view in (data, data[:, ::2]):
-        adopted = adopt(Tensor(view, "torch.bfloat16"), writable=True)
-        assert adopted.array.dtype == BFLOAT16
-        adopted.array[...] = 1
-        adopted.finish()
-        assert (view == 0x3F80).all()
-
-
-def test_a_bfloat16_tensor_without_ml_dtypes(torch, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with refused("pip install ml_dtypes", UnavailableError):
-        adopt(Tensor(np.zeros(2, np.uint16), "torch.bfloat16"), writable=True)
-
-
-def test_tensors_that_cannot_be_viewed_are_refused(torch):
-    with refused("tensor is on a GPU"):
-        adopt(Tensor(np.zeros(2), "torch.float64", "cuda:1"), writable=True)
-    with refused(r"torch\.Tensor that NumPy cannot view: .*resolve_conj"):
-        adopt(Tensor(np.zeros(2), "torch.complex64", conjugated=True), writable=True)
 
 
 # ---- lists ------------------------------------------------------------------------------------------

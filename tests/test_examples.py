@@ -24,7 +24,8 @@ def run(name, *words, ranks=None):
 
 def test_every_example_is_tested():
     source = Path(__file__).read_text()
-    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source] == []
+    ours = [path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("torch_")]
+    assert [name for name in ours if f'"{name}"' not in source] == []
 
 
 def test_digits_learns_the_same_with_any_number_of_ranks(tmp_path):

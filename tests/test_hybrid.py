@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ import pytest
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError, ReduceOp, hybrid, members
 from fastcoll.hybrid import DIRECT, SMALL, HybridGroup
+from fastcoll.net import mail_words
 from fastcoll.net.group import TcpGroup
+from fastcoll.shm import channels as ring_words
 from fastcoll.shm.group import ShmGroup
 
 # Group ranks by node: of one size, of two sizes with a surplus rank, and not in order.
@@ -206,18 +210,91 @@ def test_a_rank_that_leaves_in_order_is_no_death(rank: int, world_size: int, sta
 
 
 @ranks(EVEN)
-def test_a_handler_may_close_the_group(rank: int, world_size: int, start: Start) -> None:
+def test_a_handler_may_close_the_group(rank: int, world_size: int, start: Start, tmp_path: Path) -> None:
     start(EVEN)
     group = dist.new_group()
     group.all_reduce(np.ones(LARGE))
+    called = tmp_path / "called"
+
+    def close(*_: object) -> None:
+        called.touch()
+        group.close()
+
     if rank == 0:
-        before = signal.signal(signal.SIGALRM, lambda *_: group.close())
+        before = signal.signal(signal.SIGALRM, close)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises((AbortedError, dist.NotInitializedError)):
             group.all_reduce(np.ones(LARGE))
         signal.signal(signal.SIGALRM, before)
     else:
-        time.sleep(0.3)
+        while not called.exists():
+            time.sleep(0.01)
         with pytest.raises(AbortedError, match="rank 0"):
             call_for_ever(lambda: group.all_reduce(np.ones(LARGE)))
+    dist.barrier()
+
+
+@ranks(EVEN)
+def test_messages_take_shared_memory_inside_a_node(rank: int, world_size: int, start: Start) -> None:
+    group = start(EVEN)
+    peer = rank ^ 1
+    for count in (1, 1 << 18):
+        sent, got = np.full(count, float(rank)), np.zeros(count)
+        for source in (peer, None, peer):
+            if rank < peer:
+                dist.send(sent, peer)
+                assert dist.recv(got, source) == peer
+            else:
+                assert dist.recv(got, source) == peer
+                dist.send(sent, peer)
+            assert (got == peer).all()
+            got[:] = -1
+    assert not group._near_mail.wire.is_ready(peer)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@ranks(EVEN)
+@pytest.mark.parametrize("source", [1, None, 2], ids=["near", "any", "far"])
+def test_a_receive_is_interrupted_and_all_are_told(
+    rank: int, world_size: int, start: Start, source: int | None
+) -> None:
+    start(EVEN)
+    group = dist.new_group()
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def interrupt_once_it_waits() -> None:
+        channels = group._mail._channels
+        while not (channels._near.table[ring_words.BUSY] or channels._far.table[mail_words.BUSY]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        thread = threading.Thread(target=interrupt_once_it_waits)
+        thread.start()
+        with pytest.raises(Interrupted):
+            group.recv(np.zeros(3), source)
+        thread.join()
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(AbortedError, match="Interrupted"):
+        group.recv(np.zeros(3), None if rank % 2 else rank ^ 1 if rank else source)
+    dist.barrier()
+
+
+@ranks(EVEN)
+def test_nobody_waits_for_a_message_of_a_rank_that_left(rank: int, world_size: int, start: Start) -> None:
+    start(EVEN)
+    group = dist.new_group()
+    if rank == 1:
+        group.send(np.ones(2), 0)
+        group.close()
+    elif rank == 0:
+        group.recv(np.zeros(2), 1)
+        with pytest.raises(AbortedError, match=r"rank 1 .*left the group"):
+            group.recv(np.zeros(2), 1)
     dist.barrier()

@@ -12,14 +12,12 @@ import pytest
 import fastcoll as dist
 from fastcoll import UsageError
 
-LATE = 0.4  # seconds, more than any compiled call stays away from Python
-
 
 @pytest.fixture
 def alarm():
-    """Have a function called by a signal handler on this thread, `delay` seconds from now."""
+    """Have a function called by a signal handler on this thread, `delay` seconds from now; then a file is made."""
 
-    def ring(function, delay=LATE / 4):
+    def ring(function, delay=0.1, then=None):
         heard: list[object] = []
 
         def handle(*_):
@@ -27,6 +25,8 @@ def alarm():
                 heard.append(function())
             except dist.FastcollError as error:
                 heard.append(type(error))
+            if then is not None:
+                then.touch()
 
         signal.signal(signal.SIGALRM, handle)
         signal.setitimer(signal.ITIMER_REAL, delay)
@@ -47,17 +47,23 @@ CALLS = {
 }
 
 
-@pytest.mark.ranks(2, timeout=10)
+def until_there(path):
+    """Wait for what the other rank's handler does at the end."""
+    while not path.exists():
+        time.sleep(5e-3)
+
+
+@pytest.mark.ranks(2, timeout=30)
 @pytest.mark.parametrize("outer", ["short", "strided"])
 @pytest.mark.parametrize("inner", CALLS)
-def test_a_handler_may_not_call_while_a_call_waits(rank, world_size, alarm, outer, inner):
+def test_a_handler_may_not_call_while_a_call_waits(rank, world_size, alarm, tmp_path, outer, inner):
     x = np.full(4, rank + 1.0)
     dist.all_reduce(x.copy())
     heard = []
     if rank == 0:
-        heard = alarm(lambda: CALLS[inner](x))
+        heard = alarm(lambda: CALLS[inner](x), then=tmp_path / "heard")
     else:
-        time.sleep(LATE)
+        until_there(tmp_path / "heard")
     y = np.full(8, rank + 1.0)[:: 2 if outer == "strided" else 1]
     dist.all_reduce(y)
     assert heard == [UsageError] * (1 - rank)
@@ -89,21 +95,22 @@ def test_a_handler_at_the_very_end_of_a_call(rank, world_size, alarm, outer, inn
         assert (second == 3).all()
 
 
-@pytest.mark.ranks(2, timeout=10)
-def test_a_handler_while_a_call_waits_for_another_threads(rank, world_size, alarm):
+@pytest.mark.ranks(2, timeout=30)
+def test_a_handler_while_a_call_waits_for_another_threads(rank, world_size, alarm, tmp_path):
     """This thread's call has not begun: another thread's is under way."""
     first, second = np.full(4, rank + 1.0), np.full(8, rank + 1.0)
     dist.all_reduce(first.copy())
     if rank == 1:
-        time.sleep(LATE)
+        until_there(tmp_path / "heard")
         dist.all_reduce(first)
         dist.all_reduce(second[::2])
         dist.barrier()
         return
     thread = threading.Thread(target=dist.all_reduce, args=(first,))
     thread.start()
-    time.sleep(LATE / 4)
-    heard = alarm(lambda: dist.all_reduce(np.ones(3)))
+    while not dist.group.WORLD._is_busy():
+        time.sleep(1e-3)
+    heard = alarm(lambda: dist.all_reduce(np.ones(3)), then=tmp_path / "heard")
     dist.all_reduce(second[::2])
     thread.join()
     assert heard == [UsageError]
@@ -112,18 +119,20 @@ def test_a_handler_while_a_call_waits_for_another_threads(rank, world_size, alar
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=10)
+@pytest.mark.ranks(2, timeout=30)
 @pytest.mark.parametrize("kind", ["f8", "i2"])
 @pytest.mark.parametrize("inner", ["send", "recv"])
-def test_a_handler_may_not_wait_for_messages_while_a_receive_waits(rank, world_size, alarm, kind, inner):
+def test_a_handler_may_not_wait_for_messages_while_a_receive_waits(
+    rank, world_size, alarm, tmp_path, kind, inner
+):
     x = np.zeros(4, kind)
     dist.barrier()
     heard = []
     if rank == 0:
-        heard = alarm(lambda: getattr(dist, inner)(np.ones(2), 1, tag=5))
+        heard = alarm(lambda: getattr(dist, inner)(np.ones(2), 1, tag=5), then=tmp_path / "heard")
         dist.recv(x, 1)
     else:
-        time.sleep(LATE)
+        until_there(tmp_path / "heard")
         dist.send(np.full(4, 7, kind), 0)
     assert heard == [UsageError] * (1 - rank)
     assert rank == 1 or (x == 7).all()

@@ -209,9 +209,10 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
         dist.PrefixStore("fastcoll", opened[-1]).add("settled/0", 1)
         return Rendezvous(opened[-1], 0, 2, "here")
 
+    load(parse_backend(None))  # or importing Numba would take all of the time
     monkeypatch.setattr("fastcoll.world.rendezvous", meet_again)
     with pytest.raises(RendezvousError, match="file:///x leads to a job in which rank 0 has started before"):
-        dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=0.1)
+        dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=0.3)
     assert len(opened) > 1
     for store in opened:
         with pytest.raises(StoreError, match="closed"):
@@ -609,3 +610,31 @@ dist.destroy_process_group()
 def test_a_forked_process_cannot_use_the_groups_and_does_no_harm(tmp_path: Path) -> None:
     for done in run_ranks(tmp_path, FORK, 2):
         assert (done.returncode, done.stderr) == (0, "")
+
+
+CHILDREN = """
+import multiprocessing, sys
+import numpy as np
+import fastcoll as dist
+
+def main(rank):
+    dist.init_process_group(init_method=sys.argv[1], rank=rank, world_size=2, timeout=30)
+    if rank == 0:
+        try:
+            dist.recv(np.zeros(1), 1)
+        except dist.AbortedError as error:
+            print(error)
+
+ranks = [multiprocessing.get_context("fork").Process(target=main, args=(rank,)) for rank in range(2)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+"""
+
+
+def test_children_of_multiprocessing_leave_when_they_end(tmp_path: Path) -> None:
+    """They end by os._exit, without the hooks of atexit; they have not died for that."""
+    command = [sys.executable, "-c", CHILDREN, f"file://{tmp_path}/meet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert re.match(r"rank 1 .* left the group; recv from rank 1", done.stdout), (done.stdout, done.stderr)

@@ -19,6 +19,7 @@ from . import overlap, start
 from .cases import REDOPS, SHAPES, parse_operation, parse_redop
 from .files import check_pictures, check_writable, pictures
 from .parsing import cores, dtype_name, listed, positive, read
+from .places import DEVICES
 from .sizes import parse_size, size_range
 from .versus.command import Options as VersusOptions
 from .versus.command import compare
@@ -172,6 +173,12 @@ def _add_what(add: Callable[..., Any]) -> None:
 def _add_how(add: Callable[..., Any]) -> None:
     add("--backend", default="auto", help="default: auto")
     add(
+        "--device",
+        choices=DEVICES,
+        default="cpu",
+        help="where the arrays lie (default: cpu); cuda needs CuPy",
+    )
+    add(
         "--seconds",
         type=positive(float),
         help="to fill with calls for each row (default: 0.15); with --vs: at most (default: 5)",
@@ -216,12 +223,13 @@ def _options(given: argparse.Namespace, ranks: int, words: list[str]) -> Options
     _check_files(given)
     parse_backend(given.backend)
     return Options(
-        operations=[parse_operation(name) for name in given.operations] or list(SHAPES),
+        operations=_operations(given),
         dtypes=given.dtype,
         redops=given.op,
         sizes=given.sizes or size_range(*_range(given)),
         root=given.root,
         backend=given.backend,
+        device=given.device,
         seconds=given.seconds or 0.15,
         iterations=given.iters,
         warmup=given.warmup,
@@ -232,6 +240,15 @@ def _options(given: argparse.Namespace, ranks: int, words: list[str]) -> Options
         plots=pictures(given.plot),
         command=["python", "-m", "fastcoll.bench", *map(shlex.quote, words)],
     )
+
+
+def _operations(given: argparse.Namespace) -> list[str]:
+    possible = [name for name in SHAPES if given.device == "cpu" or name != "update_symmetric_all_reduce"]
+    operations = [parse_operation(name) for name in given.operations]
+    for name in operations:
+        if name not in possible:
+            raise UsageError(f"{name} is for host memory; leave --device {given.device} out")
+    return operations or possible
 
 
 def _range(given: argparse.Namespace) -> tuple[int, int, float]:

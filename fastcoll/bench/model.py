@@ -10,9 +10,10 @@ net/plans/costs.py counts it, each count times a price:
     handle     a byte sent or received
     touch      a byte reduced or copied
     far        one handled or copied beyond the first NEAR of a call, which no cache holds any more, besides
+    wake       a message to a rank that sleeps, besides
 
 Where a host has fewer cores than ranks, these share the cores: Python and steps take as many times longer as there are
-ranks a core, and the work of all ranks is divided among the cores.
+ranks a core, the work of all ranks is divided among the cores, and ranks sleep at once when they wait.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from ..net.plans.choose import chosen
 from ..net.plans.costs import COSTS, Cost, attached
 from ..net.plans.shape import MEET_RANKS, Shape, default_limits
+from ..net.words import header_bytes
 
 NEAR = 2 << 20
 """Bytes: what the caches of a core are good for, L2 and its share of L3 (AMD EPYC of family 25)."""
@@ -33,7 +35,7 @@ NEAR = 2 << 20
 SMALL = 64 << 10
 """Bytes up to which one rank of a node talks for all, as in hybrid.py."""
 
-PRICES = ("step", "message", "byte", "handle", "far", "touch")
+PRICES = ("step", "message", "byte", "handle", "far", "touch", "wake")
 NOTHING = Cost(0, 0, 0, 0, 0)
 
 _NEIGHBOURS = frozenset({"ring", "chain", "scatter and ring"})
@@ -106,6 +108,7 @@ def _shared(sample: Sample) -> Array:
     shares = np.full(len(PRICES), max(1.0, workers / sample.cores))
     shares[0] = _turns(sample)
     shared: Array = counts * shares
+    shared[PRICES.index("wake")] = counts[PRICES.index("message")] if _turns(sample) > 1 else 0
     return shared
 
 
@@ -136,12 +139,12 @@ def _features(cost: Cost, operation: str) -> Array:
     steps, messages, wire, handled, touched = cost
     # What is reduced has just arrived; what is copied comes from afar.
     moved = handled + (touched if operation in _COPIED else 0)
-    return np.array([steps, messages, wire, handled, max(moved - NEAR, 0.0), touched], np.float64)
+    return np.array([steps, messages, wire, handled, max(moved - NEAR, 0.0), touched, 0], np.float64)
 
 
 def meeting(ranks: int) -> Cost:
-    """What the meeting of all ranks takes: headers of 64 bytes and 16 a rank, to all or in steps."""
-    header = 64 + 16 * ranks
+    """What the meeting of all ranks takes: each one's header, to all or passed on in steps."""
+    header = header_bytes(ranks)
     steps = 1 if ranks <= MEET_RANKS else (ranks - 1).bit_length()
     messages = 2 * (ranks - 1) if ranks <= MEET_RANKS else 2 * steps
     told = (ranks - 1) * header
@@ -174,7 +177,7 @@ def _row(sample: Sample, operations: Sequence[str]) -> Array:
 
 def _start(operations: int) -> Array:
     """Prices of a usual machine, to begin with."""
-    return np.array([1e-5, 2e-6, 1e-10, 1e-10, 1e-10, 1e-10, *[5e-6] * operations])
+    return np.array([1e-5, 2e-6, 1e-10, 1e-10, 1e-10, 1e-10, 1e-5, *[5e-6] * operations])
 
 
 def _descend(matrix: Array, wanted: Array, logs: Array, rounds: int) -> Array:

@@ -52,33 +52,46 @@ def schedule(per_call: float, seconds: float, iterations: int | None = None) -> 
     return Schedule(total // calls, calls)
 
 
-def estimate(call: Callable[[], Any], calls: int) -> float:
+def estimate(call: Callable[[], Any], calls: int, settle: Callable[[], None] | None = None) -> float:
     """Seconds a call, over `calls` calls in a row."""
-    return _batch(call, max(1, calls), perf_counter_ns) * 1e-9 / max(1, calls)
+    return _batch(call, max(1, calls), perf_counter_ns, settle) * 1e-9 / max(1, calls)
 
 
-def measure(call: Callable[[], Any], plan: Schedule) -> Timing:
-    """Time `call` as planned."""
+def measure(call: Callable[[], Any], plan: Schedule, settle: Callable[[], None] | None = None) -> Timing:
+    """Time `call` as planned.
+
+    Args:
+        settle: waits for what calls have only queued, at the end of each batch.
+    """
     with no_collector():
-        return time_batches(call, plan)
+        return time_batches(call, plan, settle=settle)
 
 
-def time_batches(call: Callable[[], Any], plan: Schedule, cpu_time: bool = False) -> Timing:
+def time_batches(
+    call: Callable[[], Any],
+    plan: Schedule,
+    cpu_time: bool = False,
+    settle: Callable[[], None] | None = None,
+) -> Timing:
     """The same at once, for those who have seen to the collector themselves.
 
     Args:
         cpu_time: by the time that this thread runs, not by the wall clock.
     """
     clock = thread_time_ns if cpu_time else perf_counter_ns
-    batches = [_batch(call, plan.calls, clock) for _ in range(plan.batches)]
+    batches = [_batch(call, plan.calls, clock, settle) for _ in range(plan.batches)]
     each = np.array(batches) * 1e-9 / plan.calls
     return Timing(float(np.median(each)), float(np.percentile(each, 99)))
 
 
-def _batch(call: Callable[[], Any], calls: int, clock: Callable[[], int]) -> int:
+def _batch(
+    call: Callable[[], Any], calls: int, clock: Callable[[], int], settle: Callable[[], None] | None
+) -> int:
     start = clock()
     for _ in range(calls):
         call()
+    if settle is not None:
+        settle()
     return clock() - start
 
 

@@ -20,6 +20,7 @@ from .export import Run, header, write_csv, write_json
 from .machine import machine, memory_speed
 from .operations import Trial, prepare
 from .per_element import per_element
+from .places import Place, place_of
 from .plot import draw
 from .report import Report, SilentReport, make_report
 from .table import Row, make_row, summary, total_wrong
@@ -34,6 +35,7 @@ class Options:
     """A run as asked for: what to measure (see `cases.cases`), how, and where the results go.
 
     Attributes:
+        device: "cpu" or "cuda": where the arrays lie.
         seconds: time to fill for each row.
         iterations: calls a row instead.
         warmup: calls before the timed ones, which estimate how long one takes.
@@ -48,6 +50,7 @@ class Options:
     sizes: list[int]
     root: int
     backend: str
+    device: str
     seconds: float
     iterations: int | None
     warmup: int
@@ -63,21 +66,21 @@ def run_spawned(rank: int, options: Options, ranks: int, init_method: str) -> No
     """A worker that the command started itself; ends the process with rank 0's exit code."""
     _pin(options.pin, rank)
     dist.init_process_group(options.backend, init_method, world_size=ranks, rank=rank)
-    sys.exit(_run(options))
+    sys.exit(_run(options, rank))
 
 
 def run_launched(options: Options, local_rank: int) -> int:
     """The part of a process that a launcher started; returns its exit code."""
     _pin(options.pin, local_rank)
     dist.init_process_group(options.backend)
-    return _run(options)
+    return _run(options, local_rank)
 
 
-def _run(options: Options) -> int:
+def _run(options: Options, local_rank: int) -> int:
     """Measure and tell. Only rank 0 returns another code than OK, after everything was written."""
     first = dist.get_rank() == 0
     try:
-        run = _measure_all(options, first)
+        run = _measure_all(options, place_of(options.device, local_rank), first)
     except UsageError as error:  # the same on every rank, e.g. a reduction that the dtype does not have
         if first:
             print(f"python -m fastcoll.bench: error: {error}", file=sys.stderr, flush=True)
@@ -90,14 +93,14 @@ def _run(options: Options) -> int:
     return FAILED if total_wrong(run.results) else OK
 
 
-def _measure_all(options: Options, tell: bool) -> Run:
+def _measure_all(options: Options, place: Place, tell: bool) -> Run:
     o, ranks = options, dist.get_world_size()
     todo = list(cases(o.operations, o.dtypes, o.redops, o.sizes, o.root, ranks))
     rows: list[Row] = []
     run = _describe(options, rows)
     with make_report(len(todo)) if tell else SilentReport() as report:
         report.notes(header(run))
-        rows.extend(_measure_and_show(case, options, report) for case in todo)
+        rows.extend(_measure_and_show(case, options, place, report) for case in todo)
         report.notes([*per_element(rows), *summary(rows)])
     return run
 
@@ -136,20 +139,21 @@ def _devices() -> Sequence[dict[str, Any]]:
     return devices
 
 
-def _measure_and_show(case: Case, options: Options, report: Report) -> Row:
+def _measure_and_show(case: Case, options: Options, place: Place, report: Report) -> Row:
     report.begin(case)
-    row = _measure_case(case, options)
+    row = _measure_case(case, options, place)
     report.add(row)
     return row
 
 
-def _measure_case(case: Case, options: Options) -> Row:
-    trial = prepare(case, dist.get_rank())
+def _measure_case(case: Case, options: Options, place: Place) -> Row:
+    trial = prepare(case, dist.get_rank(), place)
     wrong = _verify(trial, options.check)
-    estimated = estimate(trial.call, options.warmup)
+    settle = None if options.device == "cpu" else place.settle
+    estimated = estimate(trial.call, options.warmup, settle)
     plan = _as_rank_0(schedule(estimated, options.seconds, options.iterations))
     dist.barrier()
-    timing = measure(trial.call, plan)
+    timing = measure(trial.call, plan, settle)
     wrong += _verify(trial, options.check)
     return make_row(case, plan, _slowest(timing), _total(wrong) if options.check else None)
 

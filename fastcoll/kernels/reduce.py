@@ -102,7 +102,7 @@ def memory_type(op: ReduceOp, dtype: np.dtype[Any]) -> types.Type:
         )
     if dtype.name in HALVES:
         return Half(dtype.name)
-    if dtype.kind in _KINDS and dtype.itemsize <= (16 if dtype.kind == "c" else 8):
+    if dtype.isbuiltin != 2 and dtype.kind in _KINDS and dtype.itemsize <= (16 if dtype.kind == "c" else 8):
         return from_dtype(dtype)
     if dtype.names is not None and op.function is not None:
         return _record(dtype)
@@ -123,7 +123,7 @@ def _cure(dtype: np.dtype[Any]) -> str:
         return "reduce its fields one by one, or use ReduceOp.custom with a function of two records"
     if dtype.kind in "mM":
         return "reduce x.view(numpy.int64), where NaT is the smallest integer"
-    if dtype.kind in "fc":
+    if dtype.kind in "fc" and dtype.isbuiltin != 2:  # 2: float8 of ml_dtypes
         return "use .astype to float64 or complex128, the widest that are compiled"
     if dtype.kind == "O":
         return "give it a numeric dtype with .astype, or use the object collectives"

@@ -150,8 +150,11 @@ class Channels(ABC):
         """The message of a peer whose header was read last."""
 
     @abstractmethod
-    def accept(self, peer: int, address: int, nbytes: int) -> None:
-        """Let the bytes that follow the header arrive at `address` (0: drop them); then comes ARRIVED."""
+    def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
+        """Let the bytes that follow the header arrive at `address` (0: drop them); then comes ARRIVED.
+
+        `keep` has that memory; whoever drops the channels before must let it live for as long as it may be written to.
+        """
 
     @abstractmethod
     def acknowledge(self, peer: int, ack: Ack) -> bool:

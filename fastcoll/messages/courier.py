@@ -69,7 +69,7 @@ class Courier:
 
     def admit(self, transfer: Transfer) -> None:
         """Take a new operation on."""
-        self.live[transfer] = None
+        self._begin(transfer)
         if isinstance(transfer, Receive):
             self._post(transfer)
         elif isinstance(transfer, Send):
@@ -82,7 +82,7 @@ class Courier:
 
     def adopt_send(self, send: Send) -> None:
         """Go on with a blocking send that has begun."""
-        self.live[send] = None
+        self._begin(send)
         self._entering[send.peer] = send
         if not self._channels.adopt_send(send):
             self._on_entered(send.peer)
@@ -94,11 +94,18 @@ class Courier:
         if source is None:
             self.admit(receive)
             return
-        self.live[receive] = None
+        self._begin(receive)
+        self._resume(receive, source)
+        self._note_business()
+
+    def _resume(self, receive: Receive, source: int) -> None:
+        """Go on with a blocking receive into whose array a message of `source` is arriving."""
         message = self._message_of(source)
         message.receive = receive
         self._arriving[source] = message
-        self._note_business()
+
+    def _begin(self, transfer: Transfer) -> None:
+        self.live[transfer] = None
 
     def _note_business(self) -> None:
         self.busy = bool(self.live or self._book.stored)
@@ -221,7 +228,7 @@ class Courier:
             message.keep = np.empty(max(message.attached, 1), np.uint8)
             target = message.address = address_of(message.keep)
         self._arriving[peer] = message
-        self._channels.accept(peer, target, message.attached)
+        self._channels.accept(peer, target, message.attached, message)
 
     def _message_of(self, peer: int) -> Message:
         """The message whose header was read last."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..arrays import Adopted
-from ..errors import AbortedError, GroupError, NotInitializedError, UsageError
+from ..errors import AbortedError, FastcollError, GroupError, NotInitializedError, UsageError
 from ..watch import Vigil
 from ..work import Work
 from .channels import AGAIN, ANY, DONE, LATER, REFUSED, WORKED, Channels
@@ -154,6 +154,10 @@ class Mailbox:
         """Whether other operations come first, or the end has come."""
         return self._courier.busy or bool(self._inbox) or self._closed
 
+    def _is_awaited(self) -> bool:
+        """Whether another thread waits for the turn that this one has or is about to take; it had found it free."""
+        return threading.get_ident() in self._inside and len(self._inside) > 1
+
     def _has_channels(self) -> bool:
         """Whether a blocking call of this thread is under way."""
         return self._channels.is_mine()
@@ -186,6 +190,8 @@ class Mailbox:
             thread = threading.get_ident()
             self._inside.add(thread)
             try:
+                if self._is_awaited():
+                    self._channels.ring_bell()  # whoever is first hands over to the courier
                 with self._turn:  # which no signal can tear apart, as it could acquire() and try
                     done = LATER if self._is_behind() else self._try(call, make)
             finally:
@@ -231,7 +237,7 @@ class Mailbox:
         """Call the kernel until it is done; AGAIN when posted operations want the channels."""
         while status in (AGAIN, WORKED):
             self._channels.silence_bell()
-            if self._inbox and not self._on_own_thread():
+            if (self._inbox or self._is_awaited()) and not self._on_own_thread():
                 return AGAIN
             if self._closed:
                 raise _destroyed(transfer)
@@ -258,8 +264,8 @@ class Mailbox:
 
     def _await(self, transfer: Transfer) -> Any:
         """Wait until the courier is done with a transfer, and return its result."""
-        self._wake()
         try:
+            self._wake()
             return transfer.result()
         except BaseException as error:
             if not transfer.is_completed():
@@ -269,7 +275,13 @@ class Mailbox:
     def _post_blocking(self, transfer: _T) -> _T:
         """Post what the caller is going to wait for."""
         self._check_may_wait(transfer)
-        return self._post(transfer)
+        try:
+            return self._post(transfer)
+        except FastcollError:
+            raise  # it was not posted
+        except BaseException as error:
+            self._blame(error, transfer.name)
+            raise
 
     def _check_may_wait(self, transfer: Transfer) -> None:
         if self._on_own_thread():
@@ -306,8 +318,9 @@ class Mailbox:
         self._channels.ring_bell()
         with self._changed:
             if self._thread is None and not self._closed and (self._inbox or self._courier.live):
-                self._thread = threading.Thread(target=self._run, name="fastcoll-mailbox", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="fastcoll-mailbox", daemon=True)
+                thread.start()  # may fail, or be interrupted when it has begun
+                self._thread = thread
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -319,6 +332,8 @@ class Mailbox:
 
     def _await_business(self) -> bool:
         with self._changed:
+            if not self._on_own_thread():  # whoever started it was interrupted
+                return False
             self._changed.wait_for(lambda: self._closed or self._inbox or self._courier.live)
             return not self._closed
 

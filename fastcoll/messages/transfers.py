@@ -23,6 +23,9 @@ Array = NDArray[Any]
 DTYPE_BITS = 22
 LARGEST_TAG = (1 << 31) - 1
 
+LETTER = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (192,))])
+"""Of messages that announce an array on a GPU, which travels otherwise (gpu/nccl_mail.py). Users have no such dtype."""
+
 
 @lru_cache(maxsize=1024)
 def _dtype_code(dtype: np.dtype[Any]) -> int:
@@ -41,7 +44,42 @@ def tag_of(kind: int) -> int:
 
 def contents(kind: int, nbytes: int) -> str:
     """What a message or an array holds, for people: `(float32, 10 elements)`."""
+    if _is_on_gpu(kind):
+        return "an array on a GPU"
     return calls.describe((kind & 0xFF) << 8, nbytes).removeprefix("none")
+
+
+def _is_on_gpu(kind: int) -> bool:
+    return kind & (1 << DTYPE_BITS) - 1 == _dtype_code(LETTER)
+
+
+def _dropped(kind: int, other: int) -> str:
+    """What ends the error about a message and an array of these kinds."""
+    if _is_on_gpu(kind) != _is_on_gpu(other):
+        cure = "both must be on GPUs, or both in host memory"
+    else:
+        cure = "both must have the same dtype and number of elements"
+    return f"{cure}. The message was dropped, the group stays usable"
+
+
+Held = tuple[int, int]
+"""Kind and bytes of a message or an array."""
+
+
+def refused(doing: str, sender: str, message: Held, receiver: str, array: Held) -> MismatchError:
+    """For the sender of a message that the receiver's array cannot hold."""
+    return MismatchError(
+        f"{doing}: the message from {sender} holds {contents(*message)}, but the array of the matching receive on "
+        f"{receiver} holds {contents(*array)}; {_dropped(message[0], array[0])}"
+    )
+
+
+def unfit(doing: str, receiver: str, array: Held, sender: str, message: Held) -> MismatchError:
+    """For the receiver of such a message."""
+    return MismatchError(
+        f"{doing}: the array on {receiver} holds {contents(*array)}, but the message from {sender} holds "
+        f"{contents(*message)}; {_dropped(message[0], array[0])}"
+    )
 
 
 class Transfer(Work):
@@ -103,12 +141,8 @@ class Send(Transfer):
 
     def misfit(self, kind: int, nbytes: int) -> MismatchError:
         """The receiver asked for something else."""
-        return MismatchError(
-            f"{self.name}: the message from {self._vigil.name(self._rank)} holds "
-            f"{contents(self.kind, self.nbytes)}, but the array of the matching receive on "
-            f"{self._vigil.name(self.peer)} holds {contents(kind, nbytes)}; both must have the same "
-            "dtype and number of elements. The message was dropped, the group stays usable"
-        )
+        here, there = self._vigil.name(self._rank), self._vigil.name(self.peer)
+        return refused(self.name, here, (self.kind, self.nbytes), there, (kind, nbytes))
 
 
 class Receive(Transfer):
@@ -123,12 +157,8 @@ class Receive(Transfer):
 
     def misfit(self, source: int, kind: int, nbytes: int) -> MismatchError:
         """The message is something else."""
-        return MismatchError(
-            f"{self.name}: the array on {self._vigil.name(self._rank)} holds "
-            f"{contents(self.kind, self.nbytes)}, but the message from {self._vigil.name(source)} holds "
-            f"{contents(kind, nbytes)}; both must have the same dtype and number of elements. The message was "
-            "dropped, the group stays usable"
-        )
+        here, there = self._vigil.name(self._rank), self._vigil.name(source)
+        return unfit(self.name, here, (self.kind, self.nbytes), there, (kind, nbytes))
 
     def finish_array(self) -> None:
         self._adopted.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..kernels.jit import Entry
-from . import engine, mail_kernels, mpi_kernels
+from . import engine, mail_answers, mail_kernels, mpi_kernels, mpi_meet_kernels
 
 ENTRIES: tuple[Entry, ...] = (
     engine.collective,
@@ -15,8 +15,11 @@ ENTRIES: tuple[Entry, ...] = (
     mail_kernels.accept,
     mail_kernels.acknowledge,
     mail_kernels.advance,
+    mail_answers.flush,
+    mail_answers.mind,
     mpi_kernels.poll,
-    mpi_kernels.compare,
+    mpi_meet_kernels.meet,
+    mpi_meet_kernels.carry_out,
     mpi_kernels.reduce,
     mpi_kernels.address,
 )

@@ -15,18 +15,18 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .. import calls
-from ..arrays import Adopted
+from ..carrier import Call
 from ..errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError
 from ..kernels.reduce import HALVES, reducer
 from ..kernels.sockets import CLOSED
 from ..members import Member
+from ..messages.mailing import Mailing
 from ..mismatch import comparable, describe_sizes, mismatch, operation_of
-from ..operands import Array, Call, divide
+from ..operands import Array, divide
 from ..processes import cores_of
 from ..reduce_op import ReduceOp
 from ..rendezvous import Store
 from ..watch import Wait
-from ..work import Work
 from . import engine, words
 from .context import NetContext, Prepared, limits_for
 from .mail import Mail
@@ -37,6 +37,7 @@ from .plans.table import COLUMNS, Plan
 from .rows import PIECE
 from .short import ShortPaths
 from .sizes import sizes_of
+from .vigil import NetVigil
 
 _CLOSE_SECONDS = 5.0
 _MOST_PREPARED = 1024
@@ -46,10 +47,12 @@ _DEDICATED, _OVERSUBSCRIBED = 50, 1
 _REASON_SECONDS = 2.0
 
 
-class TcpGroup(ShortPaths):
+class TcpGroup(ShortPaths, Mailing):
     """Collectives and point-to-point between ranks on any hosts, through TCP."""
 
     backend = "tcp"
+    _vigil: NetVigil
+    _mail: Mail
 
     @classmethod
     def make(
@@ -271,10 +274,6 @@ class TcpGroup(ShortPaths):
         here, why = self._vigil.name(self.rank), type(error).__name__
         self._fail(AbortedError(f"{here} was interrupted by {why} in {doing}", [self.ranks[self.rank]]))
 
-    def _fail(self, error: GroupError) -> None:
-        self._vigil.fail(error)
-        self._mail.abort()
-
     def _stop(self) -> None:
         """The group has failed, wherever that was found."""
         self.failure = self._vigil.failure
@@ -330,27 +329,7 @@ class TcpGroup(ShortPaths):
     def _plan_barrier(self, timeout: float) -> Call:
         return self._plan("barrier", [], [], timeout=timeout)
 
-    # ---- point to point --------------------------------------------------------------------------
-
-    def _send(self, x: Adopted, dst: int, tag: int) -> None:
-        self._mail.send(x, dst, tag)
-
-    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
-        return self._mail.recv(x, src, tag)
-
-    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        return self._mail.isend(x, dst, tag)
-
-    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        return self._mail.irecv(x, src, tag)
-
     # ---- the end ---------------------------------------------------------------------------------
-
-    def abort(self, reason: str = "abort() was called") -> None:
-        """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
-        if not self._closed:
-            here = self._vigil.name(self.rank)
-            self._fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
 
     def _close(self, reason: GroupError | None) -> None:
         self._mail.close(reason)

@@ -20,7 +20,7 @@ from ..kernels.sockets import CLOSED
 from ..messages.channels import DONE, Ack, Channels, Header
 from ..messages.transfers import Send
 from ..watch import Vigil
-from . import mail_kernels
+from . import mail_answers, mail_kernels
 from . import mail_words as words
 from .mail_frames import ACKS, BUFFER, FRAME, GARBLED
 from .mail_sweep import EVENTS
@@ -52,10 +52,17 @@ class MailChannels(Channels):
         mesh: the group's.
         vigil: the group's.
         spin: ns that a waiting thread tries again before it sleeps.
+
+    Attributes:
+        spin: that.
+        address: what the kernels take as `m`.
+        table: the mail's words.
+        rows: the peers' words.
     """
 
     def __init__(self, mesh: Mesh, vigil: Vigil, spin: int) -> None:
         self.size = size = len(vigil.members)
+        self.spin = spin
         self._mesh = mesh
         self._vigil = vigil
         self.rows = np.zeros((size, words.ROW_WORDS), np.int64)
@@ -79,6 +86,11 @@ class MailChannels(Channels):
         table[words.SPIN] = spin
         table[words.POLLFDS], table[words.OWNERS] = map(address_of, self._pollfds)
         return table
+
+    def hurry(self, hurried: bool) -> None:
+        """Whether whoever drives the connections comes back as soon as nothing is ready; set by who has them."""
+        self.table[words.SPIN] = 0 if hurried else self.spin
+        self.table[waiting.BUDGET] = 0 if hurried else _BUDGET
 
     def word(self, peer: int, index: int) -> int:
         """A word of the row of `peer`."""
@@ -156,8 +168,12 @@ class MailChannels(Channels):
                 os.eventfd_write(self._bell, 1)
                 self.table[words.BELL] = 1
 
+    def has_rung(self) -> bool:
+        """Whether the bell waits for an answer."""
+        return bool(self.table[words.BELL] != 0)
+
     def silence_bell(self) -> None:
-        if self.table[words.BELL]:
+        if self.has_rung():
             self.table[words.BELL] = 0
             with suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
@@ -166,7 +182,12 @@ class MailChannels(Channels):
         self.table[words.BEHIND] = behind
 
     def seize(self) -> bool:
-        return locks.seize.call(self.address + 8 * words.BUSY) == locks.TAKEN
+        if locks.seize.call(self.address + 8 * words.BUSY) != locks.TAKEN:
+            return False
+        if self.table[words.DEFERRED] and mail_answers.flush.call(self.address) != DONE:
+            self.let_go()
+            return False
+        return True
 
     def let_go(self) -> None:
         self.table[words.BUSY] = 0
@@ -237,7 +258,7 @@ class MailChannels(Channels):
         """Number and bytes of the rest whose header was read last."""
         return self.word(peer, words.REST_NUMBER), self.word(peer, words.REST_NBYTES)
 
-    def accept(self, peer: int, address: int, nbytes: int) -> None:
+    def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
         mail_kernels.accept.call(self.address, peer, address, nbytes)
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:

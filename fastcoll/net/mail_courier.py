@@ -10,7 +10,7 @@ import ctypes
 from collections import deque
 
 from ..messages import channels as events
-from ..messages.channels import GO, TAKEN
+from ..messages.channels import GO, TAKEN, Channels
 from ..messages.courier import Courier
 from ..messages.matching import Message
 from ..messages.transfers import Receive, Send
@@ -25,13 +25,18 @@ _LARGEST = 1 << 62
 
 
 class MailCourier(Courier):
-    """The operations of one rank that are under way over connections."""
+    """The operations of one rank that are under way over connections.
 
-    _channels: MailChannels
+    Args:
+        channels: to all peers.
+        wire: those of them that are connections.
+        rank: this one's.
+    """
 
-    def __init__(self, channels: MailChannels, rank: int) -> None:
+    def __init__(self, channels: Channels, wire: MailChannels, rank: int) -> None:
         super().__init__(channels, rank)
         size = channels.size
+        self._wire = wire
         self._credit = [
             WINDOW
         ] * size  # bytes that may be attached to messages which nobody has asked for yet
@@ -47,9 +52,9 @@ class MailCourier(Courier):
 
     def adopt_send(self, send: Send) -> None:
         peer = send.peer
-        resting = self._channels.word(peer, words.SENDING) == 2
+        resting = self._wire.word(peer, words.SENDING) == 2
         entering = self._channels.adopt_send(send)
-        self.live[send] = None
+        self._begin(send)
         if not resting:
             self._attach(send, min(send.nbytes, EAGER))
         self._expect_ack(send)
@@ -70,7 +75,7 @@ class MailCourier(Courier):
         if self._rests[peer]:
             number, send, attached = self._rests[peer].popleft()
             self._resting.add(peer)
-            self._channels.begin_rest(send, number, attached)
+            self._wire.begin_rest(send, number, attached)
         elif self._queued[peer] and len(self._unacked[peer]) < MOST_UNACKED:
             send = self._queued[peer].popleft()
             attached = min(send.nbytes, EAGER)
@@ -93,7 +98,7 @@ class MailCourier(Courier):
         send = self._unacked[peer].get(ack.number)
         attached = self._attached[peer].pop(ack.number, None)
         if send is None or (ack.verdict == GO and (attached is None or attached >= send.nbytes)):
-            raise self._channels.garbled(peer)
+            raise self._wire.garbled(peer)
         self._credit[peer] += attached or 0
         if ack.verdict == GO:
             self._rests[peer].append((ack.number, send, attached or 0))
@@ -103,19 +108,13 @@ class MailCourier(Courier):
 
     # ---- receiving -------------------------------------------------------------------------------
 
-    def adopt_receive(self, receive: Receive) -> None:
-        source = self._channels.adopt_receive(receive.peer)
-        if source is None:
-            self.admit(receive)
-            return
-        self.live[receive] = None
-        number = self._channels.word(source, words.TAKING)
+    def _resume(self, receive: Receive, source: int) -> None:
+        number = self._wire.word(source, words.TAKING)
         message = Message(source, receive.kind, receive.nbytes, number, min(receive.nbytes, EAGER))
         message.receive = receive
-        self._resume(message, self._channels.take_stage(source))
-        self._note_business()
+        self._resume_at(message, self._wire.take_stage(source))
 
-    def _resume(self, message: Message, stage: int) -> None:
+    def _resume_at(self, message: Message, stage: int) -> None:
         """Go on with a receive that has got as far as `stage`."""
         peer = message.source
         message.arrived = stage != words.ARRIVING
@@ -124,8 +123,8 @@ class MailCourier(Courier):
             self._arriving[peer] = message
         if message.attached < message.nbytes and not message.complete:
             self._granted[peer][message.number] = message
-            self._channels.expect(peer, len(self._granted[peer]))
-        if self._channels.take_asking(peer):
+            self._wire.expect(peer, len(self._granted[peer]))
+        if self._wire.take_asking(peer):
             self._owe(message, GO)
         if stage == words.ANSWERING:
             self._owe(message, TAKEN)
@@ -134,7 +133,7 @@ class MailCourier(Courier):
         header = self._channels.header(peer)
         sound = header.kind >= 0 and 0 <= header.nbytes < _LARGEST
         if not sound or header.attached not in (0, min(header.nbytes, EAGER)):
-            raise self._channels.garbled(peer)
+            raise self._wire.garbled(peer)
         # Until it is known whether a receive is there, it counts as kept.
         self._keep(peer, header.attached, 1)
         super()._on_header(peer)
@@ -148,7 +147,7 @@ class MailCourier(Courier):
         self._kept[peer] += nbytes
         self._kept_messages[peer] += messages
         if self._kept[peer] > WINDOW + EAGER or self._kept_messages[peer] > MOST_UNACKED + 1:
-            raise self._channels.garbled(peer)
+            raise self._wire.garbled(peer)
 
     def _give(self, message: Message, receive: Receive) -> None:
         if message.source != self._rank:
@@ -161,18 +160,18 @@ class MailCourier(Courier):
         if message.attached < message.nbytes and receive.fits(message.kind, message.nbytes):
             message.receive = receive
             self._granted[message.source][message.number] = message
-            self._channels.expect(message.source, len(self._granted[message.source]))
+            self._wire.expect(message.source, len(self._granted[message.source]))
             self._owe(message, GO)
 
     def _on_rest(self, peer: int) -> None:
-        number, nbytes = self._channels.rest(peer)
+        number, nbytes = self._wire.rest(peer)
         message = self._granted[peer].pop(number, None)
         if message is None or message.receive is None or nbytes != message.nbytes - message.attached:
-            raise self._channels.garbled(peer)
-        self._channels.expect(peer, len(self._granted[peer]))
+            raise self._wire.garbled(peer)
+        self._wire.expect(peer, len(self._granted[peer]))
         message.complete = True
         self._arriving[peer] = message
-        self._channels.accept(peer, message.receive.address + message.attached, nbytes)
+        self._channels.accept(peer, message.receive.address + message.attached, nbytes, message)
 
     def _settle(self, message: Message, receive: Receive) -> None:
         partial = message.attached < message.nbytes and not message.complete

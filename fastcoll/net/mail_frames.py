@@ -9,6 +9,8 @@ four words, little-endian as the opening of the connection has made sure:
     NBYTES      of the whole message         bytes that follow of the receiver's array
     ATTACHED    bytes that follow            0                 0
 
+An ack TAKEN may also come ahead of a message, on the connection that its receiver dialed (mail_answers.py).
+
 A message of up to EAGER bytes travels with its header. Of a longer one the first EAGER bytes do, and the rest
 follows when the receiver says GO, which it does as soon as it has an array for it: the rest goes from
 array to array, and never needs memory of anybody. What a receiver has no array for it keeps: at
@@ -24,6 +26,7 @@ from ..kernels.pointers import load_word, store_word
 from ..kernels.sockets import receive_some, send_some
 from ..messages.channels import GO, TAKEN
 from .mail_words import (
+    ACK_AHEAD,
     ACK_BUFFER,
     ACK_HAVE,
     ACK_KIND,
@@ -69,16 +72,40 @@ STAGED = (
     8 << 10
 )  # payload bytes that are copied behind their header, which is cheaper than a system call more
 PIECE = 256 << 10  # bytes that one system call moves at most: half of a core's second-level cache
-BUFFER = FRAME + STAGED
+BUFFER = 2 * FRAME + STAGED
 ACKS = 64 * FRAME
 
 GARBLED = -(1 << 21)  # the peer has sent what no rank sends; below what kernels/sockets.py returns
 
 
+@inlined
+def write_ack(frame, number, verdict, nbytes, kind):
+    store_word(frame, TYPE, verdict | number << TYPE_BITS)
+    store_word(frame, KIND, kind)
+    store_word(frame, NBYTES, nbytes)
+    store_word(frame, ATTACHED, 0)
+
+
+@inlined
+def _note_ack(row, ack, ahead):
+    """Read an ack into the row; its verdict."""
+    store_word(row, ACK_AHEAD, ahead)
+    store_word(row, ACK_NUMBER, load_word(ack, TYPE) >> TYPE_BITS)
+    store_word(row, ACK_VERDICT, type_of(ack))
+    store_word(row, ACK_NBYTES, load_word(ack, NBYTES))
+    store_word(row, ACK_KIND, load_word(ack, KIND))
+    return type_of(ack)
+
+
+@inlined
+def type_of(frame):
+    return load_word(frame, TYPE) & ((1 << TYPE_BITS) - 1)
+
+
 @kernel
-def begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload):
-    """Make a frame the one that enters; `payload` bytes at `address` follow its header."""
-    frame = load_word(row, OUT_BUFFER)
+def begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahead):
+    """Make a frame the one that enters, behind `ahead` bytes; `payload` bytes at `address` follow its header."""
+    frame = load_word(row, OUT_BUFFER) + ahead
     store_word(frame, TYPE, kind_of_frame | number << TYPE_BITS)
     store_word(frame, KIND, kind)
     store_word(frame, NBYTES, nbytes)
@@ -86,22 +113,36 @@ def begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload):
     staged = min(payload, STAGED)
     copy(frame + FRAME, address, staged)
     store_word(row, OUT_POSITION, 0)
-    store_word(row, OUT_END, FRAME + payload)
-    store_word(row, OUT_STAGED, FRAME + staged)
-    store_word(row, OUT_FROM, address)
+    store_word(row, OUT_END, ahead + FRAME + payload)
+    store_word(row, OUT_STAGED, ahead + FRAME + staged)
+    store_word(row, OUT_FROM, address - ahead)
 
 
 @inlined
 def begin_message(row, address, nbytes, kind, attached):
     """Make a message the one that enters."""
     store_word(row, SENT, load_word(row, SENT) + 1)
-    begin_frame(row, MESSAGE, load_word(row, SENT), kind, nbytes, address, attached)
+    begin_frame(row, MESSAGE, load_word(row, SENT), kind, nbytes, address, attached, 0)
+
+
+@inlined
+def begin_with_answer(row, address, nbytes, kind, attached):
+    """As `begin_message`, with the answer to the message that was read last ahead of it."""
+    store_word(row, SENT, load_word(row, SENT) + 1)
+    begin_frame(row, MESSAGE, load_word(row, SENT), kind, nbytes, address, attached, FRAME)
+    write_ack(
+        load_word(row, OUT_BUFFER),
+        load_word(row, IN_NUMBER),
+        TAKEN,
+        load_word(row, IN_NBYTES),
+        load_word(row, IN_KIND),
+    )
 
 
 @inlined
 def begin_rest(row, address, nbytes, number, attached):
     """Make what follows the first `attached` bytes of a message the frame that enters."""
-    begin_frame(row, REST, number, 0, nbytes - attached, address + attached, nbytes - attached)
+    begin_frame(row, REST, number, 0, nbytes - attached, address + attached, nbytes - attached, 0)
 
 
 @inlined
@@ -160,14 +201,11 @@ def read_ack(row):
         return False
     ack = load_word(row, ACK_BUFFER) + load_word(row, ACK_USED)
     store_word(row, ACK_USED, load_word(row, ACK_USED) + FRAME)
-    verdict = load_word(ack, TYPE) & ((1 << TYPE_BITS) - 1)
+    verdict = type_of(ack)
     if verdict < TAKEN or verdict > GO:
         store_word(row, OUT_GONE, GARBLED)
         return False
-    store_word(row, ACK_NUMBER, load_word(ack, TYPE) >> TYPE_BITS)
-    store_word(row, ACK_VERDICT, verdict)
-    store_word(row, ACK_NBYTES, load_word(ack, NBYTES))
-    store_word(row, ACK_KIND, load_word(ack, KIND))
+    _note_ack(row, ack, 0)
     return True
 
 
@@ -183,14 +221,27 @@ def has_header(row):
     return _has_frame(row, IN_HAVE, IN_USED)
 
 
+@inlined
+def has_answer_ahead(row):
+    """Whether the header that was received and not accepted is that of an answer."""
+    frame = load_word(row, IN_BUFFER) + load_word(row, IN_USED)
+    return has_header(row) and type_of(frame) == TAKEN
+
+
 @kernel
 def read_header(row):
-    """Read the next header into the row, if it is there, and leave it to `accept`: its type, 0 for none."""
+    """Read the next header into the row, if it is there, and leave it to `accept`: its type, 0 for none.
+
+    An answer ahead of a message is read as `read_ack` does: TAKEN.
+    """
     if not _fill(row, IN_FD, IN_GONE, IN_BUFFER, IN_HAVE, IN_USED, BUFFER):
         return 0
     frame = load_word(row, IN_BUFFER) + load_word(row, IN_USED)
-    type_of_frame = load_word(frame, TYPE) & ((1 << TYPE_BITS) - 1)
+    type_of_frame = type_of(frame)
     number = load_word(frame, TYPE) >> TYPE_BITS
+    if type_of_frame == TAKEN:
+        store_word(row, IN_USED, load_word(row, IN_USED) + FRAME)
+        return _note_ack(row, frame, 1)
     if type_of_frame == MESSAGE:
         store_word(row, IN_NUMBER, number)
         store_word(row, IN_KIND, load_word(frame, KIND))
@@ -250,10 +301,7 @@ def answer(row, number, verdict, nbytes, kind):
     if load_word(row, ANSWER_LEFT) > 0 and load_word(frame, TYPE) != name and not _flush(row):
         return False
     if load_word(row, ANSWER_LEFT) == 0:
-        store_word(frame, TYPE, name)
-        store_word(frame, KIND, kind)
-        store_word(frame, NBYTES, nbytes)
-        store_word(frame, ATTACHED, 0)
+        write_ack(frame, number, verdict, nbytes, kind)
         store_word(row, ANSWER_LEFT, FRAME)
     return _flush(row)
 

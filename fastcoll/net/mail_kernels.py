@@ -2,14 +2,14 @@
 
 `m` is the address of a mail's table (mail_words.py). `send` and `receive` carry one blocking call from begin to
 end, and hold BUSY until they are DONE; their first argument is the table with RESUMED, if the call came back
-before, or ORDERED, if Python has seen to it that nothing is to come before it. `begin`, `rest`, `accept` and
+before, or ORDERED, if it comes from Python, which minds the answers itself. `begin`, `rest`, `accept` and
 `acknowledge` set things going that `advance` then carries on for all peers at once. All come back within 0.1 s, and
 can be called again with the same arguments.
 """
 
 from __future__ import annotations
 
-from ..kernels.atomics import store_release, swap_if_equal, this_thread
+from ..kernels.atomics import load_acquire, store_release, swap_if_equal, this_thread
 from ..kernels.jit import entry, inlined, kernel
 from ..kernels.pointers import load_word, store_word
 from ..kernels.pyobjects import DATA, Index, PyObject, integer, object_at, word_at
@@ -25,6 +25,7 @@ from ..messages.channels import (
     TAKEN,
     WORKED,
 )
+from .mail_answers import defer, note_taken, note_turn, send_deferred, wants_minding
 from .mail_frames import (
     EAGER,
     GARBLED,
@@ -34,6 +35,8 @@ from .mail_frames import (
     answer,
     begin_message,
     begin_rest,
+    begin_with_answer,
+    has_header,
     is_entering,
     pull,
     push,
@@ -42,6 +45,7 @@ from .mail_frames import (
 )
 from .mail_sweep import AGAIN_ALL, EVENTS, PIECES_A_CALL, idle, row_of, sweep
 from .mail_words import (
+    ACK_AHEAD,
     ACK_NUMBER,
     ACK_VERDICT,
     ANSWERING,
@@ -49,6 +53,7 @@ from .mail_words import (
     AWAITING_REST,
     BEHIND,
     BUSY,
+    DEFERRED,
     IDLE,
     IN_ATTACHED,
     IN_FD,
@@ -72,6 +77,8 @@ from .mail_words import (
 
 RESUMED, ORDERED = 1, 2
 _TAGS = 3
+_LOOK_ELSEWHERE = 16  # tries
+UNMINDED = 8  # what `send` returns when it is DONE, without a tag, and somebody should mind answers
 
 
 @inlined
@@ -80,9 +87,13 @@ def _take(h):
     if h & RESUMED:
         return True
     m = h & ~_TAGS
-    if h & ORDERED == 0 and load_word(m, BEHIND) != 0:
+    if load_word(m, BEHIND) != 0 or not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
         return False
-    return swap_if_equal(m + 8 * BUSY, 0, this_thread())
+    # Whoever had them may have left a message half-way to the courier, which says so before it lets go.
+    if load_acquire(m + 8 * BEHIND) != 0:
+        store_release(m + 8 * BUSY, 0)
+        return False
+    return True
 
 
 @inlined
@@ -98,26 +109,58 @@ def _let_go(m, status):
 def send(handle: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
     """Send a contiguous array of `size` bytes, and wait until it is taken: DONE, AGAIN, WORKED, REFUSED or LATER.
 
-    Only while no other message to this peer is entering or unacked.
+    Or UNMINDED. Only while no other message to this peer is entering or unacked.
     """
     h = integer(handle)
     if not _take(h):
         return LATER
     m = h & ~_TAGS
-    if load_word(row_of(m, integer(dst)), OUT_FD) < 0:
+    row = row_of(m, integer(dst))
+    if load_word(row, OUT_FD) < 0:
         return _let_go(m, LATER)
-    status = _send(
-        m, row_of(m, integer(dst)), word_at(object_at(tensor) + DATA), integer(size), integer(word)
-    )
-    return _let_go(m, DONE) if status == DONE else status
+    if load_word(m, DEFERRED) != integer(dst) + 1 and not send_deferred(m):
+        return AGAIN
+    status = _send(m, row, integer(dst), word_at(object_at(tensor) + DATA), integer(size), integer(word))
+    if status != DONE:
+        return status
+    return _let_go(m, UNMINDED if h & _TAGS == 0 and wants_minding(m, row) else DONE)
+
+
+@inlined
+def _begin_send(m, row, peer, data, nbytes, kind, attached):
+    note_turn(m, row, peer)
+    if load_word(m, DEFERRED) == peer + 1:
+        begin_with_answer(row, data, nbytes, kind, attached)
+        store_word(m, DEFERRED, 0)
+    else:
+        begin_message(row, data, nbytes, kind, attached)
+    store_word(row, SENDING, 1)
+
+
+@inlined
+def _read_answer(row, turn):
+    """Read the answer if it is there, on the connection on which it is expected, now and then on the other one."""
+    ahead = load_word(row, ACK_AHEAD) != 0
+    if turn % _LOOK_ELSEWHERE == _LOOK_ELSEWHERE - 1:
+        ahead = not ahead
+    if not ahead:
+        return read_ack(row)
+    return load_word(row, IN_FD) >= 0 and load_word(row, IN_STAGE) == IDLE and read_header(row) == TAKEN
+
+
+@inlined
+def _ahead_fd(row):
+    """The connection on which an answer may still come ahead of a message, or -1."""
+    if load_word(row, IN_GONE) != 0 or load_word(row, IN_STAGE) != IDLE or has_header(row):
+        return -1
+    return load_word(row, IN_FD)
 
 
 @kernel
-def _send(m, row, data, nbytes, kind):
+def _send(m, row, peer, data, nbytes, kind):
     attached = min(nbytes, EAGER)
     if load_word(row, SENDING) == 0:
-        begin_message(row, data, nbytes, kind, attached)
-        store_word(row, SENDING, 1)
+        _begin_send(m, row, peer, data, nbytes, kind, attached)
     turn = 0
     pieces = 0
     while pieces < PIECES_A_CALL:
@@ -127,7 +170,7 @@ def _send(m, row, data, nbytes, kind):
                 turn = 0
                 pieces += 1
                 continue
-        elif read_ack(row):
+        elif _read_answer(row, turn):
             verdict = load_word(row, ACK_VERDICT)
             asked = verdict == GO and load_word(row, SENDING) == 1 and attached < nbytes
             if load_word(row, ACK_NUMBER) != load_word(row, SENT) or (verdict == GO and not asked):
@@ -140,7 +183,8 @@ def _send(m, row, data, nbytes, kind):
                 store_word(row, SENDING, 0)
                 return DONE if verdict == TAKEN else REFUSED
         events = WRITABLE if entering else READABLE
-        if not idle(m, load_word(row, OUT_FD), events, load_word(row, OUT_GONE), turn):
+        ahead = -1 if entering else _ahead_fd(row)
+        if not idle(m, load_word(row, OUT_FD), events, load_word(row, OUT_GONE), turn, ahead):
             return AGAIN
         turn += 1
     return WORKED
@@ -159,16 +203,21 @@ def receive(handle: Index, src: Index, tensor: PyObject, size: Index, word: Inde
     m = h & ~_TAGS
     if source == load_word(m, RANK):
         return _let_go(m, LATER)
+    if not send_deferred(m):
+        return AGAIN
     if source == ANY and load_word(m, SOURCE) == 0:
         event = sweep(m, True)
         if event == AGAIN_ALL:
             return AGAIN
         store_word(m, SOURCE, event // EVENTS + 1)
     peer = load_word(m, SOURCE) - 1 if source == ANY else source
-    status = _receive(m, row_of(m, peer), word_at(object_at(tensor) + DATA), integer(size), integer(word))
+    status = _receive(
+        m, row_of(m, peer), peer, word_at(object_at(tensor) + DATA), integer(size), integer(word)
+    )
     if status != DONE:
         return status
     store_word(m, SOURCE, 0)
+    note_taken(m, peer)
     return _let_go(m, -1 - peer)
 
 
@@ -196,8 +245,18 @@ def _begin_rest(row, data, nbytes):
     return True
 
 
+@inlined
+def _read_frame(row):
+    """As `read_header`, where no answer is waited for."""
+    header = read_header(row)
+    if header != TAKEN:
+        return header
+    store_word(row, IN_GONE, GARBLED)
+    return 0
+
+
 @kernel
-def _receive(m, row, data, nbytes, kind):
+def _receive(m, row, peer, data, nbytes, kind):
     turn = 0
     pieces = 0
     while pieces < PIECES_A_CALL:
@@ -209,21 +268,23 @@ def _receive(m, row, data, nbytes, kind):
                 events |= WRITABLE
         stage = load_word(row, IN_STAGE)
         if stage == IDLE:
-            header = read_header(row)
+            header = _read_frame(row)
             if header != 0:
                 if header != MESSAGE or not _begin_receive(row, data, nbytes, kind):
                     store_word(m, SOURCE, 0)
                     return OTHER
                 continue
         elif stage == AWAITING_REST:
-            header = read_header(row)
+            header = _read_frame(row)
             if header != 0:
                 # Other messages may come before it.
                 if header != REST or not _begin_rest(row, data, nbytes):
                     return OTHER
                 continue
         elif stage == ANSWERING:
-            if answer(row, load_word(row, TAKING), TAKEN, nbytes, kind):
+            if (nbytes <= EAGER and defer(m, row, peer)) or answer(
+                row, load_word(row, TAKING), TAKEN, nbytes, kind
+            ):
                 store_word(row, IN_STAGE, IDLE)
                 return DONE
             events = WRITABLE
@@ -235,7 +296,7 @@ def _receive(m, row, data, nbytes, kind):
             turn = 0
             pieces += 1
             continue
-        if not idle(m, load_word(row, IN_FD), events, load_word(row, IN_GONE), turn):
+        if not idle(m, load_word(row, IN_FD), events, load_word(row, IN_GONE), turn, -1):
             return AGAIN
         turn += 1
     return WORKED

@@ -11,9 +11,20 @@ from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word
 from ..kernels.sockets import READABLE, WRITABLE, wait_ready
 from ..kernels.waiting import BUDGET, now
-from ..messages.channels import ACK_SPACE, ACKED, ARRIVED, ENTERED, HEADER
+from ..messages.channels import ACK_SPACE, ACKED, ARRIVED, ENTERED, HEADER, TAKEN
 from ..messages.channels import REST as REST_HERE
-from .mail_frames import MESSAGE, has_ack, has_header, is_entering, pull, push, read_ack, read_header
+from .mail_frames import (
+    GARBLED,
+    MESSAGE,
+    has_ack,
+    has_answer_ahead,
+    has_header,
+    is_entering,
+    pull,
+    push,
+    read_ack,
+    read_header,
+)
 from .mail_words import (
     BELL,
     BELL_FD,
@@ -74,8 +85,11 @@ def _wait(m, count, turn):
 
 
 @inlined
-def idle(m, fd, events, gone, turn):
-    """As `_wait`, for a blocking call on one connection; False: go back to Python."""
+def idle(m, fd, events, gone, turn, other):
+    """As `_wait`, for a blocking call on one connection; False: go back to Python.
+
+    `other`: a connection on which something readable matters too, or -1.
+    """
     if load_acquire(m + 8 * BELL) != 0:
         return False
     if gone == 0 and fd >= 0:
@@ -85,7 +99,9 @@ def idle(m, fd, events, gone, turn):
         if time - load_word(m, SINCE) < load_word(m, SPIN):
             return True
         _pollfd(m, 0, fd, events)
-        return _wait(m, 1, turn + 1) >= 0
+        if other >= 0:
+            _pollfd(m, 1, other, READABLE)
+        return _wait(m, 2 if other >= 0 else 1, turn + 1) >= 0
     # Nothing will come: sleep until the bell rings.
     store_word(m, SINCE, now(m) - load_word(m, SPIN))
     _wait(m, 0, 1)
@@ -103,7 +119,24 @@ def _header(row):
     header = read_header(row)
     if header == 0:
         return NOTHING
+    if header == TAKEN:
+        return _acked_ahead(row)
     return HEADER if header == MESSAGE else REST_HERE
+
+
+@inlined
+def _acked_ahead(row):
+    """After an answer was read that came ahead of a message."""
+    if load_word(row, UNACKED) == 0:
+        store_word(row, IN_GONE, GARBLED)
+        return NOTHING
+    return ACKED
+
+
+@inlined
+def _answer_may_come(row):
+    """Whether the next frame, which is not here yet, may be an answer."""
+    return load_word(row, UNACKED) > 0 and not has_header(row)
 
 
 @inlined
@@ -116,6 +149,8 @@ def _is_decided_here(row, watch_all):
     """Whether there is something to decide without any system call."""
     if load_word(row, IN_STAGE) != IDLE:
         return _acks_here(row) or load_word(row, IN_LEFT) == 0
+    if load_word(row, UNACKED) > 0 and has_answer_ahead(row):
+        return True
     return _acks_here(row) or (has_header(row) and _reads(row, watch_all))
 
 
@@ -142,7 +177,7 @@ def _wishes_out(row):
 def _wishes_in(row, watch_all):
     if load_word(row, IN_GONE) != 0 or load_word(row, IN_FD) < 0:
         return 0
-    reads = load_word(row, IN_STAGE) != IDLE or _reads(row, watch_all)
+    reads = load_word(row, IN_STAGE) != IDLE or _reads(row, watch_all) or _answer_may_come(row)
     return (READABLE if reads else 0) | (WRITABLE if load_word(row, OWED) > 0 else 0)
 
 
@@ -173,7 +208,9 @@ def _serve_in(row, events, watch_all):
     if events & WRITABLE and load_word(row, OWED) > 0:
         return ACK_SPACE
     if load_word(row, IN_STAGE) == IDLE:
-        return _header(row) if _reads(row, watch_all) else NOTHING
+        if _reads(row, watch_all):
+            return _header(row)
+        return ACKED if _answer_may_come(row) and read_header(row) == TAKEN else NOTHING
     if load_word(row, IN_LEFT) > 0 and pull(row):
         if load_word(row, IN_LEFT) > 0:
             return MOVED

@@ -20,7 +20,14 @@ OWNERS = BELL + 11  # address: of each pollfd, 2 * peer + side
 BEHIND = (
     BELL + 12
 )  # not 0: operations are posted or under way, or the end has come; blocking ones come after them
-MAIL_WORDS = BELL + 13
+# Of mail_answers.py:
+DEFERRED = BELL + 13  # the rank whose message was taken and not answered yet, plus 1; 0: none
+DEFERRALS = BELL + 14  # how often there was one
+MINDED = BELL + 15  # not 0: a thread sees to it that no answer stays deferred
+STOP = BELL + 16  # not 0: that thread is to end
+LAST_TAKEN = BELL + 17  # the rank whose message the last blocking receive took, plus 1; 0 after a send
+TAKEN_AT = BELL + 18  # when that was, in ns
+MAIL_WORDS = BELL + 19
 
 # Words of a row. The way out, by the connection that this rank has dialed:
 OUT_FD = 0  # -1: there is none yet
@@ -62,7 +69,11 @@ WATCHED = 34  # how many posted receives may match a message of this peer; set f
 EXPECTED = 35  # how many rests have been asked for; set from Python
 OWED = 36  # acks that wait for space; set from Python
 TAKING = 37  # number of the message that a blocking receive takes
-ROW_WORDS = 40
+# Of mail_answers.py:
+TURNS = 38  # how many blocking receives in a row were followed at once by a send, to the same peer
+TURNS_NEEDED = 39  # so many, and answers are deferred
+ACK_AHEAD = 40  # whether the last ack came ahead of a message
+ROW_WORDS = 48
 
 # IN_STAGE. The courier knows IDLE and ARRIVING, a blocking receive goes through all of them.
 IDLE, ARRIVING, AWAITING_REST, REST_ARRIVING, ANSWERING = range(5)

@@ -9,57 +9,73 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from ..arrays import Adopted
-from ..errors import AbortedError, GroupError
-from ..kernels.reduce import Reducer, reducer
+from ..carrier import Call
+from ..errors import GroupError
 from ..members import Member
-from ..messages.courier import Courier
 from ..messages.mailbox import Mailbox
-from ..operands import Array, Call
+from ..messages.mailing import Mailing
+from ..operands import Array
 from ..reduce_op import ReduceOp
 from ..rendezvous import Store
-from ..work import Work
-from . import mpi_kernels as words
-from .mpi_calls import FIRST_FREE_TAG, MpiCalls
+from . import mpi_meet_kernels as words
+from .mpi_calls import FIRST_FREE_TAG, Place
 from .mpi_comm import lay_down, make_comm
+from .mpi_landing import Landing, MpiCourier
 from .mpi_library import Library, load
-from .mpi_mail import MpiChannels, Tags
-from .mpi_meet import MOST_ATTACHED
-from .mpi_moves import Block, are_near, blocks_of, copy
-from .mpi_reduce import Reductions
+from .mpi_mail import INSIDE, MpiChannels, Tags
+from .mpi_memory import Block, Memory, copy
+from .mpi_moves import are_near
 from .mpi_requests import abandon
+from .mpi_short import MpiShort
 
 _CLOSE_SECONDS = 5.0
 _MAIL = Tags(*range(FIRST_FREE_TAG, FIRST_FREE_TAG + 3))
 
 
-class MpiGroup(MpiCalls):
+class MpiGroup(MpiShort, Mailing):
     """Collectives and point-to-point between the ranks of an MPI job. A group is a communicator."""
 
     backend = "mpi"
 
     @classmethod
-    def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> MpiGroup:
-        """Make the group's communicator; collective. The arguments are those of ShmGroup.make.
+    def make(
+        cls,
+        store: Store,
+        name: str,
+        members: Sequence[Member],
+        rank: int,
+        timeout: float,
+        crowd: Sequence[Member] | None = None,
+    ) -> MpiGroup:
+        """Make the group's communicator; collective. The arguments are those of TcpGroup.make.
 
         Raises:
             UnavailableError: MPI is not there, or the members are not ranks of one MPI job.
             PeerDiedError, StoreTimeoutError: a member died or did not come.
         """
         library = load()
-        comm = make_comm(library, store, name, members, rank, timeout)
-        return cls(library, comm, name, members, timeout)
+        comm, cuda_aware = make_comm(library, store, name, members, rank, timeout)
+        return cls(library, comm, name, members, timeout, crowd or members, cuda_aware)
 
     def __init__(
-        self, library: Library, comm: Any, name: str, members: Sequence[Member], timeout: float
+        self,
+        library: Library,
+        comm: Any,
+        name: str,
+        members: Sequence[Member],
+        timeout: float,
+        crowd: Sequence[Member],
+        cuda_aware: bool,
     ) -> None:
-        dedicated = _is_dedicated(members, comm.rank)
+        dedicated = _is_dedicated(crowd, members[comm.rank])
         super().__init__(library, comm, name, members, timeout, dedicated)
-        self._reductions = Reductions(self._moves, self._look)
-        channels = MpiChannels(library, comm, _MAIL, dedicated)
-        self._mail = Mailbox(channels, Courier(channels, comm.rank), comm.rank, self._vigil, timeout)
+        self.cuda_aware = cuda_aware
+        self._channels = MpiChannels(library, comm, _MAIL, dedicated)
+        courier = MpiCourier(self._channels, comm.rank)
+        self._mail = Mailbox(self._channels, courier, comm.rank, self._vigil, timeout)
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -69,7 +85,7 @@ class MpiGroup(MpiCalls):
         out: Array,
         x: Array,
         op: ReduceOp,
-        many: Callable[[Reducer, Block, Block], None],
+        many: Callable[[Place, Any, Block, Block], None],
         few: slice | None,
         root: int = 0,
         parts: Sequence[int] = (),
@@ -77,99 +93,106 @@ class MpiGroup(MpiCalls):
         """A reduction of one array on each rank.
 
         Args:
-            many: does it by moving arrays; takes what reduces, out and x.
+            many: does it by moving arrays; takes where they lie, what reduces, out and x.
             few: of which ranks, where they are attached; None where this rank gets no result.
         """
-        how = reducer(op, x.dtype)
-        target, block = blocks_of([out, x])
-        small = block[1] <= MOST_ATTACHED
+        at = self._at(x)
+        target, block = at.memory.blocks([out, x])
+        how = at.memory.reducer(op, x.dtype, [target, block])
+        small = block[1] <= (at.little if operation == "reduce" else at.room)
 
         def move(near: bool) -> None:
             if not small:
-                many(how, target, block)
+                many(at, how, target, block)
             elif few is not None and (sources := self._meeting.attached[few]):
-                self._reductions.fold(how, target[0], sources, block[1])
+                at.reductions.fold(how, target[0], sources, block[1])
 
-        attached = block if small else ()
         return self._plan(
-            operation, x.dtype, [block[1]], move, op=op, root=root, parts=parts, attached=attached
-        )
+            operation, x.dtype, [block[1]], move, at=at, able=how is not None, op=op, root=root, parts=parts,
+            attached=block if small else (),
+        )  # fmt: skip
 
     def _plan_all_reduce(self, x: Array, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
-        def many(how: Reducer, target: Block, block: Block) -> None:
-            self._reductions.all_reduce(how, block, x)
+        def many(at: Place, how: Any, target: Block, block: Block) -> None:
+            at.reductions.all_reduce(how, block, x)
 
         return self._plan_reduction("all_reduce", x, x, op, many, slice(None), parts=parts)
 
     def _plan_reduce(self, out: Array, x: Array, op: ReduceOp, root: int) -> Call:
-        def many(how: Reducer, target: Block, block: Block) -> None:
-            self._reductions.reduce(how, target, block, root, (out, x))
+        def many(at: Place, how: Any, target: Block, block: Block) -> None:
+            at.reductions.reduce(how, target, block, root, (out, x))
 
         few = slice(None) if self.rank == root else None
         return self._plan_reduction("reduce", out, x, op, many, few, root=root)
 
     def _plan_scan(self, out: Array, x: Array, op: ReduceOp, exclusive: bool) -> Call:
-        def many(how: Reducer, target: Block, block: Block) -> None:
-            self._reductions.scan(how, target, block, exclusive, (out, x))
+        def many(at: Place, how: Any, target: Block, block: Block) -> None:
+            at.reductions.scan(how, target, block, exclusive, (out, x))
 
         few = slice(self.rank + (not exclusive))
         return self._plan_reduction("exscan" if exclusive else "scan", out, x, op, many, few)
 
     def _plan_reduce_scatter(self, out: Array, blocks: Sequence[Array], op: ReduceOp) -> Call:
-        how = reducer(op, out.dtype)
-        (target,), sources = blocks_of([out]), blocks_of(blocks)
+        at = self._at(out)
+        (target,), sources = at.memory.blocks([out]), at.memory.blocks(blocks)
+        how = at.memory.reducer(op, out.dtype, [target, *sources])
 
         def move(near: bool) -> None:
-            self._reductions.reduce_scatter(how, target, sources, near, (out, blocks))
+            at.reductions.reduce_scatter(how, target, sources, near, (out, blocks))
 
-        sizes = [nbytes for _, nbytes in sources]
-        return self._plan("reduce_scatter", out.dtype, sizes, move, op=op, blocks=sources)
+        sizes, able = [nbytes for _, nbytes in sources], how is not None
+        return self._plan("reduce_scatter", out.dtype, sizes, move, at=at, able=able, op=op, blocks=sources)
 
     # ---- moves -----------------------------------------------------------------------------------
 
     def _plan_broadcast(self, x: Array, root: int) -> Call:
-        (block,) = blocks_of([x])
-        small = block[1] <= MOST_ATTACHED
+        at = self._at(x)
+        (block,) = at.memory.blocks([x])
+        small = block[1] <= at.room
 
         def move(near: bool) -> None:
             if not small:
-                self._moves.broadcast(block, root, x)
+                at.moves.broadcast(block, root, x)
             elif self.rank != root:
                 copy((self._meeting.attached[root], block[1]), block)
 
         attached = block if small and self.rank == root else ()
-        return self._plan("broadcast", x.dtype, [block[1]], move, root=root, attached=attached)
+        return self._plan("broadcast", x.dtype, [block[1]], move, at=at, root=root, attached=attached)
 
     def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
-        takes, (block,) = blocks_of(outs), blocks_of([x])
+        at = self._at(x)
+        takes, (block,) = at.memory.blocks(outs), at.memory.blocks([x])
 
         def move(near: bool) -> None:
-            if self._are_attached():
+            if self._are_attached(at.room):
                 self._copy_attached(takes)
             else:
-                self._moves.all_gather(takes, block, near, (outs, x))
+                at.moves.all_gather(takes, block, near, (outs, x))
 
-        attached = block if block[1] <= MOST_ATTACHED else ()
+        attached = block if block[1] <= at.room else ()
         sizes = [nbytes for _, nbytes in takes]
-        return self._plan("all_gather", x.dtype, sizes, move, parts=parts, blocks=takes, attached=attached)
+        return self._plan(
+            "all_gather", x.dtype, sizes, move, at=at, parts=parts, blocks=takes, attached=attached
+        )
 
     def _plan_gather(self, outs: Sequence[Array] | None, x: Array, root: int) -> Call:
-        takes, (block,) = blocks_of(outs or ()), blocks_of([x])
+        at = self._at(x)
+        takes, (block,) = at.memory.blocks(outs or ()), at.memory.blocks([x])
 
         def move(near: bool) -> None:
-            if self._are_attached():
+            if self._are_attached(at.little):
                 self._copy_attached(takes)
             else:
-                self._moves.gather(takes, block, root, near, (outs, x))
+                at.moves.gather(takes, block, root, near, (outs, x))
 
-        attached = block if block[1] <= MOST_ATTACHED else ()
+        attached = block if block[1] <= at.little else ()
         blocks = [block] if outs is None else takes
         sizes = [nbytes for _, nbytes in blocks]
-        return self._plan("gather", x.dtype, sizes, move, root=root, blocks=blocks, attached=attached)
+        return self._plan("gather", x.dtype, sizes, move, at=at, root=root, blocks=blocks, attached=attached)
 
-    def _are_attached(self) -> bool:
-        """Whether every rank's array is in its row."""
-        return int(self._meeting.rows[:, words.SHAPE].max()) <= MOST_ATTACHED
+    def _are_attached(self, room: int) -> bool:
+        """Whether every rank's array is in its row, as those of at most `room` bytes are."""
+        return int(self._meeting.rows[:, words.ROW_SHAPE].max()) <= room
 
     def _copy_attached(self, targets: Sequence[Block]) -> None:
         """What each rank attached; to nowhere, where this rank gets no result."""
@@ -177,53 +200,59 @@ class MpiGroup(MpiCalls):
             copy((source, nbytes), (target, nbytes))
 
     def _plan_scatter(self, out: Array, blocks: Sequence[Array] | None, root: int) -> Call:
-        gives, (block,) = blocks_of(blocks or ()), blocks_of([out])
+        at = self._at(out)
+        gives, (block,) = at.memory.blocks(blocks or ()), at.memory.blocks([out])
 
         def move(near: bool) -> None:
-            self._moves.scatter(block, gives, root, near, (out, blocks))
+            at.moves.scatter(block, gives, root, near, (out, blocks))
 
         mine = [block] if blocks is None else gives
-        return self._plan("scatter", out.dtype, [nbytes for _, nbytes in mine], move, root=root, blocks=mine)
+        sizes = [nbytes for _, nbytes in mine]
+        return self._plan("scatter", out.dtype, sizes, move, at=at, root=root, blocks=mine)
 
     def _plan_all_to_all(self, outs: Sequence[Array], blocks: Sequence[Array]) -> Call:
-        takes, gives = blocks_of(outs), blocks_of(blocks)
+        at = self._at(outs[0])
+        takes, gives = at.memory.blocks(outs), at.memory.blocks(blocks)
 
         def move(near: bool) -> None:
-            self._moves.exchange(gives, takes, near, (outs, blocks))
+            at.moves.exchange(gives, takes, near, (outs, blocks))
 
         # Each side has a base address of its own.
         farther = takes if are_near(gives) else gives
         sizes = [nbytes for _, nbytes in (*takes, *gives)]
-        return self._plan("all_to_all", blocks[0].dtype, sizes, move, blocks=farther)
+        return self._plan("all_to_all", blocks[0].dtype, sizes, move, at=at, blocks=farther)
 
     def _plan_barrier(self, timeout: float) -> Call:
         return self._plan("barrier", None, [], lambda near: None, timeout=timeout)
 
-    # ---- point to point --------------------------------------------------------------------------
+    # ---- GPUs ------------------------------------------------------------------------------------
 
-    def _send(self, x: Adopted, dst: int, tag: int) -> None:
-        self._mail.send(x, dst, tag)
+    def take_gpus(self, memory: Memory, current: Callable[[], AbstractContextManager[None]]) -> None:
+        """From now on the hooks above also take dense arrays on GPUs: what `memory` knows, with a dtype.
 
-    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
-        return self._mail.recv(x, src, tag)
+        The MPI library of every rank must be CUDA-aware.
 
-    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        return self._mail.isend(x, dst, tag)
+        Args:
+            memory: theirs.
+            current: a context in which their GPU is the thread's current one, for the threads that carry messages.
+        """
+        self._gpus = self._place(memory, -1, -1)
+        self._channels.current = current
 
-    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        return self._mail.irecv(x, src, tag)
+    def landing(self, view: Array, finish: Callable[[Array | None], None]) -> Landing:
+        """What `_recv` and `_irecv` take for an array on a GPU; the arguments are those of Landing.
+
+        It must have more bytes than what is inside a letter, as must what `_send` and `_isend` are given of GPUs.
+        """
+        assert view.nbytes > self.least_on_gpus
+        return Landing(view, finish)
+
+    @property
+    def least_on_gpus(self) -> int:
+        """Messages up to so many bytes must come from and go to the host's memory."""
+        return INSIDE
 
     # ---- the end ---------------------------------------------------------------------------------
-
-    def _fail(self, error: GroupError) -> None:
-        super()._fail(error)
-        self._mail.abort()
-
-    def abort(self, reason: str = "abort() was called") -> None:
-        """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
-        if not self._closed:
-            here = self._vigil.name(self.rank)
-            self._fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
 
     def _close(self, reason: GroupError | None) -> None:
         self._mail.close(reason)
@@ -233,7 +262,7 @@ class MpiGroup(MpiCalls):
         failed = self._vigil.failure is not None
         if turn:
             if failed:
-                abandon([], (self._meeting, self._moves))
+                abandon([], (self._meeting, self._host, self._gpus))
             else:
                 self._meeting.free()
             lay_down(self._library, self._comm, self._control, failed)
@@ -244,7 +273,7 @@ class MpiGroup(MpiCalls):
         self._vigil.failure = self.failure = error
 
 
-def _is_dedicated(members: Sequence[Member], rank: int) -> bool:
+def _is_dedicated(crowd: Sequence[Member], me: Member) -> bool:
     """Whether there is a core for each rank of this host."""
-    here = [member for member in members if member.boot_id == members[rank].boot_id]
+    here = [member for member in crowd if member.boot_id == me.boot_id]
     return len(here) <= len(os.sched_getaffinity(0))

@@ -1,29 +1,32 @@
 """A collective call over MPI: it meets the other ranks, then does what it is for, and knows what to do when that fails.
 
-Every wait comes back every 50 ms to look at signals, the clock and the peers.
+Every wait comes back every 50 ms to look at signals, the clock and the peers. A call on arrays in the memory of GPUs is
+another one than that on the host's: nothing of theirs fits into a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import calls
+from ..carrier import Call
 from ..errors import AbortedError, GroupError
 from ..group import ProcessGroup
+from ..kernels.reduce import reducer
 from ..members import Member
 from ..mismatch import comparable, describe_sizes, mismatch, operation_of
-from ..operands import Call
 from ..reduce_op import ReduceOp
 from ..watch import Wait
-from . import mpi_kernels as words
+from . import mpi_meet_kernels as words
 from .mpi_control import MpiControl
 from .mpi_library import Library
-from .mpi_meet import Call as Said
-from .mpi_meet import Meeting, balance_of
-from .mpi_moves import Block, Moves, are_near, blocks_of
+from .mpi_meet import Meeting, Said, balance_of
+from .mpi_memory import Block, HostMemory, Memory, blocks_of
+from .mpi_moves import Moves, are_near
+from .mpi_reduce import Reductions
 from .mpi_requests import Requests
 from .plans.shape import Limits, Shape
 from .sizes import sizes_of
@@ -33,6 +36,21 @@ _MOST_PREPARED = 1024
 _NOTICE, _MEET, _MOVE = 1, 2, 3
 FIRST_FREE_TAG = 4
 _NO_LIMITS = Limits(0, 0)
+_ON_GPU = 1 << 7  # in a call word, where the operation's number leaves it free
+
+
+class Place(NamedTuple):
+    """Where the arrays of a call lie, and what is done with them there.
+
+    Attributes:
+        room, little: bytes that a row may have of them, as in Meeting; -1: nothing, not even of empty ones.
+    """
+
+    memory: Memory
+    moves: Moves
+    reductions: Reductions
+    room: int
+    little: int
 
 
 class MpiCalls(ProcessGroup):
@@ -53,13 +71,25 @@ class MpiCalls(ProcessGroup):
         self._control = MpiControl(library, comm, _NOTICE)
         self._vigil = NetVigil(members, comm.rank, self._control)
         self._vigil.on_failure = self._stop
-        requests = Requests(library, dedicated)
-        self._meeting = Meeting(library, comm, requests, _MEET)
-        self._moves = Moves(library, comm, requests, _MOVE, self._look)
+        self._meeting = Meeting(library, comm, dedicated, _MEET)
+        self._requests = Requests(library, dedicated)
+        self._host = self._place(HostMemory(self.size, self._look), self._meeting.room, self._meeting.little)
+        self._gpus: Place | None = None
         self._prepared: dict[Any, Said] = {}
         self._wait: Wait | None = None
         self._limit = timeout
         self._moving = False
+
+    def _place(self, memory: Memory, room: int, little: int) -> Place:
+        moves = Moves(self._library, self._comm, self._requests, _MOVE, self._look, memory)
+        return Place(memory, moves, Reductions(moves, memory), room, little)
+
+    def _at(self, x: Any) -> Place:
+        """Where an array lies."""
+        if type(x) is np.ndarray:
+            return self._host
+        assert self._gpus is not None
+        return self._gpus
 
     def _plan(
         self,
@@ -68,6 +98,8 @@ class MpiCalls(ProcessGroup):
         nbytes: Sequence[int],
         move: Callable[[bool], None],
         *,
+        at: Place | None = None,
+        able: bool = True,
         op: ReduceOp | None = None,
         root: int = 0,
         parts: Sequence[int] = (),
@@ -80,13 +112,16 @@ class MpiCalls(ProcessGroup):
         Args:
             nbytes: as in plans/shape.py.
             move: does it; takes whether all ranks' blocks are near.
+            at: where the arrays lie; None: on the host.
+            able: whether this rank can do it there. Where one cannot, no rank does, and the call returns False.
             blocks: those that one of MPI's operations with a `v` in its name reads or writes together.
-            attached: a block of at most MOST_ATTACHED bytes for all ranks to see, or empty.
+            attached: a block of at most `room` bytes for all ranks to see, or empty.
         """
-        said = self._said(operation, dtype, op, root, tuple(nbytes), tuple(parts))
-        near = are_near(blocks)
+        on_gpu = at is not None and at.memory.on_gpu
+        said = self._said(operation, dtype, op, root, tuple(nbytes), tuple(parts), on_gpu)
+        near = able if on_gpu else are_near(blocks)
 
-        def call() -> None:
+        def call() -> bool:
             self._check_usable()
             try:
                 self._wait, self._limit = None, self.timeout if timeout is None else timeout
@@ -95,8 +130,10 @@ class MpiCalls(ProcessGroup):
                 if found in (words.DIFFERENT, words.UNBALANCED):
                     raise self._mismatch(found, said)
                 self._moving = True
-                move(found == words.AGREED)
-                self._meeting.under_way = False
+                if done := found == words.AGREED or not on_gpu:
+                    move(found == words.AGREED)
+                self._meeting.end()
+                return done
             except BaseException as error:
                 raise self._torn(error) from error.__cause__
 
@@ -110,16 +147,44 @@ class MpiCalls(ProcessGroup):
         root: int,
         nbytes: tuple[int, ...],
         parts: tuple[int, ...],
+        on_gpu: bool,
     ) -> Said:
-        key = (operation, dtype, op, root, nbytes, parts)
+        key: tuple[Any, ...] = (operation, dtype, op, root, nbytes, parts)  # as in mpi_short.py
+        if on_gpu:
+            key += (_ON_GPU,)
         found = self._prepared.get(key)
         if found is None:
             code = calls.encode(operation, dtype, op=op, parts=parts) | root << calls.ROOT_SHIFT
             sizes = sizes_of(Shape(operation, self.size, self.rank, nbytes, _NO_LIMITS, root=root))
-            found = Said(code, sizes, balance_of(sizes, self.rank))
+            found = Said(code | _ON_GPU * on_gpu, sizes, balance_of(sizes, self.rank))
+            if not on_gpu:
+                self._let_finish(found, operation, dtype, op, root, nbytes)
             if len(self._prepared) < _MOST_PREPARED:
                 self._prepared[key] = found
         return found
+
+    def _let_finish(
+        self,
+        said: Said,
+        operation: str,
+        dtype: np.dtype[Any] | None,
+        op: ReduceOp | None,
+        root: int,
+        nbytes: tuple[int, ...],
+    ) -> None:
+        """Where all data is attached, tell the compiled call what is left to do."""
+        own = nbytes[0] if nbytes else 0
+        if own > self._meeting.room or len(set(nbytes)) > 1:
+            return
+        if operation == "barrier":
+            said.finish_by(words.NOTHING, 0)
+        elif operation == "broadcast":
+            said.finish_by(words.FROM_ROOT, own, root)
+        elif operation == "all_gather":
+            said.finish_by(words.FROM_ALL, own)
+        elif operation == "all_reduce" and op is not None and dtype is not None:
+            how = reducer(op, dtype)
+            said.finish_by(words.REDUCE, own, 0, how.address, how.code, own // how.itemsize)
 
     def _look(self) -> None:
         """Every 50 ms of a call: raise if going on is hopeless."""
@@ -129,8 +194,8 @@ class MpiCalls(ProcessGroup):
 
     def _doing(self) -> str:
         """The call under way, for messages."""
-        _, code, shape = self._meeting.rows[self.rank, : words.BALANCE].tolist()
-        return f"{calls.describe(code, shape)}, call {self._meeting.calls} of group {self.name!r}"
+        _, code, shape = self._meeting.rows[self.rank, : words.ROW_BALANCE].tolist()
+        return f"{calls.describe(code & ~_ON_GPU, shape)}, call {self._meeting.calls} of group {self.name!r}"
 
     def _late(self) -> list[int]:
         """The group ranks that have not come; once all have, those that may still be in the call."""
@@ -140,12 +205,15 @@ class MpiCalls(ProcessGroup):
 
     def _mismatch(self, found: int, said: Said) -> Exception:
         """The error of calls that differ, which all ranks have seen; the group goes on."""
-        rows = self._meeting.rows[:, words.CALL : words.SHAPE + 1].tolist()
-        heads = comparable([(code, shape) for code, shape in rows])
+        rows = self._meeting.rows[:, words.ROW_CODE : words.ROW_SHAPE + 1].tolist()
+        heads = comparable([(code & ~_ON_GPU, shape) for code, shape in rows])
         text = calls.describe_differences(heads, self.ranks)
+        on_gpus = [self.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
+        if 0 < len(on_gpus) < self.size:
+            text += f"; the arrays of {on_gpus} are on GPUs, those of the others are not"
         if found == words.UNBALANCED:
             text = f"{operation_of(heads)}: {describe_sizes(self._all_sizes(said), self.ranks)}"
-        self._meeting.under_way = False
+        self._meeting.end()
         return mismatch(text, self._meeting.calls, self.name)
 
     def _all_sizes(self, said: Said) -> list[tuple[list[int], list[int]]]:
@@ -154,7 +222,7 @@ class MpiCalls(ProcessGroup):
         tables = np.empty((self.size, *mine.shape), np.int64)
         tables[self.rank] = mine
         blocks = blocks_of(list(tables))
-        self._moves.all_gather(blocks, blocks[self.rank], True, tables)
+        self._host.moves.all_gather(blocks, blocks[self.rank], True, tables)
         return [(gives, takes) for gives, takes in tables.tolist()]
 
     def _torn(self, error: BaseException) -> BaseException:
@@ -167,9 +235,6 @@ class MpiCalls(ProcessGroup):
             here = self._vigil.name(self.rank)
             self._fail(AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}"))
         return error
-
-    def _fail(self, error: GroupError) -> None:
-        self._vigil.fail(error)
 
     def _stop(self) -> None:
         """The group has failed, wherever that was found."""

@@ -31,8 +31,11 @@ _lock = threading.Lock()
 
 def make_comm(
     library: Library, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
-) -> Any:
+) -> tuple[Any, bool]:
     """The communicator of a group's members, group ranks in the order of `members`; collective over them.
+
+    Returns:
+        It, and whether the MPI library of every member is CUDA-aware.
 
     Raises:
         UnavailableError: the members are not ranks of one MPI job.
@@ -40,21 +43,22 @@ def make_comm(
     """
     world = library.MPI.COMM_WORLD
     free_finished(library)
-    places = _places(store, f"making the group {name!r}", members, rank, [world.rank, world.size], timeout)
+    mine = [world.rank, world.size, int(library.cuda_aware)]
+    places = _places(store, f"making the group {name!r}", members, rank, mine, timeout)
     _check(library, members, places)
     # All members are here, or have been a moment ago: from here on MPI may block.
     with library.lock:
-        chosen = world.Get_group().Incl([place for place, _ in places])
+        chosen = world.Get_group().Incl([place for place, _, _ in places])
         comm = world.Create_group(chosen, zlib.crc32(name.encode()) % _LEAST_TAG_LIMIT)
         chosen.Free()
         comm.Set_errhandler(library.MPI.ERRORS_RETURN)
-    return comm
+    return comm, all(aware for _, _, aware in places)
 
 
 def _places(
     store: Store, doing: str, members: Sequence[Member], rank: int, mine: list[int], timeout: float
 ) -> list[list[int]]:
-    """Rank and size of MPI's world on every member; the first collects them for all."""
+    """What every member says, rank and size of MPI's world and more; the first collects it for all."""
     store.set(f"mpi/{rank}", json.dumps(mine))
     if rank == 0:
         keys = [f"mpi/{other}" for other in range(len(members))]
@@ -67,11 +71,11 @@ def _places(
 
 def _check(library: Library, members: Sequence[Member], places: Sequence[Sequence[int]]) -> None:
     size = library.MPI.COMM_WORLD.size
-    ranks = [place for place, _ in places]
-    if len(set(ranks)) < len(ranks) or any(other != size for _, other in places):
+    ranks = [place for place, _, _ in places]
+    if len(set(ranks)) < len(ranks) or any(other != size for _, other, _ in places):
         shown = ", ".join(
             f"{member} is rank {place} of {other}"
-            for member, (place, other) in zip(members, places, strict=True)
+            for member, (place, other, _) in zip(members, places, strict=True)
         )
         raise UnavailableError(
             f"the ranks are not ranks of one MPI job: by MPI, {shown}; start all of them with one mpiexec or srun, "

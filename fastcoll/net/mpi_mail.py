@@ -15,6 +15,8 @@ import ctypes
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,10 +80,14 @@ class MpiChannels(Channels):
     Args:
         comm: the group's communicator.
         dedicated: as for Requests.
+
+    Attributes:
+        current: a context for everything that MPI does with messages; see MpiGroup.take_gpus.
     """
 
     def __init__(self, library: Library, comm: Any, tags: Tags, dedicated: bool) -> None:
         self.size, self._rank = comm.size, comm.rank
+        self.current: Callable[[], AbstractContextManager[None]] = nullcontext
         self._library = library
         self._comm = comm
         self._tags = tags
@@ -137,13 +143,17 @@ class MpiChannels(Channels):
 
     def retire(self) -> None:
         """Take back what others may still send; give up what they may still read."""
+        left = []
         with self._library.lock:
             for posted in self._posted:
                 if posted.event in (_LETTER, ACKED):
                     posted.request.Cancel()
                     posted.request.Wait()
                     self._listening = False
-        abandon([p.request for p in self._posted], [p.keep for p in self._posted])
+                else:
+                    left.append(posted)
+        if left:
+            abandon([posted.request for posted in left], [posted.keep for posted in left])
 
     # ---- a blocking call -------------------------------------------------------------------------
 
@@ -177,7 +187,7 @@ class MpiChannels(Channels):
                 return OTHER
             self._take_letter(fitting[0])
             self._receiving = fitting[0]
-            self.accept(fitting[0], address_of(array), array.nbytes)
+            self.accept(fitting[0], address_of(array), array.nbytes, array)
         peer = self._receiving
         if not self._await((ARRIVED, peer)):
             return AGAIN
@@ -235,18 +245,17 @@ class MpiChannels(Channels):
     def header(self, peer: int) -> Header:
         return self._taken[peer].header
 
-    def accept(self, peer: int, address: int, nbytes: int) -> None:
+    def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
         if nbytes <= INSIDE:
             if address:
                 ctypes.memmove(address, self._taken[peer].inside, nbytes)
             self._events.append((ARRIVED, peer))
             return
-        keep = None
         if not address:
-            keep = np.empty(nbytes, np.uint8)
-            address = address_of(keep)
+            keep = dropped = np.empty(nbytes, np.uint8)
+            address = address_of(dropped)
         self._begun = time.monotonic()
-        with self._library.lock:
+        with self.current(), self._library.lock:
             for piece in pieces((address, nbytes)):
                 request = self._comm.Irecv(self._bytes(piece), peer, self._tags.data)
                 self._posted.append(_Posted(request, ARRIVED, peer, keep))
@@ -292,7 +301,7 @@ class MpiChannels(Channels):
         ctypes.memmove(address_of(letter) + _HEAD, address, inside)
         MPI = self._library.MPI
         self._begun = time.monotonic()
-        with self._library.lock:
+        with self.current(), self._library.lock:
             posted = [self._comm.Isend([letter, MPI.BYTE], peer, self._tags.letter)]
             posted += [
                 self._comm.Isend(self._bytes(piece), peer, self._tags.data)
@@ -307,7 +316,9 @@ class MpiChannels(Channels):
     def _progress(self) -> bool:
         """Wait until a request is complete, and deal with it; False after 50 ms without one, or when the bell rang."""
         self._requests.load(self._requests.handles([posted.request for posted in self._posted]))
-        if not self._requests.poll(words.ANY | (words.BUSY if self._is_moving() else 0)):
+        with self.current():
+            done = self._requests.poll(words.ANY | (words.BUSY if self._is_moving() else 0))
+        if not done:
             return False
         still = set(self._requests.open())
         # One by one, as what is left tells whether an event is complete; new requests come behind all of these.

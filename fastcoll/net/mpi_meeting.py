@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 import numpy as np
 
@@ -21,9 +20,6 @@ from .mpi_requests import Requests
 _TAG = 32749
 _BYTES = 128
 _LOOPBACK = "127.0.0.1"
-
-_told: list[tuple[bytes, list[Any]]] = []
-"""What rank 0 has sent, kept for MPI."""
 
 
 def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
@@ -56,12 +52,27 @@ def _serve(library: Library, timeout: float) -> Rendezvous:
     make_room(world.size, f"the store for {world.size} ranks")
     host = _LOOPBACK if detect(os.environ).on_one_node else own_address()
     store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-    text = f"{host} {store.port}".encode().ljust(_BYTES)
-    with library.lock:
-        # As short as this, they are on their way when Isend returns.
-        sent = [world.Isend([text, library.MPI.BYTE], peer, _TAG) for peer in range(1, world.size)]
-        _told.append((text, sent))
+    try:
+        _tell(library, f"{host} {store.port}".encode().ljust(_BYTES), timeout)
+    except BaseException:
+        store.close()
+        raise
     return Rendezvous(store, 0, world.size, host)
+
+
+def _tell(library: Library, text: bytes, timeout: float) -> None:
+    """Send it to all other ranks: a first message needs a connection, on which MPI works while it is called."""
+    deadline = time.monotonic() + timeout
+    requests, world = Requests(library, dedicated=False), library.MPI.COMM_WORLD
+
+    def look() -> None:
+        if time.monotonic() > deadline:
+            late = ", ".join(str(1 + place) for place in requests.open())
+            raise StoreTimeoutError(f"rank(s) {late} did not call init_process_group within {timeout:g} s")
+
+    with library.lock:
+        sent = [world.Isend([text, library.MPI.BYTE], peer, _TAG) for peer in range(1, world.size)]
+    requests.finish(sent, look, 0, text)
 
 
 def _hear(library: Library, timeout: float) -> tuple[str, int]:

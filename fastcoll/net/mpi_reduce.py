@@ -1,4 +1,4 @@
-"""Reductions over MPI: MPI moves the data, our compiled reducers combine it, in rank order.
+"""Reductions over MPI: MPI moves the data, our compiled reducers combine it where it lies, in rank order.
 
 MPI's own reductions promise neither an order nor the same bits on all ranks, and lack dtypes and operations. So
 a small array goes to all ranks, which all reduce the same; a larger one is cut into a slice for each rank,
@@ -8,16 +8,11 @@ arrays): each rank sends and receives 2 (n - 1) / n times the array, as by a rin
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from ..kernels.pointers import address_of
-from ..kernels.reduce import Reducer
-from . import mpi_kernels as words
-from .mpi_moves import Block, Moves
+from .mpi_memory import Block, Memory, Reducing
+from .mpi_moves import Moves
 
 # On a 2-core AMD EPYC (MPICH 5.0.2, Open MPI 5.0.11, one node): two ranks take 56 us for 128 KiB gathered and 58 to 65
 # sliced, 20 and 30 us for 4 KiB; with four ranks all are in favour of gathering. 64 MiB take 7.4 ms in segments of
@@ -26,8 +21,6 @@ GATHERED = 256 << 10
 """Bytes of all ranks' arrays together up to which everybody gets them all."""
 SEGMENT = 4 << 20
 """Bytes of an array that are under way at one time."""
-_PIECE = 1 << 20  # bytes that are reduced between two looks at the clock
-_LOOK_EVERY = 0.05
 
 
 class Reductions:
@@ -35,51 +28,25 @@ class Reductions:
 
     Args:
         moves: the group's.
-        worked: called every 50 ms while reducing.
+        memory: where the arrays lie.
     """
 
-    def __init__(self, moves: Moves, worked: Callable[[], None]) -> None:
+    def __init__(self, moves: Moves, memory: Memory) -> None:
         self._moves = moves
-        self._worked = worked
+        self._memory = memory
+        self.fold = memory.fold
         self._size, self._rank = moves.size, moves.rank
-        self._sources = np.zeros(self._size, np.int64)
-        self._words = np.zeros(6, np.int64)
-        self._words[3] = address_of(self._sources)
-        self._address = address_of(self._words)
-        self._scratch = np.empty(0, np.uint8)
+        self._scratch: Any = None
 
-    def fold(self, how: Reducer, target: int, sources: Sequence[int], nbytes: int) -> None:
-        """Reduce the arrays at the addresses `sources`, in this order, into the one at `target`.
-
-        It may be one of them, or be apart from all.
-        """
-        table, count = self._words, nbytes // how.itemsize
-        table[0], table[1], table[4] = how.address, how.code, len(sources)
-        if nbytes <= _PIECE:
-            self._sources[: len(sources)] = sources
-            table[2], table[5] = target, count
-            words.reduce.call(self._address)
-            return
-        step = max(_PIECE // how.itemsize, 1)
-        looked = time.monotonic()
-        for first in range(0, count, step):
-            start = first * how.itemsize
-            self._sources[: len(sources)] = [source + start for source in sources]
-            table[2], table[5] = target + start, min(step, count - first)
-            words.reduce.call(self._address)
-            if time.monotonic() - looked > _LOOK_EVERY:
-                self._worked()
-                looked = time.monotonic()
-
-    def all_reduce(self, how: Reducer, x: Block, keep: Any) -> None:
+    def all_reduce(self, how: Reducing, x: Block, keep: Any) -> None:
         """In place."""
         self._in_segments(how, x, x, None, keep)
 
-    def reduce(self, how: Reducer, out: Block, x: Block, root: int, keep: Any) -> None:
+    def reduce(self, how: Reducing, out: Block, x: Block, root: int, keep: Any) -> None:
         """Into the root's out, which may be x."""
         self._in_segments(how, out, x, root, keep)
 
-    def _in_segments(self, how: Reducer, out: Block, x: Block, root: int | None, keep: Any) -> None:
+    def _in_segments(self, how: Reducing, out: Block, x: Block, root: int | None, keep: Any) -> None:
         if x[1] * self._size <= GATHERED:
             sources = self._gathered(x, root, keep)
             if root in (None, self._rank):
@@ -94,24 +61,25 @@ class Reductions:
                 self._moves.gather(takes if self._rank == root else [], mine, root, True, keep)
 
     def _reduced_slice(
-        self, how: Reducer, x: int, out: int, slices: Sequence[Block], root: int | None, keep: Any
+        self, how: Reducing, x: int, out: int, slices: Sequence[Block], root: int | None, keep: Any
     ) -> Block:
         """Get this rank's slice of a segment from all ranks and reduce it: to `out` where that is wanted."""
         first, nbytes = slices[self._rank]
-        sources = self._exchanged(x, slices, keep)
+        sources = self._exchanged(x, slices, self._room(self._size * nbytes), keep)
         target = out + first if root in (None, self._rank) else sources[self._rank - 1]
         self.fold(how, target, sources, nbytes)
         return target, nbytes
 
-    def _exchanged(self, x: int, slices: Sequence[Block], keep: Any) -> list[int]:
-        """This rank's slice of all ranks: its own where it is, the others' in scratch."""
+    def _exchanged(self, x: int, slices: Sequence[Block], room: int, keep: Any) -> list[int]:
+        """This rank's slice of all ranks: its own where it is, the others' in the room."""
         first, nbytes = slices[self._rank]
         gives = [(x + place, count) for place, count in slices]
-        return self._collected(gives, nbytes, x + first, True, keep)
+        return self._collected(gives, nbytes, x + first, True, room, keep)
 
-    def _collected(self, gives: list[Block], nbytes: int, own: int, near: bool, keep: Any) -> list[int]:
+    def _collected(
+        self, gives: list[Block], nbytes: int, own: int, near: bool, room: int, keep: Any
+    ) -> list[int]:
         """Exchange blocks; the addresses of those that came to this rank, its own being where it was."""
-        room = self._room(self._size * nbytes)
         takes = [(room + rank * nbytes, nbytes) for rank in range(self._size)]
         gives[self._rank] = takes[self._rank] = (0, 0)
         self._moves.exchange(gives, takes, near, (keep, self._scratch))
@@ -127,7 +95,7 @@ class Reductions:
             self._moves.gather(takes, x, root, True, (keep, self._scratch))
         return [address for address, _ in takes]
 
-    def scan(self, how: Reducer, out: Block, x: Block, exclusive: bool, keep: Any) -> None:
+    def scan(self, how: Reducing, out: Block, x: Block, exclusive: bool, keep: Any) -> None:
         """Reduction over ranks 0..rank, or 0..rank-1 (rank 0's out stays), into out, which may be x."""
         last = self._rank + (not exclusive)
         if x[1] * self._size <= GATHERED:
@@ -136,10 +104,10 @@ class Reductions:
                 self.fold(how, out[0], sources[:last], x[1])
             return
         for start, slices in _segments(x[1], self._size, how.itemsize):
-            sources = self._exchanged(x[0] + start, slices, keep)
             nbytes = slices[self._rank][1]
-            prefixes = np.empty(self._size * nbytes, np.uint8)
-            gives = [(address_of(prefixes) + rank * nbytes, nbytes) for rank in range(self._size)]
+            room = self._room(2 * self._size * nbytes)
+            sources = self._exchanged(x[0] + start, slices, room, keep)
+            gives = [(room + (self._size + rank) * nbytes, nbytes) for rank in range(self._size)]
             for rank in range(self._size):
                 if many := rank + (not exclusive):
                     self.fold(how, gives[rank][0], sources[:many], nbytes)
@@ -147,10 +115,10 @@ class Reductions:
             if exclusive:
                 gives[0] = (0, 0)
                 takes = takes if self._rank else [(0, 0)] * self._size
-            self._moves.exchange(gives, takes, True, (keep, prefixes))
+            self._moves.exchange(gives, takes, True, (keep, self._scratch))
 
     def reduce_scatter(
-        self, how: Reducer, out: Block, blocks: Sequence[Block], near: bool, keep: Any
+        self, how: Reducing, out: Block, blocks: Sequence[Block], near: bool, keep: Any
     ) -> None:
         """Block `rank` of all ranks into out, which may be blocks[rank]."""
         rounds = max(1, -(-sum(nbytes for _, nbytes in blocks) // SEGMENT))
@@ -160,14 +128,14 @@ class Reductions:
                 (address + first, nbytes) for (address, _), (first, nbytes) in zip(blocks, parts, strict=True)
             ]
             first, nbytes = parts[self._rank]
-            sources = self._collected(gives, nbytes, blocks[self._rank][0] + first, near, keep)
+            room = self._room(self._size * nbytes)
+            sources = self._collected(gives, nbytes, blocks[self._rank][0] + first, near, room, keep)
             self.fold(how, out[0] + first, sources, nbytes)
 
     def _room(self, nbytes: int) -> int:
-        """The address of so much scratch memory, whose contents are lost with the next call."""
-        if self._scratch.nbytes < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
-        return address_of(self._scratch)
+        """The address of so much scratch memory, whose contents are lost with the next call of this."""
+        room, self._scratch = self._memory.scratch(nbytes)
+        return room
 
 
 def _segments(nbytes: int, ranks: int, itemsize: int) -> list[tuple[int, list[Block]]]:

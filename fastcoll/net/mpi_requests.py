@@ -30,6 +30,9 @@ class Requests:
     Args:
         library: the MPI library.
         dedicated: whether every rank of this host has a core of its own.
+
+    Attributes:
+        address: of the table, until there are more requests than ever, or than were reserved for.
     """
 
     def __init__(self, library: Library, dedicated: bool) -> None:
@@ -39,7 +42,7 @@ class Requests:
         self._table[waiting.SPINS], self._table[waiting.YIELDS] = spins, yields
         self._table[waiting.BUDGET] = _SERIAL_BUDGET if library.serial else _BUDGET
         self._table[words.TEST] = library.test
-        self._address = address_of(self._table)
+        self.address = address_of(self._table)
         self._looked = 0.0
 
     def ring(self) -> None:
@@ -55,12 +58,16 @@ class Requests:
         address = self._library.MPI._addressof
         return [address(request) for request in requests]
 
+    def reserve(self, count: int) -> None:
+        """Make room for so many requests."""
+        if words.SLOTS + count > self._table.size:
+            self._table = np.concatenate([self._table, np.zeros(2 * count, np.int64)])
+            self.address = address_of(self._table)
+
     def load(self, handles: Sequence[int]) -> None:
         """Take requests in hand; they must be active."""
         count = len(handles)
-        if words.SLOTS + count > self._table.size:
-            self._table = np.concatenate([self._table, np.zeros(2 * count, np.int64)])
-            self._address = address_of(self._table)
+        self.reserve(count)
         self._table[words.SLOTS : words.SLOTS + count] = handles
         self._table[words.COUNT] = count
 
@@ -77,34 +84,35 @@ class Requests:
         """
         self._table[words.MODE] = mode
         with self._library.lock:
-            code = words.poll.call(self._address)
+            code = words.poll.call(self.address)
         if code < 0:
             raise self._library.MPI.Exception(-code)
-        if code == words.AGAIN and self._library.serial:
-            time.sleep(1e-5)  # or the lock would be ours again before another thread has woken up
+        if code == words.AGAIN:
+            self._give_way()
         return code == words.DONE
 
-    def finish(
-        self,
-        requests: Sequence[Any],
-        look: Callable[[], None],
-        mode: int,
-        keep: Any = (),
-        handles: Sequence[int] | None = None,
-    ) -> None:
+    def pause(self, look: Callable[[], None]) -> None:
+        """Between two waits that were not enough: let other threads have their turn, and look every 50 ms."""
+        self._give_way()
+        if not self._library.serial or time.monotonic() - self._looked >= _LOOK_EVERY:
+            self._looked = time.monotonic()
+            look()
+
+    def _give_way(self) -> None:
+        if self._library.serial:
+            time.sleep(1e-5)  # or the lock would be ours again before another thread has woken up
+
+    def finish(self, requests: Sequence[Any], look: Callable[[], None], mode: int, keep: Any = ()) -> None:
         """Wait until all are complete.
 
         Args:
             look: called every 50 ms; what it raises ends the wait.
             keep: what the requests read and write, kept alive if the wait ends without them.
-            handles: of the requests, if they are known.
         """
-        self.load(self.handles(requests) if handles is None else handles)
+        self.load(self.handles(requests))
         try:
             while not self.poll(mode):
-                if not self._library.serial or time.monotonic() - self._looked >= _LOOK_EVERY:
-                    self._looked = time.monotonic()
-                    look()
+                self.pause(look)
         except BaseException:
             abandon(requests, keep)
             raise

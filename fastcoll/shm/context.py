@@ -23,6 +23,9 @@ BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals,
 _DEDICATED = (2000, 200)
 _OVERSUBSCRIBED = (0, 1000)
 
+_BUDGET = words.PATIENCE + waiting.BUDGET
+_HANDED_OVER = -1  # in BUSY, no thread's number: the progress thread will go on with the call
+
 
 def patience(ranks: int, cores: int) -> tuple[int, int]:
     """Spins and yields before sleeping, for so many ranks on so many cores."""
@@ -61,7 +64,7 @@ class Context:
         spins, yields = patience(layout.size, cores)
         values[words.PATIENCE + waiting.SPINS] = spins
         values[words.PATIENCE + waiting.YIELDS] = yields
-        values[words.PATIENCE + waiting.BUDGET] = BUDGET
+        values[_BUDGET] = BUDGET
         self.words = values
         self.address = address_of(values)
         self._kept: list[Any] = []
@@ -80,6 +83,27 @@ class Context:
     def go_one_shot(self, limit: int) -> None:
         """Let reductions of up to `limit` bytes go one-shot from now on; on all ranks between the same two calls."""
         self.words[words.ONE_SHOT] = limit
+
+    def wait_no_longer_than(self, nanoseconds: int) -> None:
+        """Have entries come back after so long a wait; another thread's call then does too, without harm."""
+        self.words[_BUDGET] = nanoseconds
+
+    def wait_as_usual(self) -> None:
+        """Undo `wait_no_longer_than`."""
+        self.words[_BUDGET] = BUDGET
+
+    def hand_over(self) -> None:
+        """This thread's call goes on on another one."""
+        self.words[words.BUSY] = _HANDED_OVER
+
+    def take_over(self) -> None:
+        """Go on with a call that was handed over."""
+        self.words[words.BUSY] = threading.get_ident()
+
+    def take_back(self) -> None:
+        """End a call that was handed over and that nobody will go on with, if there is one."""
+        if self[words.BUSY] == _HANDED_OVER:
+            self.words[words.BUSY] = 0
 
     def let_go(self) -> None:
         """End the call of this thread, if there is one."""

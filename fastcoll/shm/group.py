@@ -14,25 +14,27 @@ import numpy as np
 
 from .. import calls
 from ..arrays import Adopted
+from ..carrier import Call
 from ..errors import AbortedError, ArrayError, GroupError
 from ..kernels import locks
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
 from ..members import Member
 from ..messages.transfers import kind_of
-from ..operands import Array, Call
+from ..operands import Array
 from ..reduce_op import ReduceOp
 from ..rendezvous import Store
 from ..watch import Wait
 from ..work import Work
 from . import collectives, moving, rounds, words
 from .context import Context, What, patience
+from .head_start import HeadStart
 from .lanes import Lanes
 from .mailbox import Mailbox
 from .meeting import meet
 from .report import Report
 from .segment import Segment
-from .short import BARRIER, ShortPaths, is_refusal
+from .short import BARRIER, is_refusal
 from .symmetric import NOTE_BYTES, ShmMemory, SymmetricArrays
 from .vigil import ShmVigil
 
@@ -41,7 +43,7 @@ _POLL_SECONDS = 1e-4
 _UNDER_WAY = (rounds.AGAIN, rounds.WORKED, rounds.DIVIDED, rounds.MIXED)
 
 
-class ShmGroup(ShortPaths):
+class ShmGroup(HeadStart):
     """Collectives and point-to-point between the ranks of one node, through POSIX shared memory."""
 
     backend = "shm"
@@ -70,7 +72,9 @@ class ShmGroup(ShortPaths):
             PeerDiedError, StoreTimeoutError: a member died or did not come.
         """
         there = members[rank].world_size if neighbours is None else neighbours
-        return cls(name, members, rank, timeout, *meet(store, members, rank, timeout, there))
+        segment, cores, lanes = meet(store, members, rank, timeout, there)
+        share = cores // max(there, len(members))
+        return cls(name, members, rank, timeout, segment, cores, lanes, share)
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class ShmGroup(ShortPaths):
         segment: Segment,
         cores: int,
         lanes: int,
+        share: int,
     ) -> None:
         super().__init__(name, [member.rank for member in members], rank, timeout)
         self._segment = segment
@@ -88,6 +93,7 @@ class ShmGroup(ShortPaths):
         self._vigil.on_failure = self._stop
         self._context = Context(segment.address, segment.layout, rank, cores)
         self._c = self._context.address
+        self._share = share
         self._lanes = Lanes.of(name, self._context, segment, rank, cores, lanes, self._vigil, self._fail)
         self._report = Report(segment, self._context, rank, self.ranks, name)
         modes = patience(segment.layout.size, cores)
@@ -302,6 +308,7 @@ class ShmGroup(ShortPaths):
 
     def _close(self, reason: GroupError | None) -> None:
         self._context.words[words.SHUT] = 1
+        self._context.take_back()
         self._mailbox.close(reason)
         # A call under way was aborted and ends within moments. One that a killed thread has left behind is
         # not worth waiting for: then the mapping stays until the process ends.

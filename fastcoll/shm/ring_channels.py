@@ -128,7 +128,7 @@ class RingChannels(Channels):
         number = self.word(peer, words.RECEIVED) + (not self._is_receiving(peer))
         return Header(self.word(peer, words.IN_KIND), nbytes, number, nbytes)
 
-    def accept(self, peer: int, address: int, nbytes: int) -> None:
+    def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
         ring_kernels.accept.call(self.address, peer, address)
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:

@@ -130,9 +130,13 @@ def _take(h):
         return True
     m = context_of(h)
     shut = load_word(load_word(m, CONTEXT), SHUT) if h & PREPARED == 0 else 0
-    if h & PREPARED == 0 and load_word(m, BEHIND) | shut != 0:
+    if load_word(m, BEHIND) | shut != 0 or not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
         return False
-    return swap_if_equal(m + 8 * BUSY, 0, this_thread())
+    # Whoever had them may have left a message half-way to the courier, which says so before it lets go.
+    if load_acquire(m + 8 * BEHIND) != 0:
+        store_release(m + 8 * BUSY, 0)
+        return False
+    return True
 
 
 @inlined

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import calls
+from ..arrays import adopt
 from ..group import ProcessGroup
 from ..kernels.jit import Entry
+from ..kinds.tensors import header_of, headers_for, plain_types
 from ..messages.channels import ANY
 from ..reduce_op import ReduceOp
 from ..work import Work
@@ -58,6 +60,8 @@ class ShortPaths(ProcessGroup):
     _c: int
     _m: int
     _mailbox: Mailbox
+    _ahead: int = 0
+    """Nanoseconds that a wait of a head start may take; 0: asynchronous calls begin on the progress thread."""
 
     @abstractmethod
     def _go_on(self, code: int, entry: Entry, *args: Any) -> bool:
@@ -70,23 +74,47 @@ class ShortPaths(ProcessGroup):
         Returns if the arguments were none that an entry takes: a LATER of its own kind.
         """
 
-    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+    @abstractmethod
+    def _begin(self, entry: Entry, *args: Any) -> Work | None:
+        """Begin an asynchronous call on this thread (head_start.py); None: leave it to the general path."""
+
+    def _further(self, code: int, entry: Entry, tensor: Any, how: Any) -> bool:
+        """As `_go_on`, and on LATER the call once more with a header in the place of a tensor."""
+        if code == LATER:
+            if type(tensor) not in plain_types:
+                return False
+            tensor = header_of(tensor)
+            if (code := entry.call(self._c, tensor, how)) == DONE:
+                return True
+        return self._go_on(code, entry, tensor, how)
+
+    def _further_on(self, code: int, entry: Entry, *args: Any) -> bool:
+        """As `_further`, where any of the arguments may be a tensor or a tuple with tensors."""
+        if code == LATER:
+            if not plain_types:
+                return False
+            args = headers_for(args)
+            if (code := entry.call(self._c, *args)) == DONE:
+                return True
+        return self._go_on(code, entry, *args)
+
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         if not async_op:
             try:
                 code = _all_reduce.call(self._c, tensor, op)
-                if code == DONE or self._go_on(code, _all_reduce, tensor, op):
+                if code == DONE or self._further(code, _all_reduce, tensor, op):
                     return None
             except BaseException as error:
                 self._torn(_all_reduce, error)
+        elif self._ahead and (work := self._begin(_all_reduce, tensor, op)):
+            return work
         return super().all_reduce(tensor, op, async_op)
 
-    def reduce(
-        self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
-    ) -> Work | None:
+    def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         if not async_op:
             try:
                 code = _reduce.call(self._c, tensor, tensor, op, root)
-                if code == DONE or self._go_on(code, _reduce, tensor, tensor, op, root):
+                if code == DONE or self._further_on(code, _reduce, tensor, tensor, op, root):
                     return None
             except BaseException as error:
                 self._torn(_reduce, error)
@@ -99,7 +127,7 @@ class ShortPaths(ProcessGroup):
             blocks = tuple(input_list)
             try:
                 code = _reduce_scatter.call(self._c, output, blocks, op)
-                if code == DONE or self._go_on(code, _reduce_scatter, output, blocks, op):
+                if code == DONE or self._further_on(code, _reduce_scatter, output, blocks, op):
                     return None
             except BaseException as error:
                 self._torn(_reduce_scatter, error)
@@ -111,20 +139,28 @@ class ShortPaths(ProcessGroup):
         if not async_op and type(input) is not tuple:
             try:
                 code = _reduce_scatter.call(self._c, output, input, op)
-                if code == DONE or self._go_on(code, _reduce_scatter, output, input, op):
+                if code == DONE or self._further_on(code, _reduce_scatter, output, input, op):
                     return None
             except BaseException as error:
                 self._torn(_reduce_scatter, error)
+        elif (
+            self._ahead
+            and type(input) is not tuple
+            and (work := self._begin(_reduce_scatter, output, input, op))
+        ):
+            return work
         return super().reduce_scatter_single(output, input, op, async_op)
 
-    def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Work | None:
+    def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         if not async_op:
             try:
                 code = _broadcast.call(self._c, tensor, root)
-                if code == DONE or self._go_on(code, _broadcast, tensor, root):
+                if code == DONE or self._further(code, _broadcast, tensor, root):
                     return None
             except BaseException as error:
                 self._torn(_broadcast, error)
+        elif self._ahead and (work := self._begin(_broadcast, tensor, root)):
+            return work
         return super().broadcast(tensor, root, async_op)
 
     def all_gather(self, output_list: Sequence[Any], tensor: Any, async_op: bool = False) -> Work | None:
@@ -132,7 +168,7 @@ class ShortPaths(ProcessGroup):
             outs = tuple(output_list)
             try:
                 code = _all_gather.call(self._c, outs, tensor)
-                if code == DONE or self._go_on(code, _all_gather, outs, tensor):
+                if code == DONE or self._further_on(code, _all_gather, outs, tensor):
                     return None
             except BaseException as error:
                 self._torn(_all_gather, error)
@@ -142,10 +178,12 @@ class ShortPaths(ProcessGroup):
         if not async_op and type(output) is not tuple:
             try:
                 code = _all_gather.call(self._c, output, input)
-                if code == DONE or self._go_on(code, _all_gather, output, input):
+                if code == DONE or self._further_on(code, _all_gather, output, input):
                     return None
             except BaseException as error:
                 self._torn(_all_gather, error)
+        elif self._ahead and type(output) is not tuple and (work := self._begin(_all_gather, output, input)):
+            return work
         return super().all_gather_single(output, input, async_op)
 
     def gather(
@@ -155,7 +193,7 @@ class ShortPaths(ProcessGroup):
             outs = None if output_list is None else tuple(output_list)
             try:
                 code = _gather.call(self._c, outs, tensor, root)
-                if code == DONE or self._go_on(code, _gather, outs, tensor, root):
+                if code == DONE or self._further_on(code, _gather, outs, tensor, root):
                     return None
             except BaseException as error:
                 self._torn(_gather, error)
@@ -163,12 +201,12 @@ class ShortPaths(ProcessGroup):
 
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
-    ) -> Work | None:
+    ) -> Any:
         if not async_op and (input_list is None or type(input_list) is list):
             blocks = None if input_list is None else tuple(input_list)
             try:
                 code = _scatter.call(self._c, tensor, blocks, root)
-                if code == DONE or self._go_on(code, _scatter, tensor, blocks, root):
+                if code == DONE or self._further_on(code, _scatter, tensor, blocks, root):
                     return None
             except BaseException as error:
                 self._torn(_scatter, error)
@@ -181,7 +219,7 @@ class ShortPaths(ProcessGroup):
             outs, blocks = tuple(output_list), tuple(input_list)
             try:
                 code = _all_to_all.call(self._c, outs, blocks, blocks[0])
-                if code == DONE or self._go_on(code, _all_to_all, outs, blocks, blocks[0]):
+                if code == DONE or self._further_on(code, _all_to_all, outs, blocks, blocks[0]):
                     return None
             except BaseException as error:
                 self._torn(_all_to_all, error)
@@ -203,7 +241,7 @@ class ShortPaths(ProcessGroup):
         ):
             try:
                 code = _all_to_all.call(self._c, output, input, input)
-                if code == DONE or self._go_on(code, _all_to_all, output, input, input):
+                if code == DONE or self._further_on(code, _all_to_all, output, input, input):
                     return None
             except BaseException as error:
                 self._torn(_all_to_all, error)
@@ -224,8 +262,12 @@ class ShortPaths(ProcessGroup):
             code = _send.call(self._m, dst, tensor, tag)
             if code == DONE:
                 return None
+            if code == LATER and type(tensor) in plain_types:
+                code = _send.call(self._m, dst, header_of(tensor), tag)
+            if code == DONE:
+                return None
             if code != LATER:
-                return self._mailbox.resume_send(code, tensor, dst, tag)
+                return self._mailbox.resume_send(code, adopt(tensor, writable=False).array, dst, tag)
         except BaseException as error:
             self._torn_message(error, "send")
         return super().send(tensor, dst, tag)
@@ -235,8 +277,12 @@ class ShortPaths(ProcessGroup):
             code = _receive.call(self._m, ANY if src is None else src, tensor, tag)
             if code < DONE:
                 return -1 - code
+            if code == LATER and type(tensor) in plain_types:
+                code = _receive.call(self._m, ANY if src is None else src, header_of(tensor), tag)
+            if code < DONE:
+                return -1 - code
             if code != LATER:
-                return self._mailbox.resume_receive(code, tensor, src, tag)
+                return self._mailbox.resume_receive(code, adopt(tensor, writable=True).array, src, tag)
         except BaseException as error:
             self._torn_message(error, "recv")
         return super().recv(tensor, src, tag)

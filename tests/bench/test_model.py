@@ -20,7 +20,7 @@ from fastcoll.bench.model import (
 OPERATIONS = ("all_reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "all_to_all")
 SIZES = (12, 3 << 10, 48 << 10, 192 << 10, 768 << 10, 3 << 20, 12 << 20, 48 << 20)
 TRUE = Model(
-    dict(zip(PRICES, (8e-6, 2e-6, 1.5e-10, 6e-11, 3e-11, 2e-11), strict=True)),
+    dict(zip(PRICES, (8e-6, 2e-6, 1.5e-10, 6e-11, 3e-11, 2e-11, 5e-6), strict=True)),
     {name: (2 + k) * 1e-6 for k, name in enumerate(OPERATIONS)},
 )
 
@@ -41,7 +41,7 @@ def samples(noise=0.0, worlds=(1, 2, 3, 4), cores=2, sizes=SIZES):
 def test_exact_times_give_exact_predictions():
     model = fit(samples())
     assert accuracy(model, samples()).worst < 0.01
-    for name in ("step", "message", "touch"):
+    for name in ("step", "message", "touch", "wake"):
         assert model.prices[name] == pytest.approx(TRUE.prices[name], rel=0.1)
 
 
@@ -66,7 +66,7 @@ def test_accuracy_counts_what_is_off():
 
 
 def test_too_few_times_are_refused():
-    with pytest.raises(ValueError, match="3 samples cannot give 7 numbers"):
+    with pytest.raises(ValueError, match="3 samples cannot give 8 numbers"):
         fit(samples()[:3])
 
 
@@ -94,13 +94,13 @@ def test_nodes_with_several_ranks_gain_from_shared_memory():
         assert by_nodes(TRUE, cluster, nbytes) < flat(TRUE, cluster, "circulant", "all_reduce", nbytes)
 
 
-def test_the_headers_of_many_ranks_weigh_much():
-    """Each header has sizes for every rank, and every rank gets every header."""
-    one, four = (header_seconds(TRUE, Cluster(nodes)) for nodes in (2048, 4096))
-    assert four > 3.5 * one
+def test_the_headers_of_many_ranks_weigh_as_much_as_there_are_ranks():
+    """Every rank gets every header."""
+    one, two = (header_seconds(TRUE, Cluster(nodes)) for nodes in (2048, 4096))
+    assert two == pytest.approx(2 * one, rel=0.01)
 
 
 def test_features_of_a_rank_by_itself_are_its_copies():
-    assert list(features("all_reduce", 1, 4096)) == [0] * 6
-    assert features("all_gather", 1, 4096)[-1] == 4096
+    assert list(features("all_reduce", 1, 4096)) == [0] * len(PRICES)
+    assert features("all_gather", 1, 4096)[PRICES.index("touch")] == 4096
     assert algorithm_cost("nothing", "all_reduce", 4, 0).wire == 0

@@ -238,13 +238,13 @@ def test_a_long_call_comes_back_for_ctrl_c(rank, world_size):
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt if rank == 0 else dist.AbortedError):
         group.all_reduce(x, op)
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < 3.0  # uninterrupted it takes ten seconds
     with pytest.raises(dist.AbortedError, match="KeyboardInterrupt"):
         group.barrier()
     group.close()
 
 
 def slow(a, b):
-    for _ in range(100):
+    for _ in range(400):
         a = a + b / (a + 1)
     return a

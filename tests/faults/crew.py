@@ -15,14 +15,18 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["fastcoll", "fastcoll.shm.group", "fastcoll.net.group", "faults.victims"])
+_context.set_forkserver_preload(["faults.loaded", "faults.crew", "faults.victims"])
 
 
 @dataclass
@@ -44,35 +48,71 @@ def run(function: Callable[..., Any], n: int, *args: Any, deadline: float = 40.0
     Raises:
         AssertionError: a rank was still running at the deadline; its stacks are shown.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        url = f"file://{directory}/rendezvous"
-        pipes, processes = [], []
-        for rank in range(n):
+    return run_together([(function, n, *args)], deadline)[0]
+
+
+def run_together(worlds: Sequence[tuple[Any, ...]], deadline: float = 40.0) -> list[list[Outcome]]:
+    """As `run`, for several worlds at once, each given by run's arguments: what they do is mostly to wait."""
+    _serve()
+    with ExitStack() as stack:
+        started = [stack.enter_context(_World(*world)) for world in worlds]
+        end = time.monotonic() + deadline
+        return [world.collect(end) for world in started]
+
+
+class _World:
+    """n processes under way; killed when this is left."""
+
+    def __init__(self, function: Callable[..., Any], n: int, *args: Any) -> None:
+        self._function, self._n, self._args = function, n, args
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def __enter__(self) -> _World:
+        self._folder = tempfile.TemporaryDirectory()
+        url = f"file://{self._folder.name}/rendezvous"
+        for rank in range(self._n):
             ours, theirs = _context.Pipe(duplex=False)
-            stacks = Path(directory, f"stacks-{rank}")
-            process = _context.Process(target=_main, args=(theirs, stacks, function, rank, n, url, *args))
+            words = (theirs, self._stacks(rank), self._function, rank, self._n, url, *self._args)
+            process = _context.Process(target=_main, args=words)
             process.start()
             theirs.close()
-            pipes.append(ours)
-            processes.append(process)
+            self._pipes.append(ours)
+            self._processes.append(process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
+            process.close()
+            pipe.close()
+        self._folder.cleanup()
+
+    def collect(self, end: float) -> list[Outcome]:
+        """What became of each rank."""
         try:
             return [
-                _collect(r, p, c, time.monotonic() + deadline)
-                for r, (p, c) in enumerate(zip(processes, pipes, strict=True))
+                _collect(rank, process, pipe, end)
+                for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True))
             ]
         except AssertionError as error:
-            for process in processes:
+            for process in self._processes:
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.5)
-            texts = [f"-- rank {r}\n{Path(directory, f'stacks-{r}').read_text()}" for r in range(n)]
+            texts = [f"-- rank {rank}\n{self._stacks(rank).read_text()}" for rank in range(self._n)]
             raise AssertionError(f"{error}\n" + "\n".join(texts)) from None
-        finally:
-            for process, pipe in zip(processes, pipes, strict=True):
-                process.kill()
-                process.join()
-                process.close()
-                pipe.close()
+
+    def _stacks(self, rank: int) -> Path:
+        return Path(self._folder.name, f"stacks-{rank}")
+
+
+def _serve() -> None:
+    """Start the fork server, unless it runs. For what it imports ahead, it looks in PYTHONPATH and not in sys.path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        forkserver.ensure_running()
 
 
 def _collect(rank: int, process: Any, pipe: Connection, end: float) -> Outcome:

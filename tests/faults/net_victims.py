@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,10 +66,19 @@ def _interrupt_held_up(other: int) -> None:
     os.kill(other, signal.SIGCONT)
 
 
+def _await_all(paths: list[Path]) -> None:
+    end = time.monotonic() + 20
+    while not all(path.exists() for path in paths) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def stop_for_good(rank: int, n: int, url: str, backend: str, count: int, timeout: float) -> dict[str, Any]:
     """The last rank is stopped in the middle of its calls, until the others have given up."""
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=timeout)
-    dist.all_reduce(np.ones(count, "f4"))
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=20)
+    group = dist.new_group(timeout=20)
+    group.all_reduce(np.ones(count, "f4"))
+    group.timeout = timeout  # only now, as to meet may take longer
+    given_up = [Path(f"{url.removeprefix('file://')}-given-up-{other}") for other in range(n - 1)]
     pids = np.zeros(n, "i8")
     dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
     last = int(pids[n - 1])
@@ -76,10 +86,12 @@ def stop_for_good(rank: int, n: int, url: str, backend: str, count: int, timeout
         threading.Timer(0.2, os.kill, (last, signal.SIGSTOP)).start()
     try:
         for _ in range(1_000_000):
-            dist.all_reduce(np.ones(count, "f4"))
+            group.all_reduce(np.ones(count, "f4"))
     except GroupError as error:
+        if rank < n - 1:
+            given_up[rank].touch()
         if rank == 0:
-            time.sleep(1.0)  # the others give up as well
+            _await_all(given_up)
             os.kill(last, signal.SIGCONT)
         return {"kind": type(error).__name__, "error": str(error), "ranks": error.ranks}
     raise AssertionError("nobody was stopped")

@@ -6,7 +6,7 @@ import pytest
 
 from faults import crew, lane_victims
 
-WITHIN = 2.0
+WITHIN = 8.0  # seconds; on an idle machine it takes 0.1, and the deadlines are 20 and 30
 OPERATIONS = [
     "all_reduce", "reduce", "scan", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all",
 ]  # fmt: skip

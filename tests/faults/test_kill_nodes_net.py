@@ -6,7 +6,7 @@ import pytest
 
 from faults import crew, net_victims
 
-WITHIN = 2.0
+WITHIN = 8.0  # seconds; on an idle machine it takes 0.1, and the deadlines are 20 and 30
 VICTIMS = {"all_reduce": 0, "broadcast": 3, "all_gather": 1, "reduce_scatter": 2, "batch_isend_irecv": 3}
 
 

@@ -192,14 +192,18 @@ PLACES: dict[str, Callable[[], tuple[Any, str]]] = {
 
 def wait_for_late_rank(rank: int, n: int, url: str, timeout: float, backend: str = "auto") -> str:
     """All but the last rank wait in all_reduce; returns the error, or the result if the last one came."""
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=timeout)
-    dist.new_group(timeout=20).all_reduce(np.ones(3))  # its kernel is compiled by now
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=20)
+    group = dist.new_group(timeout=20)
+    group.timeout = timeout  # only now, as to meet may take longer
+    given_up = [Path(f"{url.removeprefix('file://')}-given-up-{other}") for other in range(n - 1)]
     try:
         if rank == n - 1:
-            time.sleep(2 * timeout)
+            while not all(path.exists() for path in given_up):
+                time.sleep(0.01)
             return "late"
-        dist.all_reduce(np.ones(3))
+        group.all_reduce(np.ones(3))
     except GroupError as error:
+        given_up[rank].touch()
         return f"{type(error).__name__}: {error}"
     finally:
         dist.destroy_process_group()
@@ -223,22 +227,29 @@ def stop_and_continue(rank: int, n: int, url: str, seconds: float, backend: str 
 def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> dict[str, Any]:
     """Rank 0 gets SIGINT while it waits for the others; they find the group failed."""
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
-    x = np.ones(3)
+    x, interrupted = np.ones(3), Path(url.removeprefix("file://") + "-interrupted")
     waiting = {
         "all_reduce": lambda: dist.all_reduce(x),
         "recv": lambda: dist.recv(x, 1),
         "send": lambda: dist.send(x, 1),
         "work": lambda: dist.all_reduce(x, async_op=True).wait(),
     }
+    sent: list[float] = []
+
+    def interrupt_this() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
     if rank == 0:
-        started = time.monotonic()
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.3, interrupt_this).start()
         try:
             waiting[call]()
         except KeyboardInterrupt:
-            return {"after": time.monotonic() - started}
+            interrupted.touch()
+            return {"after": time.monotonic() - sent[0]}
         raise AssertionError("no KeyboardInterrupt")
-    time.sleep(1.0)
+    while not interrupted.exists():
+        time.sleep(0.01)
     try:
         for _ in range(3):  # rank 0's part in the first call was published, so that one may succeed
             dist.all_reduce(x)
@@ -258,3 +269,44 @@ def make_world(rank: int, n: int, url: str) -> str:
     except dist.ResourceError as error:
         return str(error)
     return ""
+
+
+def _long_waits() -> dict[str, Callable[[], Any]]:
+    x = np.ones(5, "f4")
+    return {
+        "barrier": dist.barrier,
+        "all_reduce": lambda: dist.all_reduce(x),
+        "recv": lambda: dist.recv(x, 0),
+        "recv from any": lambda: dist.recv(x),
+        "irecv": lambda: dist.irecv(x, 0).wait(),
+        "Work.wait": lambda: dist.all_reduce(x, async_op=True).wait(),
+    }
+
+
+LONG_WAITS = tuple(_long_waits())
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for_long(rank: int, n: int, url: str, what: str) -> float:
+    """Rank 1 waits; rank 0 returns what share of a core that takes after its first second."""
+    dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=60)
+    pids = np.zeros(n, np.int64)
+    dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
+    wait, share = _long_waits()[what], 0.0
+    if rank == 0:
+        time.sleep(1.3)  # not to meet the other rank, but to be late
+        began, used = time.monotonic(), _cpu_seconds(int(pids[1]))
+        time.sleep(0.5)
+        used = _cpu_seconds(int(pids[1])) - used
+        share = used / (time.monotonic() - began)
+    if rank == 0 and "recv" in what:
+        dist.send(np.ones(5, "f4"), 1)
+    else:
+        wait()
+    dist.destroy_process_group()
+    return share

@@ -155,6 +155,7 @@ def test_undefined_pairs_are_refused(name, dtype):
         ("V5", "float"),
         ([("a", "f4"), ("b", "i4")], "ReduceOp.custom"),
         (ml_dtypes.float8_e4m3fn, "bfloat16"),
+        (ml_dtypes.float8_e5m2, "bfloat16"),  # whose kind is "f"
         (ml_dtypes.int4, "integer"),
     ],
     ids=str,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-Run = Callable[..., pytest.RunResult]
+from inner_pytest import InnerRun
 
 # Two nodes of which the first has the even ranks; /dev/shm of the second is another folder.
 CONFTEST = """
@@ -26,69 +23,37 @@ def pytest_ranks_places(config, world_size):
 """
 
 
-@pytest.fixture
-def run(pytester: pytest.Pytester, tmp_path: Path) -> Run:
-    """Run pytest in a process of its own on a file with the given text, with ranks on two nodes."""
+PLACES = """
+import os, pytest
 
-    def run_on(text: str, *options: str) -> pytest.RunResult:
-        pytester.makeconftest(CONFTEST.format(shm=str(tmp_path)))
-        pytester.makepyfile("import os, pytest\nimport fastcoll as dist\n" + textwrap.dedent(text))
-        return pytester.runpytest_subprocess(*options)
+@pytest.mark.ranks(1, 2, 3, init=False)
+def test_it(rank, world_size):
+    names = ["NODE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    found = [os.environ.get(name) for name in names]
+    if world_size == 1:
+        assert found == [None, "0", "1", "127.0.0.1"]
+    else:
+        node = ["one", "two"][rank % 2]
+        neighbours = len(range(rank % 2, world_size, 2))
+        assert found == [node, str(rank // 2), str(neighbours), "127.0.0.2"]
 
-    return run_on
+@pytest.mark.ranks(2)
+def test_a_rank_serves_another_number_of_ranks_where_it_was(rank):
+    assert os.environ["NODE"] == ["one", "two"][rank]
+"""
 
+LEFT = """
+import pytest
 
-def test_ranks_are_where_a_plugin_puts_them(run: Run) -> None:
-    result = run(
-        """
-        @pytest.mark.ranks(1, 2, 3, init=False)
-        def test_it(rank, world_size):
-            names = ["NODE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
-            found = [os.environ.get(name) for name in names]
-            if world_size == 1:
-                assert found == [None, "0", "1", "127.0.0.1"]
-            else:
-                node = ["one", "two"][rank % 2]
-                neighbours = len(range(rank % 2, world_size, 2))
-                assert found == [node, str(rank // 2), str(neighbours), "127.0.0.2"]
-
-        @pytest.mark.ranks(2)
-        def test_a_rank_serves_another_number_of_ranks_where_it_was(rank):
-            assert os.environ["NODE"] == ["one", "two"][rank]
-        """
-    )
-    result.assert_outcomes(passed=4)
-
-
-def test_what_is_left_in_the_shared_memory_of_a_place_is_seen(run: Run, tmp_path: Path) -> None:
-    left = tmp_path / "fastcoll-left"
-    result = run(
-        f"""
-        @pytest.mark.ranks(2, init=False)
-        def test_it(rank):
-            open({str(left)!r}, "w").close()
-        """
-    )
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([f"left in shared memory after the test: {left}"])
-
-
-def test_a_rank_that_cannot_start_in_its_place_fails_the_test(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(
-        """
-        from fastcoll.launch.ranks_mark import Place
-
-        def pytest_ranks_places(world_size):
-            return [Place(("sh", "-c", "echo no such place; exit 3"))] * world_size
-        """
-    )
-    pytester.makepyfile("import pytest\n@pytest.mark.ranks(1, init=False)\ndef test_it(rank):\n    pass\n")
-    result = pytester.runpytest_subprocess()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["rank 0 of 1: its process did not start: exit code 3", "no such place"])
-
+@pytest.mark.ranks(2, init=False)
+def test_left(rank):
+    open({left!r}, "w").close()
+"""
 
 BACKENDS = """
+import pytest
+import fastcoll as dist
+
 @pytest.mark.ranks(1)
 def test_of_any_backend():
     assert dist.get_backend_config() == "cpu:tcp"
@@ -99,12 +64,55 @@ def test_of_one_backend():
 """
 
 
-def test_the_backend_of_tests_that_name_none(run: Run) -> None:
-    run(BACKENDS, "--ranks-backend", "tcp").assert_outcomes(passed=2)
-    run(BACKENDS).assert_outcomes(passed=1, failed=1)
+@pytest.fixture(scope="module")
+def shm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that is /dev/shm of the second node."""
+    return tmp_path_factory.mktemp("shm")
 
 
-def test_a_backend_that_is_not_there(run: Run) -> None:
-    result = run(BACKENDS, "--ranks-backend", "nccl")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --ranks-backend: backend 'nccl' has no backend for CPU arrays*"])
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> InnerRun:
+    """A run of pytest with ranks on two nodes."""
+    files = {
+        "conftest.py": CONFTEST.format(shm=str(shm)),
+        "test_places.py": PLACES,
+        "test_left.py": LEFT.format(left=str(shm / "fastcoll-left")),
+        "test_backends.py": BACKENDS,
+    }
+    return InnerRun(tmp_path_factory.mktemp("inner"), files)
+
+
+def test_ranks_are_where_a_plugin_puts_them(inner: InnerRun) -> None:
+    assert inner.outcomes("test_places.py") == {"passed": 4}
+
+
+def test_what_is_left_in_the_shared_memory_of_a_place_is_seen(inner: InnerRun, shm: Path) -> None:
+    assert inner.outcomes("test_left.py") == {"failed": 1}
+    inner.said("test_left").fnmatch_lines([f"left in shared memory after the test: {shm}/fastcoll-left"])
+
+
+def test_a_rank_that_cannot_start_in_its_place_fails_the_test(tmp_path: Path) -> None:
+    conftest = """
+        from fastcoll.launch.ranks_mark import Place
+
+        def pytest_ranks_places(world_size):
+            return [Place(("sh", "-c", "echo no such place; exit 3"))] * world_size
+        """
+    text = "import pytest\n@pytest.mark.ranks(1, init=False)\ndef test_it(rank):\n    pass\n"
+    run = InnerRun(tmp_path, {"conftest.py": conftest, "test_it.py": text})
+    assert run.outcomes("test_it.py") == {"failed": 1}
+    run.said("test_it").fnmatch_lines(
+        ["rank 0 of 1: its process did not start: exit code 3", "no such place"]
+    )
+
+
+def test_the_backend_of_tests_that_name_none(inner: InnerRun, tmp_path: Path) -> None:
+    with_tcp = InnerRun(tmp_path, {"test_backends.py": BACKENDS}, "--ranks-backend", "tcp")
+    assert with_tcp.outcomes("test_backends.py") == {"passed": 2}
+    assert inner.outcomes("test_backends.py") == {"passed": 1, "failed": 1}
+
+
+def test_a_backend_that_is_not_there(tmp_path: Path) -> None:
+    run = InnerRun(tmp_path, {"test_backends.py": BACKENDS}, "--ranks-backend", "nccl")
+    assert run.code == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: --ranks-backend: backend 'nccl' is not available here" in run.text

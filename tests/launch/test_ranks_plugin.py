@@ -1,4 +1,4 @@
-"""The mark `ranks` as its users see it: each test writes a test file and runs pytest on it."""
+"""The mark `ranks` as its users see it: test files on which pytest runs in a process of its own, once for most."""
 
 from __future__ import annotations
 
@@ -7,176 +7,199 @@ import select
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from inner_pytest import InnerRun
 
-Run = Callable[..., pytest.RunResult]
+SEGMENT = f"fastcoll-test-{os.getpid()}"
+FILES: dict[str, str] = {}
 
+
+def file(name: str, text: str) -> str:
+    """Add a file to the run; its tests have names of their own. The last argument of the run is `--flavour=sour`."""
+    FILES[name] = text
+    return name
+
+
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InnerRun]:
+    """The run of pytest on all files."""
+    unraisable = "ignore::pytest.PytestUnraisableExceptionWarning"
+    yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, "-W", unraisable, "--flavour=sour")
+    Path("/dev/shm", SEGMENT).unlink(missing_ok=True)
+
+
+ENVIRONMENT = file(
+    "test_environment.py",
+    """
+import os, time, pytest
+@pytest.mark.ranks(1, 3, init=False)
+def test_environment(rank, world_size, tmp_path):
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    found = [os.environ[name] for name in names]
+    assert found == [str(rank), str(rank), str(world_size), str(world_size), "127.0.0.1"]
+    assert int(os.environ["MASTER_PORT"]) > 0
+    (tmp_path / f"{rank}.part").write_text(os.environ["MASTER_PORT"] + os.environ["FASTCOLL_SECRET"])
+    (tmp_path / f"{rank}.part").rename(tmp_path / str(rank))
+    while not {str(r) for r in range(world_size)} <= set(os.listdir(tmp_path)):
+        time.sleep(0.001)
+    met = {(tmp_path / str(r)).read_text() for r in range(world_size)}
+    assert len(met) == 1
+    assert len(os.environ["FASTCOLL_SECRET"]) >= 64
+
+def test_environment_is_restored():
+    assert "RANK" not in os.environ
+""",
+)
+
+
+def test_ranks_get_their_rank_world_environment_and_a_common_directory(inner: InnerRun) -> None:
+    assert inner.outcomes(ENVIRONMENT) == {"passed": 3}
+    for n in (1, 3):
+        assert f"{ENVIRONMENT}::test_environment[n{n}] PASSED" in inner.text
+
+
+WORLDS = file(
+    "test_worlds.py",
+    """
+import os, time, pytest
+import fastcoll
 
 @pytest.fixture
-def run(pytester: pytest.Pytester) -> Run:
-    """Run pytest in a process of its own on a file with the given text."""
+def members():
+    yield fastcoll.get_world_size()
+    assert fastcoll.is_initialized()
 
-    def run_on(text: str, *options: str) -> pytest.RunResult:
-        pytester.makepyfile("import os, time, pytest\n" + textwrap.dedent(text))
-        return pytester.runpytest_subprocess(*options)
+@pytest.mark.ranks(2, backend="shm")
+def test_in_a_world(rank, world_size, members):
+    assert (fastcoll.get_rank(), members) == (rank, world_size)
+    assert fastcoll.get_backend() == "shm"
 
-    return run_on
+@pytest.mark.ranks(2)
+def test_again(rank):
+    fastcoll.barrier()
 
+@pytest.mark.ranks(2, init=False)
+def test_without_a_world():
+    assert not fastcoll.is_initialized()
 
-def test_ranks_get_their_rank_world_environment_and_a_common_directory(run: Run) -> None:
-    result = run(
-        """
-        @pytest.mark.ranks(1, 3, init=False)
-        def test_it(rank, world_size, tmp_path):
-            names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
-            found = [os.environ[name] for name in names]
-            assert found == [str(rank), str(rank), str(world_size), str(world_size), "127.0.0.1"]
-            assert int(os.environ["MASTER_PORT"]) > 0
-            (tmp_path / f"{rank}.part").write_text(os.environ["MASTER_PORT"] + os.environ["FASTCOLL_SECRET"])
-            (tmp_path / f"{rank}.part").rename(tmp_path / str(rank))
-            while not {str(r) for r in range(world_size)} <= set(os.listdir(tmp_path)):
-                time.sleep(0.001)
-            met = {(tmp_path / str(r)).read_text() for r in range(world_size)}
-            assert len(met) == 1
-            assert len(os.environ["FASTCOLL_SECRET"]) >= 64
-
-        def test_environment_is_restored():
-            assert "RANK" not in os.environ
-        """,
-        "-v",
-    )
-    result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["*test_it?n1? PASSED*", "*test_it?n3? PASSED*"])
+@pytest.mark.ranks(2)
+def test_peers_of_a_failed_rank_are_told(rank):
+    assert rank == 0
+    fastcoll.barrier()
+""",
+)
 
 
-def test_fastcoll_is_initialised_around_the_test_and_its_fixtures(run: Run) -> None:
-    result = run(
-        """
-        import fastcoll
-
-        @pytest.fixture
-        def members():
-            yield fastcoll.get_world_size()
-            assert fastcoll.is_initialized()
-
-        @pytest.mark.ranks(2, backend="shm")
-        def test_in_a_world(rank, world_size, members):
-            assert (fastcoll.get_rank(), members) == (rank, world_size)
-            assert fastcoll.get_backend() == "shm"
-
-        @pytest.mark.ranks(2)
-        def test_again(rank):
-            fastcoll.barrier()
-
-        @pytest.mark.ranks(2, init=False)
-        def test_without_a_world():
-            assert not fastcoll.is_initialized()
-
-        @pytest.mark.ranks(2)
-        def test_peers_of_a_failed_rank_are_told(rank):
-            assert rank == 0
-            fastcoll.barrier()
-        """
-    )
-    result.assert_outcomes(passed=3, failed=1)
-    result.stdout.fnmatch_lines(
+def test_fastcoll_is_initialised_around_the_test_and_its_fixtures(inner: InnerRun) -> None:
+    assert inner.outcomes(WORLDS) == {"passed": 3, "failed": 1}
+    inner.said("test_peers_of_a_failed_rank_are_told").fnmatch_lines(
         ["rank 1 of 2: AssertionError: assert 1 == 0", "rank 0 of 2, as a consequence: PeerDiedError: *"]
     )
 
 
-def test_workers_are_reused_and_replaced_after_a_failure(run: Run) -> None:
-    result = run(
-        """
-        def note(rank, name):
-            with open(f"{name}-{rank}", "w") as file:
-                file.write(str(os.getpid()))
+REUSE = file(
+    "test_reuse.py",
+    """
+import os, time, pytest
+def note(rank, name):
+    with open(f"{name}-{rank}", "w") as file:
+        file.write(str(os.getpid()))
 
-        @pytest.mark.ranks(2, init=False)
-        @pytest.mark.parametrize("name", ["a", "b"])
-        def test_reused(rank, name):
-            note(rank, name)
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_reused(rank, name):
+    note(rank, name)
 
-        @pytest.mark.ranks(2, init=False, fresh=True)
-        def test_fresh(rank):
-            note(rank, "c")
+@pytest.mark.ranks(2, init=False, fresh=True)
+def test_fresh(rank):
+    note(rank, "c")
 
-        @pytest.mark.ranks(2, init=False)
-        def test_fails():
-            assert False
+@pytest.mark.ranks(2, init=False)
+def test_fails():
+    assert False
 
-        @pytest.mark.ranks(2, init=False)
-        def test_replaced(rank):
-            note(rank, "d")
-        """
-    )
-    result.assert_outcomes(passed=4, failed=1)
+@pytest.mark.ranks(2, init=False)
+def test_replaced(rank):
+    note(rank, "d")
+""",
+)
+
+
+def test_workers_are_reused_and_replaced_after_a_failure(inner: InnerRun) -> None:
+    assert inner.outcomes(REUSE) == {"passed": 4, "failed": 1}
     for rank in range(2):
-        a, b, c, d = (Path(f"{name}-{rank}").read_text() for name in "abcd")
+        a, b, c, d = ((inner.folder / f"{name}-{rank}").read_text() for name in "abcd")
         assert a == b
         assert len({a, c, d}) == 3
 
 
-def test_fixtures_parameters_classes_and_monkeypatch_work_in_the_ranks(
-    run: Run, pytester: pytest.Pytester
-) -> None:
-    pytester.makeconftest(
-        """
-        import pytest
-        def pytest_addoption(parser):
-            parser.addoption("--flavour", default="plain")
-        @pytest.fixture(scope="session")
-        def flavour(request):
-            return request.config.getoption("--flavour")
-        """
-    )
-    result = run(
-        """
-        @pytest.fixture
-        def twice(rank):
-            yield 2 * rank
-            open(f"torn-down-{rank}", "w").close()
+file(
+    "conftest.py",
+    """
+import pytest
+def pytest_addoption(parser):
+    parser.addoption("--flavour", default="plain")
+@pytest.fixture(scope="session")
+def flavour(request):
+    return request.config.getoption("--flavour")
+""",
+)
+FIXTURES = file(
+    "test_fixtures.py",
+    """
+import os, time, pytest
+@pytest.fixture
+def twice(rank):
+    yield 2 * rank
+    open(f"torn-down-{rank}", "w").close()
 
-        class TestIt:
-            def setup_method(self):
-                self.ready = True
+class TestIt:
+    def setup_method(self):
+        self.ready = True
 
-            @pytest.mark.ranks(2, init=False)
-            @pytest.mark.parametrize("unpicklable", [lambda: 7])
-            def test_it(self, rank, twice, unpicklable, monkeypatch, flavour, capsys):
-                monkeypatch.setenv("SOME_VARIABLE", "1")
-                print("seen")
-                assert self.ready and twice == 2 * rank and unpicklable() == 7
-                assert flavour == "sour"
-                assert capsys.readouterr().out == "seen\\n"
+    @pytest.mark.ranks(2, init=False)
+    @pytest.mark.parametrize("unpicklable", [lambda: 7])
+    def test_it(self, rank, twice, unpicklable, monkeypatch, flavour, capsys):
+        monkeypatch.setenv("SOME_VARIABLE", "1")
+        print("seen")
+        assert self.ready and twice == 2 * rank and unpicklable() == 7
+        assert flavour == "sour"
+        assert capsys.readouterr().out == "seen\\n"
 
-            @pytest.mark.ranks(2, init=False)
-            def test_undone(self):
-                assert "SOME_VARIABLE" not in os.environ
-        """,
-        "--flavour=sour",
-    )
-    result.assert_outcomes(passed=2)
-    assert Path("torn-down-0").exists()
-    assert Path("torn-down-1").exists()
+    @pytest.mark.ranks(2, init=False)
+    def test_undone(self):
+        assert "SOME_VARIABLE" not in os.environ
+""",
+)
 
 
-def test_equal_failures_are_merged_and_asserts_show_values(run: Run) -> None:
-    result = run(
-        """
-        @pytest.mark.ranks(3, init=False)
-        def test_it(rank):
-            print(f"printed by {rank}")
-            values = [1, 2]
-            assert values == [1, 4]
-        """
-    )
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
+def test_fixtures_parameters_classes_and_monkeypatch_work_in_the_ranks(inner: InnerRun) -> None:
+    assert inner.outcomes(FIXTURES) == {"passed": 2}
+    assert (inner.folder / "torn-down-0").exists()
+    assert (inner.folder / "torn-down-1").exists()
+
+
+EQUAL = file(
+    "test_equal.py",
+    """
+import os, time, pytest
+@pytest.mark.ranks(3, init=False)
+def test_equal_failures(rank):
+    print(f"printed by {rank}")
+    values = [1, 2]
+    assert values == [1, 4]
+""",
+)
+
+
+def test_equal_failures_are_merged_and_asserts_show_values(inner: InnerRun) -> None:
+    assert inner.outcomes(EQUAL) == {"failed": 1}
+    said = inner.said("test_equal_failures")
+    said.fnmatch_lines(
         [
             "all 3 ranks: AssertionError: assert ?1, 2? == ?1, 4?",
             "E*At index 1 diff: 2 != 4",
@@ -186,25 +209,27 @@ def test_equal_failures_are_merged_and_asserts_show_values(run: Run) -> None:
             "printed by 2",
         ]
     )
-    # The summary repeats the whole message where the environment says CI.
-    failures, _, _ = str(result.stdout).partition("short test summary info")
-    assert failures.count("At index 1 diff") == 1
+    assert str(said).count("At index 1 diff") == 1
 
 
-def test_a_failure_that_follows_from_another_comes_second(run: Run) -> None:
-    result = run(
-        """
-        from fastcoll.errors import PeerDiedError
+SECOND = file(
+    "test_second.py",
+    """
+import os, time, pytest
+from fastcoll.errors import PeerDiedError
 
-        @pytest.mark.ranks(3, init=False)
-        def test_it(rank):
-            if rank == 2:
-                raise ValueError("the cause")
-            raise PeerDiedError("rank 2 is gone", [2])
-        """
-    )
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
+@pytest.mark.ranks(3, init=False)
+def test_what_follows(rank):
+    if rank == 2:
+        raise ValueError("the cause")
+    raise PeerDiedError("rank 2 is gone", [2])
+""",
+)
+
+
+def test_a_failure_that_follows_from_another_comes_second(inner: InnerRun) -> None:
+    assert inner.outcomes(SECOND) == {"failed": 1}
+    inner.said("test_what_follows").fnmatch_lines(
         [
             "rank 2 of 3: ValueError: the cause",
             "E*ValueError: the cause",
@@ -214,20 +239,34 @@ def test_a_failure_that_follows_from_another_comes_second(run: Run) -> None:
     )
 
 
-def test_a_dead_rank_is_named_and_the_stranded_ones_are_ended(run: Run, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest("from fastcoll.launch import ranks_pool\nranks_pool._GRACE_SECONDS = 0.2")
-    result = run(
-        """
-        @pytest.mark.ranks(2, init=False)
-        def test_it(rank):
-            print("last words")
-            if rank == 1:
-                os.kill(os.getpid(), 9)
-            time.sleep(1000)
-        """
-    )
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
+file(
+    "stranded/conftest.py",
+    """
+from fastcoll.launch import ranks_pool
+usual = ranks_pool._GRACE_SECONDS
+def pytest_runtest_setup():
+    ranks_pool._GRACE_SECONDS = 0.2
+def pytest_runtest_teardown():
+    ranks_pool._GRACE_SECONDS = usual
+""",
+)
+STRANDED = file(
+    "stranded/test_stranded.py",
+    """
+import os, time, pytest
+@pytest.mark.ranks(2, init=False)
+def test_dead_and_stranded(rank):
+    print("last words")
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    time.sleep(1000)
+""",
+)
+
+
+def test_a_dead_rank_is_named_and_the_stranded_ones_are_ended(inner: InnerRun) -> None:
+    assert inner.outcomes(STRANDED) == {"failed": 1}
+    inner.said("test_dead_and_stranded").fnmatch_lines(
         [
             "rank 1 of 2: its process (pid *) ended during the test: signal SIGKILL (9)",
             "rank 0 of 2, as a consequence: was still in the test 0.2 s after another rank had failed",
@@ -237,130 +276,146 @@ def test_a_dead_rank_is_named_and_the_stranded_ones_are_ended(run: Run, pytester
     )
 
 
-def test_deaths_on_purpose(run: Run) -> None:
-    result = run(
-        """
-        @pytest.mark.ranks(3, init=False, fresh=True, may_die=[1])
-        def test_survivors_count(rank):
-            if rank == 1:
-                os.kill(os.getpid(), 9)
+DEATHS = file(
+    "test_deaths.py",
+    """
+import os, time, pytest
+@pytest.mark.ranks(3, init=False, fresh=True, may_die=[1])
+def test_survivors_count(rank):
+    if rank == 1:
+        os.kill(os.getpid(), 9)
 
-        @pytest.mark.ranks(2, init=False, fresh=True, may_die=True)
-        def test_survivors_fail(rank):
-            if rank == 1:
-                os.kill(os.getpid(), 9)
-            assert rank == 1
+@pytest.mark.ranks(2, init=False, fresh=True, may_die=True)
+def test_survivors_fail(rank):
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    assert rank == 1
 
-        @pytest.mark.ranks(2, init=False, fresh=True, may_die=True)
-        def test_nobody_left(rank):
-            os.kill(os.getpid(), 9)
-        """
-    )
-    result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["rank 0 of 2: AssertionError*", "every rank died*nobody has checked*"])
+@pytest.mark.ranks(2, init=False, fresh=True, may_die=True)
+def test_nobody_left(rank):
+    os.kill(os.getpid(), 9)
+""",
+)
 
 
-def test_the_deadline_shows_where_each_rank_is(run: Run) -> None:
-    result = run(
-        """
-        def wait_for_ever():
-            time.sleep(1000)
+def test_deaths_on_purpose(inner: InnerRun) -> None:
+    assert inner.outcomes(DEATHS) == {"passed": 1, "failed": 2}
+    inner.said("test_survivors_fail").fnmatch_lines(["rank 0 of 2: AssertionError*"])
+    inner.said("test_nobody_left").fnmatch_lines(["every rank died*nobody has checked*"])
 
-        @pytest.mark.ranks(2, init=False, timeout=0.5)
-        def test_it(rank):
-            if rank == 1:
-                wait_for_ever()
 
-        @pytest.mark.ranks(1, init=False, timeout=0.5)
-        def test_stopped(rank):
-            os.kill(os.getpid(), 19)
-        """
-    )
-    result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(
+DEADLINE = file(
+    "test_deadline.py",
+    """
+import os, time, pytest
+def wait_for_ever():
+    time.sleep(1000)
+
+@pytest.mark.ranks(2, init=False, timeout=1.0)
+def test_late(rank):
+    if rank == 1:
+        wait_for_ever()
+
+@pytest.mark.ranks(1, init=False, timeout=1.0)
+def test_stopped(rank):
+    os.kill(os.getpid(), 19)
+""",
+)
+
+
+def test_the_deadline_shows_where_each_rank_is(inner: InnerRun) -> None:
+    assert inner.outcomes(DEADLINE) == {"failed": 2}
+    late, stopped = inner.said("test_late"), inner.said("test_stopped")
+    late.fnmatch_lines(
         [
-            "rank 1 of 2: did not finish within 0.5 s",
+            "rank 1 of 2: did not finish within 1 s",
             "Current thread (most recent call first):",
             "*line * in wait_for_ever",
-            "*line * in test_it",
-            "rank 0 of 1: did not finish within 0.5 s",
-            "it does not say where it is*",
+            "*line * in test_late",
         ]
     )
-    result.stdout.no_fnmatch_line("*pytest_pyfunc_call*")
+    stopped.fnmatch_lines(["rank 0 of 1: did not finish within 1 s", "it does not say where it is*"])
+    for said in (late, stopped):
+        said.no_fnmatch_line("*pytest_pyfunc_call*")
 
 
-def test_leaks_fail_the_test_by_name(run: Run) -> None:
-    segment = f"fastcoll-test-{os.getpid()}"
-    result = run(
-        f"""
-        import subprocess, threading
-        kept = []
+LEAKS = file(
+    "test_leaks.py",
+    f"""
+import os, time, pytest
+import subprocess, threading
+kept = []
 
-        @pytest.mark.ranks(2, init=False)
-        def test_in_the_rank(rank):
-            if rank == 1:
-                kept.append(open("/dev/zero"))
-                kept.append(subprocess.Popen(["sleep", "1000"]))
-                stop = threading.Event()
-                threading.Thread(target=stop.wait, name="left-alone", daemon=True).start()
+@pytest.mark.ranks(2, init=False)
+def test_in_the_rank(rank):
+    if rank == 1:
+        kept.append(open("/dev/zero"))
+        kept.append(subprocess.Popen(["sleep", "1000"]))
+        stop = threading.Event()
+        threading.Thread(target=stop.wait, name="left-alone", daemon=True).start()
 
-        @pytest.mark.ranks(1, init=False)
-        def test_in_shared_memory():
-            open("/dev/shm/{segment}", "w").close()
+@pytest.mark.ranks(1, init=False)
+def test_in_shared_memory():
+    open("/dev/shm/{SEGMENT}", "w").close()
 
-        @pytest.mark.ranks(1, init=False)
-        def test_nothing():
-            cycle = [open("/dev/zero")]
-            cycle.append(cycle)  # the garbage collector closes the file
-        """,
-        "-W",
-        "ignore::pytest.PytestUnraisableExceptionWarning",
+@pytest.mark.ranks(1, init=False)
+def test_nothing():
+    cycle = [open("/dev/zero")]
+    cycle.append(cycle)  # the garbage collector closes the file
+""",
+)
+
+
+def test_leaks_fail_the_test_by_name(inner: InnerRun) -> None:
+    assert inner.outcomes(LEAKS) == {"passed": 1, "failed": 2}
+    inner.said("test_in_the_rank").fnmatch_lines(
+        ["rank 1 of 2: left behind after the test: *thread 'left-alone'*(/dev/zero)*child *(sleep 1000)*"]
     )
-    Path("/dev/shm", segment).unlink()
-    result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(
-        [
-            "rank 1 of 2: left behind after the test: *thread 'left-alone'*(/dev/zero)*child *(sleep 1000)*",
-            f"left in shared memory after the test: /dev/shm/{segment}",
-        ]
-    )
-
-
-def test_skips_and_expected_failures(run: Run) -> None:
-    result = run(
-        """
-        @pytest.mark.ranks(2, init=False)
-        def test_all_skip():
-            pytest.skip("not here")
-
-        @pytest.mark.ranks(2, init=False)
-        def test_one_skips(rank):
-            if rank == 1:
-                pytest.skip("not here")
-
-        @pytest.mark.skipif(True, reason="never")
-        @pytest.mark.ranks(2, init=False)
-        def test_skip_mark():
-            pass
-
-        @pytest.mark.xfail(strict=True)
-        @pytest.mark.ranks(2, init=False)
-        def test_expected():
-            assert False
-        """,
-        "-rs",
-    )
-    result.assert_outcomes(skipped=2, failed=1, xfailed=1)
-    result.stdout.fnmatch_lines(
-        ["rank 1 of 2 skipped the test (not here), others ran it*", "SKIPPED*: not here"]
+    inner.said("test_in_shared_memory").fnmatch_lines(
+        [f"left in shared memory after the test: /dev/shm/{SEGMENT}"]
     )
 
 
-def test_a_wrong_mark_is_refused_at_collection(run: Run) -> None:
-    result = run("@pytest.mark.ranks(2, colour=1)\ndef test_it():\n    pass")
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*unknown option 'colour'; known are init,*"])
+SKIPS = file(
+    "test_skips.py",
+    """
+import os, time, pytest
+@pytest.mark.ranks(2, init=False)
+def test_all_skip():
+    pytest.skip("not here")
+
+@pytest.mark.ranks(2, init=False)
+def test_one_skips(rank):
+    if rank == 1:
+        pytest.skip("not here")
+
+@pytest.mark.skipif(True, reason="never")
+@pytest.mark.ranks(2, init=False)
+def test_skip_mark():
+    pass
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.ranks(2, init=False)
+def test_expected():
+    assert False
+""",
+)
+
+
+def test_skips_and_expected_failures(inner: InnerRun) -> None:
+    assert inner.outcomes(SKIPS) == {"skipped": 2, "failed": 1, "xfail": 1}
+    inner.said("test_one_skips").fnmatch_lines(["rank 1 of 2 skipped the test (not here), others ran it*"])
+    inner.summary().fnmatch_lines(["SKIPPED*: not here"])
+
+
+WRONG_MARK = file(
+    "test_wrong_mark.py", "import pytest\n@pytest.mark.ranks(2, colour=1)\ndef test_it():\n    pass\n"
+)
+
+
+def test_a_wrong_mark_is_refused_at_collection(inner: InnerRun) -> None:
+    inner.said(WRONG_MARK).fnmatch_lines(["*unknown option 'colour'; known are init,*"])
+    assert inner.outcomes(WRONG_MARK) == {}
 
 
 IN_A_WORKER = """
@@ -368,44 +423,49 @@ import os
 if os.getpid() != int(os.environ.setdefault("FIRST_PROCESS", str(os.getpid()))):
     raise RuntimeError("not importable twice")
 """
+NOT_TWICE = file(
+    "test_not_twice.py",
+    f"import pytest\n{IN_A_WORKER}\n@pytest.mark.ranks(2, init=False)\ndef test_not_twice():\n    pass\n",
+)
 
 
-def test_a_rank_that_cannot_import_the_test_shows_why(run: Run) -> None:
-    result = run(f"{IN_A_WORKER}\n@pytest.mark.ranks(2, init=False)\ndef test_it():\n    pass")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["all 2 ranks:*", "E*RuntimeError: not importable twice"])
+def test_a_rank_that_cannot_import_the_test_shows_why(inner: InnerRun) -> None:
+    assert inner.outcomes(NOT_TWICE) == {"failed": 1}
+    inner.said("test_not_twice").fnmatch_lines(["all 2 ranks:*", "E*RuntimeError: not importable twice"])
 
 
-def test_a_worker_that_cannot_start_shows_why(run: Run, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(IN_A_WORKER)
-    result = run("@pytest.mark.ranks(2, init=False)\ndef test_it():\n    pass")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
+def test_a_worker_that_cannot_start_shows_why(tmp_path: Path) -> None:
+    text = "import pytest\n@pytest.mark.ranks(2, init=False)\ndef test_it():\n    pass\n"
+    alone = InnerRun(tmp_path, {"conftest.py": IN_A_WORKER, "test_it.py": text})
+    assert alone.outcomes("test_it.py") == {"failed": 1}
+    alone.said("test_it").fnmatch_lines(
         ["all 2 ranks: its process did not start: exit code *", "*not importable twice"]
     )
 
 
-def test_wrong_places_are_refused(run: Run) -> None:
-    result = run(
-        """
-        import unittest
+WRONG_PLACES = file(
+    "test_wrong_places.py",
+    """
+import os, time, pytest
+import unittest
 
-        def test_without_the_mark(rank):
-            pass
+def test_without_the_mark(rank):
+    pass
 
-        class TestIt(unittest.TestCase):
-            @pytest.mark.ranks(2)
-            def test_it(self):
-                pass
-        """
+class TestIt(unittest.TestCase):
+    @pytest.mark.ranks(2)
+    def test_in_a_case(self):
+        pass
+""",
+)
+
+
+def test_wrong_places_are_refused(inner: InnerRun) -> None:
+    assert inner.outcomes(WRONG_PLACES) == {"error": 2}
+    inner.said("test_without_the_mark").fnmatch_lines(
+        ["*rank is for tests with the mark @pytest.mark.ranks(n)*"]
     )
-    result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(
-        [
-            "*rank is for tests with the mark @pytest.mark.ranks(n)*",
-            "ranks is for functions and*unittest.TestCase",
-        ]
-    )
+    inner.said("TestIt.test_in_a_case").fnmatch_lines(["ranks is for functions and*unittest.TestCase"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -428,7 +488,7 @@ def test_no_worker_survives_pytest(pytester: pytest.Pytester, number: int) -> No
         pids = [int(_read_when_there(Path(f"pid-{rank}"))) for rank in range(2)]
         watched = [os.pidfd_open(pid) for pid in pids]
         process.send_signal(number)
-        code = process.wait(10)
+        code = process.wait(30)
         try:
             assert code == (2 if number == signal.SIGINT else -number)
             assert all(map(_ends, watched))
@@ -446,4 +506,4 @@ def _read_when_there(path: Path) -> str:
 
 
 def _ends(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 5)[0])
+    return bool(select.select([pidfd], [], [], 20)[0])

@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from fastcoll.arrays import adopt
+from fastcoll.hybrid_mail import NodeMail
 from fastcoll.members import Member, dead_among
 from fastcoll.messages.mailbox import Mailbox
 from fastcoll.net import mail_words
 from fastcoll.net.mail import Mail
+from fastcoll.net.mail_channels import MailChannels
 from fastcoll.shm import channels as ring_words
 from fastcoll.shm.layout import Layout
 from fastcoll.shm.mailbox import Mailbox as ShmMailbox
+from fastcoll.shm.ring_channels import RingChannels
 from fastcoll.shm.segment import Segment, new_name, unlink
 from fastcoll.shm.vigil import ShmVigil
 from fastcoll.watch import IN_ORDER, Vigil
@@ -56,9 +59,13 @@ class Rank:
 
     def is_blocked(self) -> bool:
         """Whether a blocking call is under way."""
+        return any(table[busy] != 0 for table, busy in self._busy_words())
+
+    def _busy_words(self) -> list[tuple[Any, int]]:
         channels: Any = self.mailbox._channels
-        words = mail_words if isinstance(self.mailbox, Mail) else ring_words
-        return bool(channels.table[words.BUSY] != 0)
+        if isinstance(self.mailbox, NodeMail):
+            return [(channels._near.table, ring_words.BUSY), (channels._far.table, mail_words.BUSY)]
+        return [(channels.table, (mail_words if isinstance(self.mailbox, Mail) else ring_words).BUSY)]
 
     def has_begun(self, dst: int) -> bool:
         """Whether a part of a message to `dst` has gone out."""
@@ -220,6 +227,42 @@ class WireWorld(World):
         return me.mailbox._channels.word(dst, mail_words.OUT_POSITION) > 0
 
     def _release(self) -> None:
+        for mesh in self.meshes:
+            mesh.close()
+
+
+class NodeWorld(World):
+    """Two ranks on each node, over segments, and over TCP connections between nodes."""
+
+    message = 16 << 20
+
+    def __init__(self, size: int, **options: Any) -> None:
+        self.meshes: list[PairMesh] = []
+        self.meshes += [PairMesh(self.meshes, rank) for rank in range(size)]
+        self._said = [(IN_ORDER, "")] * size
+        self._nodes = [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
+        self._segments = []
+        for node in self._nodes:
+            name = new_name()
+            self._segments.append(Segment.create(name, Layout(len(node), 4096, RING)))
+            unlink(name)
+        super().__init__(size, **options)
+
+    def _make(self, rank: int, timeout: float) -> Rank:
+        vigil = ListVigil(self._said, self.members, rank)
+        segment, local = self._segments[rank // 2], self._nodes[rank // 2]
+        rings = RingChannels(segment.address, segment.layout, rank % 2, (0, 100), 0)
+        wire = MailChannels(self.meshes[rank], vigil, 20_000)
+        return Rank(self, rank, vigil, NodeMail(wire, rings, local, lambda _: None, rank, vigil, timeout))
+
+    def has_begun(self, me: Rank, dst: int) -> bool:
+        part, number = me.mailbox._channels._routes[dst]
+        word = ring_words.OUT_HEAD if me.mailbox._channels.is_near(dst) else mail_words.OUT_POSITION
+        return part.word(number, word) > 0
+
+    def _release(self) -> None:
+        for segment in self._segments:
+            segment.close()
         for mesh in self.meshes:
             mesh.close()
 

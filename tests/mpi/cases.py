@@ -11,7 +11,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import ReduceOp
-from fastcoll.net import mpi_moves, mpi_reduce
+from fastcoll.net import mpi_meet, mpi_moves, mpi_reduce
 from fastcoll.net.mpi_comm import _laid_down
 
 SIZES = (2, 4)
@@ -23,44 +23,60 @@ def usable(group=None):
     assert (x == dist.get_world_size(group)).all()
 
 
-def all_moves(rank, world_size, count):
-    """Every operation that moves blocks of different sizes, with results that tell them all apart."""
+@pytest.fixture
+def small_rows(monkeypatch):
+    """Groups that are made have rows for 88 bytes only, so that small arrays go the way of large ones."""
+    monkeypatch.setattr(mpi_meet, "_ROOMS", (88,))
+
+
+def all_moves(rank, world_size, count, group, on=lambda x: x):
+    """Every operation that moves blocks of different sizes, with results that tell them all apart.
+
+    Args:
+        on: what is given of each array.
+    """
+
+    def each(xs):
+        return [on(x) for x in xs]
+
     sizes = [count + 3 * r for r in range(world_size)]
     blocks = [np.full(sizes[rank], 10 * rank + r, "i4") for r in range(world_size)]
     outs = [np.zeros(sizes[r], "i4") for r in range(world_size)]
-    dist.all_to_all(outs, blocks)
+    dist.all_to_all(each(outs), each(blocks), group=group)
     assert all((out == 10 * r + rank).all() for r, out in enumerate(outs))
-    dist.all_gather(outs, blocks[0])
+    dist.all_gather(each(outs), on(blocks[0]), group=group)
     assert all((out == 10 * r).all() for r, out in enumerate(outs))
     outs = [np.zeros(sizes[r], "i4") for r in range(world_size)]
-    dist.gather(blocks[1], outs if rank == 1 else None, 1)
+    dist.gather(on(blocks[1]), each(outs) if rank == 1 else None, 1, group=group)
     assert rank != 1 or all((out == 10 * r + 1).all() for r, out in enumerate(outs))
     mine = np.zeros(sizes[rank], "i4")
     given = [np.full(sizes[r], 7 * r, "i4") for r in range(world_size)]
-    dist.scatter(mine, given if rank == 0 else None, 0)
+    dist.scatter(on(mine), each(given) if rank == 0 else None, 0, group=group)
     assert (mine == 7 * rank).all()
-    dist.reduce_scatter(mine, given)
-    assert (mine == 7 * rank * world_size).all()
     everywhere = np.full(count, rank, "i4")
-    dist.broadcast(everywhere, 1)
+    dist.broadcast(on(everywhere), 1, group=group)
     assert (everywhere == 1).all()
+    dist.reduce_scatter(on(mine), each(given), group=group)
+    assert (mine == 7 * rank * world_size).all()
 
 
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("reach", [mpi_moves.REACH, -1], ids=["collectives", "messages"])
 @pytest.mark.parametrize("count", [1, 1009, 100_003])
+@pytest.mark.usefixtures("small_rows")
 def test_both_ways_of_moving(rank, world_size, reach, count, monkeypatch):
     """Arrays that MPI's counts cannot reach go by messages, in pieces; here at other limits than 2 GiB."""
     monkeypatch.setattr(mpi_moves, "REACH", reach)
     if reach < 0:
         monkeypatch.setattr(mpi_moves, "LARGEST", 4096)
-    all_moves(rank, world_size, count)
+    all_moves(rank, world_size, count, dist.new_group())
 
 
 @pytest.mark.ranks(*SIZES)
+@pytest.mark.usefixtures("small_rows")
 def test_one_rank_out_of_reach_is_enough(rank, world_size, monkeypatch):
     monkeypatch.setattr(mpi_moves, "REACH", -1 if rank == 1 else mpi_moves.REACH)
-    all_moves(rank, world_size, 1009)
+    all_moves(rank, world_size, 1009, dist.new_group())
 
 
 @pytest.mark.ranks(*SIZES)
@@ -78,30 +94,75 @@ def test_messages_and_broadcasts_in_pieces(rank, world_size, monkeypatch):
 
 
 @pytest.mark.ranks(*SIZES)
-@pytest.mark.parametrize("segment", [4, 100, 416])
+@pytest.mark.parametrize("segment", [4, 416])
+@pytest.mark.usefixtures("small_rows")
 def test_segments_give_the_same_bits(rank, world_size, segment, monkeypatch):
+    """And the same as in rows."""
+    group = dist.new_group()
     rng = np.random.default_rng(rank)
-    x = rng.standard_normal(503).astype("f4")
+    x = rng.standard_normal(203).astype("f4")
     blocks = [rng.standard_normal(53 + 7 * r) for r in range(world_size)]
     results = []
-    for most in (mpi_reduce.SEGMENT, segment):
+    ways = [(None, mpi_reduce.SEGMENT, mpi_reduce.GATHERED), (group, mpi_reduce.SEGMENT, mpi_reduce.GATHERED)]
+    for g, most, gathered in [*ways, (group, segment, 0)]:
         monkeypatch.setattr(mpi_reduce, "SEGMENT", most)
-        monkeypatch.setattr(mpi_reduce, "GATHERED", mpi_reduce.GATHERED if most > segment else 0)
+        monkeypatch.setattr(mpi_reduce, "GATHERED", gathered)
         row = []
-        for call in (dist.all_reduce, dist.scan, dist.exscan, lambda y: dist.reduce(y, 1)):
+        for call in (
+            dist.all_reduce,
+            dist.scan,
+            dist.exscan,
+            lambda y, group: dist.reduce(y, 1, group=group),
+        ):
             y = x.copy()
-            call(y)
+            call(y, group=g)
             row.append(y)
         out = np.zeros_like(blocks[rank])
-        dist.reduce_scatter(out, blocks, ReduceOp.MAX)
+        dist.reduce_scatter(out, blocks, ReduceOp.MAX, group=g)
         results.append([*row, out])
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for in_rows, at_once, in_segments in zip(*results, strict=True):
+        np.testing.assert_array_equal(in_rows, at_once)
+        np.testing.assert_array_equal(in_rows, in_segments)
+
+
+@pytest.mark.ranks(*SIZES)
+def test_every_size_around_those_of_rows(rank, world_size):
+    """Twice each, since only what was called before takes the short way; and ranks need not take the same one."""
+    for room in mpi_meet.row_sizes(world_size):
+        for count in {max(0, room // 4 + extra) for extra in range(-12, 3)}:
+            for turn in range(3):
+                x = np.arange(count, dtype="f4") + rank
+                if turn == 2 and rank == 1:
+                    dist.all_reduce(x, async_op=True).wait()
+                else:
+                    dist.all_reduce(x)
+                want = np.arange(count, dtype="f4") * world_size + sum(range(world_size))
+                np.testing.assert_array_equal(x, want)
+                out = np.zeros((world_size, count), "i4")
+                dist.all_gather_single(out, np.full(count, 10 * turn + rank, "i4"))
+                assert all((out[r] == 10 * turn + r).all() for r in range(world_size))
+                y = np.full(count, rank * (turn + 1), "i4")
+                dist.broadcast(y, 1)
+                assert (y == turn + 1).all()
+
+
+@pytest.mark.ranks(*SIZES)
+def test_the_short_way_tells_who_calls_what(rank, world_size):
+    x, y = np.ones(3), np.ones(3)
+    for _ in range(2):
+        dist.all_reduce(x)
+        dist.all_reduce(x, ReduceOp.MAX)
+        dist.barrier()
+    for wrong in (lambda: dist.all_reduce(y, ReduceOp.MAX), dist.barrier):
+        with pytest.raises(dist.MismatchError, match="all_reduce"):
+            wrong() if rank == 1 else dist.all_reduce(y)
+    assert (y == 1).all()
+    usable()
 
 
 @pytest.mark.ranks(*SIZES)
 def test_communicators_are_freed(rank, world_size):
-    for _ in range(100):
+    for _ in range(30):
         group = dist.new_group()
         usable(group)
         if rank == 0:
@@ -132,7 +193,7 @@ def test_a_communicator_with_an_unread_message_is_not_used_again(rank, world_siz
 
 @pytest.mark.ranks(*SIZES)
 def test_who_did_not_come_is_named(rank, world_size):
-    group = dist.new_group(timeout=0.5)
+    group = dist.new_group(timeout=0.3)
     x = np.ones(50_000)
     if rank != 1:
         with pytest.raises(dist.GroupError, match=r"rank 1 \("):
@@ -143,6 +204,18 @@ def test_who_did_not_come_is_named(rank, world_size):
     ):  # for rank 1 too, which meets what the others sent before they gave up
         dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(*SIZES)
+def test_who_did_not_come_to_a_short_call_is_named(rank, world_size):
+    group = dist.new_group(timeout=0.3)
+    usable(group)
+    if rank != 1:
+        with pytest.raises(dist.GroupError, match=r"rank 1 \("):
+            usable(group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    usable()
 
 
 @pytest.mark.ranks(*SIZES)

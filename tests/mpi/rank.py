@@ -101,7 +101,10 @@ def main(args: list[str]) -> int:
     """Run pytest with these arguments, as far as they concern a job of this size."""
     if _WORLD.rank != 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    options = ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    # Plugins by entry points: ours would have all of fastcoll rewritten, and Hypothesis' imports all of it in the end.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    options = ["-p", "fastcoll.launch.pytest_plugin", "-p", "no:cacheprovider"]
+    options += ["-o", "addopts=--import-mode=importlib"]
     # This file imports fastcoll, which is a plugin of pytest as well, before pytest can.
     options += ["-W", "ignore:Module already imported so cannot be rewritten"]
     # A directory of its own: pytest sweeps a common one, where ranks would get into each other's way.

@@ -15,7 +15,9 @@ import pytest
 from .environments import LIBRARIES, environment, mpiexec, python_with
 
 ROOT = Path(__file__).parents[2]
-SUITE = ["tests/conformance", "tests/test_p2p.py", "tests/test_objects.py", "tests/mpi/cases.py"]
+CASES = ["tests/mpi/cases.py", "tests/mpi/cases_between_nodes.py", "tests/mpi/cases_gpu.py"]
+SUITE = ["tests/conformance", "tests/test_p2p.py", "tests/test_objects.py", *CASES]
+ON_GPUS = [f"tests/conformance/test_{name}.py" for name in ("moves", "reductions", "point_to_point")]
 SHM = Path("/dev/shm")
 JOB_SECONDS = 150.0
 
@@ -51,12 +53,14 @@ def maps_of(process: Path) -> str:
     return ""
 
 
-def run(python: Path, ranks: int, *program: str, seconds: float = JOB_SECONDS) -> tuple[int, str]:
+def run(
+    python: Path, ranks: int, *program: str, seconds: float = JOB_SECONDS, **variables: str
+) -> tuple[int, str]:
     """Run a job; its exit status and what it wrote. It is killed, and the test fails, when it takes too long."""
     job = subprocess.Popen(
         [*mpiexec(python, ranks), *program],
         cwd=ROOT,
-        env=environment(),
+        env={**environment(), **variables},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -70,12 +74,30 @@ def run(python: Path, ranks: int, *program: str, seconds: float = JOB_SECONDS) -
     return job.returncode, output
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_conformance_suite(python: Path, ranks: int) -> None:
     status, output = run(python, ranks, "tests/mpi/rank.py", "-q", "--color=no", "-W", "error", *SUITE)
+    expect_passed(30, status, output)
+
+
+def expect_passed(least: int, status: int, output: str) -> None:
+    """Fail unless so many tests have passed, and none has failed."""
     passed = re.search(r"(\d+) passed", output)
-    if status or passed is None or int(passed[1]) < 30:
+    if status or passed is None or int(passed[1]) < least:
         pytest.fail(f"exit status {status}\n{output}", pytrace=False)
+
+
+@pytest.mark.mpi
+def test_fake_gpus_with_a_library_that_is_cuda_aware(folder: Path) -> None:
+    """Those tests of the conformance suite that are quick on Numba's simulator, which runs our kernels."""
+    quick = "premul or coalesced or gather or all_to_all or broadcast or strided or tags or does_not_fit"
+    status, output = run(
+        python_with("mpich", folder), 2, "tests/mpi/rank.py", "-q", "--color=no", "-p", "gpu.on_fakes",
+        "-p", "mpi.cuda_aware", "-k", quick, *ON_GPUS,
+        PYTHONPATH=str(ROOT / "tests"), NUMBA_ENABLE_CUDASIM="1",
+    )  # fmt: skip
+    expect_passed(15, status, output)
 
 
 SCRIPT = """
@@ -98,6 +120,16 @@ def test_a_world_of_one_needs_no_launcher(python: Path) -> None:
         [str(python), "-c", code], env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "mpi 3.0 True\n", done.stderr
+
+
+@pytest.mark.usefixtures("swept")
+def test_ranks_meet_through_mpi_where_it_carries_between_nodes(python: Path) -> None:
+    """Also over TCP, where Open MPI sends nothing on a new connection while it is not called."""
+    network = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"}
+    code = SCRIPT.replace('"mpi", ', "") + "x = np.ones(3); dist.all_reduce(x)\n"
+    code += "assert (dist.get_world_size(), dist.get_backend(), x.sum()) == (2, 'shm', 6.0)"
+    status, output = run(python, 2, "-c", code, seconds=60, FASTCOLL_BETWEEN_NODES="mpi", **network)
+    assert status == 0, output
 
 
 @pytest.mark.usefixtures("swept")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fastcoll
+from fastcoll import config
 from fastcoll.net import mpi_library
 from fastcoll.net.mpi_library import why_unavailable
 from fastcoll.net.mpi_meet import balance_of
@@ -140,3 +144,57 @@ def test_what_is_missing_is_named_with_the_cure(
     with pytest.raises(fastcoll.UnavailableError, match=rf"{text}.*pip install 'fastcoll\[mpi\]'"):
         fastcoll.init_process_group("mpi")
     assert not fastcoll.is_initialized()
+
+
+@pytest.mark.usefixtures("mpi4py")
+def test_mpi_between_nodes_needs_mpis_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "FASTCOLL_BETWEEN_NODES": "mpi",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }.items():
+        monkeypatch.setenv(name, value)
+    config.forget()
+    try:
+        with pytest.raises(fastcoll.UnavailableError, match="mpiexec"):
+            fastcoll.init_process_group()
+        assert not fastcoll.is_initialized()
+    finally:
+        monkeypatch.undo()
+        config.forget()
+
+
+class Answers:
+    """An MPI library, by ctypes, that can be asked about CUDA in one way, or both, or none."""
+
+    def __init__(self, **answers: int | tuple[int, int]) -> None:
+        for name, answer in answers.items():
+            setattr(self, name, self._query(answer))
+
+    @staticmethod
+    def _query(answer: int | tuple[int, int]) -> Callable[..., int]:
+        def gpu_query(kind: int, flag: Any) -> int:
+            assert isinstance(answer, tuple)
+            if kind == 0:  # CUDA; others are not asked about
+                ctypes.cast(flag, ctypes.POINTER(ctypes.c_int))[0] = answer[1]
+            return answer[0]
+
+        return gpu_query if isinstance(answer, tuple) else lambda: answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "aware"),
+    [
+        ({}, False),
+        ({"MPIX_Query_cuda_support": 1}, True),
+        ({"MPIX_Query_cuda_support": 0}, False),
+        ({"MPIX_GPU_query_support": (0, 1)}, True),
+        ({"MPIX_GPU_query_support": (0, 0)}, False),
+        ({"MPIX_GPU_query_support": (15, 1)}, False),  # an MPI error
+        ({"MPIX_GPU_query_support": (0, 0), "MPIX_Query_cuda_support": 0}, False),
+    ],
+)
+def test_a_library_is_cuda_aware_if_it_says_so(answers: dict[str, Any], aware: bool) -> None:
+    assert mpi_library.is_cuda_aware(Answers(**answers)) is aware

@@ -22,7 +22,7 @@ from fastcoll.kernels.reduce import reducer
 from fastcoll.net import engine, words
 from fastcoll.net.context import NetContext, Prepared, limits_for
 from fastcoll.net.plans.choose import plan_for
-from fastcoll.net.plans.shape import Shape
+from fastcoll.net.plans.shape import MEET_RANKS, Shape
 from fastcoll.net.sizes import sizes_of
 
 Array = np.ndarray[Any, Any]
@@ -90,7 +90,9 @@ class Engines:
         )
         code = calls.encode(operation, dtype, op=op) | root << calls.ROOT_SHIFT
         folds = (0, 0) if op is None else reducer(op, dtype)[:2]
-        prepared = Prepared(code, sizes_of(shape), plan_for(shape), self.limits.frame_stride, folds, itemsize)
+        sizes, stride = sizes_of(shape), self.limits.frame_stride
+        balance = sizes.balance(rank) if self.size > MEET_RANKS else 0
+        prepared = Prepared(code, sizes, plan_for(shape), stride, folds, itemsize, balance)
         self.contexts[rank].make_room(prepared)
         return prepared
 

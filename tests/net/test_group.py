@@ -184,7 +184,13 @@ def test_abort_from_another_thread_ends_the_call_everywhere(count: int) -> None:
 def test_close_while_another_thread_is_in_a_call() -> None:
     with groups(2) as made:
         everybody(made, total)
-        errors = together(lambda: total(made[0]), lambda: (time.sleep(0.2), made[0].close()))
+
+        def close_when_called() -> None:
+            while not made[0]._is_busy():
+                time.sleep(1e-3)
+            made[0].close()
+
+        errors = together(lambda: total(made[0]), close_when_called)
         assert isinstance(errors[0], AbortedError)
         with pytest.raises((AbortedError, NotInitializedError)):
             made[0].barrier()

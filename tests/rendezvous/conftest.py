@@ -59,13 +59,24 @@ def clean_environ() -> dict[str, str]:
     return environ | {"PYTHONPATH": root}
 
 
-@pytest.fixture
-def processes() -> Iterator[Processes]:
+def _started() -> Iterator[Processes]:
     group = Processes()
     yield group
     for process in group.started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Those of one test."""
+    yield from _started()
+
+
+@pytest.fixture(scope="module")
+def lasting_processes() -> Iterator[Processes]:
+    """Those of several tests of a file."""
+    yield from _started()
 
 
 @pytest.fixture(autouse=True)

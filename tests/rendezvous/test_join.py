@@ -194,7 +194,7 @@ def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim
         dying.send_signal(signal.SIGKILL)
         killed = time.monotonic()
         outputs = processes.outputs(waiting)
-        assert time.monotonic() - killed < 3
+        assert time.monotonic() - killed < 8  # they would wait for 20 s
     for output in outputs:
         assert "PeerDiedError" in output
         assert f"rank {victim} ({os.uname().nodename}:{dying.pid}) died" in output
@@ -267,7 +267,7 @@ def test_wait_for_sees_a_member_die(processes) -> None:
             PeerDiedError, match=rf"making a group: rank 2 \(.*:{process.pid}\) died"
         ) as caught:
             wait_for(store, ["never"], [Member.here(0, 3, "shm"), member], 20, "making a group")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 8
     assert caught.value.ranks == (2,)
     killer.join()
 

@@ -12,11 +12,13 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from fastcoll.errors import ResourceError, StoreTimeoutError, UsageError
+from fastcoll.launch.ports import free_port
 from fastcoll.processes import ProcessId
 from fastcoll.rendezvous import HashStore, rendezvous
 from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_digest
@@ -40,8 +42,8 @@ except FastcollError as error:
 """
 
 
-def free_port(kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
-    with socket.socket(socket.AF_INET, kind) as probe:
+def free_udp_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
@@ -270,7 +272,7 @@ def test_a_rank_killed_while_meeting_is_named(tmp_path: Path, processes) -> None
     ranks[0].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     output = processes.outputs(ranks[1:])
-    assert time.monotonic() - killed < 2.5
+    assert time.monotonic() - killed < 8  # it would wait for 20 s
     assert_all_say(output, "PeerDiedError", f":{ranks[0].pid} died")
     assert not path.exists()
 
@@ -318,9 +320,19 @@ print("done")
 @pytest.fixture(params=["v4", "v6"])
 def group(request: pytest.FixtureRequest) -> str:
     """The URL of a group of our own, which the kernel lets us join."""
-    port = free_port(socket.SOCK_DGRAM)
+    return group_of(request.param)
+
+
+@pytest.fixture
+def group_v4() -> str:
+    """One for tests that take seconds, and in which the address makes no difference."""
+    return group_of("v4")
+
+
+def group_of(version: str) -> str:
+    port = free_udp_port()
     host = f"239.255.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
-    if request.param == "v6":
+    if version == "v6":
         host = f"ff15::{secrets.randbelow(1 << 16):x}:{secrets.randbelow(1 << 16):x}"
     try:
         with MulticastSocket(host, port) as joined:
@@ -367,9 +379,9 @@ def test_multicast_names_who_came(group: str, in_threads) -> None:
         assert f"heard {os.uname().nodename}:{os.getpid()}" in str(error)
 
 
-def test_multicast_gets_past_the_dead_and_the_stale(group: str, processes) -> None:
+def test_multicast_gets_past_the_dead_and_the_stale(group_v4: str, processes) -> None:
     """Recordings of candidates that are gone: the lowest nonce there can be, and an offer of no store."""
-    address, _, port = group.removeprefix("tcp://").rpartition(":")
+    address, _, port = group_v4.removeprefix("tcp://").rpartition(":")
     elsewhere = ProcessId(host="gone", pid=1, start_time=1, boot_id="other", pid_namespace="pid:[1]")
     gone = Announcement(job_digest(""), "0" * 32, elsewhere, 0.0, 2)
     offer = Announcement(job_digest(""), "0" * 31 + "1", elsewhere, 0.0, 2, "127.0.0.1", free_port())
@@ -385,15 +397,15 @@ def test_multicast_gets_past_the_dead_and_the_stale(group: str, processes) -> No
     thread = threading.Thread(target=replay)
     thread.start()
     try:
-        ranks = [processes.start(MEET, group, -1, 2) for _ in range(2)]
+        ranks = [processes.start(MEET, group_v4, -1, 2) for _ in range(2)]
         assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
     finally:
         stop.set()
         thread.join()
 
 
-def test_multicast_one_too_many_is_left_over(group: str, processes) -> None:
-    ranks = [processes.start(MEET, group, -1, 2, 3) for _ in range(3)]
+def test_multicast_one_too_many_is_left_over(group_v4: str, processes) -> None:
+    ranks = [processes.start(MEET, group_v4, -1, 2, 3) for _ in range(3)]
     outputs = sorted(processes.outputs(ranks))
     assert [output.split()[0] for output in outputs] == ["0", "1", "StoreTimeoutError"]
 
@@ -423,7 +435,7 @@ def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
     os.kill(killed, signal.SIGKILL)
     at = time.monotonic()
     assert_all_say(processes.outputs([survivor]), "PeerDiedError", f":{killed} died")
-    assert time.monotonic() - at < 3
+    assert time.monotonic() - at < 8
 
 
 # Warnings
@@ -442,31 +454,49 @@ except StoreTimeoutError as error:
 """
 
 
-def test_rank_0_that_is_late_is_warned_of(processes) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
-    late = processes.start(LATE, url, 1, 2, FASTCOLL_WARN_AFTER="0.3")
-    warnings, error = processes.outputs([late])[0].splitlines()
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory, lasting_processes) -> dict[str, tuple[int, list[str]]]:
+    """The pid and the lines of ranks of which each waits in vain for others, somewhere else; all wait at once."""
+    folder = tmp_path_factory.mktemp("late")
+    waits: dict[str, tuple[object, ...]] = {
+        "rank 0": (f"tcp://127.0.0.1:{free_port()}", 1, 2),
+        "file with ranks": (f"file://{folder}/one", 1, 3),
+        "file without ranks": (f"file://{folder}/two", -1, 3),
+    }
+    for version in ("v4", "v6"):
+        with suppress(pytest.skip.Exception):
+            waits[version] = (group_of(version), -1, 2)
+    ranks = [lasting_processes.start(LATE, *each, FASTCOLL_WARN_AFTER="0.3") for each in waits.values()]
+    said = [out.splitlines() for out in lasting_processes.outputs(ranks)]
+    return dict(zip(waits, zip([rank.pid for rank in ranks], said, strict=True), strict=True))
+
+
+def test_rank_0_that_is_late_is_warned_of(late) -> None:
+    warning, error = late["rank 0"][1]
     assert re.fullmatch(
-        r"connecting to the store at 127.0.0.1:\d+: has waited 0.\d s for rank 0, .*", warnings
+        r"connecting to the store at 127.0.0.1:\d+: has waited \d.\d s for rank 0, .*", warning
     )
     assert "is rank 0 running there" in error
 
 
 @pytest.mark.parametrize(
-    ("rank", "missing"), [(1, r"rank\(s\) 0, 2 \(here: {me}\)"), (-1, r"2 more \(here: {me}\)")]
+    ("how", "missing"),
+    [
+        ("file with ranks", r"rank\(s\) 0, 2 \(here: {me}\)"),
+        ("file without ranks", r"2 more \(here: {me}\)"),
+    ],
 )
-def test_who_is_late_in_a_file_is_warned_of_and_named(
-    tmp_path: Path, processes, rank: int, missing: str
-) -> None:
-    late = processes.start(LATE, f"file://{tmp_path}/meet", rank, 3, FASTCOLL_WARN_AFTER="0.3")
-    missing = missing.format(me=f"{os.uname().nodename}:{late.pid}")
-    warning, error = processes.outputs([late])[0].splitlines()
-    assert re.search(f"meets 3 processes: has waited 0.\\d s for {missing}$", warning)
+def test_who_is_late_in_a_file_is_warned_of_and_named(late, how: str, missing: str) -> None:
+    pid, (warning, error) = late[how]
+    missing = missing.format(me=f"{os.uname().nodename}:{pid}")
+    assert re.search(f"meets 3 processes: has waited \\d.\\d s for {missing}$", warning)
     assert re.search(f"meets 3 processes: {missing} did not come within", error)
 
 
-def test_who_is_late_by_multicast_is_warned_of(group: str, processes) -> None:
-    late = processes.start(LATE, group, -1, 2, FASTCOLL_WARN_AFTER="0.3")
-    warning, error = processes.outputs([late])[0].splitlines()
-    assert re.search(r"has waited 0.\d s for 2 processes to meet; heard nobody$", warning)
+@pytest.mark.parametrize("version", ["v4", "v6"])
+def test_who_is_late_by_multicast_is_warned_of(late, version: str) -> None:
+    if version not in late:
+        group_of(version)  # skips
+    _, (warning, error) = late[version]
+    assert re.search(r"has waited \d.\d s for 2 processes to meet; heard nobody$", warning)
     assert "fewer than 2 processes met" in error

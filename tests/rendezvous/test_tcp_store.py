@@ -15,6 +15,7 @@ import pytest
 
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
+from fastcoll.launch.ports import free_port
 from fastcoll.rendezvous import TCPStore, store_protocol, tcp_store
 from fastcoll.rendezvous.port_holder import port_holder
 from fastcoll.rendezvous.table import Op, Request
@@ -124,9 +125,7 @@ def test_nobody_listens() -> None:
 
 
 def test_a_client_may_come_before_its_server(in_threads) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     connecting = threading.Event()
 
     def client() -> bytes:
@@ -259,7 +258,7 @@ def test_a_killed_server_is_noticed_by_a_waiting_get(processes, in_threads) -> N
             return time.monotonic()
 
         noticed, killed = in_threads(get, kill)
-        assert noticed - killed < 1.0
+        assert noticed - killed < 5  # the store waits for minutes
         with pytest.raises(StoreError, match="is gone"):
             client.set("a", "1")
 
@@ -342,21 +341,17 @@ def set_secret(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
 
 
 def test_the_master_waits_for_its_workers(in_threads) -> None:
-    ports: list[int] = []
+    port = free_port()
     known = threading.Event()
-    listen = socket.socket
-    with listen() as probe:
-        probe.bind(("127.0.0.1", 0))
-        ports.append(probe.getsockname()[1])
 
     def master() -> int:
         known.set()
-        with TCPStore("127.0.0.1", ports[0], 3, True, timeout=20) as store:
+        with TCPStore("127.0.0.1", port, 3, True, timeout=20) as store:
             return store.add("fastcoll/workers", 0)
 
     def worker() -> int:
         known.wait()
-        with TCPStore("127.0.0.1", ports[0], 3, timeout=20) as store:
+        with TCPStore("127.0.0.1", port, 3, timeout=20) as store:
             return store.add("fastcoll/workers", 0) > 0
 
     results = in_threads(master, worker, worker)

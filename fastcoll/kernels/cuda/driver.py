@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import FastcollError, UnavailableError, UsageError
 
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute in cuda.h
+_WAITS_OF_STREAMS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 _NO_CONTEXT, _WRONG_CONTEXT = 201, 400  # CUresult: invalid context, invalid handle
 
 _void, _int, _unsigned = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
@@ -27,6 +28,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuLibraryGetKernel": [_void, _void, ctypes.c_char_p],
     "cuLaunchKernel": [_void, *[_unsigned] * 7, _void, _void, _void],
 }
+_WAIT = "cuStreamWaitValue64_v2"  # which drivers may lack
+_WAIT_SIGNATURE = [_void, ctypes.c_uint64, ctypes.c_uint64, _unsigned]
 
 
 class Driver:
@@ -63,6 +66,24 @@ class Driver:
         )
         self.multiprocessors = max(self._attribute(d, _MULTIPROCESSORS) for d in devices)
         self.launch_kernel = library.cuLaunchKernel
+        self._wait = getattr(library, _WAIT, None)
+        if self._wait is not None:
+            self._wait.argtypes, self._wait.restype = _WAIT_SIGNATURE, _int
+
+    def can_wait(self, device: int) -> bool:
+        """Whether `wait_value` is there for a device of this process."""
+        return self._wait is not None and bool(
+            self._attribute(self._number("cuDeviceGet", device), _WAITS_OF_STREAMS)
+        )
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """Let what is queued on a stream from here on wait until a word of device memory is at least `value`.
+
+        No multiprocessor is busy meanwhile. It orders no memory: a kernel must read the word with an acquire.
+        """
+        assert self._wait is not None
+        if status := self._wait(stream, address, value, 0):  # CU_STREAM_WAIT_VALUE_GEQ
+            self.check(status, "queueing a wait")
 
     def load(self, code: bytes, name: str) -> int:
         """A handle of the kernel `name` in a cubin, or in PTX with a final zero; it stays until the process ends."""

@@ -14,8 +14,9 @@ from typing import Any
 from numba import types
 
 from ...errors import UnavailableError
+from . import INSTALL
 from .driver import driver
-from .toolkit import INSTALL, SIMULATED, cuda
+from .toolkit import SIMULATED, cuda
 
 THREADS = 4 if SIMULATED else 256
 """Of a block."""

@@ -73,6 +73,11 @@ class CudaReducer:
         items = max(packs // unroll(len(addresses)), count - packs * self._per_pack, 1)
         kernel(items, stream, to, head, packs, count, *addresses)
 
+    def prepare(self, n: int) -> None:
+        """Compile the kernel for n sources now; raises what `launch` would."""
+        if n not in self._kernels:
+            self._compile(n)
+
     def _head(self, dst: int, srcs: list[int], count: int, bits: int) -> int:
         """Elements until all arrays are at multiples of 16 bytes: all, if they never are together."""
         if bits & self._misaligned:

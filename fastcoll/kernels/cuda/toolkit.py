@@ -11,8 +11,7 @@ from typing import Any
 import numba
 
 from ...errors import UnavailableError
-
-INSTALL = "pip install 'fastcoll[cuda12]' (or 'fastcoll[cuda13]', as the driver is)"
+from . import INSTALL
 
 SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 """Whether kernels run in Python threads, on arrays in host memory."""

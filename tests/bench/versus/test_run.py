@@ -1,16 +1,17 @@
 """Whole runs of `--vs` with a Gloo that is made up: a module `torch` that hands everything to fastcoll."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import fastcoll
+from fastcoll.bench.command import main
 
 BENCH = [sys.executable, "-m", "fastcoll.bench"]
 
@@ -155,7 +156,9 @@ def wait_for_ranks(folder, line, side, process):
     """The pids of a side's ranks as soon as both have written `line`."""
     end = time.monotonic() + 120
     while time.monotonic() < end and process.poll() is None:
-        logs = [file.read_text() for file in folder.glob("*/[01].jsonl")]
+        logs = []
+        with suppress(FileNotFoundError):  # the folder of a side that has ended
+            logs = [file.read_text() for file in folder.glob("*/[01].jsonl")]
         if len(logs) == 2 and all(line in log and side in log.lower() for log in logs):
             return [json.loads(log.splitlines()[0])["pid"] for log in logs]
         time.sleep(0.01)
@@ -175,19 +178,22 @@ def wait_for_ranks(folder, line, side, process):
         (["--vs", "gloo", "--results", "/dev/null"], "/dev/null is no folder"),
         (["--vs", "gloo", "--peer-python", "gloo"], "is not PEER=PYTHON"),
         (["--vs", "gloo", "--backend", "cpu"], "there is no backend 'cpu'"),
-        (["--vs", "gloo", "--backend", "nccl"], "no backend for CPU arrays that is available here"),
+        (["--vs", "gloo", "--backend", "cpu:nccl"], "no backend for CPU arrays that is available here"),
         (["--results", "x"], "belong to --vs"),
     ],
 )
-def test_mistakes_are_named(words, message):
-    done = run(*words)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_are_named(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
-def test_ranks_of_a_launcher_are_refused():
-    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = subprocess.run([*BENCH, "--vs", "gloo"], capture_output=True, text=True, timeout=60, env=environ)
-    assert done.returncode == 2
-    assert "starts its own ranks" in done.stderr
+def test_ranks_of_a_launcher_are_refused(monkeypatch, capsys):
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["--vs", "gloo"])
+    assert ended.value.code == 2
+    assert "starts its own ranks" in capsys.readouterr().err

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from kernels.cuda.fake_driver import HOPPER
 
 Array = np.ndarray[Any, Any]
 
@@ -88,6 +91,23 @@ def cuda_reduce(device: type[Placed]) -> Callable[..., Array]:
         return result.get()
 
     return reduce
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba-cuda with NVVM, made to believe in a device; skips where they are not."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        pytest.skip("numba-cuda is not installed; pip install numba-cuda nvidia-nvvm")
+    from fastcoll.kernels.cuda.toolkit import SIMULATED, cuda
+
+    if SIMULATED:
+        pytest.skip("the simulator compiles nothing")
+    try:
+        cuda.cudadrv.nvvm.NVVM()
+    except cuda.cudadrv.error.NvvmSupportError as error:
+        pytest.skip(f"there is no NVVM ({error}); pip install nvidia-nvvm")
+    device = SimpleNamespace(compute_capability=HOPPER)
+    monkeypatch.setattr(cuda.dispatcher, "get_current_device", lambda: device)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,9 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+HOPPER = (9, 0)
+"""The compute capability that kernels are compiled for where there is no GPU."""
+
 
 class Library:
     """Says what CUDA's driver would, and keeps the launches."""

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels.cuda.fake_driver import Library
+from kernels.cuda.fake_driver import HOPPER, Library
 
 from fastcoll.errors import ArrayError, UsageError
 from fastcoll.kernels.cuda.driver import Driver
 from fastcoll.reduce_op import ReduceOp
 
-HOPPER = (9, 0)
-
-
-@pytest.fixture(autouse=True)
-def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numba-cuda with NVVM, made to believe in a device."""
-    if importlib.util.find_spec("numba_cuda") is None:
-        pytest.skip("numba-cuda is not installed; pip install numba-cuda nvidia-nvvm")
-    from fastcoll.kernels.cuda.toolkit import SIMULATED, cuda
-
-    if SIMULATED:
-        pytest.skip("the simulator compiles nothing")
-    try:
-        cuda.cudadrv.nvvm.NVVM()
-    except cuda.cudadrv.error.NvvmSupportError as error:
-        pytest.skip(f"there is no NVVM ({error}); pip install nvidia-nvvm")
-    monkeypatch.setattr(
-        cuda.dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=HOPPER)
-    )
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def ptx(op: ReduceOp, dtype: Any, n: int) -> str:

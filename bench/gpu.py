@@ -1,0 +1,203 @@
+"""What GPU arrays cost on one GPU: our kernels against a plain copy, shared GPU memory against staging, and a launch.
+
+    python bench/gpu.py                         # a table
+    python bench/gpu.py --json gpu.json
+
+| row    | what                                                                           | aim         |
+|--------|--------------------------------------------------------------------------------|-------------|
+| reduce | bytes read and written a second by the sum of two arrays of 256 MiB (float32), |             |
+|        | against those of a device-to-device copy of 256 MiB                            | >= 85 %     |
+| ipc    | all_reduce of 64 MiB, two ranks on one GPU, backend shm against staging         | >= 3 times  |
+|        | through pinned host memory over the shm backend                                | as fast     |
+| launch | from Python until a kernel is queued: CudaReducer.launch on 4 elements         | < 30 us     |
+
+Needs one GPU and CuPy. Times on the GPU are those of CUDA's events, medians over repetitions after warming up; those of
+collectives are of the host, from before the call until the result is on the GPU, on the slowest rank. Every result is
+checked. Nobody else may use the GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+REDUCE_BYTES = 256 << 20
+ALL_REDUCE_BYTES = 64 << 20
+REPEATS = 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        return rank_of(options.rank_of)
+    found = {"machine": machine(), "reduce": reduce(), "ipc": all_reduce(), "launch": launch()}
+    print("\n".join(table(found)))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    import cupy
+
+    from fastcoll.bench.machine import machine as host
+
+    runtime = cupy.cuda.runtime
+    said = runtime.getDeviceProperties(0)
+    return {
+        **host(len(os.sched_getaffinity(0))),
+        "gpu": said["name"].decode(),
+        "cupy": cupy.__version__,
+        "cuda_driver": runtime.driverGetVersion(),
+        "cuda_runtime": runtime.runtimeGetVersion(),
+        "multiprocessors": said["multiProcessorCount"],
+    }
+
+
+def seconds_on_gpu(does: Callable[[], Any]) -> float:
+    """The median over repetitions, by events of the current stream."""
+    import cupy
+
+    times = []
+    for number in range(REPEATS + 3):
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        does()
+        end.record()
+        end.synchronize()
+        if number >= 3:
+            times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
+    return median(times)
+
+
+def reduce() -> dict[str, Any]:
+    """The reduce kernel's bandwidth and that of a copy."""
+    import cupy
+
+    from fastcoll.kernels.cuda.reduce import cuda_reducer
+    from fastcoll.reduce_op import ReduceOp
+
+    a, b = (cupy.random.random(REDUCE_BYTES // 4, dtype="f4") for _ in range(2))
+    out = cupy.zeros_like(a)
+    stream, sum_of = cupy.cuda.get_current_stream().ptr, cuda_reducer(ReduceOp.SUM, a.dtype)
+
+    def copy() -> None:
+        cupy.cuda.runtime.memcpyAsync(out.data.ptr, a.data.ptr, REDUCE_BYTES, 3, stream)
+
+    copying = seconds_on_gpu(copy)
+    assert (out == a).all()
+    addresses = (a.data.ptr, b.data.ptr)
+    reducing = seconds_on_gpu(lambda: sum_of.launch(out.data.ptr, addresses, a.size, stream))
+    assert (out == a + b).all()
+    rates = {"copy_gb_s": 2 * REDUCE_BYTES / copying / 1e9, "reduce_gb_s": 3 * REDUCE_BYTES / reducing / 1e9}
+    return {**rates, "fraction": rates["reduce_gb_s"] / rates["copy_gb_s"]}
+
+
+def launch() -> dict[str, Any]:
+    """Host time of one launch, the GPU being idle."""
+    import cupy
+
+    from fastcoll.kernels.cuda.reduce import cuda_reducer
+    from fastcoll.reduce_op import ReduceOp
+
+    x, y = cupy.ones(4, "f4"), cupy.ones(4, "f4")
+    stream, sum_of = cupy.cuda.get_current_stream(), cuda_reducer(ReduceOp.SUM, x.dtype)
+    times = []
+    for _ in range(200):
+        stream.synchronize()
+        begin = time.perf_counter()
+        sum_of.launch(x, (x, y), 4, stream.ptr)
+        times.append(time.perf_counter() - begin)
+    assert (x == 201).all()
+    return {"microseconds": 1e6 * median(times)}
+
+
+def all_reduce() -> dict[str, Any]:
+    """Two ranks, once with shared GPU memory and once staged, in processes of their own."""
+    found = {}
+    for how in ("ipc", "staged"):
+        done = subprocess.run(
+            [sys.executable, "-m", "fastcoll.launch", "--no_prefix", "-n", "2", __file__, "--rank-of", how],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=600,
+            check=True,
+        )
+        found[how] = max(float(line) for line in done.stdout.split())
+    milliseconds = {f"{how}_ms": 1e3 * seconds for how, seconds in found.items()}
+    return {**milliseconds, "times_as_fast": found["staged"] / found["ipc"]}
+
+
+def rank_of(how: str) -> int:
+    """One of two ranks: prints the median seconds of a call."""
+    import cupy
+
+    import fastcoll as dist
+    from fastcoll.gpu import choice
+    from fastcoll.gpu.staging import StagedCarrier
+    from fastcoll.registry import groups
+
+    if how == "staged":
+        choice.carrier_for = lambda backend, group: StagedCarrier(group)
+    dist.init_process_group("shm", timeout=120)
+    x = cupy.ones(ALL_REDUCE_BYTES // 4, "f4")
+    times = []
+    for number in range(REPEATS + 3):
+        x.fill(1)
+        cupy.cuda.get_current_stream().synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(x)
+        cupy.cuda.get_current_stream().synchronize()
+        if number >= 3:
+            times.append(time.perf_counter() - begin)
+        assert (x == 2).all()
+    devices = groups.world._devices()
+    carrier = type(getattr(devices, "_chosen", devices)).__name__
+    assert carrier == {"ipc": "IpcCarrier", "staged": "StagedCarrier"}[how], carrier
+    print(median(times), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    on, reduced, ipc = found["machine"], found["reduce"], found["ipc"]
+    return [
+        f"{on['gpu']}, driver {on['cuda_driver']}, CuPy {on['cupy']}, {on['cpu']}, fastcoll {on['fastcoll']}",
+        "",
+        "| what | measured | aim | |",
+        "|---|--:|--:|---|",
+        _row(
+            "sum of two arrays of 256 MiB, of a copy's bandwidth "
+            f"({reduced['reduce_gb_s']:.0f} of {reduced['copy_gb_s']:.0f} GB/s)",
+            f"{100 * reduced['fraction']:.0f} %", ">= 85 %", reduced["fraction"] >= 0.85,
+        ),
+        _row(
+            f"all_reduce of 64 MiB, 2 ranks on one GPU, against staging ({ipc['ipc_ms']:.2f} and "
+            f"{ipc['staged_ms']:.2f} ms)",
+            f"{ipc['times_as_fast']:.1f} times as fast", ">= 3", ipc["times_as_fast"] >= 3,
+        ),
+        _row(
+            "from Python to a queued kernel",
+            f"{found['launch']['microseconds']:.1f} us", "< 30 us", found["launch"]["microseconds"] < 30,
+        ),
+    ]  # fmt: skip
+
+
+def _row(what: str, measured: str, aim: str, reached: bool) -> str:
+    return f"| {what} | {measured} | {aim} | {'reached' if reached else 'missed'} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

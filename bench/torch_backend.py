@@ -1,0 +1,173 @@
+"""torch.distributed.all_reduce over fastcoll and over Gloo, in turn in one run.
+
+    python bench/torch_backend.py
+    python bench/torch_backend.py --ranks 4 --sizes 8,1M --json out.json
+
+Both backends have a group of the same processes. For each size they take turns, in an order that is turned round each
+time; every result is checked before anything is timed. Times are of single calls on float32 tensors, "sync" with
+async_op=False, "async" with async_op=True and wait; a column's number is the slowest rank's median (p99: its 99th
+percentile).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from fastcoll import spawn
+from fastcoll.bench.machine import describe, machine
+from fastcoll.bench.sizes import format_size, parse_size
+
+BACKENDS = ("fastcoll", "gloo")
+MODES = ("sync", "async")
+SIZES = "8,1K,64K,1M,64M"
+TURNS = 6
+_FEWEST_CALLS = 3  # in a turn
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    sizes = [parse_size(size) for size in options.sizes.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(rank_main, (options.ranks, sizes, options.seconds, folder), nprocs=options.ranks)
+        report = json.loads(Path(folder, "report.json").read_text())
+    print("\n".join(page(report)))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def rank_main(rank: int, ranks: int, sizes: list[int], seconds: float, folder: str) -> None:
+    """One rank: measure every size, and let rank 0 write the report."""
+    import torch
+    import torch.distributed as dist
+
+    import fastcoll.torch  # noqa: F401 - registers the backend
+
+    torch.set_num_threads(1)
+    store, limit = dist.FileStore(f"{folder}/store", ranks), timedelta(seconds=300)
+    dist.init_process_group("fastcoll", store=store, rank=rank, world_size=ranks, timeout=limit)
+    groups = {name: dist.new_group(backend=name, timeout=limit) for name in BACKENDS}
+    rows = [measure(nbytes, groups, seconds) for nbytes in sizes]
+    if rank == 0:
+        facts = {**machine(len(os.sched_getaffinity(0))), "torch": torch.__version__}
+        report = {"machine": facts, "command": " ".join(sys.argv), "ranks": ranks, "rows": rows}
+        Path(folder, "report.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+def measure(nbytes: int, groups: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """A row of the table: microseconds of every backend and mode at one size; collective.
+
+    Args:
+        seconds: how long each is timed for.
+    """
+    import torch
+    import torch.distributed as dist
+
+    x = torch.empty(nbytes // 4)
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, group in groups.items():
+        check(x, group)
+        calls[f"{name} sync"] = lambda group=group: dist.all_reduce(x, group=group)
+        calls[f"{name} async"] = lambda group=group: dist.all_reduce(x, group=group, async_op=True).wait()
+    x.zero_()  # sums stay 0, however often
+    counts = {name: _count(call, groups["gloo"], seconds / TURNS) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(TURNS):
+        for name in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
+            dist.barrier(groups["gloo"])
+            _time(calls[name], max(1, counts[name] // 10))
+            times[name] += _time(calls[name], counts[name])
+    return {"nbytes": nbytes, **{name: _typical(found, groups["gloo"]) for name, found in times.items()}}
+
+
+def check(x: Any, group: Any) -> None:
+    """The sum over the ranks must be right; leaves x with any values."""
+    import torch
+    import torch.distributed as dist
+
+    for asynchronous in (False, True):
+        torch.arange(len(x), out=x).remainder_(1000).add_(dist.get_rank())
+        expected = x.sub(dist.get_rank()).mul_(dist.get_world_size()).add_(sum(range(dist.get_world_size())))
+        work = dist.all_reduce(x, group=group, async_op=asynchronous)
+        if work is not None:
+            work.wait()
+        if not torch.equal(x, expected):
+            raise SystemExit(f"all_reduce over {dist.get_backend(group)} is wrong at {len(x)} elements")
+
+
+def _count(call: Callable[[], Any], group: Any, seconds: float) -> int:
+    """How many calls take that long: the same number on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    warm = _time(call, 5)
+    count = torch.tensor([seconds / sorted(warm)[2]])
+    dist.broadcast(count, 0, group=group)
+    return max(_FEWEST_CALLS, int(count))
+
+
+def _time(call: Callable[[], Any], times: int) -> list[float]:
+    """Seconds of each call."""
+    found = []
+    for _ in range(times):
+        start = perf_counter()
+        call()
+        found.append(perf_counter() - start)
+    return found
+
+
+def _typical(times: list[float], group: Any) -> dict[str, float]:
+    """The slowest rank's median and 99th percentile, in microseconds."""
+    import torch
+    import torch.distributed as dist
+
+    ordered = sorted(times)
+    pair = torch.tensor(
+        [ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]], dtype=torch.float64
+    ).mul_(1e6)
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group)
+    return {"median_us": float(pair[0]), "p99_us": float(pair[1]), "calls": len(ordered)}
+
+
+def page(report: dict[str, Any]) -> list[str]:
+    """The report as Markdown."""
+    lines = [
+        f"all_reduce, float32, {report['ranks']} ranks, through torch.distributed (torch {report['machine']['torch']})",
+        "",
+        f"{describe(report['machine'])}; `{report['command']}`",
+        "",
+        "| bytes | mode | fastcoll, us (p99) | Gloo, us (p99) | Gloo / fastcoll |",
+        "|--:|---|--:|--:|--:|",
+    ]
+    for row in report["rows"]:
+        for mode in MODES:
+            ours, gloo = (row[f"{name} {mode}"] for name in BACKENDS)
+            cells = [f"{side['median_us']:.4g} ({side['p99_us']:.4g})" for side in (ours, gloo)]
+            ratio = gloo["median_us"] / ours["median_us"]
+            lines.append(f"| {format_size(row['nbytes'])} | {mode} | {cells[0]} | {cells[1]} | {ratio:.1f} |")
+    return lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", default=SIZES, help=f"bytes, with K and M; default {SIZES}")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="that each backend is timed for at each size"
+    )
+    parser.add_argument("--json", type=Path, help="file for the report")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

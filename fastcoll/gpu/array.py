@@ -1,0 +1,169 @@
+"""DeviceArray: an array in the memory of a GPU as the carriers use it, whichever library made it.
+
+It stands where ndarrays do in group.py: dtype, shape, size, nbytes, reshape(-1) and slices of what is flat. Views keep
+the caller's array alive.
+"""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArrayError
+from ..kernels.cuda.addresses import dense_strides
+from ..kinds.dtypes import dtype_of
+
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged (dlpack.h)
+
+
+class DeviceArray:
+    """A dense array on a GPU, in C order.
+
+    Attributes:
+        address: of its first element.
+        dtype, shape, size, nbytes: as an ndarray's.
+        device: the GPU's number in this process.
+        stream: the handle of the stream that the caller's library works on there; what wrote the array precedes on it.
+        owner: what keeps the memory alive: the caller's array, or memory of the runtime.
+    """
+
+    __slots__ = ("address", "device", "dtype", "nbytes", "owner", "shape", "size", "stream")
+
+    def __init__(
+        self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], device: int, stream: int, owner: Any
+    ) -> None:
+        self.address = address
+        self.dtype = dtype
+        self.shape = shape
+        self.size = prod(shape)
+        self.nbytes = self.size * dtype.itemsize
+        self.device = device
+        self.stream = stream
+        self.owner = owner
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def reshape(self, length: int) -> DeviceArray:
+        """All elements in a row; -1 is the only length."""
+        assert length == -1
+        return self._view(self.address, self.size)
+
+    def __getitem__(self, part: slice) -> DeviceArray:
+        """Elements of a flat array, one after the other."""
+        start, stop, step = part.indices(self.size)
+        assert step == 1
+        return self._view(self.address + start * self.dtype.itemsize, max(stop - start, 0))
+
+    def _view(self, address: int, size: int) -> DeviceArray:
+        return DeviceArray(address, self.dtype, (size,), self.device, self.stream, self.owner)
+
+    def overlaps(self, other: DeviceArray) -> bool:
+        """Whether the two share memory."""
+        return (
+            self.device == other.device
+            and self.address < other.address + other.nbytes
+            and other.address < self.address + self.nbytes
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.dtype} array of shape {self.shape} on GPU {self.device}"
+
+
+class Described:
+    """What a library says of its array, before anything is packed.
+
+    Attributes:
+        strides: in bytes; None where the array is dense and in C order.
+        read_only: whether it may only be read.
+    """
+
+    __slots__ = ("array", "read_only", "strides")
+
+    def __init__(self, array: DeviceArray, strides: tuple[int, ...] | None, read_only: bool) -> None:
+        self.array = array
+        self.strides = None if strides == dense_strides(array.shape, array.dtype.itemsize) else strides
+        self.read_only = read_only
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """For the kernels that pack and unpack."""
+        x = self.array
+        return {
+            "shape": x.shape,
+            "typestr": f"|V{x.dtype.itemsize}",
+            "data": (x.address, self.read_only),
+            "strides": self.strides,
+            "version": 3,
+        }
+
+
+def describe(x: Any, what: str, device_at: Any) -> Described:
+    """What is known of a GPU array, without touching its data.
+
+    Args:
+        x: a torch.Tensor, or anything with `__cuda_array_interface__` or DLPack.
+        what: the argument's name, for messages.
+        device_at: tells the number of the GPU that an address belongs to.
+
+    Raises:
+        ArrayError: it is an array of another device, or of a kind that cannot be used.
+        UnavailableError: DLPack without CuPy, which reads it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _of_torch(torch, x, what)
+    if not hasattr(x, "__cuda_array_interface__"):
+        x = _through_dlpack(x, what)
+    said = x.__cuda_array_interface__
+    if said.get("mask") is not None:
+        raise ArrayError(f"{what} has a mask, which would be ignored; give the array without it")
+    address, read_only = said["data"]
+    dtype = x.dtype if isinstance(getattr(x, "dtype", None), np.dtype) else np.dtype(said["typestr"])
+    shape = tuple(said["shape"])
+    # An empty array has no memory, and so no GPU to ask for; CuPy's has one all the same.
+    device = device_at(address) if prod(shape) else int(getattr(getattr(x, "device", None), "id", 0))
+    array = DeviceArray(address, dtype, shape, device, said.get("stream") or current_stream(x, device), x)
+    return Described(array, said.get("strides"), read_only)
+
+
+def _of_torch(torch: Any, x: Any, what: str) -> Described:
+    if x.device.type != "cuda":
+        raise ArrayError(
+            f"{what} is on the device {x.device}; arrays in host memory and on CUDA GPUs are taken"
+        )
+    x = x.detach()
+    if x.is_conj() or x.is_neg():
+        raise ArrayError(f"{what} is a conjugated or negated view; give x.resolve_conj().resolve_neg()")
+    dtype = dtype_of(str(x.dtype).removeprefix("torch."), x.element_size())
+    strides = tuple(step * dtype.itemsize for step in x.stride())
+    array = DeviceArray(
+        x.data_ptr(), dtype, tuple(x.shape), x.device.index, current_stream(x, x.device.index), x
+    )
+    return Described(array, strides, False)
+
+
+def _through_dlpack(x: Any, what: str) -> Any:
+    kind, number = x.__dlpack_device__()
+    if kind not in _DLPACK_CUDA:
+        raise ArrayError(
+            f"{what} is on a device of DLPack's type {int(kind)}, number {number}; arrays in host memory and on CUDA "
+            "GPUs are taken"
+        )
+    from .runtime import cupy
+
+    return cupy().from_dlpack(x)
+
+
+def current_stream(x: Any, device: int) -> int:
+    """The handle of the stream that the library of `x` works on now; CUDA's default stream for libraries unknown."""
+    library = type(x).__module__.partition(".")[0]
+    if library == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    if library == "cupy":
+        return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
+    return 0

@@ -1,0 +1,204 @@
+"""Transit: what moves between a GPU and pinned host memory, on streams of its own, for one group.
+
+The host waits for an array's stream before it copies anything, and gives up like any other wait: at the group's
+timeout, or when the group fails. So copies, once queued, end by themselves, and their memory can be used again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from ..arrays import Array
+from ..errors import CollectiveTimeoutError, NotInitializedError
+from ..group import ProcessGroup
+from .array import DeviceArray
+from .pinned import PinnedPool
+from .runtime import runtime
+
+_SPINS = 50
+_NAPS = (1e-5, 1e-3)  # seconds between two looks at an event: the first, and at most
+_CLOSE_SECONDS = 5.0
+
+Marks = list[tuple[int, int]]
+"""Events, each behind its GPU."""
+
+
+class Events:
+    """Events that are used again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[int]] = {}
+        self._all: Marks = []
+        self._lock = threading.Lock()
+
+    def take(self, device: int) -> int:
+        """An event of a GPU, for `give`."""
+        with self._lock:
+            if free := self._free.get(device):
+                return free.pop()
+        event = runtime().new_event(device)
+        with self._lock:
+            self._all.append((device, event))
+        return event
+
+    def give(self, device: int, events: Sequence[int]) -> None:
+        """Take events back."""
+        with self._lock:
+            self._free.setdefault(device, []).extend(events)
+
+    def close(self) -> None:
+        """End all of them, also those that nobody gave back."""
+        with self._lock:
+            ended, self._all = self._all, []
+            self._free.clear()
+        for device, event in ended:
+            with runtime().on(device):
+                runtime().end_event(event)
+
+
+class Transit:
+    """The copies of one group.
+
+    Attributes:
+        pool: pinned memory for them.
+        events: events for them.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.pool = PinnedPool(runtime())
+        self.events = Events()
+        self._group = group
+        self._streams: dict[tuple[int, str], int] = {}
+        self._changed = threading.Condition()
+        self._users = 0
+        self._here = threading.local()
+        self._closed = False
+
+    # ---- when arrays are ready -----------------------------------------------------------------------
+
+    def mark(self, arrays: Sequence[DeviceArray]) -> Marks:
+        """Events behind what the arrays' streams hold now; for `await_marks`. In the thread whose streams they are."""
+        marks: Marks = []
+        with self.in_use(arrays):
+            for device, stream in dict.fromkeys((x.device, x.stream) for x in arrays if x.size):
+                event = self.events.take(device)
+                marks.append((device, event))
+                with runtime().on(device):
+                    runtime().record(event, stream)
+        return marks
+
+    def await_marks(self, marks: Marks, doing: str) -> None:
+        """Block until what the arrays' streams held is done, and give the events back.
+
+        Raises:
+            GroupError: the group has failed, or its timeout has passed.
+        """
+        for device, event in marks:
+            self.until(event, doing)
+            self.events.give(device, [event])
+
+    def until(self, event: int, doing: str) -> None:
+        """Block until an event is past; raises as `await_marks`."""
+        limit = self._group.timeout
+        deadline, nap, looks = time.monotonic() + limit, _NAPS[0], 0
+        while not runtime().is_past(event):
+            if self._group.failure is not None:
+                raise self._group.failure.with_traceback(None)
+            if time.monotonic() >= deadline:
+                raise CollectiveTimeoutError(
+                    f"{doing}: what was queued on the arrays' streams before is not done after {limit:g} s"
+                )
+            looks += 1
+            if looks > _SPINS:
+                time.sleep(nap)
+                nap = min(2 * nap, _NAPS[1])
+
+    # ---- copies ----------------------------------------------------------------------------------------
+
+    def stream(self, device: int, way: str) -> int:
+        """The stream of a GPU for one way, "down" or "up"."""
+        with self._changed:
+            if (device, way) not in self._streams:
+                self._streams[device, way] = runtime().new_stream(device)
+            return self._streams[device, way]
+
+    def fetch(self, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
+        """Copy arrays that are ready to pinned host memory; blocks until they are there."""
+        for device in self._each(arrays):
+            stream = self.stream(device, "down")
+            for x, host in zip(arrays, hosts, strict=True):
+                runtime().to_host(host, x.address, stream)
+            runtime().wait_stream(stream)
+
+    def bring(self, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
+        """Copy pinned host memory to arrays; blocks until it is there."""
+        for device in self._each(arrays):
+            stream = self.stream(device, "up")
+            for x, host in zip(arrays, hosts, strict=True):
+                runtime().to_device(x.address, host, stream)
+            runtime().wait_stream(stream)
+
+    @staticmethod
+    def _each(arrays: Sequence[DeviceArray]) -> set[int]:
+        """The one GPU that arrays are on; none, if they are empty."""
+        devices = {x.device for x in arrays if x.size}
+        assert len(devices) < 2
+        return devices
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
+        """While this lasts the streams stay, and the arrays' GPU is current.
+
+        Otherwise CUDA would make a context on GPU 0, of some 300 MB, in a thread that has not chosen one.
+
+        Raises:
+            NotInitializedError: the group was destroyed.
+        """
+        with self._changed:
+            if self._closed:
+                raise NotInitializedError(f"the group {self._group.name} was destroyed; make a new one")
+            self._users += 1
+            self._here.depth = getattr(self._here, "depth", 0) + 1
+        try:
+            with runtime().on(next((x.device for x in arrays if x.size), arrays[0].device)):
+                yield
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._here.depth -= 1
+                self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Block until all copies that are queued have ended."""
+        for stream in list(self._streams.values()):
+            runtime().wait_stream(stream)
+
+    def close(self) -> None:
+        """Release everything, when the calls that are under way have ended. Closing twice is fine."""
+        with self._changed:
+            self._closed = True
+            own = getattr(self._here, "depth", 0)  # a signal handler's thread would wait for itself
+            unused = self._changed.wait_for(lambda: self._users <= own, _CLOSE_SECONDS) and not own
+        self.pool.close()
+        if unused:
+            for (device, _), stream in self._streams.items():
+                with runtime().on(device):
+                    runtime().end_stream(stream)
+            self._streams.clear()
+            self.events.close()
+
+
+def laid_out(buffer: Array, arrays: Sequence[DeviceArray]) -> list[Array]:
+    """Host arrays like these, one after the other in pinned memory."""
+    hosts, end = [], 0
+    for x in arrays:
+        start, end = end, end + x.nbytes
+        hosts.append(np.frombuffer(buffer, x.dtype, x.size, start) if x.nbytes else np.empty(x.size, x.dtype))
+    return hosts

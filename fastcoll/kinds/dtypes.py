@@ -1,0 +1,61 @@
+"""NumPy dtypes for elements that NumPy has no dtype for: bfloat16, float8, complex32, ...
+
+The package ml_dtypes is used where it is installed. Without it such elements are opaque records of their size, which
+can be moved and compared by dtype; bfloat16 can be reduced too, since kernels know it by its name.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+_NUMPY = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+).split()
+
+
+class bfloat(np.void):  # type: ignore[misc]  # final for type checkers only
+    """A 16-bit element without ml_dtypes. NumPy puts the bits behind the name: its dtype's name is bfloat16."""
+
+
+@lru_cache(maxsize=256)
+def dtype_of(name: str, itemsize: int) -> np.dtype[Any]:
+    """The dtype of that name; one object for each, as kernels tell dtypes apart by their address.
+
+    Args:
+        name: NumPy's, ml_dtypes' or torch's name of it.
+        itemsize: bytes of an element.
+    """
+    if name in _NUMPY:
+        return np.dtype(name)
+    if name.startswith(("bfloat16", "float8")) and (known := _of_ml_dtypes(name)):
+        return known
+    # A record of one field, as NumPy takes plain void dtypes of one size for the same.
+    record = np.dtype([(name, f"V{itemsize}")])
+    return np.dtype((bfloat, record)) if name == "bfloat16" else record
+
+
+def _of_ml_dtypes(name: str) -> np.dtype[Any] | None:
+    try:
+        import ml_dtypes
+    except ImportError:
+        return None
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else None
+
+
+def widened(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """float16 or bfloat16 as float32."""
+    if x.dtype.name != "bfloat16":
+        return x.astype(np.float32)
+    return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(x: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """float32 as float16 or bfloat16, to nearest, ties to even; NaNs of bfloat16 become the positive quiet one."""
+    if dtype.name != "bfloat16":
+        return x.astype(dtype)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    nearest = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(x), 0x7FC0, nearest).astype(np.uint16).view(dtype)

@@ -1,0 +1,37 @@
+"""Mailing: the part of a group whose messages are a Mailbox's, and which fails as its vigil and its mailbox do."""
+
+from __future__ import annotations
+
+from ..arrays import Adopted
+from ..errors import AbortedError, GroupError
+from ..group import ProcessGroup
+from ..work import Work
+from .mailbox import Mailbox
+
+
+class Mailing(ProcessGroup):
+    """Point-to-point through `_mail`, and failing; for groups to inherit from."""
+
+    _mail: Mailbox
+
+    def _send(self, x: Adopted, dst: int, tag: int) -> None:
+        self._mail.send(x, dst, tag)
+
+    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
+        return self._mail.recv(x, src, tag)
+
+    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
+        return self._mail.isend(x, dst, tag)
+
+    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
+        return self._mail.irecv(x, src, tag)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
+        if not self._closed:
+            here = self._vigil.name(self.rank)
+            self._fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
+
+    def _fail(self, error: GroupError) -> None:
+        self._vigil.fail(error)
+        self._mail.abort()

@@ -1,0 +1,64 @@
+"""How torch learns of the backend, and makes a group of it."""
+
+from __future__ import annotations
+
+import functools
+from types import WrapperDescriptorType
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import UnavailableError
+from ..group import ProcessGroup
+from .groups import make_group
+
+NAME = "fastcoll"
+
+
+@functools.cache
+def register() -> None:
+    """Register the backend `fastcoll` with torch.distributed; once is enough.
+
+    From 2.14 on torch finds this function by the entry point `torch.distributed.backends`.
+
+    Raises:
+        UnavailableError: this torch was built without torch.distributed.
+    """
+    if not dist.is_available():
+        raise UnavailableError("this torch was built without torch.distributed; install another build of it")
+    wrap = adapter()
+
+    def create(options: Any, pg_options: Any) -> Any:
+        return wrap(_make(options, pg_options))
+
+    # A list: torch 2.13 takes a text for a list of one-letter devices.
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+def adapter() -> Any:
+    """The class that makes a group of fastcoll one of this torch's."""
+    from torch._C._distributed_c10d import Backend
+
+    # pybind11 leaves a class without a constructor the one that refuses, a slot of C: then it can have no subclass.
+    if not isinstance(Backend.__init__, WrapperDescriptorType):
+        from .backend import FastcollBackend
+
+        return FastcollBackend
+    from .process_group import FastcollProcessGroup
+
+    return FastcollProcessGroup
+
+
+def _make(options: Any, pg_options: Any) -> ProcessGroup:
+    """The group that torch's `options` describe; collective."""
+    if pg_options is not None:
+        raise UnavailableError(f"pg_options is {pg_options!r}, but this backend has no options; leave it out")
+    return make_group(
+        options.store,
+        str(options.group_id),
+        options.group_rank,
+        options.group_size,
+        options.timeout.total_seconds(),
+        options.global_ranks_in_group,
+        dist.get_world_size() if dist.is_initialized() else options.group_size,
+    )

@@ -1,0 +1,367 @@
+"""Tensors of PyTorch at the border: every dtype and layout over the same memory, or refused with the cure."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll.arrays import adopt
+from fastcoll.errors import ArrayError
+from fastcoll.group import ProcessGroup
+from fastcoll.kinds import dtypes, tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::UserWarning")
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="pip install torch==2.13.0")
+
+
+@pytest.fixture
+def no_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    dtypes.dtype_of.cache_clear()
+    yield
+    dtypes.dtype_of.cache_clear()
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def all_dtypes(torch: Any) -> list[Any]:
+    """Every dtype that torch has."""
+    return sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+
+
+def raw(torch: Any, x: Any) -> list[int]:
+    """The elements' bytes."""
+    return x.reshape(-1).contiguous().view(torch.uint8).tolist()
+
+
+def test_every_dtype_is_taken_over_the_same_memory_or_is_quantized(torch):
+    taken = {}
+    for dtype in all_dtypes(torch):
+        x = torch.empty(6, dtype=dtype)
+        if x.is_quantized:
+            with pytest.raises(ArrayError, match=r"quantized.*x\.int_repr\(\).*x\.dequantize\(\)"):
+                adopt(x, writable=False)
+            continue
+        taken[str(dtype)] = array = adopt(x, writable=True).array
+        assert (address(array), array.shape) == (x.data_ptr(), (6,))
+        assert array.itemsize == x.element_size()
+        array.view(np.uint8)[...] = 7
+        assert set(raw(torch, x)) == {7}
+    assert len({array.dtype for array in taken.values()}) == len(taken), "each dtype is one of its own"
+    for name in (
+        "bool",
+        "int8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float64",
+        "complex64",
+        "complex128",
+    ):
+        assert taken[f"torch.{name}"].dtype == np.dtype(name)
+
+
+def test_dtypes_that_numpy_lacks_are_those_of_ml_dtypes(torch):
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="pip install ml_dtypes")
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
+        array = adopt(torch.ones(3, dtype=getattr(torch, name)), writable=True).array
+        assert array.dtype == np.dtype(getattr(ml_dtypes, name))
+        assert (array.astype(np.float32) == 1).all()
+
+
+def test_without_ml_dtypes_they_are_moved_all_the_same(torch, no_ml_dtypes):
+    seen = [
+        adopt(torch.ones(3, dtype=d), writable=True).array.dtype for d in (torch.bfloat16, torch.float8_e5m2)
+    ]
+    assert [(dtype.name, dtype.itemsize, dtype.kind) for dtype in seen] == [
+        ("bfloat16", 2, "V"),
+        ("void8", 1, "V"),
+    ]
+    assert seen[0] != np.dtype("V2")
+
+
+def strided(torch: Any, dtype: Any) -> dict[str, Any]:
+    x = torch.zeros(4, 6, dtype=dtype)
+    return {
+        "step": x[:, ::2],
+        "transposed": x.t(),
+        "column": x[1:, 3],
+        "scalar": x[2, 2],
+        "channels": x.view(1, 2, 2, 6).permute(0, 3, 1, 2),
+    }
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn", "complex32", "bool"])
+def test_strided_tensors_are_packed_and_written_back(torch, name):
+    for view in strided(torch, getattr(torch, name)).values():
+        adopted = adopt(view, writable=True)
+        assert adopted.array.flags.c_contiguous
+        assert adopted.array.shape == tuple(view.shape)
+        adopted.array.reshape(-1).view(np.uint8)[...] = 1
+        adopted.finish()
+        assert set(raw(torch, view)) == {1}
+
+
+def test_tensors_that_require_grad_are_written_in_place(torch):
+    leaf = torch.zeros(3, requires_grad=True)
+    for x in (
+        leaf,
+        leaf * 2,
+        torch.nn.Parameter(torch.zeros(2, 2)),
+        torch.nn.Parameter(torch.zeros(2, 3)).t(),
+    ):
+        adopted = adopt(x, writable=True)
+        adopted.array[...] = 5
+        adopted.finish()
+        assert (x == 5).all()
+        assert x.requires_grad
+
+
+def test_the_tensors_storage_can_still_be_freed(torch):
+    x = torch.zeros(4)
+    part = x[1:]
+    adopt(x, writable=True).array[...] = 1
+    tensors.header_of(x)
+    x.untyped_storage().resize_(0)
+    for lost in (x, part):
+        assert tensors.header_of(lost) is lost
+        with pytest.raises(ArrayError, match="storage was resized"):
+            adopt(lost, writable=True)
+
+
+def test_the_memory_lives_as_long_as_the_array(torch):
+    assert adopt(torch.arange(100_000), writable=False).array.sum() == 99_999 * 50_000
+
+
+def test_conjugate_and_negative_views_are_read_and_written_as_they_look(torch):
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    for view, result in (
+        (z.conj(), [5 + 1j, 6 - 2j]),
+        (z.conj().imag, [7.0, -8.0]),
+        (z[:1].conj().imag, [9.0]),
+    ):
+        adopted = adopt(view, writable=True)
+        assert adopted.array.tolist() == view.tolist()
+        adopted.array[...] = result
+        adopted.finish()
+        assert view.tolist() == result
+        assert adopt(view, writable=False).array.tolist() == result
+
+
+@pytest.mark.parametrize("shape", [(0,), (), (3, 0, 2), (1, 1)])
+def test_shapes_without_elements_or_dimensions(torch, shape):
+    array = adopt(torch.zeros(shape, dtype=torch.bfloat16), writable=True).array
+    assert (array.shape, array.dtype.name) == (shape, "bfloat16")
+
+
+def masked(torch: Any) -> Any:
+    from torch.masked import masked_tensor
+
+    return masked_tensor(torch.zeros(2), torch.tensor([True, False]))
+
+
+def distributed(torch: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.__new__(DTensor, torch.zeros(2), _spec(torch), requires_grad=False)
+
+
+def _spec(torch: Any) -> Any:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(None, (), TensorMeta(torch.Size([2]), (1,), torch.float32))
+
+
+REFUSED = {
+    "sparse": (lambda torch: torch.zeros(3).to_sparse(), r"layout torch\.sparse_coo; give x\.to_dense\(\)"),
+    "csr": (lambda torch: torch.eye(3).to_sparse_csr(), r"layout torch\.sparse_csr; give x\.to_dense\(\)"),
+    "mkldnn": (lambda torch: torch.zeros(2, 2).to_mkldnn(), r"layout torch\._mkldnn; give x\.to_dense\(\)"),
+    "meta": (lambda torch: torch.zeros(3, device="meta"), r"device meta.*device='cpu'"),
+    "nested": (lambda torch: torch.nested.nested_tensor([torch.zeros(2)]), r"nested; give its x\.unbind\(\)"),
+    "masked": (masked, r"MaskedTensor .*; give the plain torch\.Tensors"),
+    "distributed": (distributed, r"DTensor .*; give x\.to_local\(\), or x\.full_tensor\(\)"),
+    "lazy": (
+        lambda torch: torch.nn.LazyLinear(3).weight,
+        "UninitializedParameter .*; it has no data; run the module once",
+    ),
+    "expanded": (lambda torch: torch.zeros(3).expand(2, 3), "elements share memory"),
+    "a dtype": (lambda torch: torch.float32, "must be an array, got dtype"),
+    "a module": (lambda torch: torch.nn.Identity(), "must be an array, got Identity"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tensors_without_elements_in_memory_are_refused_with_the_cure(torch, name):
+    make, message = REFUSED[name]
+    with pytest.raises(ArrayError, match=message):
+        adopt(make(torch), writable=True)
+
+
+def test_a_tensor_inside_vmap_is_refused(torch):
+    with pytest.raises(ArrayError, match="no memory of its own"):
+        torch.vmap(lambda x: adopt(x, writable=False))(torch.zeros(2, 3))
+
+
+def test_a_subclass_that_holds_its_own_data_is_taken(torch):
+    class Image(torch.Tensor):
+        pass
+
+    x = torch.zeros(3).as_subclass(Image)
+    adopt(x, writable=True).array[...] = 2
+    assert x.tolist() == [2, 2, 2]
+
+
+# ---- headers ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def known(torch: Any) -> None:
+    """Headers are used once a tensor was adopted."""
+    adopt(torch.zeros(1), writable=True)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int64", "bool", "complex64"])
+def test_a_header_describes_the_tensors_memory_and_is_found_again(torch, known, name):
+    x = torch.ones(2, 3, dtype=getattr(torch, name), requires_grad=name == "float32")
+    header = tensors.header_of(x)
+    assert header is tensors.header_of(x)
+    same = adopt(x, writable=True).array
+    assert (address(header), header.shape, header.dtype) == (address(same), same.shape, same.dtype)
+    assert header.dtype is same.dtype, "kernels know dtypes by their address"
+    assert header.flags.carray
+
+
+def test_a_header_follows_what_the_tensor_becomes(torch, known):
+    x, other = torch.zeros(6), torch.ones(6)
+    header = tensors.header_of(x)
+    x.resize_(2, 3)
+    assert tensors.header_of(x).shape == (2, 3)
+    x.data = other
+    assert address(tensors.header_of(x)) == other.data_ptr()
+    x.set_(other.untyped_storage(), 1, (4,))
+    assert address(tensors.header_of(x)) == other.data_ptr() + 4
+    assert header.shape == (6,)
+    assert tensors.header_of(other.view(torch.int32)).dtype == np.int32
+
+
+def test_what_needs_preparation_gets_no_header(torch, known):
+    z = torch.zeros(3, dtype=torch.complex64)
+    for x in (torch.zeros(4, 4).t(), z.conj(), z[:1].conj().imag, torch.zeros(0), torch.zeros(2).to_sparse()):
+        assert tensors.header_of(x) is x
+    with torch.no_grad():
+        nested = torch.nested.nested_tensor([torch.zeros(2)])
+    assert tensors.header_of(nested) is nested
+
+
+def test_the_memo_of_headers_is_bounded(torch, known, monkeypatch):
+    monkeypatch.setattr(tensors, "_LARGEST_MEMO", 4)
+    xs = [torch.zeros(3) for _ in range(9)]
+    for x in xs:
+        assert address(tensors.header_of(x)) == x.data_ptr()
+    assert len(tensors._headers) <= 4
+
+
+def test_headers_for_the_arguments_of_a_call(torch, known):
+    x, y = torch.zeros(2), np.zeros(2)
+    one, two, three = tensors.headers_for((x, (y, x), 7))
+    assert one is two[1] is tensors.header_of(x)
+    assert two[0] is y
+    assert three == 7
+
+
+# ---- operations -------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_operations_on_tensors(rank: int, torch: Any, backend: str) -> None:
+    """Each is called three times: the first two prepare, the last may take the short path."""
+    group = dist.new_group(backend=backend)
+    for dtype in (torch.float32, torch.bfloat16):
+        for _ in range(3):
+            check_operations(torch, group, rank, dtype)
+    x = torch.full((3,), float(rank + 1), requires_grad=True)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x.t(), group=group, async_op=True).wait()
+    assert x.tolist() == [6, 6, 6]
+    flags = torch.tensor([rank == 1, False])
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    assert flags.tolist() == [True, False]
+    other = torch.zeros(4, dtype=torch.float8_e5m2 if rank == 0 else torch.float8_e4m3fn)
+    with pytest.raises(dist.MismatchError):
+        dist.broadcast(other, 0, group=group)
+    dist.destroy_process_group(group)
+
+
+def check_operations(torch: Any, group: Any, rank: int, dtype: Any) -> None:
+    def full(value: int) -> Any:
+        return torch.full((2, 2), value, dtype=dtype)
+
+    def holds(x: Any, *values: int) -> bool:
+        return bool((x.reshape(len(values), -1) == torch.tensor(values, dtype=dtype)[:, None]).all())
+
+    x = full(rank + 1)
+    dist.all_reduce(x, group=group)
+    assert holds(x, 3)
+    x = full(rank + 1)
+    dist.broadcast(x, 1, group=group)
+    assert holds(x, 2)
+    x = full(rank + 1)
+    dist.reduce(x, 0, group=group)
+    assert holds(x, 3 if rank == 0 else 2)
+    x = full(rank + 1)
+    out = torch.cat([full(0), full(0)])
+    dist.all_gather_into_tensor(out, x, group=group)
+    assert holds(out, 1, 2)
+    parts = [full(0), np.zeros((2, 2), adopt(x, writable=False).array.dtype)]
+    dist.all_gather([parts[0], full(0)], x, group=group)
+    dist.all_gather(parts, x, group=group)
+    assert holds(parts[0], 1)
+    assert (parts[1] == 2).all()
+    dist.reduce_scatter_tensor(x, out, group=group)
+    assert holds(x, 2 if rank == 0 else 4)
+    dist.reduce_scatter(x, [full(5), full(6)], group=group)
+    assert holds(x, 10 if rank == 0 else 12)
+    dist.all_to_all_single(out, torch.cat([full(rank), full(rank + 2)]), group=group)
+    assert holds(out, 0 + 2 * rank, 1 + 2 * rank)
+    parts = [full(0), full(0)] if rank == 0 else None
+    dist.gather(full(rank + 4), parts, 0, group=group)
+    assert rank or holds(torch.cat(parts), 4, 5)
+    dist.scatter(x, parts, 0, group=group)
+    assert holds(x, 4 + rank)
+    if rank == 0:
+        dist.send(full(9), 1, group=group)
+    else:
+        dist.recv(x, 0, group=group)
+        assert holds(x, 9)
+
+
+@pytest.mark.ranks(1)
+def test_the_short_path_takes_tensors(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(x: Any, out: Any) -> None:
+        dist.all_reduce(x)
+        dist.broadcast(x, 0)
+        dist.reduce(x, 0)
+        dist.all_gather(list(out), x)
+        dist.reduce_scatter_tensor(x, out)
+
+    calls(torch.ones(3), torch.ones(1, 3))
+
+    def adopts(*args: Any, **options: Any) -> None:
+        pytest.fail("the general way was taken")
+
+    monkeypatch.setattr(ProcessGroup, "_adopt", adopts)
+    calls(torch.ones(3, requires_grad=True), torch.ones(1, 3))
+    with pytest.raises(pytest.fail.Exception, match="general way"):
+        dist.all_reduce(torch.ones(3, 3).t())

@@ -1,0 +1,139 @@
+"""Arrays of the benchmark on another device: every operation makes, fills and checks them through the place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll.bench import operations
+from fastcoll.bench.cases import SHAPES, Case
+from fastcoll.bench.places import Cuda, Host
+from fastcoll.bench.timing import Schedule, measure
+
+
+class Marked(np.ndarray):  # type: ignore[type-arg]
+    """An array of the place, as CuPy's are: of another type than NumPy's."""
+
+
+class Elsewhere(Host):
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.checked = 0
+
+    def zeros(self, count: int, dtype: np.dtype[Any]) -> Any:
+        self.made.append(super().zeros(count, dtype).view(Marked))
+        return self.made[-1]
+
+    def fill(self, x: Any, tile: Any, start: int = 0) -> None:
+        assert isinstance(x, Marked)
+        super().fill(x, tile, start)
+
+    def count_wrong(self, x: Any, tile: Any, start: int = 0) -> int:
+        assert isinstance(x, Marked)
+        self.checked += 1
+        return super().count_wrong(x, tile, start)
+
+
+@pytest.mark.ranks(2)
+def test_every_operation_works_on_arrays_of_its_place(rank: int, world_size: int) -> None:
+    for operation, shape in SHAPES.items():
+        if not shape.moves or operation == "update_symmetric_all_reduce":
+            continue
+        place = Elsewhere()
+        redop = "sum" if shape.reduces else "none"
+        case = Case(operation, np.dtype(np.float32), redop, 0 if shape.rooted else -1, 20_000, world_size)
+        trial = operations.prepare(case, rank, place)
+        trial.reset()
+        trial.call()
+        assert trial.wrong() == 0, operation
+        assert place.made, operation
+        if not (operation == "gather" and rank):
+            assert place.checked, operation
+        if not shape.rooted:  # of which a rank's result may be its input
+            trial.reset()
+            assert trial.wrong() > 0, operation
+        dist.barrier()
+
+
+def test_what_is_queued_is_waited_for_in_each_batch() -> None:
+    seen: list[str] = []
+    measure(lambda: seen.append("call"), Schedule(2, 3), lambda: seen.append("settle"))
+    assert seen == ["call", "call", "call", "settle"] * 2
+
+
+class _FakeCupy:
+    """As much of CuPy as Cuda uses: two GPUs, in host memory."""
+
+    def __init__(self) -> None:
+        self.cuda = self.runtime = self
+        self.used: list[int] = []
+        self.settled = 0
+
+    def getDeviceCount(self) -> int:
+        return 2
+
+    def Device(self, number: int) -> Any:
+        self.used.append(number)
+        return self
+
+    def use(self) -> None: ...
+
+    def get_current_stream(self) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        self.settled += 1
+
+    def zeros(self, count: int, dtype: Any) -> Any:
+        return _OnFake(np.zeros(count, dtype))
+
+
+class _OnFake:
+    def __init__(self, host: Any) -> None:
+        self.host, self.shape, self.dtype = host, host.shape, host.dtype
+
+    def set(self, host: Any) -> None:
+        self.host[...] = host
+
+    def get(self) -> Any:
+        return self.host.copy()
+
+
+def test_arrays_on_a_gpu_are_filled_and_checked_from_the_host() -> None:
+    cupy = _FakeCupy()
+    place = Cuda(cupy, local_rank=3)
+    assert cupy.used == [1]
+    x, tile = place.zeros(5, np.dtype(np.int32)), np.arange(1, 16382, dtype=np.int32)
+    assert place.count_wrong(x, tile) == 5
+    place.fill(x, tile, 2)
+    assert x.host.tolist() == [3, 4, 5, 6, 7]
+    assert place.count_wrong(x, tile, 2) == 0
+    place.settle()
+    assert cupy.settled == 1
+
+
+def test_what_a_gpu_cannot_do_is_refused() -> None:
+    command = [sys.executable, "-m", "fastcoll.bench", "--device", "cuda"]
+    done = subprocess.run(
+        [*command, "update_symmetric_all_reduce"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "update_symmetric_all_reduce is for host memory" in done.stderr
+
+
+def test_a_gpu_that_is_not_there_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastcoll.bench import places
+    from fastcoll.errors import UnavailableError
+    from fastcoll.gpu import runtime
+
+    def missing() -> None:
+        raise UnavailableError("arrays on GPUs need CuPy")
+
+    monkeypatch.setattr(runtime, "cupy", missing)
+    with pytest.raises(UnavailableError, match="CuPy"):
+        places.place_of("cuda", 0)

@@ -1,0 +1,196 @@
+"""One rank of a job on real GPUs: every operation of one backend against NumPy; run by test_hardware.py, or by hand:
+
+    PYTHONPATH=tests python -m fastcoll.launch -n 2 tests/gpu/hardware_ranks.py shm IpcCarrier
+    PYTHONPATH=tests python -m fastcoll.launch -n 2 tests/gpu/hardware_ranks.py nccl NcclCarrier messages
+
+Ranks share the GPUs that there are. With "messages" these alone are checked, by NCCL also where ranks share a GPU: each
+claims to be on a host of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import cupy
+import numpy as np
+import oracle
+
+import fastcoll as dist
+from fastcoll import ReduceOp
+from fastcoll.registry import groups
+
+Array = np.ndarray[Any, Any]
+
+DTYPES = [dtype for dtype in oracle.DTYPES if dtype.name != "bfloat16"]  # which CuPy lacks
+COUNTS = (0, 1, 1009, 300_007, 9_000_001)
+"""Some beyond a slot of 16 MiB."""
+
+
+def main(backend: str, carrier: str, part: str = "all") -> None:
+    if part == "messages":
+        os.environ.setdefault("NCCL_HOSTID", f"rank-{os.environ['RANK']}")
+    dist.init_process_group(backend, timeout=120)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
+    exact = backend != "nccl"
+    with cupy.cuda.Stream(non_blocking=True):
+        if part == "all":
+            check_reductions(rank, size, exact)
+            check_moves(rank, size)
+            check_order(rank, size)
+        check_messages(rank, size)
+        if part == "messages":
+            check_crossing(rank, size)
+            check_waiting(rank, size)
+    if part == "messages":
+        check_directions(size)
+    check_carrier(carrier)
+    dist.destroy_process_group()
+    print(f"rank {rank} of {size}: {backend} is right")
+
+
+def check_carrier(wanted: str) -> None:
+    """What was tested is what was meant to be."""
+    devices = groups.world._devices()
+    found = type(getattr(devices, "_chosen", None) or devices).__name__
+    assert found == wanted, f"{found} carried the arrays"
+
+
+def compare(got: Any, want: Array, exact: bool, what: object) -> None:
+    host = cupy.asnumpy(got)
+    if exact:
+        oracle.assert_same(host, want, what)
+    else:
+        rtol = 2e-2 if want.dtype == np.float16 else 1e-4
+        np.testing.assert_allclose(host, want, rtol=rtol, atol=rtol, err_msg=str(what))
+
+
+def check_reductions(rank: int, size: int, exact: bool) -> None:
+    cases = [(op, dtype, 1009) for dtype in DTYPES for op in oracle.ops_for(dtype)]
+    cases += [(ReduceOp.SUM, np.dtype("f4"), count) for count in COUNTS]
+    for op, dtype, count in cases:
+        inputs = [oracle.values(r, count, dtype) for r in range(size)]
+        want, what = oracle.reduced(inputs, op), (op, dtype, count)
+        x = cupy.asarray(inputs[rank])
+        dist.all_reduce(x, op)
+        compare(x, want, exact, what)
+    f4 = np.dtype("f4")
+    inputs = [oracle.values(r, size * 5000, f4) for r in range(size)]
+    total = oracle.reduced(inputs, ReduceOp.SUM)
+    x = cupy.asarray(inputs[rank])
+    dist.reduce(x, size - 1)
+    compare(x, total if rank == size - 1 else inputs[rank], exact, "reduce")
+    x = cupy.asarray(inputs[rank])
+    dist.scan(x)
+    compare(x, oracle.reduced(inputs[: rank + 1], ReduceOp.SUM), exact, "scan")
+    part = cupy.zeros(5000, f4)
+    dist.reduce_scatter_single(part, cupy.asarray(inputs[rank]))
+    compare(part, total[5000 * rank : 5000 * (rank + 1)], exact, "reduce_scatter")
+    x = cupy.asarray(inputs[rank])
+    dist.all_reduce(x, ReduceOp.PREMUL_SUM(0.5))
+    compare(x, oracle.reduced([x * f4.type(0.5) for x in inputs], ReduceOp.SUM), exact, "PREMUL_SUM")
+    wide = cupy.asarray(inputs[rank]).reshape(-1, 10)
+    dist.all_reduce(wide[:, ::3])
+    compare(wide[:, ::3], total.reshape(-1, 10)[:, ::3].copy(), exact, "strided")
+
+
+def check_moves(rank: int, size: int) -> None:
+    i4 = np.dtype("i4")
+    blocks = [oracle.values(r, 70_000 * r + 3, i4) for r in range(size)]
+    x = cupy.asarray(blocks[-1] if rank == size - 1 else np.zeros_like(blocks[-1]))
+    dist.broadcast(x, size - 1)
+    compare(x, blocks[-1], True, "broadcast")
+    outs = [cupy.zeros_like(cupy.asarray(block)) for block in blocks]
+    dist.all_gather(outs, cupy.asarray(blocks[rank]))
+    for out, block in zip(outs, blocks, strict=True):
+        compare(out, block, True, "all_gather")
+    outs = [cupy.zeros_like(out) for out in outs]
+    dist.gather(cupy.asarray(blocks[rank]), outs if rank == 0 else None, 0)
+    for out, block in zip(outs if rank == 0 else [], blocks, strict=False):
+        compare(out, block, True, "gather")
+    mine = cupy.zeros(blocks[rank].shape, i4)
+    dist.scatter(mine, [cupy.asarray(block) for block in blocks] if rank == 0 else None, 0)
+    compare(mine, blocks[rank], True, "scatter")
+    given = [cupy.asarray(oracle.values(rank, 1000 * (rank + peer), i4, peer)) for peer in range(size)]
+    taken = [cupy.zeros(1000 * (rank + peer), i4) for peer in range(size)]
+    dist.all_to_all(taken, given)
+    for peer, got in enumerate(taken):
+        compare(got, oracle.values(peer, 1000 * (rank + peer), i4, rank), True, "all_to_all")
+
+
+def check_order(rank: int, size: int) -> None:
+    """Work of the array's stream before and after calls, which the host does not wait for."""
+    x = cupy.zeros(1 << 22, "f4")
+    for round in range(20):
+        x += rank + 1
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait()
+        x /= size
+        if round % 7 == 0:
+            assert work.wait(timeout=60)
+    compare(x[:5], np.full(5, 20 * (size + 1) / 2, "f4"), False, "order")
+
+
+def check_messages(rank: int, size: int) -> None:
+    to, source = (rank + 1) % size, (rank - 1) % size
+    x = cupy.arange(50_000, dtype="f8") + rank
+    got = cupy.zeros_like(x)
+    work = dist.isend(x, to)
+    dist.recv(got, source)
+    work.wait()
+    compare(got, np.arange(50_000, dtype="f8") + source, True, "messages")
+
+
+def check_crossing(rank: int, size: int) -> None:
+    """All send to all others first, small and large, and take by tags in another order; then from anybody."""
+    peers = [peer for peer in range(size) if peer != rank]
+    for count in (1, 1009, 5_000_011):
+        works = [
+            dist.isend(cupy.full(count, 100 * rank + tag, "f4"), peer, tag=tag)
+            for tag in (1, 2)
+            for peer in peers
+        ]
+        got = {(peer, tag): cupy.zeros(count, "f4") for tag in (2, 1) for peer in peers}
+        works += [dist.irecv(x, peer, tag=tag) for (peer, tag), x in got.items()]
+        for work in works:
+            assert work is not None
+            work.wait()
+        for (peer, tag), x in got.items():
+            compare(x, np.full(count, 100 * peer + tag, "f4"), True, "crossing messages")
+    left, mine, theirs = (rank - 1) % size, cupy.full(3, rank, "i4"), cupy.zeros(3, "i4")
+    work = dist.isend(mine, (rank + 1) % size, tag=5)
+    assert dist.recv(theirs, tag=5) == left
+    compare(theirs, np.full(3, left, "i4"), True, "from anybody")
+    assert work is not None
+    work.wait(timeout=60)
+    dist.send(mine, rank)
+    dist.recv(theirs, rank)
+    compare(theirs, np.full(3, rank, "i4"), True, "to oneself")
+
+
+def check_waiting(rank: int, size: int) -> None:
+    """Messages follow what their arrays' streams hold, and later work follows them."""
+    x = cupy.zeros(1 << 22, "f4")
+    y = cupy.zeros_like(x)
+    for _ in range(20):
+        x += 1
+        works = [dist.isend(x, (rank + 1) % size), dist.irecv(y, (rank - 1) % size)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        x[:] = y
+    compare(x[-5:], np.full(5, 20, "f4"), True, "messages and streams")
+
+
+def check_directions(size: int) -> None:
+    """The messages went by NCCL."""
+    devices: Any = groups.world._devices()
+    connected = [pair for pair, one in devices._mail._directions.items() if one.is_connected]
+    assert len(connected) == 2 * (size - 1), f"NCCL carried the messages of {connected} only"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

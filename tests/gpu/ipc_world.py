@@ -1,0 +1,96 @@
+"""Ranks that share one fake GPU, as threads of this process, whose arrays go over its memory by simulated kernels.
+
+with world(3) as ranks:
+    ranks.run(lambda group: group.all_reduce(gpu(x)))
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from net.groups import everybody, groups
+
+from fastcoll.gpu import ipc_memory
+from fastcoll.gpu.ipc import IpcCarrier
+from fastcoll.gpu.staging import StagedCarrier
+
+from .fake_array import FakeArray
+from .fake_runtime import FakeRuntime
+from .ipc_simulator import concurrent_kernels
+
+Array = np.ndarray[Any, Any]
+
+SLOT = 1024
+HERE = threading.local()  # .stream: that of the rank whose thread this is; processes share no default stream
+
+
+class Ranks:
+    """Some ranks on one GPU."""
+
+    def __init__(self, fake: FakeRuntime, made: list[Any]) -> None:
+        self.fake, self.groups, self.size = fake, made, len(made)
+        self._streams = [fake.new_stream(0) for _ in made]
+
+    def attempt(self, call: Callable[[Any], Any]) -> list[Any]:
+        """What a call returns or raises on each rank."""
+
+        def on(group: Any) -> Any:
+            HERE.stream = self._streams[group.rank]
+            return call(group)
+
+        return everybody(self.groups, on)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            self.fake.end_stream(stream)
+
+    def run(self, call: Callable[[Any], Any]) -> list[Any]:
+        """What a call does on each rank, once the GPU is through."""
+        results = self.attempt(call)
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+        self.fake.settle()
+        for group in self.groups:
+            assert group.failure is None, group.failure
+        return results
+
+    def each(self, make: Callable[[int], Array]) -> list[Array]:
+        return [make(rank) for rank in range(self.size)]
+
+    def carrier(self, rank: int) -> IpcCarrier:
+        carrier = self.groups[rank]._devices()
+        assert isinstance(carrier, IpcCarrier)
+        return carrier
+
+
+@contextmanager
+def world(size: int, timeout: float = 20.0, slot: int = SLOT) -> Iterator[Ranks]:
+    fake = FakeRuntime(prompt=True)
+    with concurrent_kernels(), fake.installed():
+        with groups(size, timeout=timeout) as made:
+            staged = [StagedCarrier(group) for group in made]
+            for group in made:
+                group.serve_gpus(lambda group: IpcCarrier(group, staged[group.rank], slot))
+            ranks = Ranks(fake, made)
+            yield ranks
+        ranks.close()
+        for fallback in staged:
+            fallback._close(None)
+        # What a failed group's kernels may still use is lost on purpose.
+        lost = ("a peer", "pinned") if any(group.failure for group in made) else ()
+        deadline = time.monotonic() + 10
+        while left := [name for name in fake.left() if not name.startswith(("shareable", *lost))]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)
+        ipc_memory._kept.clear()
+        ipc_memory._lost.clear()
+
+
+def gpu(x: Array) -> FakeArray:
+    return FakeArray(x, getattr(HERE, "stream", None))

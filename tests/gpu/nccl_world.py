@@ -1,0 +1,311 @@
+"""Ranks in threads of this process, each with a fake GPU of its own and one communicator of FakeNccl.
+
+    with world(3) as ranks:
+        ranks.run(lambda rank, group: ...)
+
+The CPU backend is a rendezvous of the threads. Reductions and packing by our kernels are NumPy's, queued on the fake
+streams: the kernels themselves have tests of their own, and Numba's simulator is slow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import oracle
+import pytest
+from together import together
+
+from fastcoll.arrays import Adopted
+from fastcoll.errors import AbortedError, GroupError, PeerDiedError
+from fastcoll.gpu import nccl_library
+from fastcoll.gpu.nccl import NcclCarrier
+from fastcoll.group import ProcessGroup
+from fastcoll.reduce_op import ReduceOp
+from fastcoll.watch import Vigil
+
+from .fake_array import FakeArray
+from .fake_nccl import FakeNccl
+from .fake_runtime import FakeRuntime
+
+Array = np.ndarray[Any, Any]
+
+
+class StrictRuntime(FakeRuntime):
+    """Where a copy to memory that it overlaps is an error, as it is undefined in CUDA."""
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        assert dst + nbytes <= src or src + nbytes <= dst, "a copy overlaps itself"
+        super().copy(dst, src, nbytes, stream)
+
+
+class Meeting:
+    """Where the CPU backend's all_gather meets; broken when the group fails."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.failures: list[GroupError] = []
+        self.died: list[int] = []
+        self._changed = threading.Condition()
+        self._rows: dict[tuple[int, int], Any] = {}
+
+    def exchange(self, number: int, rank: int, row: Any) -> list[Any]:
+        """Every rank's row of its call `number`."""
+        with self._changed:
+            self._rows[number, rank] = row
+            self._changed.notify_all()
+
+            def all_here() -> bool:
+                return all((number, peer) in self._rows for peer in range(self.size))
+
+            assert self._changed.wait_for(lambda: all_here() or self.failures, 20.0), "a rank did not come"
+            if not all_here():
+                raise self.failures[0].with_traceback(None)
+            return [self._rows[number, peer] for peer in range(self.size)]
+
+    def fail(self, error: GroupError) -> None:
+        """The first reason stays."""
+        with self._changed:
+            self.failures.append(error)
+            self._changed.notify_all()
+
+
+class ThreadVigil(Vigil):
+    """Says that who is in `meeting.died` is dead."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.failure = None
+        self._meeting = meeting
+
+    def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
+        if self._meeting.failures:
+            return self._meeting.failures[0]
+        died = self._meeting.died
+        return PeerDiedError(f"rank {died[0]} died; {doing}", died) if died else None
+
+    def _publish(self, state: int, reason: str) -> None: ...
+    def _states(self) -> list[int]:
+        return []
+
+    def _reason(self, rank: int) -> str:
+        return ""
+
+    def _dead(self, working: Any) -> list[Any]:
+        return []
+
+
+class ThreadGroup(ProcessGroup):
+    """A group of threads, with as much of a CPU backend as GPU arrays need."""
+
+    backend = "threads"
+
+    def __init__(self, meeting: Meeting, rank: int, timeout: float) -> None:
+        super().__init__("threads", range(meeting.size), rank, timeout)
+        self._meeting = meeting
+        self._vigil = ThreadVigil(meeting)
+        self._calls = 0
+
+    def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Any:
+        def call() -> None:
+            self._calls += 1
+            rows = self._meeting.exchange(self._calls, self.rank, np.array(x))
+            for out, row in zip(outs, rows, strict=True):
+                out[...] = row
+
+        return call
+
+    def _fail(self, error: GroupError) -> None:
+        if self.failure is None:
+            self.failure = self._meeting.failures[0] if self._meeting.failures else error
+            self._meeting.fail(self.failure)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        self._fail(AbortedError(reason))
+        if self._device_carrier is not None:
+            self._device_carrier.abort()
+
+    def _close(self, reason: GroupError | None) -> None: ...
+
+    def _isend(self, x: Adopted, dst: int, tag: int) -> Any:
+        raise NotImplementedError
+
+
+ThreadGroup.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+class Ranks:
+    """The ranks of a world.
+
+    Attributes:
+        gpu, nccl: the fakes.
+        groups: one a rank.
+    """
+
+    def __init__(self, gpu: FakeRuntime, nccl: FakeNccl, size: int, timeout: float) -> None:
+        self.gpu, self.nccl, self.size = gpu, nccl, size
+        self.meeting = Meeting(size)
+        self.groups = [ThreadGroup(self.meeting, rank, timeout) for rank in range(size)]
+        self._kept: list[Array] = []  # the fake knows a GPU by addresses, which no other array may get
+        for group in self.groups:
+            group.serve_gpus(NcclCarrier)
+
+    def run(self, does: Callable[[int, ThreadGroup], Any]) -> list[Any]:
+        """Do it on all ranks at the same time, and let the GPUs finish; raises what a rank raised."""
+        results = self.attempt(does)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            raise next((f for f in failures if not isinstance(f, AssertionError)), failures[0])
+        self.gpu.settle()
+        return results
+
+    def attempt(self, does: Callable[[int, ThreadGroup], Any]) -> list[Any]:
+        """As `run`; the result or exception of each rank."""
+
+        def on(rank: int) -> Any:
+            with self.gpu.on(rank if self.gpu.devices > 1 else 0):
+                return does(rank, self.groups[rank])
+
+        return together(*[lambda rank=rank: on(rank) for rank in range(self.size)])
+
+    def array(self, rank: int, host: Array, stream: int | None = None) -> FakeArray:
+        """The memory of `host`, on the rank's GPU."""
+        self._kept.append(host if host.base is None else host.base)
+        if self.gpu.devices > 1 and host.size:
+            start = host if host.flags.c_contiguous else host.base
+            self.gpu.place(start, rank)
+        return FakeArray(host, stream)
+
+    def close(self) -> None:
+        """Close the groups, as ranks do, together."""
+        self.attempt(lambda rank, group: group.close())
+
+
+@contextmanager
+def world(
+    size: int,
+    timeout: float = 20.0,
+    devices: int | None = None,
+    prompt: bool = True,
+    version: int = 22005,
+) -> Iterator[Ranks]:
+    """Some ranks; at the end nothing may be left, and no rule of NCCL's broken."""
+    with fakes(size if devices is None else devices, prompt, version) as (gpu, nccl):
+        ranks = Ranks(gpu, nccl, size, timeout)
+        try:
+            yield ranks
+        finally:
+            ranks.close()
+
+
+@contextmanager
+def fakes(
+    devices: int = 1, prompt: bool = True, version: int = 22005
+) -> Iterator[tuple[FakeRuntime, FakeNccl]]:
+    """GPUs and NCCL, where fastcoll looks for them; at the end as `world` says."""
+    gpu = StrictRuntime(devices=devices, prompt=prompt)
+    nccl = FakeNccl(gpu, version)
+    binding = nccl_library.Library(nccl)
+    with gpu.installed(), kernels(gpu), mock.patch.object(nccl_library, "library", return_value=binding):
+        with mock.patch.object(nccl_library, "cupy"):
+            yield gpu, nccl
+        assert nccl.violations == []
+        assert all(comm.ended or comm.aborted for comm in nccl.comms)
+        assert gpu.left() == []
+
+
+def ones(ranks: Ranks, rank: int, count: int = 3) -> FakeArray:
+    """An array of a rank's."""
+    return ranks.array(rank, np.ones(count, np.float32))
+
+
+def assert_ends(work: Any, kind: type[GroupError], text: str) -> None:
+    """Wait for the error that a Work ends with."""
+    with pytest.raises(kind, match=text):
+        work._join()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), kind)
+
+
+# ---- our kernels, by NumPy ---------------------------------------------------------------------------
+
+
+@contextmanager
+def kernels(gpu: FakeRuntime) -> Iterator[None]:
+    """What `kernels.cuda` has of use to carriers."""
+    reducing, moving = ModuleType("reduce"), ModuleType("move")
+    reducing.MOST_SOURCES = 4  # type: ignore[attr-defined]
+    reducing.cuda_reducer = lambda op, dtype: _Reducer(gpu, op, dtype)  # type: ignore[attr-defined]
+    moving.pack = lambda dst, src, stream: gpu.queue(  # type: ignore[attr-defined]
+        "pack", stream, lambda: _bytes_at(dst, _viewed(src).nbytes).__setitem__(..., _packed(src))
+    )
+    moving.unpack = lambda dst, src, stream: gpu.queue("unpack", stream, lambda: _unpack(dst, src))  # type: ignore[attr-defined]
+    scaling = ModuleType("scale")
+    scaling.scale = lambda dst, src, count, dtype, factor, stream: gpu.queue(  # type: ignore[attr-defined]
+        "scale", stream, lambda: _scale(dst, src, count, dtype, factor)
+    )
+    names = {f"fastcoll.kernels.cuda.{module.__name__}": module for module in (reducing, moving, scaling)}
+    package = ModuleType("fastcoll.kernels.cuda")
+    package.__path__ = []
+    with mock.patch.dict(sys.modules, {"fastcoll.kernels.cuda": package, **names}):
+        yield
+
+
+class _Reducer:
+    def __init__(self, gpu: FakeRuntime, op: ReduceOp, dtype: np.dtype[Any]) -> None:
+        self._gpu, self._op, self._dtype = gpu, op, dtype
+
+    def launch(self, dst: int, srcs: Sequence[int], count: int, stream: int) -> None:
+        if not count:
+            return
+        assert 0 < len(srcs) <= 4
+        op, dtype, nbytes = self._op, self._dtype, count * self._dtype.itemsize
+
+        def run() -> None:
+            sources = [_bytes_at(src, nbytes).view(dtype) for src in srcs]
+            if op.function is not None:
+                function = op.function
+                total = reduce(
+                    lambda a, b: np.array([function(x, y) for x, y in zip(a, b, strict=True)], dtype), sources
+                )
+            else:
+                total = oracle.reduced(sources, op)
+            _bytes_at(dst, nbytes).view(dtype)[:] = total
+
+        self._gpu.queue("kernel", stream, run)
+
+
+def _scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: int) -> None:
+    nbytes = count * dtype.itemsize
+    by = _bytes_at(factor, dtype.itemsize).view(dtype)[0]
+    _bytes_at(dst, nbytes).view(dtype)[:] = _bytes_at(src, nbytes).view(dtype) * by
+
+
+def _bytes_at(address: int, nbytes: int) -> Array:
+    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), np.uint8)
+
+
+def _viewed(described: Any) -> Array:
+    said = dict(described.__cuda_array_interface__)
+    said["typestr"] = f"|u{said['typestr'][2:]}"
+
+    place = mock.Mock(spec=["__array_interface__"])
+    place.__array_interface__ = said
+    return np.asarray(place)
+
+
+def _packed(described: Any) -> Array:
+    return np.ascontiguousarray(_viewed(described)).reshape(-1).view(np.uint8)
+
+
+def _unpack(described: Any, address: int) -> None:
+    view = _viewed(described)
+    view[...] = _bytes_at(address, view.nbytes).view(view.dtype).reshape(view.shape)

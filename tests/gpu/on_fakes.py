@@ -1,0 +1,77 @@
+"""Plugin: the arrays that tests give to fastcoll are on a fake GPU, all of them.
+
+    PYTHONPATH=tests NUMBA_ENABLE_CUDASIM=1 pytest -p gpu.on_fakes tests/conformance
+
+A test's ndarray is the memory of the FakeArray that fastcoll gets instead, so it has the result. What a call left
+queued runs before the call returns; what a test leaves behind on the GPU makes it fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll
+from fastcoll.gpu import choice, chosen
+
+from .fake_array import FakeArray
+from .fake_runtime import FakeRuntime
+
+FAKE = FakeRuntime()
+_P2POp = fastcoll.P2POp
+TAKE_ARRAYS = """
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced all_to_all
+    all_to_all_single broadcast exscan gather irecv isend recv reduce reduce_scatter reduce_scatter_single
+    reduce_scatter_tensor scan scatter send
+""".split()
+
+
+def on_gpu(value: Any) -> Any:
+    """Arrays, also in lists, as arrays on the GPU; anything else as it is."""
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return FakeArray(value)
+    if type(value) in (list, tuple):
+        return [on_gpu(item) for item in value]
+    return value
+
+
+def _moved(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        moved = {name: on_gpu(value) for name, value in options.items()}
+        try:
+            return function(*map(on_gpu, args), **moved)
+        finally:
+            FAKE.settle()
+
+    return call
+
+
+def _posted(op: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
+    """P2POp, which knows isend and irecv as they are."""
+    return _P2POp(op.__wrapped__, on_gpu(tensor), *args, **options)  # type: ignore[attr-defined]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # What ranks in processes of their own can do without a GPU.
+    chosen.choose = lambda facts, one_node: choice.STAGED
+    installed = FAKE.installed()
+    installed.__enter__()
+    config.add_cleanup(lambda: installed.__exit__(None, None, None))
+    for name in TAKE_ARRAYS:
+        setattr(fastcoll, name, _moved(getattr(fastcoll, name)))
+    fastcoll.P2POp = _posted  # type: ignore[assignment,misc]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    yield
+    if FAKE.left():
+        gc.collect()
+    assert FAKE.left() == []
+    FAKE.forget()

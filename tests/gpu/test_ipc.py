@@ -1,0 +1,89 @@
+"""Runs simulated_ipc*.py, which need Numba's simulator, in a process of their own; and what needs no GPU at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from fastcoll.gpu.ipc_limits import is_one_shot
+from fastcoll.gpu.ipc_said import balance_of, differences, shape_of
+from fastcoll.kernels.cuda import ipc_page as at
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_the_carrier_on_simulated_kernels() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "NUMBA_ENABLE_CUDASIM": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(str(TESTS / "gpu" / name) for name in ("simulated_ipc.py", "simulated_ipc_failures.py"))],
+        env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 45
+
+
+def test_balances_cancel_only_where_all_sizes_agree() -> None:
+    random = np.random.default_rng(3)
+    for size in (1, 2, 5, 64):
+        sizes = random.integers(0, 1 << 40, (size, size)).tolist()
+        takes = [[row[rank] for row in sizes] for rank in range(size)]
+        assert sum(balance_of(r, sizes[r], takes[r]) for r in range(size)) & at.BALANCE_MASK == 0
+        assert sum(balance_of(r, sizes[r], takes[r]) for r in range(size)) < 1 << 63
+        if size > 1:
+            takes[1][0] += 1
+            assert sum(balance_of(r, sizes[r], takes[r]) for r in range(size)) & at.BALANCE_MASK
+
+
+def test_no_message_is_not_an_empty_one() -> None:
+    assert balance_of(0, [-1, -1], []) == 0 != balance_of(0, [-1, 0], [])
+
+
+def test_sizes_that_all_ranks_know_make_one_number() -> None:
+    assert shape_of([8, 8, 8]) == 24
+    assert shape_of([8, 16]) < 0
+    assert shape_of([8, 16]) != shape_of([16, 8])
+
+
+def test_words_of_a_page_do_not_overlap() -> None:
+    lines = [(at.line(rank, number), at.LINE) for rank in range(at.MOST_RANKS) for number in (0, 1)]
+    steps = [
+        (at.rank_words(rank) + offset, 8) for rank in range(at.MOST_RANKS) for offset in (at.STEP, at.BYE)
+    ]
+    header = [(offset, 8) for offset in (at.DEAD, at.SIZE, at.RANK, at.CONTROL)]
+    peers = [(at.PEERS, 8 * at.MOST_RANKS)]
+    places = sorted([*lines, *steps, *header, *peers])
+    assert all(start + n <= after for (start, n), (after, _) in pairwise(places))
+    assert sum(places[-1]) <= at.PAGE
+    words = [
+        (at.STOP, 8),
+        (at.STOPPED, 8),
+        (at.WHY, 8),
+        (at.ARRIVED, 8 * at.MOST_RANKS),
+        (at.SAID, 32 * at.MOST_RANKS),
+    ]
+    assert all(start + n <= after for (start, n), (after, _) in pairwise(words))
+    assert sum(words[-1]) == at.CONTROL_BYTES
+
+
+def test_one_shot_by_bytes_and_ranks() -> None:
+    assert is_one_shot(2, 1 << 40)
+    assert is_one_shot(4, (512 << 10) - 1)
+    assert not is_one_shot(4, 512 << 10)
+    assert is_one_shot(8, 200 << 10)
+    assert not is_one_shot(16, 200 << 10)
+
+
+def test_sizes_that_differ_are_said_so() -> None:
+    from fastcoll import calls
+
+    same = calls.encode("gather", np.dtype("f4"))
+    assert "differ in size" in differences([(same, 4), (same, 8)], [0, 1])
+    other = calls.encode("barrier")
+    assert "rank 7 called barrier()" in differences([(same, 0), (other, 0)], [3, 7])

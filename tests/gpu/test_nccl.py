@@ -1,0 +1,363 @@
+"""Every operation of the NCCL carrier on a fake NCCL, against the oracle: ranks are threads, each with a fake GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+
+from fastcoll import ReduceOp
+from fastcoll.errors import ArrayError, UnavailableError
+from fastcoll.gpu import nccl_reduce
+
+from .nccl_world import Ranks, world
+
+Array = np.ndarray[Any, Any]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+SOME = [np.dtype(name) for name in ("f4", "i2", "c8", "?")] + [BFLOAT16]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 5])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with world(request.param) as made:
+        yield made
+
+
+def inputs(ranks: Ranks, count: int, dtype: np.dtype, salt: int = 0) -> list[Array]:
+    return [oracle.values(rank, count, dtype, salt) for rank in range(ranks.size)]
+
+
+def assert_reduced(got: Array, want: Array, op: ReduceOp, what: Any) -> None:
+    """Bit for bit, but for float16 and bfloat16, of which NCCL rounds every sum, and float32, which it averages."""
+    if got.dtype in oracle.HALVES or op.name in ("AVG", "PREMUL_SUM"):
+        rtol = 0.05 if got.dtype.itemsize == 2 else 1e-5
+        np.testing.assert_allclose(got.astype("c16"), want.astype("c16"), rtol, 0.06, err_msg=str(what))
+    else:
+        oracle.assert_same(got, want, what)
+
+
+def test_all_reduce_of_every_operation_and_dtype(ranks: Ranks) -> None:
+    cases = [(op, dtype) for dtype in oracle.DTYPES for op in oracle.ops_for(dtype)]
+    if ranks.size > 4:  # the most that our kernels, as the fake ones are, divide
+        cases = [
+            case for case in cases if case[0] is not ReduceOp.AVG or case[1].name not in ("int16", "uint16")
+        ]
+    hosts = [[x.copy() for x in inputs(ranks, 7, dtype)] for _, dtype in cases]
+
+    def does(rank: int, group: Any) -> None:
+        for (op, _), host in zip(cases, hosts, strict=True):
+            group.all_reduce(ranks.array(rank, host[rank]), op)
+
+    ranks.run(does)
+    for (op, dtype), host in zip(cases, hosts, strict=True):
+        want = oracle.reduced(inputs(ranks, 7, dtype), op)
+        for got in host:
+            assert_reduced(got, want, op, (op, dtype))
+
+
+def test_nan_goes_on_through_min_and_max(ranks: Ranks) -> None:
+    hosts = [np.array([np.nan if rank == 0 else 1.0, rank], np.float32) for rank in range(ranks.size)]
+    ranks.run(lambda rank, group: group.all_reduce(ranks.array(rank, hosts[rank]), ReduceOp.MAX))
+    for host in hosts:
+        assert np.isnan(host[0])
+        assert host[1] == ranks.size - 1
+
+
+def test_large_arrays_go_in_pieces_and_are_divided(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_reduce, "SCRATCH", 4000)
+    monkeypatch.setattr(nccl_reduce, "DIVIDED", 100)
+    everybody = inputs(ranks, 3001, np.dtype("i2"))
+    hosts = [x.copy() for x in everybody]
+    ranks.run(lambda rank, group: group.all_reduce(ranks.array(rank, hosts[rank])))
+    for host in hosts:
+        oracle.assert_same(host, oracle.reduced(everybody, ReduceOp.SUM))
+
+
+def test_a_users_function_in_rank_order(ranks: Ranks) -> None:
+    first = ReduceOp.custom(lambda a, b: a, "first")
+    for dtype in (np.dtype("f4"), np.dtype("i2")):
+        hosts = [x.copy() for x in inputs(ranks, 5, dtype)]
+        ranks.run(lambda rank, group, hosts=hosts: group.all_reduce(ranks.array(rank, hosts[rank]), first))
+        for host in hosts:
+            oracle.assert_same(host, inputs(ranks, 5, dtype)[0])
+
+
+@pytest.mark.parametrize("name", ["f4", "f2", "f8", "c8", "complex factor"])
+def test_premul_sum_multiplies_by_each_ranks_factor(ranks: Ranks, name: str) -> None:
+    dtype = np.dtype("c8" if name == "complex factor" else name)
+    factors = [(0.5 + rank) * (1j if name == "complex factor" else 1) for rank in range(ranks.size)]
+    everybody = inputs(ranks, 6, dtype)
+    wide = np.dtype("c16" if dtype.kind == "c" else "f8")
+    want = sum(x.astype(wide) * factor for x, factor in zip(everybody, factors, strict=True)).astype(dtype)
+    hosts = [x.copy() for x in everybody]
+    scans = [x.copy() for x in everybody]
+
+    def does(rank: int, group: Any) -> None:
+        group.all_reduce(ranks.array(rank, hosts[rank]), ReduceOp.PREMUL_SUM(factors[rank]))
+        group.scan(ranks.array(rank, scans[rank]), ReduceOp.PREMUL_SUM(factors[rank]))
+
+    ranks.run(does)
+    for host in (*hosts, scans[-1]):
+        assert_reduced(host, want, ReduceOp.PREMUL_SUM(1), name)
+
+
+@pytest.mark.parametrize("dtype", SOME, ids=str)
+def test_reduce(ranks: Ranks, dtype: np.dtype) -> None:
+    root = ranks.size - 1
+    hosts = [x.copy() for x in inputs(ranks, 6, dtype)]
+    ranks.run(lambda rank, group: group.reduce(ranks.array(rank, hosts[rank]), root))
+    for rank, host in enumerate(hosts):
+        everybody = inputs(ranks, 6, dtype)
+        want = oracle.reduced(everybody, ReduceOp.SUM) if rank == root else everybody[rank]
+        assert_reduced(host, want, ReduceOp.SUM, rank)
+
+
+@pytest.mark.parametrize("dtype", SOME, ids=str)
+def test_scan_and_exscan(ranks: Ranks, dtype: np.dtype) -> None:
+    scans, exscans = ([x.copy() for x in inputs(ranks, 4, dtype)] for _ in range(2))
+
+    def does(rank: int, group: Any) -> None:
+        group.scan(ranks.array(rank, scans[rank]))
+        group.exscan(ranks.array(rank, exscans[rank]))
+
+    ranks.run(does)
+    everybody = inputs(ranks, 4, dtype)
+    for rank in range(ranks.size):
+        assert_reduced(scans[rank], oracle.reduced(everybody[: rank + 1], ReduceOp.SUM), ReduceOp.SUM, rank)
+        want = oracle.reduced(everybody[:rank], ReduceOp.SUM) if rank else everybody[0]
+        assert_reduced(exscans[rank], want, ReduceOp.SUM, rank)
+
+
+@pytest.mark.parametrize("dtype", SOME, ids=str)
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+def test_reduce_scatter(ranks: Ranks, dtype: np.dtype, uneven: bool) -> None:
+    sizes = [3 * (1 + uneven * rank) for rank in range(ranks.size)]
+    given = [[oracle.values(r, n, dtype, p) for p, n in enumerate(sizes)] for r in range(ranks.size)]
+    outs = [np.empty(n, dtype) for n in sizes]
+
+    def does(rank: int, group: Any) -> None:
+        group.reduce_scatter(ranks.array(rank, outs[rank]), [ranks.array(rank, x) for x in given[rank]])
+
+    ranks.run(does)
+    for rank, out in enumerate(outs):
+        want = oracle.reduced([blocks[rank] for blocks in given], ReduceOp.SUM)
+        assert_reduced(out, want, ReduceOp.SUM, rank)
+
+
+@pytest.mark.parametrize("dtype", oracle.MOVABLE[-5:], ids=str)
+def test_broadcast(ranks: Ranks, dtype: np.dtype) -> None:
+    root = ranks.size // 2
+    hosts = [x.copy() for x in inputs(ranks, 5, dtype)]
+    ranks.run(lambda rank, group: group.broadcast(ranks.array(rank, hosts[rank]), root))
+    for host in hosts:
+        oracle.assert_same(host, inputs(ranks, 5, dtype)[root])
+
+
+@pytest.mark.parametrize("shape", ["one", "list", "uneven"])
+def test_all_gather(ranks: Ranks, shape: str) -> None:
+    sizes = [rank + 1 if shape == "uneven" else 3 for rank in range(ranks.size)]
+    given = [oracle.values(rank, n, np.dtype("i4")) for rank, n in enumerate(sizes)]
+    outs = [[np.zeros(n, "i4") for n in sizes] for _ in sizes]
+    whole = [np.zeros(sum(sizes), "i4") for _ in sizes]
+
+    def does(rank: int, group: Any) -> None:
+        x = ranks.array(rank, given[rank])
+        if shape == "one":
+            group.all_gather_single(ranks.array(rank, whole[rank]), x)
+        else:
+            group.all_gather([ranks.array(rank, out) for out in outs[rank]], x)
+
+    ranks.run(does)
+    for rank in range(ranks.size):
+        got = whole[rank] if shape == "one" else np.concatenate(outs[rank])
+        oracle.assert_same(got, np.concatenate(given))
+
+
+def test_gather_and_scatter_of_different_sizes(ranks: Ranks) -> None:
+    root = ranks.size - 1
+    given = [oracle.values(rank, rank + 1, np.dtype("c16")) for rank in range(ranks.size)]
+    gathered = [np.zeros_like(x) for x in given]
+    scattered = [np.zeros_like(x) for x in given]
+
+    def does(rank: int, group: Any) -> None:
+        here = rank == root
+        outs = [ranks.array(rank, x) for x in gathered] if here else None
+        group.gather(ranks.array(rank, given[rank]), outs, root)
+        blocks = [ranks.array(rank, x) for x in gathered] if here else None
+        group.scatter(ranks.array(rank, scattered[rank]), blocks, root)
+
+    ranks.run(does)
+    for got, back, want in zip(gathered, scattered, given, strict=True):
+        oracle.assert_same(got, want)
+        oracle.assert_same(back, want)
+
+
+def test_all_to_all_of_different_sizes(ranks: Ranks) -> None:
+    n = ranks.size
+    given = [[oracle.values(r, r + p + 1, np.dtype("u2"), p) for p in range(n)] for r in range(n)]
+    outs = [[np.zeros(r + p + 1, "u2") for p in range(n)] for r in range(n)]
+
+    def does(rank: int, group: Any) -> None:
+        takes, gives = ([ranks.array(rank, x) for x in side[rank]] for side in (outs, given))
+        group.all_to_all(takes, gives)
+
+    ranks.run(does)
+    for r, blocks in enumerate(outs):
+        for p, block in enumerate(blocks):
+            oracle.assert_same(block, given[p][r])
+
+
+def test_coalesced_calls(ranks: Ranks) -> None:
+    sizes = [3, 1, 5]
+    sums = [[oracle.values(r, n, np.dtype("f4"), n) for n in sizes] for r in range(ranks.size)]
+    lists = [[[np.zeros(n, "f4") for _ in sums] for n in sizes] for _ in sums]
+    given = [[x.copy() for x in xs] for xs in sums]
+
+    def does(rank: int, group: Any) -> None:
+        group.all_reduce_coalesced([ranks.array(rank, x) for x in sums[rank]])
+        outs = [[ranks.array(rank, x) for x in each] for each in lists[rank]]
+        group.all_gather_coalesced(outs, [ranks.array(rank, x) for x in given[rank]])
+
+    ranks.run(does)
+    for k in range(len(sizes)):
+        want = oracle.reduced([xs[k] for xs in given], ReduceOp.SUM)
+        for rank in range(ranks.size):
+            oracle.assert_same(sums[rank][k], want)
+            for r, out in enumerate(lists[rank][k]):
+                oracle.assert_same(out, given[r][k])
+
+
+def overlapping(base: Array, *starts: int, length: int = 4) -> Sequence[Array]:
+    return [base[start : start + length] for start in starts]
+
+
+def test_inputs_and_outputs_may_overlap(ranks: Ranks) -> None:
+    n = ranks.size
+    bases = {
+        name: [oracle.values(r, 4 * n + 2, np.dtype("i4")) for r in range(n)]
+        for name in ("gather", "all_gather", "scatter", "reduce_scatter", "all_to_all", "shorts")
+    }
+    before = {name: [x.copy() for x in xs] for name, xs in bases.items()}
+    places = [4 * r for r in range(n)]
+
+    def parts(name: str, rank: int, shift: int = 0) -> list[Any]:
+        # Views of one base, placed with it.
+        base = bases[name][rank]
+        ranks.array(rank, base)
+        return [ranks.array(rank, view) for view in overlapping(base, *[p + shift for p in places])]
+
+    def does(rank: int, group: Any) -> None:
+        def single(name: str) -> Any:
+            return ranks.array(rank, bases[name][rank][1:5])
+
+        group.all_gather(parts("all_gather", rank), single("all_gather"))
+        group.gather(single("gather"), parts("gather", rank) if rank == 0 else None, 0)
+        group.scatter(single("scatter"), parts("scatter", rank) if rank == 0 else None, 0)
+        group.reduce_scatter(single("reduce_scatter"), parts("reduce_scatter", rank))
+        group.all_to_all(parts("all_to_all", rank, 1), parts("all_to_all", rank))
+
+    ranks.run(does)
+    blocks = {name: [[x[p : p + 4] for p in places] for x in xs] for name, xs in before.items()}
+    inner = {name: [x[1:5] for x in xs] for name, xs in before.items()}
+    for rank in range(n):
+        oracle.assert_same(bases["all_gather"][rank][: 4 * n], np.concatenate(inner["all_gather"]))
+        oracle.assert_same(bases["scatter"][rank][1:5], blocks["scatter"][0][rank])
+        want = oracle.reduced([b[rank] for b in blocks["reduce_scatter"]], ReduceOp.SUM)
+        oracle.assert_same(bases["reduce_scatter"][rank][1:5], want)
+        want = np.concatenate([blocks["all_to_all"][p][rank] for p in range(n)])
+        oracle.assert_same(bases["all_to_all"][rank][1 : 4 * n + 1], want)
+    oracle.assert_same(bases["gather"][0][: 4 * n], np.concatenate(inner["gather"]))
+
+
+@pytest.mark.parametrize("name", ["f4", "i2"])
+def test_the_hooks_take_outputs_that_overlap_inputs(
+    ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the public calls do, which give the same array twice; on others than the root nothing is written."""
+    monkeypatch.setattr(nccl_reduce, "SCRATCH", 4)  # in several pieces
+    bases = [[oracle.values(r, 14, np.dtype(name), k) for r in range(ranks.size)] for k in range(2)]
+    before = [[x.copy() for x in xs] for xs in bases]
+
+    def does(rank: int, group: Any) -> None:
+        def taken(k: int, start: int) -> Any:
+            ranks.array(rank, bases[k][rank])
+            return group._adopt(ranks.array(rank, bases[k][rank][start : start + 12]), writable=True).array
+
+        carrier: Any = group._carrier(taken(0, 0))
+        carrier._plan_reduce(taken(0, 1), taken(0, 0), ReduceOp.SUM, 0)()
+        carrier._plan_scan(taken(1, 1), taken(1, 0), ReduceOp.SUM, False)()
+
+    ranks.run(does)
+    for rank in range(ranks.size):
+        want = (
+            oracle.reduced([x[:12] for x in before[0]], ReduceOp.SUM) if rank == 0 else before[0][rank][1:13]
+        )
+        oracle.assert_same(bases[0][rank][1:13], want, rank)
+        oracle.assert_same(bases[0][rank][[0, 13]], before[0][rank][[0, 13]], rank)
+        want = oracle.reduced([x[:12] for x in before[1][: rank + 1]], ReduceOp.SUM)
+        oracle.assert_same(bases[1][rank][1:13], want, rank)
+
+
+def test_strided_arrays_are_packed_and_unpacked(ranks: Ranks) -> None:
+    bases = [oracle.values(rank, 12, np.dtype("f4")).reshape(4, 3) for rank in range(ranks.size)]
+    before = [x.copy() for x in bases]
+
+    def does(rank: int, group: Any) -> None:
+        group.all_reduce(ranks.array(rank, bases[rank][:, 1]), async_op=True).wait()
+
+    ranks.run(does)
+    for rank, base in enumerate(bases):
+        oracle.assert_same(base[:, 1].copy(), oracle.reduced([x[:, 1] for x in before], ReduceOp.SUM))
+        oracle.assert_same(base[:, ::2].copy(), before[rank][:, ::2].copy())
+
+
+def test_empty_arrays_and_ranks_that_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    given = [oracle.values(rank, rank, np.dtype("i2")) for rank in range(3)]
+    outs = [[np.zeros(n, "i2") for n in range(3)] for _ in given]
+    with world(3, devices=1, version=23000) as ranks:
+
+        def does(rank: int, group: Any) -> None:
+            empty, mine = ranks.array(rank, np.zeros(0, "i2")), ranks.array(rank, given[rank])
+            takes = [ranks.array(rank, x) for x in outs[rank]]
+            group.all_reduce(empty)
+            group.reduce_scatter(empty, [empty] * 3)
+            group.all_gather([empty] * 3, empty)
+            group.scan(empty)
+            group.all_gather(takes, mine)
+            group.gather(mine, takes if rank == 2 else None, 2)
+            group.scatter(mine, takes if rank == 2 else None, 2)
+            blocks = [ranks.array(rank, np.full(r, rank, "i2")) for r in range(3)]
+            group.all_to_all([ranks.array(rank, np.zeros(rank, "i2")) for _ in range(3)], blocks)
+
+        ranks.run(does)
+    for rank in range(3):
+        oracle.assert_same(np.concatenate(outs[rank]), np.concatenate(given))
+
+
+def test_an_average_of_more_ranks_than_our_kernels_take_is_refused() -> None:
+    def does(rank: int, group: Any) -> None:
+        x = ranks.array(rank, np.ones(3, "i2"))
+        with pytest.raises(UnavailableError, match="up to 4 ranks, this one has 5; use SUM"):
+            group.all_reduce(x, ReduceOp.AVG)
+        group.all_reduce(x)
+
+    with world(5) as ranks:
+        ranks.run(does)
+
+
+def test_what_means_nothing_is_refused_and_the_group_goes_on(ranks: Ranks) -> None:
+    def does(rank: int, group: Any) -> None:
+        x = ranks.array(rank, np.ones(3, "i4"))
+        for op in (ReduceOp.PREMUL_SUM(2), ReduceOp.BAND):
+            wrong = ranks.array(rank, np.ones(3, "f4")) if op is ReduceOp.BAND else x
+            with pytest.raises(ArrayError, match=r"PREMUL_SUM takes|not defined for dtype"):
+                group.all_reduce(wrong, op)
+        group.all_reduce(x)
+
+    ranks.run(does)

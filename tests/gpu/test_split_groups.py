@@ -1,0 +1,54 @@
+"""new_group where the world has something for GPUs that can be split: all ranks take part, members or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fastcoll as dist
+from fastcoll.registry import groups
+
+NCCL = "cpu:shm,cuda:nccl"
+
+
+class Splitting:
+    """As much of a DeviceCarrier as new_group and the end of a group need."""
+
+    splits = True
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], Any]] = []
+
+    def split(self, ranks: list[int], group: Any) -> Any:
+        self.asked.append((ranks, group))
+        return None if group is None else Splitting()
+
+    def abort(self) -> None: ...
+    def _close(self, reason: Any) -> None: ...
+
+
+@pytest.fixture
+def parent(rank: int) -> Splitting:
+    groups.world._device_carrier = made = Splitting()  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.ranks(3)
+def test_all_ranks_split_and_members_have_what_came_of_it(rank: int, parent: Splitting) -> None:
+    group = dist.new_group([0, 2], backend=NCCL)
+    member = rank != 1
+    assert parent.asked == [([0, 2], group if member else None)]
+    assert isinstance(getattr(group, "_device_carrier", None), Splitting) == member
+    assert dist.new_group([rank], backend=NCCL, use_local_synchronization=True)._device_carrier is None
+    assert dist.new_group([0, 1], backend="shm") is not None
+    assert len(parent.asked) == 1  # not where others are not asked, nor for another backend
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_disagree_are_told_so_though_they_are_no_members(rank: int, parent: Splitting) -> None:
+    with pytest.raises(
+        dist.MismatchError, match=r"rank \d asks for ranks \[.*\] with cpu:shm,cuda:nccl, rank"
+    ):
+        dist.new_group([0, 1] if rank == 2 else [0], backend=NCCL)
+    assert parent.asked == []

@@ -1,0 +1,251 @@
+"""What carriers that queue work share: order among streams, what a Work does, what stays alive. One rank of NCCL."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastcoll import ReduceOp
+from fastcoll.errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError, UsageError
+from fastcoll.gpu import stream_watch
+from fastcoll.gpu.stream_work import Own, StreamWork
+from fastcoll.work import Work
+
+from .fake_array import FakeArray
+from .fake_runtime import FakeRuntime
+from .nccl_world import Ranks, world
+
+TWICE = ReduceOp.PREMUL_SUM(2)
+
+
+@pytest.fixture
+def lazy() -> Iterator[Ranks]:
+    """One rank, on a GPU where nothing runs before somebody waits for it."""
+    with world(1, prompt=False) as made:
+        yield made
+
+
+@pytest.fixture
+def prompt() -> Iterator[Ranks]:
+    """One rank, on a GPU that runs by itself, and whose streams can be held up."""
+    with world(1) as made:
+        yield made
+
+
+class Held:
+    """Something on a stream that ends at `let_go`."""
+
+    def __init__(self, ranks: Ranks, stream: int) -> None:
+        self._gone = threading.Event()
+        ranks.gpu.queue("hold", stream, lambda: assert_set(self._gone))
+
+    def let_go(self) -> None:
+        self._gone.set()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20), "nobody let go"
+
+
+def fill(ranks: Ranks, host: np.ndarray, value: float, stream: int) -> None:
+    ranks.gpu.queue("fill", stream, lambda: host.fill(value))
+
+
+def test_a_call_comes_behind_what_wrote_the_array_and_before_what_reads_it(lazy: Ranks) -> None:
+    stream, host, seen = lazy.gpu.new_stream(0), np.zeros(4, np.float32), []
+    fill(lazy, host, 3, stream)
+    lazy.groups[0].all_reduce(FakeArray(host, stream), TWICE)
+    lazy.gpu.queue("read", stream, lambda: seen.append(host.copy()))
+    assert not host.any()  # the host did not wait
+    lazy.gpu.wait_stream(stream)
+    assert seen[0].tolist() == [6] * 4
+    lazy.gpu.end_stream(stream)
+
+
+def test_all_arrays_of_a_call_are_waited_for_on_their_own_streams(lazy: Ranks) -> None:
+    streams = [lazy.gpu.new_stream(0) for _ in range(2)]
+    x, out = np.zeros(2, np.float32), np.zeros(2, np.float32)
+    fill(lazy, x, 5, streams[0])
+    fill(lazy, out, 1, streams[1])  # must not come after the result
+    lazy.groups[0].all_gather([FakeArray(out, streams[1])], FakeArray(x, streams[0]))
+    lazy.gpu.queue("overwrite", streams[0], lambda: x.fill(9))  # must not come before it was read
+    lazy.gpu.settle()
+    assert out.tolist() == [5, 5]
+    for stream in streams:
+        lazy.gpu.end_stream(stream)
+
+
+def test_an_asynchronous_call_orders_the_stream_when_it_is_waited_for(lazy: Ranks) -> None:
+    stream, host = lazy.gpu.new_stream(0), np.ones(2, np.float32)
+    orders = lambda: lazy.gpu.queued.count(("order", stream))  # noqa: E731
+    work = lazy.groups[0].all_reduce(FakeArray(host, stream), TWICE, async_op=True)
+    assert isinstance(work, Work)
+    assert orders() == 0
+    assert work.wait() is True
+    assert orders() <= 1  # none, where the GPU was through
+    lazy.gpu.wait_stream(stream)
+    assert host.tolist() == [2, 2]
+    lazy.gpu.end_stream(stream)
+
+
+def test_packed_outputs_are_unpacked_before_the_work_ends(lazy: Ranks) -> None:
+    base = np.ones((3, 2), np.float32)
+    work = lazy.groups[0].all_reduce(FakeArray(base[:, 1]), TWICE, async_op=True)
+    assert work is not None
+    work.wait(timeout=20)
+    assert base[:, 1].tolist() == [2, 2, 2]
+    assert base[:, 0].tolist() == [1, 1, 1]
+
+
+def test_a_work_tells_when_the_gpu_is_through(prompt: Ranks) -> None:
+    stream = prompt.gpu.new_stream(0)
+    held = Held(prompt, stream)
+    work = prompt.groups[0].all_reduce(FakeArray(np.ones(2, np.float32), stream), async_op=True)
+    assert work is not None
+    called: list[Any] = []
+    work.add_done_callback(lambda w: called.append((w, threading.current_thread().name)))
+    assert not work.is_completed()
+    assert not work.is_success()
+    assert work.exception() is None
+    with pytest.raises(CollectiveTimeoutError, match=r"all_reduce\(float32, 2 elements\) on GPU 0"):
+        work.wait(timeout=0.01)
+    held.let_go()
+    assert work.wait(timeout=20)
+    assert work.is_success()
+    assert work.result() is None
+    work._join()
+    prompt.groups[0].close()
+    assert called == [(work, "fastcoll-gpu-threads")]
+    prompt.gpu.end_stream(stream)
+
+
+def test_a_work_is_awaited(prompt: Ranks) -> None:
+    async def does() -> None:
+        host = np.ones(2, np.float32)
+        work = prompt.groups[0].all_reduce(FakeArray(host), TWICE, async_op=True)
+        assert work is not None
+        await work
+        assert host.tolist() == [2, 2]
+
+    asyncio.run(does())
+
+
+def test_a_callback_may_start_a_call_but_not_block(prompt: Ranks) -> None:
+    group, stream, host = prompt.groups[0], prompt.gpu.new_stream(0), np.ones(2, np.float32)
+    group.all_reduce(FakeArray(np.ones(2, np.float32)))
+    held, done, found = Held(prompt, stream), threading.Event(), []
+
+    def callback(_: Work) -> None:
+        other = group.all_reduce(FakeArray(host, stream), async_op=True)
+        assert other is not None
+        other.wait()
+        try:
+            other.wait(timeout=1)
+        except UsageError as error:
+            found.append(str(error))
+        done.set()
+
+    work = group.all_reduce(FakeArray(np.ones(2, np.float32)), async_op=True)
+    assert work is not None
+    work.add_done_callback(callback)
+    assert_set(done)
+    held.let_go()
+    assert "callback may not wait" in found[0]
+    prompt.gpu.settle()
+    prompt.gpu.end_stream(stream)
+
+
+def test_arrays_stay_alive_until_the_gpu_is_through(prompt: Ranks) -> None:
+    stream = prompt.gpu.new_stream(0)
+    held = Held(prompt, stream)
+    x = FakeArray(np.ones(2, np.float32), stream)
+    alive = weakref.ref(x)
+    work = prompt.groups[0].all_reduce(x, async_op=True)
+    assert work is not None
+    del x
+    gc.collect()
+    assert alive() is not None
+    held.let_go()
+    work._join()
+    gc.collect()
+    assert alive() is None
+    prompt.gpu.end_stream(stream)
+
+
+def test_a_gpu_that_fails_fails_the_group(prompt: Ranks) -> None:
+    group, stream = prompt.groups[0], prompt.gpu.new_stream(0)
+    held = Held(prompt, stream)
+    work = group.all_reduce(FakeArray(np.ones(2, np.float32), stream), async_op=True)
+    assert work is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(prompt.gpu), "is_past", lambda *_: broken_gpu())
+        with pytest.raises(AbortedError, match="illegal address"):
+            work._join()
+    assert isinstance(group.failure, AbortedError)
+    held.let_go()
+    prompt.gpu.end_stream(stream)
+
+
+def broken_gpu() -> None:
+    raise FastcollError("CUDA: what was queued on a stream failed: an illegal address")
+
+
+def test_memory_of_what_does_not_end_is_given_up(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_watch, "_GIVE_UP", 0.05)
+    group, stream = prompt.groups[0], prompt.gpu.new_stream(0)
+    held = Held(prompt, stream)
+    work = group.all_reduce(FakeArray(np.ones(2, np.float32), stream), async_op=True)
+    assert work is not None
+    group.abort("enough")
+    with pytest.raises(AbortedError, match="enough"):
+        work._join()
+    threading.Timer(0.3, held.let_go).start()  # ending the stream waits for it, in the fake
+    group.close()
+    prompt.gpu.end_stream(stream)
+
+
+def test_the_watching_thread_ends(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_watch, "_IDLE", 0.02)
+    group = prompt.groups[0]
+    for _ in range(2):
+        work = group.all_reduce(FakeArray(np.ones(2, np.float32)), async_op=True)
+        assert work is not None
+        work._join()
+        watchers = [t for t in threading.enumerate() if t.name == "fastcoll-gpu-threads"]
+        for thread in watchers:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def test_a_work_may_outrun_the_death_of_a_peer() -> None:
+    """What was queued before a peer died may still end; only what has not by the next look is in vain."""
+    failed: list[GroupError] = []
+    watcher = stream_watch.Watcher(
+        "g", 10.0, lambda doing: AbortedError(f"{doing} is in vain"), failed.append
+    )
+    work, other = StreamWork("one", Own(FakeRuntime(), 0), ()), StreamWork("two", Own(FakeRuntime(), 0), ())
+    suspect = watcher._judge(work, work.began, None)
+    assert watcher._judge(other, other.began, suspect) is other
+    assert failed == []
+    watcher._judge(other, other.began, other)
+    assert str(failed[0]) == "two is in vain"
+
+
+def test_read_only_arrays_and_overlapping_elements_are_refused(lazy: Ranks) -> None:
+    group = lazy.groups[0]
+    with pytest.raises(UsageError, match="read-only"):
+        group.all_reduce(FakeArray(np.ones(2, np.float32), read_only=True))
+    spread = np.broadcast_to(np.ones(1, np.float32), (3,))
+    with pytest.raises(UsageError, match="elements share memory"):
+        group.all_reduce(FakeArray(spread, read_only=False))
+    out = np.zeros(3, np.float32)
+    group.all_gather([FakeArray(out)], FakeArray(spread))
+    lazy.gpu.settle()
+    assert out.tolist() == [1, 1, 1]

@@ -1,0 +1,57 @@
+"""One run of pytest on many small files, for tests of the plugin: a process for all of them instead of one for each."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+_OUTCOME = re.compile(r"^(\S+\.py)::(.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
+_HEADER = re.compile(
+    r"^_{3,} (?:ERROR at setup of |ERROR collecting )?(.+?)(?:\[n\d+\])? _{3,}$", re.MULTILINE
+)
+
+
+class InnerRun:
+    """What became of each file, and what was said of each test that failed."""
+
+    def __init__(self, folder: Path, files: dict[str, str], *options: str) -> None:
+        self.folder = folder
+        for name, text in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text))
+        own = ["-v", "-rs", "--continue-on-collection-errors", f"--basetemp={folder / 'tmp'}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *own, *options],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        self.code = done.returncode
+        self.text = done.stdout + done.stderr
+        print(self.text)  # pytest shows it with what fails
+        # The summary repeats whole messages where the environment says CI.
+        self._shown, _, self._summary = done.stdout.partition("short test summary info")
+
+    def outcomes(self, file: str) -> Counter[str]:
+        """How many tests of a file ended how."""
+        return Counter(how.lower() for name, _, how in _OUTCOME.findall(self._shown) if name == file)
+
+    def said(self, test: str) -> pytest.LineMatcher:
+        """What is shown of a test that failed, or of a file that could not be collected."""
+        headers = list(_HEADER.finditer(self._shown))
+        ends = [*(header.start() for header in headers[1:]), len(self._shown)]
+        texts = {one[1]: self._shown[one.end() : end] for one, end in zip(headers, ends, strict=True)}
+        assert test in texts, f"nothing is said of {test}"
+        return pytest.LineMatcher(texts[test].splitlines())
+
+    def summary(self) -> pytest.LineMatcher:
+        """The lines at the end, with the reasons of skips."""
+        return pytest.LineMatcher(self._summary.splitlines())

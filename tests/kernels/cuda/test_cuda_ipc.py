@@ -1,0 +1,166 @@
+"""The kernels with which ranks that share GPU memory keep in step: what each writes, and how its waits end.
+
+One rank runs, number 0 of two. What it would read of both is in its page beforehand; what it says to each goes into two
+other pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+
+from fastcoll import calls
+from fastcoll.kernels.cuda import ipc_page as at
+
+pytestmark = pytest.mark.gpu
+
+CALL = calls.encode("all_reduce", np.dtype("f4"))
+FLOATS = [*oracle.FLOATS, *oracle.HALVES, *oracle.COMPLEX]
+
+
+class Rank:
+    """Its page, its peers' pages and its control words, as words on the device; what is given is there beforehand."""
+
+    def __init__(self, device: Any, page: dict[int, int], stop: int = 0) -> None:
+        self._control = self._words(device, at.CONTROL_BYTES, {at.STOP: stop})
+        self._peers = [self._words(device, at.PAGE, {}) for _ in range(2)]
+        here = {at.SIZE: 2, at.RANK: 0, at.CONTROL: self._control.address}
+        there = {at.PEERS + 8 * rank: peer.address for rank, peer in enumerate(self._peers)}
+        self._page = self._words(device, at.PAGE, {**here, **there, **page})
+
+    @staticmethod
+    def _words(device: Any, nbytes: int, values: dict[int, int]) -> Any:
+        words = np.zeros(nbytes // 8, np.int64)
+        for offset, value in values.items():
+            words[offset // 8] = value
+        return device(words)
+
+    def launch(self, name: str, *words: int) -> None:
+        from fastcoll.kernels.cuda import ipc
+
+        ipc.compiled(getattr(ipc, name))(1, 0, self._page.address, *words)
+
+    def is_dead(self) -> bool:
+        return bool(self._page.get()[at.DEAD // 8])
+
+    def control(self, offset: int, count: int = 1) -> list[int]:
+        return self._control.get()[offset // 8 :][:count].tolist()
+
+    def told(self, offset: int, count: int = 1) -> list[list[int]]:
+        """What was written into each rank's page."""
+        return [peer.get()[offset // 8 :][:count].tolist() for peer in self._peers]
+
+
+def lines(number: int, *said: tuple[int, int, int, int]) -> dict[int, int]:
+    return {
+        at.line(rank, number) + 8 * word: value
+        for rank, line in enumerate(said)
+        for word, value in enumerate(line)
+    }
+
+
+@pytest.mark.parametrize("number", [1, 6, 1 << 45])
+def test_a_meeting_tells_all_ranks_and_compares(device, number) -> None:
+    rank = Rank(device, lines(number, (number, CALL, 8, 5), (number, CALL, 8, -5)))
+    rank.launch("meet", number, CALL, 8, 5)
+    assert rank.told(at.line(0, number), 4) == [[number, CALL, 8, 5]] * 2
+    assert rank.told(at.line(0, number + 1), 4) == [[0] * 4] * 2
+    assert rank.control(at.ARRIVED, 2) == [number] * 2
+    assert rank.control(at.STOPPED) == [0]
+    assert not rank.is_dead()
+
+
+def test_a_peer_may_be_a_call_ahead(device) -> None:
+    ahead = lines(4, (4, CALL, 8, 0), (4, CALL, 8, 0)) | lines(5, (0, 0, 0, 0), (5, CALL, 16, 0))
+    rank = Rank(device, ahead)
+    rank.launch("meet", 4, CALL, 8, 0)
+    assert rank.control(at.STOPPED) == [0]
+
+
+OTHERS = {
+    "call": (7, CALL + 1, 8, 0),
+    "shape": (7, CALL, 16, 0),
+    "balance": (7, CALL, 8, 1),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_mismatch_is_told_to_the_host_and_ends_all_saying(device, what) -> None:
+    rank = Rank(device, lines(7, (7, CALL, 8, 0), OTHERS[what]))
+    rank.launch("meet", 7, CALL, 8, 0)
+    assert rank.is_dead()
+    assert rank.control(at.STOPPED) == [7]
+    assert rank.control(at.WHY) == [at.MISMATCH]
+    assert rank.control(at.SAID, 8) == [7, CALL, 8, 0, *OTHERS[what]]
+    rank.launch("step", 7 << at.STEP_BITS | 1)
+    rank.launch("say", at.BYE, 1)
+    rank.launch("announce", 8, CALL, 8, 0)
+    rank.launch("meet", 8, CALL, 8, 0)
+    assert rank.told(at.rank_words(0) + at.STEP, 2) == [[0, 0]] * 2
+    assert rank.told(at.line(0, 8)) == [[0]] * 2
+    assert rank.control(at.STOPPED) == [7]
+
+
+def test_shapes_may_differ_where_ranks_may_give_different_sizes(device) -> None:
+    uneven = calls.encode("gather", np.dtype("f4"))
+    rank = Rank(device, lines(1, (1, uneven, 8, 3), (1, uneven, 4, (1 << 48) - 3)))
+    rank.launch("meet", 1, uneven, 8, 3)
+    assert rank.control(at.STOPPED) == [0]
+
+
+def test_waiting_ends_where_the_host_says_so(device) -> None:
+    rank = Rank(device, lines(2, (2, CALL, 8, 0), (1, CALL, 8, 0)), stop=1)
+    rank.launch("meet", 2, CALL, 8, 0)
+    assert rank.is_dead()
+    assert rank.control(at.STOPPED) == [2]
+    assert rank.control(at.WHY) == [at.GAVE_UP]
+    assert rank.control(at.ARRIVED, 2) == [2, 0]
+
+
+def test_who_has_come_has_come_whatever_the_host_says(device) -> None:
+    rank = Rank(device, lines(2, (2, CALL, 8, 0), (2, CALL, 8, 0)), stop=1)
+    rank.launch("meet", 2, CALL, 8, 0)
+    assert not rank.is_dead()
+
+
+def test_poison_is_no_arrival(device) -> None:
+    from fastcoll.kernels.cuda.flags import POISON
+
+    steps = {at.rank_words(rank) + at.STEP: POISON for rank in range(2)}
+    rank = Rank(device, steps)
+    rank.launch("step", 3 << at.STEP_BITS | 1)
+    assert rank.is_dead()
+    assert rank.control(at.STOPPED) == [3]
+
+
+def test_steps_count_also_those_of_later_calls_and_last_ones(device) -> None:
+    word = 3 << at.STEP_BITS | 2
+    for other in (word, word + 1, 3 << at.STEP_BITS | at.LAST_STEP, 4 << at.STEP_BITS | 1):
+        rank = Rank(device, {at.rank_words(0) + at.STEP: word, at.rank_words(1) + at.STEP: other})
+        rank.launch("step", word)
+        assert rank.told(at.rank_words(0) + at.STEP) == [[word]] * 2
+        assert not rank.is_dead()
+
+
+def test_saying_and_announcing_wait_for_nobody(device) -> None:
+    rank = Rank(device, {})
+    rank.launch("say", at.BYE, 1)
+    rank.launch("announce", 9, CALL, 4, 2)
+    assert rank.told(at.rank_words(0) + at.BYE) == [[1]] * 2
+    assert rank.told(at.line(0, 9), 4) == [[9, CALL, 4, 2]] * 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_arrays_are_scaled_as_numpy_does(device, dtype) -> None:
+    from fastcoll.kernels.cuda.scale import scale
+
+    x = oracle.values(1, 37, dtype)
+    factor = np.array([1.7 - 0.3j if dtype.kind == "c" else 1.7]).astype(dtype)
+    src, by, dst = device(x), device(factor), device(np.zeros_like(x))
+    scale(dst.address, src.address, x.size, dtype, by.address, 0)
+    oracle.assert_same(dst.get(), np.asarray(x * factor[0], dtype))
+    scale(src.address, src.address, x.size, dtype, by.address, 0)
+    oracle.assert_same(src.get(), dst.get())

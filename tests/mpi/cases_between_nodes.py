@@ -1,0 +1,95 @@
+"""The default backend with MPI between nodes, run inside MPI jobs by rank.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import hybrid, members
+from fastcoll.config import forget
+from fastcoll.hybrid import DIRECT, HybridGroup
+from fastcoll.net.mpi import MpiGroup
+
+
+@pytest.fixture
+def start_on_nodes(rank, world_size, tmp_path, monkeypatch):
+    """Starts the default backend with MPI between nodes, for which this host's ranks are taken."""
+
+    def start(homes):
+        monkeypatch.setattr(members, "_shm_device", lambda: 1_000_000 + homes[rank])
+        monkeypatch.setattr(hybrid, "SEGMENT", DIRECT)
+        monkeypatch.setenv("FASTCOLL_BETWEEN_NODES", "mpi")
+        forget()
+        url = f"file://{tmp_path}/store"
+        dist.init_process_group(init_method=url, rank=rank, world_size=world_size, timeout=20)
+        return dist.GroupMember.WORLD
+
+    return start
+
+
+def all_operations(rank, world_size, count):
+    base = np.arange(count)
+    total = world_size * base + sum(range(world_size))
+    x = base + rank
+    dist.all_reduce(x)
+    assert (x == total).all()
+    x = base + rank
+    dist.all_reduce(x, async_op=True).wait()
+    assert (x == total).all()
+    x = base * (rank == 1)
+    dist.broadcast(x, 1)
+    assert (x == base).all()
+    x = base + rank
+    dist.reduce(x, 1)
+    assert (x == (total if rank == 1 else base + rank)).all()
+    outs = np.zeros((world_size, count), int)
+    dist.all_gather_single(outs, base + rank)
+    assert all((out == base + r).all() for r, out in enumerate(outs))
+    out = np.zeros(count, int)
+    dist.reduce_scatter_single(out, np.concatenate([base + r for r in range(world_size)]))
+    assert (out == world_size * (base + rank)).all()
+    got = np.zeros(count, int)
+    work = dist.irecv(got, (rank - 1) % world_size)
+    dist.send(base + rank, (rank + 1) % world_size)
+    work.wait()
+    assert (got == base + (rank - 1) % world_size).all()
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("homes", [[0, 0, 1, 1], [0, 1, 1, 1]])
+def test_rails_between_nodes(rank, world_size, homes, start_on_nodes):
+    """Also where a node has more ranks than another, and those beyond have no rail."""
+    world = start_on_nodes(homes)
+    assert type(world) is HybridGroup
+    place = homes[:rank].count(homes[rank])
+    if place < min(homes.count(0), homes.count(1)):
+        assert type(world._rail) is MpiGroup
+        assert world._rail.size == 2
+    else:
+        assert world._rail is None
+    for count in (1, DIRECT // 8 + 5, DIRECT // 2):
+        all_operations(rank, world_size, count)
+    with pytest.raises(dist.MismatchError):
+        dist.all_reduce(np.ones(DIRECT // 4 + rank))
+    x = np.ones(2)
+    dist.all_reduce(x)
+    assert (x == world_size).all()
+
+
+@pytest.mark.ranks(4, init=False)
+def test_an_abort_ends_waiting_for_a_rail(rank, world_size, start_on_nodes):
+    world = start_on_nodes([0, 0, 1, 1])
+    if rank == 3:
+        dist.all_gather_object([None] * world_size, None)
+        world.abort("enough")
+    else:
+        dist.all_gather_object([None] * world_size, None)
+    with pytest.raises(dist.AbortedError, match="enough"):
+        dist.all_reduce(np.ones(DIRECT))
+
+
+@pytest.mark.ranks(2, 4, init=False)
+def test_nodes_of_one_rank_each(rank, world_size, start_on_nodes):
+    assert type(start_on_nodes(range(world_size))) is MpiGroup
+    all_operations(rank, world_size, DIRECT // 8 + 5)

@@ -1,0 +1,19 @@
+"""Plugin: the MPI library says that it takes arrays on GPUs. Its memory is the host's here, as that of fake arrays is.
+
+    PYTHONPATH=tests NUMBA_ENABLE_CUDASIM=1 mpiexec -n 2 python tests/mpi/rank.py -p gpu.on_fakes -p mpi.cuda_aware \
+        tests/conformance
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fastcoll.net import mpi_library
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(mpi_library, "is_cuda_aware", lambda functions: True)
+    mpi_library.load.cache_clear()
+    config.add_cleanup(mpi_library.load.cache_clear)
+    config.add_cleanup(patch.undo)

@@ -1,0 +1,191 @@
+"""Answers that wait for the next message: when, on which connection, and that nobody waits for them in vain."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from messages.worlds import DEADLINE, Rank, WireWorld, pattern, tcp_pair, until
+
+from fastcoll.errors import AbortedError, MismatchError
+from fastcoll.messages.channels import TAKEN
+from fastcoll.net import mail_answers
+from fastcoll.net import mail_words as words
+from fastcoll.net.mail_frames import EAGER, TYPE_BITS
+
+
+@pytest.fixture
+def pair() -> Iterator[WireWorld]:
+    world = WireWorld(2)
+    yield world
+    world.close()
+
+
+def table(me: Rank) -> np.ndarray:
+    return me.mailbox.wire.table  # type: ignore[attr-defined,no-any-return]
+
+
+def row(me: Rank) -> np.ndarray:
+    return me.mailbox.wire.rows[1 - me.rank]  # type: ignore[attr-defined,no-any-return]
+
+
+def defers_next(me: Rank) -> None:
+    """Let a rank take the next answer for one that a message follows at once, as if it had seen many."""
+    row(me)[words.TURNS] = 1 << 20
+    table(me)[words.MINDED] = 1
+
+
+def together(world: WireWorld, *programs: Callable[[Rank], None]) -> None:
+    world.run(*programs)
+
+
+def warm_up(world: WireWorld) -> None:
+    """Both connections are there."""
+    together(
+        world,
+        lambda me: (me.send(np.ones(1), 1), me.recv(np.ones(1), 1)),
+        lambda me: (me.recv(np.ones(1), 0), me.send(np.ones(1), 0)),
+    )
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, 9000, EAGER])
+def test_an_answer_travels_with_the_next_message(pair: WireWorld, nbytes: int) -> None:
+    warm_up(pair)
+    first, second = pair.ranks
+    x, y = pattern(nbytes, 1), pattern(nbytes, 2)
+    got = [np.zeros(nbytes, "u1") for _ in range(2)]
+    sender = threading.Thread(target=first.send, args=(x, 1))
+    sender.start()
+    defers_next(second)
+    second.recv(got[1], 0)
+    assert table(second)[words.DEFERRED] == 1
+    time.sleep(0.01)
+    assert sender.is_alive(), "a send was complete before its answer had been sent"
+    replier = threading.Thread(target=second.send, args=(y, 0))
+    replier.start()
+    sender.join(DEADLINE)
+    assert row(first)[words.ACK_AHEAD] == 1
+    assert first.recv(got[0], 1) == 1
+    replier.join(DEADLINE)
+    assert (got[0] == y).all()
+    assert (got[1] == x).all()
+
+
+ELSE = {
+    "a receive": lambda me: me.irecv(np.zeros(1), 0, 9),
+    "a posted send": lambda me: me.isend(np.zeros(1), 0, 9),
+    "a send to oneself": lambda me: me.send(np.zeros(1), 1, 9),
+    "leaving": lambda me: me.mailbox.close(None),
+    "nothing": lambda me: None,
+}
+
+
+@pytest.mark.parametrize("what", ELSE)
+def test_whatever_else_follows_the_answer_is_sent(pair: WireWorld, what: str) -> None:
+    warm_up(pair)
+    first, second = pair.ranks
+    sender = threading.Thread(target=first.send, args=(np.ones(3), 1))
+    sender.start()
+    second.mailbox._mind_answers()  # type: ignore[attr-defined]
+    until(lambda: table(second)[words.MINDED] == 1)
+    defers_next(second)
+    second.recv(np.zeros(3), 0)
+    ELSE[what](second)
+    sender.join(DEADLINE)
+    assert not sender.is_alive()
+    if what == "nothing":
+        assert row(second)[words.TURNS_NEEDED] > 64, "the turns were taken for what they are not"
+
+
+def test_a_blocking_receive_sends_the_answer_first(pair: WireWorld) -> None:
+    warm_up(pair)
+    second = pair.ranks[1]
+    got = np.zeros(3)
+
+    def twice(me: Rank) -> None:
+        me.send(np.ones(3), 1)
+        me.send(np.full(3, 2.0), 1)
+
+    def receive(me: Rank) -> None:
+        defers_next(me)
+        me.recv(got, 0)
+        me.recv(got, 0)
+
+    together(pair, twice, receive)
+    assert (got == 2).all()
+    assert table(second)[words.DEFERRED] == 0
+
+
+def test_a_posted_send_gets_its_answer_ahead_of_a_message(pair: WireWorld) -> None:
+    """The courier meets it while nobody receives, and the message stays for whoever does."""
+    warm_up(pair)
+    first, second = pair.ranks
+    posted = first.isend(np.ones(3), 1)
+    defers_next(second)
+    second.recv(np.zeros(3), 0)
+    replier = threading.Thread(target=second.send, args=(np.full(2, 5.0), 0))
+    replier.start()
+    assert posted.wait(DEADLINE)
+    got = np.zeros(2)
+    first.recv(got, 1)
+    replier.join(DEADLINE)
+    assert (got == 5).all()
+
+
+def test_a_misfit_is_told_at_once(pair: WireWorld) -> None:
+    warm_up(pair)
+    first, second = pair.ranks
+    work = first.isend(np.ones(3), 1)
+    defers_next(second)
+    with pytest.raises(MismatchError):
+        second.recv(np.zeros(2), 0)
+    with pytest.raises(MismatchError):
+        work.wait(DEADLINE)
+
+
+def test_taking_turns_for_long(pair: WireWorld) -> None:
+    rounds = 3000
+
+    def serve(me: Rank) -> None:
+        for n in range(rounds):
+            me.send(np.array([n]), 1)
+            got = np.zeros(1, int)
+            me.recv(got, 1)
+            assert got[0] == -n
+
+    def reply(me: Rank) -> None:
+        for n in range(rounds):
+            got = np.zeros(1, int)
+            if n % 3 == 0:
+                defers_next(me)
+            me.recv(got, 0)
+            assert got[0] == n
+            me.send(-got, 0)
+        assert table(me)[words.DEFERRALS] >= rounds // 3
+
+    warm_up(pair)
+    together(pair, serve, reply)
+    assert all(table(me)[words.DEFERRED] == 0 for me in pair.ranks)
+
+
+def test_the_thread_ends_by_itself(pair: WireWorld) -> None:
+    me = pair.ranks[0]
+    me.mailbox._mind_answers()  # type: ignore[attr-defined]
+    until(lambda: not any(thread.name == "fastcoll-answers" for thread in threading.enumerate()))
+    assert table(me)[words.MINDED] == 0
+
+
+def test_an_answer_ahead_that_nobody_waits_for_is_garbage(pair: WireWorld) -> None:
+    here, there = tcp_pair()
+    pair.meshes[1].take(0, there)
+    pair.meshes[0].dialed[0] = here
+    here.sendall(np.array([TAKEN | 1 << TYPE_BITS, 0, 0, 0], np.int64).tobytes())
+    with pytest.raises(AbortedError, match="no message"):
+        pair.ranks[1].recv(np.zeros(1), 0)
+
+
+def test_flushing_nothing_does_nothing(pair: WireWorld) -> None:
+    assert mail_answers.flush.call(pair.ranks[0].mailbox.wire.address) == 0  # type: ignore[attr-defined]

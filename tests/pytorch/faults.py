@@ -1,0 +1,111 @@
+"""What goes wrong raises in Python and names who is at fault. Checks for two ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fastcoll.errors import AbortedError, CollectiveTimeoutError, MismatchError, NotInitializedError
+from pytorch import pair
+from pytorch.pair import rank
+from pytorch.training import Net, ddp
+
+
+def calls_that_differ() -> None:
+    x = torch.zeros(3 + rank())
+    for asynchronous in (False, True):
+        with pytest.raises(MismatchError, match=r"rank 0 .*3 elements.*rank 1 .*4 elements"):
+            dist.all_reduce(x, group=pair.OURS, async_op=asynchronous).wait()
+    with pytest.raises(RuntimeError, match=r"rank 0 .*3 elements.*rank 1 .*4 elements"):
+        dist.all_reduce(x, group=pair.OURS, async_op=True).get_future().wait()
+    dist.barrier(pair.OURS)  # still usable
+
+
+def calls_that_differ_under_ddp() -> None:
+    group = dist.new_group(backend="fastcoll")
+    model = ddp(nn.Linear(4, 4), group)
+    loss = model(torch.ones(2, 4)).sum()
+    call = loss.backward if rank() == 0 else partial(dist.all_reduce, torch.zeros(9), group=group)
+    with pytest.raises(RuntimeError, match=r"rank 1 .*9 elements"):
+        call()
+
+
+def ranks_that_are_late() -> None:
+    group = dist.new_group(backend="fastcoll", timeout=timedelta(seconds=0.3))
+    x = torch.ones(1)
+    if rank() == 0:
+        for _ in range(2):  # the group stays failed
+            with pytest.raises(CollectiveTimeoutError, match="rank 1"):
+                dist.all_reduce(torch.ones(2), group=group)
+        late = dist.barrier(pair.OURS, async_op=True)
+        with pytest.raises(CollectiveTimeoutError, match="not complete"):
+            late.wait(timedelta(milliseconds=10))
+        options = dist.AllreduceOptions()
+        options.asyncOp, options.timeout = False, timedelta(milliseconds=10)
+        with pytest.raises(CollectiveTimeoutError, match="not complete"):
+            pair.OURS.allreduce([x], options)
+    else:
+        dist.barrier(pair.GLOO)
+        late = dist.barrier(pair.OURS, async_op=True)
+        dist.all_reduce(x, group=pair.OURS)
+    if rank() == 0:
+        dist.barrier(pair.GLOO)
+    late.wait()  # the operations went on
+    dist.barrier(pair.OURS)
+    assert x.tolist() == [2.0]
+
+
+def a_tensor_that_nobody_keeps() -> None:
+    """Its memory is not used for anything else while its operation is under way."""
+    if rank() == 1:
+        dist.barrier(pair.GLOO)
+    x = torch.full((300_000,), rank() + 1.0)
+    memory = StorageWeakRef(x.untyped_storage())
+    dist.all_reduce(x, group=pair.OURS, async_op=True)
+    del x
+    kept = rank() == 1 or not memory.expired()
+    if rank() == 0:
+        dist.barrier(pair.GLOO)
+    dist.barrier(pair.OURS)
+    assert kept
+
+
+def groups_that_are_left() -> None:
+    group = dist.new_group(backend="fastcoll")
+    pending = dist.all_reduce(torch.ones(1), group=group, async_op=True) if rank() == 0 else None
+    dist.barrier(pair.GLOO)
+    dist.destroy_process_group(group)
+    if pending is not None:
+        with pytest.raises(AbortedError, match=r"destroyed|left"):
+            pending.wait()
+    with pytest.raises((AbortedError, NotInitializedError), match="destroyed"):
+        group.allreduce([torch.ones(1)])
+
+
+def a_rank_that_dies_under_ddp() -> None:
+    """The last check, as rank 1 dies in it."""
+    model = ddp(Net(), pair.OURS)
+    model(torch.ones(4, 8)).sum().backward()
+    loss = model(torch.ones(4, 8)).sum()
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"rank 1 .*died"):
+        loss.backward()
+
+
+CHECKS = (
+    calls_that_differ,
+    calls_that_differ_under_ddp,
+    ranks_that_are_late,
+    a_tensor_that_nobody_keeps,
+    groups_that_are_left,
+    a_rank_that_dies_under_ddp,
+)

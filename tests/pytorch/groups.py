@@ -1,0 +1,95 @@
+"""Groups: of some ranks, beside fastcoll's own, in children of fork, and what they refuse. Checks for three ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastcoll
+from fastcoll.errors import UnavailableError, UsageError
+from pytorch import pair
+from pytorch.pair import data, equal, rank, size
+
+
+def barriers() -> None:
+    dist.barrier(pair.OURS)
+    dist.barrier(pair.OURS, timeout=timedelta(seconds=60))
+    dist.barrier(pair.OURS, async_op=True).wait()
+    pair.OURS.monitored_barrier(timedelta(seconds=60))
+
+
+def groups_of_some_ranks() -> None:
+    group = dist.new_group([0, 2])
+    if rank() in (0, 2):
+        x = data(torch.float32, 3)
+        dist.all_reduce(x, group=group)
+        equal(x, data(torch.float32, 3, of=0) + data(torch.float32, 3, of=2))
+        assert dist.get_rank(group) == rank() // 2
+        dist.destroy_process_group(group)
+    alone = [dist.new_group([r]) for r in range(size())][rank()]
+    y, outs = data(torch.float32, 3), [torch.empty(3)]
+    dist.all_reduce(y, group=alone)
+    dist.all_gather(outs, y, group=alone)
+    equal([y, *outs], [data(torch.float32, 3)] * 2)
+
+
+def fastcolls_own_world_beside_it() -> None:
+    assert not fastcoll.is_initialized()
+    fastcoll.init_process_group(
+        store=fastcoll.FileStore(f"{sys.argv[1]}-store"), rank=rank(), world_size=size()
+    )
+    x = np.ones(3)
+    fastcoll.all_reduce(x)
+    dist.barrier(pair.OURS)
+    fastcoll.destroy_process_group()
+    dist.barrier(pair.OURS)
+    assert x.tolist() == [3, 3, 3]
+
+
+def children_of_fork_leave_the_group_alone() -> None:
+    """As a DataLoader's workers are."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            dist.all_reduce(torch.ones(1), group=pair.OURS)
+        except RuntimeError as error:
+            status = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.barrier(pair.OURS)
+
+
+def what_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"[Ss]parse"):
+        dist.all_reduce(torch.eye(3).to_sparse(), group=pair.OURS)
+    with pytest.raises(UnavailableError, match=r"CPU tensors alone.*new_group"):
+        pair.OURS._get_backend(torch.device("cuda"))
+    on_gpu = SimpleNamespace(__cuda_array_interface__={})
+    both = dist.new_group(backend="cpu:fastcoll,cuda:nccl")
+    dist.all_reduce(torch.ones(1), group=both)
+    with pytest.raises(UnavailableError, match=r"CPU tensors alone.*new_group"):
+        both.allreduce([on_gpu])
+    with pytest.raises(UsageError, match="2 items"):
+        pair.OURS.allreduce([torch.ones(1), torch.ones(1)])
+    with pytest.raises(UnavailableError, match="no options"):
+        dist.new_group(backend="fastcoll", pg_options=object())
+    assert dist.get_backend(pair.OURS) == "fastcoll" == pair.OURS.name()
+    dist.barrier(pair.OURS)
+
+
+CHECKS = (
+    barriers,
+    groups_of_some_ranks,
+    fastcolls_own_world_beside_it,
+    children_of_fork_leave_the_group_alone,
+    what_is_refused,
+)

@@ -1,0 +1,87 @@
+"""Two groups of the same ranks in one process, fastcoll's and Gloo's, and checks that compare them. Runs in ranks."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=60)
+OURS: Any = None
+GLOO: Any = None
+
+Check = Callable[[], None]
+
+
+def make_groups() -> None:
+    """Set OURS and GLOO; collective."""
+    global OURS, GLOO
+    OURS, GLOO = (dist.new_group(backend=name, timeout=TIMEOUT) for name in ("fastcoll", "gloo"))
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def size() -> int:
+    return dist.get_world_size()
+
+
+def data(dtype: torch.dtype, *shape: int, salt: int = 0, of: int | None = None) -> torch.Tensor:
+    """Whole numbers from 1 to 5, which every dtype holds and adds exactly; other ones on each rank (`of`: a rank's)."""
+    count = torch.Size(shape).numel()
+    numbers = (torch.arange(count) * 7 + (rank() if of is None else of) * 3 + salt) % 5 + 1
+    return numbers.to(dtype).reshape(shape)
+
+
+def of_all(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Every rank's `data(dtype, *shape)`, stacked."""
+    return torch.stack([data(dtype, *shape, of=r) for r in range(size())])
+
+
+def same(run: Callable[[Any], Any]) -> None:
+    """`run(group)` must give the same on both."""
+    ours, gloo = run(OURS), run(GLOO)
+    equal(ours, gloo)
+
+
+def equal(ours: Any, expected: Any) -> None:
+    """The same dtype, shape and bits; lists item by item."""
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    elif isinstance(expected, list | tuple):
+        assert len(ours) == len(expected)
+        for mine, theirs in zip(ours, expected, strict=True):
+            equal(mine, theirs)
+    else:
+        assert ours == expected, f"{ours!r} is not {expected!r}"
+
+
+def reduced(x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+    """For `same`: an all_reduce of a copy of x."""
+
+    def run(group: Any) -> torch.Tensor:
+        copy = x.clone()
+        dist.all_reduce(copy, op, group)
+        return copy
+
+    return run
+
+
+def run_checks(checks: Sequence[Check], results: Path) -> None:
+    """Run all; `results`-<rank>.json has the traceback of each that has run, or "", from then on."""
+    outcome: dict[str, str] = {}
+    file = Path(f"{results}-{rank()}.json")
+    for check in checks:
+        try:
+            check()
+            outcome[check.__name__] = ""
+        except Exception:
+            outcome[check.__name__] = traceback.format_exc()
+        file.write_text(json.dumps(outcome))

@@ -1,0 +1,68 @@
+"""The torch.distributed backend. Two programs run all checks, since ranks that import torch take seconds to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch: pip install torch==2.13.0")
+
+HERE = Path(__file__).parent
+DEADLINE = 240.0
+
+
+def start(*command: str | Path) -> subprocess.Popen[str]:
+    """A program in a process group of its own, with the tests' modules at hand."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(program: subprocess.Popen[str]) -> tuple[int, str]:
+    """How the program ended, and what it said; one that doesn't is killed with all that it started."""
+    try:
+        said, _ = program.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        os.killpg(program.pid, signal.SIGKILL)
+        said, _ = program.communicate()
+    return program.returncode, said
+
+
+def check(results: Path, ranks: int, least: int, said: str) -> None:
+    """Every check that a rank of the program has run must have ended well."""
+    for rank in range(ranks):
+        file = Path(f"{results}-{rank}.json")
+        assert file.exists(), said
+        outcome = json.loads(file.read_text())
+        failed = "\n".join(f"rank {rank}: {name}:\n{text}" for name, text in outcome.items() if text)
+        assert not failed, failed
+        assert len(outcome) >= least, f"rank {rank} ended after {list(outcome)[-1]}\n{said}"
+
+
+def test_every_operation_gives_what_gloo_gives(tmp_path: Path) -> None:
+    """With torchrun, and without destroy_process_group."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    code, said = end(start(*torchrun, HERE / "three_ranks.py", tmp_path / "results"))
+    check(tmp_path / "results", 3, 21, said)
+    assert code == 0, said
+
+
+def test_models_train_as_over_gloo_and_faults_raise(tmp_path: Path) -> None:
+    ranks = [start(HERE / "two_ranks.py", tmp_path / "results", str(rank)) for rank in range(2)]
+    ends = [end(rank) for rank in ranks]
+    said = "\n".join(text for _, text in ends)
+    check(tmp_path / "results", 2, 19, said)
+    assert [code for code, _ in ends] == [0, -signal.SIGKILL], said

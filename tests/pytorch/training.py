@@ -1,0 +1,176 @@
+"""Models that train over fastcoll as over Gloo, and what torch builds on collectives. Checks for two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pytorch import pair
+from pytorch.pair import data, equal, rank, same, size
+
+Wrap = Callable[[nn.Module, Any], nn.Module]
+
+
+class Net(nn.Module):
+    """Layers, a buffer, and a branch that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.side = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, side: bool = True) -> torch.Tensor:
+        y = self.last(torch.relu(self.norm(self.first(x))))
+        return y + self.side(x) if side else y
+
+
+def train(
+    group: Any,
+    wrap: Wrap,
+    optimizer: Callable[..., Any] = torch.optim.SGD,
+    steps: int = 4,
+    **forward: Any,
+) -> list[float]:
+    """The losses of some steps, from the same start everywhere and on other data on each rank."""
+    torch.manual_seed(1)
+    model = wrap(Net(), group)
+    opt = optimizer(model.parameters(), lr=0.1)
+    torch.manual_seed(2 + rank())
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 8)
+        opt.zero_grad()
+        loss = (model(x, **forward) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def agree(run: Callable[[Any], list[float]]) -> None:
+    """The losses over both groups are those of one computation, and get smaller."""
+    ours, gloo = run(pair.OURS), run(pair.GLOO)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(gloo), rtol=1e-5, atol=0)
+    assert ours[-1] < ours[0]
+
+
+def ddp(model: nn.Module, group: Any, bucket_mb: float = 1e-4, **options: Any) -> DistributedDataParallel:
+    """With buckets of some 100 bytes, of which the first are reduced while backward goes on."""
+    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb, **options)
+
+
+def ddp_trains_as_over_gloo() -> None:
+    agree(lambda group: train(group, ddp))
+    agree(lambda group: train(group, lambda m, g: ddp(m, g, static_graph=True, gradient_as_bucket_view=True)))
+    agree(lambda group: train(group, lambda m, g: ddp(m, g, find_unused_parameters=True), side=False))
+
+
+def ddp_with_hooks() -> None:
+    def halves(model: nn.Module, group: Any) -> nn.Module:
+        wrapped = ddp(model, group)
+        wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        return wrapped
+
+    def low_rank(model: nn.Module, group: Any) -> nn.Module:
+        wrapped = ddp(model, group, bucket_mb=1)  # with several buckets this hook's order of calls differs
+        state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=1)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped
+
+    agree(lambda group: train(group, halves))
+    agree(lambda group: train(group, low_rank, steps=6))
+
+
+def ddp_with_uneven_inputs() -> None:
+    def joined(group: Any) -> list[float]:
+        torch.manual_seed(1)
+        model = ddp(nn.Linear(4, 1), group)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        with model.join():
+            for step in range(3 + 2 * rank()):
+                opt.zero_grad()
+                loss = (model(torch.full((2, 4), 0.1 * step + rank())) - 1).square().mean()
+                loss.backward()
+                opt.step()
+                losses.append(loss.item())
+        return losses
+
+    agree(joined)
+
+
+def zero_trains_as_over_gloo() -> None:
+    def run(group: Any) -> list[float]:
+        def sharded(parameters: Any, lr: float) -> Any:
+            return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, process_group=group, lr=lr)
+
+        return train(group, ddp, sharded)
+
+    agree(run)
+
+
+def fsdp_trains_as_over_gloo() -> None:
+    def sharded(model: nn.Module, group: Any) -> nn.Module:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        fully_shard(model.first, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    agree(lambda group: train(group, sharded))
+
+
+def functional_collectives_on_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (size(),), mesh_dim_names=("all",))
+    ours = mesh.get_group()
+    assert dist.get_backend(ours) == "fastcoll"
+    x = data(torch.float32, size() * 2)
+
+    def results(group: Any) -> list[torch.Tensor]:
+        return [
+            functional.all_reduce(x, "sum", group) + 0,
+            functional.all_gather_single(x, 0, group) + 0,
+            functional.reduce_scatter_single(x, "sum", 0, group) + 0,
+            functional.all_to_all_single(x, None, None, group) + 0,
+            functional.broadcast(x, 1, group) + 0,
+            *(out + 0 for out in functional.all_reduce_coalesced([x, x + 1], "sum", group)),
+        ]
+
+    equal(results(ours), results(pair.GLOO))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x * 2, "sum", ours) + 1
+
+    equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
+
+
+def distributed_tensors() -> None:
+    def run(group: Any) -> list[torch.Tensor]:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        whole = torch.arange(float(size() * 12)).reshape(size() * 2, 6)
+        rows = distribute_tensor(whole, mesh, [Shard(0)])
+        weights = distribute_tensor(whole.t(), mesh, [Replicate()])
+        columns = rows.redistribute(mesh, [Shard(1)])
+        return [(rows @ weights).full_tensor(), columns.to_local(), rows.sum().full_tensor()]
+
+    same(run)
+
+
+CHECKS = (
+    ddp_trains_as_over_gloo,
+    ddp_with_hooks,
+    ddp_with_uneven_inputs,
+    zero_trains_as_over_gloo,
+    fsdp_trains_as_over_gloo,
+    functional_collectives_on_a_mesh,
+    distributed_tensors,
+)

@@ -1,0 +1,146 @@
+"""Asynchronous calls that begin on their callers' threads give what others give, and hold nobody up."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import oracle
+import pytest
+
+import fastcoll as dist
+from fastcoll import AbortedError, MismatchError
+from fastcoll.shm import words
+
+COUNTS = (1, 5000, 1_000_001)  # in the call line; one slot; several rounds of all slots
+
+
+@contextmanager
+def group_of(share=1):
+    """A group of all ranks whose progress threads have no cores, as there are so many for each rank."""
+    group = dist.new_group()
+    group._share = share
+    group.begin_at_once()
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def inputs(count, ranks):
+    return [np.arange(count, dtype=np.float32) % 97 + rank for rank in range(ranks)]
+
+
+@pytest.mark.ranks(2, 3)
+def test_results_are_right_and_in_order(rank, world_size):
+    for share in (0, 1):
+        with group_of(share) as group:
+            for count in COUNTS:
+                xs = inputs(count, world_size)
+                x, gathered, part = xs[rank].copy(), np.zeros(count * world_size, np.float32), xs[rank].copy()
+                scattered = np.zeros(count, np.float32)
+                works = [
+                    group.all_reduce(x, async_op=True),
+                    group.broadcast(part, 0, async_op=True),
+                    group.all_gather_single(gathered, xs[rank], async_op=True),
+                    group.reduce_scatter_single(scattered, np.concatenate(xs), async_op=True),
+                    group.all_reduce(x, async_op=True),
+                ]
+                group.barrier()
+                assert all(work.is_success() for work in works)
+                total = oracle.reduced(xs, dist.ReduceOp.SUM)
+                np.testing.assert_array_equal(x, total * np.float32(world_size))
+                np.testing.assert_array_equal(part, xs[0])
+                np.testing.assert_array_equal(gathered, np.concatenate(xs))
+                np.testing.assert_array_equal(scattered, xs[rank] * np.float32(world_size))
+
+
+@pytest.mark.ranks(2)
+def test_the_last_to_come_is_done_when_the_call_returns(rank, world_size):
+    with group_of() as group:
+        group.all_reduce(np.ones(3))  # its description is known from now on
+        if rank == 0:
+            work = group.all_reduce(np.ones(3), async_op=True)
+            dist.send(np.zeros(1), 1)
+        else:
+            dist.recv(np.zeros(1), 0)
+            work = group.all_reduce(np.ones(3), async_op=True)
+            assert work.is_completed()
+        assert work.wait()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_late_peer_holds_nobody_up(rank, world_size, share):
+    """Rank 1 comes only after rank 0's call has returned."""
+    x = np.full(3_000_001, rank + 1.0)
+    with group_of(share) as group:
+        group.all_reduce(np.ones(3))
+        if rank == 1:
+            dist.recv(np.zeros(1), 0)
+        work = group.all_reduce(x, async_op=True)
+        if rank == 0:
+            assert not work.is_completed()
+            assert threading.get_ident() != group._context[words.BUSY]
+            dist.send(np.zeros(1), 1)
+        assert work.wait(60)
+        assert (x == 3).all()
+
+
+@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.parametrize("share", [0, 1])
+def test_threads_that_begin_at_once(rank, world_size, share):
+    """The peer is late, so one thread's call is handed over while those of the others are queued, or about to be."""
+    xs = [np.full(5000, rank + 1.0) for _ in range(3)]
+
+    def begin(group, x, works):
+        works.append(group.all_reduce(x, async_op=True))
+
+    with group_of(share) as group:
+        group.all_reduce(np.ones(3))
+        for turn in range(1, 6):
+            works = []
+            threads = [threading.Thread(target=begin, args=(group, x, works)) for x in xs]
+            if rank == 1:
+                dist.recv(np.zeros(1), 0)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if rank == 0:
+                dist.send(np.zeros(1), 1)
+            assert all(work.wait(20) for work in works)
+            assert all((x == 3 * 2 ** (turn - 1)).all() for x in xs)
+
+
+@pytest.mark.ranks(2)
+def test_a_mismatch_ends_up_in_the_work_and_leaves_the_group_usable(rank, world_size):
+    with group_of() as group:
+        group.all_reduce(np.ones(3))
+        work = group.all_reduce(np.ones(3 + rank), async_op=True)
+        with pytest.raises(MismatchError, match="elements"):
+            work.wait()
+        x = np.ones(4)
+        group.all_reduce(x)
+        assert (x == 2).all()
+
+
+@pytest.mark.ranks(2)
+def test_closing_ends_a_call_that_was_handed_over(rank, world_size):
+    with group_of() as group:
+        group.all_reduce(np.ones(3))
+        if rank == 0:
+            work = group.all_reduce(np.ones(3), async_op=True)
+            group.close()
+            with pytest.raises(AbortedError):
+                work.wait()
+            dist.send(np.zeros(1), 1)
+        else:
+            dist.recv(np.zeros(1), 0)
+
+
+@pytest.mark.ranks(2)
+def test_with_cores_for_progress_threads_there_is_none(rank, world_size):
+    with group_of(share=2) as group:
+        assert group._ahead == 0

@@ -1,0 +1,217 @@
+"""What comes between any two steps of a head start: an exception, a signal handler's call, another thread's call.
+
+The steps are the caller's in the files of head starts, as far apart as Python looks at signals. An entry that says what
+it is told stands for the compiled one, which no signal interrupts.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import AbortedError, UsageError
+from fastcoll.shm import context, head_start, words
+from fastcoll.shm.rounds import AGAIN, DONE, HELD, LATER, RESUMED, WORKED
+
+FILES = {module.__file__ for module in (context, head_start)}
+AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # what Python looks at signals after
+DEADLINE = 20
+
+
+class Script:
+    """An entry that takes the context as all do, and then says these codes, one a call."""
+
+    name = "all_reduce"
+
+    def __init__(self, group: Any, *codes: int) -> None:
+        self.words, self.codes = group._context.words, list(codes)
+
+    def call(self, handle: int, *_: Any) -> int:
+        if handle & (RESUMED | HELD) == 0:
+            if self.words[words.SHUT] or self.words[words.PENDING] or self.words[words.BUSY]:
+                return LATER
+            self.words[words.BUSY] = threading.get_ident()
+        assert self.words[words.BUSY] == threading.get_ident()
+        code = self.codes.pop(0)
+        if code == DONE:
+            self.words[words.BUSY] = 0
+        return code
+
+
+class Between:
+    """Calls `act` before step number `step` of what this thread does in FILES; counts the steps."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self.left, self.act, self.steps = step, act, 0
+        self.last: dict[FrameType, str] = {}
+
+    def __enter__(self) -> Between:
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(None)
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            last = self.last.get(frame, "RESUME")
+            self.last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if last.startswith(AFTER):
+                self.steps += 1
+                if self.steps == self.left:
+                    self.act()
+        return self.trace
+
+
+def new_group() -> Any:
+    group = dist.new_group()
+    group._share = 1
+    group.begin_at_once()
+    group.all_reduce(np.ones(3))  # its description is known from now on
+    return group
+
+
+def begin(group: Any, script: Script, step: int, act: Callable[[], None]) -> tuple[Any, int]:
+    """Begin a call, do `act` at a step of it; the Work, and how many steps there were."""
+    with Between(step, act) as between:
+        made = group._begin(script)
+    return made, between.steps
+
+
+def steps_of(group: Any, *codes: int) -> range:
+    made, steps = begin(group, Script(group, *codes), 0, lambda: None)
+    assert made.wait(DEADLINE)
+    group.barrier()
+    assert steps > 10
+    return range(1, steps + 1)
+
+
+@pytest.mark.ranks(1)
+def test_an_exception_at_any_step_leaves_no_call_behind(rank: int, world_size: int) -> None:
+    """It is carried out, or was not begun, or the group has failed."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    group = new_group()
+    for step in steps_of(group, WORKED, AGAIN, DONE):
+        script = Script(group, WORKED, AGAIN, DONE)
+        with suppress(KeyboardInterrupt):
+            begin(group, script, step, interrupt)
+        if group.failure is None:
+            group.barrier()
+            assert len(script.codes) in (0, 3), step
+        else:
+            group._queue.close()
+            assert group._context[words.BUSY] == 0, step
+            group.close()
+            group = new_group()
+    group.close()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_signal_handler_at_any_step_is_refused_or_right(
+    rank: int, world_size: int, asynchronous: bool
+) -> None:
+    group, x = new_group(), np.ones(3)
+    for step in steps_of(group, AGAIN, DONE):
+        said: list[Any] = []
+
+        def handle(said: list[Any] = said) -> None:
+            try:
+                said.append(group.reduce(x, 0, async_op=asynchronous))
+            except UsageError:
+                said.append("refused")
+
+        made, _ = begin(group, Script(group, AGAIN, DONE), step, handle)
+        assert len(said) == 1, step
+        for outcome in (made, *said):
+            assert outcome in (None, "refused") or outcome.wait(DEADLINE), step
+    group.all_reduce(x)
+    group.close()
+
+
+@pytest.mark.ranks(1)
+def test_another_threads_call_at_any_step_is_carried_out(rank: int, world_size: int) -> None:
+    group, x = new_group(), np.ones(3)
+    for step in steps_of(group, AGAIN, DONE):
+        works: list[Any] = []
+
+        def call(works: list[Any] = works) -> None:
+            works.append(group.reduce(x, 0, async_op=True))
+
+        thread = threading.Thread(target=call)
+
+        def let_call(thread: threading.Thread = thread) -> None:
+            thread.start()
+            thread.join(0.001)  # it may have to wait for this one
+
+        made, _ = begin(group, Script(group, AGAIN, DONE), step, let_call)
+        thread.join(DEADLINE)
+        for outcome in (made, *works):
+            assert outcome is None or outcome.wait(DEADLINE), step
+        assert len(works) == 1, step
+    group.all_reduce(x)
+    group.close()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("codes", [[WORKED, LATER], [AGAIN, LATER], [AGAIN, AGAIN, LATER]])
+def test_an_array_that_changes_in_the_middle_of_its_call_fails_the_group(
+    rank: int, world_size: int, codes: list[int]
+) -> None:
+    group = new_group()
+    with pytest.raises(AbortedError, match="changed meanwhile"):
+        group._begin(Script(group, *codes)).wait(DEADLINE)
+    with pytest.raises(AbortedError, match="changed meanwhile"):
+        group.all_reduce(np.ones(3))
+    group._queue.close()
+    assert group._context[words.BUSY] == 0
+    group.close()
+
+
+@pytest.mark.ranks(1)
+def test_a_tensor_lives_until_its_call_is_complete(rank: int, world_size: int) -> None:
+    """Its header, which the entry gets, owns nothing; the caller may have dropped both the tensor and the Work."""
+
+    class Tensor:
+        pass
+
+    group, go_on = new_group(), threading.Event()
+    script = Script(group, AGAIN, DONE)
+    call = script.call
+
+    def first_in_vain(handle: int, x: Any) -> int:
+        if type(x) is Tensor:
+            return LATER
+        if handle & RESUMED:
+            assert go_on.wait(DEADLINE)
+        return call(handle)
+
+    script.call = first_in_vain
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_start, "plain_types", {Tensor})
+        patch.setattr(head_start, "headers_for", lambda args: ("header",))
+        x = Tensor()
+        there = weakref.ref(x)
+        made = group._begin(script, x)
+    del x
+    assert there() is not None
+    go_on.set()
+    assert made.wait(DEADLINE)
+    group.close()
+    assert there() is None

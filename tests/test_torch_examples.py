@@ -1,0 +1,114 @@
+"""The examples with torch learn over fastcoll as they do over Gloo.
+
+Starting torch costs seconds, so one launch runs all of them in the same two ranks: this file is what it launches.
+"""
+
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from fastcoll.launch.ports import free_port
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+WORDS = {
+    "torch_ddp_digits.py": ["--epochs", "3"],
+    "torch_transformer.py": ["--steps", "30"],
+    "torch_fsdp2.py": ["--steps", "40"],
+}
+BACKENDS = ("gloo", "fastcoll")  # in this order, see keep_gloo
+LAUNCH, TORCHRUN = ["fastcoll.launch", "-n", "2"], ["torch.distributed.run", "--nproc-per-node", "2"]
+
+pytestmark = pytest.mark.skipif(
+    find_spec("torch") is None, reason="needs torch: pip install 'fastcoll[torch]'"
+)
+
+
+def run(launch, script, *words):
+    """What the ranks print."""
+    command = [sys.executable, "-m", *launch, str(script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(printed):
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What rank 0 prints in every example on every backend, by (example, backend)."""
+    ports = [str(free_port()) for _ in product(WORDS, BACKENDS)]
+    said = json.loads(run(LAUNCH, __file__, *ports).partition("[0] said ")[2].splitlines()[0])
+    return {(name, backend): said[name + backend] for name, backend in product(WORDS, BACKENDS)}
+
+
+def test_every_example_with_torch_is_tested():
+    assert {path.name for path in EXAMPLES.glob("torch_*.py")} == set(WORDS)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_losses_are_those_of_gloo(printed, name):
+    gloo, fastcoll = (losses(printed[name, backend]) for backend in BACKENDS)
+    assert len(fastcoll) >= 3
+    assert fastcoll[-1] < 0.9 * fastcoll[0]
+    assert fastcoll == pytest.approx(gloo, rel=0, abs=1e-5)
+
+
+def test_torchrun_starts_it_too(printed):
+    name = "torch_ddp_digits.py"
+    under_torchrun = run(TORCHRUN, EXAMPLES / name, *WORDS[name])
+    assert losses(under_torchrun) == pytest.approx(losses(printed[name, "fastcoll"]), rel=0, abs=1e-5)
+    assert "test accuracy" in under_torchrun
+
+
+def test_fsdp2_keeps_a_share_on_each_rank(printed):
+    kept, total = re.search(
+        r"rank 0 keeps ([\d,]+) of ([\d,]+)", printed["torch_fsdp2.py", "fastcoll"]
+    ).groups()
+    assert 2 * int(kept.replace(",", "")) == int(total.replace(",", ""))
+
+
+def keep_gloo():
+    """Let no group of Gloo be destroyed before the end, and then not right after a call.
+
+    In torch 2.13 the thread that lets go of a call's tensors needs the GIL for that, while the group's destructor holds
+    it and joins this thread: a deadlock in one of ten runs, or an abort if Python ends at that moment.
+    """
+    import torch.distributed as dist
+
+    destroy, kept = dist.destroy_process_group, []
+
+    def keep_and_destroy():
+        if dist.get_backend() == "gloo":
+            kept.append(dist.group.WORLD)
+        destroy()
+
+    dist.destroy_process_group = keep_and_destroy
+
+
+def main():
+    """One rank: run everything, each with a store on a port of its own, and print what was printed."""
+    keep_gloo()
+    said = {}
+    for port, (name, backend) in zip(sys.argv[1:], product(WORDS, BACKENDS), strict=True):
+        os.environ["MASTER_PORT"] = port
+        sys.argv = [name, "--backend", backend, *WORDS[name]]
+        with redirect_stdout(io.StringIO()) as out:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        said[name + backend] = out.getvalue()
+    print("said", json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
