@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _FAILED, _READ = "failed", "read"
 _CONNECT_SECONDS = 600.0  # for node 0's launcher to be started
+_TRY_SECONDS = 2.0  # of them at a time: so long goes a thread on that is to end
 _LOOK_SECONDS = 5.0  # a wait for the key; the server answers at its end
 _LAST_SECONDS = 5.0  # for a failure to reach the others, as this launcher ends
 _POLL_SECONDS = 0.05
@@ -67,12 +68,11 @@ class Nodes:
             self._thread.join(_LAST_SECONDS)  # it ends when it has read what was told, or cannot
         with self._lock:
             self._closed, store = True, self._store
-        if store is None:
-            return
-        if self._known is not None and self._rank == 0:
-            self._await_readers(store, end)
-        store.close()
-        self._thread.join()
+        if store is not None:
+            if self._known is not None and self._rank == 0:
+                self._await_readers(store, end)
+            store.close()
+        self._thread.join(_LAST_SECONDS)  # a name that is looked up may take longer
 
     def failure(self) -> Failure | None:
         """The first failure of any node that has told of one. Never blocks."""
@@ -86,16 +86,15 @@ class Nodes:
             threading.Thread(target=self._publish, args=(store, failure), daemon=True).start()
 
     def _open(self) -> None:
-        from ..rendezvous import TCPStore  # sockets and all that, for jobs of one node in vain
-
         try:
-            first = self._rank == 0
-            store = TCPStore(self._address, self._port, is_master=first, timeout=_CONNECT_SECONDS)
+            store = self._meet()
         except FastcollError as error:
             sys.stderr.write(
                 f"fastcoll.launch: the nodes' launchers cannot meet, so a failure elsewhere does not end the ranks "
                 f"here at once: {error}\n"
             )
+            return
+        if store is None:
             return
         with self._lock:
             if not self._closed:
@@ -105,6 +104,19 @@ class Nodes:
             store.close()
         elif told is not None:
             self._publish(store, told)
+
+    def _meet(self) -> TCPStore | None:
+        """The store, once node 0 serves it; None when this launcher ends before."""
+        from ..rendezvous import TCPStore  # sockets and all that, for jobs of one node in vain
+
+        end = time.monotonic() + _CONNECT_SECONDS
+        while not self._closed:
+            try:
+                return TCPStore(self._address, self._port, is_master=self._rank == 0, timeout=_TRY_SECONDS)
+            except StoreTimeoutError as error:
+                if time.monotonic() > end:
+                    raise StoreTimeoutError(f"{_CONNECT_SECONDS:g} s were in vain: {error}") from error
+        return None
 
     def _publish(self, store: TCPStore, failure: Failure) -> None:
         with contextlib.suppress(StoreError):  # node 0 has ended, and cannot tell the others any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -52,6 +53,13 @@ def test_a_failure_reaches_a_node_that_starts_later() -> None:
         first.tell(FIRST)
         stack.enter_context(later)
         assert known(later) == known(first) == FIRST
+
+
+def test_a_launcher_that_never_met_node_0_leaves_nothing() -> None:
+    threads = set(threading.enumerate())
+    with Nodes(2, 1, "127.0.0.1", free_port()) as node:
+        node.tell(FIRST)
+    assert set(threading.enumerate()) <= threads
 
 
 def test_what_is_in_the_way_is_said(capsys: pytest.CaptureFixture[str]) -> None:
