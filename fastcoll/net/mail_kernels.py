@@ -9,8 +9,9 @@ can be called again with the same arguments.
 
 from __future__ import annotations
 
-from ..kernels.atomics import load_acquire, store_release, swap_if_equal, this_thread
+from ..kernels.atomics import store_release
 from ..kernels.jit import entry, inlined, kernel
+from ..kernels.locks import seize_unless
 from ..kernels.pointers import load_word, store_word
 from ..kernels.pyobjects import DATA, Index, PyObject, integer, object_at, word_at
 from ..kernels.sockets import READABLE, WRITABLE
@@ -87,13 +88,8 @@ def _take(h):
     if h & RESUMED:
         return True
     m = h & ~_TAGS
-    if load_word(m, BEHIND) != 0 or not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
-        return False
-    # Whoever had them may have left a message half-way to the courier, which says so before it lets go.
-    if load_acquire(m + 8 * BEHIND) != 0:
-        store_release(m + 8 * BUSY, 0)
-        return False
-    return True
+    # Whoever had them may have left a message half-way to the courier, which says so by BEHIND.
+    return seize_unless(m + 8 * BUSY, m + 8 * BEHIND)
 
 
 @inlined

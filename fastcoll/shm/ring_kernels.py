@@ -9,8 +9,9 @@ peers at once. All come back within 0.1 s, and can be called again with the same
 from __future__ import annotations
 
 from .. import calls
-from ..kernels.atomics import load_acquire, store_release, swap_if_equal, this_thread
+from ..kernels.atomics import load_acquire, store_release
 from ..kernels.jit import entry, inlined, kernel
+from ..kernels.locks import seize_unless
 from ..kernels.pointers import load_word, store_word
 from ..kernels.polling import moved, rest
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at
@@ -130,13 +131,8 @@ def _take(h):
         return True
     m = context_of(h)
     shut = load_word(load_word(m, CONTEXT), SHUT) if h & PREPARED == 0 else 0
-    if load_word(m, BEHIND) | shut != 0 or not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
-        return False
-    # Whoever had them may have left a message half-way to the courier, which says so before it lets go.
-    if load_acquire(m + 8 * BEHIND) != 0:
-        store_release(m + 8 * BUSY, 0)
-        return False
-    return True
+    # Whoever had them may have left a message half-way to the courier, which says so by BEHIND.
+    return shut == 0 and seize_unless(m + 8 * BUSY, m + 8 * BEHIND)
 
 
 @inlined
