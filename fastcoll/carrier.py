@@ -126,12 +126,12 @@ class DeviceCarrier(Carrier[Any]):
         """Whether `split` can be called; the same on all ranks, between calls."""
         return False
 
-    def split(self, ranks: Sequence[int], group: Any) -> DeviceCarrier | None:
+    def split(self, group: Any) -> DeviceCarrier | None:
         """The carrier of a new group of some of this one's ranks, made from what this one has; collective, and blocks.
 
         Args:
-            ranks: ranks of this group, ascending.
-            group: the new ProcessGroup, or None on ranks that are not in it, where the result is None too.
+            group: the new ProcessGroup, with its ranks in this one's order; None on ranks that are not in it, where
+                the result is None too.
 
         Raises:
             GroupError: it cannot be made; this carrier's group has failed.

@@ -102,12 +102,12 @@ class ProcessGroup(Carrier[Array]):
         """Whether `split_gpus` has anything to do; the same on all ranks, between calls."""
         return self._device_carrier is not None and self._device_carrier.splits
 
-    def split_gpus(self, ranks: Sequence[int], group: ProcessGroup | None) -> None:
+    def split_gpus(self, group: ProcessGroup | None) -> None:
         """Give a new group of some of this one's ranks what carries its arrays on GPUs, made from what this one has.
 
         Collective; `group` is None on ranks that are not in it.
         """
-        made = self._devices().split(ranks, group)
+        made = self._devices().split(group)
         if group is not None:
             group._device_carrier = made
 

@@ -76,7 +76,7 @@ def new_group(
             name = f"{group_desc} ({key})" if group_desc else key
             group = job.make_group(name, key, chosen, limit, load(choice))
         if splits:
-            groups.world.split_gpus(chosen, group)
+            groups.world.split_gpus(group)
         if group is None:
             return GroupMember.NON_GROUP_MEMBER
         groups.add(group, choice)

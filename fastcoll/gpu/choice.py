@@ -117,10 +117,11 @@ def on_one_node(group: ProcessGroup) -> bool:
 def _facts(device: int) -> Facts:
     from .nccl_library import why_unavailable
 
-    return Facts(runtime().uuid(device), why_unavailable() is None, _has_kernels())
+    return Facts(runtime().uuid(device), why_unavailable() is None, has_kernels())
 
 
-def _has_kernels() -> bool:
+def has_kernels() -> bool:
+    """Whether our kernels can be used."""
     try:
         from ..kernels.cuda import toolkit  # noqa: F401
     except (UnavailableError, ImportError):  # the second: another thread was told why

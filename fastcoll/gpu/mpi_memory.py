@@ -49,7 +49,7 @@ class DeviceMemory:
 
     def has_kernels(self) -> bool:
         """Whether our kernels can be used."""
-        return choice._has_kernels()
+        return choice.has_kernels()
 
     # ---- what net/mpi_memory.py asks for -------------------------------------------------------------
 

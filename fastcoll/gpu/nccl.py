@@ -261,13 +261,13 @@ class NcclCarrier(StreamCarrier):
     def splits(self) -> bool:
         return self._comm is not None and not self._broken
 
-    def split(self, ranks: Sequence[int], group: ProcessGroup | None) -> NcclCarrier | None:
+    def split(self, group: ProcessGroup | None) -> NcclCarrier | None:
         assert self._comm is not None
         assert self._lane is not None
         with self._in_turn("new_group"), self._failing("new_group"):
             self._watcher.drain()  # NCCL might deadlock if anything were under way
             with self._runtime.on(self._lane.device):
-                comm = self._comm.split(None if group is None else ranks.index(self._group.rank))
+                comm = self._comm.split(None if group is None else group.rank)
         if group is None or comm is None:
             return None
         made = NcclCarrier(group)

@@ -37,7 +37,7 @@ def split(ranks: Ranks, members: Sequence[int], then: Callable[[int, ThreadGroup
 
     def does(rank: int, parent: ThreadGroup) -> Any:
         child = ThreadGroup(meeting, members.index(rank), parent.timeout) if rank in members else None
-        parent.split_gpus(members, child)
+        parent.split_gpus(child)
         if child is None:
             return None
         try:
@@ -93,7 +93,7 @@ def test_a_rank_that_dies_before_it_splits_is_named_by_the_others() -> None:
             ranks.meeting.died.append(1)
             return
         with pytest.raises(PeerDiedError, match="rank 1 died; splitting a communicator"):
-            group.split_gpus(EVEN, group)
+            group.split_gpus(group)
         assert group.failure is not None
 
     with world(3) as ranks:
@@ -104,7 +104,7 @@ def test_a_rank_that_dies_before_it_splits_is_named_by_the_others() -> None:
 def test_a_split_that_nccl_refuses_fails_the_parent() -> None:
     def does(rank: int, group: ThreadGroup) -> None:
         with pytest.raises(AbortedError, match="splitting a communicator failed with status 5"):
-            group.split_gpus(EVEN, None)
+            group.split_gpus(None)
 
     with world(2) as ranks:
         meet(ranks)
