@@ -29,6 +29,7 @@ from .net import words
 from .net.group import TcpGroup
 from .net.mesh import Mesh
 from .net.plans.shape import MEET_RANKS
+from .net.refusal import Refusal
 from .operands import Array, divide, sum_for
 from .reduce_op import AVG, ReduceOp
 from .rendezvous import PrefixStore, Store
@@ -87,6 +88,7 @@ class HybridGroup(TcpGroup):
         """Meet the other members; collective. The arguments and errors are those of ShmGroup and TcpGroup."""
         topology = Topology.of(members, rank)
         parts: list[ProcessGroup] = []
+        mesh: Mesh | None = None
 
         def part(make: Callable[..., ProcessGroup], label: str, ranks: Sequence[int]) -> None:
             there = [members[r] for r in ranks]
@@ -94,8 +96,8 @@ class HybridGroup(TcpGroup):
                 make(PrefixStore(label, store), f"{name}/{label}", there, ranks.index(rank), timeout)
             )
 
-        mesh = Mesh.make(store, name, members, rank, timeout)
         try:
+            mesh = Mesh.make(store, name, members, rank, timeout)
             # Of a part of the world it is not known here how many other ranks are on the node.
             is_world = len(members) == members[rank].world_size
             neighbours = len(topology.local) if is_world else None
@@ -107,10 +109,14 @@ class HybridGroup(TcpGroup):
                     topology.rail,
                 )
         except BaseException as error:
-            mesh.vigil.fail(AbortedError(f"{members[rank]} could not make the group {name}: {error}"))
-            for made in parts:
-                made.close()
-            mesh.close()
+            for place in range(topology.rails):  # whoever makes a rail already looks at its store only
+                Refusal(PrefixStore(f"rail{place}", store), members[rank]).tell(error)
+            if mesh is not None:
+                why = error if str(error) else type(error).__name__
+                mesh.vigil.fail(AbortedError(f"{members[rank]} could not make the group {name}: {why}"))
+                for made in parts:
+                    made.close()
+                mesh.close()
             raise
         return cls(name, members, timeout, mesh, crowd or members, topology, parts)
 

@@ -22,6 +22,8 @@ _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.01
 # How long rank 0 stays at most, in seconds, when Ctrl-C ended its last making of a group.
 _INTERRUPTED_SECONDS = 0.5
+# How long a rank tries to say that it has left: rank 0 may be stopped, or out of reach.
+_LAST_WORD_SECONDS = 1.0
 # Added to the count of a rank that leaves: more than any number of groups.
 _LEFT = 1 << 30
 
@@ -101,19 +103,24 @@ class Job:
         self._interrupted = interrupted
         self._count(1)
 
-    def leave(self, patience: float) -> None:
-        """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it."""
+    def leave(self, patience: float, gone: Sequence[Member] = ()) -> None:
+        """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it.
+
+        Args:
+            gone: ranks that are known to have died, which the groups knew while they were there.
+        """
         try:
             if self.rank == 0:
-                self._await_others(min(patience, _INTERRUPTED_SECONDS) if self._interrupted else patience)
-            self._count(_LEFT)
+                longest = _INTERRUPTED_SECONDS if self._interrupted else patience
+                self._await_others(min(patience, longest), gone)
+            self._say_left()
         finally:
             self._close_store()
 
-    def _await_others(self, patience: float) -> None:
+    def _await_others(self, patience: float, gone: Sequence[Member]) -> None:
         started = time.monotonic()
         warning = LateWarning()
-        while late := self._unsettled():
+        while late := [member for member in self._unsettled() if member not in gone]:
             waited = time.monotonic() - started
             if waited >= patience:
                 _log.warning(
@@ -128,6 +135,14 @@ class Job:
     def _count(self, amount: int) -> None:
         with suppress(StoreError):  # whoever would read it is gone
             self.store.add(_settled_key(self.rank), amount)
+
+    def _say_left(self) -> None:
+        before = self.store.timeout  # which a user's store keeps
+        try:
+            self.store.set_timeout(min(before.total_seconds(), _LAST_WORD_SECONDS))
+            self._count(_LEFT)
+        finally:
+            self.store.set_timeout(before)
 
     def _unsettled(self) -> list[Member]:
         """The living ranks in the job that have not made as many groups as this one."""

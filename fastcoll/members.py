@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields
 
 from ._version import __version__
 from .errors import StoreError
-from .processes import ProcessId, checked_fields, dead_among, forget, identity_here
+from .processes import ProcessId, checked_fields, dead_among, forget, gone_among, identity_here
 
-__all__ = ["Member", "dead_among", "forget"]
+__all__ = ["Member", "dead_among", "forget", "gone_among"]
 
 _MAX_BYTES = 4096
 

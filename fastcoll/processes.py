@@ -3,7 +3,8 @@
 A process is named by its pid and the clock tick at which it started, within a boot and a pid
 namespace, so that a recycled pid is never taken for a living peer. Death is seen through a pidfd,
 which becomes readable when the process has ended (a zombie has ended). The pidfds are kept in one
-table, because groups look every few milliseconds while they wait.
+table, because groups look every few milliseconds while they wait. Processes on other machines or in other
+containers are out of sight; those that connections were lost with are known from witnesses.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,31 @@ def dead_among(processes: Iterable[P]) -> list[P]:
         ]
 
 
+class Witness(Protocol):
+    """Has connections with processes, also with those that are out of sight."""
+
+    def lost_processes(self) -> Iterable[ProcessId]:
+        """Those whose connection has ended without a word. Never blocks."""
+
+
+def hear(witness: Witness) -> None:
+    """Let `gone_among` ask a witness, until it is dismissed."""
+    _witnesses.add(witness)
+
+
+def dismiss(witness: Witness) -> None:
+    """Ask a witness no more. Twice is fine."""
+    _witnesses.discard(witness)
+
+
+def gone_among(processes: Iterable[P]) -> list[P]:
+    """As `dead_among`, and those that a witness has lost. Never blocks."""
+    asked = list(processes)
+    gone: set[ProcessId] = {*dead_among(asked)}
+    gone.update(*(witness.lost_processes() for witness in list(_witnesses)))
+    return [process for process in asked if process in gone]
+
+
 def forget(processes: Iterable[ProcessId]) -> None:
     """Close what is held open to watch `processes`; a later look opens it anew."""
     with _lock:
@@ -135,6 +161,7 @@ def forget(processes: Iterable[ProcessId]) -> None:
 
 
 _UNWATCHABLE = -1
+_witnesses: set[Witness] = set()
 _lock = threading.Lock()
 _poller = select.poll()
 # (pid, start time) -> its pidfd; None: seen dead; _UNWATCHABLE: no pidfd to be had, so /proc is read.
@@ -154,6 +181,7 @@ def _drop_inherited() -> None:
         if state is not None and state != _UNWATCHABLE:
             os.close(state)
     _watched.clear()
+    _witnesses.clear()
 
 
 def _key(process: ProcessId) -> tuple[int, int]:

@@ -14,17 +14,24 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from . import backends, config
 from .arguments import positive_seconds, whole
 from .backends import BackendChoice, Make, parse_backend
-from .errors import NotInitializedError, RendezvousError, StoreError, UnavailableError, UsageError
+from .errors import (
+    NotInitializedError,
+    RendezvousError,
+    StoreError,
+    StoreTimeoutError,
+    UnavailableError,
+    UsageError,
+)
 from .group import ProcessGroup
 from .job import Job, has_left, times_settled
-from .members import dead_among, forget
+from .members import dead_among, forget, gone_among
 from .processes import this_process
 from .registry import Group, NonMember, groups
 from .rendezvous import PrefixStore, Store, rendezvous
@@ -213,14 +220,15 @@ def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name
         meeting = rendezvous(init_method, rank, world_size, left, group_name)
         store = PrefixStore("fastcoll", meeting.store)
         try:
-            # A server that closes right now is an earlier job's too: this process has told it nothing yet.
-            with suppress(StoreError):
-                if not times_settled(store, meeting.rank):
-                    return _Found(store, meeting.rank, meeting.world_size, meeting.close)
-                _check_over(store, meeting.rank, init_method)
-        except BaseException:
+            if not times_settled(store, meeting.rank):
+                return _Found(store, meeting.rank, meeting.world_size, meeting.close)
+            _check_over(store, meeting.rank, init_method)
+        except BaseException as error:
             meeting.close()
-            raise
+            # A server that closes right now is an earlier job's too: this process has told it nothing yet. One that
+            # does not answer is stopped, or out of reach.
+            if not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
+                raise
         meeting.close()
         if time.monotonic() > deadline:
             raise RendezvousError(
@@ -284,7 +292,7 @@ def _leave(patience: float | None) -> None:
         return
     with ExitStack() as steps:
         steps.callback(forget, job.members)
-        steps.callback(job.leave, job.timeout if patience is None else patience)
+        steps.callback(job.leave, job.timeout if patience is None else patience, gone_among(job.members))
         for group in made:
             steps.callback(group.close)
 

@@ -7,16 +7,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from net.meshes import crew as mesh_crew
 
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError, ReduceOp, hybrid, members
 from fastcoll.hybrid import DIRECT, SMALL, HybridGroup
 from fastcoll.net import mail_words
 from fastcoll.net.group import TcpGroup
+from fastcoll.net.refusal import Refusal
+from fastcoll.rendezvous import HashStore, PrefixStore
 from fastcoll.shm import channels as ring_words
 from fastcoll.shm.group import ShmGroup
 
@@ -298,3 +302,23 @@ def test_nobody_waits_for_a_message_of_a_rank_that_left(rank: int, world_size: i
         with pytest.raises(AbortedError, match=r"rank 1 .*left the group"):
             group.recv(np.zeros(2), 1)
     dist.barrier()
+
+
+def test_who_cannot_make_the_group_tells_those_that_make_a_rail_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They look at the rail's own store only, and the rank that fails may be alone on its node."""
+
+    def refuse(*_: object) -> None:
+        raise dist.ResourceError("no port is free")
+
+    monkeypatch.setattr(hybrid.Mesh, "make", refuse)
+    crew = [replace(each, boot_id=str(number // 2)) for number, each in enumerate(mesh_crew(4))]
+    store = HashStore()
+    with pytest.raises(dist.ResourceError):
+        HybridGroup.make(store, "WORLD", crew, 3, 5.0)
+    for rail in range(2):
+        heard = Refusal(PrefixStore(f"rail{rail}", store), crew[0])
+        heard._checked = 0.0
+        with pytest.raises(dist.ResourceError, match=r"rank 3 \(.*no port is free"):
+            heard.check()

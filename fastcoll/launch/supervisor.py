@@ -91,6 +91,7 @@ class Supervisor:
         self._failed: RankProcess | None = None  # the one to name as the first, at _name_at at the latest
         self._name_at = 0.0
         self._kill_at: float | None = None  # when the grace ends; None: nobody was asked to end
+        self._hurries = False  # whether a signal to this launcher, while ranks are ending, ends the grace
 
     def run(self) -> int:
         """Start the ranks and return when all are gone.
@@ -164,6 +165,7 @@ class Supervisor:
             self._nodes.tell(Failure(self._exit_code, said))
         self._say(said, rank.err.last_lines())
         self._failed = None
+        self._hurries = True
         self._ask_to_end(signal.SIGTERM)
 
     def _end_because_of(self, failure: Failure) -> None:
@@ -173,10 +175,15 @@ class Supervisor:
         self._ask_to_end(signal.SIGTERM)
 
     def _pass_on(self, number: int) -> None:
-        if self._kill_at is not None:  # the second request
+        if self._hurries:  # the second request
             self._kill_at = 0.0
             return
+        # The first one may come after another launcher's, as all get a signal at about the same time.
+        self._hurries = True
         self._exit_code = 128 + number
+        if self._nodes is not None:
+            said = f"the launcher on host {os.uname().nodename} was ended: {lifeline.describe_exit(-number)}"
+            self._nodes.tell(Failure(self._exit_code, said))
         self._ask_to_end(number)
 
     def _ask_to_end(self, number: int) -> None:

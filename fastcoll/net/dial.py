@@ -37,6 +37,7 @@ class Dial:
     Attributes:
         connection: the socket, once `is_done`.
         reason: why the last try failed.
+        refused_since: when the first of the last tries was, at which nothing listened there; None: others failed.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Dial:
         self.peer = peer
         self.where = f"{shown(address, port)} from {source}"
         self.reason = "no answer"
+        self.refused_since: float | None = None
         self.is_done = False
         self._source, self._address, self._port = source, address, port
         self._renew: Callable[[], Dialing] = lambda: Dialing(seat, peer, kind, stream)
@@ -89,7 +91,7 @@ class Dial:
         except OpeningError as error:
             self._try_again(str(error))
         except OSError as error:
-            self._try_again(error.strerror or str(error))
+            self._try_again(error.strerror or str(error), error.errno == errno.ECONNREFUSED)
 
     def close(self) -> None:
         """Give up, or close what was made."""
@@ -127,9 +129,10 @@ class Dial:
                 connected.send(reply)
         self.is_done = True
 
-    def _try_again(self, reason: str) -> None:
+    def _try_again(self, reason: str, is_refused: bool = False) -> None:
         self.close()
         self.reason = reason
+        self.refused_since = (self.refused_since or time.monotonic()) if is_refused else None
         self._not_before = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _RETRY_MOST)
 
@@ -146,28 +149,35 @@ def _peer_name(connecting: socket.socket) -> object:
 _IP_BIND_ADDRESS_NO_PORT = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Python 3.12 has the name
 
 
-def dial_all(dials: Sequence[Dial], look: Callable[[], None]) -> None:
+def dial_all(
+    dials: Sequence[Dial], look: Callable[[], None], stands: Callable[[Dial], None] = lambda _: None
+) -> None:
     """Bring all connections about.
 
     Args:
-        look: called at least every 50 ms while some do not stand; what it raises ends all.
+        look: called at least every 50 ms while some do not stand; what it raises ends the others.
+        stands: takes over each connection as soon as it stands.
 
     Raises:
         RendezvousError: a peer does not fit.
     """
     looked = time.monotonic()
+    waiting = list(dials)
     try:
-        for dial in dials:
-            dial.step()
-        while waiting := [dial for dial in dials if not dial.is_done]:
-            _wait(waiting)
-            for dial in waiting:
+        while True:
+            for dial in list(waiting):
                 dial.step()
+                if dial.is_done:
+                    waiting.remove(dial)
+                    stands(dial)
+            if not waiting:
+                return
+            _wait(waiting)
             if time.monotonic() - looked >= _LOOK_SECONDS:
                 look()
                 looked = time.monotonic()
     except BaseException:
-        for dial in dials:
+        for dial in waiting:
             dial.close()
         raise
 

@@ -18,6 +18,7 @@ from functools import partial
 
 from ..errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
 from ..members import Member
+from ..processes import dismiss, hear
 from ..rendezvous import Store
 from ..watch import Wait
 from .control import Control
@@ -30,6 +31,8 @@ from .vigil import NetVigil
 logger = logging.getLogger("fastcoll")
 ALL_CONTROL = 32
 _LOOK_SECONDS = 0.05
+# A rank tells where it listens when it does, until it lets go of the group, of which it tells too.
+_REFUSED_SECONDS = 2.0
 
 OnMail = Callable[[int, socket.socket], None]
 """Takes a connection from a group rank, whose messages come on it; on the listener's thread, must not block."""
@@ -157,6 +160,7 @@ class Mesh:
                 return
             self._closed = True
             self._changed.notify_all()
+        dismiss(self.vigil)
         with ExitStack() as steps:
             for connection in self._connections():
                 steps.callback(connection.close)
@@ -177,6 +181,7 @@ class Mesh:
         started = time.monotonic()
         refusal = Refusal(store, self._members[self.rank])
         self._between = refusal.check
+        hear(self.vigil)
         try:
             self._roster = gather(store, self._members, self.rank, self._timeout, self._arrived, refusal)
             peers = control_peers(self.rank, self.size)
@@ -203,10 +208,11 @@ class Mesh:
         return [peer for peer in peers if peer not in self._control.peers]
 
     def _dial_control(self, peers: Sequence[int], wait: Wait) -> None:
-        dials = [self._new_dial(peer, Kind.CONTROL, 0) for peer in peers]
-        self._bring_about(dials, wait)
-        for dial in dials:
+        def stands(dial: Dial) -> None:
             self._keep(dial.connection, partial(self._control.add, dial.peer, dial.connection))
+
+        # Each is looked at as soon as it stands: who dies meanwhile is seen by its end.
+        self._bring_about([self._new_dial(peer, Kind.CONTROL, 0) for peer in peers], wait, stands)
 
     def _dial(self, peer: int, kind: Kind, stream: int, wait: Wait) -> socket.socket:
         """One connection, and control with the peer first: its end is seen there."""
@@ -227,9 +233,20 @@ class Mesh:
         source = self._roster.interfaces[turn]
         return Dial(self._roster.seat, peer, kind, stream, source, place.addresses[turn], place.ports[turn])
 
-    def _bring_about(self, dials: Sequence[Dial], wait: Wait) -> None:
+    def _bring_about(
+        self, dials: Sequence[Dial], wait: Wait, stands: Callable[[Dial], None] = lambda _: None
+    ) -> None:
+        def look() -> None:
+            for dial in dials:
+                if (
+                    dial.refused_since is not None
+                    and time.monotonic() - dial.refused_since > _REFUSED_SECONDS
+                ):
+                    self.vigil.lost(dial.peer, f"nothing listens at {dial.where} any more")
+            self._look(wait)
+
         try:
-            dial_all(dials, lambda: self._look(wait))
+            dial_all(dials, look, stands)
         except CollectiveTimeoutError as error:
             late = [dial for dial in dials if not dial.is_done]
             names = "; ".join(f"{self.vigil.name(d.peer)} at {d.where}: {d.reason}" for d in late[:4])

@@ -6,13 +6,22 @@ import contextlib
 import json
 import time
 
-from ..errors import FastcollError, RendezvousError, ResourceError, StoreError, UsageError
+from ..errors import (
+    FastcollError,
+    PeerDiedError,
+    RendezvousError,
+    ResourceError,
+    StoreError,
+    StoreTimeoutError,
+    UsageError,
+)
 from ..members import Member
 from ..rendezvous import Store
 
 _KEY = "net/refused"
 _KINDS: dict[str, type[FastcollError]] = {
-    kind.__name__: kind for kind in (UsageError, ResourceError, RendezvousError)
+    kind.__name__: kind
+    for kind in (UsageError, ResourceError, RendezvousError, StoreTimeoutError, PeerDiedError)
 }
 _CHECK_SECONDS = 0.25
 
@@ -27,17 +36,21 @@ class Refusal:
 
     def tell(self, error: BaseException) -> None:
         """Let all ranks raise this error, unless it came from one or they find it themselves."""
+        if not isinstance(error, FastcollError):  # Ctrl-C, for one
+            error = RendezvousError(f"it was ended by {type(error).__name__}")
         kind = type(error).__name__
         if self._is_known or kind not in _KINDS:
             return
+        ranks = error.ranks if isinstance(error, PeerDiedError) else []
+        record = {"kind": kind, "text": f"{self._me}: {error}", "ranks": list(ranks)}
         with contextlib.suppress(StoreError):  # whoever serves it is gone, which all will see
-            self._store.set(_KEY, json.dumps({"kind": kind, "text": f"{self._me}: {error}"}))
+            self._store.set(_KEY, json.dumps(record))
 
     def check(self) -> None:
         """Raise what another rank has told; asks the store every 0.25 s, however often it is called.
 
         Raises:
-            UsageError, ResourceError, RendezvousError: as told.
+            UsageError, ResourceError, RendezvousError, StoreTimeoutError, PeerDiedError: as told.
         """
         if time.monotonic() - self._checked < _CHECK_SECONDS:
             return
@@ -50,6 +63,7 @@ class Refusal:
 def _read(data: bytes) -> FastcollError:
     try:
         record = json.loads(data)
-        return _KINDS[record["kind"]](str(record["text"]))
+        kind, text = _KINDS[record["kind"]], str(record["text"])
+        return PeerDiedError(text, [int(r) for r in record["ranks"]]) if kind is PeerDiedError else kind(text)
     except (ValueError, KeyError, TypeError, RecursionError):
         return StoreError(f"why a rank refused cannot be read: {data[:80]!r}")

@@ -29,6 +29,11 @@ class NetVigil(Vigil):
         """A data or mail connection with a group rank broke; a verdict unless that rank has left or failed."""
         self._broken.setdefault(rank, how)
 
+    def lost_processes(self) -> list[Member]:
+        """For `processes.gone_among`."""
+        self._control.look()
+        return [self.members[rank] for rank in self._suspects()]
+
     def has_left(self, rank: int) -> bool:
         self._control.look()
         return self._state(rank) == LEFT

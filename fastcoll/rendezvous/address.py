@@ -48,17 +48,20 @@ def listen(host: str, port: int) -> socket.socket:
         choices = resolve(_bindable(host), port)
     except OSError as error:
         raise UsageError(f"the store's host {host!r} has no address here ({error})") from error
-    family, address = choices[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from error
-    return listener
+    while True:
+        family, address = choices.pop(0)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            return listener
+        except OSError as error:
+            listener.close()
+            # Of a name's addresses this machine may have the later ones only; clients try them all.
+            if error.errno != errno.EADDRNOTAVAIL or not choices:
+                raise _cannot_listen(host, port, error) from error
 
 
 def _bindable(host: str) -> str:

@@ -227,6 +227,8 @@ def _notice_lost_hosts(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # Keepalive rests while a request is under way; this counts then, else the kernel tries on for 15 minutes.
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 11_000)
 
 
 def _other_secret(where: str) -> str:

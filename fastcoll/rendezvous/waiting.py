@@ -12,7 +12,7 @@ from typing import TypeVar
 from .. import config
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError
 from ..members import Member
-from ..processes import ProcessId, dead_among
+from ..processes import ProcessId, gone_among
 from .store import Store, listed
 
 logger = logging.getLogger("fastcoll")
@@ -130,12 +130,12 @@ def _in_slices(
         if left <= longest:
             names = missing()  # before the last look, so that it names somebody
             if not store.check(keys):
-                raise StoreTimeoutError(f"{doing}: {names} did not come within {timeout:g} s")
+                raise StoreTimeoutError(f"{doing}: {names} did not come within {timeout:.3g} s")
 
 
 def death_among(members: Sequence[ProcessId], doing: str) -> PeerDiedError | None:
     """The error that names the members whose process has ended, if there are any. Never blocks."""
-    dead = dead_among(members)
+    dead = gone_among(members)
     if not dead:
         return None
     ranks = [process.rank for process in dead if isinstance(process, Member)]

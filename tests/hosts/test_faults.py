@@ -45,7 +45,9 @@ except dist.GroupError as error:
 
 
 @contextmanager
-def working(network: Network, victim: int = -1, stamp: object = "") -> Iterator[list[Started]]:
+def working(
+    network: Network, victim: int = -1, stamp: object = "", program: str = WORK
+) -> Iterator[list[Started]]:
     """All ranks, in the middle of their work; the victim kills itself, and writes down when."""
     with ExitStack() as stack:
         started = []
@@ -58,7 +60,7 @@ def working(network: Network, victim: int = -1, stamp: object = "") -> Iterator[
                 "MASTER_ADDR": network.hosts[0].address,
                 "MASTER_PORT": "29500",
             }
-            words = [sys.executable, "-c", WORK, str(victim), str(stamp)]
+            words = [sys.executable, "-c", program, str(victim), str(stamp)]
             started.append(host.start(words, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
             stack.callback(_end, started[-1])
         for each in started:
@@ -90,6 +92,33 @@ def test_a_killed_rank_is_named_on_all_hosts(join_hosts: Join, tmp_path: Path) -
                 saw = seen(each)
                 assert (saw["kind"], saw["ranks"]) == ("PeerDiedError", [victim]), saw
                 assert saw["at"] - float(stamp.read_text()) < KILLED
+
+
+MAKE = """
+import json, os, signal, sys, time
+import fastcoll as dist
+
+dist.init_process_group(timeout=60)
+print("here", flush=True)
+if dist.get_rank() == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+started = time.monotonic()
+try:
+    dist.new_group()
+except dist.PeerDiedError as error:
+    dist.destroy_process_group()
+    print(json.dumps({"ranks": error.ranks, "seconds": time.monotonic() - started}))
+"""
+
+
+def test_who_makes_a_group_and_who_leaves_knows_who_died_on_another_host(join_hosts: Join) -> None:
+    """Its process is out of sight: only the connections of the default group tell."""
+    victim = RANKS - 1
+    with working(join_hosts(HOSTS, own_pids=True), victim, program=MAKE) as started:
+        for each in started[:victim]:
+            saw = seen(each)
+            assert saw["ranks"] == [victim]
+            assert saw["seconds"] < KILLED  # the deadline of each of the two is 60
 
 
 def test_the_ranks_of_a_host_that_vanishes_are_named_on_all_others(join_hosts: Join) -> None:

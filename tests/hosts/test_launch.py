@@ -116,6 +116,22 @@ def test_a_rank_that_fails_ends_all_hosts_and_is_named(
             assert len(re.findall(line, node.err)) == 1, told(nodes)
 
 
+def test_ctrl_c_on_one_host_ends_all(join_hosts: Join, script: Callable[[str], list[str]]) -> None:
+    text = "import os, signal, sys, time\nprint('here', flush=True)\n"
+    text += "while os.environ['RANK'] == '0' or not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+    text += "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)"
+    program = script(text)
+    flag = Path(program[0]).with_name("go")
+    with launched(join_hosts(2), 1, [*program, str(flag)], env=SECRET) as nodes:
+        for rank, node in enumerate(nodes):
+            await_line(node, f"[{rank}] here", nodes)
+        flag.touch()
+        finish(nodes, 60)
+        assert [node.code for node in nodes] == [130, 130], told(nodes)
+        said = "fastcoll.launch: on another node the launcher on host host1 was ended: signal SIGINT (2)"
+        assert said in nodes[0].err, told(nodes)
+
+
 def test_a_rank_that_is_killed_later_is_named_everywhere(
     join_hosts: Join, script: Callable[[str], list[str]]
 ) -> None:

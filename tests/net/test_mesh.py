@@ -224,22 +224,48 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert time.monotonic() - started < 5
 
 
+class Misleading(HashStore):
+    """A store that tells everybody to reach rank 1 where nobody listens."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        if key == "net/place/1":
+            with socket.create_server(("127.0.0.1", 0)) as gone:
+                port = gone.getsockname()[1]
+            value = f'{{"names": ["lo"], "addresses": ["127.0.0.1"], "ports": [{port}]}}'
+        super().set(key, value)
+
+
 def test_an_address_that_nobody_answers_at_is_named() -> None:
     """As behind a firewall that rejects: tried until the deadline, then named with why."""
-
-    class Misleading(HashStore):
-        def set(self, key: str, value: str | bytes) -> None:
-            if key == "net/place/1":
-                with socket.create_server(("127.0.0.1", 0)) as gone:
-                    port = gone.getsockname()[1]
-                value = f'{{"names": ["lo"], "addresses": ["127.0.0.1"], "ports": [{port}]}}'
-            super().set(key, value)
-
     first, second = make_all(2, Misleading(), timeout=1.0)
     assert isinstance(first, CollectiveTimeoutError)
     for part in ("rank 1 (", "at 127.0.0.1:", "from 127.0.0.1 (lo): Connection refused"):
         assert part in str(first)
     assert isinstance(second, CollectiveTimeoutError | AbortedError)
+
+
+def test_who_listens_no_more_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank that died, out of sight, before it had a connection with anybody; all are told by the first to see."""
+    monkeypatch.setattr(mesh_module, "_REFUSED_SECONDS", 0.1)
+    first, second = make_all(2, Misleading())
+    for error in (first, second):
+        assert isinstance(error, PeerDiedError)
+        assert error.ranks == (1,)
+        assert "nothing listens at 127.0.0.1:" in str(error)
+
+
+def test_a_group_that_stands_tells_who_is_gone() -> None:
+    """Where a process is out of sight only its connections tell, also those who wait for something else."""
+    members = [elsewhere(each) for each in crew(3)]
+    made = make_all(3, members=members)
+    assert processes.gone_among(members) == []
+    made[1].close()
+    made[2].vigil.leave()
+    made[2].close()
+    assert isinstance(died_of(made[0]), PeerDiedError)
+    assert processes.gone_among(members) == members[1:2]
+    made[0].close()
+    assert processes.gone_among(members) == []
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "[1]", '{"names": []}', "[" * 5000, '[{"names": 3}, {}]'])

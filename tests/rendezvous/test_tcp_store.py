@@ -17,6 +17,7 @@ from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.ports import free_port
 from fastcoll.rendezvous import TCPStore, store_protocol, tcp_store
+from fastcoll.rendezvous.address import listen
 from fastcoll.rendezvous.port_holder import port_holder
 from fastcoll.rendezvous.table import Op, Request
 from fastcoll.rendezvous.wire import HEADER, HELLO, Hello, Role, encode_request
@@ -98,6 +99,17 @@ def test_a_host_that_is_not_here() -> None:
         TCPStore("203.0.113.7", 0, is_master=True)
     with pytest.raises(UsageError, match="has no address"):
         TCPStore("no-such-host.invalid", 0, is_master=True)
+
+
+def test_a_name_may_have_addresses_of_other_machines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [(socket.AF_INET, (each, 0)) for each in ("203.0.113.7", "127.0.0.1")]
+    monkeypatch.setattr("fastcoll.rendezvous.address.resolve", lambda host, port: list(here))
+    with listen("several.example", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    here.reverse()
+    here.pop(0)
+    with pytest.raises(UsageError, match="no address of this machine"):
+        listen("several.example", 0)
 
 
 @pytest.mark.parametrize(
