@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -58,28 +59,35 @@ def until_there(path):
 @pytest.mark.parametrize("inner", CALLS)
 def test_a_handler_may_not_call_while_a_call_waits(rank, world_size, alarm, tmp_path, outer, inner):
     x = np.full(4, rank + 1.0)
+    y = np.full(8, rank + 1.0)[:: 2 if outer == "strided" else 1]
     dist.all_reduce(x.copy())
+    dist.all_reduce(y)  # what it needs is compiled by now, and the alarm finds the next one waiting
+    y[:] = rank + 1.0
     heard = []
     if rank == 0:
         heard = alarm(lambda: CALLS[inner](x), then=tmp_path / "heard")
     else:
         until_there(tmp_path / "heard")
-    y = np.full(8, rank + 1.0)[:: 2 if outer == "strided" else 1]
     dist.all_reduce(y)
     assert heard == [UsageError] * (1 - rank)
     assert (y == 3).all()
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=15)
+@pytest.mark.ranks(2, timeout=30)
 @pytest.mark.parametrize("outer", ["short", "strided"])
 @pytest.mark.parametrize("inner", ["short", "strided"])
 def test_a_handler_at_the_very_end_of_a_call(rank, world_size, alarm, outer, inner):
-    """The signal comes while compiled code waits, its handler runs once the call is complete."""
+    """The signal comes while compiled code waits, its handler runs once the call is complete.
+
+    Both calls are alike to the other rank, since the signal may also come before the first.
+    """
     dist.all_reduce(np.ones(4))
     for _ in range(10):
-        first = np.full(8, rank + 1.0)[:: 2 if outer == "strided" else 1]
-        second = np.full(8, rank + 1.0)[:: 2 if inner == "strided" else 1]
+        first, second = (
+            np.full(16, rank + 1.0)[::2] if kind == "strided" else np.full(8, rank + 1.0)
+            for kind in (outer, inner)
+        )
         heard = [None]
         if rank == 0:
             heard = alarm(lambda second=second: dist.all_reduce(second), delay=0.002)
@@ -100,6 +108,7 @@ def test_a_handler_while_a_call_waits_for_another_threads(rank, world_size, alar
     """This thread's call has not begun: another thread's is under way."""
     first, second = np.full(4, rank + 1.0), np.full(8, rank + 1.0)
     dist.all_reduce(first.copy())
+    dist.all_reduce(np.ones(8)[::2])
     if rank == 1:
         until_there(tmp_path / "heard")
         dist.all_reduce(first)
@@ -126,6 +135,8 @@ def test_a_handler_may_not_wait_for_messages_while_a_receive_waits(
     rank, world_size, alarm, tmp_path, kind, inner
 ):
     x = np.zeros(4, kind)
+    for _ in range(2):  # what receives need is compiled by now, and the alarm finds the next one waiting
+        (dist.recv if rank == 0 else dist.send)(np.zeros(1, "u1"), 1 - rank)
     dist.barrier()
     heard = []
     if rank == 0:
@@ -139,25 +150,34 @@ def test_a_handler_may_not_wait_for_messages_while_a_receive_waits(
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=10)
-def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size):
+@pytest.mark.ranks(2, timeout=30)
+def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_path):
     """Also a TypeError, which is what compiled code raises when an argument is no integer."""
 
     def careless(*_):
         raise TypeError("of the handler's own")
 
+    def send_when_it_waits():
+        while not group._is_busy():
+            time.sleep(1e-3)
+        os.kill(os.getpid(), signal.SIGALRM)
+        (tmp_path / "sent").touch()
+
     dist.all_reduce(np.ones(4))
     group, x = dist.new_group(), np.full(4, rank + 1.0)
     group.all_reduce(x.copy())
     if rank == 1:
-        time.sleep(0.03)
+        until_there(tmp_path / "sent")
         group.all_reduce(x)
         group.barrier()
         return
+    group._context.wait_no_longer_than(20 * 10**9)  # so that the handler runs when the call is complete
     before = signal.signal(signal.SIGALRM, careless)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    thread = threading.Thread(target=send_when_it_waits)
+    thread.start()
     with pytest.raises(TypeError, match="handler's own"):
         group.all_reduce(x)
+    thread.join()
     signal.signal(signal.SIGALRM, before)
     assert (x == 3).all()
     group.barrier()
@@ -176,3 +196,22 @@ def test_a_handler_may_close_the_group(rank, world_size, alarm, outer):
         with pytest.raises((dist.AbortedError, dist.NotInitializedError)):
             group.recv(x, 1) if outer == "recv" else group.all_reduce(x)
     dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.parametrize("outer", ["short", "strided"])
+def test_a_handler_may_close_the_group_while_a_receive_waits(
+    rank, world_size, alarm, monkeypatch, tmp_path, outer
+):
+    """It does not wait for the call that it interrupted."""
+    monkeypatch.setattr("fastcoll.messages.mailbox._CLOSE_SECONDS", 60)
+    group = dist.new_group()
+    for _ in range(2):
+        (group.recv if rank == 0 else group.send)(np.zeros(1), 1 - rank)
+    if rank == 1:
+        until_there(tmp_path / "closed")
+        return
+    heard = alarm(group.close, then=tmp_path / "closed")
+    with pytest.raises(dist.AbortedError):
+        group.recv(np.zeros(8)[:: 2 if outer == "strided" else 1], 1)
+    assert heard == [None]

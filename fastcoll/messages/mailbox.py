@@ -125,7 +125,9 @@ class Mailbox:
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_SECONDS)
         deadline = time.monotonic() + _CLOSE_SECONDS
-        held = self._turn.acquire(timeout=_CLOSE_SECONDS)
+        # A signal handler may have interrupted the very call that holds the turn, and waits for nothing.
+        mine = threading.get_ident() in self._inside and self._has_channels()
+        held = not mine and self._turn.acquire(timeout=_CLOSE_SECONDS)
         try:
             while held and not self._has_channels() and not self._channels.seize():
                 if time.monotonic() >= deadline:

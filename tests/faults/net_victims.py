@@ -44,25 +44,27 @@ def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]
     dist.all_reduce(x)
     pids = np.zeros(n, "i8")
     dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
+    interrupted = threading.Event()
     if rank == 0:
-        threading.Thread(target=_interrupt_held_up, args=(int(pids[1]),)).start()
+        threading.Thread(target=_interrupt_held_up, args=(int(pids[1]), interrupted)).start()
     try:
         for _ in range(1000):
             dist.all_reduce(x)
     except KeyboardInterrupt:
+        interrupted.set()
         return {"kind": "KeyboardInterrupt", "error": "", "ranks": ()}
     except GroupError as error:
         return {"kind": type(error).__name__, "error": str(error), "ranks": error.ranks}
     raise AssertionError("nobody was interrupted")
 
 
-def _interrupt_held_up(other: int) -> None:
+def _interrupt_held_up(other: int, interrupted: threading.Event) -> None:
     """Send this process SIGINT while another rank's process is stopped, so that no call can end meanwhile."""
     time.sleep(0.2)
     os.kill(other, signal.SIGSTOP)
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.3)
+    interrupted.wait(20)
     os.kill(other, signal.SIGCONT)
 
 

@@ -380,11 +380,13 @@ def test_a_callback_may_post_but_not_wait(worlds) -> None:
 def test_what_is_ready_is_not_kept_waiting_by_what_is_not(worlds) -> None:
     (me,) = worlds(1).ranks
     unmatched = me.irecv(np.zeros(1), 0, 1)
-    began = time.monotonic()
+    took = []
     for n in range(100):
+        began = time.monotonic()
         me.send(np.array([n]), 0, 2)
         me.recv(np.zeros(1, int), 0, 2)
-    assert time.monotonic() - began < 2.5  # 5 s if each waited for a kernel's budget
+        took.append(time.monotonic() - began)
+    assert sorted(took)[50] < 0.025  # 0.05 if each waited for a kernel's budget
     me.send(np.zeros(1), 0, 1)
     assert unmatched.wait(DEADLINE)
 

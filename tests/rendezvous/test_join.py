@@ -121,7 +121,7 @@ def test_a_rank_claimed_twice_names_both_on_all(processes) -> None:
         assert "UsageError rank 1 is claimed by two processes" in output
         assert f":{ranks[1].pid}" in output
         assert f":{ranks[2].pid}" in output
-    assert took < 10
+    assert took < 20  # with three interpreters' start; in vain they would wait for 20 s more
 
 
 def test_a_second_try_of_one_process_is_called_so() -> None:

@@ -347,21 +347,30 @@ def assert_is_left_alone(x):
     assert (x == 77).all()
 
 
+def until_there(path):
+    while not path.exists():
+        time.sleep(5e-3)
+
+
 @pytest.mark.ranks(2, timeout=30)
-def test_a_rank_that_is_late_in_a_divided_call_is_named_at_the_deadline(rank, world_size, monkeypatch):
-    with group_of(2, timeout=1) as group:
+def test_a_rank_that_is_late_in_a_divided_call_is_named_at_the_deadline(
+    rank, world_size, monkeypatch, tmp_path
+):
+    with group_of(2) as group:
         group.barrier()
         divide_next(group, "all_reduce")
+        group.timeout = 1.0  # only now, as to meet may take longer
         x = np.ones(LARGE, "f4")
         if rank == 1:
             with (
-                stalled(monkeypatch, lambda: time.sleep(2)),
+                stalled(monkeypatch, lambda: until_there(tmp_path / "named")),
                 pytest.raises(dist.AbortedError, match="rank 0"),
             ):
                 group.all_reduce(x)
         else:
             with pytest.raises(dist.CollectiveTimeoutError, match=r"all_reduce.*rank 1") as caught:
                 group.all_reduce(x)
+            (tmp_path / "named").touch()
             assert list(caught.value.ranks) == [1]
         assert_is_left_alone(x)
 
@@ -384,7 +393,7 @@ def test_an_abort_ends_a_divided_call(rank, world_size, monkeypatch):
 
 
 @pytest.mark.ranks(2, timeout=30)
-def test_closing_the_group_ends_a_divided_call_of_another_thread(rank, world_size, monkeypatch):
+def test_closing_the_group_ends_a_divided_call_of_another_thread(rank, world_size, monkeypatch, tmp_path):
     with group_of(2) as group:
         group.barrier()
         divide_next(group, "all_reduce")
@@ -397,7 +406,7 @@ def test_closing_the_group_ends_a_divided_call_of_another_thread(rank, world_siz
                 errors.append(type(error))
 
         if rank == 1:
-            with stalled(monkeypatch, lambda: time.sleep(1)):
+            with stalled(monkeypatch, lambda: until_there(tmp_path / "closed")):
                 call()
         else:
             thread = threading.Thread(target=call)
@@ -405,6 +414,7 @@ def test_closing_the_group_ends_a_divided_call_of_another_thread(rank, world_siz
             while divided(group) == 0:
                 time.sleep(1e-3)
             group.close()
+            (tmp_path / "closed").touch()
             thread.join(10)
             assert not thread.is_alive()
             assert not helpers()
@@ -413,25 +423,31 @@ def test_closing_the_group_ends_a_divided_call_of_another_thread(rank, world_siz
 
 
 @pytest.mark.ranks(2, fresh=True, timeout=30)
-def test_ctrl_c_in_a_divided_call(rank, world_size, monkeypatch):
+def test_ctrl_c_in_a_divided_call(rank, world_size, monkeypatch, tmp_path):
     with group_of(2) as group:
         group.barrier()
         divide_next(group, "all_reduce")
         x = np.ones(LARGE, "f4")
         if rank == 1:
             with (
-                stalled(monkeypatch, lambda: time.sleep(1.5)),
+                stalled(monkeypatch, lambda: until_there(tmp_path / "interrupted")),
                 pytest.raises(dist.AbortedError, match="KeyboardInterrupt"),
             ):
                 group.all_reduce(x)
         else:
-            timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            began = time.monotonic()
+
+            def interrupt():
+                while divided(group) == 0:
+                    time.sleep(1e-3)
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=interrupt)
+            thread.start()
             with pytest.raises(KeyboardInterrupt):
                 group.all_reduce(x)
-            assert time.monotonic() - began < 1.2
-            timer.join()
+            (tmp_path / "interrupted").touch()
+            thread.join()
         assert_is_left_alone(x)
 
 

@@ -33,7 +33,7 @@ def refusal(call):
     return None
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2, timeout=40)
 @pytest.mark.parametrize("operation", ["broadcast", "reduce", "gather", "scatter", "send"])
 def test_what_is_no_rank_is_refused_and_nobody_hears_of_it(rank, world_size, operation):
     warm(rank)
@@ -47,7 +47,7 @@ def test_what_is_no_rank_is_refused_and_nobody_hears_of_it(rank, world_size, ope
     assert (x == 3).all()
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2, timeout=40)
 def test_minus_one_is_no_source(rank, world_size):
     """Not even while a message of somebody waits to be taken."""
     warm(rank)
@@ -60,7 +60,7 @@ def test_minus_one_is_no_source(rank, world_size):
     assert work.wait(10)
 
 
-@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.ranks(2, timeout=40)
 def test_what_is_no_tag_is_refused(rank, world_size):
     warm(rank)
     x = np.full(2, rank + 1.0)
@@ -72,7 +72,7 @@ def test_what_is_no_tag_is_refused(rank, world_size):
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=10)
+@pytest.mark.ranks(2, timeout=30)
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_a_tag_may_be_a_numpy_integer_whatever_comes_first(rank, world_size, kind):
     """The message asked for is the second one, so the receive leaves the compiled call half-way."""
@@ -87,7 +87,7 @@ def test_a_tag_may_be_a_numpy_integer_whatever_comes_first(rank, world_size, kin
             assert got == tag
 
 
-@pytest.mark.ranks(1, 2, timeout=20)
+@pytest.mark.ranks(1, 2, timeout=40)
 def test_a_sender_is_returned_as_a_plain_integer(rank, world_size):
     group, got = dist.GroupMember.WORLD, np.zeros(1)
     peer = (rank + 1) % world_size

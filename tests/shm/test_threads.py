@@ -57,24 +57,28 @@ def test_asynchronous_and_synchronous_calls_interleaved(rank, world_size):
 
 
 @pytest.mark.ranks(2, timeout=20)
-def test_a_mismatch_is_told_before_the_next_threads_call_begins(rank, world_size):
+def test_a_mismatch_is_told_before_the_next_threads_call_begins(rank, world_size, tmp_path):
     """Ranks exchange sizes to say what does not fit; a call that waits behind must not come in between."""
     group = dist.GroupMember.WORLD
     dist.all_reduce(np.ones(5))
-    for _ in range(15):
+    for turn in range(15):
         dist.barrier()
-        x, works = np.full(5, rank + 1.0), []
+        x, works, begun = np.full(5, rank + 1.0), [], tmp_path / str(turn)
         outs = [np.zeros(3), np.zeros(3 + rank)]
         if rank == 0:
 
-            def submit(x=x, works=works):
-                time.sleep(0.01)
+            def submit(x=x, works=works, begun=begun):
+                while not group._is_busy():
+                    time.sleep(1e-3)
+                begun.touch()
                 works.append(group.all_reduce(x, async_op=True))
 
             thread = threading.Thread(target=submit)
             thread.start()
         else:
-            time.sleep(0.03)
+            while not begun.exists():
+                time.sleep(1e-3)
+            time.sleep(0.01)
         with pytest.raises(MismatchError, match=r"rank \d gives rank \d (24|32) bytes"):
             dist.all_gather(outs, np.zeros(3 + rank))
         if rank == 0:
