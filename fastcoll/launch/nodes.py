@@ -143,5 +143,7 @@ class Nodes:
 
 
 def default_port(master_port: int) -> int:
-    """Where launchers meet by default: far from the ports of jobs that count theirs up from one another."""
-    return master_port - 10000 if master_port > 11023 else master_port + 10000
+    """Where launchers meet by default."""
+    from ..rendezvous.detect import port_beside  # with all that brings, for jobs of one node in vain
+
+    return port_beside(master_port)

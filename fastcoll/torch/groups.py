@@ -10,20 +10,25 @@ import atexit
 import functools
 import logging
 import os
+import sys
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from .. import config
 from ..backends import load, parse_backend
-from ..errors import AbortedError, UnavailableError
+from ..errors import AbortedError, FastcollError, UnavailableError
 from ..group import ProcessGroup
 from ..members import Member, forget
 from ..processes import this_process
 from ..rendezvous import PrefixStore
 from ..rendezvous.join import join
 from .completion import completions
+from .meeting import meet_anew
 from .store import TorchStore
 
 _log = logging.getLogger("fastcoll")
@@ -53,8 +58,9 @@ def make_group(
     _watch_ends()
     choice = parse_backend(None)
     make = load(choice)
-    job = PrefixStore(f"fastcoll/{_use(store, rank)}", TorchStore(store))
-    members = join(job, rank, size, str(choice), timeout)
+    deadline = time.monotonic() + timeout
+    job = _job_store(store, rank, size, timeout)
+    members = join(job, rank, size, str(choice), max(deadline - time.monotonic(), 0.001))
     with ExitStack() as undo:
         undo.callback(forget, members)
         ranks = global_ranks or range(size)
@@ -77,18 +83,42 @@ def refuse_gpus(group: ProcessGroup) -> NoReturn:
 
 
 def leave_group(group: ProcessGroup) -> None:
-    """Leave a group and let go of what it holds. Leaving twice is fine."""
+    """Leave a group and let go of what it holds. Leaving twice is fine.
+
+    Collectives that were started and not waited for are completed first, as the other ranks have their parts in them;
+    where an error is being handled it is the other way round, and these ranks learn of it at once.
+    """
+    _leave(group, in_order=sys.exc_info()[1] is None)
+
+
+def _leave(group: ProcessGroup, in_order: bool) -> None:
     members = _made.pop(group, ())
     try:
-        group.close()
+        if in_order:
+            _complete(group)
     finally:
-        forget(members)
+        try:
+            group.close()
+        finally:
+            forget(members)
 
 
-def _use(store: Any, rank: int) -> int:
-    """How often this process has made a group over these keys: after destroy_process_group torch uses them again."""
+def _complete(group: ProcessGroup) -> None:
+    """Wait for what is queued, the group's timeout at most; what fails it has failed for whoever waits for it."""
+    if group._queue.pending and group.failure is None and not group._is_inside():
+        with suppress(FastcollError):
+            group._queue.submit("the last of all", lambda: None).wait(group.timeout)
+
+
+def _job_store(store: Any, rank: int, size: int, timeout: float) -> PrefixStore:
+    """The part of torch's store that belongs to this group alone: torch uses the same keys again."""
+    ours = PrefixStore("fastcoll", TorchStore(store))
+    if dist.is_torchelastic_launched():
+        return PrefixStore(meet_anew(ours, rank, size, timeout), ours)
+    # Each process counts for itself, after each destroy_process_group; two that claim one rank then meet and are told.
     me = this_process()
-    return int(store.add(f"fastcoll/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1)) - 1
+    use = ours.add(f"use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
+    return PrefixStore(str(use), ours)
 
 
 @functools.cache
@@ -101,8 +131,9 @@ def _watch_ends() -> None:
 def _leave_all() -> None:
     if _made:
         _log.info("torch.distributed.destroy_process_group was not called; leaving at exit")
+    in_order = getattr(sys, "last_value", None) is None  # no exception ends this process
     for group in reversed(list(_made)):
-        leave_group(group)
+        _leave(group, in_order)
     # A thread that Python's end finds inside torch's C++ would take the process down.
     completions.settle(_SETTLE_SECONDS)
 

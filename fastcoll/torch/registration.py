@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from ..errors import UnavailableError
 from ..group import ProcessGroup
+from .dynamo import run_uncompiled
 from .groups import make_group
+from .work import PendingWork
 
 NAME = "fastcoll"
 
@@ -27,6 +29,7 @@ def register() -> None:
     if not dist.is_available():
         raise UnavailableError("this torch was built without torch.distributed; install another build of it")
     wrap = adapter()
+    run_uncompiled(wrap, PendingWork)
 
     def create(options: Any, pg_options: Any) -> Any:
         return wrap(_make(options, pg_options))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
+from ..errors import CollectiveTimeoutError
 from ..work import Work
 from .completion import completions
 
@@ -81,10 +82,26 @@ class PendingWork(DoneWork):
             FastcollError: whatever ended the operation.
         """
         limit = timeout.total_seconds() if timeout and timeout > _NO_LIMIT else self._limit
-        started = time.monotonic()
-        for work in self._works:
-            work.wait(None if limit is None else max(0.0, limit - (time.monotonic() - started)))
+        if limit is None or len(self._works) == 1:
+            for work in self._works:
+                work.wait(limit)
+        else:
+            self._wait_for_all(limit)
         return True
+
+    def _wait_for_all(self, limit: float) -> None:
+        """Wait for several operations, which share the time."""
+        end = time.monotonic() + limit
+        for work in self._works:
+            try:
+                work.wait(max(0.0, end - time.monotonic()))
+            except CollectiveTimeoutError as error:
+                if work.is_completed():
+                    raise  # the operation's own
+                count = len(self._works)
+                raise CollectiveTimeoutError(
+                    f"{count} operations are not complete after {limit:g} s"
+                ) from error
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

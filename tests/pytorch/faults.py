@@ -46,11 +46,11 @@ def ranks_that_are_late() -> None:
             with pytest.raises(CollectiveTimeoutError, match="rank 1"):
                 dist.all_reduce(torch.ones(2), group=group)
         late = dist.barrier(pair.OURS, async_op=True)
-        with pytest.raises(CollectiveTimeoutError, match="not complete"):
+        with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0\.01 s"):
             late.wait(timedelta(milliseconds=10))
         options = dist.AllreduceOptions()
         options.asyncOp, options.timeout = False, timedelta(milliseconds=10)
-        with pytest.raises(CollectiveTimeoutError, match="not complete"):
+        with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0\.01 s"):
             pair.OURS.allreduce([x], options)
     else:
         dist.barrier(pair.GLOO)
@@ -78,15 +78,51 @@ def a_tensor_that_nobody_keeps() -> None:
     assert kept
 
 
+def collectives_that_nobody_waits_for() -> None:
+    """A rank that leaves does its part in them first."""
+    group = dist.new_group(backend="fastcoll")
+    xs = [torch.ones(100_000) for _ in range(20)]
+    if rank() == 1:
+        dist.barrier(pair.GLOO)
+    works = [dist.all_reduce(x, group=group, async_op=True) for x in xs]
+    if rank() == 0:
+        dist.barrier(pair.GLOO)
+    else:
+        for work in works:
+            work.wait()
+    dist.destroy_process_group(group)
+    assert all(x.eq(2).all() for x in xs)
+
+
+def groups_that_are_left_with_an_error() -> None:
+    """The other ranks learn of it at once, as what was started is not completed."""
+    group = dist.new_group(backend="fastcoll")
+    x = torch.ones(1)
+    if rank() == 0:
+        pending = dist.all_reduce(x, group=group, async_op=True)
+        try:
+            raise ValueError("tested")
+        except ValueError:
+            dist.destroy_process_group(group)
+        with pytest.raises(AbortedError, match="destroyed"):
+            pending.wait()
+        dist.barrier(pair.GLOO)
+    else:
+        dist.barrier(pair.GLOO)
+        with pytest.raises(AbortedError, match=r"rank 0 .*destroyed"):
+            dist.all_reduce(x, group=group)
+        dist.destroy_process_group(group)
+
+
 def groups_that_are_left() -> None:
     group = dist.new_group(backend="fastcoll")
     pending = dist.all_reduce(torch.ones(1), group=group, async_op=True) if rank() == 0 else None
     dist.barrier(pair.GLOO)
     dist.destroy_process_group(group)
     if pending is not None:
-        with pytest.raises(AbortedError, match=r"destroyed|left"):
+        with pytest.raises(AbortedError, match=r"rank 1 .*left"):
             pending.wait()
-    with pytest.raises((AbortedError, NotInitializedError), match="destroyed"):
+    with pytest.raises((AbortedError, NotInitializedError), match=r"destroyed|left"):
         group.allreduce([torch.ones(1)])
 
 
@@ -106,6 +142,8 @@ CHECKS = (
     calls_that_differ_under_ddp,
     ranks_that_are_late,
     a_tensor_that_nobody_keeps,
+    collectives_that_nobody_waits_for,
+    groups_that_are_left_with_an_error,
     groups_that_are_left,
     a_rank_that_dies_under_ddp,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastcoll.errors import AbortedError, StoreError, StoreTimeoutError
+from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError
 from fastcoll.reduce_op import ReduceOp
 from fastcoll.torch.backend import BackendCalls, FastcollBackend
 from fastcoll.torch.calls import TorchCalls
 from fastcoll.torch.completion import Completions
+from fastcoll.torch.dynamo import methods_of
+from fastcoll.torch.meeting import meet_anew
 from fastcoll.torch.process_group import FastcollProcessGroup
 from fastcoll.torch.registration import adapter
 from fastcoll.torch.store import TorchStore
@@ -51,6 +54,28 @@ def a_lost_store_says_so() -> None:
     del server
     with pytest.raises(StoreError, match="torch's store failed"):
         store.multi_set(["a", "b", "c"], ["1", "2", "3"])  # what was sent last before the end is not missed
+
+
+def a_store_that_lives_on_has_a_meeting_for_each_start() -> None:
+    """Also after ranks that came to one in vain, and after one of another size."""
+    store = TorchStore(dist.HashStore())
+    met = {_meeting(store, 3) for _ in range(3)}
+    with pytest.raises(StoreTimeoutError, match=r"as rank 0 of 3: rank\(s\) 1, 2 did not come"):
+        meet_anew(store, 0, 3, 0.01)
+    with pytest.raises(StoreTimeoutError, match=r"as rank 1 of 3: others, which rank 0 knows, did not"):
+        meet_anew(store, 1, 3, 0.01)
+    met |= {_meeting(store, 3), _meeting(store, 2), _meeting(store, 1), _meeting(store, 3)}
+    assert len(met) == 7
+    with pytest.raises(StoreTimeoutError, match=r"as rank 1 of 2: rank 0 did not come within 0\.01 s"):
+        meet_anew(store, 1, 2, 0.01)
+
+
+def _meeting(store: TorchStore, size: int) -> str:
+    """The name on which `size` ranks agree, of which rank 0 comes last."""
+    with ThreadPoolExecutor(size) as threads:
+        names = [threads.submit(meet_anew, store, rank, size, 30.0) for rank in reversed(range(size))]
+    (name,) = {each.result() for each in names}
+    return name
 
 
 def completions_wait_for_one_another_without_harm() -> None:
@@ -89,6 +114,8 @@ def several_operations_are_one() -> None:
         both.wait()
         both.wait(timedelta(seconds=3))
     assert 60 >= limits[0] > limits[1] > 3 >= limits[2] > limits[3] > 0
+    with pytest.raises(CollectiveTimeoutError, match=r"2 operations are not complete after 0\.01 s"):
+        both.wait(timedelta(milliseconds=10))
     future = both.get_future()
     second._finish()
     assert not future.done()
@@ -134,6 +161,7 @@ class NewBackend(BackendCalls, BackendWithConstructor):
 def the_adapter_for_newer_torch_calls_the_group() -> None:
     missing = [name for name in BACKEND_METHODS if name not in vars(BackendCalls) | vars(TorchCalls)]
     assert missing == []
+    assert {method.__name__ for method in methods_of(NewBackend)} >= set(BACKEND_METHODS)
     group = Recorder()
     backend = NewBackend(group)
     now, later, some = dist.AllreduceOptions(), dist.AllreduceOptions(), dist.GatherOptions()
@@ -180,6 +208,7 @@ def the_adapter_that_this_torch_takes() -> None:
 CHECKS = (
     torchs_store_is_one_of_ours,
     a_lost_store_says_so,
+    a_store_that_lives_on_has_a_meeting_for_each_start,
     completions_wait_for_one_another_without_harm,
     completions_where_no_thread_can_be_started,
     several_operations_are_one,

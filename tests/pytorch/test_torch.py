@@ -1,4 +1,4 @@
-"""The torch.distributed backend. Two programs run all checks, since ranks that import torch take seconds to start."""
+"""The torch.distributed backend. Two programs run most checks, since ranks that import torch take seconds to start."""
 
 from __future__ import annotations
 
@@ -64,5 +64,13 @@ def test_models_train_as_over_gloo_and_faults_raise(tmp_path: Path) -> None:
     ranks = [start(HERE / "two_ranks.py", tmp_path / "results", str(rank)) for rank in range(2)]
     ends = [end(rank) for rank in ranks]
     said = "\n".join(text for _, text in ends)
-    check(tmp_path / "results", 2, 19, said)
+    check(tmp_path / "results", 2, 23, said)
     assert [code for code, _ in ends] == [0, -signal.SIGKILL], said
+
+
+def test_torchrun_starts_ranks_anew() -> None:
+    """Its store has the keys of the ranks before, and its agent listens at MASTER_PORT."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    code, said = end(start(*torchrun, HERE / "started_anew.py"))
+    assert code == 0, said
+    assert said.count("after a restart: [2.0, 2.0] [2.0, 2.0]") == 2, said

@@ -16,4 +16,8 @@ if __name__ == "__main__":
     dist.init_process_group("fastcoll", timeout=pair.TIMEOUT)
     pair.make_groups()
     pair.run_checks([*collectives.CHECKS, *messages.CHECKS, *groups.CHECKS], Path(sys.argv[1]))
-    # No destroy_process_group: the process must end well without it.
+    works = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(20)]
+    if pair.rank() > 0:
+        for work in works:
+            work.wait()
+    # No destroy_process_group, and rank 0 has waited for nothing: the processes must end well without that.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -153,6 +154,31 @@ def functional_collectives_on_a_mesh() -> None:
     equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
 
 
+def compiled_functions_around_collectives() -> None:
+    """Those that torch.compile can't put into its graph are called between two graphs."""
+
+    def step(x: torch.Tensor, group: Any) -> torch.Tensor:
+        y = x + 1
+        dist.broadcast(y, 0, group)
+        dist.all_reduce(y, group=group, async_op=True).wait()
+        other = torch.empty_like(y)
+        if rank() == 0:
+            dist.send(y * 2, 1, group)
+            dist.recv(other, 1, group)
+        else:
+            dist.recv(other, 0, group)
+            dist.send(y * 3, 0, group)
+        return other + 1
+
+    x = data(torch.float32, 5)
+    equal(torch.compile(step, backend="eager")(x, pair.OURS), step(x, pair.GLOO))
+
+    def compiled(model: nn.Module, group: Any) -> nn.Module:
+        return torch.compile(ddp(model, group, bucket_mb=1), backend="eager")
+
+    assert train(pair.OURS, compiled, steps=2) == pytest.approx(train(pair.GLOO, ddp, steps=2), rel=1e-5)
+
+
 def distributed_tensors() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         mesh = DeviceMesh.from_group(group, "cpu")
@@ -172,5 +198,6 @@ CHECKS = (
     zero_trains_as_over_gloo,
     fsdp_trains_as_over_gloo,
     functional_collectives_on_a_mesh,
+    compiled_functions_around_collectives,
     distributed_tensors,
 )

@@ -58,6 +58,12 @@ def test_where_to_meet() -> None:
     assert derived_port("slurm 77.3") != derived_port("slurm 77.4")
 
 
+def test_torchruns_own_port_is_left_to_it() -> None:
+    """Its agent listens there; where it does not, as rank 0 of torch would, the port is free."""
+    assert detect(AGENT | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).master_port == 19500
+    assert detect(AGENT | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).master_port == 29500
+
+
 def test_one_node() -> None:
     assert detect(OPEN_MPI).on_one_node
     assert detect(HYDRA).on_one_node
