@@ -274,14 +274,14 @@ def barrier(
     """
     g = groups.world if group is None else member_of(group, "barrier")
     if device_ids is not None:
-        raise UsageError(
-            f"device_ids is {list(device_ids)}, but the backend works on CPU arrays; leave it out"
-        )
+        raise UsageError(f"device_ids is {device_ids!r}, but the backend works on CPU arrays; leave it out")
     return None if g is None else g.barrier(async_op)
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-    """A barrier that names the ranks that did not come.
+    """A barrier with a timeout of its own, which names the ranks that did not come.
+
+    It matches `barrier` on other ranks, and messages say barrier().
 
     Args:
         timeout: seconds or timedelta; None: the group's own.
@@ -289,7 +289,7 @@ def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ran
 
     Raises:
         UsageError: `timeout` is not greater than 0.
-        CollectiveTimeoutError: on every rank that came.
+        CollectiveTimeoutError: on the ranks that came.
     """
     g = groups.world if group is None else member_of(group, "monitored_barrier")
     if g is not None:

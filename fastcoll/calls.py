@@ -1,6 +1,6 @@
 """The fingerprint of a collective call: two words that travel with its first message and are compared.
 
-    call   bits 0-7 operation, 8-15 dtype, 16-31 reduce operation, 32-47 root, 48-61 detail, 62 UNEVEN
+    call   bits 0-7 operation, 8-15 dtype, 16-31 reduce operation, 32-47 root, 48-60 detail, 61 COALESCED, 62 UNEVEN
     shape  bytes that a rank contributes; ranks may differ in it when UNEVEN is set
 
 All fields but the detail can be read back, so that an error can show what each rank called. The detail is
@@ -27,10 +27,12 @@ _DTYPES = (
     "complex64 complex128"
 ).split()
 _OTHER_DTYPE = 0x80
-_DETAIL = 0x3FFF
+_OTHER_BITS = 0x3FFF
+_DETAIL = 0x1FFF
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 _UNEVEN = ("all_gather", "gather", "scatter", "all_to_all")  # ranks may differ in what they contribute
 
+_COALESCED = 1 << 61
 UNEVEN = 1 << 62
 ROOT_SHIFT = 32
 
@@ -49,12 +51,13 @@ def encode(
 ) -> int:
     """The call word, without the root; `parts` are the sizes of the arrays of a coalesced call."""
     code = dtype_code(dtype)
-    detail = code >> 8 ^ (zlib.crc32(repr(list(parts)).encode()) & _DETAIL if parts else 0)
+    detail = (code >> 8 ^ (zlib.crc32(repr(list(parts)).encode()) if parts else 0)) & _DETAIL
     return (
         _CODES[operation]
         | (code & 0xFF) << 8
         | (op.code if op is not None else 0) << 16
         | detail << 48
+        | (_COALESCED if parts else 0)
         | (UNEVEN if operation in _UNEVEN else 0)
     )
 
@@ -66,7 +69,7 @@ def dtype_code(dtype: np.dtype[Any] | None) -> int:
     if dtype.isnative and dtype.name in _DTYPES:
         return _DTYPES.index(dtype.name)
     checksum = zlib.crc32(repr(dtype).encode())
-    return _OTHER_DTYPE | checksum & 0x7F | (checksum >> 7 & _DETAIL) << 8
+    return _OTHER_DTYPE | checksum & 0x7F | (checksum >> 7 & _OTHER_BITS) << 8
 
 
 def describe(call: int, shape: int) -> str:
@@ -75,8 +78,8 @@ def describe(call: int, shape: int) -> str:
     symmetric, _, operation = name.rpartition(":")
     if operation == "barrier":
         return "barrier()"
-    code = call >> 8 & 0xFF
-    dtype = _DTYPES[code] if code < len(_DTYPES) else f"another dtype ({code:#x})"
+    code, detail = call >> 8 & 0xFF, call >> 48 & _DETAIL
+    dtype = _DTYPES[code] if code < len(_DTYPES) else f"another dtype ({detail << 8 | code:#x})"
     parts = [dtype, f"{shape} bytes" if shape >= 0 else "blocks of different sizes"]
     if call & UNEVEN:
         del parts[1]
@@ -88,6 +91,9 @@ def describe(call: int, shape: int) -> str:
         parts.append(f"root={call >> ROOT_SHIFT & 0xFFFF}")
     if symmetric:
         parts.append("in symmetric memory")
+    if call & _COALESCED:
+        operation += "_coalesced"
+        parts.append(f"array sizes of checksum {detail:#x}")
     return f"{operation}({', '.join(parts)})"
 
 

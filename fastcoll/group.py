@@ -14,6 +14,7 @@ import operator
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -48,6 +49,8 @@ class ProcessGroup(Carrier[Array]):
     None, and raise within the group's timeout; with `async_op=True` they return a Work at once and the
     arrays belong to the operation until it is complete. An operation in place on an immutable array (JAX's)
     returns a new one, as does the Work's `result`.
+
+    Messages name the arguments as the functions of api.py do: `root` is src or dst there.
 
     Raises (every operation):
         UsageError: the call is wrong; the group stays usable.
@@ -137,11 +140,13 @@ class ProcessGroup(Carrier[Array]):
             refused = error.with_traceback(None)
         return self._devices(refused).adopt(x, writable=writable, what=what)
 
-    def _adopt_same_dtype(self, tensors: Sequence[Any], *, writable: bool) -> list[Adopted]:
+    def _adopt_same_dtype(self, tensors: Sequence[Any], *, writable: bool, what: str) -> list[Adopted]:
+        if not isinstance(tensors, Sequence):
+            raise UsageError(f"{what} is of type {type(tensors).__name__}; give a list of arrays")
         if not tensors:
-            raise UsageError("tensors is empty; give at least one array")
-        xs = self._adopt_list(tensors, len(tensors), writable=writable, what="tensors")
-        check_dtypes("tensors", xs, xs[0].array)
+            raise UsageError(f"{what} is empty; give at least one array")
+        xs = self._adopt_list(tensors, len(tensors), writable=writable, what=what)
+        check_dtypes(what, xs, xs[0].array)
         return xs
 
     def _adopt_list(self, xs: Sequence[Any], n: int, *, writable: bool, what: str) -> list[Adopted]:
@@ -160,7 +165,7 @@ class ProcessGroup(Carrier[Array]):
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Reduce over all ranks into the root's array; the others' arrays stay as they are."""
-        root = self._checked_rank("root", root)
+        root = self._checked_rank("dst", root)
         x = self._adopt(tensor, writable=self.rank == root, renew=True)
         source, plain = scaled(x.array, op)
         call = self._carrier(source)._plan_reduce(x.array, source, plain, root)
@@ -208,24 +213,24 @@ class ProcessGroup(Carrier[Array]):
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         """Copy the root's array into everybody's; same dtype and number of elements everywhere."""
-        root = self._checked_rank("root", root)
+        root = self._checked_rank("src", root)
         x = self._adopt(tensor, writable=self.rank != root, renew=True)
         call = self._carrier(x.array)._plan_broadcast(x.array, root)
         return self._run("broadcast", call, (x,), async_op)
 
     def all_gather(self, output_list: Sequence[Any], tensor: Any, async_op: bool = False) -> Work | None:
         """Rank r's array goes to list item r on every rank; sizes may differ between ranks."""
-        outs = self._adopt_list(output_list, self.size, writable=True, what="output_list")
+        outs = self._adopt_list(output_list, self.size, writable=True, what="tensor_list")
         x = self._adopt(tensor, writable=False)
-        check_fit("tensor", x.array, f"output_list[{self.rank}]", outs[self.rank].array)
-        check_dtypes("output_list", outs, x.array)
+        check_fit("tensor", x.array, f"tensor_list[{self.rank}]", outs[self.rank].array)
+        check_dtypes("tensor_list", outs, x.array)
         return self._all_gather(outs, [out.array for out in outs], x.array, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         """The arrays of all ranks, equal in size, one after the other in `output`."""
-        out = self._adopt(output, writable=True, what="output")
-        x = self._adopt(input, writable=False, what="input")
-        outs = equal_blocks("output", out.array, "input", x.array, self.size)
+        out = self._adopt(output, writable=True, what="output_tensor")
+        x = self._adopt(input, writable=False, what="input_tensor")
+        outs = equal_blocks("output_tensor", out.array, "input_tensor", x.array, self.size)
         return self._all_gather((out,), outs, x.array, async_op)
 
     def _all_gather(
@@ -239,12 +244,12 @@ class ProcessGroup(Carrier[Array]):
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Work | None:
         """Rank r's array goes to list item r on the root; elsewhere the list is None."""
-        root = self._checked_rank("root", root)
+        root = self._checked_rank("dst", root)
         x = self._adopt(tensor, writable=False)
-        outs = self._adopt_on_root(output_list, root, writable=True, what="output_list")
+        outs = self._adopt_on_root(output_list, root, writable=True, what="gather_list")
         if outs is not None:
-            check_fit("tensor", x.array, f"output_list[{root}]", outs[root].array)
-            check_dtypes("output_list", outs, x.array)
+            check_fit("tensor", x.array, f"gather_list[{root}]", outs[root].array)
+            check_dtypes("gather_list", outs, x.array)
         (source,) = apart([x.array], arrays_of(outs) or (), own=root)
         call = self._carrier(source)._plan_gather(arrays_of(outs), source, root)
         return self._run("gather", call, outs or (), async_op)
@@ -253,12 +258,12 @@ class ProcessGroup(Carrier[Array]):
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Any:
         """List item r of the root goes to rank r's array; elsewhere the list is None."""
-        root = self._checked_rank("root", root)
+        root = self._checked_rank("src", root)
         out = self._adopt(tensor, writable=True, renew=True)
-        blocks = self._adopt_on_root(input_list, root, writable=False, what="input_list")
+        blocks = self._adopt_on_root(input_list, root, writable=False, what="scatter_list")
         if blocks is not None:
-            check_fit("tensor", out.array, f"input_list[{root}]", blocks[root].array)
-            check_dtypes("input_list", blocks, out.array)
+            check_fit("tensor", out.array, f"scatter_list[{root}]", blocks[root].array)
+            check_dtypes("scatter_list", blocks, out.array)
         sources = None if blocks is None else apart([b.array for b in blocks], [out.array], own=root)
         call = self._carrier(out.array)._plan_scatter(out.array, sources, root)
         return self._run("scatter", call, (out,), async_op)
@@ -267,11 +272,12 @@ class ProcessGroup(Carrier[Array]):
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
     ) -> Work | None:
         """List item p of rank r goes to list item r of rank p; all shapes may differ."""
-        outs = self._adopt_list(output_list, self.size, writable=True, what="output_list")
-        blocks = self._adopt_list(input_list, self.size, writable=False, what="input_list")
+        given, taken = "input_tensor_list", "output_tensor_list"
+        outs = self._adopt_list(output_list, self.size, writable=True, what=taken)
+        blocks = self._adopt_list(input_list, self.size, writable=False, what=given)
         here = self.rank
-        check_fit(f"output_list[{here}]", outs[here].array, f"input_list[{here}]", blocks[here].array)
-        for name, items in (("output_list", outs), ("input_list", blocks)):
+        check_fit(f"{taken}[{here}]", outs[here].array, f"{given}[{here}]", blocks[here].array)
+        for name, items in ((taken, outs), (given, blocks)):
             check_dtypes(name, items, blocks[0].array)
         return self._all_to_all(outs, [out.array for out in outs], [b.array for b in blocks], async_op)
 
@@ -320,7 +326,7 @@ class ProcessGroup(Carrier[Array]):
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """`all_reduce` of several arrays of one dtype at the price of one."""
-        xs = self._adopt_same_dtype(tensors, writable=True)
+        xs = self._adopt_same_dtype(tensors, writable=True, what="tensors")
         call = self._carrier(xs[0].array)._plan_all_reduce_coalesced(xs, op)
         return self._run("all_reduce_coalesced", call, xs, async_op)
 
@@ -335,16 +341,19 @@ class ProcessGroup(Carrier[Array]):
 
         Array k of rank r goes to `output_lists[k][r]`.
         """
-        if len(output_lists) != len(tensors):
-            raise UsageError(f"output_lists has {len(output_lists)} lists for {len(tensors)} tensors")
-        xs = self._adopt_same_dtype(tensors, writable=False)
+        given, taken = "input_tensor_list", "output_tensor_lists"
+        xs = self._adopt_same_dtype(tensors, writable=False, what=given)
+        if not isinstance(output_lists, Sequence) or len(output_lists) != len(xs):
+            raise UsageError(
+                f"{taken} must be a list of {len(xs)} lists of arrays, one for each array of {given}"
+            )
         lists = [
-            self._adopt_list(o, self.size, writable=True, what=f"output_lists[{k}]")
+            self._adopt_list(o, self.size, writable=True, what=f"{taken}[{k}]")
             for k, o in enumerate(output_lists)
         ]
         for k, (outs, x) in enumerate(zip(lists, xs, strict=True)):
-            check_dtypes(f"output_lists[{k}]", outs, x.array)
-            check_fit(f"tensors[{k}]", x.array, f"output_lists[{k}][{self.rank}]", outs[self.rank].array)
+            check_dtypes(f"{taken}[{k}]", outs, x.array)
+            check_fit(f"{given}[{k}]", x.array, f"{taken}[{k}][{self.rank}]", outs[self.rank].array)
         call = self._carrier(xs[0].array)._plan_all_gather_coalesced(lists, xs)
         return self._run("all_gather_coalesced", call, [o for outs in lists for o in outs], async_op)
 
@@ -378,17 +387,23 @@ class ProcessGroup(Carrier[Array]):
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
-        dst = self._checked_rank("dst", dst)
+        return self._ready_isend(tensor, self._checked_rank("dst", dst), tag)()
+
+    def _ready_isend(self, tensor: Any, dst: int, tag: int) -> Callable[[], Work]:
+        """All of `isend` but the posting, which the result does; `dst` is checked."""
         self._check_usable()
         x = self._adopt(tensor, writable=False)
-        return self._carrier(x.array)._isend(x, dst, checked_tag(tag))
+        return partial(self._carrier(x.array)._isend, x, dst, checked_tag(tag))
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
         """`recv` that returns a Work at once; the Work's result is the sender's rank."""
-        src = self._checked_src(src)
+        return self._ready_irecv(tensor, self._checked_src(src), tag)()
+
+    def _ready_irecv(self, tensor: Any, src: int | None, tag: int) -> Callable[[], Work]:
+        """All of `irecv` but the posting, which the result does; `src` is checked."""
         self._check_usable()
         x = self._adopt(tensor, writable=True)
-        return self._carrier(x.array)._irecv(x, src, checked_tag(tag))
+        return partial(self._carrier(x.array)._irecv, x, src, checked_tag(tag))
 
     # ---- symmetric arrays -------------------------------------------------------------------------
 

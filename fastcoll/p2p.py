@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .errors import UsageError
+from .group import ProcessGroup
 from .registry import Group, group_rank, groups, member_of
 from .work import Timeout, Work
 
@@ -107,11 +108,13 @@ class P2POp:
         other = f"peer={self.peer}" if self.group_peer is None else f"group_peer={self.group_peer}"
         return f"P2POp({self.op.__name__}, {other}, tag={self.tag})"
 
-    def start(self) -> Work | None:
-        """Post it."""
+    def _ready(self, g: ProcessGroup) -> Callable[[], Work]:
+        """Check all of it; what is returned posts it."""
+        peer = g._checked_rank("peer", group_rank(g, "peer", self.peer, self.group_peer))
         if self.op is isend:
-            return isend(self.tensor, self.peer, self.group, self.tag, self.group_peer)
-        return irecv(self.tensor, self.peer, self.group, self.tag, self.group_peer)
+            return g._ready_isend(self.tensor, peer, self.tag)
+        post = g._ready_irecv(self.tensor, peer, self.tag)
+        return post if g is groups.world else lambda: _Received(post(), g.ranks)
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
@@ -124,7 +127,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         One Work an operation, in order; wait for all of them. Empty outside the group.
 
     Raises:
-        UsageError: the list is empty, or has operations on several groups; nothing was posted.
+        UsageError: an operation is wrong, there is none, or they are on several groups; nothing was posted.
 
     Example:
         >>> right, left = (rank + 1) % size, (rank - 1) % size
@@ -132,14 +135,22 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         >>> for work in dist.batch_isend_irecv(ops):
         ...     work.wait()
     """
-    if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
+    if not _is_batch(p2p_op_list):
         raise UsageError(f"p2p_op_list is {p2p_op_list!r}; give a list of at least one P2POp")
-    if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
+    group = p2p_op_list[0].group
+    if any(op.group is not group for op in p2p_op_list):
         raise UsageError(
             "the operations of one batch_isend_irecv must be on one group; make a batch for each"
         )
-    works = [op.start() for op in p2p_op_list]
-    return [work for work in works if work is not None]
+    g = groups.world if group is None else member_of(group, "batch_isend_irecv")
+    if g is None:
+        return []
+    ready = [op._ready(g) for op in p2p_op_list]
+    return [post() for post in ready]
+
+
+def _is_batch(ops: Any) -> bool:
+    return isinstance(ops, Sequence) and len(ops) > 0 and all(isinstance(op, P2POp) for op in ops)
 
 
 def _sender(g: Any, src: int | None, group_src: int | None) -> int | None:
@@ -167,6 +178,9 @@ class _Received(Work):
 
     def result(self) -> int:
         return self._ranks[self._work.source_rank()]
+
+    def _refuse_in_child(self) -> None:
+        self._work._refuse_in_child()
 
     def add_done_callback(self, callback: Callable[[Work], None]) -> None:
         self._work.add_done_callback(lambda _: callback(self))

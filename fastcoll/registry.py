@@ -10,6 +10,7 @@ import os
 import warnings
 from typing import Any, NoReturn, cast
 
+from .arguments import whole
 from .backends import Backend, BackendChoice
 from .errors import AbortedError, NotInitializedError, UsageError
 from .group import ProcessGroup
@@ -194,6 +195,7 @@ def get_global_rank(group: Group, group_rank: int) -> int:
         UsageError: the group has no such rank.
     """
     found = _entered(group)
+    group_rank = whole("group_rank", group_rank)
     if not 0 <= group_rank < found.size:
         raise UsageError(
             f"group rank {group_rank} is not in the group {found.name!r}, which has 0..{found.size - 1}"

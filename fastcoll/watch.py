@@ -50,6 +50,10 @@ class Vigil(ABC):
     def _reason(self, rank: int) -> str:
         """Why a rank FAILED the group."""
 
+    def _blamed(self, rank: int) -> tuple[Sequence[int], bool]:
+        """The global ranks that a rank which FAILED the group blames (none: itself), and whether for being late."""
+        return (), False
+
     @abstractmethod
     def _dead(self, working: Sequence[Member]) -> list[Member]:
         """Those members that are proven dead, of some that have neither left nor failed."""
@@ -92,12 +96,18 @@ class Vigil(ABC):
             return PeerDiedError(f"{names} died; {doing}", [member.rank for member in dead])
         for rank in others:
             if states[rank] == FAILED:
-                reason = f"{self.name(rank)} failed the group: {self._reason(rank)}; {doing}"
-                return AbortedError(reason, [self.members[rank].rank])
+                return self._passed_on(rank, self._reason(rank), *self._blamed(rank), doing)
         if gone := [rank for rank in needed if states[rank] == LEFT]:
             names = ", ".join(map(self.name, gone))
             return AbortedError(f"{names} left the group; {doing}", [self.members[r].rank for r in gone])
         return None
+
+    def _passed_on(self, rank: int, reason: str, blamed: Sequence[int], late: bool, doing: str) -> GroupError:
+        """The failure that a peer has told. Ranks that are late for it are so for all others that wait."""
+        text = f"{self.name(rank)} failed the group: {reason}; {doing}"
+        waits = late and self.members[self._rank].rank not in blamed
+        kind = CollectiveTimeoutError if waits else AbortedError
+        return kind(text, blamed or [self.members[rank].rank])
 
 
 class Wait:

@@ -7,11 +7,14 @@ last one has been idle for a while; kernels release the GIL, so the caller compu
 from __future__ import annotations
 
 import logging
+import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from datetime import timedelta
+from numbers import Integral, Real
 from typing import Any
 
 from .errors import AbortedError, CollectiveTimeoutError, UsageError
@@ -25,12 +28,30 @@ ENDLESS = threading.TIMEOUT_MAX
 """Seconds to wait where there is no limit. Where a library's handler of SIGINT has SA_RESTART set, as that of polars,
 Linux takes waits without a limit up again, and Ctrl-C would not end them."""
 
+_forks = 0  # between this process and the one that imported this file
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
 
 def seconds(timeout: Timeout, default: float) -> float:
-    """A timeout as seconds: a number of seconds, a timedelta, or None for the default."""
+    """A timeout as seconds: a number of seconds, a timedelta, or None for the default; ENDLESS at the most.
+
+    Raises:
+        UsageError: it is no time.
+    """
     if timeout is None:
         return default
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if isinstance(timeout, timedelta):
+        return min(timeout.total_seconds(), ENDLESS)
+    if isinstance(timeout, Real) and not math.isnan(limit := float(min(timeout, ENDLESS))):
+        return limit
+    raise UsageError(f"timeout is {timeout!r}; give seconds as a number, or a timedelta")
 
 
 def refuse_to_block(what: str) -> None:
@@ -59,6 +80,7 @@ class Work:
         self._result: Any = None
         self._error: BaseException | None = None
         self._describe = describe
+        self._forks = _forks
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Block until the operation is complete; True when it succeeded.
@@ -68,16 +90,26 @@ class Work:
 
         Raises:
             CollectiveTimeoutError: not complete within `timeout` (the operation goes on).
-            UsageError: called from a Work's callback before this operation is complete.
+            UsageError: called from a Work's callback before this operation is complete, or `timeout` is no time.
+            AbortedError: another process, from which this one was forked, has the operation under way.
             FastcollError: whatever ended the operation.
         """
-        if not self._done.is_set():
-            refuse_to_block(f"waiting for {self._describe}")
         limit = seconds(timeout, ENDLESS)
+        if not self._done.is_set():
+            self._refuse_in_child()
+            refuse_to_block(f"waiting for {self._describe}")
         if not self._done.wait(limit):
             raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
         self._join()
         return True
+
+    def _refuse_in_child(self) -> None:
+        """Raise where the operation would never be complete: in a child of fork, which has none of the threads."""
+        if self._forks != _forks and not self._done.is_set():
+            raise AbortedError(
+                f"{self._describe} is under way in the process from which process {os.getpid()} was forked; wait for "
+                "it there"
+            )
 
     def _join(self) -> None:
         """Wait on any thread, as one group's progress thread may for another's."""
@@ -107,9 +139,10 @@ class Work:
         self.wait()
         return self._result
 
-    def source_rank(self) -> int:
-        """Wait, then return the rank that a receive got its message from."""
-        return int(self.result())
+    def source_rank(self) -> int | Any:  # whoever has received need not look for None
+        """Wait, then return the rank that a receive got its message from; None for all other operations."""
+        result = self.result()
+        return int(result) if isinstance(result, Integral) else None
 
     def add_done_callback(self, callback: Callable[[Work], None]) -> None:
         """Call `callback(work)` once complete, on the progress thread, or now if it already is.
@@ -125,6 +158,7 @@ class Work:
     def __await__(self) -> Generator[Any, None, Any]:
         import asyncio  # a quarter of the time of importing this package, and few await
 
+        self._refuse_in_child()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 

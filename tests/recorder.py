@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastcoll.group import ProcessGroup
@@ -47,6 +48,12 @@ class Recorder(ProcessGroup):
         vars()[_name] = _record(_name)
     for _name in ProcessGroup.__abstractmethods__:
         vars()[_name] = _absent
+
+    def _ready_isend(self, *args: Any) -> Callable[[], Any]:
+        return partial(self.isend, *args)
+
+    def _ready_irecv(self, *args: Any) -> Callable[[], Any]:
+        return partial(self.irecv, *args)
 
     def _close(self, reason: object) -> None:
         self.closed += 1

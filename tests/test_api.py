@@ -192,6 +192,8 @@ def test_monitored_barrier_takes_a_timedelta(world: Recorder) -> None:
 def test_barrier_refuses_devices(world: Recorder) -> None:
     with pytest.raises(UsageError, match=r"device_ids is \[0\]"):
         dist.barrier(device_ids=[0])
+    with pytest.raises(UsageError, match="device_ids is 0"):
+        dist.barrier(device_ids=0)  # type: ignore[arg-type]
 
 
 def test_a_batch_is_posted_in_order(world: Recorder, part: Recorder) -> None:
@@ -205,6 +207,11 @@ def test_a_batch_is_posted_in_order(world: Recorder, part: Recorder) -> None:
 def test_a_wrong_batch_posts_nothing(world: Recorder, part: Recorder) -> None:
     with pytest.raises(UsageError, match="at least one P2POp"):
         dist.batch_isend_irecv([])
+    for no_list in (dist.P2POp, None, dist.P2POp(dist.isend, X, 2)):
+        with pytest.raises(UsageError, match="give a list of at least one P2POp"):
+            dist.batch_isend_irecv(no_list)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="peer is 3"):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, X, 2), dist.P2POp(dist.irecv, X, 3)])
     with pytest.raises(UsageError, match="one group"):
         dist.batch_isend_irecv([dist.P2POp(dist.isend, X, 2), dist.P2POp(dist.irecv, X, 2, part)])
     with pytest.raises(UsageError, match=r"give fastcoll\.isend or fastcoll\.irecv"):
@@ -212,6 +219,13 @@ def test_a_wrong_batch_posts_nothing(world: Recorder, part: Recorder) -> None:
     with pytest.raises(UsageError, match="give one of them"):
         dist.P2POp(dist.isend, X)
     assert world.calls == part.calls == []
+
+
+def test_outside_the_group_a_batch_warns_once(world: Recorder) -> None:
+    ops = [dist.P2POp(op, X, 0, NOT_A_MEMBER) for op in (dist.isend, dist.irecv)]
+    with pytest.warns(UserWarning, match="batch_isend_irecv on rank 1, which is not in the given") as caught:
+        assert dist.batch_isend_irecv(ops) == []
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_questions_about_groups(world: Recorder, part: Recorder) -> None:
@@ -227,6 +241,8 @@ def test_questions_about_groups(world: Recorder, part: Recorder) -> None:
     assert dist.GroupMember.WORLD is world
     with pytest.raises(UsageError, match="global rank 3 is not in the group"):
         dist.get_group_rank(part, 3)
+    with pytest.raises(UsageError, match=r"group_rank is 0\.0, a float"):
+        dist.get_global_rank(part, 0.0)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"group rank 3 is not in the group .* 0\.\.2"):
         dist.get_global_rank(part, 3)
     with pytest.raises(UsageError, match="not in the group"):

@@ -21,6 +21,26 @@ def test_a_ring_in_one_batch(rank: int, world_size: int) -> None:
     assert works[1].result() == left
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_batch_with_a_wrong_operation_posts_none(rank: int, world_size: int) -> None:
+    """What an earlier operation had posted would take the message of the next batch."""
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    sent, received, lost = np.full(2, float(rank)), np.zeros(2), np.zeros(2)
+    receive = dist.P2POp(dist.irecv, lost, left)
+    for wrong in (
+        dist.P2POp(dist.isend, [1.0, 2.0], right),
+        dist.P2POp(dist.isend, sent, world_size),
+        dist.P2POp(dist.isend, sent, right, tag=-1),
+    ):
+        with pytest.raises(dist.UsageError):
+            dist.batch_isend_irecv([receive, wrong])
+    ops = [dist.P2POp(dist.irecv, received, left), dist.P2POp(dist.isend, sent, right)]
+    for work in dist.batch_isend_irecv(ops):
+        assert work.wait(30)
+    assert received.tolist() == [left] * 2
+    assert not lost.any()
+
+
 @pytest.mark.ranks(4)
 def test_senders_are_global_ranks(rank: int) -> None:
     group = dist.new_group([1, 3])

@@ -1,15 +1,21 @@
-"""Work and ProgressQueue: Ctrl-C under other libraries' handlers, and where Python starts no thread."""
+"""Work and ProgressQueue: timeouts, forks, Ctrl-C under others' handlers, and where Python starts no thread."""
 
 from __future__ import annotations
 
+import math
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fastcoll.work import ProgressQueue, Work
+from fastcoll.errors import CollectiveTimeoutError, UsageError
+from fastcoll.work import ENDLESS, ProgressQueue, Work, seconds
 
 
 def refuse(start: Callable[[Any], None], thread: Any) -> None:
@@ -57,3 +63,64 @@ def test_ctrl_c_ends_a_wait_also_where_a_handler_restarts_system_calls() -> None
         signal.siginterrupt(signal.SIGINT, True)
         for timer in timers:
             timer.cancel()
+
+
+@pytest.mark.parametrize("long", [math.inf, 1e12, 10**400, timedelta.max])
+def test_a_timeout_beyond_what_the_system_can_wait_is_the_longest_that_it_can(long: Any) -> None:
+    assert seconds(long, 1.0) == ENDLESS
+
+
+@pytest.mark.parametrize("wrong", [math.nan, "x", [1]])
+def test_what_is_no_time_is_refused(wrong: Any) -> None:
+    done, pending = Work("done"), Work("pending")
+    done._finish()
+    for work in (done, pending):
+        with pytest.raises(UsageError, match="give seconds as a number, or a timedelta"):
+            work.wait(wrong)
+    with pytest.raises(CollectiveTimeoutError):
+        pending.wait(0)
+
+
+@pytest.mark.parametrize(("result", "source"), [(None, None), (2, 2), (np.int64(2), 2), (np.ones(1), None)])
+def test_only_a_receive_has_a_source(result: Any, source: int | None) -> None:
+    work = Work("operation")
+    work._finish(result)
+    assert work.source_rank() == source
+
+
+FORK = """
+import asyncio, os, signal
+from fastcoll.errors import AbortedError
+from fastcoll.p2p import _Received
+from fastcoll.work import Work
+
+async def wait_for(work):
+    await work
+
+done, pending = Work("done"), Work("recv from rank 1")
+done._finish(1)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    for work in (pending, _Received(pending, (0, 5))):
+        for wait in (work.wait, work.result, lambda: asyncio.run(wait_for(work))):
+            try:
+                wait()
+            except AbortedError as error:
+                assert f"recv from rank 1 is under way in the process from which process {os.getpid()}" in str(error)
+            else:
+                raise SystemExit("it came to an end")
+    assert done.result() == 1 and _Received(done, (0, 5)).result() == 5
+    own = Work("own")
+    own._finish(3)
+    assert own.result() == 3
+    raise SystemExit
+assert os.waitpid(child, 0)[1] == 0
+pending._finish(2)
+assert pending.result() == 2
+"""
+
+
+def test_a_child_of_fork_does_not_wait_for_what_its_parent_has_under_way() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -13,8 +13,10 @@ _HEADING = ("operation", "size", "type", "redop", "ps/element", "per element", "
 def per_element(rows: Sequence[Row]) -> list[str]:
     """The lines below the tables of a run; none where there is nothing to compare float32's sum with.
 
-    `per element` and `per byte` are factors: of float32's sum, at the same size of the same operation.
+    `per element` and `per byte` are factors: of float32's sum, at the same size of the same operation. Rows without
+    elements are left out.
     """
+    rows = [row for row in rows if row.count]
     lines = [_line(_cells(row, base)) for row in rows if (base := _base(rows, row)) is not None]
     if len(lines) < 2 or len({(row.type, row.redop) for row in rows if row.size}) < 2:
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import AbortedError, GroupError, PeerDiedError
+from ..errors import CollectiveTimeoutError, GroupError, PeerDiedError
 from ..members import Member, dead_among
 from ..watch import FAILED, IN_ORDER, LEFT, Vigil
 from .control import Control
@@ -80,12 +80,11 @@ class NetVigil(Vigil):
         notices = list(self._control.heard.values())
         return next((each for each in notices if each.died and set(each.ranks) - {me}), None)
 
-    def _failure_of_peer(self, doing: str) -> AbortedError | None:
+    def _failure_of_peer(self, doing: str) -> GroupError | None:
         """The failure that a peer has told, for which it or whoever it blames is at fault."""
         for notice in list(self._control.heard.values()):
             if notice.state == FAILED:
-                text = f"{self.name(notice.origin)} failed the group: {notice.text}; {doing}"
-                error = AbortedError(text, notice.ranks or [self.members[notice.origin].rank])
+                error = self._passed_on(notice.origin, notice.text, notice.ranks, notice.late, doing)
                 self._taken = (error, notice)
                 return error
         return None
@@ -99,8 +98,8 @@ class NetVigil(Vigil):
         taken = self._taken
         if taken is not None and taken[0] is self.failure:
             return taken[1]  # passed on as it was, not wrapped into another "failed the group"
-        died = isinstance(self.failure, PeerDiedError)
-        return Notice(FAILED, self._rank, self.failure.ranks, died, reason)
+        died, late = (isinstance(self.failure, kind) for kind in (PeerDiedError, CollectiveTimeoutError))
+        return Notice(FAILED, self._rank, self.failure.ranks, died, late, reason)
 
     def _state(self, rank: int) -> int:
         notice = self._control.heard.get(rank)

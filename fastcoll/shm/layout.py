@@ -17,7 +17,7 @@ lines, since adjacent-line prefetch makes neighbours share.
     PUBLISHED  word 0: see rounds.py (release)
     CONSUMED   word 0: see rounds.py (release)
     STATE      word 0: 0 in order, 1 left, 2 failed (release); word 1: length of the reason
-    REASON     the reason as UTF-8, at most REASON_BYTES
+    REASON     who is at fault and the reason as UTF-8 (vigil.py), at most REASON_BYTES
     ATTACHED   word 0: the nonce, once this rank has mapped the segment; before: words 1.. its CPUs
     QUOTA      word 0: cores that its cgroup allows; word 1: what FASTCOLL_LANES says there
     LANES      for each lane (lanes.py) two call lines, PUBLISHED and CONSUMED, as above. Its slots are a part of the
@@ -157,7 +157,7 @@ def plan(size: int, bytes_per_rank: int) -> Layout:
         need = max(2 * SLOTS * _SMALLEST_SLOT, -(-8 * (size - 1) * _SMALLEST_RING // 3))
         raise ResourceError(
             f"{bytes_per_rank} bytes of shared memory a rank are too few for {size} ranks, which need {need} each; "
-            "raise FASTCOLL_SHM_BYTES_PER_RANK or make /dev/shm larger"
+            "raise FASTCOLL_SHM_BYTES_PER_RANK"
         )
     return Layout(size, slot, ring)
 

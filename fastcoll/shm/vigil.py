@@ -1,13 +1,21 @@
-"""The state of a group's ranks in their segment: each writes its own state word and reason, all read them."""
+"""The state of a group's ranks in their segment: each writes its own state word and reason, all read them.
+
+A reason has a line before it that says whom it blames: `late 2` or `other 1 3`, with global ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..errors import CollectiveTimeoutError
 from ..members import Member, dead_among
 from ..watch import LEFT, Vigil
 from .layout import REASON, REASON_BYTES, STATE
 from .segment import Segment
+
+_LATE, _OTHER = "late", "other"
+_MOST_RANKS = 32
+"""That a reason blames: up to 200 of its REASON_BYTES in a world of 10,000."""
 
 
 class ShmVigil(Vigil):
@@ -30,12 +38,26 @@ class ShmVigil(Vigil):
         return int(self._segment.words[self._segment.word(rank, STATE)])
 
     def _reason(self, rank: int) -> str:
+        return self._told(rank).partition("\n")[2]
+
+    def _blamed(self, rank: int) -> tuple[Sequence[int], bool]:
+        how, *ranks = self._told(rank).partition("\n")[0].split()
+        return [int(blamed) for blamed in ranks], how == _LATE
+
+    def _told(self, rank: int) -> str:
         length = int(self._segment.words[self._segment.word(rank, STATE) + 1])
         return self._segment.text(rank, REASON, min(length, REASON_BYTES))
 
     def _publish(self, state: int, reason: str) -> None:
-        data = reason.encode()[:REASON_BYTES]
+        data = f"{self._blame()}\n{reason}".encode()[:REASON_BYTES]
         self._segment.write_text(self._rank, REASON, data)
         word = self._segment.word(self._rank, STATE)
         self._segment.words[word + 1] = len(data)
         self._segment.words[word] = state
+
+    def _blame(self) -> str:
+        """The line before the reason."""
+        if self.failure is None:
+            return _OTHER
+        how = _LATE if isinstance(self.failure, CollectiveTimeoutError) else _OTHER
+        return " ".join([how, *map(str, self.failure.ranks[:_MOST_RANKS])])

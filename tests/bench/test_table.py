@@ -95,6 +95,8 @@ def test_an_element_is_compared_with_one_of_float32s_sum():
         ["all_reduce", "4000", "float32", "custom", "4000", "2.00", "2.00"],
     ]
     assert len(lines[2]) == len(lines[3])
+    empty = replace(row(), size=0, count=0)
+    assert per_element([empty, replace(empty, type="float16"), row(), half, custom, other]) == lines
 
 
 @pytest.mark.parametrize("rows", [[row()], [row(), row("broadcast", redop="none")], [row("barrier", 0)]])

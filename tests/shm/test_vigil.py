@@ -1,0 +1,63 @@
+"""What ranks of one node tell one another of a failure: why, whom it blames, and whether for being late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from fastcoll.errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
+from fastcoll.members import Member
+from fastcoll.shm.layout import Layout
+from fastcoll.shm.segment import Segment, new_name, unlink
+from fastcoll.shm.vigil import ShmVigil
+
+FIRST_RANK = 10  # global ranks differ from group ranks
+
+
+@pytest.fixture
+def vigils() -> Iterator[list[ShmVigil]]:
+    members = [replace(Member.here(rank, 4, "shm"), rank=FIRST_RANK + rank) for rank in range(4)]
+    name = new_name()
+    segment = Segment.create(name, Layout(4, 4096, 4096))
+    unlink(name)
+    yield [ShmVigil(segment, members, rank) for rank in range(4)]
+    segment.close()
+
+
+def passed_on(vigil: ShmVigil) -> GroupError:
+    """What a rank makes of it that waits for another one, and fails with in its turn."""
+    found = vigil.verdict([], "barrier()")
+    assert found is not None
+    vigil.fail(found)
+    return found
+
+
+def test_whoever_passes_a_failure_on_is_not_at_fault(vigils: list[ShmVigil]) -> None:
+    vigils[1].fail(PeerDiedError("rank 13 died", [13]))
+    first, second = passed_on(vigils[0]), passed_on(vigils[2])
+    assert type(first) is type(second) is AbortedError
+    assert first.ranks == second.ranks == (13,)
+    assert "rank 11" in str(first)
+    assert "failed the group: rank 13 died; barrier()" in str(first)
+
+
+def test_who_blames_nobody_is_blamed(vigils: list[ShmVigil]) -> None:
+    vigils[1].fail(AbortedError("abort() was called"))
+    assert passed_on(vigils[0]).ranks == (11,)
+
+
+def test_a_timeout_is_one_for_all_but_the_late(vigils: list[ShmVigil]) -> None:
+    vigils[1].fail(CollectiveTimeoutError("rank 13 did not arrive", [13]))
+    for rank, kind in ((0, CollectiveTimeoutError), (2, CollectiveTimeoutError), (3, AbortedError)):
+        error = passed_on(vigils[rank])
+        assert type(error) is kind
+        assert error.ranks == (13,)
+
+
+def test_many_blamed_ranks_leave_room_for_the_reason(vigils: list[ShmVigil]) -> None:
+    vigils[1].fail(CollectiveTimeoutError("\u00e4" * 2000, range(100_000, 101_000)))
+    error = passed_on(vigils[0])
+    assert error.ranks == tuple(range(100_000, 100_032))
+    assert "\u00e4" * 300 in str(error)
