@@ -10,6 +10,7 @@ from typing import Any
 from .errors import UsageError
 
 MOST_STREAMS = 64
+MOST_SECONDS = 1e9  # of any timeout: 32 years; Python's locks wait for 292 (threading.TIMEOUT_MAX)
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,20 @@ class Setting:
 def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
+        raise ValueError("must be greater than 0")
+    return value
+
+
+def _limit(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= MOST_SECONDS:
+        raise ValueError(f"must be greater than 0 and at most {MOST_SECONDS:g}")
+    return value
+
+
+def _size(text: str) -> int:
+    value = int(text)
+    if value < 1:
         raise ValueError("must be greater than 0")
     return value
 
@@ -59,12 +74,12 @@ def _lanes(text: str) -> int:
 
 
 SETTINGS: dict[str, Setting] = {
-    "FASTCOLL_TIMEOUT": Setting(_positive, 1800.0, "seconds a call may take when no timeout is given"),
+    "FASTCOLL_TIMEOUT": Setting(_limit, 1800.0, "seconds a call may take when no timeout is given"),
     "FASTCOLL_WARN_AFTER": Setting(
         _positive, 10.0, "seconds after which a waiting rank names who is missing"
     ),
     "FASTCOLL_SHM_BYTES_PER_RANK": Setting(
-        int, 4 << 20, "shared memory a rank brings to each group, in bytes"
+        _size, 4 << 20, "shared memory a rank brings to each group, in bytes"
     ),
     "FASTCOLL_TUNING": Setting(
         str, "", "file with this machine's thresholds; default ~/.config/fastcoll/tuning.json, if it is there"

@@ -95,13 +95,15 @@ def broadcast_object_list(
         device: None or "cpu".
 
     Raises:
-        UsageError: on every rank, when an object cannot be pickled.
+        UsageError: on every rank, when an object cannot be pickled; on this rank alone, when
+            `object_list` is no list.
         MismatchError: the lists' lengths differ.
     """
     g = member_of(group, "broadcast_object_list")
     if g is None:
         return
     _check_device(device)
+    _check_list("object_list", object_list)
     root = group_rank(g, "src", src, group_src, 0)
     packed = _Packed(object_list) if g.rank == root else None
     sizes = _announce_sizes(g, packed, len(object_list), root)
@@ -126,18 +128,19 @@ def scatter_object_list(
 
     Raises:
         UsageError: on every rank, when the input list or an object in it is wrong; on this rank alone,
-            when the output list is empty.
+            when the output list is empty or no list.
     """
     g = member_of(group, "scatter_object_list")
     if g is None:
         return
+    _check_list("scatter_object_output_list", scatter_object_output_list)
     if not scatter_object_output_list:
         raise UsageError("scatter_object_output_list is empty; give a list of one item")
     root = group_rank(g, "src", src, group_src, 0)
     packed = None
     if g.rank == root:
-        given = scatter_object_input_list or []
-        packed = _Packed(given, _wrong_length("scatter_object_input_list", given, g.size))
+        given = [] if scatter_object_input_list is None else scatter_object_input_list
+        packed = _Packed(given, _wrong_length("scatter_object_input_list", given, g.size, Sequence))
     sizes = _announce_sizes(g, packed, g.size, root)
     own = np.empty(sizes[g.rank], np.uint8)
     g.scatter(own, packed.parts if packed else None, root)
@@ -158,12 +161,14 @@ def send_object_list(
         use_batch: no effect; it is for backends that connect peers anew for each single message.
 
     Raises:
-        UsageError: an object cannot be pickled; the receiver raises as well.
+        UsageError: an object cannot be pickled, and the receiver raises as well; or `object_list` is
+            no list.
     """
     g = member_of(group, "send_object_list")
     if g is None:
         return
     _check_device(device)
+    _check_list("object_list", object_list, Sequence)
     peer = group_rank(g, "dst", dst, group_dst)
     packed = _Packed(object_list)
     g.send(packed.sizes(len(object_list)), peer, _TAG)
@@ -188,12 +193,14 @@ def recv_object_list(
         The sender's global rank; -1 outside the group.
 
     Raises:
-        UsageError: the sender could not pickle an object, or sends another number of them.
+        UsageError: the sender could not pickle an object, or sends another number of them; or
+            `object_list` is no list.
     """
     g = member_of(group, "recv_object_list")
     if g is None:
         return -1
     _check_device(device)
+    _check_list("object_list", object_list)
     peer = None if src is None and group_src is None else group_rank(g, "src", src, group_src)
     sizes = np.empty(len(object_list), np.int64)
     sender = g.recv(sizes, peer, _TAG)
@@ -215,6 +222,8 @@ class _Packed:
     def __init__(self, objects: Sequence[Any], wrong: UsageError | None = None) -> None:
         self.error = wrong
         self.parts: list[Bytes] = []
+        if wrong is not None:
+            return
         try:
             self.parts = [np.frombuffer(pickle.dumps(obj, 5), np.uint8) for obj in objects]
         except Exception as error:  # __reduce__ and __getstate__ may raise anything
@@ -265,11 +274,22 @@ def _check_failures(g: ProcessGroup, failed: Sequence[int]) -> None:
         )
 
 
-def _wrong_length(name: str, items: Sequence[Any] | None, size: int) -> UsageError | None:
-    if items is not None and len(items) == size:
+def _wrong_length(name: str, items: Any, size: int, kind: type[Any] = list) -> UsageError | None:
+    """The error of a list that has not one item a rank, or is not of this kind."""
+    if isinstance(items, kind) and len(items) == size:
         return None
-    given = "None" if items is None else f"a list of {len(items)}"
+    given = f"a list of {len(items)}" if isinstance(items, kind) else _shown(items)
     return UsageError(f"{name} is {given}; give a list of {size} items, one a rank of the group")
+
+
+def _check_list(name: str, items: Any, kind: type[Any] = list) -> None:
+    """Before anything moves: a tuple, whose items cannot be replaced, would be refused only afterwards."""
+    if not isinstance(items, kind):
+        raise UsageError(f"{name} is {_shown(items)}; give a list of objects")
+
+
+def _shown(items: Any) -> str:
+    return "None" if items is None else f"a {type(items).__name__}"
 
 
 def _check_device(device: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .arguments import wholes
 from .arrays import Adopted
 from .carrier import Call
 from .errors import ArrayError, UsageError
@@ -29,14 +30,28 @@ def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
     """
     if not isinstance(op, ReduceOp):
         raise UsageError(f"op is {op!r}; give a fastcoll.ReduceOp, e.g. ReduceOp.SUM")
-    if op.code != PREMUL_SUM or type(x) is not np.ndarray:
+    if op.code != PREMUL_SUM:
         return x, op
-    if x.dtype.kind in "biu":
-        raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {x.dtype}; scale it beforehand")
+    factor = _factor(op, x.dtype)
+    if type(x) is not np.ndarray:
+        return x, op
     if x.dtype.name == "bfloat16":
-        factor = widened(rounded(np.array([op.factor], np.float32), x.dtype))
-        return rounded(widened(x) * factor, x.dtype), ReduceOp.SUM
-    return np.asarray(x * x.dtype.type(op.factor), x.dtype), ReduceOp.SUM
+        return rounded(widened(x) * widened(rounded(factor, x.dtype)), x.dtype), ReduceOp.SUM
+    return np.asarray(x * factor, x.dtype), ReduceOp.SUM
+
+
+def _factor(op: ReduceOp, dtype: np.dtype[Any]) -> Array:
+    """PREMUL_SUM's factor as the array's dtype has it; as float32 for bfloat16."""
+    if dtype.kind not in "fc" and dtype.name != "bfloat16":
+        raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {dtype}; scale it beforehand")
+    if np.iscomplexobj(op.factor) and dtype.kind != "c":
+        raise UsageError(
+            f"PREMUL_SUM's factor is {op.factor!r}, and the array is {dtype}; give a real number"
+        )
+    try:
+        return np.array(op.factor, dtype if dtype.kind in "fc" else np.float32)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UsageError(f"PREMUL_SUM's factor {op.factor!r:.80} is no number of {dtype}: {error}") from error
 
 
 def arrays_of(items: Sequence[Adopted] | None) -> list[Array] | None:
@@ -111,13 +126,14 @@ def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> li
 def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) -> list[Array]:
     """The n parts of x along its first dimension."""
     rows = x.shape[0] if x.ndim else 1
-    if splits is None:
+    if splits is not None:
+        sizes = wholes(f"{name}_split_sizes", splits)
+    else:
         if rows % n:
             raise UsageError(
                 f"{name} has {rows} rows, which {n} ranks cannot share equally; give {name}_split_sizes"
             )
-        splits = [rows // n] * n
-    sizes = [int(s) for s in splits]
+        sizes = [rows // n] * n
     if len(sizes) != n or min(sizes) < 0 or sum(sizes) != rows:
         raise UsageError(
             f"{name}_split_sizes is {sizes}; expected {n} sizes >= 0 that add up to the {rows} rows of {name}"

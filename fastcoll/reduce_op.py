@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType, NoneType
+from contextlib import suppress
+from numbers import Number
+from types import CellType, CodeType, FunctionType, NoneType
 from typing import Any, ClassVar
 
 from .errors import UsageError
@@ -54,8 +56,14 @@ class ReduceOp:
         """Multiply this rank's array by the scalar `factor`, then add over the ranks.
 
         The factor may differ from rank to rank. Float and complex dtypes only.
+
+        Args:
+            factor: a number, or an array of one element; real for float dtypes.
+
+        Raises:
+            UsageError: it is something else.
         """
-        return ReduceOp("PREMUL_SUM", PREMUL_SUM, factor=factor)
+        return ReduceOp("PREMUL_SUM", PREMUL_SUM, factor=_number(factor))
 
     @staticmethod
     def custom(function: Callable[[Any, Any], Any], name: str | None = None) -> ReduceOp:
@@ -88,14 +96,33 @@ for _code in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR):
     setattr(ReduceOp, NAMES[_code], ReduceOp(NAMES[_code], _code))
 
 
+def _number(factor: Any) -> Any:
+    """The number that PREMUL_SUM multiplies by, taken out of an array of one element."""
+    value = factor
+    if hasattr(factor, "item") and not isinstance(factor, Number):
+        with suppress(RuntimeError, TypeError, ValueError):  # more than one element
+            value = factor.item()
+    if not isinstance(value, Number):
+        raise UsageError(f"PREMUL_SUM's factor is {factor!r:.80}, a {type(factor).__name__}; give one number")
+    return value
+
+
 def _fingerprint(function: Callable[..., Any], label: str) -> int:
     """15 bits that are the same for the same function on every rank (process-independent)."""
     plain = getattr(function, "py_func", function)
     text = label
     if isinstance(plain, FunctionType):
-        cells = [cell.cell_contents for cell in plain.__closure__ or ()]
+        cells = [value for cell in plain.__closure__ or () for value in _contents(cell)]
         text += _describe_code(plain.__code__) + _describe_values([*(plain.__defaults__ or ()), *cells])
     return zlib.crc32(text.encode()) & 0x7FFF
+
+
+def _contents(cell: CellType) -> list[Any]:
+    """What is in a cell: nothing while the name that the function refers to is not bound yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 def _describe_code(code: CodeType) -> str:

@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 from .arguments import positive_seconds, whole, wholes
 from .arrays import Array
 from .errors import ArrayError, UsageError
+from .group import ProcessGroup
 from .memory import SymmetricMemory, memory_of
 from .registry import Group, member_of
 from .work import Timeout
@@ -48,17 +49,14 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Grou
         >>> fastcoll.all_reduce(x)  # as ever, but nothing is staged
     """
     g = member_of(group, "symmetric.empty")
-    if g is None:
-        return None
-    kind = _checked_dtype(dtype)
-    sizes = _checked_shape(shape)
-    memory = g.symmetric_memory(math.prod(sizes) * kind.itemsize, f"shape {sizes} of {_name(kind)}")
-    return memory.array(sizes, kind)
+    return None if g is None else _made(g, shape, dtype)
 
 
 def zeros(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Group = None) -> Any:
     """As `empty`, and every element is 0."""
-    return empty(shape, dtype, group)  # the system clears memory before it gives it to a process
+    g = member_of(group, "symmetric.zeros")
+    # The system clears memory before it gives it to a process.
+    return None if g is None else _made(g, shape, dtype)
 
 
 def is_symmetric(x: Any) -> bool:
@@ -134,6 +132,13 @@ def wait(
     memory = _memory("x", x)
     limit = None if timeout is None else positive_seconds(timeout, 0.0)
     memory.wait(_group_rank(memory, rank, group_rank), _checked_channel(memory, channel), limit)
+
+
+def _made(g: ProcessGroup, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
+    kind = _checked_dtype(dtype)
+    sizes = _checked_shape(shape)
+    memory = g.symmetric_memory(math.prod(sizes) * kind.itemsize, f"shape {sizes} of {_name(kind)}")
+    return memory.array(sizes, kind)
 
 
 def _memory(what: str, x: Any) -> SymmetricMemory:

@@ -154,6 +154,38 @@ def test_a_wrong_list_is_an_error_on_every_rank(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("given", [(1, 2), None, 5, np.zeros(2, object)], ids=["tuple", "None", "5", "array"])
+def test_what_is_no_list_is_refused_before_anything_moves(rank: int, given: Any) -> None:
+    calls: list[Any] = [
+        lambda: dist.all_gather_object(given, rank),
+        lambda: dist.gather_object(rank, given if rank == 0 else None, dst=0),
+        lambda: dist.broadcast_object_list(given, 0),
+        lambda: dist.scatter_object_list(given, [1, 2] if rank == 0 else None, 0),
+        lambda: dist.scatter_object_list([None], 5 if rank == 0 else None, 0),
+        lambda: dist.recv_object_list(given, 1 - rank),
+        lambda: dist.send_object_list(None if given is None else 5, 1 - rank),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=r"give a list|could not give its own"):
+            call()
+    found: list[Any] = [None] * 2
+    dist.all_gather_object(found, rank)
+    assert found == [0, 1]
+
+
+@pytest.mark.ranks(2)
+def test_a_sequence_that_is_only_read_may_be_a_tuple(rank: int) -> None:
+    found: list[Any] = [None]
+    dist.scatter_object_list(found, (7, 8) if rank == 0 else None, 0)
+    assert found == [7 + rank]
+    if rank == 0:
+        dist.send_object_list((9,), 1)
+    else:
+        dist.recv_object_list(found, 0)
+        assert found == [9]
+
+
+@pytest.mark.ranks(2)
 def test_lists_of_different_lengths_do_not_match(rank: int) -> None:
     with pytest.raises(dist.MismatchError):
         dist.broadcast_object_list([None] * (1 + rank), src=0)

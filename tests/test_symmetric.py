@@ -155,8 +155,10 @@ def test_asynchronous_averaged_scaled_and_strided(rank, world_size):
 def test_in_a_group_of_some_ranks(rank, world_size):
     some = dist.new_group([0, 2])
     if rank == 1:
-        with pytest.warns(UserWarning, match="not in the given group"):
-            assert symmetric.empty(3, group=some) is None
+        for make in (symmetric.empty, symmetric.zeros):
+            with pytest.warns(UserWarning, match=rf"symmetric\.{make.__name__} on rank 1") as warned:
+                assert make(3, group=some) is None
+            assert warned[0].filename == __file__
         return
     x = symmetric.zeros(10_000, group=some)
     x[...] = rank

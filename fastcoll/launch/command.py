@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = _job(parser, options)
     logs: Path | None = options.log_dir
     if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
+        _make(parser, logs)
     if single := job.single_threaded(os.environ):
         sys.stderr.write(
             f"fastcoll.launch: {' and '.join(single)} set to 1, as {job.local_size} ranks share this node\n"
@@ -95,10 +95,21 @@ def _nodes(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"give a number of seconds from 0 up, not {text!r}")
     return value
+
+
+def _make(parser: argparse.ArgumentParser, logs: Path) -> None:
+    """Make the folder of --log_dir; ends the process with a usage error where that cannot be."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--log_dir {str(logs)!r} cannot be made: {error.strerror}; give another folder")
 
 
 def _job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:

@@ -12,10 +12,11 @@ import time
 import weakref
 from datetime import timedelta
 
+from ..arguments import whole
 from ..errors import StoreError, UsageError
 from ..processes import ProcessId
 from .shared_log import SharedLog
-from .store import DEFAULT_TIMEOUT, not_set
+from .store import DEFAULT_TIMEOUT
 from .table import Request
 from .table_store import TableStore
 
@@ -47,11 +48,11 @@ class FileStore(TableStore):
     ) -> None:
         self._timeout = self._limit(timeout)
         self.path = os.fspath(file_name)
-        self.world_size = world_size
+        self.world_size = whole("world_size", world_size)
         self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._log = SharedLog(self.path, time.monotonic() + self._timeout)
-        self._leave = weakref.finalize(self, _leave, self._log, world_size, self._pid)
+        self._leave = weakref.finalize(self, _leave, self._log, self.world_size, self._pid)
 
     def participants(self) -> list[ProcessId]:
         """The processes that have the file open, as they wrote themselves down.
@@ -68,7 +69,7 @@ class FileStore(TableStore):
             self._closed = True
             self._leave()
 
-    def _ask(self, request: Request) -> list[bytes]:
+    def _ask(self, request: Request) -> list[bytes] | bytes:
         self._check_process()
         deadline = time.monotonic() + request.timeout
         pause = _PAUSE_FIRST
@@ -76,7 +77,7 @@ class FileStore(TableStore):
         while isinstance(answer, bytes):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise not_set([answer.decode()], request.timeout)
+                break
             time.sleep(min(pause, left))
             pause = min(2 * pause, _PAUSE_MOST)
             if self._may_go(request):

@@ -6,7 +6,6 @@ import threading
 import time
 
 from ..errors import StoreError
-from .store import not_set
 from .table import CHANGING, Request, Table
 from .table_store import TableStore
 
@@ -30,7 +29,7 @@ class HashStore(TableStore):
             self._closed = True
             self._changed.notify_all()
 
-    def _ask(self, request: Request) -> list[bytes]:
+    def _ask(self, request: Request) -> list[bytes] | bytes:
         deadline = time.monotonic() + request.timeout
         with self._changed:
             while (missing := self._table.first_missing(request)) is not None:
@@ -38,7 +37,7 @@ class HashStore(TableStore):
                 if self._closed:
                     raise StoreError("this HashStore was closed while a call waited in it")
                 if left <= 0:
-                    raise not_set([missing.decode()], request.timeout)
+                    return missing
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
             if request.op in CHANGING:
                 self._changed.notify_all()

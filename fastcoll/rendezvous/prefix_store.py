@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from ..work import Timeout
-from .store import Store
+from .store import Store, checked_key, checked_keys
 
 
 class PrefixStore(Store):
@@ -70,7 +70,7 @@ class PrefixStore(Store):
         self.underlying_store.set_timeout(timeout)
 
     def _name(self, key: str) -> str:
-        return f"{self.prefix}/{key}"
+        return f"{self.prefix}/{checked_key(key)}"
 
     def _names(self, keys: Sequence[str]) -> list[str]:
-        return [self._name(key) for key in keys]
+        return [f"{self.prefix}/{key}" for key in checked_keys(keys)]

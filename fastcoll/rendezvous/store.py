@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from ..config import MOST_SECONDS
 from ..errors import StoreTimeoutError, UnavailableError, UsageError
 from ..work import Timeout, seconds
 
 S = TypeVar("S", bound="Store")
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
+MAX_TIMEOUT = MOST_SECONDS
+LISTED = 16  # so many things a message names at most
 
 
 class Store(ABC):
@@ -64,6 +67,7 @@ class Store(ABC):
             StoreTimeoutError: some key was not set in time. A subclass's own `wait` must raise a
                 TimeoutError too.
         """
+        keys = checked_keys(keys)
         limit = self._limit(timeout)
         deadline = time.monotonic() + limit
         pause = 0.001
@@ -77,7 +81,7 @@ class Store(ABC):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all `keys`, once they are set."""
-        return [self.get(key) for key in keys]
+        return [self.get(key) for key in checked_keys(keys)]
 
     def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
         """The values of all `keys`, once they are set: `wait`, then `multi_get`, in one message where it can be.
@@ -93,13 +97,13 @@ class Store(ABC):
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values of those of `keys` that are set now, None for the others. Does not wait for others."""
-        return [self.get(key) if self.check([key]) else None for key in keys]
+        return [self.get(key) if self.check([key]) else None for key in checked_keys(keys)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set each of `keys` to the value at the same place in `values`.
 
         Raises:
-            UsageError: the lengths differ.
+            UsageError: the lengths differ, or a key is no text.
         """
         for key, value in pairs(keys, values):
             self.set(key, value)
@@ -155,20 +159,46 @@ class Store(ABC):
         raise UnavailableError(f"{name} has no {method}; override Store.{method} in {name} to use it")
 
 
-MAX_TIMEOUT = 1e9
+def checked_key(key: Any) -> str:
+    """The key, if it is one.
+
+    Raises:
+        UsageError: it is no text.
+    """
+    if not isinstance(key, str):
+        raise UsageError(f"a store's key is text, got {type(key).__name__} {key!r:.80}")
+    return key
 
 
-def pairs(keys: Sequence[str], values: Sequence[str | bytes]) -> list[tuple[str, str | bytes]]:
+def checked_keys(keys: Any) -> list[str]:
+    """The keys in a list of them.
+
+    Raises:
+        UsageError: it is no list (but a text, as for one key), or holds something else.
+    """
+    return [checked_key(key) for key in _items("keys", keys)]
+
+
+def pairs(keys: Any, values: Any) -> list[tuple[str, str | bytes]]:
     """Keys with their values.
 
     Raises:
-        UsageError: the lengths differ.
+        UsageError: the lengths differ, a key is no text, or one of the two is no list.
     """
-    if len(keys) != len(values):
+    names, items = checked_keys(keys), _items("values", values)
+    if len(names) != len(items):
         raise UsageError(
-            f"multi_set got {len(keys)} keys and {len(values)} values; give a value for each key"
+            f"multi_set got {len(names)} keys and {len(items)} values; give a value for each key"
         )
-    return list(zip(keys, values, strict=True))
+    return list(zip(names, items, strict=True))
+
+
+def _items(what: str, items: Any) -> list[Any]:
+    if isinstance(items, str | bytes):
+        raise UsageError(f"{what} is a list of {what}, got {items!r:.80}; write [{items!r:.80}]")
+    if not isinstance(items, Iterable):
+        raise UsageError(f"{what} is a list of {what}, got {type(items).__name__} {items!r:.80}")
+    return list(items)
 
 
 def not_set(keys: Sequence[str], limit: float) -> StoreTimeoutError:
@@ -180,4 +210,6 @@ def not_set(keys: Sequence[str], limit: float) -> StoreTimeoutError:
 
 def listed(items: Sequence[object]) -> str:
     """The first of `items`, as messages show them."""
-    return ", ".join(map(str, items[:16])) + (f", ... ({len(items)} in all)" if len(items) > 16 else "")
+    return ", ".join(map(str, items[:LISTED])) + (
+        f", ... ({len(items)} in all)" if len(items) > LISTED else ""
+    )

@@ -9,9 +9,10 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
+from ..arguments import whole
 from ..errors import StoreError, UsageError
 from ..work import Timeout
-from .store import Store, pairs
+from .store import LISTED, Store, checked_key, checked_keys, not_set, pairs
 from .table import MAX_ANSWER, MAX_KEY, MAX_KEYS_PER_REQUEST, MAX_VALUE, Op, Request
 
 
@@ -21,13 +22,12 @@ class TableStore(Store):
     _closed = False
 
     @abstractmethod
-    def _ask(self, request: Request) -> list[bytes]:
-        """Carry out `request` and return its answer.
+    def _ask(self, request: Request) -> list[bytes] | bytes:
+        """Carry out `request` and return its answer, or the first key that is still missing in the end.
 
         Blocks for `request.timeout` seconds while keys of a GET or WAIT are missing.
 
         Raises:
-            StoreTimeoutError: they were still missing then.
             StoreError: the table refused, or cannot be reached.
         """
 
@@ -38,28 +38,32 @@ class TableStore(Store):
         return self._do(Op.GET, [key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._do(Op.ADD, [key], [str(int(amount))])[0])
+        return int(self._do(Op.ADD, [key], [f"{whole('amount', amount):d}"])[0])
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._do(Op.CHECK, part)[0] == b"1" for part in _parts(keys))
+        return all(self._do(Op.CHECK, part)[0] == b"1" for part in _parts(checked_keys(keys)))
 
     def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
-        deadline = time.monotonic() + self._limit(timeout)
-        for part in _parts(keys):
-            self._do(Op.WAIT, part, timeout=max(deadline - time.monotonic(), 0.0))
+        limit = self._limit(timeout)
+        deadline = time.monotonic() + limit
+        for part in _parts(checked_keys(keys)):
+            self._do(Op.WAIT, part, limit=limit, deadline=deadline)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self.fetch(keys)
 
     def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
-        deadline = time.monotonic() + self._limit(timeout)
+        keys = checked_keys(keys)
+        limit = self._limit(timeout)
+        deadline = time.monotonic() + limit
         values: list[bytes] = []
         while len(values) < len(keys):
             part = keys[len(values) : len(values) + MAX_KEYS_PER_REQUEST]
-            values += self._do(Op.GET, part, timeout=max(deadline - time.monotonic(), 0.0))
+            values += self._do(Op.GET, part, limit=limit, deadline=deadline)
         return values
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        keys = checked_keys(keys)
         values: list[bytes | None] = []
         while len(values) < len(keys):
             part = keys[len(values) : len(values) + MAX_KEYS_PER_REQUEST]
@@ -68,15 +72,14 @@ class TableStore(Store):
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        batch: list[tuple[str, str | bytes]] = []
+        batch: list[tuple[str, bytes]] = []
         size = 0
-        for pair in pairs(keys, values):
-            # A character is at most four bytes of UTF-8.
-            weight = 4 * len(pair[0]) + (4 if isinstance(pair[1], str) else 1) * len(pair[1]) + 8
+        for key, data in [(key, _value(value)) for key, value in pairs(keys, values)]:
+            weight = 4 * len(key) + len(data) + 8  # a character is at most four bytes of UTF-8
             if batch and (size + weight > MAX_ANSWER or len(batch) == MAX_KEYS_PER_REQUEST):
                 self._set_all(batch)
                 batch, size = [], 0
-            batch.append(pair)
+            batch.append((key, data))
             size += weight
         if batch:
             self._set_all(batch)
@@ -93,7 +96,7 @@ class TableStore(Store):
     def num_keys(self) -> int:
         return int(self._do(Op.NUM_KEYS)[0])
 
-    def _set_all(self, batch: Sequence[tuple[str, str | bytes]]) -> None:
+    def _set_all(self, batch: Sequence[tuple[str, bytes]]) -> None:
         self._do(Op.SET, [key for key, _ in batch], [value for _, value in batch])
 
     def _do(
@@ -101,25 +104,44 @@ class TableStore(Store):
         op: Op,
         keys: Sequence[str] = (),
         values: Sequence[str | bytes] = (),
-        timeout: float | None = None,
+        limit: float | None = None,
+        deadline: float | None = None,
     ) -> list[bytes]:
+        """The answer to one request.
+
+        Args:
+            limit: the timeout of the call that this is a part of; None: the store's.
+            deadline: when that has passed; None: `limit` seconds from now.
+
+        Raises:
+            StoreTimeoutError: keys of a GET or WAIT are still missing then.
+        """
         if self._closed:
             raise StoreError(f"this {type(self).__name__} is closed")
-        limit = self._timeout if timeout is None else timeout
-        return self._ask(Request(op, tuple(map(_key, keys)), tuple(map(_value, values)), limit))
+        limit = self._timeout if limit is None else limit
+        left = limit if deadline is None else max(deadline - time.monotonic(), 0.0)
+        answer = self._ask(Request(op, tuple(map(_key, keys)), tuple(map(_value, values)), left))
+        if isinstance(answer, bytes):
+            raise not_set(self._missing(keys) or [answer.decode()], limit)
+        return answer
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of a few keys that are not set. Of many none: waits in short steps would ask this every time."""
+        if not 1 < len(keys) <= LISTED:
+            return []
+        found: list[bytes] = []
+        while len(found) < len(keys):
+            found += self._do(Op.PEEK, keys[len(found) :], limit=0.0)
+        return [key for key, field in zip(keys, found, strict=True) if not field]
 
 
-def _parts(keys: Sequence[str]) -> list[Sequence[str]]:
+def _parts(keys: list[str]) -> list[list[str]]:
     """`keys` in pieces that one request can hold."""
-    if isinstance(keys, str):
-        raise UsageError(f"keys is a list of keys, got the text {keys!r}; write [{keys!r}]")
     return [keys[i : i + MAX_KEYS_PER_REQUEST] for i in range(0, len(keys), MAX_KEYS_PER_REQUEST)]
 
 
 def _key(key: str) -> bytes:
-    if not isinstance(key, str):
-        raise UsageError(f"a store's key is text, got {type(key).__name__} {key!r}")
-    data = key.encode()
+    data = checked_key(key).encode()
     if len(data) > MAX_KEY:
         raise UsageError(f"a store's key has at most {MAX_KEY} bytes, got {len(data)}: {key[:40]!r}...")
     return data

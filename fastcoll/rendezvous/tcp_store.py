@@ -7,14 +7,16 @@ import os
 import threading
 import weakref
 from datetime import timedelta
+from typing import Any
 
+from ..arguments import whole
 from ..errors import StoreError, StoreTimeoutError, UsageError
 from ..secret import job_secret
 from .address import shown
-from .store import DEFAULT_TIMEOUT, not_set
+from .store import DEFAULT_TIMEOUT
 from .table import Request
 from .table_store import TableStore
-from .tcp_connection import TCPConnection, connect
+from .tcp_connection import LostError, TCPConnection, connect
 from .tcp_server import TCPServer
 from .wire import Status
 
@@ -38,7 +40,7 @@ class TCPStore(TableStore):
         multi_tenant: share the server of an earlier master on this port in this process.
 
     Raises:
-        UsageError: `port` or `host_name` cannot be meant.
+        UsageError: an argument cannot be meant.
         ResourceError: the port is in use; the message names the holder where it can be seen.
         StoreTimeoutError: no server, or not all workers, within `timeout`.
 
@@ -59,7 +61,7 @@ class TCPStore(TableStore):
         multi_tenant: bool = False,
     ) -> None:
         self._timeout = self._limit(timeout)
-        _check_arguments(port, world_size, is_master)
+        port, world_size = _checked_arguments(host_name, port, world_size, is_master)
         self._secret = job_secret()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -105,16 +107,18 @@ class TCPStore(TableStore):
         for connection in [*self._idle, *self._busy]:
             connection.close()
 
-    def _ask(self, request: Request) -> list[bytes]:
+    def _ask(self, request: Request) -> list[bytes] | bytes:
         connection = self._borrow()
         try:
             status, fields = connection.ask(request)
-        except BaseException:
+        except BaseException as error:
             self._give_back(connection, usable=False)
+            if self._closed and isinstance(error, LostError):
+                raise StoreError("this TCPStore was closed while a call waited in it") from error
             raise
         self._give_back(connection, usable=True)
         if status is Status.TIMEOUT:
-            raise not_set([fields[0].decode()], request.timeout)
+            return fields[0]
         if status is Status.REFUSED:
             raise StoreError(fields[0].decode())
         return fields
@@ -176,13 +180,19 @@ class TCPStore(TableStore):
             ) from error
 
 
-def _check_arguments(port: int, world_size: int | None, is_master: bool) -> None:
+def _checked_arguments(host: Any, port: Any, world_size: Any, is_master: bool) -> tuple[int, int | None]:
+    """The port and the world size, as plain integers."""
+    if not isinstance(host, str):
+        raise UsageError(f"host_name is {host!r}, a {type(host).__name__}; give a name or an address as text")
+    port = whole("port", port)
+    world_size = None if world_size is None else whole("world_size", world_size)
     if not 0 <= port <= 65535:
         raise UsageError(f"a store's port is 0 to 65535, got {port}")
     if port == 0 and not is_master:
         raise UsageError("port 0 takes a free port and is for the master only; give the master's port")
     if world_size is not None and (world_size < -1 or world_size == 0):
         raise UsageError(f"world_size counts the processes that open the store, got {world_size}")
+    return port, world_size
 
 
 def _reachable(host: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import config
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
-from ..members import Member, dead_among
+from ..members import Member, gone_among
 from ..operands import Array
 from ..rendezvous import Store
 from ..rendezvous.join import wait_for
@@ -67,7 +67,7 @@ def meet(
             segment.close()
             raise
     except ResourceError as error:
-        if not isinstance(error, _Told):
+        if not store.check(["refused"]):  # else another rank has told why
             store.set("refused", f"rank {members[rank].rank}: {error}")
             store.multi_set(["segment", "created"], [b"refused", b"refused"])
         raise
@@ -77,25 +77,29 @@ def meet(
     return segment, cores, lanes
 
 
-class _Told(ResourceError):
-    """Another rank refused and has told why."""
-
-
 def _await(store: Store, key: str, members: Sequence[Member], timeout: float) -> bytes:
     wait_for(store, [key], members, timeout, _DOING)
     value = store.get(key)
     if value == b"refused":
-        raise _Told(store.get("refused").decode())
+        raise _told(store)
     return value
+
+
+def _told(store: Store) -> ResourceError:
+    """The error of a rank that refused and has told why."""
+    return ResourceError(store.get("refused").decode())
 
 
 def _choose(size: int) -> Layout:
     """Sizes that fit into half of what /dev/shm has left, since others need some as well."""
     wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
+    free = shared.free_bytes() // 2 // size
+    if wanted <= free:
+        return plan(size, wanted)
     try:
-        return plan(size, min(wanted, shared.free_bytes() // 2 // size))
+        return plan(size, free)
     except ResourceError as error:
-        raise ResourceError(f"{shared.shortage(size * wanted)} ({error})") from error
+        raise ResourceError(shared.shortage(size * wanted, "free what fills it")) from error
 
 
 class _Look:
@@ -115,8 +119,8 @@ class _Look:
         self._next = now + 0.05
         names = ", ".join(str(self._members[r].rank) for r in missing)
         if self._store.check(["refused"]):
-            raise _Told(self._store.get("refused").decode())
-        if dead := dead_among(self._members):
+            raise _told(self._store)
+        if dead := gone_among(self._members):
             raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
         if now > self._end:
             ranks = [self._members[r].rank for r in missing]

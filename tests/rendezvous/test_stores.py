@@ -113,6 +113,10 @@ def test_what_nobody_sets_is_named(store: Store) -> None:
         store.wait(["here", "gone"], 0.01)
     with pytest.raises(TimeoutError):
         store.wait(["gone"], timedelta(0))
+    both = r"'(a/b/)?gone', '(a/b/)?lost' was not set .* within 0.01 s"
+    for ask in (store.wait, store.fetch):
+        with pytest.raises(StoreTimeoutError, match=both):
+            ask(["gone", "here", "lost"], 0.01)
     store.set("gone", "back")
     assert store.get("gone") == b"back"
 
@@ -151,13 +155,43 @@ def test_values_as_large_as_they_may_be(full_store: Store) -> None:
         (lambda s: s.set("k" * (MAX_KEY + 1), "1"), "key has at most"),
         (lambda s: s.set(b"key", "1"), "key is text"),
         (lambda s: s.set("key", 1), "value is text or bytes, got int"),
-        (lambda s: s.wait("key"), r"write \['key'\]"),
-        (lambda s: s.wait(["key"], -1), "timeout is 0 to"),
-        (lambda s: s.set_timeout(float("nan")), "timeout is 0 to"),
+        (lambda s: s.get(b"key"), "key is text, got bytes"),
+        (lambda s: s.set(5, "1"), "key is text, got int"),
+        (lambda s: s.add(None, 1), "key is text, got NoneType"),
+        (lambda s: s.delete_key(5), "key is text"),
+        (lambda s: s.add("n", 1.7), "amount is 1.7, a float"),
+        (lambda s: s.add("n", "x"), "amount is 'x', a str"),
+        (lambda s: s.multi_set("ab", ["1", "2"]), "keys is a list of keys"),
+        (lambda s: s.multi_set(["a", "b"], "12"), "values is a list of values"),
+        (lambda s: s.multi_set(["a", "b"], ["1", 2]), "value is text or bytes, got int"),
+        (lambda s: s.multi_set(["a", 5], ["1", "2"]), "key is text, got int"),
+        (lambda s: s.compare_set("a", None, "b"), "value is text or bytes"),
     ],
 )
-def test_misuse_is_refused(call, message: str) -> None:
-    with HashStore() as store, pytest.raises(UsageError, match=message):
+def test_misuse_is_refused(call, message: str, full_store: Store) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(full_store)
+    assert full_store.num_keys() == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.wait("key"), r"write \['key'\]"),
+        (lambda s: s.multi_get("key"), r"write \['key'\]"),
+        (lambda s: s.fetch("key"), r"write \['key'\]"),
+        (lambda s: s.peek("key"), r"write \['key'\]"),
+        (lambda s: s.peek(b"key"), r"write \[b'key'\]"),
+        (lambda s: s.wait(5), "keys is a list of keys, got int 5"),
+        (lambda s: s.wait(["a", 5]), "key is text, got int 5"),
+        (lambda s: s.wait(["key"], -1), "timeout is 0 to"),
+        (lambda s: s.wait(["key"], "3"), "timeout is '3'"),
+        (lambda s: s.set_timeout(float("nan")), "timeout is nan"),
+        (lambda s: s.set_timeout(float("inf")), "timeout is 0 to"),
+    ],
+)
+def test_what_is_no_list_of_keys_or_no_timeout_is_refused(call, message: str, store: Store) -> None:
+    with pytest.raises(UsageError, match=message):
         call(store)
 
 
@@ -229,6 +263,7 @@ def test_closed_means_closed(kind: str, tmp_path: Path, in_threads) -> None:
     error, _ = in_threads(get, close)
     assert isinstance(error, StoreError)
     assert not isinstance(error, StoreTimeoutError)
+    assert "closed" in str(error)
     with pytest.raises(StoreError, match="closed"):
         store.set("a", "1")
 

@@ -120,11 +120,16 @@ def test_a_name_may_have_addresses_of_other_machines_too(monkeypatch: pytest.Mon
         ({"port": 0}, "for the master only"),
         ({"port": 5, "world_size": 0}, "world_size"),
         ({"port": 5, "timeout": -1}, "timeout"),
+        ({"port": 5, "timeout": "3"}, "timeout"),
+        ({"port": "5"}, "port is '5', a str"),
+        ({"port": 5.0}, "port is 5.0, a float"),
+        ({"port": 5, "world_size": "2"}, "world_size is '2', a str"),
+        ({"port": 5, "host_name": None}, "host_name is None"),
     ],
 )
 def test_arguments_that_cannot_be_meant(arguments: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        TCPStore("127.0.0.1", **arguments)
+        TCPStore(**({"host_name": "127.0.0.1"} | arguments))
 
 
 def test_nobody_listens() -> None:

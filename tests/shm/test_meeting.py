@@ -1,0 +1,49 @@
+"""How much memory the members of a group agree on, and what is said where there is too little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import fastcoll as dist
+from fastcoll import config
+from fastcoll.errors import ResourceError
+from fastcoll.shm import meeting, segment
+
+
+@pytest.fixture(autouse=True)
+def _read_anew() -> Iterator[None]:
+    config.forget()
+    yield
+    config.forget()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "cure", "no_cure"),
+    [
+        (1000, 1 << 30, "raise FASTCOLL_SHM_BYTES_PER_RANK", "make it larger"),
+        (4 << 20, 16 << 10, "make it larger .* or free what fills it", "FASTCOLL_SHM_BYTES_PER_RANK"),
+    ],
+)
+def test_the_cure_is_for_what_is_too_small(
+    wanted: int, free: int, cure: str, no_cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTCOLL_SHM_BYTES_PER_RANK", str(wanted))
+    monkeypatch.setattr(segment, "free_bytes", lambda: free)
+    with pytest.raises(ResourceError, match=cure) as caught:
+        meeting._choose(2)
+    assert no_cure not in str(caught.value)
+
+
+@pytest.mark.ranks(3)
+def test_one_ranks_refusal_is_everybodys_plain_error(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("FASTCOLL_SHM_BYTES_PER_RANK", "1000")
+        config.forget()
+        with pytest.raises(ResourceError, match="1000 bytes of shared memory a rank are too few") as caught:
+            dist.new_group(backend="shm")
+    assert type(caught.value) is ResourceError
+    assert str(caught.value).startswith("rank 0: ") == (rank > 0)
+    config.forget()
+    dist.barrier(dist.new_group(backend="shm"))

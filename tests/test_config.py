@@ -1,0 +1,42 @@
+"""Settings that cannot be meant are refused by the variable's name, before anything uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fastcoll import config
+from fastcoll.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def _read_anew() -> Iterator[None]:
+    config.forget()
+    yield
+    config.forget()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("FASTCOLL_SHM_BYTES_PER_RANK", "0", "must be greater than 0"),
+        ("FASTCOLL_SHM_BYTES_PER_RANK", "-4096", "must be greater than 0"),
+        ("FASTCOLL_SHM_BYTES_PER_RANK", "4M", "invalid literal"),
+        ("FASTCOLL_TIMEOUT", "inf", "at most 1e\\+09"),
+        ("FASTCOLL_TIMEOUT", "nan", "at most 1e\\+09"),
+        ("FASTCOLL_TIMEOUT", "0", "greater than 0"),
+        ("FASTCOLL_WARN_AFTER", "-1", "greater than 0"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant(
+    name: str, text: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(UsageError, match=rf"{name}='{text}' cannot be used \(.*{reason}"):
+        config.check()
+
+
+def test_a_rank_may_never_be_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "inf")
+    assert config.get("FASTCOLL_WARN_AFTER") == float("inf")

@@ -1,0 +1,54 @@
+"""ReduceOp where it is made: what PREMUL_SUM multiplies by, and what of a function the ranks compare."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastcoll import ReduceOp
+from fastcoll.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    "factor", [None, "x", "2", [2.0], (1, 2), np.ones(3), np.ones(0), np.datetime64("2026")]
+)
+def test_a_factor_that_is_no_number_is_refused(factor: Any) -> None:
+    with pytest.raises(UsageError, match=r"PREMUL_SUM's factor is .* give one number"):
+        ReduceOp.PREMUL_SUM(factor)
+
+
+@pytest.mark.parametrize(
+    "factor", [2, 2.0, True, 2j, Fraction(1, 2), np.float32(2), np.int8(2), np.complex64(2)]
+)
+def test_a_number_is_kept_as_it_is(factor: Any) -> None:
+    assert ReduceOp.PREMUL_SUM(factor).factor is factor
+
+
+@pytest.mark.parametrize("factor", [np.array(2.5), np.array([2.5]), np.array([[2.5]], "f4")])
+def test_an_array_of_one_element_is_a_number(factor: Any) -> None:
+    assert ReduceOp.PREMUL_SUM(factor).factor == 2.5
+
+
+def test_a_function_may_refer_to_a_name_that_is_bound_later() -> None:
+    def scaled(a, b):
+        return a + factor * b
+
+    early = ReduceOp.custom(scaled)
+    factor = 3
+    late = ReduceOp.custom(scaled)
+    assert late.code != early.code  # the number is compared where there is one
+
+
+def test_values_around_a_function_are_compared() -> None:
+    def made(factor: Any, default: Any = 1) -> ReduceOp:
+        def f(a, b, c=default):
+            return a + factor * b * c
+
+        return ReduceOp.custom(f)
+
+    assert made(2).code == made(2).code
+    assert made(2).code != made(3).code
+    assert made(2).code != made(2, 4).code
