@@ -127,7 +127,9 @@ def describe(x: Any, what: str, device_at: Any) -> Described:
     shape = tuple(said["shape"])
     # An empty array has no memory, and so no GPU to ask for; CuPy's has one all the same.
     device = device_at(address) if prod(shape) else int(getattr(getattr(x, "device", None), "id", 0))
-    array = DeviceArray(address, dtype, shape, device, said.get("stream") or current_stream(x, device), x)
+    # CuPy is asked: it names the stream of the current GPU, which need not be that of the array.
+    stream = current_stream(x, device, said.get("stream") or 0)
+    array = DeviceArray(address, dtype, shape, device, stream, x)
     return Described(array, said.get("strides"), read_only)
 
 
@@ -159,11 +161,11 @@ def _through_dlpack(x: Any, what: str) -> Any:
     return cupy().from_dlpack(x)
 
 
-def current_stream(x: Any, device: int) -> int:
-    """The handle of the stream that the library of `x` works on now; CUDA's default stream for libraries unknown."""
+def current_stream(x: Any, device: int, unknown: int = 0) -> int:
+    """The handle of the stream that the library of `x` works on now on a GPU; `unknown` for other libraries."""
     library = type(x).__module__.partition(".")[0]
     if library == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
     if library == "cupy":
         return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
-    return 0
+    return unknown

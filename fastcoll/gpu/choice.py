@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -120,11 +121,13 @@ def _facts(device: int) -> Facts:
     return Facts(runtime().uuid(device), why_unavailable() is None, has_kernels())
 
 
+@cache
 def has_kernels() -> bool:
-    """Whether our kernels can be used."""
+    """Whether our kernels can be used; if not, the log says why, once."""
     try:
         from ..kernels.cuda import toolkit  # noqa: F401
-    except (UnavailableError, ImportError):  # the second: another thread was told why
+    except (UnavailableError, ImportError) as error:  # the second: another thread was told why
+        _log.info("no kernels for arrays on GPUs: %s", error)
         return False
     return True
 

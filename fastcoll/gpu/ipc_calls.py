@@ -178,11 +178,8 @@ def _copy_all(turn: Turn, dsts: Arrays, srcs: Arrays) -> None:
 
 
 def _scaled(turn: Turn, x: DeviceArray, factor: Any) -> DeviceArray:
-    number: np.ndarray[Any, Any] = turn.runtime.pinned(x.dtype.itemsize)
-    number.view(x.dtype)[0] = factor
     result = turn.scratch(x.size, x.dtype)
-    turn.kept.append(number)
-    scale(result.address, x.address, x.size, x.dtype, number.ctypes.data, turn.stream)
+    scale(result.address, x.address, x.size, x.dtype, factor, turn.stream)
     return result
 
 

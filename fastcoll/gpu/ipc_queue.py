@@ -65,6 +65,11 @@ class Queue:
         self._rank, self._ranks, self._wait = rank, ranks, wait
         self._meet, self._announce = kernels.compiled(kernels.meet), kernels.compiled(kernels.announce)
         self._step, self._say = kernels.compiled(kernels.step), kernels.compiled(kernels.say)
+        if wait is not None:
+            # Made now: pinning memory or making a stream may wait for the GPU, and that for the poison.
+            self._poisoned: np.ndarray[Any, Any] = runtime.pinned(at.RANK_BYTES * ranks)
+            self._poisoned.view(np.int64)[:] = POISON
+            self._poisoning: int = runtime.new_stream(device)
 
     def run(
         self,
@@ -128,10 +133,12 @@ class Queue:
                 self._wait(stream, self._shared.page + at.rank_words(peer) + offset, word)
 
     def say_bye(self, stream: int) -> None:
-        """This rank uses its peers' memory no more; blocks until that is said."""
+        """This rank uses its peers' memory no more; blocks until that is said. Nothing may be queued here after it."""
         with self._runtime.on(self._device):
             self._say(1, stream, self._shared.page, at.BYE, 1)
-        self._runtime.wait_stream(stream)
+            self._runtime.wait_stream(stream)
+            if self._wait is not None:
+                self._runtime.end_stream(self._poisoning)
 
     def stop(self, is_over: Callable[[], bool]) -> None:
         """End all waiting on this rank's streams, without waiting for it; from any thread.
@@ -147,13 +154,10 @@ class Queue:
 
     def _poison(self, is_over: Callable[[], bool]) -> None:
         """Streams that wait look at nothing but their words."""
-        words: np.ndarray[Any, Any] = self._runtime.pinned(at.RANK_BYTES * self._ranks)
-        words.view(np.int64)[:] = POISON
-        stream = self._runtime.new_stream(self._device)
         end = time.monotonic() + _POISON_SECONDS
-        while not is_over() and time.monotonic() < end:
-            with self._runtime.on(self._device):
-                self._runtime.to_device(self._shared.page + at.LINES, words, stream)
-            self._runtime.wait_stream(stream)
-            time.sleep(_POISON_EVERY)
-        self._runtime.end_stream(stream)
+        with self._runtime.on(self._device):
+            while not is_over() and time.monotonic() < end:
+                self._runtime.to_device(self._shared.page + at.LINES, self._poisoned, self._poisoning)
+                self._runtime.wait_stream(self._poisoning)
+                time.sleep(_POISON_EVERY)
+            self._runtime.end_stream(self._poisoning)

@@ -98,10 +98,8 @@ class DeviceMemory:
         """Multiply an array by a number, in place."""
         from ..kernels.cuda.scale import scale
 
-        with self._transit.pool.lent(x.dtype.itemsize) as number:
-            number[: x.dtype.itemsize].view(x.dtype)[0] = factor
-            scale(x.address, x.address, x.size, x.dtype, number.ctypes.data, self._stream)
-            runtime().wait_stream(self._stream)
+        scale(x.address, x.address, x.size, x.dtype, factor, self._stream)
+        runtime().wait_stream(self._stream)
 
 
 def parts(flat: DeviceArray, xs: Sequence[DeviceArray]) -> list[DeviceArray]:

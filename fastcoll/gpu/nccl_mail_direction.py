@@ -127,11 +127,11 @@ class Direction:
         own = self._own
         kept: list[Any] = []
         with own.runtime.on(own.device):
-            for message in messages:
-                self._follow(message)
             error = None
             try:
                 with self._carrier._failing(messages[0]._describe):
+                    for message in messages:
+                        self._follow(message)
                     work(kept)
             except BaseException as problem:
                 error = problem

@@ -223,11 +223,8 @@ class Kernels:
             return x
         from ..kernels.cuda.scale import scale
 
-        factor = turn.runtime.pinned(x.dtype.itemsize)
-        factor.view(x.dtype)[0] = self._op.factor
-        turn.kept.append(factor)
         scaled = turn.scratch(x.size, x.dtype)
-        scale(scaled.address, x.address, x.size, x.dtype, factor.ctypes.data, turn.stream)
+        scale(scaled.address, x.address, x.size, x.dtype, self._op.factor, turn.stream)
         return scaled
 
 

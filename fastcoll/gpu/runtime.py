@@ -6,7 +6,7 @@ Addresses, streams and events are integers. `stream` 0 is the legacy default str
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import FastcollError, UnavailableError
 from ..kernels.cuda import INSTALL
+from ..kernels.cuda.driver import driver
 
 Array = np.ndarray[Any, Any]
 
@@ -64,14 +65,18 @@ class Runtime:
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Make a GPU this thread's current one, and then the earlier one again."""
+        """Make a GPU this thread's current one, and then the earlier one again.
+
+        A thread that has used none stays there: turning to number 0 would make a context on it (CUDA 12), some 300 MB.
+        """
+        fresh = not self._cupy.cuda.driver.ctxGetCurrent()
         before = self._do("asking for the current GPU", self._calls.getDevice)
-        if before != device:
+        if fresh or before != device:
             self._do(f"turning to GPU {device}", self._calls.setDevice, device)
         try:
             yield
         finally:
-            if before != device:
+            if before != device and not fresh:
                 self._calls.setDevice(before)
 
     # ---- devices -------------------------------------------------------------------------------------
@@ -86,7 +91,7 @@ class Runtime:
 
     def uuid(self, device: int) -> bytes:
         """A GPU's name of 16 bytes, the same in all processes, whatever CUDA_VISIBLE_DEVICES makes its number."""
-        return bytes(self._do("asking a GPU's name", self._calls.getDeviceProperties, device)["uuid"])
+        return driver().uuid(device)  # CuPy's ends at the first zero byte
 
     def can_reach(self, device: int, peer: int) -> bool:
         """Whether kernels on one GPU may use the memory of another of this process."""
@@ -111,27 +116,40 @@ class Runtime:
         Args:
             stream: the handle; None: the one that is current in CuPy.
         """
-        with self.on(device), self._made_current(stream, device):
+        with self.on(device), self._made_current(stream):
             return self._do("allocating GPU memory", self._cupy.cuda.alloc, max(nbytes, 1))
 
-    def _made_current(self, stream: int | None, device: int) -> Any:
-        """A context in which a stream is CuPy's current one."""
-        streams = self._cupy.cuda
+    @contextmanager
+    def _made_current(self, stream: int | None) -> Iterator[None]:
+        """Make a stream CuPy's current one, and then the earlier one again."""
         if stream is None:
-            return nullcontext()
-        if stream in (0, 1):
-            return streams.Stream.null
-        if stream == 2:
-            return streams.Stream.ptds
-        if hasattr(streams.Stream, "from_external"):  # CuPy 14, where ExternalStream is deprecated
-            return streams.Stream.from_external(_Foreign(stream))
-        return streams.ExternalStream(stream, device)
+            yield
+            return
+        # Not `with` a stream: at its end CuPy forgets a current one that was chosen by use().
+        before = self._cupy.cuda.get_current_stream()
+        self._stream(stream).use()
+        try:
+            yield
+        finally:
+            before.use()
+
+    def _stream(self, handle: int) -> Any:
+        streams = self._cupy.cuda.Stream
+        if handle in (0, 1):
+            return streams.null
+        return streams.ptds if handle == 2 else streams.from_external(_Foreign(handle))
 
     def allocate_shareable(self, nbytes: int, device: int) -> int:
         """GPU memory of its own, which `export` takes, zeroed; for `release`."""
         with self.on(device):
             address = self._do("allocating GPU memory", self._calls.malloc, nbytes)
-            self._do("clearing GPU memory", self._calls.memset, address, 0, nbytes)
+            stream = self.new_stream(device)
+            try:
+                # Not cudaMemset: it is queued behind the caller's work on the default stream, and the host goes on.
+                self._do("clearing GPU memory", self._calls.memsetAsync, address, 0, nbytes, stream)
+                self.wait_stream(stream)
+            finally:
+                self.end_stream(stream)
         return int(address)
 
     def release(self, address: int) -> None:

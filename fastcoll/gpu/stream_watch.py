@@ -20,6 +20,9 @@ _NAP, _LONG_NAP = 0.0005, 0.01
 _YOUNG = 0.1
 _LOOK = 0.05
 """Seconds between two looks at peers and errors, as elsewhere (watch.py)."""
+_MOST = 64
+"""Works outstanding before a call waits: the driver's queue takes some 1024 launches, and whoever finds it full blocks
+inside CUDA, where the watcher may block behind it. An estimate: a small call queues about ten."""
 _IDLE = 5.0
 _GIVE_UP = 5.0
 """Seconds that the GPU has to end what was broken off; then its memory is kept until the group is closed."""
@@ -68,11 +71,21 @@ class Watcher:
             elif idle:
                 self._changed.notify_all()
 
+    def await_room(self) -> None:
+        """Block while too much is outstanding, and not broken off; never on a thread that carries operations out."""
+        if len(self._works) >= _MOST and not getattr(_here, "progress", False):
+            with self._changed:
+                self._changed.wait_for(self._has_room, ENDLESS)
+
+    def _has_room(self) -> bool:
+        return len(self._works) < _MOST or self._thread is None or self._broken_at is not None
+
     def break_off(self, error: GroupError) -> None:
         """All outstanding Works end with `error`; their memory stays until the GPU is past them."""
         with self._changed:
             self._broken_at = self._broken_at or time.monotonic()
             works = list(self._works)
+            self._changed.notify_all()
         for work in works:
             work._settle(error)
 

@@ -6,10 +6,9 @@ only the watcher (stream_watch.py) ends a StreamWork, and so calls its callbacks
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..errors import CollectiveTimeoutError, FastcollError
@@ -26,20 +25,18 @@ class Own:
     def __init__(self, runtime: Any, device: int) -> None:
         self.runtime = runtime
         self.device = device
-        self.lock = threading.Lock()
         self.stream: int = runtime.new_stream(device)
         self._free: list[int] = []
 
     def event(self) -> int:
         """An event; give it to `put_back`."""
-        with self.lock:
-            if self._free:
-                return self._free.pop()
-        return int(self.runtime.new_event(self.device))
+        try:
+            return self._free.pop()  # lists are safe for threads
+        except IndexError:
+            return int(self.runtime.new_event(self.device))
 
     def put_back(self, event: int) -> None:
-        with self.lock:
-            self._free.append(event)
+        self._free.append(event)
 
     def follow(self, streams: Iterable[int]) -> None:
         """What is queued here from now on waits for what the streams hold now; the GPU must be current."""
@@ -51,10 +48,11 @@ class Own:
 
     def end(self) -> None:
         """Give the stream and the events back; the GPU ends what is queued first."""
-        for event in self._free:
-            self.runtime.end_event(event)
-        self._free.clear()
-        self.runtime.end_stream(self.stream)
+        with self.runtime.on(self.device):
+            for event in self._free:
+                self.runtime.end_event(event)
+            self._free.clear()
+            self.runtime.end_stream(self.stream)
 
 
 class StreamWork(Work):
@@ -74,6 +72,7 @@ class StreamWork(Work):
         self._arrays: Sequence[DeviceArray] = arrays
         self._kept: Any = None
         self._event: int | None = None
+        self._users = 0  # of the event; the Work itself is one
         self._settled = False
         self._result = result
 
@@ -95,18 +94,16 @@ class StreamWork(Work):
         elif not self._is_over():
             refuse_to_block(f"waiting for {self._describe}")
             self._block(seconds(timeout, 0.0))
-        if self._done.is_set() and self._error is not None:
+        if self._error is not None:
             raise self._error.with_traceback(None)
         return True
 
     def _order(self) -> None:
-        with self._own.lock:
-            if self._event is None:
-                return
-            runtime = self._own.runtime
-            with runtime.on(self._own.device):
+        runtime = self._own.runtime
+        with self._event_in_use() as event:
+            if event is not None:
                 for stream in waiting_streams(self._arrays, self._own.device):
-                    runtime.order(stream, self._event)
+                    runtime.order(stream, event)  # blocks while the stream's queue is full
 
     def _block(self, limit: float) -> None:
         end = time.monotonic() + limit
@@ -135,7 +132,33 @@ class StreamWork(Work):
 
     def _queued(self, event: int, kept: Any) -> None:
         """The event stands for all of it; `kept` stays alive until it is past."""
-        self._event, self._kept = event, kept
+        self._event, self._kept, self._users = event, kept, 1
+
+    @contextmanager
+    def _event_in_use(self) -> Iterator[int | None]:
+        """The event, which no other Work gets meanwhile, and its GPU current; None: there is none yet, or no more.
+
+        Calls of CUDA may block, and so are not under the lock, which the watcher needs.
+        """
+        with self._lock:
+            event = self._event
+            self._users += event is not None
+        if event is None:
+            yield None
+            return
+        try:
+            with self._own.runtime.on(self._own.device):
+                yield event
+        finally:
+            self._leave(event)
+
+    def _leave(self, event: int) -> None:
+        """The last user of an event gives it back."""
+        with self._lock:
+            self._users -= 1
+            unused = not self._users
+        if unused:
+            self._own.put_back(event)
 
     def _is_over(self) -> bool:
         if self._done.is_set():
@@ -147,23 +170,24 @@ class StreamWork(Work):
 
     def _is_past(self) -> bool:
         """Whether the GPU is past it."""
-        with self._own.lock:
-            return self._event is None or bool(self._own.runtime.is_past(self._event))
+        with self._event_in_use() as event:
+            return event is None or bool(self._own.runtime.is_past(event))
 
     def _let_go(self) -> None:
         """The GPU is past it: its memory and event are free."""
-        with self._own.lock:
+        with self._lock:
             event, self._event = self._event, None
         if event is not None:
-            self._own.put_back(event)
+            self._leave(event)
         self._arrays, self._kept = (), None
 
     def _settle(self, error: BaseException | None = None) -> None:
         """End the Work, unless it has ended."""
-        with self._own.lock:
+        with self._lock:
             if self._settled:
                 return
-            self._settled = True
+            # The error already now, for who sees the GPU past it before `_finish` has run in this thread.
+            self._settled, self._error = True, error
         self._finish(self._result, error)
 
 
@@ -177,5 +201,4 @@ def _waiting_stream(x: DeviceArray, device: int) -> int:
         x.owner[1] if isinstance(x.owner, tuple) else x.owner
     )  # of a packed copy: its memory and the array
     # Of other libraries the stream that the array came with is the best that is known.
-    known = type(owner).__module__.partition(".")[0] in ("torch", "cupy")
-    return current_stream(owner, device) if known else x.stream
+    return current_stream(owner, device, x.stream)

@@ -53,7 +53,6 @@ class Turn:
     def __init__(self, own: Own, arrays: Sequence[DeviceArray]) -> None:
         self.runtime, self.device, self.stream = own.runtime, own.device, own.stream
         self.kept: list[Any] = [arrays]
-        own.follow({x.stream for x in arrays})
 
     def scratch(self, size: int, dtype: np.dtype[Any]) -> DeviceArray:
         """A flat array for this call alone."""
@@ -180,6 +179,8 @@ class StreamCarrier(DeviceCarrier):
     @contextmanager
     def _in_turn(self, name: str) -> Iterator[None]:
         """Calls are queued one after the other; a signal handler cannot come in between."""
+        self._watcher.await_room()
+        self._group._check_usable()  # which may have ended meanwhile
         with self._turn:
             if self._inside:
                 raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
@@ -214,10 +215,11 @@ class StreamCarrier(DeviceCarrier):
     def _queue(self, works: Sequence[StreamWork], arrays: Sequence[DeviceArray], work: Queue) -> None:
         """Queue `work`, whose end is that of all `works`; in turn."""
         own = self._own(arrays)
+        turn = Turn(own, arrays)
         with self._runtime.on(own.device):
-            turn = Turn(own, arrays)
             try:
                 with self._failing(works[0]._describe):
+                    own.follow({x.stream for x in arrays})
                     work(turn)
             finally:
                 # Also what was queued in part uses memory.

@@ -8,8 +8,9 @@ blocks: for kernels that wait for one another.
     with fake.installed(): ...
 
 Ranks that are threads of one process may share one: `export` and `open` hand back the same address. It checks that
-host memory is pinned, that memory is not released before what uses it has run, and that kernels run on the current
-GPU. `left()` names what was not given back, `queued` what was queued, in order.
+host memory is pinned, that memory is not released before what uses it has run, that kernels run on the current GPU,
+and that threads of fastcoll choose one before they call CUDA, which else makes a context on GPU 0. `left()` names what
+was not given back, `queued` what was queued, in order.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class FakeRuntime:
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
         assert 0 <= device < self.devices, f"there is no GPU {device}"
-        before = self.current()
+        before, self._here.chosen = self.current(), True
         self._here.device = device
         try:
             yield
@@ -264,6 +265,7 @@ class FakeRuntime:
         return address
 
     def _copy(self, what: str, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._check_context()
         if nbytes == 0:
             return
 
@@ -274,6 +276,11 @@ class FakeRuntime:
 
         self.queued.append((what, stream))
         self._push(self._stream(stream), run)
+
+    def _check_context(self) -> None:
+        here = threading.current_thread()
+        ours = here.name.startswith("fastcoll") and self.devices > 1
+        assert not ours or hasattr(self._here, "chosen"), f"{here.name} would make a context on GPU 0"
 
     def _check_pinned(self, host: Array) -> None:
         start, end = host.ctypes.data, host.ctypes.data + host.nbytes
@@ -292,10 +299,12 @@ class FakeRuntime:
         return number
 
     def end_stream(self, stream: int) -> None:
+        self._check_context()
         self._until(self._push(self._streams[stream], None))
         del self._streams[stream]
 
     def wait_stream(self, stream: int) -> None:
+        self._check_context()
         self._until(self._push(self._stream(stream), None))
 
     def new_event(self, device: int) -> int:
@@ -304,19 +313,23 @@ class FakeRuntime:
         return number
 
     def end_event(self, event: int) -> None:
+        self._check_context()
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
+        self._check_context()
         place = self._stream(stream)
         assert place.device == self._event_devices[event], "an event is recorded on streams of its own GPU"
         self.queued.append(("record", stream))
         self._events[event] = self._push(place, None)
 
     def order(self, stream: int, event: int) -> None:
+        self._check_context()
         self.queued.append(("order", stream))
         self._push(self._stream(stream), None, self._events[event])
 
     def is_past(self, event: int) -> bool:
+        self._check_context()
         mark = self._events[event]
         if mark is not None and not self._prompt:
             self._until(mark)

@@ -19,6 +19,7 @@ import oracle
 
 import fastcoll as dist
 from fastcoll import ReduceOp
+from fastcoll.gpu.ipc_limits import HAND_OVER_ABOVE
 from fastcoll.registry import groups
 
 Array = np.ndarray[Any, Any]
@@ -34,7 +35,7 @@ def main(backend: str, carrier: str, part: str = "all") -> None:
     dist.init_process_group(backend, timeout=120)
     rank, size = dist.get_rank(), dist.get_world_size()
     cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
-    exact = backend != "nccl"
+    exact = exact_up_to(backend, size)
     with cupy.cuda.Stream(non_blocking=True):
         if part == "all":
             check_reductions(rank, size, exact)
@@ -58,6 +59,14 @@ def check_carrier(wanted: str) -> None:
     assert found == wanted, f"{found} carried the arrays"
 
 
+def exact_up_to(backend: str, size: int) -> float:
+    """Bytes of an array up to which reductions have the CPU's bits: NCCL adds in an order of its own."""
+    if backend == "nccl":
+        return -1
+    by_nccl = backend == "shm" and size <= cupy.cuda.runtime.getDeviceCount()
+    return HAND_OVER_ABOVE if by_nccl else np.inf
+
+
 def compare(got: Any, want: Array, exact: bool, what: object) -> None:
     host = cupy.asnumpy(got)
     if exact:
@@ -67,33 +76,37 @@ def compare(got: Any, want: Array, exact: bool, what: object) -> None:
         np.testing.assert_allclose(host, want, rtol=rtol, atol=rtol, err_msg=str(what))
 
 
-def check_reductions(rank: int, size: int, exact: bool) -> None:
+def check_reductions(rank: int, size: int, exact: float) -> None:
+    def check(got: Any, want: Array, what: object) -> None:
+        compare(got, want, want.nbytes <= exact, what)
+
     cases = [(op, dtype, 1009) for dtype in DTYPES for op in oracle.ops_for(dtype)]
+    cases = cases if size == 2 else cases[:: len(cases) // 10]
     cases += [(ReduceOp.SUM, np.dtype("f4"), count) for count in COUNTS]
     for op, dtype, count in cases:
         inputs = [oracle.values(r, count, dtype) for r in range(size)]
         want, what = oracle.reduced(inputs, op), (op, dtype, count)
         x = cupy.asarray(inputs[rank])
         dist.all_reduce(x, op)
-        compare(x, want, exact, what)
+        check(x, want, what)
     f4 = np.dtype("f4")
     inputs = [oracle.values(r, size * 5000, f4) for r in range(size)]
     total = oracle.reduced(inputs, ReduceOp.SUM)
     x = cupy.asarray(inputs[rank])
     dist.reduce(x, size - 1)
-    compare(x, total if rank == size - 1 else inputs[rank], exact, "reduce")
+    check(x, total if rank == size - 1 else inputs[rank], "reduce")
     x = cupy.asarray(inputs[rank])
     dist.scan(x)
-    compare(x, oracle.reduced(inputs[: rank + 1], ReduceOp.SUM), exact, "scan")
+    check(x, oracle.reduced(inputs[: rank + 1], ReduceOp.SUM), "scan")
     part = cupy.zeros(5000, f4)
     dist.reduce_scatter_single(part, cupy.asarray(inputs[rank]))
-    compare(part, total[5000 * rank : 5000 * (rank + 1)], exact, "reduce_scatter")
+    check(part, total[5000 * rank : 5000 * (rank + 1)], "reduce_scatter")
     x = cupy.asarray(inputs[rank])
     dist.all_reduce(x, ReduceOp.PREMUL_SUM(0.5))
-    compare(x, oracle.reduced([x * f4.type(0.5) for x in inputs], ReduceOp.SUM), exact, "PREMUL_SUM")
+    check(x, oracle.reduced([x * f4.type(0.5) for x in inputs], ReduceOp.SUM), "PREMUL_SUM")
     wide = cupy.asarray(inputs[rank]).reshape(-1, 10)
     dist.all_reduce(wide[:, ::3])
-    compare(wide[:, ::3], total.reshape(-1, 10)[:, ::3].copy(), exact, "strided")
+    check(wide[:, ::3], total.reshape(-1, 10)[:, ::3].copy(), "strided")
 
 
 def check_moves(rank: int, size: int) -> None:

@@ -255,7 +255,11 @@ def kernels(gpu: FakeRuntime) -> Iterator[None]:
     names = {f"fastcoll.kernels.cuda.{module.__name__}": module for module in (reducing, moving, scaling)}
     package = ModuleType("fastcoll.kernels.cuda")
     package.__path__ = []
-    with mock.patch.dict(sys.modules, {"fastcoll.kernels.cuda": package, **names}):
+    # Not mock.patch.dict, which takes away at its end whatever was imported meanwhile: Numba's modules, which cannot be
+    # imported twice, and ours, of which there would be two.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in {"fastcoll.kernels.cuda": package, **names}.items():
+            patch.setitem(sys.modules, name, module)
         yield
 
 
@@ -283,10 +287,10 @@ class _Reducer:
         self._gpu.queue("kernel", stream, run)
 
 
-def _scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: int) -> None:
-    nbytes = count * dtype.itemsize
-    by = _bytes_at(factor, dtype.itemsize).view(dtype)[0]
-    _bytes_at(dst, nbytes).view(dtype)[:] = _bytes_at(src, nbytes).view(dtype) * by
+def _scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: Any) -> None:
+    nbytes, by = count * dtype.itemsize, np.zeros(1, dtype)
+    by[0] = factor
+    _bytes_at(dst, nbytes).view(dtype)[:] = _bytes_at(src, nbytes).view(dtype) * by[0]
 
 
 def _bytes_at(address: int, nbytes: int) -> Array:

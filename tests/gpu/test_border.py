@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastcoll.errors import ArrayError, FastcollError, UnavailableError
+from fastcoll.errors import ArrayError, FastcollError
 from fastcoll.gpu import border, runtime
 from fastcoll.gpu.array import DeviceArray, describe
 
@@ -83,6 +83,16 @@ def test_a_library_that_names_no_stream_is_asked(gpu, monkeypatch):
     assert adopted(FakeArray(np.ones(3))).array.stream == 0
 
 
+def test_cupy_is_asked_for_the_stream_of_the_arrays_gpu(two_gpus, monkeypatch):
+    """Its arrays name the stream of the current GPU."""
+    ask = SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=40 + device))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=ask))
+    x = np.ones(3)
+    two_gpus.place(x, 1)
+    said = type("ndarray", (FakeArray,), {"__module__": "cupy"})(x, stream=40)
+    assert adopted(said).array.stream == 41
+
+
 def test_the_fake_has_the_real_ones_calls():
     for name, real in inspect.getmembers(runtime.Runtime, inspect.isfunction):
         if not name.startswith("_"):
@@ -119,57 +129,6 @@ def test_streams_run_in_the_order_that_events_make(gpu):
     for stream in (one, two):
         gpu.end_stream(stream)
     gpu.end_event(event)
-
-
-class CudaError(Exception):
-    """Stands for CUDARuntimeError."""
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """A module that says which calls of CUDA it gets."""
-    calls = []
-
-    class Calls:
-        CUDARuntimeError = CudaError
-
-        def __getattr__(self, name):
-            def call(*args):
-                calls.append((name, *args))
-                if name == "eventRecord":
-                    raise CudaError("cudaErrorInvalidResourceHandle")
-                return {"getDevice": 0, "eventQuery": 600}.get(name, 5)
-
-            return call
-
-    class OutOfMemory(MemoryError):
-        pass
-
-    cuda = SimpleNamespace(runtime=Calls(), memory=SimpleNamespace(OutOfMemoryError=OutOfMemory))
-    monkeypatch.setattr(runtime, "cupy", lambda: SimpleNamespace(cuda=cuda, calls=calls))
-    return calls
-
-
-def test_calls_of_cuda(cupy):
-    real = runtime.Runtime()
-    assert real.new_stream(1) == 5
-    assert cupy == [("getDevice",), ("setDevice", 1), ("streamCreateWithFlags", 1), ("setDevice", 0)]
-    cupy.clear()
-    host = np.zeros(4)
-    real.to_host(host, 64, 5)
-    real.to_device(64, host[:0], 5)
-    real.copy(64, 128, 8, 5)
-    assert cupy == [("memcpyAsync", host.ctypes.data, 64, 32, 2, 5), ("memcpyAsync", 64, 128, 8, 3, 5)]
-    assert real.is_past(7) is False
-    with pytest.raises(FastcollError, match="recording an event failed: cudaErrorInvalid"):
-        real.record(7, 5)
-
-
-def test_without_the_extra_the_error_names_the_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    runtime.cupy.cache_clear()
-    with pytest.raises(UnavailableError, match=r"pip install 'fastcoll\[cuda12\]'"):
-        runtime.cupy()
 
 
 def test_arrays_are_views_that_keep_their_owner():

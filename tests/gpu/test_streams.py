@@ -15,6 +15,7 @@ import pytest
 from fastcoll import ReduceOp
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError, UsageError
 from fastcoll.gpu import stream_watch
+from fastcoll.gpu.array import DeviceArray
 from fastcoll.gpu.stream_work import Own, StreamWork
 from fastcoll.work import Work
 
@@ -236,6 +237,106 @@ def test_a_work_may_outrun_the_death_of_a_peer() -> None:
     assert failed == []
     watcher._judge(other, other.began, other)
     assert str(failed[0]) == "two is in vain"
+
+
+def test_a_failure_is_seen_as_soon_as_the_gpu_is_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends the Work may be between the two, in another thread."""
+    work, finish = StreamWork("one", Own(FakeRuntime(), 0), ()), StreamWork._finish
+
+    def late(*args: Any) -> None:
+        with pytest.raises(AbortedError):
+            work.wait(timeout=20)
+        finish(*args)
+
+    monkeypatch.setattr(StreamWork, "_finish", late)
+    work._settle(AbortedError("in vain"))
+    assert work.is_completed()
+
+
+def test_the_watcher_is_not_kept_by_who_orders_a_full_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeRuntime()
+    own, seen = Own(gpu, 0), []
+    work = StreamWork("one", own, [DeviceArray(0, np.dtype("f4"), (0,), 0, 0, None)])
+    event = own.event()
+    gpu.record(event, own.stream)
+    work._queued(event, None)
+
+    def order(stream: int, event: int) -> None:
+        """What the watcher does while this blocks."""
+        watcher = threading.Thread(target=lambda: seen.append(work._is_past()) or work._let_go())
+        watcher.start()
+        watcher.join(20)
+        assert own.event() != event, "another Work got the event that is in use"
+
+    monkeypatch.setattr(gpu, "order", order)
+    work.wait()
+    assert seen == [True]
+    assert own.event() == event, "and then it is free"
+
+
+def test_a_gpu_is_chosen_by_the_watcher() -> None:
+    gpu = FakeRuntime(devices=2)
+    own, failed = Own(gpu, 1), []
+    watcher = stream_watch.Watcher("g", 10.0, lambda doing: None, failed.append)
+    work, event = StreamWork("one", own, ()), own.event()
+    with gpu.on(1):
+        gpu.record(event, own.stream)
+    work._queued(event, None)
+    watcher.add(work)
+    assert_set(work._done)
+    watcher.close()
+    own.end()
+    assert (failed, gpu.left()) == ([], [])
+
+
+def test_calls_wait_while_too_much_is_outstanding(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_watch, "_MOST", 2)
+    group, stream, begun = prompt.groups[0], prompt.gpu.new_stream(0), []
+    held = Held(prompt, stream)
+
+    def calls() -> None:
+        while len(begun) < 4:
+            begun.append(group.all_reduce(FakeArray(np.ones(2, np.float32), stream), async_op=True))
+
+    thread = threading.Thread(target=calls)
+    thread.start()
+    while len(begun) < 2:
+        thread.join(0.001)
+    thread.join(0.05)
+    assert len(begun) == 2
+    held.let_go()
+    thread.join(20)
+    assert len(begun) == 4
+    for work in begun:
+        work._join()
+    prompt.gpu.end_stream(stream)
+
+
+def test_an_abort_ends_the_wait_for_room(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_watch, "_MOST", 1)
+    group, stream = prompt.groups[0], prompt.gpu.new_stream(0)
+    held = Held(prompt, stream)
+    group.all_reduce(FakeArray(np.ones(2, np.float32), stream), async_op=True)
+    timer = threading.Timer(0.05, group.abort, ["enough"])
+    timer.start()
+    with pytest.raises(AbortedError, match="enough"):
+        group.all_reduce(FakeArray(np.ones(2, np.float32), stream))
+    timer.join()
+    held.let_go()
+    prompt.gpu.end_stream(stream)
+
+
+def test_a_stream_that_cannot_be_followed_fails_the_group(
+    prompt: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peers count on the call, whose number is used."""
+    group = prompt.groups[0]
+    group.all_reduce(FakeArray(np.ones(2, np.float32)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Own, "follow", lambda *_: broken_gpu())
+        with pytest.raises(AbortedError, match="illegal address"):
+            group.all_reduce(FakeArray(np.ones(2, np.float32)))
+    assert isinstance(group.failure, AbortedError)
 
 
 def test_read_only_arrays_and_overlapping_elements_are_refused(lazy: Ranks) -> None:

@@ -31,6 +31,10 @@ if SIMULATED:
 
     product64 = product32
 
+    def lane_of(kind):
+        dtype = np.dtype(str(kind))
+        return lambda word: np.int64(word).reshape(1).view(dtype)[0]
+
 else:
     from numba.cuda import libdevice
 
@@ -57,6 +61,14 @@ else:
     @device
     def product64(a, b):
         return libdevice.dmul_rn(a, b)
+
+    def lane_of(kind):
+        """A function that makes a number of a Numba type, uint16 or a float, of the low bits of a word."""
+        if kind == types.float64:
+            return device(lambda word: libdevice.longlong_as_double(word))
+        if kind == types.float32:
+            return device(lambda word: _float(types.uint32(word)))
+        return device(lambda word: kind(word))
 
 
 @device

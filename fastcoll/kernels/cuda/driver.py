@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuDeviceGetCount": [_void],
     "cuDeviceGet": [_void, _int],
     "cuDeviceGetAttribute": [_void, _int, _int],
+    "cuDeviceGetUuid_v2": [_void, _int],
     "cuGetErrorName": [_int, _void],
     "cuGetErrorString": [_int, _void],
     "cuLibraryLoadData": [_void, ctypes.c_char_p, _void, _void, _unsigned, _void, _void, _unsigned],
@@ -69,6 +70,15 @@ class Driver:
         self._wait = getattr(library, _WAIT, None)
         if self._wait is not None:
             self._wait.argtypes, self._wait.restype = _WAIT_SIGNATURE, _int
+
+    def uuid(self, device: int) -> bytes:
+        """The 16 bytes that name a device, or a MIG instance of it, in all processes."""
+        name = ctypes.create_string_buffer(16)
+        self.check(
+            self._library.cuDeviceGetUuid_v2(name, self._number("cuDeviceGet", device)),
+            "asking a GPU's name",
+        )
+        return name.raw
 
     def can_wait(self, device: int) -> bool:
         """Whether `wait_value` is there for a device of this process."""

@@ -28,6 +28,10 @@ _RESIDENT = 2048
 """Threads that a multiprocessor holds at most; more blocks than fit would begin late and find no more to do."""
 
 
+class CompilationError(UnavailableError):
+    """Numba's compiler has failed; its own error is the cause."""
+
+
 class _Simulated:
     def __init__(self, function: Callable[..., None], words: int, tuples: Sequence[int]) -> None:
         self._kernel = cuda.jit(function)
@@ -56,7 +60,7 @@ class _Compiled:
     def __init__(self, function: Callable[..., None], words: int, tuples: Sequence[int]) -> None:
         self._driver = driver()
         lowest, *others = self._driver.capabilities
-        ptx, name = compile_ptx(function, words, tuples, lowest)
+        ptx, name = _compiled_here(function, words, tuples, lowest)
         # Different devices need the driver's own compiler, which may be too old for this PTX.
         code = ptx.encode() + b"\0" if others else assemble(ptx, lowest)
         self._kernel = self._driver.load(code, name)
@@ -70,6 +74,17 @@ class _Compiled:
         status = self._launch(self._kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, frame.pointers, None)
         if status:
             self._driver.check(status, "launching a kernel")
+
+
+def _compiled_here(
+    function: Callable[..., None], words: int, tuples: Sequence[int], capability: tuple[int, int]
+) -> tuple[str, str]:
+    try:
+        return compile_ptx(function, words, tuples, capability)
+    except Exception as error:  # Numba lets errors of many kinds through
+        raise CompilationError(
+            f"numba-cuda cannot compile a kernel ({type(error).__name__}: {error}): {INSTALL}"
+        ) from error
 
 
 Kernel: Any = _Simulated if SIMULATED else _Compiled

@@ -21,7 +21,7 @@ from .addresses import address_of
 from .custom import combination_by, records_kernel
 from .elements import combination, element_of, ending
 from .fold import Fold, kernel_of, unroll
-from .launch import Kernel
+from .launch import CompilationError, Kernel
 from .memory import VECTOR, size_of
 
 MOST_SOURCES = 64
@@ -119,13 +119,16 @@ def _custom_errors(op: ReduceOp, dtype: np.dtype[Any], compile: Callable[[], Any
         return compile()
     try:
         return compile()
+    except CompilationError as error:
+        said = error.__cause__
     except UsageError:
         raise
     except Exception as error:  # Numba lets errors of many kinds through
-        raise UsageError(
-            f"{op!r}: Numba cannot compile the function {op.name!r} for CUDA and elements of dtype {dtype}; "
-            f"it must take two of them and return one. Numba says: {error}"
-        ) from error
+        said = error
+    raise UsageError(
+        f"{op!r}: Numba cannot compile the function {op.name!r} for CUDA and elements of dtype {dtype}; "
+        f"it must take two of them and return one. Numba says: {said}"
+    ) from said
 
 
 def cuda_reducer(op: ReduceOp, dtype: np.dtype[Any]) -> CudaReducer:

@@ -5,10 +5,12 @@ On a GPU it must be numba-cuda's: the target inside Numba is deprecated. Either 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numba
+import numpy as np
 
 from ...errors import UnavailableError
 from . import INSTALL
@@ -32,7 +34,26 @@ def _import_cuda() -> Any:
     return cuda
 
 
-cuda: Any = _import_cuda()
+def _load_compiler() -> None:
+    """Import what the first compilation would, as numba-cuda does not look whether NumPy is too new for it."""
+    import numba_cuda
+    from numba.cuda.descriptor import cuda_target
+
+    try:
+        cuda_target.target_context.refresh()
+    except Exception as error:  # an AttributeError, for what NumPy no longer has
+        raise UnavailableError(
+            f"numba-cuda {numba_cuda.__version__} does not work with NumPy {np.__version__} "
+            f"({type(error).__name__}: {error}): {INSTALL}, which installs versions that fit"
+        ) from error
+
+
+with warnings.catch_warnings():
+    # What numba-cuda uses of NumPy that is to go is no fault of who has warnings as errors.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    cuda: Any = _import_cuda()
+    if not SIMULATED:
+        _load_compiler()
 
 
 def device(function: Callable[..., Any]) -> Any:

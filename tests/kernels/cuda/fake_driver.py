@@ -26,6 +26,9 @@ class Library:
         self.define("cuDeviceGetCount", lambda out: self.set(out, len(capabilities)))
         self.define("cuDeviceGet", lambda out, i: self.set(out, i))
         self.define("cuDeviceGetAttribute", lambda out, which, i: self.set(out, attributes[which][i]))
+        self.define(
+            "cuDeviceGetUuid_v2", lambda out, i: setattr(out, "raw", bytes([i, 0, 7]).ljust(16, b"\1"))
+        )
         self.define("cuGetErrorName", lambda status, out: self.set(out, f"CUDA_ERROR_{status}".encode()))
         self.define("cuGetErrorString", lambda status, out: self.set(out, b"what it means"))
         self.define(

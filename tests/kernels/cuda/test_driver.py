@@ -13,6 +13,7 @@ def test_it_knows_its_devices() -> None:
     driver = Driver(Library())
     assert driver.capabilities == [(8, 6), (9, 0)]
     assert driver.multiprocessors == 132
+    assert driver.uuid(1) == b"\1\0\7" + b"\1" * 13, "also what comes after a zero"
 
 
 def test_code_is_loaded_as_it_is() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from kernels.cuda.fake_driver import HOPPER, Library
 
-from fastcoll.errors import ArrayError, UsageError
+from fastcoll.errors import ArrayError, UnavailableError, UsageError
 from fastcoll.kernels.cuda.driver import Driver
 from fastcoll.reduce_op import ReduceOp
 
@@ -95,6 +96,38 @@ def test_a_launch_passes_the_words_in_a_row(monkeypatch: pytest.MonkeyPatch) -> 
     assert library.launches[-1][1][0] == 132 * 8, "no more blocks than fit"
     with pytest.raises(ArrayError, match="aligned to 4 bytes"):
         reducer.launch(0x10000, [0x20000, 0x30002], 5)
+
+
+@pytest.mark.parametrize("dtype", [*oracle.FLOATS, *oracle.HALVES, *oracle.COMPLEX], ids=str)
+def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastcoll.kernels.cuda import launch, scale
+
+    library = Library([HOPPER])
+    monkeypatch.setattr(launch, "driver", lambda: Driver(library))
+    scale._kernel.cache_clear()
+    scale.scale(0x1000, 0x2000, 5, dtype, -1.5, 7)
+    scale._kernel.cache_clear()  # of this library
+    (launched,) = library.launches
+    assert launched[3][:3] == [0x1000, 0x2000, 5]
+    lane = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+    bits = np.array(launched[3][3:], f"i{lane}").tobytes()
+    assert np.frombuffer(bits, dtype).tolist() == [-1.5]
+
+
+def test_a_compiler_that_fails_is_an_extra_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastcoll.kernels.cuda import launch, reduce
+
+    def fail(*args: Any) -> Any:
+        raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+
+    monkeypatch.setattr(launch, "driver", lambda: Driver(Library()))
+    monkeypatch.setattr(launch, "compile_ptx", fail)
+    with pytest.raises(UnavailableError, match=r"\(AttributeError: .*row_stack.*\): pip install") as caught:
+        reduce.CudaReducer(ReduceOp.SUM, np.dtype("f4")).launch(16, [16, 32], 4)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    records = np.dtype([("value", "f8")])
+    with pytest.raises(UsageError, match=r"cannot compile the function 'larger'.*says: module 'numpy'"):
+        reduce.CudaReducer(ReduceOp.custom(larger), records).launch(16, [16, 32], 4)
 
 
 def test_devices_of_several_kinds_share_ptx(monkeypatch: pytest.MonkeyPatch) -> None:

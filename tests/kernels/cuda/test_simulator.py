@@ -51,3 +51,33 @@ def test_without_the_extra_the_error_names_the_command() -> None:
     )
     done = run("-c", code)
     assert "pip install 'fastcoll[cuda12]'" in done.stdout, done.stderr
+
+
+TOO_NEW = """
+import sys, types, warnings
+import numba
+from fastcoll.errors import UnavailableError
+
+class Context:
+    def refresh(self):
+        warnings.warn("NumPy's", DeprecationWarning)
+        raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+
+cuda, descriptor = types.ModuleType("numba.cuda"), types.ModuleType("numba.cuda.descriptor")
+cuda.__file__, cuda.__version__ = "numba_cuda/numba/cuda/__init__.py", "0.30"
+descriptor.cuda_target = types.SimpleNamespace(target_context=Context())
+sys.modules |= {"numba_cuda": cuda, "numba.cuda": cuda, "numba.cuda.descriptor": descriptor}
+numba.cuda = cuda
+try:
+    import fastcoll.kernels.cuda.toolkit
+except UnavailableError as error:
+    print(error)
+from fastcoll.gpu import choice
+print("kernels:", choice.has_kernels())
+"""
+
+
+def test_a_numpy_that_is_too_new_is_said_before_anything_is_compiled() -> None:
+    done = run("-W", "error::DeprecationWarning", "-c", TOO_NEW)
+    assert "row_stack'): pip install 'fastcoll[cuda12]'" in done.stdout, done.stderr
+    assert "kernels: False" in done.stdout, done.stderr

@@ -1,0 +1,103 @@
+"""The calls that Runtime makes of CUDA, on a fake CuPy with the traps of the real one."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fastcoll.errors import FastcollError, UnavailableError
+from fastcoll.gpu import runtime
+
+from .fake_cupy import FakeCupy
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    fake = FakeCupy()
+    monkeypatch.setattr(runtime, "cupy", lambda: fake)
+    return fake
+
+
+def test_calls_of_cuda(cupy: FakeCupy) -> None:
+    real = runtime.Runtime()
+    with real.on(0):
+        cupy.calls.clear()
+        assert real.new_stream(1) == 5
+        assert cupy.calls == [
+            ("getDevice",), ("setDevice", 1), ("streamCreateWithFlags", 1), ("setDevice", 0)
+        ]  # fmt: skip
+        cupy.calls.clear()
+        host = np.zeros(4)
+        real.to_host(host, 64, 5)
+        real.to_device(64, host[:0], 5)
+        real.copy(64, 128, 8, 5)
+        assert cupy.calls == [
+            ("memcpyAsync", host.ctypes.data, 64, 32, 2, 5),
+            ("memcpyAsync", 64, 128, 8, 3, 5),
+        ]
+        assert real.is_past(7) is False
+        cupy.refused.add("eventRecord")
+        with pytest.raises(FastcollError, match="recording an event failed: cudaErrorInvalid"):
+            real.record(7, 5)
+
+
+def test_a_thread_makes_no_context_on_a_gpu_that_it_does_not_use(cupy: FakeCupy) -> None:
+    real = runtime.Runtime()
+
+    def work() -> None:
+        with real.on(3):
+            real.new_stream(3)
+        with real.on(3):
+            real.is_past(7)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert cupy.contexts == {3}
+
+
+def test_a_thread_that_works_on_a_gpu_comes_back_to_it(cupy: FakeCupy) -> None:
+    real = runtime.Runtime()
+    with real.on(2):
+        with real.on(3):
+            assert cupy.getDevice() == 3
+        assert cupy.getDevice() == 2
+
+
+def test_memory_is_zero_whatever_the_default_stream_still_holds(cupy: FakeCupy) -> None:
+    address = runtime.Runtime().allocate_shareable(16, 0)
+    assert ctypes.string_at(address, 16) == bytes(16)
+    ctypes.memset(address, 7, 16)
+    cupy.settle()
+    assert ctypes.string_at(address, 16) == b"\7" * 16, "what was written since has gone"
+    assert [call[0] for call in cupy.calls[-2:]] == ["streamSynchronize", "streamDestroy"]
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2, 77])
+def test_allocating_leaves_the_stream_that_the_user_chose(cupy: FakeCupy, handle: int) -> None:
+    chosen = cupy.cuda.Stream(9)
+    chosen.use()
+    memory = runtime.Runtime().allocate(16, 0, handle)
+    assert memory.stream.ptr == {1: 0}.get(handle, handle)
+    assert cupy.cuda.Stream.current is chosen
+    assert runtime.Runtime().allocate(16, 0).stream is chosen
+
+
+@pytest.mark.usefixtures("cupy")
+def test_a_gpu_is_named_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's name ends at its first zero byte, so that those of two ranks differ in length."""
+    name = b"\x13\x09\0\x61" * 4
+    monkeypatch.setattr(runtime, "driver", lambda: SimpleNamespace(uuid=lambda device: name))
+    assert runtime.Runtime().uuid(0) == name
+
+
+def test_without_the_extra_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    runtime.cupy.cache_clear()
+    with pytest.raises(UnavailableError, match=r"pip install 'fastcoll\[cuda12\]'"):
+        runtime.cupy()
