@@ -290,9 +290,10 @@ def _leave(patience: float | None) -> None:
     _unhook_exit()
     if inherited is not None or job is None:
         return
+    gone = gone_among(job.members) if job.rank == 0 else ()  # only rank 0 waits for others
     with ExitStack() as steps:
         steps.callback(forget, job.members)
-        steps.callback(job.leave, job.timeout if patience is None else patience, gone_among(job.members))
+        steps.callback(job.leave, job.timeout if patience is None else patience, gone)
         for group in made:
             steps.callback(group.close)
 
