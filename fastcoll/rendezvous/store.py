@@ -21,7 +21,6 @@ from ..work import Timeout, seconds
 S = TypeVar("S", bound="Store")
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
-MAX_TIMEOUT = MOST_SECONDS
 LISTED = 16  # so many things a message names at most
 
 
@@ -150,8 +149,8 @@ class Store(ABC):
 
     def _limit(self, timeout: Timeout) -> float:
         limit = seconds(timeout, self._timeout)
-        if not 0 <= limit <= MAX_TIMEOUT:
-            raise UsageError(f"a store's timeout is 0 to {MAX_TIMEOUT:g} s, got {timeout!r}")
+        if not 0 <= limit <= MOST_SECONDS:
+            raise UsageError(f"a store's timeout is 0 to {MOST_SECONDS:g} s, got {timeout!r}")
         return limit
 
     def _refuse(self, method: str) -> NoReturn:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from .store import MAX_TIMEOUT
+from ..config import MOST_SECONDS
 from .table import MAX_ANSWER, MAX_KEY, SHAPES, Op, Request
 
 MAGIC = b"FASTCOLL"
@@ -142,8 +142,8 @@ def check_request_header(header: bytes) -> int:
     fewest, most, _ = SHAPES[op]
     if not fewest <= keys <= most:
         raise ProtocolError(f"{op.name} takes {fewest} to {most} keys, got {keys}")
-    if not (math.isfinite(timeout) and 0 <= timeout <= MAX_TIMEOUT):
-        raise ProtocolError(f"the timeout {timeout} is not 0 to {MAX_TIMEOUT:g} s")
+    if not (math.isfinite(timeout) and 0 <= timeout <= MOST_SECONDS):
+        raise ProtocolError(f"the timeout {timeout} is not 0 to {MOST_SECONDS:g} s")
     return frame_length(header)
 
 
