@@ -38,12 +38,12 @@ class ProcessId:
     pid_namespace: str
 
     def __str__(self) -> str:
-        return f"process {self.where}"
+        return f"process {self.pid} on {self.host}"
 
     @property
     def where(self) -> str:
-        """`host:pid`, as messages show it."""
-        return f"{self.host}:{self.pid}"
+        """Which process it is, as messages show it."""
+        return f"pid {self.pid} on {self.host}"
 
     def alive(self) -> bool | None:
         """Whether the process runs; None when that cannot be known from here."""

@@ -100,7 +100,7 @@ def test_ranks_on_two_nodes_are_refused_by_name() -> None:
     here = Member.here(0, 2, "cpu:auto")
     there = dataclasses.replace(here, rank=1, host="node7", boot_id="another")
     with pytest.raises(
-        UnavailableError, match=rf"rank 1 \(node7:{here.pid}\) does not share /dev/shm with rank 0"
+        UnavailableError, match=rf"rank 1 \(pid {here.pid} on node7\) does not share /dev/shm with rank 0"
     ):
         load(parse_backend("shm"))(dist.HashStore(), "WORLD", [here, there], 0, 1.0)
 
@@ -254,7 +254,8 @@ def test_a_rank_of_another_process_in_a_job_that_runs_is_refused_at_once(
     started.set("fastcoll/join/member/1", other.to_bytes())
     started.add("fastcoll/settled/1", 1)
     with pytest.raises(
-        UsageError, match=rf"rank 1 is claimed by two processes, {other.where}, .* and \S+:{os.getpid()};"
+        UsageError,
+        match=rf"rank 1 is claimed by two processes, {other.where}, .* and pid {os.getpid()} on \S+;",
     ):
         dist.init_process_group(init_method="tcp://x:1", rank=1, world_size=2, timeout=30)
 
@@ -290,7 +291,9 @@ except dist.UsageError as error:
 def test_a_process_that_comes_late_as_a_second_rank_1_is_refused(rank: int) -> None:
     if rank == 1:
         late = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=20)
-        assert f"rank 1 is claimed by two processes, {os.uname().nodename}:{os.getpid()}" in late.stdout, late
+        assert (
+            f"rank 1 is claimed by two processes, pid {os.getpid()} on {os.uname().nodename}" in late.stdout
+        ), late
     dist.barrier()
 
 
@@ -364,7 +367,9 @@ def test_a_member_that_does_not_call_is_warned_of_and_named(
         return
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.1")
     config.forget()
-    with pytest.raises(StoreTimeoutError, match=r"^new_group\(\[0, 1\]\): rank 1 \(\S+:\d+\) did not come"):
+    with pytest.raises(
+        StoreTimeoutError, match=r"^new_group\(\[0, 1\]\): rank 1 \(pid \d+ on \S+\) did not come"
+    ):
         dist.new_group(timeout=0.6)
     config.forget()
     assert re.search(r"new_group\(\[0, 1\]\): has waited \S+ s for rank 1 \(", caplog.text)
@@ -379,7 +384,7 @@ def test_when_the_holder_of_the_store_dies_making_a_group_names_it(rank: int) ->
         dist.barrier()
     for ranks in ([0, 1], [1], [0]):
         with pytest.raises(
-            PeerDiedError, match=rf"new_group\({re.escape(str(ranks))}\): rank 0 \(\S+:\d+\) died"
+            PeerDiedError, match=rf"new_group\({re.escape(str(ranks))}\): rank 0 \(pid \d+ on \S+\) died"
         ):
             dist.new_group(ranks)
 

@@ -59,7 +59,7 @@ class RankProcess:
 
     def describe(self) -> str:
         """Which rank it is, and where."""
-        return f"rank {self.rank} (host {os.uname().nodename}, pid {self.process.pid})"
+        return f"rank {self.rank} (pid {self.process.pid} on {os.uname().nodename})"
 
 
 class Supervisor:

@@ -49,7 +49,7 @@ class Announcement:
 
     @property
     def where(self) -> str:
-        """`host:pid`, as messages show it."""
+        """Who announces, as messages show it."""
         return self.process.where
 
     def to_bytes(self, secret: bytes) -> bytes:

@@ -130,9 +130,7 @@ def test_the_first_failure_is_told_and_ends_the_others(
     done = launch(f"{MEET}if rank == 1:\n    {end}\ntime.sleep(1000)", "-n3", "script.py")
     assert done.returncode == code
     pid = Path("here-1").read_text()
-    assert (
-        f"fastcoll.launch: rank 1 (host {os.uname().nodename}, pid {pid}) failed first: {told}" in done.stderr
-    )
+    assert f"fastcoll.launch: rank 1 (pid {pid} on {os.uname().nodename}) failed first: {told}" in done.stderr
     assert ("\n    ValueError: the cause\n" in done.stderr) == (code == 1)
     assert done.stderr.count("failed first") == 1
 
@@ -150,14 +148,14 @@ def test_the_cause_is_named_though_its_rank_ended_later(launch: Launch) -> None:
         f"{FOLLOWING}if rank == 1:\n    {after_rank_0}\n    os._exit(3)\ntime.sleep(1000)", "-n3", "script.py"
     )
     assert done.returncode == 3
-    assert "fastcoll.launch: rank 1 (host" in done.stderr
+    assert "fastcoll.launch: rank 1 (pid " in done.stderr
     assert done.stderr.count("failed first") == 1
 
 
 def test_without_a_cause_the_failed_group_is_told(launch: Launch) -> None:
     done = launch(f"{FOLLOWING}time.sleep(1000)", "-n2", "script.py")
     assert done.returncode == 1
-    assert "fastcoll.launch: rank 0 (host" in done.stderr
+    assert "fastcoll.launch: rank 0 (pid " in done.stderr
     assert "    fastcoll.errors.PeerDiedError: rank 1 is gone\n" in done.stderr
 
 

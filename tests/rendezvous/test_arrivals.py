@@ -12,7 +12,7 @@ from fastcoll.rendezvous import HashStore
 from fastcoll.rendezvous.arrivals import Arrival, FullError, MovedError, arrive, assign, call_off
 from fastcoll.rendezvous.ending import MET, Ending
 
-HERE = rf"{os.uname().nodename}:{os.getpid()}"
+HERE = rf"pid {os.getpid()} on {os.uname().nodename}"
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])

@@ -26,7 +26,7 @@ def test_announcements_survive_the_wire(secret: bytes) -> None:
     data = one.to_bytes(secret)
     assert len(data) <= MAX_DATAGRAM
     assert Announcement.from_bytes(data, secret) == one
-    assert one.where == "host:7"
+    assert one.where == "pid 7 on host"
 
 
 def test_another_secret_is_passed_over() -> None:
@@ -92,7 +92,7 @@ def test_who_has_left_does_not_count_and_is_not_minded() -> None:
     election.hear(announcement("2"), 0)  # overtaken on another interface
     assert not election.should_lead(0)
     assert election.processes() == []
-    assert election.names(0) == ["host:7 (which has left)"]
+    assert election.names(0) == ["pid 7 on host (which has left)"]
 
 
 def test_the_next_leads_when_the_lowest_never_offers() -> None:

@@ -23,7 +23,7 @@ def test_a_member_survives_the_way_through_a_store() -> None:
     me = Member.here(3, 5, "shm")
     assert Member.from_bytes(me.to_bytes()) == me
     assert (me.rank, me.world_size, me.backend, me.pid) == (3, 5, "shm", os.getpid())
-    assert str(me) == f"rank 3 ({me.host}:{me.pid})"
+    assert str(me) == f"rank 3 (pid {me.pid} on {me.host})"
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,10 @@ def test_a_rank_claimed_twice_in_a_file(tmp_path: Path, processes) -> None:
     ranks = [processes.start(MEET, f"file://{tmp_path}/meet", 1, 3) for _ in range(2)]
     outputs = processes.outputs(ranks)
     assert_all_say(
-        outputs, "UsageError", "rank 1 is claimed by two processes", *(f":{rank.pid}" for rank in ranks)
+        outputs,
+        "UsageError",
+        "rank 1 is claimed by two processes",
+        *(f"pid {rank.pid} on " for rank in ranks),
     )
     assert not list(tmp_path.iterdir())
 
@@ -241,7 +244,7 @@ def test_world_sizes_that_disagree_in_a_file(tmp_path: Path, processes) -> None:
     ranks = [processes.start(MEET, f"file://{tmp_path}/meet", -1, size) for size in (3, 4)]
     outputs = processes.outputs(ranks)
     assert_all_say(
-        outputs, "UsageError", "disagree about the world size", *(f":{rank.pid}" for rank in ranks)
+        outputs, "UsageError", "disagree about the world size", *(f"pid {rank.pid} on " for rank in ranks)
     )
 
 
@@ -273,14 +276,16 @@ def test_a_rank_killed_while_meeting_is_named(tmp_path: Path, processes) -> None
     killed = time.monotonic()
     output = processes.outputs(ranks[1:])
     assert time.monotonic() - killed < 8  # it would wait for 20 s
-    assert_all_say(output, "PeerDiedError", f":{ranks[0].pid} died")
+    assert_all_say(output, "PeerDiedError", f"process {ranks[0].pid} on {os.uname().nodename} died")
     assert not path.exists()
 
 
 def test_a_file_that_another_world_fills(tmp_path: Path, in_threads) -> None:
     url = f"file://{tmp_path}/meet"
     first = rendezvous(url, -1, 1, 5)
-    with pytest.raises(UsageError, match=rf"belongs to another world, .*:{os.getpid()}; choose another path"):
+    with pytest.raises(
+        UsageError, match=rf"belongs to another world, .*pid {os.getpid()} on \S+; choose another path"
+    ):
         rendezvous(url, -1, 1, 0.3)
 
     def close_soon() -> None:
@@ -366,7 +371,7 @@ def test_multicast_world_sizes_that_disagree(group: str, processes) -> None:
     ranks = [processes.start(MEET, group, -1, size) for size in (3, 4)]
     outputs = processes.outputs(ranks)
     assert_all_say(
-        outputs, "UsageError", "disagree about the world size", *(f":{rank.pid}" for rank in ranks)
+        outputs, "UsageError", "disagree about the world size", *(f"pid {rank.pid} on " for rank in ranks)
     )
 
 
@@ -376,7 +381,7 @@ def test_multicast_names_who_came(group: str, in_threads) -> None:
 
     for error in in_threads(meet, meet):
         assert isinstance(error, StoreTimeoutError)
-        assert f"heard {os.uname().nodename}:{os.getpid()}" in str(error)
+        assert f"heard pid {os.getpid()} on {os.uname().nodename}" in str(error)
 
 
 def test_multicast_gets_past_the_dead_and_the_stale(group_v4: str, processes) -> None:
@@ -414,7 +419,7 @@ def test_multicast_a_rank_claimed_twice_names_both_on_both(group: str, processes
     ranks = [processes.start(MEET, group, 1, 2) for _ in range(2)]
     outputs = processes.outputs(ranks)
     assert_all_say(
-        outputs, "UsageError rank 1 is claimed by two processes", *(f":{rank.pid}" for rank in ranks)
+        outputs, "UsageError rank 1 is claimed by two processes", *(f"pid {rank.pid} on " for rank in ranks)
     )
 
 
@@ -434,7 +439,9 @@ def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
     survivor = next(rank for rank in ranks if rank.pid != killed)
     os.kill(killed, signal.SIGKILL)
     at = time.monotonic()
-    assert_all_say(processes.outputs([survivor]), "PeerDiedError", f":{killed} died")
+    assert_all_say(
+        processes.outputs([survivor]), "PeerDiedError", f"process {killed} on {os.uname().nodename} died"
+    )
     assert time.monotonic() - at < 8
 
 
@@ -488,7 +495,7 @@ def test_rank_0_that_is_late_is_warned_of(late) -> None:
 )
 def test_who_is_late_in_a_file_is_warned_of_and_named(late, how: str, missing: str) -> None:
     pid, (warning, error) = late[how]
-    missing = missing.format(me=f"{os.uname().nodename}:{pid}")
+    missing = missing.format(me=f"pid {pid} on {os.uname().nodename}")
     assert re.search(f"meets 3 processes: has waited \\d.\\d s for {missing}$", warning)
     assert re.search(f"meets 3 processes: {missing} did not come within", error)
 
