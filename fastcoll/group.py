@@ -24,6 +24,7 @@ from .carrier import Call, Carrier, DeviceCarrier, StreamCall
 from .errors import ArrayError, GroupError, NotInitializedError, UnavailableError, UsageError
 from .memory import SymmetricMemory
 from .operands import (
+    OBJECTS_TAG,
     Array,
     apart,
     arrays_of,
@@ -404,6 +405,16 @@ class ProcessGroup(Carrier[Array]):
         self._check_usable()
         x = self._adopt(tensor, writable=True)
         return partial(self._carrier(x.array)._irecv, x, src, checked_tag(tag))
+
+    def send_objects(self, data: Array, dst: int) -> None:
+        """`send` of contiguous bytes or sizes of objects, which no receive of an array takes."""
+        self._check_usable()
+        self._send(Adopted(data), self._checked_rank("dst", dst), OBJECTS_TAG)
+
+    def recv_objects(self, data: Array, src: int | None) -> int:
+        """`recv` of what `send_objects` sends; no array that is sent comes here."""
+        self._check_usable()
+        return self._recv(Adopted(data), self._checked_src(src), OBJECTS_TAG)
 
     # ---- symmetric arrays -------------------------------------------------------------------------
 

@@ -19,10 +19,11 @@ from .messages.channels import DONE, LATER
 from .messages.courier import Courier
 from .messages.mailbox import Mailbox
 from .messages.matching import Message
-from .messages.transfers import LARGEST_TAG, Array, Receive, Send, Transfer
+from .messages.transfers import Array, Receive, Send, Transfer
 from .net.mail import Mail
 from .net.mail_channels import MailChannels
 from .net.mail_courier import MailCourier
+from .operands import LARGEST_TAG
 from .shm import ring_kernels
 from .shm.ring_channels import RingChannels
 from .shm.rounds import RESUMED

@@ -21,8 +21,6 @@ from .group import ProcessGroup
 from .registry import Group, group_rank, member_of
 
 _FAILED = -1
-_TAG = (1 << 31) - 1
-"""The tag of messages with objects: the last one, so that arrays and objects do not mix."""
 
 Bytes = NDArray[np.uint8]
 Sizes = NDArray[np.int64]
@@ -171,9 +169,9 @@ def send_object_list(
     _check_list("object_list", object_list, Sequence)
     peer = group_rank(g, "dst", dst, group_dst)
     packed = _Packed(object_list)
-    g.send(packed.sizes(len(object_list)), peer, _TAG)
+    g.send_objects(packed.sizes(len(object_list)), peer)
     packed.check(g, [g.rank])
-    g.send(packed.joined, peer, _TAG)
+    g.send_objects(packed.joined, peer)
 
 
 def recv_object_list(
@@ -203,10 +201,10 @@ def recv_object_list(
     _check_list("object_list", object_list)
     peer = None if src is None and group_src is None else group_rank(g, "src", src, group_src)
     sizes = np.empty(len(object_list), np.int64)
-    sender = g.recv(sizes, peer, _TAG)
+    sender = g.recv_objects(sizes, peer)
     _check_failures(g, [sender] if (sizes == _FAILED).any() else [])
     data = np.empty(sizes.sum(), np.uint8)
-    g.recv(data, sender, _TAG)
+    g.recv_objects(data, sender)
     object_list[:] = map(_unpack, _cut(data, sizes))
     return g.ranks[sender]
 

@@ -22,6 +22,11 @@ from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 
 Array = NDArray[Any]
 
+LARGEST_TAG = (1 << 31) - 1
+OBJECTS_TAG = LARGEST_TAG + 3
+"""Of messages with objects: what they hold is unpickled, so no array that a user sends may come among them. The two
+before it are those of gpu/nccl_mail_letters.py."""
+
 
 def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
     """What is really reduced: for PREMUL_SUM a scaled copy and SUM, else the array and op themselves.
@@ -190,6 +195,6 @@ def checked_tag(tag: Any) -> int:
         number = operator.index(tag)
     except TypeError as error:
         raise UsageError(f"tag is {tag!r}; give an integer") from error
-    if not 0 <= number < 1 << 31:
+    if not 0 <= number <= LARGEST_TAG:
         raise UsageError(f"tag is {number}; tags are integers from 0 to 2**31 - 1")
     return number

@@ -84,6 +84,15 @@ class ReduceOp:
         label = name or str(getattr(function, "__name__", "custom"))
         return ReduceOp(label, CUSTOM + _fingerprint(function, label), function=function)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ReduceOp) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash(self._parts())
+
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.name, self.code, self.factor, self.function)
+
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}" if self.factor is None else f"ReduceOp.{self.name}({self.factor!r})"
 

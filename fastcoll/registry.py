@@ -36,6 +36,9 @@ class _NoWorld:
     def __getattr__(self, name: str) -> NoReturn:
         raise NotInitializedError("there is no default process group; call init_process_group first")
 
+    def __hash__(self) -> int:
+        self.__getattr__("__hash__")
+
 
 _NO_WORLD = cast(ProcessGroup, _NoWorld())
 
@@ -222,14 +225,13 @@ def _entered(group: Group) -> ProcessGroup:
         return groups.world
     if not isinstance(group, ProcessGroup):
         _refuse(group)
+    if group not in groups.backends:
+        raise NotInitializedError(f"the group {group.name!r} was destroyed")
     return group
 
 
 def _choice(group: Group) -> BackendChoice:
-    found = _entered(group)
-    if groups.initialized and found in groups.backends:
-        return groups.backends[found]
-    raise NotInitializedError(f"the group {found.name!r} was destroyed")
+    return groups.backends[_entered(group)]
 
 
 def _refuse(group: Any) -> NoReturn:

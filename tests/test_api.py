@@ -249,6 +249,22 @@ def test_questions_about_groups(world: Recorder, part: Recorder) -> None:
         dist.get_process_group_ranks(NOT_A_MEMBER)
 
 
+def test_questions_about_a_destroyed_group(world: Recorder, part: Recorder) -> None:
+    dist.destroy_process_group(part)
+    for ask in (
+        dist.get_rank,
+        dist.get_world_size,
+        dist.get_backend,
+        dist.get_backend_config,
+        dist.get_process_group_ranks,
+        lambda group: dist.get_group_rank(group, 5),
+        lambda group: dist.get_global_rank(group, 1),
+    ):
+        with pytest.raises(NotInitializedError, match="'recorder' was destroyed"):
+            ask(part)
+    assert dist.get_rank() == 1
+
+
 def test_questions_before_the_start() -> None:
     assert not dist.is_initialized()
     assert dist.group.WORLD is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,29 @@ def test_objects_in_a_group(rank: int) -> None:
             dist.all_gather_object([], rank, group)
         with pytest.warns(UserWarning, match="recv_object_list on rank"):
             assert dist.recv_object_list([None], group=group) == -1
+
+
+@pytest.mark.ranks(2)
+def test_arrays_of_any_tag_and_objects_do_not_mix(rank: int) -> None:
+    largest = 2**31 - 1
+    if rank == 0:
+        # Bytes that would be taken for the size of an object, and then for the object.
+        text = np.frombuffer(pickle.dumps("foreign"), np.uint8)
+        works = [dist.isend(np.array([text.size]), 1, tag=largest), dist.isend(text, 1, tag=largest)]
+        dist.send_object_list(["mine"], 1)
+        for work in works:
+            assert work is not None
+            work.wait()
+    else:
+        found: list[Any] = [None]
+        assert dist.recv_object_list(found) == 0
+        assert found == ["mine"]
+        size = np.empty(1, int)
+        dist.recv(size, 0, tag=largest)
+        dist.recv(np.empty(size[0], np.uint8), tag=largest)
+    for tag in (largest + 1, largest + 2, largest + 3):  # where objects and announcements are
+        with pytest.raises(UsageError, match=r"tags are integers from 0 to 2\*\*31 - 1"):
+            dist.send(np.ones(1), 1 - rank, tag=tag)
 
 
 @pytest.mark.ranks(2)

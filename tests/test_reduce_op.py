@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from fractions import Fraction
 from typing import Any
 
@@ -30,6 +32,20 @@ def test_a_number_is_kept_as_it_is(factor: Any) -> None:
 @pytest.mark.parametrize("factor", [np.array(2.5), np.array([2.5]), np.array([[2.5]], "f4")])
 def test_an_array_of_one_element_is_a_number(factor: Any) -> None:
     assert ReduceOp.PREMUL_SUM(factor).factor == 2.5
+
+
+def twice_the_larger(a: float, b: float) -> float:
+    return a if a > b else b
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))])
+@pytest.mark.parametrize(
+    "op", [ReduceOp.SUM, ReduceOp.BXOR, ReduceOp.PREMUL_SUM(2.5), ReduceOp.custom(twice_the_larger)], ids=repr
+)
+def test_a_copy_is_equal_to_what_it_copies(op: ReduceOp, again: Any) -> None:
+    assert again(op) == op
+    assert {op: 1}[again(op)] == 1
+    assert again(op) not in (ReduceOp.MIN, ReduceOp.PREMUL_SUM(3), ReduceOp.custom(lambda a, b: a), "SUM")
 
 
 def test_a_function_may_refer_to_a_name_that_is_bound_later() -> None:

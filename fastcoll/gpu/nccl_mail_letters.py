@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Array
-from ..messages.transfers import LARGEST_TAG, LETTER
+from ..messages.transfers import LETTER
+from ..operands import LARGEST_TAG
 from .nccl_seats import Seat
 
 ANSWER, DATA = LARGEST_TAG + 1, LARGEST_TAG + 2

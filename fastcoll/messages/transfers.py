@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from .. import calls
 from ..errors import MismatchError
 from ..kernels.pointers import address_of
+from ..operands import OBJECTS_TAG
 from ..watch import Vigil, Wait
 from ..work import Work
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 DTYPE_BITS = 22
-LARGEST_TAG = (1 << 31) - 1
 
 LETTER = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (192,))])
 """Of messages that announce an array on a GPU, which travels otherwise (gpu/nccl_mail.py). Users have no such dtype."""
@@ -99,10 +99,11 @@ class Transfer(Work):
         self.nbytes = array.nbytes
         self.array = array
         self.address = address_of(array)
-        self.watch = Wait(vigil, f"{name}, tag {tag}", _needed(vigil, peer, rank), timeout)
+        what = f"{name}, objects" if tag == OBJECTS_TAG else f"{name}, tag {tag}"
+        self.watch = Wait(vigil, what, _needed(vigil, peer, rank), timeout)
         self._vigil = vigil
         self._rank = rank
-        super().__init__(f"{name}, tag {tag}")
+        super().__init__(what)
 
     @property
     def tag(self) -> int:

@@ -16,8 +16,7 @@ import numpy as np
 
 from ..group import ProcessGroup
 from ..kinds.tensors import header_of, headers_for, plain_types
-from ..messages.transfers import LARGEST_TAG
-from ..operands import Array, sum_for
+from ..operands import LARGEST_TAG, Array, sum_for
 from ..reduce_op import ReduceOp
 from ..work import Work
 from .context import Prepared

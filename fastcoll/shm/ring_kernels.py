@@ -16,7 +16,8 @@ from ..kernels.pointers import load_word, store_word
 from ..kernels.polling import moved, rest
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at
 from ..messages.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, OTHER, REFUSED, TAKEN
-from ..messages.transfers import DTYPE_BITS, LARGEST_TAG
+from ..messages.transfers import DTYPE_BITS
+from ..operands import LARGEST_TAG
 from .border import CALL, data_of, description, is_plain, nbytes_of
 from .channels import (
     ACK_VERDICT,
