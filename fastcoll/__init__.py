@@ -38,6 +38,7 @@ from .backends import (
     is_mpi_available,
     is_nccl_available,
 )
+from .default_group import destroy_process_group, init_process_group, world
 from .errors import (
     AbortedError,
     ArrayError,
@@ -86,7 +87,6 @@ from .registry import (
 from .rendezvous import FileStore, HashStore, PrefixStore, Store
 from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
 from .work import Work
-from .world import destroy_process_group, init_process_group
 
 if TYPE_CHECKING:
     from .launch.spawn import spawn
@@ -175,6 +175,7 @@ __all__ = [
     "UnavailableError",
     "UsageError",
     "Work",
+    "world",
 ]
 
 

@@ -161,8 +161,10 @@ class _Received(Work):
     """A receive on a group, whose result is the sender's global rank instead of its group rank."""
 
     def __init__(self, work: Work, ranks: Sequence[int]) -> None:
+        super().__init__(work._describe)
         self._work = work
         self._ranks = ranks
+        work.add_done_callback(lambda _: self._finish(error=work.exception()))
 
     def wait(self, timeout: Timeout = None) -> bool:
         return self._work.wait(timeout)
@@ -173,14 +175,12 @@ class _Received(Work):
     def is_success(self) -> bool:
         return self._work.is_success()
 
-    def exception(self) -> BaseException | None:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._work.exception()
 
-    def result(self) -> int:
+    def result(self, timeout: Timeout = None) -> int:
+        self.wait(timeout)
         return self._ranks[self._work.source_rank()]
 
     def _refuse_in_child(self) -> None:
         self._work._refuse_in_child()
-
-    def add_done_callback(self, callback: Callable[[Work], None]) -> None:
-        self._work.add_done_callback(lambda _: callback(self))

@@ -14,13 +14,13 @@ from zlib import crc32
 
 from .arguments import positive_seconds, whole, wholes
 from .backends import Backend, BackendChoice, load, parse_backend
+from .default_group import current_job
 from .errors import MismatchError, UnavailableError, UsageError
 from .group import ProcessGroup
 from .job import Job
 from .registry import Group, GroupMember, NonMember, get_process_group_ranks, groups
 from .rendezvous.join import wait_for
 from .work import Timeout
-from .world import current_job
 
 Made = ProcessGroup | NonMember
 

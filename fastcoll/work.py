@@ -12,6 +12,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures._base import FINISHED, PENDING, RUNNING
 from contextlib import suppress
 from datetime import timedelta
 from numbers import Integral, Real
@@ -66,21 +68,34 @@ def refuse_to_block(what: str) -> None:
         )
 
 
-class Work:
+class Work(Future[Any]):
     """The handle of an asynchronous operation.
 
     The arrays that were given belong to the operation until it is complete. A Work may be waited for
-    by several threads and more than once.
+    by several threads and more than once. `concurrent.futures.wait` and `as_completed` take it; it cannot be
+    cancelled, as the other ranks have begun the operation too.
     """
 
+    # What a Future has as attributes: `_condition` and `_waiters` are what concurrent.futures uses of them.
     def __init__(self, describe: str = "operation") -> None:
         self._done = threading.Event()
-        self._callbacks: list[Callable[[Work], None]] = []
-        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Any], object]] = []
+        self._condition: Any = threading.RLock()  # nobody waits on it, and a Condition costs 0.5 us
+        self._waiters: list[Any] = []
         self._result: Any = None
         self._error: BaseException | None = None
         self._describe = describe
+        self._state = PENDING
         self._forks = _forks
+
+    def __repr__(self) -> str:
+        if not self.is_completed():
+            how = self._state.lower()
+        elif (error := self.exception()) is None:
+            how = "done"
+        else:
+            how = f"failed with {type(error).__name__}: {error}"
+        return f"<Work {self._describe}: {how}>"
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Block until the operation is complete; True when it succeeded.
@@ -126,30 +141,46 @@ class Work:
         """Whether the operation has ended well. Never blocks."""
         return self._done.is_set() and self._error is None
 
-    def exception(self) -> BaseException | None:
-        """What ended the operation, or None. Never blocks."""
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What ended the operation, or None. Never blocks, also where a Future's would, and ignores `timeout`."""
         return self._error if self._done.is_set() else None
 
-    def result(self) -> Any:
-        """Wait, then return what the synchronous call would have returned.
+    def result(self, timeout: Timeout = None) -> Any:
+        """Wait as `wait` does, then return what the synchronous call would have returned.
 
         That is the sender's rank for a receive, a new array for an operation in place on an immutable one (JAX's), and
         None for all others.
         """
-        self.wait()
+        self.wait(timeout)
         return self._result
+
+    def done(self) -> bool:
+        """The same as `is_completed`, by the name that futures have for it."""
+        return self.is_completed()
+
+    def running(self) -> bool:
+        """Whether the operation has begun and not ended. Never blocks."""
+        return self._state == RUNNING and not self.is_completed()
+
+    def cancelled(self) -> bool:
+        """False."""
+        return False
+
+    def cancel(self) -> bool:
+        """False: the other ranks may have begun the operation."""
+        return False
 
     def source_rank(self) -> int | Any:  # whoever has received need not look for None
         """Wait, then return the rank that a receive got its message from; None for all other operations."""
         result = self.result()
         return int(result) if isinstance(result, Integral) else None
 
-    def add_done_callback(self, callback: Callable[[Work], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call `callback(work)` once complete, on the progress thread, or now if it already is.
 
         What a callback raises is logged and goes no further; it may not wait for other operations.
         """
-        with self._lock:
+        with self._condition:
             if not self._done.is_set():
                 self._callbacks.append(callback)
                 return
@@ -175,14 +206,16 @@ class Work:
         return self.result()
 
     def _finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        with self._lock:
-            self._result, self._error = result, error
+        with self._condition:
+            self._result, self._error, self._state = result, error, FINISHED
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
+            for waiter in self._waiters:
+                waiter.add_result(self) if error is None else waiter.add_exception(self)
         for callback in callbacks:
             self._call(callback)
 
-    def _call(self, callback: Callable[[Work], None]) -> None:
+    def _call(self, callback: Callable[[Any], object]) -> None:
         try:
             callback(self)
         except Exception:
@@ -260,7 +293,9 @@ class ProgressQueue:
                 return None
             self._changed.wait_for(lambda: self._jobs or self._closed, self.IDLE_SECONDS)
             if self._jobs:
-                return self._jobs.popleft()
+                item = self._jobs.popleft()
+                item[0]._state = RUNNING
+                return item
             self._thread = None
             return None
 

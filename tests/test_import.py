@@ -32,7 +32,7 @@ LAYERS = (
     ("hybrid",),
     ("backends",),
     ("registry", "job"),
-    ("world", "api", "multigpu", "p2p", "objects", "symmetric"),
+    ("default_group", "api", "multigpu", "p2p", "objects", "symmetric"),
     ("subgroups",),
     ("__init__",),
     ("launch",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures as cf
 import math
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 from fastcoll.errors import CollectiveTimeoutError, UsageError
+from fastcoll.p2p import _Received
 from fastcoll.work import ENDLESS, ProgressQueue, Work, seconds
 
 
@@ -86,6 +89,52 @@ def test_only_a_receive_has_a_source(result: Any, source: int | None) -> None:
     work = Work("operation")
     work._finish(result)
     assert work.source_rank() == source
+
+
+def test_concurrent_futures_wait_for_works() -> None:
+    fine, wrong, inner = Work("fine"), Work("wrong"), Work("recv")
+    received = _Received(inner, (0, 5))
+    works = [fine, wrong, received]
+    assert cf.wait(works, timeout=0) == (set(), set(works))
+    begun, order = threading.Event(), []
+
+    def take() -> None:
+        with cf.ThreadPoolExecutor(1) as pool:
+            first_error = pool.submit(cf.wait, works, 20, cf.FIRST_EXCEPTION)
+            begun.set()
+            order.extend(cf.as_completed(works, 20))
+        assert first_error.result().done >= {wrong}
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    begun.wait(20)
+    fine._finish()
+    wrong._finish(error=ValueError("bad"))
+    inner._finish(1)
+    thread.join(20)
+    assert set(order) == set(works)
+    assert cf.wait(works, 20).done == set(works)
+    assert received.result(0) == 5
+    assert not any(work.cancel() or work.cancelled() or work.running() for work in works)
+
+    async def in_asyncio() -> Any:
+        return await asyncio.wrap_future(received)
+
+    assert asyncio.run(in_asyncio()) == 5
+
+
+def test_a_work_says_what_it_is_and_how_far() -> None:
+    queue, begun, go_on = ProgressQueue("shown"), threading.Event(), threading.Event()
+    running = queue.submit("all_reduce", lambda: (begun.set(), go_on.wait(20)))
+    waiting = queue.submit("barrier", lambda: 1 / 0)
+    begun.wait(20)
+    assert (repr(running), repr(waiting)) == ("<Work all_reduce: running>", "<Work barrier: pending>")
+    assert running.running()
+    go_on.set()
+    assert cf.wait([running, waiting], 20).done == {running, waiting}
+    assert repr(running) == "<Work all_reduce: done>"
+    assert repr(waiting) == "<Work barrier: failed with ZeroDivisionError: division by zero>"
+    queue.close()
 
 
 FORK = """

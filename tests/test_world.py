@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 import signal
@@ -167,6 +168,33 @@ def test_joining_and_leaving_again_and_again(world_size: int) -> None:
 
 
 @pytest.mark.ranks(2, init=False)
+def test_a_world_as_a_context(rank: int, world_size: int, tmp_path: Path) -> None:
+    with dist.world("shm", timeout=20) as group:
+        assert (group, total(), dist.get_backend()) == (dist.group.WORLD, 2, "shm")
+    assert not dist.is_initialized()
+    with dist.world(rank=rank, world_size=world_size):
+        dist.destroy_process_group()
+    left = tmp_path / "left"
+
+    def fail() -> None:
+        with dist.world(timeout=20):
+            if rank == 0:
+                dist.new_group([0])  # which rank 1 does not make, so rank 0 would wait for it
+                raise ValueError("bad data")
+            deadline = time.monotonic() + 10
+            while not left.exists():
+                assert time.monotonic() < deadline, "rank 0 waits for this rank"
+                time.sleep(0.01)
+            raise ValueError("bad data")
+
+    with pytest.raises(ValueError, match="bad data"):
+        fail()
+    left.touch()
+    assert not dist.is_initialized()
+    assert inspect.signature(dist.world) == inspect.signature(dist.init_process_group)
+
+
+@pytest.mark.ranks(2, init=False)
 def test_one_store_for_two_worlds(rank: int, world_size: int, tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), world_size)
     for _ in range(2):
@@ -211,7 +239,7 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
         return Rendezvous(opened[-1], 0, 2, "here")
 
     load(parse_backend(None))  # or importing Numba would take all of the time
-    monkeypatch.setattr("fastcoll.world.rendezvous", meet_again)
+    monkeypatch.setattr("fastcoll.default_group.rendezvous", meet_again)
     with pytest.raises(RendezvousError, match="file:///x leads to a job in which rank 0 has started before"):
         dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=0.3)
     assert len(opened) > 1
@@ -222,7 +250,9 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
 
 def meet_in(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every init_method lead to `store`."""
-    monkeypatch.setattr("fastcoll.world.rendezvous", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here"))
+    monkeypatch.setattr(
+        "fastcoll.default_group.rendezvous", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here")
+    )
 
 
 class Unclosed(dist.PrefixStore):

@@ -122,7 +122,7 @@ class StreamWork(Work):
         """Whether the operation has ended well. Asks the GPU; never blocks."""
         return self.is_completed() and self._error is None
 
-    def add_done_callback(self, callback: Callable[[Work], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call `callback(work)` once complete, on the group's watching thread, or now if it already is."""
         self._queue_now()
         super().add_done_callback(callback)
@@ -140,7 +140,7 @@ class StreamWork(Work):
 
         Calls of CUDA may block, and so are not under the lock, which the watcher needs.
         """
-        with self._lock:
+        with self._condition:
             event = self._event
             self._users += event is not None
         if event is None:
@@ -154,7 +154,7 @@ class StreamWork(Work):
 
     def _leave(self, event: int) -> None:
         """The last user of an event gives it back."""
-        with self._lock:
+        with self._condition:
             self._users -= 1
             unused = not self._users
         if unused:
@@ -175,7 +175,7 @@ class StreamWork(Work):
 
     def _let_go(self) -> None:
         """The GPU is past it: its memory and event are free."""
-        with self._lock:
+        with self._condition:
             event, self._event = self._event, None
         if event is not None:
             self._leave(event)
@@ -183,7 +183,7 @@ class StreamWork(Work):
 
     def _settle(self, error: BaseException | None = None) -> None:
         """End the Work, unless it has ended."""
-        with self._lock:
+        with self._condition:
             if self._settled:
                 return
             # The error already now, for who sees the GPU past it before `_finish` has run in this thread.

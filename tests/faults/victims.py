@@ -169,15 +169,15 @@ def _proof() -> tuple[Any, str]:
 
 
 def _registration() -> tuple[Any, str]:
-    from fastcoll import world
+    from fastcoll import default_group
 
-    return world, "join"
+    return default_group, "join"
 
 
 def _new_group() -> tuple[Any, str]:
-    from fastcoll import world
+    from fastcoll import default_group
 
-    return world.Job, "settle"
+    return default_group.Job, "settle"
 
 
 # Where a starting rank is killed: right after this function.

@@ -10,8 +10,8 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import MismatchError, ReduceOp
+from fastcoll.default_group import current_job
 from fastcoll.messages.mailbox import Mailbox
-from fastcoll.world import current_job
 
 LATE = 0.2
 

@@ -13,10 +13,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 from . import backends, config
 from .arguments import positive_seconds, whole
@@ -45,6 +45,8 @@ _log = logging.getLogger("fastcoll")
 # at exit, for others that still make groups.
 _FAILED_START_SECONDS = 0.5
 _EXIT_SECONDS = 10.0
+
+_P = ParamSpec("_P")
 
 _job: Job | None = None
 _finalizer: Any = None
@@ -141,6 +143,42 @@ def destroy_process_group(group: Group = None) -> None:
         del groups.backends[current]
         if groups.inherited is None:
             current.close()
+
+
+def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager[ProcessGroup]]:
+    """`world`, which takes the arguments of `init`."""
+
+    @contextmanager
+    @functools.wraps(init, assigned=("__module__",))
+    def world(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[ProcessGroup]:
+        """`init_process_group`, with its arguments, and at the end of the block `destroy_process_group`.
+
+        An exception leaves the job at once, without waiting for ranks that still make groups. A block may call
+        `destroy_process_group` itself.
+
+        Yields:
+            The default group.
+
+        Example:
+            >>> with dist.world():
+            ...     dist.all_reduce(x)
+        """
+        init(*args, **kwargs)
+        mine = groups.world
+        try:
+            yield mine
+        except BaseException:
+            if groups.world is mine:
+                _leave(0.0)
+            raise
+        if groups.world is mine:
+            destroy_process_group()
+
+    world.__qualname__ = "world"
+    return world
+
+
+world = _as_context(init_process_group)
 
 
 @dataclass(frozen=True)
