@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,17 +86,18 @@ def _entries(names: str | None) -> list[str]:
 
 
 def _warm_up(todo: Sequence[str], processes: int) -> None:
-    began = time.perf_counter()
+    began, new = time.perf_counter(), 0
+    print(f"{len(todo)} kernels: what is not on the disk is compiled, in {processes} processes", flush=True)
     first = _make(todo[0])  # what every compilation needs is imported now, and inherited by the processes
-    made: list[_Made] = []
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        for one in chain([first], pool.map(_make, todo[1:])):
-            made.append(one)
+        later = as_completed([pool.submit(_make, name) for name in todo[1:]])
+        for number, one in enumerate(chain([first], (future.result() for future in later)), 1):
             if one.new:
-                print(f"{one.name:25} {one.seconds:6.2f} s", flush=True)
-    new, took = sum(one.new for one in made), time.perf_counter() - began
-    there = f"; {len(made) - new} were there" if new < len(made) else ""
-    print(f"{new} kernels compiled in {took:.1f} s{there}" if new else f"all {len(made)} kernels are there")
+                new += 1
+                print(f"{number:3}/{len(todo)} {one.name:25} {one.seconds:6.2f} s", flush=True)
+    took, old = time.perf_counter() - began, len(todo) - new
+    there = f"; {old} were there" if old else ""
+    print(f"{new} kernels compiled in {took:.1f} s{there}" if new else f"all {old} kernels are there")
 
 
 def _make(name: str) -> _Made:

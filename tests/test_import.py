@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll.kernels import cache
+
 PACKAGE = Path(__file__).parents[1] / "fastcoll"
 
 # Rooms and files from the ground up; each may import from lower lines and from itself.
@@ -90,6 +92,14 @@ def test_some_modules_are_imported_in_one_room_only(file: Path) -> None:
     for name, line in imports(file):
         rooms = KEPT.get(name.split(".")[0])
         assert rooms is None or room_of(file) in rooms, f"{file}:{line} imports {name}, which is for {rooms}"
+
+
+def test_the_state_of_the_sources_leaves_out_only_rooms_that_no_kernel_can_import() -> None:
+    compiled = {room_of(file) for file in FILES for name, _ in imports(file) if ".kernels.jit." in name}
+    assert {"shm", "net"} <= compiled
+    for room in cache._OTHER_ROOMS:
+        assert room not in compiled
+        assert all(LEVEL[room] >= LEVEL[there] for there in compiled), room
 
 
 def test_the_walk_over_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,13 @@ def run(*arguments: str, cache: Path) -> str:
 
 
 def test_what_was_compiled_is_there_the_next_time(tmp_path):
-    first = run("--ops", "seize,retire", cache=tmp_path)
+    first = run("--ops", "seize,retire", "-j", "2", cache=tmp_path)
+    assert first.startswith("3 kernels: what is not on the disk is compiled, in 2 processes\n  1/3 seize ")
+    assert "  3/3 " in first
     assert "retire " in first
     assert "reductions of float32 " in first
     assert "3 kernels compiled" in first
-    assert run("--ops", "seize,retire", cache=tmp_path) == "all 3 kernels are there\n"
+    assert run("--ops", "seize,retire", cache=tmp_path).splitlines()[1:] == ["all 3 kernels are there"]
     more = run("--ops", "retire", "--dtypes", "float32,bool", cache=tmp_path)
     assert "reductions of bool " in more
     assert "1 kernels compiled" in more

@@ -1,21 +1,21 @@
 """Compiled kernels on disk: valid for one state of the sources, compiled by one process and loaded by the others.
 
-Three things that Numba's own cache lacks. It looks only at the file of the outermost function, and would go on
-running an edited helper's old code. It numbers the signatures of a function in one index file, so that two
-processes that compile two of them at once can leave one's code under the other's name. And all ranks that
-miss the same code compile it at the same time.
+Three things that Numba's own cache lacks. It looks only at the file of the outermost function, in older versions only
+at its modification time, and would go on running the old code of an edited helper, or with the old value of another
+module's constant. It numbers the signatures of a function in one index file, so that two processes that compile two of
+them at once can leave one's code under the other's name. And all ranks that miss the same code compile it at the same
+time.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
+import threading
 import time
-import zlib
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
@@ -25,10 +25,114 @@ from ..errors import ResourceError
 _log = logging.getLogger("fastcoll")
 _LONGEST_COMPILATION = 60.0
 """Seconds to wait for another process's compilation before doing it oneself; on a laptop it takes one or two."""
+_SILENT = 1.0
+"""Seconds of compilation after which a word is due."""
+_AGAIN = 5.0
+"""Seconds until the next word about the same kernel."""
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_OTHER_ROOMS = {"bench", "gpu", "launch", "torch"}
+"""No module with kernels for this cache may import these (tests/test_import.py)."""
+
+
+def _state_of_the_sources() -> str | None:
+    """A hash of all sources whose values a kernel can contain; None where there are none, as in an archive.
+
+    By content, since builds and package managers set modification times as they like. It takes 7 ms; to import
+    Numba takes 400.
+    """
+    found, digest = False, hashlib.blake2b(digest_size=16)
+    for folder, rooms, names in os.walk(_PACKAGE):
+        rooms[:] = sorted(set(rooms) - _OTHER_ROOMS)
+        for name in sorted(names):
+            if name.endswith(".py") and name[:-3].isidentifier():  # not an editor's file beside it
+                path = f"{folder}/{name}"
+                with open(path, "rb", buffering=0) as file:
+                    content = file.read()
+                digest.update(f"{path[len(_PACKAGE) :]} {len(content)} ".encode() + content)
+                found = True
+    return digest.hexdigest() if found else None
+
+
+# Now, as the modules are loaded, and not at the first kernel: by then the files may be those of a newer state.
+_SOURCES = _state_of_the_sources()
+
+
+class Telling:
+    """Says on the log, while compiling takes longer than a second, what is compiled and how far that is.
+
+    Short compilations add up: however many there are, nobody who waits for them is without a word for longer.
+
+    Args:
+        what: is compiled.
+        hint: what else the user should know.
+    """
+
+    _unsaid: ClassVar[float] = 0.0
+    """Seconds since the last word."""
+    _others: ClassVar[int] = 0
+    _their_seconds: ClassVar[float] = 0.0
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        self._what, self._hint = what, hint
+        self._said = False
+        self._done = threading.Event()
+        self._began = time.perf_counter()
+        # A thread, since Numba does not return in between.
+        self._thread = threading.Thread(target=self._tell, name="fastcoll-telling", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """The compilation has ended, well or not."""
+        self._done.set()
+        self._thread.join()
+        took = time.perf_counter() - self._began
+        Telling._others += 1
+        Telling._their_seconds += took
+        Telling._unsaid = 0.0 if self._said else Telling._unsaid + took
+
+    def _tell(self) -> None:
+        # Ranks may compile at the same time, a user's reduction all of them: who has this lock speaks.
+        place = os.open(_PACKAGE if _SOURCES else "/", os.O_RDONLY)
+        pause = _SILENT - Telling._unsaid
+        while not self._done.wait(pause):
+            if not self._said and not _try_lock(place):
+                pause = _SILENT
+                continue
+            took = time.perf_counter() - self._began
+            others = f", {self._their_seconds:.0f} s for {self._others} before it" if self._others else ""
+            _log.warning("fastcoll compiles %s: %.0f s so far%s%s", self._what, took, others, self._hint)
+            self._said, pause = True, _AGAIN
+        os.close(place)
+
+
+class _Files(IndexDataCacheFile):
+    """An index and the code that it names. Code, too, says of which state it is.
+
+    Numba writes the index first; another process may read the old code in between.
+    """
+
+    def _save_data(self, name: str, data: Any) -> None:
+        super()._save_data(name, (self._source_stamp, data))
+
+    def _load_data(self, name: str) -> Any:
+        stamp, data = super()._load_data(name)
+        if stamp != self._source_stamp:
+            raise FileNotFoundError(f"{name} is of another state of the sources")  # Numba compiles then
+        return data
 
 
 class KernelCache(FunctionCache):
     """The files of one function, to be set as a dispatcher's or C function's `_cache`.
+
+    Args:
+        function: what is compiled.
+        what: its name for people.
+        suffix: of the files' names, where one function is compiled for several signatures.
 
     Attributes:
         compiled: how many functions this process has compiled, because they were not on the disk.
@@ -39,32 +143,36 @@ class KernelCache(FunctionCache):
 
     compiled: ClassVar[int] = 0
 
-    def __init__(self, function: Callable[..., Any], suffix: str = "") -> None:
+    def __init__(self, function: Callable[..., Any], what: str, suffix: str = "") -> None:
         try:
             super().__init__(function)
         except RuntimeError as error:
             raise ResourceError(
-                f"compiled kernels cannot be kept: neither {Path(__file__).parent} nor the user's cache directory is "
+                f"compiled kernels cannot be kept: neither {_PACKAGE} nor the user's cache directory is "
                 "writable; set NUMBA_CACHE_DIR to a writable directory"
             ) from error
         name = self._impl.filename_base + suffix
-        folder = Path(function.__code__.co_filename).parent
-        stamp = (self._impl.locator.get_source_stamp(), _sources_stamp(folder))
-        self._cache_file = IndexDataCacheFile(self._cache_path, name, stamp)
+        ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
+        own = None if ours and _SOURCES else self._impl.locator.get_source_stamp()
+        self._cache_file = _Files(self._cache_path, name, (_SOURCES, own))
         self._lock_path = os.path.join(self._cache_path, f"{name}.lock")
         self._lock: int | None = None
+        self._what = what
+        self._telling: Telling | None = None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function, or None: then the caller compiles it, and others wait until it is saved."""
         found = self._load(sig, target_context)
-        if found is None and self._lock is None:
+        if found is None and self._telling is None:
             self._impl.locator.ensure_cache_path()
             self._lock = _acquire(self._lock_path)
             found = self._load(sig, target_context)
             if found is not None:
                 self._release()
             else:
-                _announce()
+                self._telling = Telling(
+                    self._what, " (kept on disk; python -m fastcoll.warmup does it ahead)"
+                )
         return found
 
     def _load(self, sig: Any, target_context: Any) -> Any:
@@ -87,37 +195,12 @@ class KernelCache(FunctionCache):
         self._release()
 
     def _release(self) -> None:
+        if self._telling is not None:
+            self._telling.end()
+            self._telling = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _announce() -> None:
-    """Say that compiling takes a while, once for each state of the sources, by whichever process is the first."""
-    if _is_news(f"{zlib.crc32(repr(_sources_stamp(Path(__file__).parent)).encode()):08x}"):
-        _log.warning(
-            "fastcoll compiles its kernels for this machine, once: 1 s for an operation, 10 s for all of them "
-            "(python -m fastcoll.warmup does it ahead)"
-        )
-
-
-def _is_news(state: str) -> bool:
-    """Whether no process that uses this cache has told about this state."""
-    locator = KernelCache._impl_class(_is_news).locator
-    locator.ensure_cache_path()
-    path = os.path.join(locator.get_cache_path(), "fastcoll.told")
-    try:
-        told = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except PermissionError:  # another user's in a shared cache
-        return True
-    try:
-        fcntl.flock(told, fcntl.LOCK_EX)
-        news = os.pread(told, len(state), 0) != state.encode()
-        if news:
-            os.pwrite(told, state.encode(), 0)
-        return news
-    finally:
-        os.close(told)
 
 
 def _acquire(path: str) -> int | None:
@@ -140,20 +223,11 @@ def _acquire(path: str) -> int | None:
 
 
 def _try_lock(lock: int) -> bool:
+    """Whether nobody else has it; where the file system knows no locks, everybody goes ahead."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        pass
     return True
-
-
-@cache
-def _sources_stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Path, modification time and size of every source in this folder and in `folder`."""
-    files = sorted({*Path(__file__).parent.glob("*.py"), *folder.glob("*.py")})
-    return tuple((str(file), *_time_and_size(file)) for file in files)
-
-
-def _time_and_size(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_mtime_ns, status.st_size

@@ -38,7 +38,7 @@ def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> C
         _fold_by(function, dst, srcs, n, count)
 
     try:
-        return c_function(reduce, reducer_signature(element), keep=False)
+        return c_function(reduce, reducer_signature(element), f"{op!r} of {dtype}", keep=False)
     except Exception as error:  # Numba lets errors of many kinds through
         raise UsageError(
             f"{op!r}: Numba cannot compile the function {op.name!r} for elements of dtype {dtype}; "

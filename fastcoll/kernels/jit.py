@@ -17,7 +17,7 @@ import numba
 from numba import types
 from numba.core.ccallback import CFunc
 
-from .cache import KernelCache
+from .cache import KernelCache, Telling
 from .linked import Linked
 from .pyobjects import index, pyobject
 
@@ -67,7 +67,8 @@ class Entry:
         parameters = inspect.signature(self._function).parameters.values()
         signature = types.int64(*[kinds[parameter.annotation] for parameter in parameters])
         compiled = numba.njit(**_WORDS_ONLY, nogil=True, no_cfunc_wrapper=True)(self._function)
-        compiled._cache = KernelCache(self._function)
+        room = self._function.__module__.split(".")[1]
+        compiled._cache = KernelCache(self._function, f"{self.name} ({room})")
         with _no_collection(), compiled._cache:
             compiled.compile(signature)
         self.call = compiled.overloads[signature.args].entry_point
@@ -80,19 +81,20 @@ class Entry:
 entry = Entry
 
 
-def c_function(function: Callable[..., Any], signature: Any, *, keep: bool = True) -> CFunc:
+def c_function(function: Callable[..., Any], signature: Any, what: str, *, keep: bool = True) -> CFunc:
     """A C function of a fixed signature, compiled (or loaded) at once; its `address` is valid while it lives.
 
     Args:
         function: plain Python function; its globals may be kernels' helpers.
         signature: a Numba signature with a return type.
+        what: its name for people.
         keep: cache on disk; only for functions of a module, without closures.
     """
     flags = dict(_WORDS_ONLY if keep else _FLAGS)
     compiled = CFunc(function, (signature.args, signature.return_type), locals={}, options=flags)
     if keep:
-        compiled._cache = KernelCache(function, f"-{zlib.crc32(str(signature).encode()):08x}")
-    with _no_collection():
+        compiled._cache = KernelCache(function, what, f"-{zlib.crc32(str(signature).encode()):08x}")
+    with _no_collection(), compiled._cache if keep else Telling(what):
         compiled.compile()
     return compiled
 

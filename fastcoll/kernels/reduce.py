@@ -62,7 +62,7 @@ def _compile(custom: ReduceOp | None, element: types.Type, dtype: np.dtype[Any])
     compiled = _compiled.get((custom, dtype))
     if compiled is None:
         if custom is None:
-            compiled = c_function(_reduce, reducer_signature(element))
+            compiled = c_function(_reduce, reducer_signature(element), f"reductions of {dtype}")
         else:
             compiled = compile_custom(custom, element, dtype)
         _compiled[custom, dtype] = compiled

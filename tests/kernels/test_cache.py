@@ -1,11 +1,13 @@
-"""Compiled kernels on disk: found again, compiled by one process only, thrown away when a helper changes."""
+"""Compiled kernels on disk: found again, compiled by one process only, thrown away when any source changes."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,22 +19,29 @@ from fastcoll.kernels.pyobjects import Index, integer
 
 PACKAGE = Path(jit.__file__).parent.parent
 FIRST_USE = textwrap.dedent("""
+    import ctypes
     import sys
     import numpy as np
-    from fastcoll.kernels import reduce
+    from fastcoll.kernels import cache, reduce
+    cache._SILENT = 0.01  # a word for each kernel, whatever the machine
     for dtype in ("float32", "float64"):
-        reduce.reducer(reduce.ReduceOp.SUM, np.dtype(dtype))
+        greatest = reduce.reducer(reduce.ReduceOp.MAX, np.dtype(dtype))
+    x = np.array([3.0, 7.0])
+    table = np.array([x.ctypes.data, x.ctypes.data + 8])
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(greatest.address)
+    call(greatest.code, x.ctypes.data, table.ctypes.data, 2, 1)
     hits = [compiled.cache_hits for compiled in reduce._compiled.values()]
-    print(*hits, int("numba.np.arraymath" in sys.modules))
+    print(*hits, int(x[0]), int("numba.np.arraymath" in sys.modules))
 """)
 
 
 class Use(NamedTuple):
-    """A process that needs two reducers: which of them came from the cache, what it imported, what it said."""
+    """A process that needs two reducers: which came from the cache, max(3, 7), what it imported and said."""
 
     hits: tuple[int, int]
+    greater: int
     imports_what_compiling_needs: bool
-    says: int
+    says: list[str]
 
 
 def copy_of_the_kernels(folder: Path) -> Path:
@@ -51,7 +60,8 @@ def first_uses(sources: Path, processes: int) -> list[Use]:
         subprocess.Popen(
             [sys.executable, "-c", FIRST_USE],
             cwd=sources,
-            env={"NUMBA_CACHE_DIR": str(sources.parent / "cache")},
+            # Python's own cache goes by modification times, too.
+            env={"NUMBA_CACHE_DIR": str(sources.parent / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -62,37 +72,102 @@ def first_uses(sources: Path, processes: int) -> list[Use]:
     for process in running:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
-        one, two, imported = map(int, out.split())
-        uses.append(Use((one, two), bool(imported), err.count("fastcoll compiles its kernels")))
+        one, two, greater, imported = map(int, out.split())
+        uses.append(Use((one, two), greater, bool(imported), err.splitlines()))
     return uses
 
 
 @pytest.fixture(scope="module")
 def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Use]]:
-    """Three processes at once, one more, and two in turn after a helper has changed."""
+    """Three processes at once, and one each after all files were touched, and after one was edited unseen."""
     sources = copy_of_the_kernels(tmp_path_factory.mktemp("cache"))
-    found = {"first": first_uses(sources, 3), "later": first_uses(sources, 1)}
-    helper = sources / "fastcoll" / "kernels" / "combine.py"
-    helper.write_text(helper.read_text() + "\n# edited\n")
-    return found | {"edited": first_uses(sources, 1), "edited, later": first_uses(sources, 1)}
+    found = {"first": first_uses(sources, 3)}
+    for file in sources.rglob("*.py"):
+        os.utime(file, (1, 1))
+    found["touched"] = first_uses(sources, 1)
+    constants = (
+        sources / "fastcoll" / "reduce_op.py"
+    )  # the kernels have the values, the file is none of theirs
+    text = constants.read_text()
+    constants.write_text(text.replace("PRODUCT, MIN, MAX, BAND", "PRODUCT, MAX, MIN, BAND"))
+    assert constants.read_text() != text
+    os.utime(constants, (1, 1))
+    return found | {"edited": first_uses(sources, 1)}
 
 
-def test_one_process_compiles_the_others_load_until_a_helper_changes(uses):
+def test_one_process_compiles_and_the_others_load(uses):
     for dtype in range(2):
         assert sorted(use.hits[dtype] for use in uses["first"]) == [0, 1, 1]
-        assert uses["later"][0].hits[dtype] == 1
-        assert uses["edited"][0].hits[dtype] == 0
-        assert uses["edited, later"][0].hits[dtype] == 1
 
 
-def test_the_first_compilation_of_a_state_of_the_sources_says_so_once(uses):
-    said = {name: sum(use.says for use in found) for name, found in uses.items()}
-    assert said == {"first": 1, "later": 0, "edited": 1, "edited, later": 0}
+def test_what_counts_is_the_content_of_the_sources(uses):
+    assert uses["touched"][0].hits == (1, 1)
+    assert uses["edited"][0].hits == (0, 0)
+    assert [use.greater for found in uses.values() for use in found] == [7] * 5
+
+
+def test_one_process_says_what_is_compiled(uses):
+    said = [line for use in uses["first"] for line in use.says]
+    assert 1 <= len(said) <= 2, (
+        said
+    )  # two of the three may compile one each at the same time, and one of them speaks
+    assert [line.partition(":")[0] for line in uses["edited"][0].says] == [
+        "fastcoll compiles reductions of float32",
+        "fastcoll compiles reductions of float64",
+    ]
+    assert uses["touched"][0].says == []
 
 
 def test_loading_imports_nothing_that_only_compiling_needs(uses):
-    assert not uses["later"][0].imports_what_compiling_needs
+    assert not uses["touched"][0].imports_what_compiling_needs
     assert uses["edited"][0].imports_what_compiling_needs  # else the line above proves nothing
+
+
+@pytest.fixture
+def lock_tries(monkeypatch):
+    """A process that has compiled nothing and speaks at once; the results of its attempts to be the one that speaks."""
+    monkeypatch.setattr(cache, "_SILENT", 0.0)
+    for name in ("_unsaid", "_others", "_their_seconds"):
+        monkeypatch.setattr(cache.Telling, name, 0)
+    tries = []
+    try_lock = cache._try_lock
+    monkeypatch.setattr(cache, "_try_lock", lambda lock: tries.append(try_lock(lock)) or tries[-1])
+    return tries
+
+
+def wait_for(number, things):
+    """Until there are so many."""
+    deadline = time.monotonic() + 20
+    while len(things()) < number:
+        assert time.monotonic() < deadline, things()
+        time.sleep(0.001)
+
+
+def test_a_long_compilation_says_so_again_and_again(monkeypatch, caplog, lock_tries):
+    monkeypatch.setattr(cache, "_AGAIN", 0.01)
+    with cache.Telling("x", " (y)"):
+        wait_for(2, lambda: caplog.messages)
+    assert caplog.messages[:2] == ["fastcoll compiles x: 0 s so far (y)"] * 2
+
+
+def test_short_compilations_add_up_to_a_word(monkeypatch, caplog, lock_tries):
+    monkeypatch.setattr(cache, "_SILENT", 1000)
+    with cache.Telling("a"):
+        pass
+    assert not caplog.messages
+    monkeypatch.setattr(cache, "_SILENT", cache.Telling._unsaid)
+    with cache.Telling("b"):
+        wait_for(1, lambda: caplog.messages)
+    assert caplog.messages == ["fastcoll compiles b: 0 s so far, 0 s for 1 before it"]
+
+
+def test_of_two_that_compile_one_speaks(caplog, lock_tries):
+    with cache.Telling("a"):
+        wait_for(1, lambda: caplog.messages)
+        with cache.Telling("b"):
+            wait_for(2, lambda: lock_tries)
+    assert lock_tries[:2] == [True, False]
+    assert caplog.messages == ["fastcoll compiles a: 0 s so far"]
 
 
 def test_without_a_place_for_the_cache_the_error_says_so(monkeypatch):
@@ -103,6 +178,20 @@ def test_without_a_place_for_the_cache_the_error_says_so(monkeypatch):
 
 def identity(x: Index) -> int:
     return integer(x)
+
+
+def test_old_code_is_not_taken_while_another_process_replaces_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "_SOURCES", "old")
+    jit.entry(identity).compile()
+    monkeypatch.setattr(cache, "_SOURCES", "new")
+    (code,) = tmp_path.rglob("*.nbc")
+    old = code.read_bytes()
+    jit.entry(identity).compile()
+    code.write_bytes(old)  # as it is for a moment: the index is new already
+    before = cache.KernelCache.compiled
+    jit.entry(identity).compile()
+    assert cache.KernelCache.compiled == before + 1
 
 
 def test_another_process_that_compiles_for_ever_is_not_waited_for(monkeypatch, tmp_path):

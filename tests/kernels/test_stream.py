@@ -40,7 +40,7 @@ def assert_in_vector_registers(made, instruction: str, lane: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_loops_are_vectorised(name):
     kind, instruction, lane = KINDS[name]
-    made = jit.c_function(reduce._reduce, reducer_signature(kind), keep=False)
+    made = jit.c_function(reduce._reduce, reducer_signature(kind), "a test", keep=False)
     assert_in_vector_registers(made, instruction, lane)
 
 
