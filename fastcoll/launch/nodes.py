@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import FastcollError, StoreError, StoreTimeoutError
+from ..rendezvous.detect import port_beside
 
 if TYPE_CHECKING:
     from ..rendezvous import TCPStore
@@ -144,6 +145,4 @@ class Nodes:
 
 def default_port(master_port: int) -> int:
     """Where launchers meet by default."""
-    from ..rendezvous.detect import port_beside  # with all that brings, for jobs of one node in vain
-
-    return port_beside(master_port)
+    return port_beside(master_port, away=10000)

@@ -1,4 +1,4 @@
-"""A TCP port on which nobody listens, for a job's rendezvous.
+"""A TCP port on which nobody listens, for a job's rendezvous, and whose neighbour for fastcoll's store is free too.
 
 Taken from below the kernel's range for outgoing connections, so that none of those can take the port
 before rank 0 listens on it. Two jobs may still draw the same one: rank 0 then says who holds it.
@@ -11,6 +11,7 @@ import random
 from pathlib import Path
 
 from ..errors import ResourceError
+from ..rendezvous.detect import port_beside
 
 _LOWEST = 10000
 _ATTEMPTS = 200
@@ -25,7 +26,7 @@ def ports_in_use(table: str) -> set[int]:
 
 
 def free_port() -> int:
-    """A random port that no socket of this machine uses now.
+    """A random port that no socket of this machine uses now, nor the port beside it.
 
     Raises:
         ResourceError: none was found.
@@ -38,7 +39,7 @@ def free_port() -> int:
     pick = random.SystemRandom()  # a seeded `random` would give every job the same port
     for _ in range(_ATTEMPTS):
         port = pick.randrange(_LOWEST, highest)
-        if port not in used:
+        if not used & {port, port_beside(port)}:
             return port
     raise ResourceError(
         f"no free TCP port in {_LOWEST}..{highest - 1} after {_ATTEMPTS} attempts ({len(used)} are in use); "

@@ -55,7 +55,6 @@ class Detected:
         source: the launchers that spoke, or "" for none.
         rank_variable: the variable that `rank` comes from, or "".
         found: the variables that were set, for messages.
-        master_port: MASTER_PORT, or the port beside it where torchrun listens at that one itself.
         job_id: names the job on all of its nodes, where the launcher has such a name.
     """
 
@@ -106,7 +105,7 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
         local_rank=_first(reading.local_rank for reading in readings),
         local_size=_first(reading.local_size for reading in readings),
         master_addr=environ.get("MASTER_ADDR") or (_slurm_master(environ) if slurm else None),
-        master_port=_master_port(environ),
+        master_port=_number(environ, "MASTER_PORT", 1, 65535),
         source=", ".join(reading.source.name for reading in readings),
         rank_variable=rank_variable,
         found=_found(environ, readings),
@@ -119,16 +118,12 @@ def derived_port(job_id: str) -> int:
     return 10000 + zlib.crc32(job_id.encode()) % 50000
 
 
-def port_beside(port: int) -> int:
-    """Another port that all nodes derive alike: far from those of jobs that count theirs up from one another."""
-    return port - 10000 if port > 11023 else port + 10000
+def port_beside(port: int, away: int = 5000) -> int:
+    """The port of a job's store, which leaves MASTER_PORT itself to torch.distributed. All nodes derive it alike.
 
-
-def _master_port(environ: Mapping[str, str]) -> int | None:
-    port = _number(environ, "MASTER_PORT", 1, 65535)
-    if port is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return port_beside(port)
-    return port
+    It is far from the ports of jobs that count theirs up from one another.
+    """
+    return port - away if port - away > 1023 else port + away
 
 
 def _readings(environ: Mapping[str, str]) -> list[_Reading]:

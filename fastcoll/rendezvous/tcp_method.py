@@ -1,10 +1,15 @@
-"""tcp://host:port with ranks given: rank 0 serves the store, the others come to it."""
+"""tcp://host:port with ranks given: rank 0 serves the store, the others come to it.
+
+The store is at the port beside that one, for in a program that uses torch.distributed too, and under torchrun, torch's
+store is at the port itself, whichever of the two comes first.
+"""
 
 from __future__ import annotations
 
-from ..errors import UsageError
+from ..errors import ResourceError, StoreTimeoutError, UsageError
 from .address import own_address
 from .descriptors import make_room
+from .detect import port_beside
 from .join import check_rank
 from .outcome import Rendezvous
 from .tcp_store import TCPStore
@@ -13,7 +18,7 @@ from .tcp_store import TCPStore
 def meet_at_address(
     host: str, port: int, rank: int | None, world_size: int | None, timeout: float, source: str
 ) -> Rendezvous:
-    """Open the store at `host`:`port`, as its server on rank 0.
+    """Open the store of the job that meets at `host`:`port`, as its server on rank 0.
 
     Args:
         source: where host and port come from, for messages.
@@ -34,6 +39,10 @@ def meet_at_address(
         raise UsageError(f"{source} has port 0; the ranks can only meet at a port that all know")
     if rank == 0:
         make_room(world_size, f"the store for {world_size} ranks")
-    store = TCPStore(host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    beside = port and port_beside(port)
+    try:
+        store = TCPStore(host, beside, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    except (ResourceError, StoreTimeoutError) as error:
+        raise type(error)(f"{error} ({beside} is the store's port beside {port}, from {source})") from error
     seen_at = own_address() if host in ("0.0.0.0", "::") else store.local_address
     return Rendezvous(store, rank, world_size, seen_at)

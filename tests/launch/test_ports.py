@@ -29,7 +29,8 @@ def test_a_free_port_can_be_bound() -> None:
 
 
 def test_ports_in_use_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "ports_in_use", lambda table: set(range(65536)) - {23456})
+    free = {23453, 23456, 18456}  # 18453, at which the store of a job at 23453 would be, is not
+    monkeypatch.setattr(ports, "ports_in_use", lambda table: set(range(65536)) - free)
     monkeypatch.setattr(ports, "_LOWEST", 23450)
     monkeypatch.setattr(ports, "_first_outgoing_port", lambda: 23460)
     assert ports.free_port() == 23456

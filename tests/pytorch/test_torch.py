@@ -19,8 +19,9 @@ DEADLINE = 240.0
 
 
 def start(*command: str | Path) -> subprocess.Popen[str]:
-    """A program in a process group of its own, with the tests' modules at hand."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    """A program in a process group of its own, with the tests' modules and the fastcoll beside them at hand."""
+    path = f"{HERE.parent}{os.pathsep}{HERE.parent.parent}"
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         env=environment,
@@ -66,6 +67,15 @@ def test_models_train_as_over_gloo_and_faults_raise(tmp_path: Path) -> None:
     said = "\n".join(text for _, text in ends)
     check(tmp_path / "results", 2, 23, said)
     assert [code for code, _ in ends] == [0, -signal.SIGKILL], said
+
+
+@pytest.mark.parametrize("how", ["launched", "fastcoll.spawn"])
+def test_gloo_and_fastcoll_meet_at_one_address(how: str) -> None:
+    """Whichever comes first, by env:// and tcp://, and again at the same port."""
+    launcher = ("-m", "fastcoll.launch", "-n", "2") if how == "launched" else ()
+    code, said = end(start(*launcher, HERE / "one_program.py", how))
+    assert code == 0, said
+    assert said.count("met 4 times") == 2, said
 
 
 def test_torchrun_starts_ranks_anew() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fastcoll.errors import UsageError
-from fastcoll.rendezvous.detect import Detected, derived_port, detect
+from fastcoll.rendezvous.detect import Detected, derived_port, detect, port_beside
 from fastcoll.rendezvous.nodelist import expand, first_host
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -58,10 +58,12 @@ def test_where_to_meet() -> None:
     assert derived_port("slurm 77.3") != derived_port("slurm 77.4")
 
 
-def test_torchruns_own_port_is_left_to_it() -> None:
-    """Its agent listens there; where it does not, as rank 0 of torch would, the port is free."""
-    assert detect(AGENT | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).master_port == 19500
-    assert detect(AGENT | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).master_port == 29500
+def test_a_port_beside_is_one_that_no_other_use_has() -> None:
+    assert (port_beside(29500), port_beside(6024), port_beside(6023)) == (24500, 1024, 11023)
+    for port in range(1, 65536):
+        beside = {port, port_beside(port), port_beside(port, away=10000)}
+        assert len(beside) == 3
+        assert 0 < min(beside) <= max(beside) <= 65535
 
 
 def test_one_node() -> None:
