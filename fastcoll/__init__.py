@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import symmetric
+from . import supported, symmetric  # noqa: F401 - the first refuses what the others cannot run on
 from ._version import __version__
 from .api import (
     all_gather,

@@ -73,6 +73,12 @@ def _lanes(text: str) -> int:
     return value
 
 
+def _switch(text: str) -> int:
+    if text not in ("0", "1"):
+        raise ValueError("must be 0 or 1")
+    return int(text)
+
+
 SETTINGS: dict[str, Setting] = {
     "FASTCOLL_TIMEOUT": Setting(_limit, 1800.0, "seconds a call may take when no timeout is given"),
     "FASTCOLL_WARN_AFTER": Setting(
@@ -102,6 +108,11 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_TCP_STREAMS": Setting(_streams, 1, "connections to each peer for large messages"),
     "FASTCOLL_BETWEEN_NODES": Setting(
         _network, "tcp", "what carries large arrays between nodes with the default backend: tcp, or mpi"
+    ),
+    "FASTCOLL_UNTESTED_PLATFORM": Setting(
+        _switch,
+        0,
+        "1: run on processors that fastcoll was never tested on (any but x86_64), at one's own risk",
     ),
 }
 

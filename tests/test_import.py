@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll import supported
 from fastcoll.kernels import cache
 
 PACKAGE = Path(__file__).parents[1] / "fastcoll"
@@ -19,7 +22,7 @@ PACKAGE = Path(__file__).parents[1] / "fastcoll"
 LAYERS = (
     ("_version", "errors"),
     ("config", "processes"),
-    ("secret",),
+    ("secret", "supported"),
     ("work", "reduce_op", "members", "kinds"),
     ("calls", "arrays", "arguments", "watch"),
     ("mismatch", "topology", "carrier"),
@@ -204,3 +207,77 @@ def test_names_are_kept_in_order() -> None:
     assert fastcoll.__all__ == sorted(fastcoll.__all__, key=lambda name: (name.lower(), name))
     with pytest.raises(AttributeError, match="no attribute 'all_reduced'"):
         fastcoll.all_reduced  # noqa: B018
+
+
+# What is not here is put in its place; the last word is what is imported.
+REFUSED = {
+    "sys.platform 'darwin' fastcoll": "fastcoll does not run here: it needs Linux, and this is darwin",
+    "sys.implementation.name 'pypy' fastcoll": "it needs CPython, and this is pypy",
+    "sys.abiflags 't' fastcoll": "this is a free-threaded build of Python",
+    "sys.byteorder 'big' fastcoll": "this machine is big-endian",
+    "sys.maxsize 2147483647 fastcoll": "this is a 32-bit Python",
+    "os.uname arm fastcoll": "never tested on this processor, aarch64",
+    "sys.version '3.9.18' fastcoll": "fastcoll needs Python 3.10 or later, and this is 3.9.18",
+    "numpy.__version__ '1.25.2' fastcoll": "fastcoll needs NumPy 1.26 or later, and this is 1.25.2",
+    "numba.__version__ '0.59.1' fastcoll.kernels.jit": "fastcoll needs Numba 0.60 or later, and this is 0.59.1",
+}
+ELSEWHERE = """
+import importlib, json, os, sys, types, unittest.mock
+import numba
+import fastcoll  # and what it needs, before the platform is another one
+
+arm = lambda: types.SimpleNamespace(machine="aarch64")
+said = []
+for case in json.loads(sys.argv[1]):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fastcoll"]:
+        del sys.modules[name]
+    attribute, value, module = case.split()
+    with unittest.mock.patch(attribute, eval(value)):
+        try:
+            importlib.import_module(module)
+            said.append("imported")
+        except ImportError as error:
+            said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+def elsewhere(*cases: str, **environment: str) -> list[str]:
+    """What importing says in each case."""
+    command = [sys.executable, "-c", ELSEWHERE, json.dumps(cases)]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
+    said: list[str] = json.loads(done.stdout)
+    return said
+
+
+def test_what_it_was_not_made_for_is_refused_by_name() -> None:
+    for expected, said in zip(REFUSED.values(), elsewhere(*REFUSED), strict=True):
+        assert expected in said
+
+
+def test_an_untested_processor_may_be_tried() -> None:
+    assert elsewhere("os.uname arm fastcoll", FASTCOLL_UNTESTED_PLATFORM="1") == ["imported"]
+
+
+def test_a_subinterpreter_is_refused() -> None:
+    code = """if True:
+        try:  # Python 3.13 and later
+            import _interpreters as interpreters
+            new, run = interpreters.create("legacy"), interpreters.exec
+        except ImportError:
+            import _xxsubinterpreters as interpreters
+            new, run = interpreters.create(isolated=False), interpreters.run_string
+        run(new, "try: import fastcoll\\nexcept ImportError as error: print(error, flush=True)")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "does not run here: this is a subinterpreter" in done.stdout
+
+
+def test_the_oldest_versions_are_those_of_the_package() -> None:
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    for package, (major, minor) in supported.OLDEST.items():
+        name = "requires-python = " if package == "Python" else package.lower()
+        assert re.search(rf'{name}"?>={major}\.{minor}"', text), package

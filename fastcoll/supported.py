@@ -1,0 +1,71 @@
+"""What fastcoll runs on. Importing this module, before all others, refuses anything else by name.
+
+Compiled code reads objects and shared words as CPython, NumPy and x86_64 have them in memory: elsewhere it would not
+fail but be wrong. The room that imports Numba checks its version (kernels/__init__.py): to ask for it without that
+takes 40 ms.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+from . import config
+
+OLDEST = {"Python": (3, 10), "NumPy": (1, 26), "Numba": (0, 60)}
+"""The oldest versions that the tests run with; as in pyproject.toml."""
+
+
+def _check() -> None:
+    check_version("Python", sys.version)
+    if why := _why_not():
+        raise ImportError(f"fastcoll does not run here: {why}")
+    machine = os.uname().machine
+    if machine != "x86_64" and not config.get("FASTCOLL_UNTESTED_PLATFORM"):
+        raise ImportError(
+            f"fastcoll was written for x86_64 and never tested on this processor, {machine}, where one core may see "
+            "another's stores in another order; FASTCOLL_UNTESTED_PLATFORM=1 runs it at your own risk"
+        )
+    import numpy  # not before: in a subinterpreter it fails, or warns, in words of its own
+
+    check_version("NumPy", numpy.__version__)
+
+
+def _why_not() -> str | None:
+    if sys.platform != "linux":
+        return (
+            f"it needs Linux, and this is {sys.platform}; on other systems use a Linux container or machine"
+        )
+    if sys.implementation.name != "cpython":
+        return f"it needs CPython, and this is {sys.implementation.name}"
+    if "t" in sys.abiflags:  # also with PYTHON_GIL=1: objects lie otherwise in memory
+        return "this is a free-threaded build of Python; use the ordinary one, as in python3.13 instead of python3.13t"
+    if _interpreter("PyInterpreterState_Get") != _interpreter("PyInterpreterState_Main"):
+        return "this is a subinterpreter; import it in the main one, or use processes"
+    if sys.byteorder != "little":
+        return "this machine is big-endian"
+    if sys.maxsize < 1 << 32:
+        return "this is a 32-bit Python; use one of 64 bits"
+    return None
+
+
+def _interpreter(function: str) -> int | None:
+    """What one of CPython's functions without arguments says of interpreters."""
+    ask = ctypes.pythonapi[function]
+    ask.restype = ctypes.c_void_p
+    found: int | None = ask()
+    return found
+
+
+def check_version(package: str, version: str) -> None:
+    """Raise ImportError where a package is older than the oldest that the tests run with."""
+    oldest = OLDEST[package]
+    if tuple(map(int, version.split(".")[:2])) < oldest:
+        needed = ".".join(map(str, oldest))
+        raise ImportError(
+            f"fastcoll needs {package} {needed} or later, and this is {version.split()[0]}; install a newer one"
+        )
+
+
+_check()
