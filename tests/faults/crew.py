@@ -10,7 +10,9 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -24,6 +26,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+WITHIN = 2.0
+"""Seconds after which every survivor knows of a killed rank. The deadlines are 20 and 30."""
+SOON = 1.0
+"""Seconds after which Ctrl-C has ended any call."""
+_MESSAGE = r"\b(send to|recv from) rank"
+# How an error says in which call it was, where that is not "op(...), call N of group".
+_CALLS = {
+    "send_recv": _MESSAGE,
+    "batch_isend_irecv": _MESSAGE,
+    "put": r"\bsymmetric\.",
+    "symmetric_all_reduce": r"\ball_reduce\(.*, call \d+ of group",
+}
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["faults.loaded", "faults.crew", "faults.victims"])
@@ -143,6 +158,27 @@ def _main(
     outcome.ended = time.monotonic()
     pipe.send(outcome)
     sys.stdout.flush()
+
+
+def check(outcomes: Sequence[Outcome], victim: int, op: str, others: float) -> None:
+    """Every survivor of `work_until_death` knew soon who had died, where, and in which call.
+
+    Args:
+        others: what an all_reduce of ones among the survivors gave.
+    """
+    for outcome in outcomes:
+        if outcome.rank == victim:
+            assert outcome.exitcode == -9
+            continue
+        assert outcome.result is not None, outcome.error
+        saw = outcome.result
+        assert saw["kind"] == "PeerDiedError", saw
+        assert saw["ranks"] == (victim,), saw
+        assert f"rank {victim} (pid {outcomes[victim].pid} on {socket.gethostname()})" in saw["error"], saw
+        assert re.search(_CALLS.get(op, rf"\b{op}\(.*, call \d+ of group"), saw["error"]), saw
+        assert saw["again"] == saw["error"]
+        assert saw["others"] == others
+        assert max(saw["delay"], saw["again_after"]) < WITHIN, saw
 
 
 @contextlib.contextmanager

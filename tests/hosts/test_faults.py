@@ -17,8 +17,8 @@ from hosts.network import Network, Started
 Join = Callable[..., Network]
 HOSTS, EACH = 4, 2
 RANKS = HOSTS * EACH
-KILLED = 8.0  # seconds after which a killed rank is known; on an idle machine 0.2, and the deadline is 60
-LOST = 15.0  # seconds after which a host that vanished is given up; the kernel does so after 8
+KILLED = 2.0  # seconds after which a killed rank is known; the deadline is 60
+LOST = 10.0  # seconds after which a host that vanished is given up; the kernel does so after 8
 
 WORK = """
 import json, os, pathlib, signal, sys, threading, time
