@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from results import results_in
+
 TESTS = Path(__file__).parents[1]
 SUITE = ("conformance", "test_p2p.py", "gpu/test_multi.py")
 
@@ -15,9 +17,9 @@ SUITE = ("conformance", "test_p2p.py", "gpu/test_multi.py")
 def suite(*options: str) -> str:
     """Run it; what pytest printed."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "NUMBA_ENABLE_CUDASIM": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu.on_fakes", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu.on_fakes", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, *(str(TESTS / name) for name in SUITE)],
+        [*command, *results_in("simulated"), *options, *(str(TESTS / name) for name in SUITE)],
         env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -101,6 +101,7 @@ def main(args: list[str]) -> int:
     """Run pytest with these arguments, as far as they concern a job of this size."""
     if _WORLD.rank != 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        args = [arg for arg in args if not arg.startswith("--junitxml")]
     # Plugins by entry points: ours would have all of fastcoll rewritten, and Hypothesis' imports all of it in the end.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     options = ["-p", "fastcoll.launch.pytest_plugin", "-p", "no:cacheprovider"]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from results import results_in
+
 from .environments import LIBRARIES, environment, mpiexec, python_with
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +79,8 @@ def run(
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_conformance_suite(python: Path, ranks: int) -> None:
-    status, output = run(python, ranks, "tests/mpi/rank.py", "-q", "--color=no", "-W", "error", *SUITE)
+    options = ["-q", "--color=no", "-W", "error", *results_in(f"mpi-{python.parents[1].name}-{ranks}")]
+    status, output = run(python, ranks, "tests/mpi/rank.py", *options, *SUITE)
     expect_passed(30, status, output)
 
 

@@ -1,0 +1,11 @@
+"""Where runs inside tests leave their results, for README's table of operations (test_operations_table.py)."""
+
+from __future__ import annotations
+
+import os
+
+
+def results_in(name: str) -> list[str]:
+    """Options of a pytest that writes NAME.xml into the folder that FASTCOLL_TEST_RESULTS names, if it is set."""
+    folder = os.environ.get("FASTCOLL_TEST_RESULTS")
+    return [f"--junitxml={folder}/{name}.xml"] if folder else []
