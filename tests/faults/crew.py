@@ -32,7 +32,8 @@ WITHIN = 2.0
 SOON = 1.0
 """Seconds after which Ctrl-C has ended any call."""
 _MESSAGE = r"\b(send to|recv from) rank"
-# How an error says in which call it was, where that is not "op(...), call N of group".
+# How an error says in which call it was, where that is not "op(...), call N of group" (without the arguments while the
+# call is not published).
 _CALLS = {
     "send_recv": _MESSAGE,
     "batch_isend_irecv": _MESSAGE,
@@ -175,7 +176,7 @@ def check(outcomes: Sequence[Outcome], victim: int, op: str, others: float) -> N
         assert saw["kind"] == "PeerDiedError", saw
         assert saw["ranks"] == (victim,), saw
         assert f"rank {victim} (pid {outcomes[victim].pid} on {socket.gethostname()})" in saw["error"], saw
-        assert re.search(_CALLS.get(op, rf"\b{op}\(.*, call \d+ of group"), saw["error"]), saw
+        assert re.search(_CALLS.get(op, rf"\b{op}\b.*, call \d+ of group"), saw["error"]), saw
         assert saw["again"] == saw["error"]
         assert saw["others"] == others
         assert max(saw["delay"], saw["again_after"]) < WITHIN, saw
