@@ -3,8 +3,8 @@
     pytest tests/conformance/test_every_operation.py --junitxml=RESULTS/shm.xml       and so on, a file a column
     python tests/test_operations_table.py RESULTS                                     compares README with them
 
-A cell has a tick where every case of test_every_operation that ran for its row and column has passed. The files are named
-COLUMN.xml or COLUMN-more.xml. `.ci/run` makes and compares them.
+A cell has a tick where every case of test_every_operation that ran for its row and column has passed. The files are
+named COLUMN.xml or COLUMN-more.xml. `.ci/run` makes and compares them.
 """
 
 from __future__ import annotations

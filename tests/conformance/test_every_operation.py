@@ -1,4 +1,4 @@
-"""Each operation of README's table once, in a small and a large call: what a run of this says is what the table says."""
+"""Each operation of README's table, in a small and a large call: the table says what runs of this gave."""
 
 from __future__ import annotations
 

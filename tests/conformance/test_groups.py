@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -70,3 +71,23 @@ def test_groups_leave_nothing_behind(rank, world_size):
         once()
     assert footprint() == before
     assert segments() == mapped <= 1  # the default group's, where it has one
+
+
+@pytest.mark.ranks(3, 4, 5, timeout=60)
+def test_monitored_barrier_names_all_who_are_missing(rank, world_size, tmp_path):
+    group = dist.new_group()
+    dist.barrier(group)
+    missing = {1, world_size - 1}
+    given_up = [tmp_path / str(other) for other in range(world_size) if other not in missing]
+    if rank in missing:
+        end = time.monotonic() + 30
+        while not all(path.exists() for path in given_up):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    else:
+        with pytest.raises((dist.CollectiveTimeoutError, dist.AbortedError)) as caught:
+            dist.monitored_barrier(group, timeout=0.5)
+        (tmp_path / str(rank)).touch()
+        assert set(caught.value.ranks) == missing
+        assert all(f"rank {other} (pid" in str(caught.value) for other in missing), caught.value
+    dist.barrier()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll import hybrid
 from fastcoll.launch.ranks_mark import Place
 from hosts.network import Host, Network, lacking
 
@@ -34,11 +35,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="run tests with the mark ranks on N hosts of this machine",
     )
+    parser.getgroup("fastcoll").addoption(
+        "--ranks-through-nodes",
+        action="store_true",
+        help="let groups over several nodes send everything through the nodes, however small",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if (hosts := config.getoption("ranks_hosts")) is not None:
         config.pluginmanager.register(Placing(hosts), "fastcoll-ranks-hosts")
+    if config.getoption("ranks_through_nodes"):
+        hybrid.DIRECT = 0
 
 
 class Placing:

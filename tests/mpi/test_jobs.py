@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from results import results_in
 
 from .environments import LIBRARIES, environment, mpiexec, python_with
