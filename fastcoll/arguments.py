@@ -10,6 +10,9 @@ from typing import Any
 from .errors import UsageError
 from .work import Timeout, seconds
 
+WORLD_OF_ONE = "; this is a world of one: start it with -n 2, as in python -m fastcoll.launch -n 2 script.py"
+"""What ends the message about another rank where there is none."""
+
 
 def whole(name: str, value: Any) -> int:
     """The whole number that the argument `name` is, NumPy's kinds of integers among them.

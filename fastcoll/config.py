@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +11,9 @@ from typing import Any
 
 from .errors import UsageError
 
+_log = logging.getLogger("fastcoll")
+
+_PREFIX = "FASTCOLL_"
 MOST_STREAMS = 64
 MOST_SECONDS = 1e9  # of any timeout: 32 years; Python's locks wait for 292 (threading.TIMEOUT_MAX)
 
@@ -114,6 +119,9 @@ SETTINGS: dict[str, Setting] = {
         0,
         "1: run on processors that fastcoll was never tested on (any but x86_64), at one's own risk",
     ),
+    "FASTCOLL_DEBUG": Setting(  # errors.py looks for it, as this module imports that one
+        _switch, 0, "1: tracebacks of errors that nobody catches show fastcoll's own frames too"
+    ),
 }
 
 _read: dict[str, Any] = {}
@@ -147,6 +155,20 @@ def check() -> None:
         get(name)
 
 
+@functools.cache
+def warn_of_unknown() -> None:
+    """Warn of variables that look like settings and are none, once a process. For one rank of a job to call."""
+    for name in sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in SETTINGS):
+        import difflib
+
+        near = difflib.get_close_matches(
+            name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in SETTINGS], 1
+        )
+        cure = f"did you mean {_PREFIX}{near[0]}?" if near else f"there are {', '.join(SETTINGS)}"
+        _log.warning("the environment variable %s is no setting of fastcoll; %s", name, cure)
+
+
 def forget() -> None:
     """Read every setting from the environment anew at its next use."""
     _read.clear()
+    warn_of_unknown.cache_clear()

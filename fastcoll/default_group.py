@@ -31,7 +31,7 @@ from .errors import (
 )
 from .group import ProcessGroup
 from .job import Job, has_left, times_settled
-from .members import dead_among, forget, gone_among
+from .members import dead_among, forget, gone_among, speak_as
 from .processes import this_process
 from .registry import Group, NonMember, groups
 from .rendezvous import PrefixStore, Store, rendezvous
@@ -301,6 +301,9 @@ def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> t
     with ThreadPoolExecutor(1, "fastcoll-import") as importer, ExitStack() as undo:
         loading = importer.submit(backends.load, choice)
         found = find()
+        speak_as(found.rank)
+        if found.rank == 0:
+            config.warn_of_unknown()
         undo.push(lambda kind, error, trace: found.close(_linger(error)))
         left = max(deadline - time.monotonic(), 0.001)
         members = join(found.store, found.rank, found.world_size, str(choice), left)

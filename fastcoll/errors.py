@@ -16,15 +16,29 @@
         └── AbortedError                  the group was aborted or destroyed under the call
 
 Misuse and failure are different branches: after a UsageError the program may go on.
+
+What Python prints of one that nobody catches leaves out the frames of this package (`shorten`).
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+import threading
 from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class FastcollError(RuntimeError):
     """Base of all errors of this library."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        _shorten_what_is_printed()
 
 
 class UsageError(FastcollError, ValueError):
@@ -85,3 +99,55 @@ class CollectiveTimeoutError(GroupError, TimeoutError):
 
 class AbortedError(GroupError):
     """The group was aborted, interrupted or destroyed while the call was under way."""
+
+
+def shorten(error: BaseException) -> None:
+    """Leave this package's frames out of the traceback of an error of ours, and of what it came from.
+
+    A cause that has no other frames goes too, as the error's text tells it. What another error came from, as in
+    `raise Mine from error`, is shortened as well. With FASTCOLL_DEBUG=1 all stay.
+    """
+    if os.environ.get("FASTCOLL_DEBUG") == "1":
+        return
+    ours, later = False, error
+    one: BaseException | None = error
+    while one is not None:
+        ours = ours or isinstance(one, FastcollError)
+        if ours:
+            rest = _others(one.__traceback__)
+            if rest is not None:
+                one.__traceback__ = rest
+            elif one is not error:
+                later.__cause__ = None
+                return
+        later, one = one, one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def _others(trace: TracebackType | None) -> TracebackType | None:
+    """The entries of a traceback that are not of this package."""
+    entries = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            entries.append(trace)
+        trace = trace.tb_next
+    following = None
+    for entry in reversed(entries):
+        entry.tb_next, following = following, entry
+    return following
+
+
+@functools.cache
+def _shorten_what_is_printed() -> None:
+    """Have Python's hooks shorten errors before they print them. At the first error: importing changes nothing."""
+    print_uncaught, print_of_thread = sys.excepthook, threading.excepthook
+
+    def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        shorten(error)
+        return print_uncaught(kind, error, error.__traceback__ or trace)
+
+    def on_thread(args: threading.ExceptHookArgs) -> Any:
+        if args.exc_value is not None:
+            shorten(args.exc_value)
+        return print_of_thread(args)
+
+    sys.excepthook, threading.excepthook = on_uncaught, on_thread

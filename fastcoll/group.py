@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .arguments import WORLD_OF_ONE
 from .arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
 from .carrier import Call, Carrier, DeviceCarrier, StreamCall
 from .errors import ArrayError, GroupError, NotInitializedError, UnavailableError, UsageError
@@ -513,7 +514,8 @@ class ProcessGroup(Carrier[Array]):
         except TypeError as error:
             raise UsageError(f"{what} is {rank!r}; give a rank as an integer") from error
         if not 0 <= number < self.size:
-            raise UsageError(f"{what} is {number}; the group {self.name} has ranks 0..{self.size - 1}")
+            hint = WORLD_OF_ONE if self.size == 1 and self.name == "WORLD" else ""
+            raise UsageError(f"{what} is {number}; the group {self.name} has ranks 0..{self.size - 1}{hint}")
         return number
 
     def _checked_src(self, src: int | None) -> int | None:

@@ -124,12 +124,10 @@ class Job:
             waited = time.monotonic() - started
             if waited >= patience:
                 _log.warning(
-                    "rank 0 closes the store after %.1f s, though %s may still need it", waited, _names(late)
+                    "the store is closed after %.1f s, though %s may still need it", waited, _names(late)
                 )
                 return
-            warning.look(
-                "rank 0 keeps the store open", lambda: f"{_names(late)}: fewer groups made than rank 0"
-            )
+            warning.look("keeping the store open", lambda: f"{_names(late)}: fewer groups made than rank 0")
             time.sleep(_POLL_SECONDS)
 
     def _count(self, amount: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass, fields
 
@@ -12,7 +13,9 @@ from .processes import ProcessId, checked_fields, dead_among, forget, gone_among
 
 __all__ = ["Member", "dead_among", "forget", "gone_among"]
 
+_log = logging.getLogger("fastcoll")
 _MAX_BYTES = 4096
+_speaker = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,18 @@ class Member(ProcessId):
             return cls(**checked_fields(cls, json.loads(data)))
         except (ValueError, RecursionError) as error:
             raise StoreError(f"a rank's registration cannot be read ({error}): {data[:80]!r}") from error
+
+
+def speak_as(rank: int) -> None:
+    """From now on, begin what this process logs with its global rank."""
+    global _speaker
+    _speaker = f"rank {rank}: "
+    _log.addFilter(_name_speaker)
+
+
+def _name_speaker(record: logging.LogRecord) -> bool:
+    record.msg = f"{_speaker}{record.msg}"
+    return True
 
 
 def _shm_device() -> int:

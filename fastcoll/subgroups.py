@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from zlib import crc32
 
-from .arguments import positive_seconds, whole, wholes
+from .arguments import WORLD_OF_ONE, positive_seconds, whole, wholes
 from .backends import Backend, BackendChoice, load, parse_backend
 from .default_group import current_job
 from .errors import MismatchError, UnavailableError, UsageError
@@ -156,6 +156,7 @@ def _checked_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int]:
     if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
         raise UsageError(
             f"ranks is {given}; expected at least one of the ranks 0..{world_size - 1}, each at most once"
+            + (WORLD_OF_ONE if world_size == 1 else "")
         )
     return chosen
 

@@ -40,3 +40,18 @@ def test_a_setting_that_cannot_be_meant(
 def test_a_rank_may_never_be_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "inf")
     assert config.get("FASTCOLL_WARN_AFTER") == float("inf")
+
+
+def test_what_looks_like_a_setting_and_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("FASTCOLL_TIMOUT", "FASTCOLL_BETWEEN_NODE", "FASTCOLL_X", "FASTCOLL_LANES"):
+        monkeypatch.setenv(name, "1")
+    config.warn_of_unknown()
+    config.warn_of_unknown()
+    between, timeout, other = sorted(record.getMessage() for record in caplog.records)
+    assert between.endswith(
+        "FASTCOLL_BETWEEN_NODE is no setting of fastcoll; did you mean FASTCOLL_BETWEEN_NODES?"
+    )
+    assert timeout.endswith("FASTCOLL_TIMOUT is no setting of fastcoll; did you mean FASTCOLL_TIMEOUT?")
+    assert "FASTCOLL_X is no setting of fastcoll; there are FASTCOLL_TIMEOUT, FASTCOLL_WARN_AFTER," in other

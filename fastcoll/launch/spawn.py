@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ..errors import FastcollError, GroupError, UsageError
+from ..errors import FastcollError, GroupError, UsageError, shorten
 from .blame import CAUSE_SECONDS
 from .lifeline import GRACE_SECONDS, describe_exit, die_with_parent
 
@@ -239,5 +239,6 @@ def _child(
         sys.exit(130)  # the parent has it too, and speaks
     except Exception as error:
         kind = b"G" if isinstance(error, GroupError) else b"E"
+        shorten(error)
         errors.send_bytes(kind + traceback.format_exc().encode(errors="replace")[-_TEXT_BYTES:])
         sys.exit(1)

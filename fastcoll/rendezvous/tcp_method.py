@@ -7,6 +7,7 @@ store is at the port itself, whichever of the two comes first.
 from __future__ import annotations
 
 from ..errors import ResourceError, StoreTimeoutError, UsageError
+from ..members import speak_as
 from .address import own_address
 from .descriptors import make_room
 from .detect import port_beside
@@ -35,6 +36,7 @@ def meet_at_address(
             "write ?rank=0&world_size=4 behind the URL; only a multicast address or file:// assigns ranks"
         )
     check_rank(rank, world_size)
+    speak_as(rank)
     if port == 0 and world_size > 1:
         raise UsageError(f"{source} has port 0; the ranks can only meet at a port that all know")
     if rank == 0:

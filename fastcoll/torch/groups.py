@@ -23,7 +23,7 @@ from .. import config
 from ..backends import load, parse_backend
 from ..errors import AbortedError, FastcollError, UnavailableError
 from ..group import ProcessGroup
-from ..members import Member, forget
+from ..members import Member, forget, speak_as
 from ..processes import this_process
 from ..rendezvous import PrefixStore
 from ..rendezvous.join import join
@@ -59,11 +59,14 @@ def make_group(
     choice = parse_backend(None)
     make = load(choice)
     deadline = time.monotonic() + timeout
+    ranks = global_ranks or range(size)
+    speak_as(ranks[rank])
+    if ranks[rank] == 0:
+        config.warn_of_unknown()
     job = _job_store(store, rank, size, timeout)
     members = join(job, rank, size, str(choice), max(deadline - time.monotonic(), 0.001))
     with ExitStack() as undo:
         undo.callback(forget, members)
-        ranks = global_ranks or range(size)
         known = [replace(m, rank=r, world_size=world_size) for m, r in zip(members, ranks, strict=True)]
         group = make(PrefixStore("group", job), name, known, rank, timeout)
         group.serve_gpus(refuse_gpus)

@@ -1,0 +1,85 @@
+"""What Python prints of an error that nobody catches: the user's frames, and none of the package's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll.errors import UsageError, shorten
+
+SCRIPT = """
+import sys, threading
+import numpy as np
+import fastcoll as dist
+
+def uncaught(call):
+    try:
+        call()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    print("--", file=sys.stderr)
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("not this one")
+
+def again():
+    try:
+        dist.reduce(x, "first")
+    except dist.UsageError as error:
+        raise KeyError("mine") from error
+
+uncaught(lambda: dist.get_rank())
+dist.init_process_group("shm")
+x = np.ones(3)
+uncaught(lambda: dist.all_reduce([1.0]))
+uncaught(lambda: dist.reduce(x, 1))
+uncaught(lambda: dist.reduce(x, "first"))
+uncaught(lambda: dist.irecv(x, 0).wait(0.01))
+uncaught(lambda: dist.all_gather_object([None], lambda: None))
+uncaught(lambda: dist.all_gather_object([None], Unpicklable()))
+uncaught(again)
+thread = threading.Thread(target=dist.new_group, args=([3],))
+thread.start()
+thread.join()
+work = dist.broadcast(x, 5)
+"""
+
+
+def test_no_frames_of_the_package_are_printed() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1
+    assert "fastcoll/" not in done.stderr
+    *calls, last = done.stderr.split("--\n")
+    said = [text.splitlines()[-1] for text in calls]
+    assert said[0] == (
+        "fastcoll.errors.NotInitializedError: there is no default process group; call init_process_group first"
+    )
+    assert said[2].endswith(
+        "dst is 1; the group WORLD has ranks 0..0; this is a world of one: start it with -n 2, as in python -m "
+        "fastcoll.launch -n 2 script.py"
+    )
+    # A cause is there where it has more to tell than the error's own text, and so is what was made of an error of ours.
+    assert ["direct cause" in text for text in calls] == [False] * 6 + [True] * 2
+    assert "in __reduce__\nValueError: not this one\n" in calls[6]
+    assert "in again\nfastcoll.errors.UsageError: dst is 'first'; give a rank as an integer\n" in calls[7]
+    in_thread, _, main = last.rpartition("Traceback")
+    assert "UsageError: ranks is [3]; expected" in in_thread
+    assert len(main.splitlines()) == 3, "the header, the user's frame, the error"
+
+
+def test_all_frames_stay_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frames() -> list[str]:
+        with pytest.raises(UsageError) as caught:
+            dist.reduce(np.ones(1), 0, group=3)  # type: ignore[arg-type]
+        shorten(caught.value)
+        return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+    assert frames() == ["frames"]
+    monkeypatch.setenv("FASTCOLL_DEBUG", "1")
+    assert frames() == ["frames", "reduce", "member_of", "_refuse"]
