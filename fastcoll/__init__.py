@@ -179,6 +179,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The public names, those that `__getattr__` brings among them, without the modules that they come from."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """The names that bring modules which most programs do not need: multiprocessing, sockets."""
     if name == "spawn":

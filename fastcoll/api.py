@@ -1,18 +1,11 @@
 """The collectives as functions, named and called as in torch.distributed.
 
-What holds for all of them:
+An array is anything that can be adopted without a copy (NumPy, or any array that speaks DLPack or the buffer
+protocol); the result is written into the arrays that were given. All ranks of the group make the same calls in the
+same order. Where they do not, every rank raises MismatchError before data moves.
 
-* An array is anything that can be adopted without a copy (NumPy, or any CPU array that speaks DLPack or
-  the buffer protocol); the result is written into the arrays that were given.
-* `group` is a group of `new_group`; None is the default group. Outside the group a call warns and does
-  nothing.
-* `src` and `dst` are global ranks; `group_src` and `group_dst` are ranks inside the group. Give one.
-* A synchronous call returns None when it is done, or a new array where it was given an immutable one to work in
-  place (JAX's). With `async_op=True` it returns a Work at once, and the
-  arrays belong to the operation until `work.wait()` returns.
-* All ranks of the group make the same calls in the same order. Where they do not, every rank raises
-  MismatchError before data moves. UsageError (ArrayError for arrays) is a wrong call that leaves the group
-  usable. PeerDiedError and CollectiveTimeoutError end the group.
+Each docstring is complete, for help() and editors. The overloads are for type checkers: what `async_op` makes of the
+result. That a rank outside the group gets None instead of a Work is left to the reader.
 
 The functions do little themselves, since they are on the way of the smallest messages: a rank of the default
 group is its global rank, and is handed on without a look.
@@ -21,20 +14,51 @@ group is its global rank, and is handed on without a look.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
 from .arguments import positive_seconds
 from .errors import UsageError
 from .reduce_op import ReduceOp
 from .registry import Group, group_rank, groups, member_of
-from .work import Timeout, Work
+from .work import Async, Sync, Timeout, Work
 
 
+class _Immutable(Protocol):
+    """An array of JAX, as type checkers can tell it from others: calls in place return a new one."""
+
+    @property
+    def sharding(self) -> Any: ...
+
+
+_J = TypeVar("_J", bound=_Immutable)
+Root: TypeAlias = int | None
+Arrays: TypeAlias = Sequence[Any]
+Splits: TypeAlias = Sequence[int] | None
+
+
+@overload
+def all_reduce(tensor: _J, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> _J: ...
+@overload
+def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
+@overload
+def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
+@overload
+def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...) -> Any: ...
 def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     """Reduce an array over all ranks; every rank gets the result in place, with the same bits.
 
     Args:
         tensor: same dtype and number of elements on all ranks.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Returns:
+        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> x = np.full(3, dist.get_rank() + 1.0)
@@ -44,6 +68,20 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
     return None if g is None else g.all_reduce(tensor, op, async_op)
 
 
+# fmt: off
+@overload
+def broadcast(tensor: _J, src: Root = ..., group: Group = ..., async_op: Sync = ...,
+    group_src: Root = ...) -> _J: ...
+@overload
+def broadcast(tensor: Any, src: Root = ..., group: Group = ..., async_op: Sync = ...,
+    group_src: Root = ...) -> None: ...
+@overload
+def broadcast(tensor: Any, src: Root = ..., group: Group = ..., async_op: Async = ...,
+    group_src: Root = ...) -> Work: ...
+@overload
+def broadcast(tensor: Any, src: Root = ..., group: Group = ..., async_op: bool = ...,
+    group_src: Root = ...) -> Any: ...
+# fmt: on
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -55,6 +93,16 @@ def broadcast(
 
     Args:
         tensor: same dtype and number of elements on all ranks; any fixed-size dtype.
+        src, group_src: whose array, as a global rank or as a rank in the group; give one.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Returns:
+        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "broadcast")
     if g is None:
@@ -64,6 +112,20 @@ def broadcast(
     return g.broadcast(tensor, src, async_op)
 
 
+# fmt: off
+@overload
+def reduce(tensor: _J, dst: Root = ..., op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
+    group_dst: Root = ...) -> _J: ...
+@overload
+def reduce(tensor: Any, dst: Root = ..., op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
+    group_dst: Root = ...) -> None: ...
+@overload
+def reduce(tensor: Any, dst: Root = ..., op: ReduceOp = ..., group: Group = ..., async_op: Async = ...,
+    group_dst: Root = ...) -> Work: ...
+@overload
+def reduce(tensor: Any, dst: Root = ..., op: ReduceOp = ..., group: Group = ..., async_op: bool = ...,
+    group_dst: Root = ...) -> Any: ...
+# fmt: on
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -72,7 +134,22 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Any:
-    """Reduce an array over all ranks into that of rank `dst`; the others' stay as they are."""
+    """Reduce an array over all ranks into that of rank `dst`; the others' stay as they are.
+
+    Args:
+        tensor: same dtype and number of elements on all ranks.
+        dst, group_dst: who gets the result, as a global rank or as a rank in the group; give one.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Returns:
+        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
     g = groups.world if group is None else member_of(group, "reduce")
     if g is None:
         return None
@@ -81,8 +158,29 @@ def reduce(
     return g.reduce(tensor, dst, op, async_op)
 
 
+@overload
+def scan(tensor: _J, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> _J: ...
+@overload
+def scan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
+@overload
+def scan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
+@overload
+def scan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...) -> Any: ...
 def scan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     """Inclusive prefix reduction, in place: rank r gets the reduction over ranks 0..r.
+
+    Args:
+        tensor: same dtype and number of elements on all ranks.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Returns:
+        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> x = np.ones(1)
@@ -92,12 +190,40 @@ def scan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op
     return None if g is None else g.scan(tensor, op, async_op)
 
 
+@overload
+def exscan(tensor: _J, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> _J: ...
+@overload
+def exscan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
+@overload
+def exscan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
+@overload
+def exscan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...) -> Any: ...
 def exscan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
-    """Exclusive prefix reduction, in place: rank r gets ranks 0..r-1; rank 0's array stays as it is."""
+    """Exclusive prefix reduction, in place: rank r gets ranks 0..r-1; rank 0's array stays as it is.
+
+    Args:
+        tensor: same dtype and number of elements on all ranks.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Returns:
+        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
     g = groups.world if group is None else member_of(group, "exscan")
     return None if g is None else g.exscan(tensor, op, async_op)
 
 
+@overload
+def all_gather(tensor_list: Arrays, tensor: Any, group: Group = ..., async_op: Sync = ...) -> None: ...
+@overload
+def all_gather(tensor_list: Arrays, tensor: Any, group: Group = ..., async_op: Async = ...) -> Work: ...
+@overload
+def all_gather(tensor_list: Arrays, tensor: Any, group: Group = ..., async_op: bool = ...) -> Work | None: ...
 def all_gather(
     tensor_list: Sequence[Any], tensor: Any, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -106,6 +232,12 @@ def all_gather(
     Args:
         tensor_list: one array a rank, of `tensor`'s dtype; shapes may differ from rank to rank.
         tensor: this rank's array; any fixed-size dtype.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> parts = [np.empty(2) for _ in range(dist.get_world_size())]
@@ -115,6 +247,17 @@ def all_gather(
     return None if g is None else g.all_gather(tensor_list, tensor, async_op)
 
 
+# fmt: off
+@overload
+def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = ...,
+    async_op: Sync = ...) -> None: ...
+@overload
+def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = ...,
+    async_op: Async = ...) -> Work: ...
+@overload
+def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = ...,
+    async_op: bool = ...) -> Work | None: ...
+# fmt: on
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -123,6 +266,12 @@ def all_gather_into_tensor(
     Args:
         output_tensor: `input_tensor`'s dtype and world_size times its elements, concatenated or stacked.
         input_tensor: same number of elements on all ranks.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "all_gather_into_tensor")
     return None if g is None else g.all_gather_single(output_tensor, input_tensor, async_op)
@@ -131,6 +280,17 @@ def all_gather_into_tensor(
 all_gather_single = all_gather_into_tensor
 
 
+# fmt: off
+@overload
+def gather(tensor: Any, gather_list: Arrays | None = ..., dst: Root = ..., group: Group = ...,
+    async_op: Sync = ..., group_dst: Root = ...) -> None: ...
+@overload
+def gather(tensor: Any, gather_list: Arrays | None = ..., dst: Root = ..., group: Group = ...,
+    async_op: Async = ..., group_dst: Root = ...) -> Work: ...
+@overload
+def gather(tensor: Any, gather_list: Arrays | None = ..., dst: Root = ..., group: Group = ...,
+    async_op: bool = ..., group_dst: Root = ...) -> Work | None: ...
+# fmt: on
 def gather(
     tensor: Any,
     gather_list: Sequence[Any] | None = None,
@@ -139,11 +299,18 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Rank `dst` (without `dst` and `group_dst`: global rank 0) gets the arrays of all.
+    """Rank `dst` gets the arrays of all.
 
     Args:
         tensor: this rank's array; any fixed-size dtype.
         gather_list: on `dst` one array a rank, shapes may differ; None elsewhere.
+        dst, group_dst: who gets them, as a global rank or as a rank in the group; give one; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "gather")
     if g is None:
@@ -153,6 +320,20 @@ def gather(
     return g.gather(tensor, gather_list, dst, async_op)
 
 
+# fmt: off
+@overload
+def scatter(tensor: _J, scatter_list: Arrays | None = ..., src: Root = ..., group: Group = ...,
+    async_op: Sync = ..., group_src: Root = ...) -> _J: ...
+@overload
+def scatter(tensor: Any, scatter_list: Arrays | None = ..., src: Root = ..., group: Group = ...,
+    async_op: Sync = ..., group_src: Root = ...) -> None: ...
+@overload
+def scatter(tensor: Any, scatter_list: Arrays | None = ..., src: Root = ..., group: Group = ...,
+    async_op: Async = ..., group_src: Root = ...) -> Work: ...
+@overload
+def scatter(tensor: Any, scatter_list: Arrays | None = ..., src: Root = ..., group: Group = ...,
+    async_op: bool = ..., group_src: Root = ...) -> Any: ...
+# fmt: on
 def scatter(
     tensor: Any,
     scatter_list: Sequence[Any] | None = None,
@@ -161,11 +342,21 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Rank r gets `scatter_list[r]` of rank `src` (without `src` and `group_src`: global rank 0).
+    """Rank r gets `scatter_list[r]` of rank `src`.
 
     Args:
         tensor: receives; any fixed-size dtype.
         scatter_list: on `src` one array a rank, shapes may differ; None elsewhere.
+        src, group_src: whose list, as a global rank or as a rank in the group; give one; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Returns:
+        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "scatter")
     if g is None:
@@ -175,6 +366,17 @@ def scatter(
     return g.scatter(tensor, scatter_list, src, async_op)
 
 
+# fmt: off
+@overload
+def reduce_scatter(output: Any, input_list: Arrays, op: ReduceOp = ..., group: Group = ...,
+    async_op: Sync = ...) -> None: ...
+@overload
+def reduce_scatter(output: Any, input_list: Arrays, op: ReduceOp = ..., group: Group = ...,
+    async_op: Async = ...) -> Work: ...
+@overload
+def reduce_scatter(output: Any, input_list: Arrays, op: ReduceOp = ..., group: Group = ...,
+    async_op: bool = ...) -> Work | None: ...
+# fmt: on
 def reduce_scatter(
     output: Any,
     input_list: Sequence[Any],
@@ -187,18 +389,44 @@ def reduce_scatter(
     Args:
         output: dtype and number of elements of `input_list[rank]`.
         input_list: one array a rank; shapes may differ from item to item.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "reduce_scatter")
     return None if g is None else g.reduce_scatter(output, input_list, op, async_op)
 
 
+# fmt: off
+@overload
+def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = ..., group: Group = ...,
+    async_op: Sync = ...) -> None: ...
+@overload
+def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = ..., group: Group = ...,
+    async_op: Async = ...) -> Work: ...
+@overload
+def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = ..., group: Group = ...,
+    async_op: bool = ...) -> Work | None: ...
+# fmt: on
 def reduce_scatter_tensor(
     output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Reduce `input` over all ranks; rank r's `output` gets part r of world_size equal parts.
 
     Args:
+        output: of `input`'s dtype.
         input: world_size times the elements of `output`.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "reduce_scatter_tensor")
     return None if g is None else g.reduce_scatter_single(output, input, op, async_op)
@@ -207,17 +435,49 @@ def reduce_scatter_tensor(
 reduce_scatter_single = reduce_scatter_tensor
 
 
+# fmt: off
+@overload
+def all_to_all(output_tensor_list: Arrays, input_tensor_list: Arrays, group: Group = ...,
+    async_op: Sync = ...) -> None: ...
+@overload
+def all_to_all(output_tensor_list: Arrays, input_tensor_list: Arrays, group: Group = ...,
+    async_op: Async = ...) -> Work: ...
+@overload
+def all_to_all(output_tensor_list: Arrays, input_tensor_list: Arrays, group: Group = ...,
+    async_op: bool = ...) -> Work | None: ...
+# fmt: on
 def all_to_all(
     output_tensor_list: Sequence[Any],
     input_tensor_list: Sequence[Any],
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send item p to rank p, and receive item r from rank r; all shapes may differ."""
+    """Send item p to rank p, and receive item r from rank r.
+
+    Args:
+        output_tensor_list, input_tensor_list: one array a rank, all of one dtype; all shapes may differ.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
     g = groups.world if group is None else member_of(group, "all_to_all")
     return None if g is None else g.all_to_all(output_tensor_list, input_tensor_list, async_op)
 
 
+# fmt: off
+@overload
+def all_to_all_single(output: Any, input: Any, output_split_sizes: Splits = ...,
+    input_split_sizes: Splits = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
+@overload
+def all_to_all_single(output: Any, input: Any, output_split_sizes: Splits = ...,
+    input_split_sizes: Splits = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
+@overload
+def all_to_all_single(output: Any, input: Any, output_split_sizes: Splits = ...,
+    input_split_sizes: Splits = ..., group: Group = ..., async_op: bool = ...) -> Work | None: ...
+# fmt: on
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -229,7 +489,14 @@ def all_to_all_single(
     """Cut `input` along its first dimension, send part p to rank p, and join what comes in `output`.
 
     Args:
+        output, input: of one dtype.
         output_split_sizes, input_split_sizes: rows of each part; None: equal parts.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> x = np.arange(4) + 4 * dist.get_rank()
@@ -242,14 +509,47 @@ def all_to_all_single(
     return g.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
 
 
+# fmt: off
+@overload
+def all_reduce_coalesced(tensors: Arrays, op: ReduceOp = ..., group: Group = ...,
+    async_op: Sync = ...) -> None: ...
+@overload
+def all_reduce_coalesced(tensors: Arrays, op: ReduceOp = ..., group: Group = ...,
+    async_op: Async = ...) -> Work: ...
+@overload
+def all_reduce_coalesced(tensors: Arrays, op: ReduceOp = ..., group: Group = ...,
+    async_op: bool = ...) -> Work | None: ...
+# fmt: on
 def all_reduce_coalesced(
     tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """`all_reduce` of several arrays of one dtype at the price of one."""
+    """`all_reduce` of several arrays of one dtype at the price of one.
+
+    Args:
+        tensors: same dtype and numbers of elements on all ranks.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
     g = groups.world if group is None else member_of(group, "all_reduce_coalesced")
     return None if g is None else g.all_reduce_coalesced(tensors, op, async_op)
 
 
+# fmt: off
+@overload
+def all_gather_coalesced(output_tensor_lists: Sequence[Arrays], input_tensor_list: Arrays,
+    group: Group = ..., async_op: Sync = ...) -> None: ...
+@overload
+def all_gather_coalesced(output_tensor_lists: Sequence[Arrays], input_tensor_list: Arrays,
+    group: Group = ..., async_op: Async = ...) -> Work: ...
+@overload
+def all_gather_coalesced(output_tensor_lists: Sequence[Arrays], input_tensor_list: Arrays,
+    group: Group = ..., async_op: bool = ...) -> Work | None: ...
+# fmt: on
 def all_gather_coalesced(
     output_tensor_lists: Sequence[Sequence[Any]],
     input_tensor_list: Sequence[Any],
@@ -258,24 +558,55 @@ def all_gather_coalesced(
 ) -> Work | None:
     """`all_gather` of several arrays of one dtype at the price of one.
 
-    Array k of rank r goes to `output_tensor_lists[k][r]`.
+    Args:
+        output_tensor_lists: array k of rank r goes to `output_tensor_lists[k][r]`.
+        input_tensor_list: this rank's arrays.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "all_gather_coalesced")
     return None if g is None else g.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op)
 
 
+# fmt: off
+@overload
+def barrier(group: Group = ..., async_op: Sync = ..., device_ids: Splits = ...,
+    timeout: Timeout = ...) -> None: ...
+@overload
+def barrier(group: Group = ..., async_op: Async = ..., device_ids: Splits = ...,
+    timeout: Timeout = ...) -> Work: ...
+@overload
+def barrier(group: Group = ..., async_op: bool = ..., device_ids: Splits = ...,
+    timeout: Timeout = ...) -> Work | None: ...
+# fmt: on
 def barrier(
-    group: Group = None, async_op: bool = False, device_ids: Sequence[int] | None = None
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: Timeout = None,
 ) -> Work | None:
     """Wait until every rank of the group has called.
 
     Args:
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done.
         device_ids: must be None; no backend here works on devices.
+        timeout: seconds or timedelta; None: the group's own.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "barrier")
     if device_ids is not None:
         raise UsageError(f"device_ids is {device_ids!r}, but the backend works on CPU arrays; leave it out")
-    return None if g is None else g.barrier(async_op)
+    if g is None or timeout is None:
+        return None if g is None else g.barrier(async_op)
+    return g.barrier(async_op, positive_seconds(timeout, g.timeout))
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
@@ -284,12 +615,13 @@ def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ran
     It matches `barrier` on other ranks, and messages say barrier().
 
     Args:
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
         timeout: seconds or timedelta; None: the group's own.
         wait_all_ranks: makes no difference; every missing rank is named in any case.
 
     Raises:
         UsageError: `timeout` is not greater than 0.
-        CollectiveTimeoutError: on the ranks that came.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "monitored_barrier")
     if g is not None:

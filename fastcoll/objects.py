@@ -32,9 +32,11 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     Args:
         object_list: a list of world_size items, which are replaced.
         obj: anything that can be pickled.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
 
     Raises:
         UsageError: on every rank, naming the ranks whose object cannot be pickled.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> names = [None] * dist.get_world_size()
@@ -57,13 +59,17 @@ def gather_object(
     group: Group = None,
     group_dst: int | None = None,
 ) -> None:
-    """Rank `dst` (default: global rank 0) gets the objects of all in `object_gather_list`.
+    """Rank `dst` gets the objects of all in `object_gather_list`.
 
     Args:
+        obj: anything that can be pickled.
         object_gather_list: on `dst` a list of world_size items, which are replaced; None elsewhere.
+        dst, group_dst: who gets them, as a global rank or as a rank in the group; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
 
     Raises:
         UsageError: on every rank, naming the ranks whose arguments or objects are wrong.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "gather_object")
     if g is None:
@@ -86,16 +92,19 @@ def broadcast_object_list(
     device: Any = None,
     group_src: int | None = None,
 ) -> None:
-    """Every rank gets the objects in the list of rank `src` (default: global rank 0).
+    """Every rank gets the objects in the list of rank `src`.
 
     Args:
         object_list: equally long on all ranks; replaced except on `src`.
+        src, group_src: whose list, as a global rank or as a rank in the group; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
         device: None or "cpu".
 
     Raises:
         UsageError: on every rank, when an object cannot be pickled; on this rank alone, when
             `object_list` is no list.
         MismatchError: the lists' lengths differ.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "broadcast_object_list")
     if g is None:
@@ -118,15 +127,18 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> None:
-    """Rank r gets object r of rank `src`'s list (default: global rank 0).
+    """Rank r gets object r of rank `src`'s list.
 
     Args:
         scatter_object_output_list: a list of at least one item; the first is replaced.
         scatter_object_input_list: on `src` one object a rank; None elsewhere.
+        src, group_src: whose list, as a global rank or as a rank in the group; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
 
     Raises:
         UsageError: on every rank, when the input list or an object in it is wrong; on this rank alone,
             when the output list is empty or no list.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "scatter_object_list")
     if g is None:
@@ -156,11 +168,16 @@ def send_object_list(
     """Send objects to rank `dst`, which calls `recv_object_list` with an equally long list.
 
     Args:
+        object_list: anything that can be pickled.
+        dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        device: None or "cpu".
         use_batch: no effect; it is for backends that connect peers anew for each single message.
 
     Raises:
         UsageError: an object cannot be pickled, and the receiver raises as well; or `object_list` is
             no list.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "send_object_list")
     if g is None:
@@ -185,6 +202,10 @@ def recv_object_list(
     """Receive objects into the list from rank `src`, or from whoever sends first.
 
     Args:
+        object_list: as long as the sender's; its items are replaced.
+        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        device: None or "cpu".
         use_batch: no effect, as for `send_object_list`.
 
     Returns:
@@ -193,6 +214,7 @@ def recv_object_list(
     Raises:
         UsageError: the sender could not pickle an object, or sends another number of them; or
             `object_list` is no list.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "recv_object_list")
     if g is None:

@@ -19,7 +19,18 @@ from .work import Timeout, Work
 def send(
     tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
-    """Send an array to rank `dst`; returns when it was received (to oneself: once it is buffered)."""
+    """Send an array to rank `dst`; returns when it was received (to oneself: once it is buffered).
+
+    Args:
+        tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
+        dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+
+    Raises:
+        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
     g = groups.world if group is None else member_of(group, "send")
     if g is None:
         return
@@ -33,8 +44,18 @@ def recv(
 ) -> int:
     """Receive into an array from rank `src`, or without `src` and `group_src` from whoever sends first.
 
+    Args:
+        tensor: dtype and number of elements of the message.
+        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+
     Returns:
         The sender's global rank; -1 outside the group.
+
+    Raises:
+        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> if dist.get_rank() == 0:
@@ -52,16 +73,38 @@ def recv(
 
 def isend(
     tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
-) -> Work | None:
-    """`send` that returns a Work at once; leave the array alone until `work.wait()` has returned."""
+) -> Work | Any:  # outside the group None, which members need not look for
+    """`send` that returns a Work at once; leave the array alone until `work.wait()` has returned.
+
+    Args:
+        tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
+        dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+
+    Raises:
+        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
     g = groups.world if group is None else member_of(group, "isend")
     return None if g is None else g.isend(tensor, group_rank(g, "dst", dst, group_dst), tag)
 
 
 def irecv(
     tensor: Any, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
-) -> Work | None:
-    """`recv` that returns a Work at once; `work.result()` is the sender's global rank."""
+) -> Work | Any:  # as for isend
+    """`recv` that returns a Work at once; `work.result()` is the sender's global rank.
+
+    Args:
+        tensor: dtype and number of elements of the message; leave it alone until `work.wait()` has returned.
+        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+
+    Raises:
+        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
     g = groups.world if group is None else member_of(group, "irecv")
     if g is None:
         return None
@@ -128,6 +171,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
     Raises:
         UsageError: an operation is wrong, there is none, or they are on several groups; nothing was posted.
+        GroupError: the group has failed. What happens later is raised by the Works' `wait`.
 
     Example:
         >>> right, left = (rank + 1) % size, (rank - 1) % size

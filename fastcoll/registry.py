@@ -177,7 +177,7 @@ def get_backend_config(group: Group = None) -> str:
 
 
 def get_group_rank(group: Group, global_rank: int) -> int:
-    """The rank inside `group` of a rank of the world.
+    """The rank inside `group` of `global_rank`, a rank of the world.
 
     Raises:
         UsageError: that rank is not in the group.
@@ -192,7 +192,7 @@ def get_group_rank(group: Group, global_rank: int) -> int:
 
 
 def get_global_rank(group: Group, group_rank: int) -> int:
-    """The rank in the world of a rank of `group`.
+    """The rank in the world of `group_rank`, a rank inside `group`.
 
     Raises:
         UsageError: the group has no such rank.

@@ -122,6 +122,10 @@ def new_subgroups_by_enumeration(
 ) -> tuple[Made, list[Made]]:
     """Make several groups without common ranks; every rank of the world calls this.
 
+    Args:
+        ranks_per_subgroup_list: the global ranks of each group.
+        timeout, backend, pg_options, group_desc: as for `new_group`.
+
     Returns:
         The group that this rank is in (`GroupMember.NON_GROUP_MEMBER` when in none), and all the groups.
 

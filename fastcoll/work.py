@@ -17,7 +17,7 @@ from concurrent.futures._base import FINISHED, PENDING, RUNNING
 from contextlib import suppress
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from .errors import AbortedError, CollectiveTimeoutError, UsageError
 
@@ -25,6 +25,8 @@ _log = logging.getLogger("fastcoll")
 _here = threading.local()  # .progress: this thread carries operations out
 
 Timeout = float | timedelta | None
+Sync: TypeAlias = Literal[False]  # `async_op` in overloads
+Async: TypeAlias = Literal[True]
 
 ENDLESS = threading.TIMEOUT_MAX
 """Seconds to wait where there is no limit. Where a library's handler of SIGINT has SA_RESTART set, as that of polars,

@@ -189,6 +189,14 @@ def test_monitored_barrier_takes_a_timedelta(world: Recorder) -> None:
     assert world.calls == [("monitored_barrier", 0.25), ("monitored_barrier", 5.0)]
 
 
+def test_barrier_takes_a_timeout(world: Recorder) -> None:
+    dist.barrier(timeout=timedelta(milliseconds=250))
+    dist.barrier(async_op=True, timeout=2)
+    assert world.calls == [("barrier", False, 0.25), ("barrier", True, 2.0)]
+    with pytest.raises(UsageError, match="timeout is -1"):
+        dist.barrier(timeout=-1)
+
+
 def test_barrier_refuses_devices(world: Recorder) -> None:
     with pytest.raises(UsageError, match=r"device_ids is \[0\]"):
         dist.barrier(device_ids=[0])
@@ -289,7 +297,7 @@ def test_torch_names_of_the_parameters() -> None:
         "all_to_all_single": "output input output_split_sizes input_split_sizes group async_op",
         "all_reduce_coalesced": "tensors op group async_op",
         "all_gather_coalesced": "output_tensor_lists input_tensor_list group async_op",
-        "barrier": "group async_op device_ids",
+        "barrier": "group async_op device_ids timeout",
         "monitored_barrier": "group timeout wait_all_ranks",
         "send": "tensor dst group tag group_dst",
         "recv": "tensor src group tag group_src",

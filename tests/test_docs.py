@@ -4,6 +4,7 @@ Every ```python block runs: those of a page, one after the other, are one progra
 pages that SPECIAL names. What is only to be read is marked ```py.
 """
 
+import inspect
 import re
 import subprocess
 import sys
@@ -75,6 +76,21 @@ def test_the_tests_that_are_shown_pass(tmp_path):
 def test_every_public_name_is_in_the_reference():
     words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", "".join(map(prose, REFERENCE))))))
     assert sorted(set(fastcoll.__all__) - words) == []
+
+
+FUNCTIONS = {
+    name: function for name in fastcoll.__all__ if inspect.isfunction(function := getattr(fastcoll, name))
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_help_explains_every_argument(name):
+    explained = inspect.getdoc(FUNCTIONS[name])
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
+    assert [p for p in parameters if not re.search(rf"\b{p}\b", explained)] == []
+    if FUNCTIONS[name].__module__.removeprefix("fastcoll.") in ("api", "p2p", "objects", "multigpu"):
+        assert re.search(r"^Raises:\n    UsageError: ", explained, re.MULTILINE)
+        assert re.search(r"^    GroupError: ", explained, re.MULTILINE)
 
 
 def test_the_table_of_settings():

@@ -1,0 +1,47 @@
+"""What mypy and pyright make of a user's program: user_types.py says what each call must be."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import fastcoll
+
+ROOT = Path(__file__).parents[1]
+USER = ROOT / "tests" / "user_types.py"
+
+
+def check(*words: str, cwd: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_mypy(tmp_path: Path) -> None:
+    """As strict as it gets, with what fastcoll's own code is checked with left out."""
+    options = ["--strict", "--config-file=", "--follow-imports=silent", f"--cache-dir={tmp_path}"]
+    check("mypy", *options, str(USER), cwd=ROOT)
+
+
+def test_pyright(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(USER.read_text())
+    settings = {
+        "typeCheckingMode": "strict",
+        "enableTypeIgnoreComments": False,
+        "reportUnnecessaryTypeIgnoreComment": "error",
+        "extraPaths": [str(ROOT)],
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    check("pyright", "--pythonpath", sys.executable, "--project", str(tmp_path), cwd=tmp_path)
+
+
+def test_the_program_has_every_function_that_may_be_asynchronous() -> None:
+    program = USER.read_text()
+    for name in fastcoll.__all__:
+        function = getattr(fastcoll, name)
+        if inspect.isfunction(function) and "async_op" in inspect.signature(function).parameters:
+            assert f"dist.{name}(" in program, name

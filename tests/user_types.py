@@ -1,0 +1,131 @@
+"""A user's program as type checkers see it; test_types.py has mypy and pyright read it, and nobody runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from typing_extensions import assert_type
+
+import fastcoll as dist
+from fastcoll import Work
+
+x = np.ones(4)
+xs = [x, x]
+
+
+def in_place(y: jax.Array, either: Any, wanted: bool) -> None:
+    """An array that can be written is the result; JAX's cannot, and another one is given back."""
+    assert_type(dist.all_reduce(x), None)
+    assert_type(dist.all_reduce(y), jax.Array)
+    assert_type(dist.all_reduce(x, async_op=True), Work)
+    assert_type(dist.all_reduce(y, dist.ReduceOp.MAX, None, True), Work)
+    assert_type(dist.all_reduce(either, async_op=True).wait(), bool)
+    dist.all_reduce(x, async_op=wanted)
+
+    assert_type(dist.broadcast(x, 0), None)
+    assert_type(dist.broadcast(y, src=0), jax.Array)
+    assert_type(dist.broadcast(x, group_src=0, async_op=True), Work)
+    dist.broadcast(x, 0, async_op=wanted)
+
+    assert_type(dist.reduce(x, 0), None)
+    assert_type(dist.reduce(y, dst=0), jax.Array)
+    assert_type(dist.reduce(x, group_dst=0, async_op=True), Work)
+    dist.reduce(x, 0, async_op=wanted)
+
+    assert_type(dist.scan(x), None)
+    assert_type(dist.scan(y), jax.Array)
+    assert_type(dist.scan(x, async_op=True), Work)
+    dist.scan(x, async_op=wanted)
+
+    assert_type(dist.exscan(x), None)
+    assert_type(dist.exscan(y), jax.Array)
+    assert_type(dist.exscan(x, async_op=True), Work)
+    dist.exscan(x, async_op=wanted)
+
+    assert_type(dist.scatter(x, xs), None)
+    assert_type(dist.scatter(y, xs), jax.Array)
+    assert_type(dist.scatter(x, None, 1, async_op=True), Work)
+    dist.scatter(x, async_op=wanted)
+
+
+def into_outputs(wanted: bool) -> None:
+    """The result is in arrays that were given."""
+    assert_type(dist.all_gather(xs, x), None)
+    assert_type(dist.all_gather(xs, x, None, True), Work)
+    assert_type(dist.all_gather(xs, x, async_op=wanted), Work | None)
+
+    assert_type(dist.all_gather_into_tensor(x, x), None)
+    assert_type(dist.all_gather_single(x, x, async_op=True), Work)
+    assert_type(dist.all_gather_into_tensor(x, x, async_op=wanted), Work | None)
+
+    assert_type(dist.gather(x, xs), None)
+    assert_type(dist.gather(x, group_dst=1, async_op=True), Work)
+    assert_type(dist.gather(x, async_op=wanted), Work | None)
+
+    assert_type(dist.reduce_scatter(x, xs), None)
+    assert_type(dist.reduce_scatter(x, xs, async_op=True), Work)
+    assert_type(dist.reduce_scatter(x, xs, async_op=wanted), Work | None)
+
+    assert_type(dist.reduce_scatter_tensor(x, x), None)
+    assert_type(dist.reduce_scatter_single(x, x, async_op=True), Work)
+    assert_type(dist.reduce_scatter_tensor(x, x, async_op=wanted), Work | None)
+
+    assert_type(dist.all_to_all(xs, xs), None)
+    assert_type(dist.all_to_all(xs, xs, async_op=True), Work)
+    assert_type(dist.all_to_all(xs, xs, async_op=wanted), Work | None)
+
+    assert_type(dist.all_to_all_single(x, x), None)
+    assert_type(dist.all_to_all_single(x, x, [2], [2], async_op=True), Work)
+    assert_type(dist.all_to_all_single(x, x, async_op=wanted), Work | None)
+
+    assert_type(dist.all_reduce_coalesced(xs), None)
+    assert_type(dist.all_reduce_coalesced(xs, async_op=True), Work)
+    assert_type(dist.all_reduce_coalesced(xs, async_op=wanted), Work | None)
+
+    assert_type(dist.all_gather_coalesced([xs], xs), None)
+    assert_type(dist.all_gather_coalesced([xs], xs, async_op=True), Work)
+    assert_type(dist.all_gather_coalesced([xs], xs, async_op=wanted), Work | None)
+
+    assert_type(dist.barrier(), None)
+    assert_type(dist.barrier(async_op=True).wait(), bool)
+    assert_type(dist.barrier(async_op=wanted), Work | None)
+
+
+def on_several_gpus(wanted: bool) -> None:
+    assert_type(dist.all_reduce_multigpu(xs), None)
+    assert_type(dist.all_reduce_multigpu(xs, async_op=True), Work)
+    assert_type(dist.all_reduce_multigpu(xs, async_op=wanted), Work | None)
+
+    assert_type(dist.reduce_multigpu(xs, 0), None)
+    assert_type(dist.reduce_multigpu(xs, 0, async_op=True), Work)
+    assert_type(dist.reduce_multigpu(xs, 0, async_op=wanted), Work | None)
+
+    assert_type(dist.broadcast_multigpu(xs, 0), None)
+    assert_type(dist.broadcast_multigpu(xs, 0, async_op=True), Work)
+    assert_type(dist.broadcast_multigpu(xs, 0, async_op=wanted), Work | None)
+
+    assert_type(dist.all_gather_multigpu([xs], xs), None)
+    assert_type(dist.all_gather_multigpu([xs], xs, async_op=True), Work)
+    assert_type(dist.all_gather_multigpu([xs], xs, async_op=wanted), Work | None)
+
+
+def messages_and_groups() -> None:
+    assert_type(dist.recv(x), int)
+    dist.isend(x, 1).wait()
+    assert_type(dist.irecv(x).source_rank(), int | Any)
+    assert_type(dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1)]), list[Work])
+    pair = dist.new_group([0, 1])
+    assert_type(dist.all_reduce(x, group=pair), None)
+    assert_type(dist.get_rank(pair), int)
+    start: Callable[..., None] = dist.init_process_group
+    start(backend=dist.Backend.GLOO)
+
+
+def wrong() -> None:
+    """Each line is an error, which mypy and pyright must see."""
+    dist.all_reduce(x, operation=dist.ReduceOp.SUM)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    dist.all_reduce(x, op="sum", async_op=True)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    dist.barrier().wait()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
