@@ -24,8 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fastcoll.bench.machine import describe
-from fastcoll.bench.model import (
+from network_model import (
     Accuracy,
     Cluster,
     Model,
@@ -37,6 +36,8 @@ from fastcoll.bench.model import (
     header_seconds,
     shape_of,
 )
+
+from fastcoll.bench.machine import describe
 from fastcoll.bench.sizes import format_size
 from fastcoll.net.plans.choose import chosen
 from fastcoll.net.plans.costs import COSTS

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .machine import describe
-from .table import Row, summary
+from .sizes import format_size
+from .table import Row, digits, summary
 
 _VERSION = 3
 
@@ -47,6 +48,24 @@ def header(run: Run) -> list[str]:
         f"copy {facts['copy_gbs']:.1f} GB/s a rank",
         *_placement(run),
         f"# {' '.join(run.command)}",
+    ]
+
+
+def in_short(run: Run) -> list[str]:
+    """The last lines: each operation's best numbers, and what to hold them against."""
+    facts = run.machine
+    lines = ["#", f"# in short: {len(run.devices)} ranks on {facts['usable_cores']} cores of {facts['cpu']}"]
+    for operation in dict.fromkeys(row.operation for row in run.results):
+        rows = [row for row in run.results if row.operation == operation]
+        quick, wide = min(rows, key=lambda row: row.time_us), max(rows, key=lambda row: row.busbw)
+        text = f"# {operation:>27}  {digits(quick.time_us):>8} us"
+        if wide.size:
+            text += f" for {format_size(quick.size):>5},  busbw {wide.busbw:8.2f} GB/s for {format_size(wide.size):>5}"
+        lines.append(text)
+    return [
+        *lines,
+        f"# memory alone: update {facts['update_gbs']:.1f} GB/s, copy {facts['copy_gbs']:.1f} GB/s a rank",
+        "# beside other libraries: python -m fastcoll.bench --vs gloo,openmpi,mpich --install-peers",
     ]
 
 

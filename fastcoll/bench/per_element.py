@@ -11,16 +11,16 @@ _HEADING = ("operation", "size", "type", "redop", "ps/element", "per element", "
 
 
 def per_element(rows: Sequence[Row]) -> list[str]:
-    """The lines below the tables of a run; none where there is nothing to compare float32's sum with.
+    """The lines below the tables of a run, of operations in which there is something to compare float32's sum with.
 
     `per element` and `per byte` are factors: of float32's sum, at the same size of the same operation. Rows without
     elements are left out.
     """
     rows = [row for row in rows if row.count]
-    lines = [_line(_cells(row, base)) for row in rows if (base := _base(rows, row)) is not None]
-    if len(lines) < 2 or len({(row.type, row.redop) for row in rows if row.size}) < 2:
-        return []
-    return ["#", "# against float32's sum", _line(_HEADING), *lines]
+    compared = [(row, base) for row in rows if (base := _base(rows, row)) is not None]
+    several = {row.operation for row, base in compared if row is not base}
+    lines = [_line(_cells(row, base)) for row, base in compared if row.operation in several]
+    return ["#", "# against float32's sum", _line(_HEADING), *lines] if lines else []
 
 
 def _base(rows: Sequence[Row], row: Row) -> Row | None:

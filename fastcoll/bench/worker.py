@@ -16,7 +16,7 @@ import fastcoll as dist
 
 from ..errors import UsageError
 from .cases import Case, cases
-from .export import Run, header, write_csv, write_json
+from .export import Run, header, in_short, write_csv, write_json
 from .machine import machine, memory_speed
 from .operations import Trial, prepare
 from .per_element import per_element
@@ -101,7 +101,7 @@ def _measure_all(options: Options, place: Place, tell: bool) -> Run:
     with make_report(len(todo)) if tell else SilentReport() as report:
         report.notes(header(run))
         rows.extend(_measure_and_show(case, options, place, report) for case in todo)
-        report.notes([*per_element(rows), *summary(rows)])
+        report.notes([*per_element(rows), *summary(rows), *in_short(run)])
     return run
 
 
@@ -196,3 +196,6 @@ def _write(run: Run, options: Options) -> None:
         write_csv(options.csv, run.results)
     for path in options.plots:
         draw(path, run)
+        print(f"# picture: {path}", flush=True)
+    if not options.plots:
+        print("# a picture of it: --plot FILE.png", flush=True)

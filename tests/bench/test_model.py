@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-
-from fastcoll.bench.model import (
+from network_model import (
     PRICES,
     Cluster,
     Model,

@@ -9,7 +9,7 @@ import pytest
 
 from fastcoll.bench import table
 from fastcoll.bench.cases import Case
-from fastcoll.bench.export import Run, header, write_csv, write_json
+from fastcoll.bench.export import Run, header, in_short, write_csv, write_json
 from fastcoll.bench.per_element import per_element
 from fastcoll.bench.plot import draw
 from fastcoll.bench.timing import Schedule, Timing
@@ -99,9 +99,24 @@ def test_an_element_is_compared_with_one_of_float32s_sum():
     assert per_element([empty, replace(empty, type="float16"), row(), half, custom, other]) == lines
 
 
-@pytest.mark.parametrize("rows", [[row()], [row(), row("broadcast", redop="none")], [row("barrier", 0)]])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row()],
+        [row(), row(count=2000), row("reduce"), row("broadcast", redop="none")],
+        [row("barrier", 0)],
+    ],
+)
 def test_without_anything_to_compare_nothing_is_said(rows):
     assert per_element(rows) == []
+
+
+def test_in_short_has_the_best_of_each_operation():
+    rows = [row(count=2), row(count=1 << 20, seconds=1e-3), row("barrier", 0, redop="none")]
+    _, machine, reduced, barrier, *_ = in_short(run(*rows))
+    assert machine == "# in short: 2 ranks on 2 cores of a CPU"
+    assert reduced.split() == "# all_reduce 2.00 us for 8, busbw 6.29 GB/s for 4M".split()
+    assert barrier.split() == ["#", "barrier", "2.00", "us"]
 
 
 def test_header_says_on_what():
