@@ -32,22 +32,28 @@ from .api import (
 )
 from .backends import (
     Backend,
+    BackendConfig,
     is_available,
     is_backend_available,
     is_gloo_available,
     is_mpi_available,
     is_nccl_available,
 )
-from .default_group import destroy_process_group, init_process_group, world
+from .default_group import destroy_process_group, get_node_local_rank, init_process_group, world
 from .errors import (
     AbortedError,
     ArrayError,
     CollectiveTimeoutError,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
     FastcollError,
     GroupError,
     MismatchError,
     NotInitializedError,
     PeerDiedError,
+    QueueEmptyError,
     RendezvousError,
     ResourceError,
     StoreError,
@@ -85,7 +91,7 @@ from .registry import (
     is_initialized,
 )
 from .rendezvous import FileStore, HashStore, PrefixStore, Store
-from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
+from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from .work import Work
 
 if TYPE_CHECKING:
@@ -108,6 +114,7 @@ __all__ = [
     "all_to_all_single",
     "ArrayError",
     "Backend",
+    "BackendConfig",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
@@ -115,6 +122,10 @@ __all__ = [
     "broadcast_object_list",
     "CollectiveTimeoutError",
     "destroy_process_group",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
     "exscan",
     "FastcollError",
     "FileStore",
@@ -124,6 +135,7 @@ __all__ = [
     "get_backend_config",
     "get_global_rank",
     "get_group_rank",
+    "get_node_local_rank",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
@@ -150,6 +162,7 @@ __all__ = [
     "PeerDiedError",
     "PrefixStore",
     "ProcessGroup",
+    "QueueEmptyError",
     "recv",
     "recv_object_list",
     "reduce",
@@ -167,6 +180,7 @@ __all__ = [
     "send",
     "send_object_list",
     "spawn",
+    "split_group",
     "Store",
     "StoreError",
     "StoreTimeoutError",

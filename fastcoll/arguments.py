@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from datetime import timedelta
 from numbers import Real
 from typing import Any
@@ -38,6 +39,18 @@ def wholes(name: str, values: Any) -> list[int]:
     except TypeError:
         raise UsageError(f"{name} is {values!r}; give a list of whole numbers") from None
     return [whole(f"{name}[{index}]", item) for index, item in enumerate(items)]
+
+
+def check_device(name: str, value: Any) -> None:
+    """Refuse what names no device: an index, or "cpu" or "cuda:0" as text or as torch's device, or None.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(value)):
+        raise UsageError(f"{name} is {value!r}; give a device as in 0 or 'cuda:0', or leave it out")
 
 
 def positive_seconds(timeout: Timeout, default: float) -> float:

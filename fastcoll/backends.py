@@ -71,8 +71,39 @@ class Backend(str):
             )
         return super().__new__(cls, lower)
 
+    @classmethod
+    def register_backend(
+        cls, name: str, func: Make, extended_api: bool = False, devices: str | Sequence[str] | None = None
+    ) -> None:
+        """Add a backend of one's own, by name; on every rank, before `init_process_group`.
 
-KNOWN = (Backend.AUTO, Backend.SHM, Backend.GLOO, Backend.TCP, Backend.MPI, Backend.NCCL)
+        Args:
+            name: what `backend=` is then called, in any case; also `Backend.NAME`.
+            func: `func(store, name, members, group_rank, timeout)` meets the other members and returns a ProcessGroup;
+                CONTRIBUTING.md says what that must do. (torch's takes a store, rank, world_size and timeout.)
+            extended_api: must be False.
+            devices: "cpu", ["cpu"] or None.
+
+        Raises:
+            UsageError: the name is taken or no word, or `func` is no function.
+            UnavailableError: `extended_api` is True, or a device is not the CPU.
+        """
+        lower = name.lower() if isinstance(name, str) else ""
+        if not lower.isidentifier() or lower in KNOWN or hasattr(cls, lower.upper()):
+            raise UsageError(f"name is {name!r}; give a word that is not among {', '.join(KNOWN)}")
+        if not callable(func):
+            raise UsageError(f"func is {func!r}; give a function that makes a ProcessGroup")
+        if extended_api or devices not in (None, "cpu", ["cpu"], ("cpu",)):
+            raise UnavailableError(
+                f"extended_api is {extended_api!r} and devices is {devices!r}; a backend of one's own has no "
+                "options, and is for arrays in host memory"
+            )
+        BACKENDS[lower] = lambda: func
+        KNOWN.append(lower)
+        setattr(cls, lower.upper(), lower)
+
+
+KNOWN: list[str] = [Backend.AUTO, Backend.SHM, Backend.GLOO, Backend.TCP, Backend.MPI, Backend.NCCL]
 DEVICES = ("cpu", "cuda")
 
 # Names that mean "the best for CPU arrays". Scripts written for torch ask for gloo.
@@ -141,6 +172,25 @@ class BackendChoice:
         return cpu == Backend.MPI or (
             cpu in _CPU_DEFAULT and config.get("FASTCOLL_BETWEEN_NODES") == Backend.MPI
         )
+
+
+class BackendConfig:
+    """The backend of each kind of device that a `backend=` stands for: `BackendConfig("cpu:auto,cuda:nccl")`.
+
+    Raises:
+        UsageError, UnavailableError: as `init_process_group` would.
+    """
+
+    def __init__(self, backend: str | None) -> None:
+        choice = parse_backend(None if backend == Backend.UNDEFINED else backend)
+        self.device_backend_map = dict(choice.by_device)
+
+    def get_device_backend_map(self) -> dict[str, Backend]:
+        """Device to backend."""
+        return self.device_backend_map
+
+    def __repr__(self) -> str:
+        return str(BackendChoice(self.device_backend_map))
 
 
 def parse_backend(text: str | None) -> BackendChoice:

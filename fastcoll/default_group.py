@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec
 
 from . import backends, config
-from .arguments import positive_seconds, whole
+from .arguments import check_device, positive_seconds, whole
 from .backends import BackendChoice, Make, parse_backend
 from .errors import (
     NotInitializedError,
@@ -66,6 +66,28 @@ def current_job() -> Job:
     return _job
 
 
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This process's place among the ranks of its node, as for choosing a GPU.
+
+    That is LOCAL_RANK, which launchers set. Without it, the number of lower ranks on this node, or before
+    `init_process_group` the argument.
+
+    Args:
+        fallback_rank: the answer where nothing else says it.
+
+    Raises:
+        UsageError: nothing says it.
+    """
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    if _job is not None and groups.inherited is None:
+        mine = _job.members[_job.rank]
+        return sum(member.same_node(mine) for member in _job.members[: _job.rank])
+    if fallback_rank is None:
+        raise UsageError("LOCAL_RANK is not set and there is no default group; give fallback_rank")
+    return whole("fallback_rank", fallback_rank)
+
+
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
@@ -75,6 +97,7 @@ def init_process_group(
     store: Store | None = None,
     group_name: str = "",
     pg_options: None = None,
+    device_id: Any = None,
 ) -> None:
     """Join the other processes of the job, and make the default group. Blocks until all have joined.
 
@@ -91,6 +114,7 @@ def init_process_group(
             stays open.
         group_name: keeps jobs apart that use one multicast address or one file.
         pg_options: must be None; no backend has options.
+        device_id: this rank's GPU. It is checked and makes no difference: each array says on which GPU it is.
 
     Raises:
         UsageError: an argument is wrong, the ranks' arguments do not fit together, or the process has
@@ -109,6 +133,7 @@ def init_process_group(
         raise UsageError("there is a default process group already; call destroy_process_group first")
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
+    check_device("device_id", device_id)
     config.check()
     choice = parse_backend(backend)
     limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
@@ -151,7 +176,10 @@ def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager
     @contextmanager
     @functools.wraps(init, assigned=("__module__",))
     def world(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[ProcessGroup]:
-        """`init_process_group`, with its arguments, and at the end of the block `destroy_process_group`.
+        """`init_process_group`, and at the end of the block `destroy_process_group`.
+
+        Args:
+            backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id: as there.
 
         An exception leaves the job at once, without waiting for ranks that still make groups. A block may call
         `destroy_process_group` itself.

@@ -8,14 +8,16 @@
     │   └── UnavailableError              a backend or extra that is not there, with the cure
     ├── RendezvousError                   the ranks could not find one another
     │   └── StoreError                    a store refused, or lost its server
-    │       └── StoreTimeoutError(TimeoutError)
+    │       ├── StoreTimeoutError(TimeoutError)
+    │       └── QueueEmptyError           a store's queue has nothing to take
     ├── ResourceError(OSError)            the machine cannot give what is needed (shared memory, ports)
     └── GroupError                        the group has failed and stays so
         ├── PeerDiedError                 a rank's process ended
         ├── CollectiveTimeoutError(TimeoutError)  a rank did not come in time
         └── AbortedError                  the group was aborted or destroyed under the call
 
-Misuse and failure are different branches: after a UsageError the program may go on.
+Misuse and failure are different branches: after a UsageError the program may go on. torch's names, DistError and its
+kin, are other names of the classes here.
 
 What Python prints of one that nobody catches leaves out the frames of this package (`shorten`).
 """
@@ -71,6 +73,10 @@ class StoreError(RendezvousError):
 
 class StoreTimeoutError(StoreError, TimeoutError):
     """A key was not set in time."""
+
+
+class QueueEmptyError(StoreError):
+    """A store's queue has nothing to take."""
 
 
 class ResourceError(FastcollError, OSError):
@@ -151,3 +157,9 @@ def _shorten_what_is_printed() -> None:
         return print_of_thread(args)
 
     sys.excepthook, threading.excepthook = on_uncaught, on_thread
+
+
+DistError = FastcollError
+DistBackendError = GroupError
+DistNetworkError = RendezvousError
+DistStoreError = StoreError

@@ -501,7 +501,9 @@ class ProcessGroup(Carrier[Array]):
             return finish_all(owners)
 
         if async_op:
-            return self._queue.submit(name, job)
+            work = self._queue.submit(name, job)
+            work.outputs = [x.array for x in owners]
+            return work
         if self._queue.pending:
             refuse_to_block(name)
             job = self._queue.submit(name, job).result

@@ -10,15 +10,16 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 from zlib import crc32
 
-from .arguments import WORLD_OF_ONE, positive_seconds, whole, wholes
+from .arguments import WORLD_OF_ONE, check_device, positive_seconds, whole, wholes
 from .backends import Backend, BackendChoice, load, parse_backend
 from .default_group import current_job
 from .errors import MismatchError, UnavailableError, UsageError
 from .group import ProcessGroup
 from .job import Job
-from .registry import Group, GroupMember, NonMember, get_process_group_ranks, groups
+from .registry import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
 from .rendezvous.join import wait_for
 from .work import Timeout
 
@@ -32,6 +33,8 @@ def new_group(
     pg_options: None = None,
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
 ) -> Made:
     """Make a group of some ranks of the world.
 
@@ -39,12 +42,14 @@ def new_group(
     members wait for one another; with NCCL all ranks do, as a communicator that the world has is split.
 
     Args:
-        ranks: global ranks, in any order; group ranks follow ascending global ranks. None: all.
+        ranks: global ranks, in any order. None: all.
         timeout: seconds or timedelta, for making it and for every call on it; None: the world's.
         backend: as for `init_process_group`; None: the world's.
         pg_options: must be None; no backend has options.
         use_local_synchronization: only members call this; rank 0 must stay until they have it.
         group_desc: a name for error messages.
+        device_id: as for `init_process_group`.
+        sort_ranks: group ranks follow ascending global ranks; False: they follow `ranks`, on all ranks the same.
 
     Returns:
         The group; `GroupMember.NON_GROUP_MEMBER` on ranks outside it.
@@ -60,11 +65,12 @@ def new_group(
     job = current_job()
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
-    chosen = _checked_ranks(ranks, len(job.members))
+    check_device("device_id", device_id)
+    chosen = _checked_ranks(ranks, len(job.members), sort_ranks)
     choice = job.choice if backend is None else parse_backend(backend)
     limit = positive_seconds(timeout, job.timeout)
     key = _key(job, chosen, use_local_synchronization)
-    splits = not use_local_synchronization and _splits(choice)
+    splits = not use_local_synchronization and chosen == sorted(chosen) and _splits(choice)
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         if not use_local_synchronization or job.rank in chosen:
             _ask(job, key, chosen, str(choice))
@@ -132,11 +138,45 @@ def new_subgroups_by_enumeration(
     Raises:
         UsageError: a rank is in two of them, or as for `new_group`.
     """
-    parts = _checked_parts(ranks_per_subgroup_list)
-    times = Counter(rank for ranks in parts for rank in ranks)
-    if twice := [rank for rank, n in times.items() if n > 1]:
-        raise UsageError(f"rank {twice[0]} is listed twice in {parts}")
+    parts = _checked_parts("ranks_per_subgroup_list", ranks_per_subgroup_list)
     return _new_groups(parts, timeout, backend, pg_options, group_desc, False)
+
+
+def split_group(
+    parent_pg: Group = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout = None,
+    pg_options: None = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Cut a group into several; every rank of it calls this. rank 0 of the world must stay meanwhile.
+
+    Args:
+        parent_pg: what is cut; None is the world.
+        split_ranks: the ranks of each part, as ranks in `parent_pg`, whose order the parts keep; no rank twice.
+        timeout, pg_options, group_desc: as for `new_group`.
+        backend: as for `new_group`; None: that of `parent_pg`.
+
+    Returns:
+        The part that this rank is in; None when it is in none. (To a collective, `group=None` is the world.)
+
+    Raises:
+        UsageError: `split_ranks` is missing, has a rank twice or one that `parent_pg` has not.
+        MismatchError, PeerDiedError, StoreTimeoutError: as for `new_group`.
+    """
+    parent = get_process_group_ranks(parent_pg)
+    parts = [sorted(part) for part in _checked_parts("split_ranks", split_ranks)]
+    if not parts or any(not part or part[0] < 0 or part[-1] >= len(parent) for part in parts):
+        raise UsageError(
+            f"split_ranks is {split_ranks!r}; give lists of the ranks 0..{len(parent) - 1} of parent_pg"
+        )
+    only_members = parent_pg is not None and parent_pg is not groups.world
+    if backend is None and only_members:
+        backend = get_backend_config(parent_pg)
+    chosen = [[parent[rank] for rank in part] for part in parts]
+    own, _ = _new_groups(chosen, timeout, backend, pg_options, group_desc, only_members, sort_ranks=False)
+    return own if isinstance(own, ProcessGroup) else None
 
 
 def _new_groups(
@@ -146,13 +186,17 @@ def _new_groups(
     pg_options: None,
     group_desc: str | None,
     only_members: bool,
+    sort_ranks: bool = True,
 ) -> tuple[Made, list[Made]]:
-    made = [new_group(part, timeout, backend, pg_options, only_members, group_desc) for part in parts]
+    made = [
+        new_group(part, timeout, backend, pg_options, only_members, group_desc, None, sort_ranks)
+        for part in parts
+    ]
     own = [group for group in made if isinstance(group, ProcessGroup)]
     return (own[0] if own else GroupMember.NON_GROUP_MEMBER), made
 
 
-def _checked_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int]:
+def _checked_ranks(ranks: Sequence[int] | None, world_size: int, sort: bool) -> list[int]:
     if ranks is None:
         return list(range(world_size))
     given = wholes("ranks", ranks)
@@ -162,20 +206,25 @@ def _checked_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int]:
             f"ranks is {given}; expected at least one of the ranks 0..{world_size - 1}, each at most once"
             + (WORLD_OF_ONE if world_size == 1 else "")
         )
-    return chosen
+    return chosen if sort else given
 
 
-def _checked_parts(parts: Sequence[Sequence[int]]) -> list[list[int]]:
+def _checked_parts(name: str, parts: Any) -> list[list[int]]:
+    """Lists of ranks without common ones."""
     if isinstance(parts, str) or not isinstance(parts, Iterable):
-        raise UsageError(f"ranks_per_subgroup_list is {parts!r}; give a list of lists of ranks")
-    return [wholes(f"ranks_per_subgroup_list[{index}]", part) for index, part in enumerate(parts)]
+        raise UsageError(f"{name} is {parts!r}; give a list of lists of ranks")
+    checked = [wholes(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+    times = Counter(rank for part in checked for rank in part)
+    if twice := [rank for rank, n in times.items() if n > 1]:
+        raise UsageError(f"rank {twice[0]} is listed twice in {checked}")
+    return checked
 
 
 def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
     """The group's name in the store: by the count of all calls, or of the members' calls alone."""
     if not only_members:
         return f"group{job.number('all')}"
-    label = f"members{crc32(repr(ranks).encode()):08x}x{len(ranks)}"
+    label = f"members{crc32(repr(sorted(ranks)).encode()):08x}x{len(ranks)}"
     return f"{label}-{job.number(label)}"
 
 

@@ -89,6 +89,7 @@ class Work(Future[Any]):
         self._describe = describe
         self._state = PENDING
         self._forks = _forks
+        self.outputs: list[Any] = []
 
     def __repr__(self) -> str:
         if not self.is_completed():
@@ -188,6 +189,23 @@ class Work(Future[Any]):
                 return
         self._call(callback)
 
+    def synchronize(self) -> None:
+        """`wait`, by torch's other name for it."""
+        self.wait()
+
+    def get_future(self) -> WorkFuture:
+        """A future of the arrays that the operation writes, with the methods of torch's."""
+        future = WorkFuture(self)
+
+        def settle(_: Work) -> None:
+            if (error := self.exception()) is not None:
+                future.set_exception(error)
+            else:  # in place on an immutable array, the result is another one
+                future.set_result(self.outputs if (result := self.result()) is None else [result])
+
+        self.add_done_callback(settle)
+        return future
+
     def __await__(self) -> Generator[Any, None, Any]:
         import asyncio  # a quarter of the time of importing this package, and few await
 
@@ -222,6 +240,48 @@ class Work(Future[Any]):
             callback(self)
         except Exception:
             _log.exception("a callback of %s raised", self._describe)
+
+
+class WorkFuture(Future[Any]):
+    """What `Work.get_future` gives: torch's names on top of those of concurrent.futures.
+
+    The value is the list of the operation's output arrays in host memory, as NumPy arrays; of a receive, the
+    sender alone.
+    """
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> Any:
+        """Block until there is a value, and return it, or raise what ended the operation or a callback of `then`."""
+        if not self.done():
+            refuse_to_block("waiting for a Work's future")
+            self._work.wait()
+        return self.result(ENDLESS)
+
+    def value(self) -> Any:
+        """The value, without blocking.
+
+        Raises:
+            UsageError: it is not there yet.
+        """
+        if not self.done():
+            raise UsageError(f"the future of {self._work!r} has no value yet; wait for it")
+        return self.result()
+
+    def then(self, callback: Callable[[WorkFuture], Any]) -> WorkFuture:
+        """A future of `callback(self)`, which is called once this one is done; what it raises, `wait` raises."""
+        following = WorkFuture(self._work)
+
+        def follow(_: Any) -> None:
+            try:
+                following.set_result(callback(self))
+            except Exception as error:
+                following.set_exception(error)
+
+        self.add_done_callback(follow)
+        return following
 
 
 class ProgressQueue:

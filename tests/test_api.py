@@ -307,12 +307,71 @@ def test_torch_names_of_the_parameters() -> None:
         "gather_object": "obj object_gather_list dst group group_dst",
         "broadcast_object_list": "object_list src group device group_src",
         "scatter_object_list": "scatter_object_output_list scatter_object_input_list src group group_src",
-        "init_process_group": "backend init_method timeout world_size rank store group_name pg_options",
-        "new_group": "ranks timeout backend pg_options use_local_synchronization group_desc",
+        "init_process_group": "backend init_method timeout world_size rank store group_name pg_options device_id",
+        "new_group": "ranks timeout backend pg_options use_local_synchronization group_desc device_id sort_ranks",
+        "split_group": "parent_pg split_ranks timeout pg_options group_desc backend",
         "new_subgroups": "group_size group timeout backend pg_options group_desc",
     }
     for name, parameters in expected.items():
         assert list(inspect.signature(getattr(dist, name)).parameters) == parameters.split(), name
+
+
+def test_every_parameter_that_torch_has_is_there_in_its_place() -> None:
+    torch = pytest.importorskip("torch.distributed", exc_type=ImportError)
+    shared = [n for n in dist.__all__ if inspect.isfunction(getattr(dist, n)) and hasattr(torch, n)]
+    assert len(shared) > 40
+    for name in shared:
+        theirs = [p for p in inspect.signature(getattr(torch, name)).parameters if not p.startswith("_")]
+        assert list(inspect.signature(getattr(dist, name)).parameters)[: len(theirs)] == theirs, name
+
+
+def test_torch_names_of_errors() -> None:
+    torch = pytest.importorskip("torch.distributed", exc_type=ImportError)
+    names = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "QueueEmptyError")
+    for name in names:
+        for base in names:
+            if issubclass(getattr(torch, name), getattr(torch, base)):
+                assert issubclass(getattr(dist, name), getattr(dist, base)), (name, base)
+    assert issubclass(dist.CollectiveTimeoutError, dist.DistBackendError)
+    assert issubclass(dist.StoreTimeoutError, dist.DistStoreError)
+
+
+@pytest.mark.parametrize("device", [None, 0, "cpu", "cuda:1"])
+def test_a_device_is_named_in_any_of_torchs_ways(device: Any) -> None:
+    with pytest.raises(UsageError, match="there is no backend 'x'"):  # the next argument that is looked at
+        dist.init_process_group("x", device_id=device)
+
+
+@pytest.mark.parametrize("device", [-1, True, 1.5, "gpu", [0]])
+def test_what_is_no_device_is_refused(device: Any) -> None:
+    with pytest.raises(UsageError, match=r"device_id is .* give a device"):
+        dist.init_process_group(device_id=device)
+
+
+def test_a_configuration_tells_the_backend_of_each_device() -> None:
+    assert dist.BackendConfig("cpu:gloo,cuda:nccl").get_device_backend_map() == {
+        "cpu": "gloo",
+        "cuda": "nccl",
+    }
+    assert repr(dist.BackendConfig("cpu:GLOO,cuda:nccl")) == "cpu:gloo,cuda:nccl"
+    assert repr(dist.BackendConfig(dist.Backend.UNDEFINED)) == "cpu:auto"
+    with pytest.raises(UsageError, match="there is no backend 'ucc'"):
+        dist.BackendConfig("ucc")
+
+
+def test_the_local_rank_is_the_launchers_or_else_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert dist.get_node_local_rank(fallback_rank=2) == 2
+    with pytest.raises(UsageError, match="give fallback_rank"):
+        dist.get_node_local_rank()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert dist.get_node_local_rank(2) == 3
+
+
+@pytest.mark.parametrize("name", ["shm", "GLOO", "nccl", "undefined", "a:b", "", 5])
+def test_a_backends_name_that_is_taken_or_no_word_is_refused(name: Any) -> None:
+    with pytest.raises(UsageError, match="give a word that is not among"):
+        dist.Backend.register_backend(name, lambda *args: Recorder())
 
 
 def test_adding_little_to_a_call(world: Recorder) -> None:

@@ -93,6 +93,15 @@ def test_help_explains_every_argument(name):
         assert re.search(r"^    GroupError: ", explained, re.MULTILINE)
 
 
+def test_what_torch_has_and_fastcoll_has_not_is_listed():
+    torch = pytest.importorskip("torch.distributed", exc_type=ImportError)
+    theirs = {
+        name for name, thing in vars(torch).items() if type(thing) is not type(torch) and name[0] != "_"
+    }
+    listed = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", prose("porting.md")))))
+    assert theirs - {"config", "log", "timedelta"} - set(fastcoll.__all__) - listed == set()
+
+
 def test_the_table_of_settings():
     rows = re.findall(r"^\| `(FASTCOLL_\w+)` \| (.*?) \| (.*?) \|$", text("errors.md"), re.MULTILINE)
     assert rows == [(name, str(s.default) or "(empty)", s.meaning) for name, s in config.SETTINGS.items()]

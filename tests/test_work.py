@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fastcoll as dist
 from fastcoll.errors import CollectiveTimeoutError, UsageError
 from fastcoll.p2p import _Received
-from fastcoll.work import ENDLESS, ProgressQueue, Work, seconds
+from fastcoll.work import ENDLESS, ProgressQueue, Work, WorkFuture, seconds
 
 
 def refuse(start: Callable[[Any], None], thread: Any) -> None:
@@ -173,3 +174,40 @@ assert pending.result() == 2
 def test_a_child_of_fork_does_not_wait_for_what_its_parent_has_under_way() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.ranks(2)
+def test_a_future_has_torchs_methods_and_the_output_arrays(rank: int) -> None:
+    x = np.full(3, rank + 1.0)
+    future = dist.all_reduce(x, async_op=True).get_future()
+    halves = future.then(lambda done: done.value()[0] / 2).then(lambda done: done.wait().tolist())
+    assert halves.wait() == [1.5] * 3
+    assert future.done()
+    assert future.value()[0] is x
+    works = [dist.isend(x, 1 - rank), dist.irecv(np.empty(3))]
+    assert [work.get_future().wait() for work in works] == [[], [1 - rank]]
+    work = dist.barrier(async_op=True)
+    work.synchronize()
+    assert work.is_completed()
+
+
+def test_a_future_that_has_no_value() -> None:
+    work = Work("all_reduce")
+    future = work.get_future()
+    seen: list[Any] = []
+    future.add_done_callback(seen.append)
+    following = future.then(lambda done: done.value())
+    with pytest.raises(UsageError, match="the future of <Work all_reduce: pending> has no value yet"):
+        future.value()
+    work._finish(error=CollectiveTimeoutError("rank 1 did not come"))
+    assert seen == [future]
+    for failed in (future, following):
+        for ask in (failed.wait, failed.value):
+            with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
+                ask()
+
+
+def test_a_future_has_every_method_of_torchs() -> None:
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+    theirs = {name for name in dir(torch.futures.Future) if not name.startswith("_")}
+    assert theirs - set(dir(WorkFuture)) == set()

@@ -454,6 +454,78 @@ def test_subgroups_by_enumeration(rank: int) -> None:
         dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
 
 
+@pytest.mark.ranks(4)
+def test_a_group_may_keep_the_order_of_its_ranks_and_be_split(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = [3, 0, 2]
+    group = dist.new_group(order, sort_ranks=False, device_id=0)
+    everybody = np.empty(3, np.int64)
+    if rank in order:
+        assert dist.get_process_group_ranks(group) == order
+        assert dist.get_rank(group) == order.index(rank)
+        dist.all_gather_into_tensor(everybody, np.array([rank]), group)
+        assert everybody.tolist() == order
+        first = np.array([rank])
+        dist.broadcast(first, group_src=0, group=group)
+        assert first[0] == 3
+        part = dist.split_group(group, [[2, 0]], timeout=60)  # ranks 3 and 2, in the group's order
+        assert (None if part is None else dist.get_process_group_ranks(part)) == (
+            None if rank == 0 else [3, 2]
+        )
+        with pytest.raises(UsageError, match=r"split_ranks is \[\[0, 3\]\]; give lists of the ranks 0\.\.2"):
+            dist.split_group(group, [[0, 3]])
+    part = dist.split_group(split_ranks=[[1, 2], [0]], group_desc="part")
+    assert (part is None) == (rank == 3)
+    if part is not None:
+        assert dist.get_process_group_ranks(part) == ([0] if rank == 0 else [1, 2])
+        dist.barrier(part)
+    for wrong in (None, [], [[]], [[0], [0, 1]], 5):
+        with pytest.raises(UsageError, match=r"split_ranks|is listed twice"):
+            dist.split_group(split_ranks=wrong)  # type: ignore[arg-type]
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert dist.get_node_local_rank() == rank
+
+
+@pytest.mark.ranks(2)
+def test_orders_that_differ_are_an_error_that_names_both(rank: int) -> None:
+    for by_members_alone in (False, True):
+        with pytest.raises(
+            dist.MismatchError, match=r"asks for ranks \[(0, 1|1, 0)\] .* for ranks \[(0, 1|1, 0)\]"
+        ):
+            dist.new_group([rank, 1 - rank], None, None, None, by_members_alone, sort_ranks=False)
+        dist.barrier()  # rank 0 has the store
+
+
+@pytest.mark.ranks(2)
+def test_a_backend_of_the_users(rank: int) -> None:
+    from fastcoll import backends
+    from fastcoll.shm.group import ShmGroup
+
+    class Loud(ShmGroup):
+        calls = 0
+
+        def all_reduce(self, *args: Any) -> Any:
+            Loud.calls += 1
+            return super().all_reduce(*args)
+
+    before = list(backends.KNOWN)
+    dist.Backend.register_backend("Loud", Loud.make, devices="cpu")
+    try:
+        group = dist.new_group(backend="loud")
+        dist.all_reduce(x := np.ones(2), group=group)
+        assert (x.tolist(), Loud.calls) == ([2, 2], 1)
+        assert dist.get_backend(group) == dist.Backend.LOUD == "loud"  # type: ignore[attr-defined]
+        assert dist.is_backend_available("loud")
+        with pytest.raises(UsageError, match="'loud'; give a word"):
+            dist.Backend.register_backend("loud", Loud.make)
+        with pytest.raises(dist.UnavailableError, match="is for arrays in host memory"):
+            dist.Backend.register_backend("louder", Loud.make, devices=["cpu", "cuda"])
+    finally:
+        backends.KNOWN[:] = before
+        del backends.BACKENDS["loud"], dist.Backend.LOUD  # type: ignore[attr-defined]
+
+
 @pytest.mark.ranks(3)
 def test_members_make_a_group_among_themselves(rank: int) -> None:
     if rank != 1:
