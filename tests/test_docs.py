@@ -52,6 +52,16 @@ def test_the_blocks_of_a_page_are_a_program(page):
     assert not fastcoll.is_initialized()
 
 
+@pytest.mark.parametrize("page", sorted(page for page in PAGES if page not in SPECIAL and program(page)))
+def test_a_page_says_how_its_program_is_started(page):
+    assert "python -m fastcoll.launch -n 2 " in text(page)[: text(page).index("```python")]
+
+
+def test_install_lines_work_from_a_checkout():
+    for page in PAGES:
+        assert "fastcoll[" not in text(page), page
+
+
 def test_the_first_program_prints_what_the_readme_shows(tmp_path):
     (tmp_path / "hello.py").write_text(program("README.md"))
     command, shown = blocks("README.md", "console")[0].split("\n", 1)

@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
-
-from fastcoll.launch.ports import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -41,29 +38,12 @@ def test_digits_learns_the_same_with_any_number_of_ranks(tmp_path):
         np.testing.assert_allclose(weights[ranks], weights[None], rtol=0, atol=1e-5)
 
 
-def test_tour_spawn(monkeypatch):
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    # Four processes write to one pipe, so lines may run into one another.
-    said = re.findall(r"Worker \d ready", "".join(run("tour_spawn.py")))
-    assert sorted(said) == [f"Worker {rank} ready" for rank in range(4)]
-
-
-@pytest.mark.parametrize("name", ["tour_send_recv.py", "tour_isend_irecv.py"])
-def test_tour_messages(name):
-    lines = run(name, ranks=2)
-    assert "Received array:" in lines
-    assert " [12. 13. 14. 15.]]" in lines
-
-
-def test_tour_training():
-    lines = run("tour_training.py", ranks=2)
-    assert len(lines) == 2
-    assert all(float(line.split()[-1]) < 0.01 for line in lines)
-    assert len({line.partition(":")[2] for line in lines}) == 1
-
-
-def test_tour_groups():
-    assert run("tour_groups.py", ranks=4) == ["Rank 0: 48", "Rank 1: 48", "Rank 2: 48", "Rank 3: 64"]
+def test_the_tour_is_the_program_of_its_page():
+    page = (EXAMPLES.parent / "docs" / "tour.md").read_text()
+    shown = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    program = (EXAMPLES / "tour.py").read_text().split('"""\n', 1)[1]
+    assert [line for line in program.splitlines() if line] == [line for line in shown.splitlines() if line]
+    assert run("tour.py", ranks=2) == [f"I am rank {rank} of 2, on the backend shm" for rank in (0, 1)]
 
 
 def test_argmax():
