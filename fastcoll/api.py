@@ -108,7 +108,8 @@ def broadcast(
     if g is None:
         return None
     if group_src is not None or src is None or g is not groups.world:
-        src = group_rank(g, "src", src, group_src)
+        with g.preparing("broadcast"):
+            src = group_rank(g, "src", src, group_src)
     return g.broadcast(tensor, src, async_op)
 
 
@@ -154,7 +155,8 @@ def reduce(
     if g is None:
         return None
     if group_dst is not None or dst is None or g is not groups.world:
-        dst = group_rank(g, "dst", dst, group_dst)
+        with g.preparing("reduce"):
+            dst = group_rank(g, "dst", dst, group_dst)
     return g.reduce(tensor, dst, op, async_op)
 
 
@@ -316,7 +318,8 @@ def gather(
     if g is None:
         return None
     if group_dst is not None or dst is None or g is not groups.world:
-        dst = group_rank(g, "dst", dst, group_dst, 0)
+        with g.preparing("gather"):
+            dst = group_rank(g, "dst", dst, group_dst, 0)
     return g.gather(tensor, gather_list, dst, async_op)
 
 
@@ -362,7 +365,8 @@ def scatter(
     if g is None:
         return None
     if group_src is not None or src is None or g is not groups.world:
-        src = group_rank(g, "src", src, group_src, 0)
+        with g.preparing("scatter"):
+            src = group_rank(g, "src", src, group_src, 0)
     return g.scatter(tensor, scatter_list, src, async_op)
 
 
@@ -602,11 +606,18 @@ def barrier(
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "barrier")
+    if g is None:
+        return None
     if device_ids is not None:
-        raise UsageError(f"device_ids is {device_ids!r}, but the backend works on CPU arrays; leave it out")
-    if g is None or timeout is None:
-        return None if g is None else g.barrier(async_op)
-    return g.barrier(async_op, positive_seconds(timeout, g.timeout))
+        with g.preparing("barrier"):
+            raise UsageError(
+                f"device_ids is {device_ids!r}, but the backend works on CPU arrays; leave it out"
+            )
+    if timeout is None:
+        return g.barrier(async_op)
+    with g.preparing("barrier"):
+        limit = positive_seconds(timeout, g.timeout)
+    return g.barrier(async_op, limit)
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
@@ -625,4 +636,6 @@ def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ran
     """
     g = groups.world if group is None else member_of(group, "monitored_barrier")
     if g is not None:
-        g.monitored_barrier(positive_seconds(timeout, g.timeout))
+        with g.preparing("monitored_barrier"):
+            limit = positive_seconds(timeout, g.timeout)
+        g.monitored_barrier(limit)

@@ -19,7 +19,7 @@ from .reduce_op import CUSTOM, NAMES, ReduceOp
 
 OPERATIONS = (
     "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
-    "message symmetric.empty symmetric:all_reduce"
+    "message symmetric.empty symmetric:all_reduce refused"
 ).split()
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}
 _DTYPES = (
@@ -31,6 +31,9 @@ _OTHER_BITS = 0x3FFF
 _DETAIL = 0x1FFF
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 _UNEVEN = ("all_gather", "gather", "scatter", "all_to_all")  # ranks may differ in what they contribute
+
+REFUSED = _CODES["refused"]
+"""The call word of a call that was refused where it was made, and matches no other."""
 
 _COALESCED = 1 << 61
 UNEVEN = 1 << 62
@@ -76,8 +79,8 @@ def describe(call: int, shape: int) -> str:
     """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`."""
     name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
     symmetric, _, operation = name.rpartition(":")
-    if operation == "barrier":
-        return "barrier()"
+    if operation in ("barrier", "refused"):
+        return "barrier()" if operation == "barrier" else "a call that was refused"
     code, detail = call >> 8 & 0xFF, call >> 48 & _DETAIL
     dtype = _DTYPES[code] if code < len(_DTYPES) else f"another dtype ({detail << 8 | code:#x})"
     parts = [dtype, f"{shape} bytes" if shape >= 0 else "blocks of different sizes"]

@@ -14,6 +14,7 @@ import operator
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +23,14 @@ import numpy as np
 from .arguments import WORLD_OF_ONE
 from .arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
 from .carrier import Call, Carrier, DeviceCarrier, StreamCall
-from .errors import ArrayError, GroupError, NotInitializedError, UnavailableError, UsageError
+from .errors import (
+    ArrayError,
+    GroupError,
+    MismatchError,
+    NotInitializedError,
+    UnavailableError,
+    UsageError,
+)
 from .memory import SymmetricMemory
 from .operands import (
     OBJECTS_TAG,
@@ -78,6 +86,7 @@ class ProcessGroup(Carrier[Array]):
         self.timeout = timeout
         self.failure: GroupError | None = None
         self._closed = False
+        self._refusal = ""  # what the peers are told by the refused call under way
         self._turn = threading.Lock()
         self._inside: set[int] = set()  # threads that have the turn, or wait for it
         self._queue = ProgressQueue(name)
@@ -94,8 +103,37 @@ class ProcessGroup(Carrier[Array]):
         return f"<{type(self).__name__} {self.name!r} rank {self.rank} of {self.size}>"
 
     @abstractmethod
-    def _plan_barrier(self, timeout: float) -> Call:
-        """Return when all ranks have called; at the timeout name all missing ranks."""
+    def _plan_meeting(self, operation: str, timeout: float) -> Call:
+        """Return when all ranks have called `operation`, which moves no data; at the timeout name all missing ranks."""
+
+    # ---- calls that are refused --------------------------------------------------------------------
+
+    def preparing(self, name: str) -> _Preparing:
+        """What is raised in this block refuses the collective call `name` before its turn: the peers are told."""
+        return _Preparing(self, name)
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Tell the peers that this rank's collective call `name` was refused; does not wait for them.
+
+        It is queued as a call that matches no other, so theirs raise MismatchError with this text. Where all ranks
+        refuse theirs, nothing is left over. What a signal handler tries in the middle of a call is nobody's call.
+        """
+        if self.size == 1 or self.failure is not None or self._closed or self._is_inside():
+            return
+        text = f"rank {self.ranks[self.rank]}'s {name} was refused: {type(error).__name__}: {error}"
+        meeting = self._plan_meeting("refused", self.timeout)
+
+        def call() -> None:
+            self._refusal = text
+            try:
+                meeting()
+            except MismatchError:
+                pass  # the others raise it; here the refusal itself was raised
+            finally:
+                self._refusal = ""
+
+        with suppress(RuntimeError):  # the group was closed meanwhile, or no thread can be started
+            self._queue.submit(f"the refused {name}", partial(self._in_turn, call))
 
     # ---- arrays ------------------------------------------------------------------------------------
 
@@ -158,19 +196,21 @@ class ProcessGroup(Carrier[Array]):
 
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Reduce over all ranks, in place; the same bits on every rank."""
-        x = self._adopt(tensor, writable=True, renew=True)
-        source, plain = scaled(x.array, op)
-        call = self._carrier(source)._plan_all_reduce(source, plain)
-        if source is not x.array:
-            call = then_split(call, source, (x,))
+        with self.preparing("all_reduce"):
+            x = self._adopt(tensor, writable=True, renew=True)
+            source, plain = scaled(x.array, op)
+            call = self._carrier(source)._plan_all_reduce(source, plain)
+            if source is not x.array:
+                call = then_split(call, source, (x,))
         return self._run("all_reduce", call, (x,), async_op)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Reduce over all ranks into the root's array; the others' arrays stay as they are."""
-        root = self._checked_rank("dst", root)
-        x = self._adopt(tensor, writable=self.rank == root, renew=True)
-        source, plain = scaled(x.array, op)
-        call = self._carrier(source)._plan_reduce(x.array, source, plain, root)
+        with self.preparing("reduce"):
+            root = self._checked_rank("dst", root)
+            x = self._adopt(tensor, writable=self.rank == root, renew=True)
+            source, plain = scaled(x.array, op)
+            call = self._carrier(source)._plan_reduce(x.array, source, plain, root)
         return self._run("reduce", call, (x,), async_op)
 
     def scan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
@@ -182,105 +222,115 @@ class ProcessGroup(Carrier[Array]):
         return self._scan("exscan", tensor, op, True, async_op)
 
     def _scan(self, name: str, tensor: Any, op: ReduceOp, exclusive: bool, async_op: bool) -> Any:
-        x = self._adopt(tensor, writable=True, renew=True)
-        source, plain = scaled(x.array, op)
-        call = self._carrier(source)._plan_scan(x.array, source, plain, exclusive)
+        with self.preparing(name):
+            x = self._adopt(tensor, writable=True, renew=True)
+            source, plain = scaled(x.array, op)
+            call = self._carrier(source)._plan_scan(x.array, source, plain, exclusive)
         return self._run(name, call, (x,), async_op)
 
     def reduce_scatter(
         self, output: Any, input_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce list item r over all ranks into rank r's output; items may differ in shape."""
-        out = self._adopt(output, writable=True, what="output")
-        blocks = self._adopt_list(input_list, self.size, writable=False, what="input_list")
-        check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
-        check_dtypes("input_list", blocks, out.array)
+        with self.preparing("reduce_scatter"):
+            out = self._adopt(output, writable=True, what="output")
+            blocks = self._adopt_list(input_list, self.size, writable=False, what="input_list")
+            check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
+            check_dtypes("input_list", blocks, out.array)
         return self._reduce_scatter(out, [block.array for block in blocks], op, async_op)
 
     def reduce_scatter_single(
         self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce over all ranks; rank r's output gets part r of the size equal parts of the result."""
-        out = self._adopt(output, writable=True, what="output")
-        x = self._adopt(input, writable=False, what="input")
-        return self._reduce_scatter(
-            out, equal_blocks("input", x.array, "output", out.array, self.size), op, async_op
-        )
+        with self.preparing("reduce_scatter_single"):
+            out = self._adopt(output, writable=True, what="output")
+            x = self._adopt(input, writable=False, what="input")
+            blocks = equal_blocks("input", x.array, "output", out.array, self.size)
+        return self._reduce_scatter(out, blocks, op, async_op)
 
     def _reduce_scatter(self, out: Adopted, blocks: list[Array], op: ReduceOp, async_op: bool) -> Work | None:
-        pairs = [scaled(block, op) for block in blocks]
-        sources = apart([source for source, _ in pairs], [out.array], own=self.rank)
-        call = self._carrier(out.array)._plan_reduce_scatter(out.array, sources, pairs[0][1])
+        with self.preparing("reduce_scatter"):
+            pairs = [scaled(block, op) for block in blocks]
+            sources = apart([source for source, _ in pairs], [out.array], own=self.rank)
+            call = self._carrier(out.array)._plan_reduce_scatter(out.array, sources, pairs[0][1])
         return self._run("reduce_scatter", call, (out,), async_op)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         """Copy the root's array into everybody's; same dtype and number of elements everywhere."""
-        root = self._checked_rank("src", root)
-        x = self._adopt(tensor, writable=self.rank != root, renew=True)
-        call = self._carrier(x.array)._plan_broadcast(x.array, root)
+        with self.preparing("broadcast"):
+            root = self._checked_rank("src", root)
+            x = self._adopt(tensor, writable=self.rank != root, renew=True)
+            call = self._carrier(x.array)._plan_broadcast(x.array, root)
         return self._run("broadcast", call, (x,), async_op)
 
     def all_gather(self, output_list: Sequence[Any], tensor: Any, async_op: bool = False) -> Work | None:
         """Rank r's array goes to list item r on every rank; sizes may differ between ranks."""
-        outs = self._adopt_list(output_list, self.size, writable=True, what="tensor_list")
-        x = self._adopt(tensor, writable=False)
-        check_fit("tensor", x.array, f"tensor_list[{self.rank}]", outs[self.rank].array)
-        check_dtypes("tensor_list", outs, x.array)
+        with self.preparing("all_gather"):
+            outs = self._adopt_list(output_list, self.size, writable=True, what="tensor_list")
+            x = self._adopt(tensor, writable=False)
+            check_fit("tensor", x.array, f"tensor_list[{self.rank}]", outs[self.rank].array)
+            check_dtypes("tensor_list", outs, x.array)
         return self._all_gather(outs, [out.array for out in outs], x.array, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         """The arrays of all ranks, equal in size, one after the other in `output`."""
-        out = self._adopt(output, writable=True, what="output_tensor")
-        x = self._adopt(input, writable=False, what="input_tensor")
-        outs = equal_blocks("output_tensor", out.array, "input_tensor", x.array, self.size)
+        with self.preparing("all_gather_single"):
+            out = self._adopt(output, writable=True, what="output_tensor")
+            x = self._adopt(input, writable=False, what="input_tensor")
+            outs = equal_blocks("output_tensor", out.array, "input_tensor", x.array, self.size)
         return self._all_gather((out,), outs, x.array, async_op)
 
     def _all_gather(
         self, owners: Sequence[Adopted], outs: Sequence[Array], x: Array, async_op: bool
     ) -> Work | None:
-        (source,) = apart([x], outs, own=self.rank)
-        call = self._carrier(source)._plan_all_gather(outs, source)
+        with self.preparing("all_gather"):
+            (source,) = apart([x], outs, own=self.rank)
+            call = self._carrier(source)._plan_all_gather(outs, source)
         return self._run("all_gather", call, owners, async_op)
 
     def gather(
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Work | None:
         """Rank r's array goes to list item r on the root; elsewhere the list is None."""
-        root = self._checked_rank("dst", root)
-        x = self._adopt(tensor, writable=False)
-        outs = self._adopt_on_root(output_list, root, writable=True, what="gather_list")
-        if outs is not None:
-            check_fit("tensor", x.array, f"gather_list[{root}]", outs[root].array)
-            check_dtypes("gather_list", outs, x.array)
-        (source,) = apart([x.array], arrays_of(outs) or (), own=root)
-        call = self._carrier(source)._plan_gather(arrays_of(outs), source, root)
+        with self.preparing("gather"):
+            root = self._checked_rank("dst", root)
+            x = self._adopt(tensor, writable=False)
+            outs = self._adopt_on_root(output_list, root, writable=True, what="gather_list")
+            if outs is not None:
+                check_fit("tensor", x.array, f"gather_list[{root}]", outs[root].array)
+                check_dtypes("gather_list", outs, x.array)
+            (source,) = apart([x.array], arrays_of(outs) or (), own=root)
+            call = self._carrier(source)._plan_gather(arrays_of(outs), source, root)
         return self._run("gather", call, outs or (), async_op)
 
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Any:
         """List item r of the root goes to rank r's array; elsewhere the list is None."""
-        root = self._checked_rank("src", root)
-        out = self._adopt(tensor, writable=True, renew=True)
-        blocks = self._adopt_on_root(input_list, root, writable=False, what="scatter_list")
-        if blocks is not None:
-            check_fit("tensor", out.array, f"scatter_list[{root}]", blocks[root].array)
-            check_dtypes("scatter_list", blocks, out.array)
-        sources = None if blocks is None else apart([b.array for b in blocks], [out.array], own=root)
-        call = self._carrier(out.array)._plan_scatter(out.array, sources, root)
+        with self.preparing("scatter"):
+            root = self._checked_rank("src", root)
+            out = self._adopt(tensor, writable=True, renew=True)
+            blocks = self._adopt_on_root(input_list, root, writable=False, what="scatter_list")
+            if blocks is not None:
+                check_fit("tensor", out.array, f"scatter_list[{root}]", blocks[root].array)
+                check_dtypes("scatter_list", blocks, out.array)
+            sources = None if blocks is None else apart([b.array for b in blocks], [out.array], own=root)
+            call = self._carrier(out.array)._plan_scatter(out.array, sources, root)
         return self._run("scatter", call, (out,), async_op)
 
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
     ) -> Work | None:
         """List item p of rank r goes to list item r of rank p; all shapes may differ."""
-        given, taken = "input_tensor_list", "output_tensor_list"
-        outs = self._adopt_list(output_list, self.size, writable=True, what=taken)
-        blocks = self._adopt_list(input_list, self.size, writable=False, what=given)
-        here = self.rank
-        check_fit(f"{taken}[{here}]", outs[here].array, f"{given}[{here}]", blocks[here].array)
-        for name, items in ((taken, outs), (given, blocks)):
-            check_dtypes(name, items, blocks[0].array)
+        with self.preparing("all_to_all"):
+            given, taken = "input_tensor_list", "output_tensor_list"
+            outs = self._adopt_list(output_list, self.size, writable=True, what=taken)
+            blocks = self._adopt_list(input_list, self.size, writable=False, what=given)
+            here = self.rank
+            check_fit(f"{taken}[{here}]", outs[here].array, f"{given}[{here}]", blocks[here].array)
+            for name, items in ((taken, outs), (given, blocks)):
+                check_dtypes(name, items, blocks[0].array)
         return self._all_to_all(outs, [out.array for out in outs], [b.array for b in blocks], async_op)
 
     def all_to_all_single(
@@ -295,25 +345,31 @@ class ProcessGroup(Carrier[Array]):
 
         Parts are along the first dimension; None for the split sizes means equal parts.
         """
-        out = self._adopt(output, writable=True, what="output")
-        x = self._adopt(input, writable=False, what="input")
-        if out.array.dtype != x.array.dtype:
-            raise ArrayError(f"output is {out.array.dtype}, input is {x.array.dtype}; they must be the same")
-        outs = parts_along_rows("output", out.array, output_split_sizes, self.size)
-        blocks = parts_along_rows("input", x.array, input_split_sizes, self.size)
-        check_fit(f"output part {self.rank}", outs[self.rank], f"input part {self.rank}", blocks[self.rank])
+        with self.preparing("all_to_all_single"):
+            out = self._adopt(output, writable=True, what="output")
+            x = self._adopt(input, writable=False, what="input")
+            if out.array.dtype != x.array.dtype:
+                raise ArrayError(
+                    f"output is {out.array.dtype}, input is {x.array.dtype}; they must be the same"
+                )
+            outs = parts_along_rows("output", out.array, output_split_sizes, self.size)
+            blocks = parts_along_rows("input", x.array, input_split_sizes, self.size)
+            check_fit(
+                f"output part {self.rank}", outs[self.rank], f"input part {self.rank}", blocks[self.rank]
+            )
         return self._all_to_all((out,), outs, blocks, async_op)
 
     def _all_to_all(
         self, owners: Sequence[Adopted], outs: list[Array], blocks: list[Array], async_op: bool
     ) -> Work | None:
-        call = self._carrier(outs[0])._plan_all_to_all(outs, apart(blocks, outs))
+        with self.preparing("all_to_all"):
+            call = self._carrier(outs[0])._plan_all_to_all(outs, apart(blocks, outs))
         return self._run("all_to_all", call, owners, async_op)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Wait until every rank has called."""
         limit = self.timeout if timeout is None else timeout
-        return self._run("barrier", self._plan_barrier(limit), (), async_op)
+        return self._run("barrier", self._plan_meeting("barrier", limit), (), async_op)
 
     def monitored_barrier(self, timeout: float | None = None) -> None:
         """A barrier with a timeout of its own that names all missing ranks, on every rank.
@@ -322,14 +378,15 @@ class ProcessGroup(Carrier[Array]):
             timeout: seconds; None for the group's own.
         """
         limit = self.timeout if timeout is None else timeout
-        self._run("monitored_barrier", self._plan_barrier(limit), (), False)
+        self._run("monitored_barrier", self._plan_meeting("barrier", limit), (), False)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """`all_reduce` of several arrays of one dtype at the price of one."""
-        xs = self._adopt_same_dtype(tensors, writable=True, what="tensors")
-        call = self._carrier(xs[0].array)._plan_all_reduce_coalesced(xs, op)
+        with self.preparing("all_reduce_coalesced"):
+            xs = self._adopt_same_dtype(tensors, writable=True, what="tensors")
+            call = self._carrier(xs[0].array)._plan_all_reduce_coalesced(xs, op)
         return self._run("all_reduce_coalesced", call, xs, async_op)
 
     def _plan_all_reduce_coalesced(self, xs: Sequence[Adopted], op: ReduceOp) -> Call:
@@ -343,20 +400,21 @@ class ProcessGroup(Carrier[Array]):
 
         Array k of rank r goes to `output_lists[k][r]`.
         """
-        given, taken = "input_tensor_list", "output_tensor_lists"
-        xs = self._adopt_same_dtype(tensors, writable=False, what=given)
-        if not isinstance(output_lists, Sequence) or len(output_lists) != len(xs):
-            raise UsageError(
-                f"{taken} must be a list of {len(xs)} lists of arrays, one for each array of {given}"
-            )
-        lists = [
-            self._adopt_list(o, self.size, writable=True, what=f"{taken}[{k}]")
-            for k, o in enumerate(output_lists)
-        ]
-        for k, (outs, x) in enumerate(zip(lists, xs, strict=True)):
-            check_dtypes(f"{taken}[{k}]", outs, x.array)
-            check_fit(f"{given}[{k}]", x.array, f"{taken}[{k}][{self.rank}]", outs[self.rank].array)
-        call = self._carrier(xs[0].array)._plan_all_gather_coalesced(lists, xs)
+        with self.preparing("all_gather_coalesced"):
+            given, taken = "input_tensor_list", "output_tensor_lists"
+            xs = self._adopt_same_dtype(tensors, writable=False, what=given)
+            if not isinstance(output_lists, Sequence) or len(output_lists) != len(xs):
+                raise UsageError(
+                    f"{taken} must be a list of {len(xs)} lists of arrays, one for each array of {given}"
+                )
+            lists = [
+                self._adopt_list(o, self.size, writable=True, what=f"{taken}[{k}]")
+                for k, o in enumerate(output_lists)
+            ]
+            for k, (outs, x) in enumerate(zip(lists, xs, strict=True)):
+                check_dtypes(f"{taken}[{k}]", outs, x.array)
+                check_fit(f"{given}[{k}]", x.array, f"{taken}[{k}][{self.rank}]", outs[self.rank].array)
+            call = self._carrier(xs[0].array)._plan_all_gather_coalesced(lists, xs)
         return self._run("all_gather_coalesced", call, [o for outs in lists for o in outs], async_op)
 
     def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:
@@ -491,13 +549,7 @@ class ProcessGroup(Carrier[Array]):
             return None
 
         def job() -> Any:
-            thread = threading.get_ident()
-            self._inside.add(thread)
-            try:
-                with self._turn:
-                    call()
-            finally:
-                self._inside.discard(thread)
+            self._in_turn(call)
             return finish_all(owners)
 
         if async_op:
@@ -505,10 +557,21 @@ class ProcessGroup(Carrier[Array]):
             work.outputs = [x.array for x in owners]
             return work
         if self._queue.pending:
-            refuse_to_block(name)
+            with self.preparing(name):
+                refuse_to_block(name)
             job = self._queue.submit(name, job).result
         renewed: Work | None = job()
         return renewed
+
+    def _in_turn(self, call: Call) -> None:
+        """Carry a call out on this thread."""
+        thread = threading.get_ident()
+        self._inside.add(thread)
+        try:
+            with self._turn:
+                call()
+        finally:
+            self._inside.discard(thread)
 
     def _checked_rank(self, what: str, rank: Any) -> int:
         try:
@@ -537,3 +600,19 @@ class ProcessGroup(Carrier[Array]):
                 f"{what} must be None or empty on rank {self.rank}; only the root (rank {root}) gives it"
             )
         return None
+
+
+class _Preparing:
+    """See `ProcessGroup.preparing`; a class of its own, since a generator takes 1 us more."""
+
+    __slots__ = ("_group", "_name")
+
+    def __init__(self, group: ProcessGroup, name: str) -> None:
+        self._group, self._name = group, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            self._group.refuse(self._name, error)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from . import calls
 from .errors import MismatchError
+
+_NOTE_BYTES = 1024
+
+Share = Callable[[NDArray[Any]], NDArray[Any]]
+"""Every rank's array, row by row, where each gives one of the same size; all ranks of a mismatch call it together."""
 
 Sizes = tuple[Sequence[int], Sequence[int]]
 """Bytes that a rank gives to and takes from each rank; -1 where there is no message."""
@@ -39,3 +48,25 @@ def describe_sizes(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
         if gives[dst] != tables[dst][1][src]
     ]
     return "; ".join(differences[:8]) or "what ranks give and what others expect differ"
+
+
+def refused(
+    said: Sequence[tuple[int, int]], ranks: Sequence[int], own: str, share: Share, number: int, group: str
+) -> MismatchError | None:
+    """The error of every rank where some ranks' calls were refused: what they say, and what the others called.
+
+    Args:
+        said: the (call, shape) of all ranks.
+        own: what this rank says, if its call was refused.
+    """
+    there = [rank for rank, (call, _) in enumerate(said) if call == calls.REFUSED]
+    if not there:
+        return None
+    note = np.zeros(_NOTE_BYTES, np.uint8)
+    data = np.frombuffer(own.encode()[:_NOTE_BYTES], np.uint8)
+    note[: data.size] = data
+    notes = share(note)
+    told = [notes[rank].tobytes().rstrip(b"\0").decode(errors="replace") for rank in there[:8]]
+    others = [rank for rank in range(len(said)) if rank not in there]
+    text = calls.describe_differences([said[rank] for rank in others], [ranks[rank] for rank in others])
+    return MismatchError(f"{'; '.join(told)}; {text} (call {number} of group {group!r}); no data was moved")

@@ -3,8 +3,8 @@
 Unpickling runs code of the sender's choice. A group's peers have proven that they belong to the job before
 this file sees a byte of theirs: in shared memory by having mapped a segment that only this user can open.
 
-Every operation first moves the sizes, then the bytes. A rank whose object cannot be pickled gives the size
-`_FAILED`, so that all ranks raise together and the group stays usable.
+Every operation first moves the sizes, then the bytes. A rank whose object cannot be pickled refuses the call before
+that; of a message it sends the size `_FAILED`, so that both sides raise, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
 
     Raises:
-        UsageError: on every rank, naming the ranks whose object cannot be pickled.
+        UsageError: `obj` cannot be pickled, or `object_list` is no list of world_size items; the other ranks raise
+            MismatchError, which says so.
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
 
     Example:
@@ -45,10 +46,11 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     g = member_of(group, "all_gather_object")
     if g is None:
         return
-    packed = _Packed([obj], _wrong_length("object_list", object_list, g.size))
-    sizes = _share_sizes(g, packed)
-    parts = [np.empty(size, np.uint8) for size in sizes]
-    g.all_gather(parts, packed.parts[0])
+    with g.preparing("all_gather_object"):
+        _check_length("object_list", object_list, g.size)
+        own = _pack(obj)
+    parts = [np.empty(size, np.uint8) for size in _share_sizes(g, own)]
+    g.all_gather(parts, own)
     object_list[:] = map(_unpack, parts)
 
 
@@ -68,19 +70,20 @@ def gather_object(
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
 
     Raises:
-        UsageError: on every rank, naming the ranks whose arguments or objects are wrong.
+        UsageError: `obj` or the list is wrong; the other ranks raise MismatchError, which says so.
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "gather_object")
     if g is None:
         return
-    root = group_rank(g, "dst", dst, group_dst, 0)
-    packed = _Packed(
-        [obj], _wrong_length("object_gather_list", object_gather_list, g.size) if g.rank == root else None
-    )
-    sizes = _share_sizes(g, packed)
+    with g.preparing("gather_object"):
+        root = g._checked_rank("dst", group_rank(g, "dst", dst, group_dst, 0))
+        if g.rank == root:
+            _check_length("object_gather_list", object_gather_list, g.size)
+        own = _pack(obj)
+    sizes = _share_sizes(g, own)
     parts = [np.empty(size, np.uint8) for size in sizes] if g.rank == root else None
-    g.gather(packed.parts[0], parts, root)
+    g.gather(own, parts, root)
     if parts is not None and object_gather_list is not None:
         object_gather_list[:] = map(_unpack, parts)
 
@@ -101,22 +104,23 @@ def broadcast_object_list(
         device: None or "cpu".
 
     Raises:
-        UsageError: on every rank, when an object cannot be pickled; on this rank alone, when
-            `object_list` is no list.
+        UsageError: `object_list` is no list, or an object in it cannot be pickled; the other ranks raise MismatchError,
+            which says so.
         MismatchError: the lists' lengths differ.
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "broadcast_object_list")
     if g is None:
         return
-    _check_device(device)
-    _check_list("object_list", object_list)
-    root = group_rank(g, "src", src, group_src, 0)
-    packed = _Packed(object_list) if g.rank == root else None
-    sizes = _announce_sizes(g, packed, len(object_list), root)
-    data = packed.joined if packed else np.empty(sizes.sum(), np.uint8)
+    with g.preparing("broadcast_object_list"):
+        _check_device(device)
+        _check_list("object_list", object_list)
+        root = g._checked_rank("src", group_rank(g, "src", src, group_src, 0))
+        parts = [_pack(obj) for obj in object_list] if g.rank == root else None
+    sizes = _announce_sizes(g, parts, len(object_list), root)
+    data = np.empty(sizes.sum(), np.uint8) if parts is None else _joined(parts)
     g.broadcast(data, root)
-    if packed is None:
+    if parts is None:
         object_list[:] = map(_unpack, _cut(data, sizes))
 
 
@@ -136,24 +140,25 @@ def scatter_object_list(
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
 
     Raises:
-        UsageError: on every rank, when the input list or an object in it is wrong; on this rank alone,
-            when the output list is empty or no list.
+        UsageError: a list is wrong, or an object cannot be pickled; the other ranks raise MismatchError, which says so.
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "scatter_object_list")
     if g is None:
         return
-    _check_list("scatter_object_output_list", scatter_object_output_list)
-    if not scatter_object_output_list:
-        raise UsageError("scatter_object_output_list is empty; give a list of one item")
-    root = group_rank(g, "src", src, group_src, 0)
-    packed = None
-    if g.rank == root:
-        given = [] if scatter_object_input_list is None else scatter_object_input_list
-        packed = _Packed(given, _wrong_length("scatter_object_input_list", given, g.size, Sequence))
-    sizes = _announce_sizes(g, packed, g.size, root)
+    with g.preparing("scatter_object_list"):
+        _check_list("scatter_object_output_list", scatter_object_output_list)
+        if not scatter_object_output_list:
+            raise UsageError("scatter_object_output_list is empty; give a list of one item")
+        root = g._checked_rank("src", group_rank(g, "src", src, group_src, 0))
+        parts = None
+        if g.rank == root:
+            given = [] if scatter_object_input_list is None else scatter_object_input_list
+            _check_length("scatter_object_input_list", given, g.size, Sequence)
+            parts = [_pack(obj) for obj in given]
+    sizes = _announce_sizes(g, parts, g.size, root)
     own = np.empty(sizes[g.rank], np.uint8)
-    g.scatter(own, packed.parts if packed else None, root)
+    g.scatter(own, parts, root)
     scatter_object_output_list[0] = _unpack(own)
 
 
@@ -185,10 +190,13 @@ def send_object_list(
     _check_device(device)
     _check_list("object_list", object_list, Sequence)
     peer = group_rank(g, "dst", dst, group_dst)
-    packed = _Packed(object_list)
-    g.send_objects(packed.sizes(len(object_list)), peer)
-    packed.check(g, [g.rank])
-    g.send_objects(packed.joined, peer)
+    try:
+        parts = [_pack(obj) for obj in object_list]
+    except UsageError:
+        g.send_objects(np.full(len(object_list), _FAILED, np.int64), peer)
+        raise
+    g.send_objects(_sizes_of(parts), peer)
+    g.send_objects(_joined(parts), peer)
 
 
 def recv_object_list(
@@ -224,82 +232,48 @@ def recv_object_list(
     peer = None if src is None and group_src is None else group_rank(g, "src", src, group_src)
     sizes = np.empty(len(object_list), np.int64)
     sender = g.recv_objects(sizes, peer)
-    _check_failures(g, [sender] if (sizes == _FAILED).any() else [])
+    if (sizes == _FAILED).any():
+        raise UsageError(f"rank {g.ranks[sender]} could not send its objects, and its error there says why")
     data = np.empty(sizes.sum(), np.uint8)
     g.recv_objects(data, sender)
     object_list[:] = map(_unpack, _cut(data, sizes))
     return g.ranks[sender]
 
 
-class _Packed:
-    """Objects as bytes, or the reason why not, which is raised once the others know.
-
-    Args:
-        objects: what is packed.
-        wrong: an error that this rank has found before.
-    """
-
-    def __init__(self, objects: Sequence[Any], wrong: UsageError | None = None) -> None:
-        self.error = wrong
-        self.parts: list[Bytes] = []
-        if wrong is not None:
-            return
-        try:
-            self.parts = [np.frombuffer(pickle.dumps(obj, 5), np.uint8) for obj in objects]
-        except Exception as error:  # __reduce__ and __getstate__ may raise anything
-            self.error = UsageError(f"the object cannot be pickled: {type(error).__name__}: {error}")
-            self.error.__cause__ = error
-
-    @property
-    def joined(self) -> Bytes:
-        """All parts, one after the other."""
-        return np.concatenate([np.empty(0, np.uint8), *self.parts])
-
-    def sizes(self, count: int) -> Sizes:
-        """The size of each of `count` parts in bytes, or `_FAILED` for each."""
-        return np.array(
-            [part.size for part in self.parts] if self.error is None else [_FAILED] * count, np.int64
-        )
-
-    def check(self, g: ProcessGroup, failed: Sequence[int]) -> None:
-        """Raise when a rank has failed: its own error on that rank, an error that names it elsewhere."""
-        if self.error is not None:
-            raise self.error
-        _check_failures(g, [rank for rank in failed if rank != g.rank])
+def _pack(obj: Any) -> Bytes:
+    try:
+        return np.frombuffer(pickle.dumps(obj, 5), np.uint8)
+    except Exception as error:  # __reduce__ and __getstate__ may raise anything
+        raise UsageError(f"the object cannot be pickled: {type(error).__name__}: {error}") from error
 
 
-def _share_sizes(g: ProcessGroup, packed: _Packed) -> Sizes:
-    """The size of every rank's only part."""
+def _sizes_of(parts: Sequence[Bytes]) -> Sizes:
+    return np.array([part.size for part in parts], np.int64)
+
+
+def _joined(parts: Sequence[Bytes]) -> Bytes:
+    """All parts, one after the other."""
+    return np.concatenate([np.empty(0, np.uint8), *parts])
+
+
+def _share_sizes(g: ProcessGroup, own: Bytes) -> Sizes:
+    """The size of every rank's part."""
     sizes = np.empty(g.size, np.int64)
-    g.all_gather_single(sizes, packed.sizes(1))
-    packed.check(g, np.flatnonzero(sizes == _FAILED).tolist())
+    g.all_gather_single(sizes, _sizes_of([own]))
     return sizes
 
 
-def _announce_sizes(g: ProcessGroup, packed: _Packed | None, count: int, root: int) -> Sizes:
-    """The sizes of the root's `count` parts."""
-    sizes = packed.sizes(count) if packed else np.empty(count, np.int64)
+def _announce_sizes(g: ProcessGroup, parts: Sequence[Bytes] | None, count: int, root: int) -> Sizes:
+    """The sizes of the root's `count` parts, which the other ranks do not have."""
+    sizes = np.empty(count, np.int64) if parts is None else _sizes_of(parts)
     g.broadcast(sizes, root)
-    if packed:
-        packed.check(g, [])
-    _check_failures(g, [root] if (sizes == _FAILED).any() else [])
     return sizes
 
 
-def _check_failures(g: ProcessGroup, failed: Sequence[int]) -> None:
-    if failed:
-        names = ", ".join(str(g.ranks[rank]) for rank in failed)
-        raise UsageError(
-            f"no objects were moved: rank {names} could not give its own, and its error there says why"
-        )
-
-
-def _wrong_length(name: str, items: Any, size: int, kind: type[Any] = list) -> UsageError | None:
-    """The error of a list that has not one item a rank, or is not of this kind."""
-    if isinstance(items, kind) and len(items) == size:
-        return None
-    given = f"a list of {len(items)}" if isinstance(items, kind) else _shown(items)
-    return UsageError(f"{name} is {given}; give a list of {size} items, one a rank of the group")
+def _check_length(name: str, items: Any, size: int, kind: type[Any] = list) -> None:
+    if not isinstance(items, kind) or len(items) != size:
+        given = f"a list of {len(items)}" if isinstance(items, kind) else _shown(items)
+        raise UsageError(f"{name} is {given}; give a list of {size} items, one a rank of the group")
 
 
 def _check_list(name: str, items: Any, kind: type[Any] = list) -> None:

@@ -135,8 +135,9 @@ def wait(
 
 
 def _made(g: ProcessGroup, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
-    kind = _checked_dtype(dtype)
-    sizes = _checked_shape(shape)
+    with g.preparing("symmetric.empty"):
+        kind = _checked_dtype(dtype)
+        sizes = _checked_shape(shape)
     memory = g.symmetric_memory(math.prod(sizes) * kind.itemsize, f"shape {sizes} of {_name(kind)}")
     return memory.array(sizes, kind)
 

@@ -141,16 +141,21 @@ def test_a_large_object(rank: int) -> None:
 def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(rank: int) -> None:
     bad = 1
     own = unpicklable if rank == bad else rank
-    message = "cannot be pickled" if rank == bad else "rank 1 could not give its own"
     everywhere: list[Any] = [None] * 3
-    with pytest.raises(UsageError, match=message):
+
+    def told(name: str) -> Any:
+        refused = rf"rank 1's {name} was refused: UsageError: .*cannot be pickled: \w+: "
+        return pytest.raises(UsageError, match="^the object cannot" if rank == bad else refused)
+
+    with told("all_gather_object"):
         dist.all_gather_object(everywhere, own)
-    with pytest.raises(UsageError, match=message):
+    with told("gather_object"):
         dist.gather_object(own, everywhere if rank == 2 else None, dst=2)
-    with pytest.raises(UsageError, match=message):
+    with told("broadcast_object_list"):
         dist.broadcast_object_list([own, own], src=bad)
-    with pytest.raises(UsageError, match=message):
+    with told("scatter_object_list"):
         dist.scatter_object_list([None], [0, unpicklable, 0] if rank == bad else None, src=bad)
+    message = "cannot be pickled" if rank == bad else "rank 1 could not send its objects"
     if rank != 2:
         with pytest.raises(UsageError, match=message):
             dist.send_object_list([own], dst=0) if rank == bad else dist.recv_object_list([None], src=bad)
@@ -160,13 +165,12 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(rank: int) -
 
 @pytest.mark.ranks(2)
 def test_a_wrong_list_is_an_error_on_every_rank(rank: int) -> None:
-    mine = "give a list of 2 items, one a rank of the group"
-    other = "rank 1 could not give its own"
-    with pytest.raises(UsageError, match=mine if rank == 1 else other):
+    wrong = "give a list of 2 items, one a rank of the group"
+    with pytest.raises(UsageError, match=wrong):
         dist.all_gather_object([None] * (2 + rank), rank)
-    with pytest.raises(UsageError, match=mine if rank == 1 else other):
+    with pytest.raises(UsageError, match=wrong):
         dist.gather_object(rank, None, dst=1)
-    with pytest.raises(UsageError, match=mine if rank == 1 else other):
+    with pytest.raises(UsageError, match=wrong):
         dist.scatter_object_list([None], [1, 2, 3] if rank == 1 else None, src=1)
     with pytest.raises(UsageError, match="is empty"):
         dist.scatter_object_list([], [1, 2] if rank == 1 else None, src=1)
@@ -190,7 +194,7 @@ def test_what_is_no_list_is_refused_before_anything_moves(rank: int, given: Any)
         lambda: dist.send_object_list(None if given is None else 5, 1 - rank),
     ]
     for call in calls:
-        with pytest.raises(UsageError, match=r"give a list|could not give its own"):
+        with pytest.raises(UsageError, match="give a list"):
             call()
     found: list[Any] = [None] * 2
     dist.all_gather_object(found, rank)

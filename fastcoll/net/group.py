@@ -21,7 +21,7 @@ from ..kernels.reduce import HALVES, reducer
 from ..kernels.sockets import CLOSED
 from ..members import Member
 from ..messages.mailing import Mailing
-from ..mismatch import comparable, describe_sizes, mismatch, operation_of
+from ..mismatch import comparable, describe_sizes, mismatch, operation_of, refused
 from ..operands import Array, divide
 from ..processes import cores_of
 from ..reduce_op import ReduceOp
@@ -213,9 +213,7 @@ class TcpGroup(ShortPaths, Mailing):
             wait.look() if code == words.AGAIN else wait.worked()
             code = engine.collective.call(self._context.address | words.RESUMED, prepared.address, arrays)
         if code == words.MISMATCH:
-            error = self._mismatch()
-            engine.after_mismatch.call(self._context.address)
-            raise error
+            raise self._mismatch()
         if code == words.GONE:
             self._raise_lost(doing)
         if code == words.GARBLED:
@@ -238,8 +236,11 @@ class TcpGroup(ShortPaths, Mailing):
         return late or self._context.waited_for
 
     def _mismatch(self) -> Exception:
-        headers = self._context.headers()
+        number, headers = self._context[words.CALLS], self._context.headers().copy()
+        engine.after_mismatch.call(self._context.address)
         said = comparable([(int(h[words.HEAD_CALL]), int(h[words.HEAD_SHAPE])) for h in headers])
+        if error := refused(said, self.ranks, self._refusal, self._from_all, number, self.name):
+            return error
         text = calls.describe_differences(said, self.ranks)
         if len(set(said)) == 1 and self.size > MEET_RANKS:
             text = f"{operation_of(said)}: {describe_sizes((), self.ranks)}"
@@ -247,7 +248,13 @@ class TcpGroup(ShortPaths, Mailing):
             sizes = headers[:, words.SIZES : words.SIZES + 2 * self.size].reshape(self.size, 2, self.size)
             tables = [(gives, takes) for gives, takes in sizes.tolist()]
             text = f"{operation_of(said)}: {describe_sizes(tables, self.ranks)}"
-        return mismatch(text, self._context[words.CALLS], self.name)
+        return mismatch(text, number, self.name)
+
+    def _from_all(self, own: Array) -> Array:
+        """Every rank's array, by the thread that has the turn, between two calls."""
+        everybody = np.empty((self.size, *own.shape), own.dtype)
+        self._plan("all_gather", [*everybody, own], [own.nbytes] * self.size)()
+        return everybody
 
     def _raise_lost(self, doing: str) -> NoReturn:
         """Raise why the connection to a peer is over: what that peer or others say, or that it is gone."""
@@ -326,8 +333,8 @@ class TcpGroup(ShortPaths, Mailing):
     def _plan_all_to_all(self, outs: Sequence[Array], blocks: Sequence[Array]) -> Call:
         return self._plan("all_to_all", [*outs, *blocks], [x.nbytes for x in (*outs, *blocks)])
 
-    def _plan_barrier(self, timeout: float) -> Call:
-        return self._plan("barrier", [], [], timeout=timeout)
+    def _plan_meeting(self, operation: str, timeout: float) -> Call:
+        return self._plan(operation, [], [], timeout=timeout)
 
     # ---- the end ---------------------------------------------------------------------------------
 

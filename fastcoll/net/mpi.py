@@ -222,8 +222,8 @@ class MpiGroup(MpiShort, Mailing):
         sizes = [nbytes for _, nbytes in (*takes, *gives)]
         return self._plan("all_to_all", blocks[0].dtype, sizes, move, at=at, blocks=farther)
 
-    def _plan_barrier(self, timeout: float) -> Call:
-        return self._plan("barrier", None, [], lambda near: None, timeout=timeout)
+    def _plan_meeting(self, operation: str, timeout: float) -> Call:
+        return self._plan(operation, None, [], lambda near: None, timeout=timeout)
 
     # ---- GPUs ------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from ..errors import AbortedError, GroupError
 from ..group import ProcessGroup
 from ..kernels.reduce import reducer
 from ..members import Member
-from ..mismatch import comparable, describe_sizes, mismatch, operation_of
+from ..mismatch import comparable, describe_sizes, mismatch, operation_of, refused
+from ..operands import Array
 from ..reduce_op import ReduceOp
 from ..watch import Wait
 from . import mpi_meet_kernels as words
@@ -207,23 +208,25 @@ class MpiCalls(ProcessGroup):
         """The error of calls that differ, which all ranks have seen; the group goes on."""
         rows = self._meeting.rows[:, words.ROW_CODE : words.ROW_SHAPE + 1].tolist()
         heads = comparable([(code & ~_ON_GPU, shape) for code, shape in rows])
+        error = refused(heads, self.ranks, self._refusal, self._from_all, self._meeting.calls, self.name)
         text = calls.describe_differences(heads, self.ranks)
         on_gpus = [self.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
         if 0 < len(on_gpus) < self.size:
             text += f"; the arrays of {on_gpus} are on GPUs, those of the others are not"
         if found == words.UNBALANCED:
-            text = f"{operation_of(heads)}: {describe_sizes(self._all_sizes(said), self.ranks)}"
+            tables = self._from_all(np.array([said.sizes.gives, said.sizes.takes], np.int64)).tolist()
+            sizes = [(gives, takes) for gives, takes in tables]
+            text = f"{operation_of(heads)}: {describe_sizes(sizes, self.ranks)}"
         self._meeting.end()
-        return mismatch(text, self._meeting.calls, self.name)
+        return error or mismatch(text, self._meeting.calls, self.name)
 
-    def _all_sizes(self, said: Said) -> list[tuple[list[int], list[int]]]:
-        """What all ranks give and expect; all of them ask, since all have seen that something does not fit."""
-        mine = np.array([said.sizes.gives, said.sizes.takes], np.int64)
-        tables = np.empty((self.size, *mine.shape), np.int64)
-        tables[self.rank] = mine
-        blocks = blocks_of(list(tables))
-        self._host.moves.all_gather(blocks, blocks[self.rank], True, tables)
-        return [(gives, takes) for gives, takes in tables.tolist()]
+    def _from_all(self, own: Array) -> Array:
+        """Every rank's array; all of them ask, since all have seen that something does not fit."""
+        everybody = np.empty((self.size, *own.shape), own.dtype)
+        everybody[self.rank] = own
+        blocks = blocks_of(list(everybody))
+        self._host.moves.all_gather(blocks, blocks[self.rank], True, everybody)
+        return everybody
 
     def _torn(self, error: BaseException) -> BaseException:
         """What to raise for an exception; the group fails if it was half-way, since the peers go on with it."""

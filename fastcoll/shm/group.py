@@ -34,12 +34,13 @@ from .mailbox import Mailbox
 from .meeting import meet
 from .report import Report
 from .segment import Segment
-from .short import BARRIER, is_refusal
+from .short import is_refusal
 from .symmetric import NOTE_BYTES, ShmMemory, SymmetricArrays
 from .vigil import ShmVigil
 
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
+_SHARED = np.dtype(np.int64), np.dtype(np.uint8)
 _UNDER_WAY = (rounds.AGAIN, rounds.WORKED, rounds.DIVIDED, rounds.MIXED)
 
 
@@ -105,6 +106,8 @@ class ShmGroup(HeadStart):
             self.ranks, rank, timeout, self._vigil, self._context, modes, self._check_usable, self._fail
         )
         self._whats: dict[Any, What] = {}
+        for dtype in _SHARED:  # while the memo has room
+            self._what("all_gather", dtype)
         self._queue.count_in(self._context.words[words.PENDING : words.PENDING + 1])
 
     # ---- when an entry comes back early --------------------------------------------------------------
@@ -117,7 +120,7 @@ class ShmGroup(HeadStart):
             if code == rounds.LATER:
                 raise AbortedError(f"{self._report.doing(entry.name)}: an array was changed meanwhile")
         if code == rounds.MISMATCH:
-            difference = self._report.mismatch(self._barrier_of_this_call)
+            difference = self._report.mismatch(self._from_all, self._refusal)
             self._context.let_go()
             raise difference
         return code == rounds.DONE
@@ -141,10 +144,12 @@ class ShmGroup(HeadStart):
             code = entry.call(self._c | tags | how, *args)
         return code
 
-    def _barrier_of_this_call(self) -> None:
-        """A barrier by the thread whose call has the context."""
-        code = collectives.barrier.call(self._c | rounds.HELD, BARRIER)
-        self._go_on(code, collectives.barrier, BARRIER, tags=rounds.HELD)
+    def _from_all(self, own: Array) -> Array:
+        """Every rank's array, by the thread whose call has the context; its dtype is one of `_SHARED`."""
+        everybody = np.empty((self.size, *own.shape), own.dtype)
+        code = moving.all_gather.call(self._c | rounds.HELD, everybody, own)
+        self._go_on(code, moving.all_gather, everybody, own, tags=rounds.HELD)
+        return everybody
 
     def _torn(self, entry: Entry, error: BaseException) -> None:
         if self._context.is_mine():
@@ -264,8 +269,8 @@ class ShmGroup(HeadStart):
         what = self._what("all_to_all", outs[0].dtype)
         return self._plan(moving.all_to_all, what, tuple(outs), tuple(blocks), blocks[0])
 
-    def _plan_barrier(self, timeout: float) -> Call:
-        return self._plan(collectives.barrier, None, BARRIER, timeout=timeout)
+    def _plan_meeting(self, operation: str, timeout: float) -> Call:
+        return self._plan(collectives.barrier, None, calls.encode(operation), timeout=timeout)
 
     # ---- point to point ------------------------------------------------------------------------------
 

@@ -5,17 +5,16 @@ Everything is read from the call lines, which stay as they are until every rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from .. import calls
 from ..errors import MismatchError
-from ..mismatch import Sizes, comparable, describe_sizes, mismatch, operation_of
+from ..mismatch import Share, Sizes, comparable, describe_sizes, mismatch, operation_of, refused
 from ..operands import Array
 from . import layout, words
 from .context import Context
-from .layout import REASON, REASON_BYTES
 from .segment import Segment
 
 
@@ -46,14 +45,20 @@ class Report:
         waits_for = late or [self._context[words.LATE]]
         return [rank for rank in waits_for if rank != self._rank]
 
-    def mismatch(self, barrier: Callable[[], None]) -> MismatchError:
-        """What each rank called. Every rank of a mismatch is here, so they can tell one another their sizes."""
+    def mismatch(self, share: Share, refusal: str) -> MismatchError:
+        """What each rank called. Every rank of a mismatch is here, so they can tell one another more.
+
+        Args:
+            refusal: why this rank's call was refused, if it was.
+        """
         number = self._context[words.CALLS]
         sizes = self._context.table(words.GIVES + 1), self._context.table(words.TAKES + 1)
         said = comparable([self._call_and_shape(rank) for rank in self._everybody()])
+        if error := refused(said, self._ranks, refusal, share, number, self._group):
+            return error
         text = calls.describe_differences(said, self._ranks)
         if len(set(said)) == 1:
-            tables = share_sizes(self._segment, self._rank, sizes, barrier)
+            tables = [(gives, takes) for gives, takes in share(np.array(sizes, np.int64)).tolist()]
             operation = operation_of(said)
             describe = describe_places if operation.startswith("symmetric:") else describe_sizes
             text = f"{operation.rpartition(':')[2]}: {describe(tables, self._ranks)}"
@@ -70,22 +75,6 @@ class Report:
     def _call_and_shape(self, rank: int) -> tuple[int, int]:
         line = self._line(rank)
         return int(line[layout.CALL]), int(line[layout.SHAPE])
-
-
-def share_sizes(segment: Segment, rank: int, sizes: Sizes, barrier: Callable[[], None]) -> list[Sizes]:
-    """Every rank's sizes, exchanged through the text areas of the control pages; collective.
-
-    Empty when there are more ranks than the areas have room for (64).
-    """
-    n = segment.layout.size
-    if 16 * n <= REASON_BYTES:
-        segment.write_text(rank, REASON, np.array(sizes, np.int64).tobytes())
-    barrier()
-    if 16 * n > REASON_BYTES:
-        return []
-    start = [segment.word(r, REASON) for r in range(n)]
-    tables = [segment.words[s : s + 2 * n].reshape(2, n).tolist() for s in start]
-    return [(gives, takes) for gives, takes in tables]
 
 
 def describe_places(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:

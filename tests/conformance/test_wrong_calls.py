@@ -162,6 +162,161 @@ def test_wrong_arguments_are_refused_before_anybody_hears_of_them(rank, world_si
     usable(rank, world_size)
 
 
+# name -> a call that is refused, the right one, and what all ranks must read
+REFUSED = {
+    "all_gather": (
+        lambda n: dist.all_gather([f4(2)], f4(2)),
+        lambda n: dist.all_gather([f4(2) for _ in range(n)], f4(2)),
+        r"UsageError: tensor_list must have \d arrays",
+    ),
+    "all_reduce": (lambda n: dist.all_reduce([1.0]), lambda n: dist.all_reduce(f4(1)), "ArrayError: .*list"),
+    "broadcast": (
+        lambda n: dist.broadcast(f4(2), src=n),
+        lambda n: dist.broadcast(f4(2), src=0),
+        r"UsageError: src is \d; ",
+    ),
+    "gather": (
+        lambda n: dist.gather(f4(2), group_dst=0, dst=0),
+        lambda n: dist.gather(f4(2), [f4(2) for _ in range(n)] if dist.get_rank() == 0 else None),
+        "UsageError: dst=0 and group_dst=0 are both given",
+    ),
+    "barrier": (
+        lambda n: dist.barrier(device_ids=[0]),
+        lambda n: dist.barrier(),
+        r"UsageError: device_ids is \[0\]",
+    ),
+    "monitored_barrier": (
+        lambda n: dist.monitored_barrier(timeout=-1),
+        lambda n: dist.monitored_barrier(timeout=30),
+        "UsageError: timeout",
+    ),
+    "all_reduce_coalesced": (
+        lambda n: dist.all_reduce_coalesced([f4(2), np.ones(2)]),
+        lambda n: dist.all_reduce_coalesced([f4(2), f4(2)]),
+        r"ArrayError: tensors\[1\] is float64",
+    ),
+    "all_to_all_single": (
+        lambda n: dist.all_to_all_single(f4(n), f4(n), [1.5] * n),
+        lambda n: dist.all_to_all_single(f4(n), f4(n)),
+        r"UsageError: output_split_sizes\[0\]",
+    ),
+    "broadcast_object_list": (
+        lambda n: dist.broadcast_object_list(("a",)),
+        lambda n: dist.broadcast_object_list(["a"]),
+        "UsageError: object_list is a tuple",
+    ),
+    "all_gather_object": (
+        lambda n: dist.all_gather_object([], 1),
+        lambda n: dist.all_gather_object([None] * n, 1),
+        "UsageError: object_list is a list of 0",
+    ),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_that_one_rank_refuses_is_told_on_all(rank, world_size, name):
+    wrong, right, reason = REFUSED[name]
+    for odd in range(world_size):
+        if rank == odd:
+            with pytest.raises(UsageError, match="^" + reason.partition(": ")[2]):
+                wrong(world_size)
+        else:
+            with pytest.raises(MismatchError, match=f"^rank {odd}'s {name} was refused: {reason}") as caught:
+                right(world_size)
+            assert "called" in str(caught.value)
+        usable(rank, world_size)
+
+
+@pytest.mark.ranks(2, 3)
+def test_refused_calls_keep_their_place_among_asynchronous_ones(rank, world_size):
+    xs = [np.full(1000, rank + 1.0) for _ in range(6)]
+    works = []
+    for number, x in enumerate(xs):
+        if (number, rank) in ((2, 0), (3, 1)):
+            with pytest.raises(UsageError, match="ReduceOp"):
+                dist.all_reduce(x, "sum", async_op=True)
+        else:
+            works.append((number, dist.all_reduce(x, async_op=True)))
+    for number, work in works:
+        if number in (2, 3):
+            with pytest.raises(MismatchError, match=f"^rank {number - 2}'s all_reduce was refused"):
+                work.wait()
+        else:
+            work.wait()
+            assert (xs[number] == world_size * (world_size + 1) / 2).all()
+    usable(rank, world_size)
+
+
+@pytest.mark.ranks(2)
+def test_what_an_array_itself_raises_is_told_too(rank, world_size):
+    class Broken:
+        def __dlpack__(self, **_):
+            raise RuntimeError("the lens is dirty")
+
+        def __dlpack_device__(self):
+            return (1, 0)
+
+    if rank == 1:
+        with pytest.raises(Exception, match="the lens is dirty"):
+            dist.all_reduce(Broken())
+    else:
+        with pytest.raises(MismatchError, match=r"rank 1's all_reduce was refused: .*the lens is dirty"):
+            dist.all_reduce(f4(2))
+    usable(rank, world_size)
+
+
+@pytest.mark.ranks(3)
+def test_all_refused_calls_of_several_ranks_are_told(rank, world_size):
+    if rank == 2:
+        with pytest.raises(MismatchError) as caught:
+            dist.all_reduce(f4(2))
+        for text in (
+            "rank 0's barrier was refused",
+            "rank 1's scan was refused",
+            "rank 2 called all_reduce(",
+        ):
+            assert text in str(caught.value)
+    else:
+        with pytest.raises(UsageError):
+            dist.barrier(device_ids=[1]) if rank == 0 else dist.scan(None)
+    usable(rank, world_size)
+
+
+@pytest.mark.ranks(2)
+def test_a_refused_message_is_nobody_elses_call(rank, world_size):
+    if rank == 1:
+        with pytest.raises(UsageError):
+            dist.send(f4(2), 7)
+        with pytest.raises(UsageError):
+            dist.recv("x", 0)
+    usable(rank, world_size)
+
+
+@pytest.mark.ranks(2)
+def test_a_call_that_a_callback_may_not_make_is_told(rank, world_size):
+    caught = []
+
+    def back(work):
+        try:
+            later.append(dist.all_reduce(f4(1), async_op=True))  # so that something is ahead of the next one
+            dist.all_reduce(f4(2))
+        except UsageError as error:
+            caught.append(str(error))
+
+    later = []
+    if rank == 1:
+        work = dist.barrier(async_op=True)
+        work.add_done_callback(back)
+        work.wait()
+    else:
+        dist.barrier()
+        dist.all_reduce(f4(1))
+        with pytest.raises(MismatchError, match="rank 1's all_reduce was refused: UsageError: .*callback"):
+            dist.all_reduce(f4(2))
+    usable(rank, world_size)
+
+
 @pytest.mark.ranks(2)
 def test_layouts_are_right_or_refused(rank, world_size):
     base = np.zeros((4, 6), "f4")
