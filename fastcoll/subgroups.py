@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from .registry import Group, GroupMember, NonMember, get_backend_config, get_pro
 from .rendezvous.join import wait_for
 from .work import Timeout
 
+_log = logging.getLogger("fastcoll")
 Made = ProcessGroup | NonMember
 
 
@@ -39,7 +41,8 @@ def new_group(
     """Make a group of some ranks of the world.
 
     Every rank of the world calls this, members and others, in the same order for all groups. Only the
-    members wait for one another; with NCCL all ranks do, as a communicator that the world has is split.
+    members wait for one another; with NCCL all ranks do, as a communicator that the world has is split. A rank that has
+    not called it for a group of others is warned of it with its next call, which meets the next one of the others.
 
     Args:
         ranks: global ranks, in any order. None: all.
@@ -69,18 +72,24 @@ def new_group(
     chosen = _checked_ranks(ranks, len(job.members), sort_ranks)
     choice = job.choice if backend is None else parse_backend(backend)
     limit = positive_seconds(timeout, job.timeout)
-    key = _key(job, chosen, use_local_synchronization)
     splits = not use_local_synchronization and chosen == sorted(chosen) and _splits(choice)
+    asked = range(len(job.members)) if splits else chosen
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
-        if not use_local_synchronization or job.rank in chosen:
-            _ask(job, key, chosen, str(choice))
-        if job.rank not in chosen and not splits:
-            return GroupMember.NON_GROUP_MEMBER
-        _check_agreement(job, key, chosen, str(choice), limit, range(len(job.members)) if splits else chosen)
+        while True:
+            key = _key(job, chosen, use_local_synchronization)
+            if not use_local_synchronization or job.rank in chosen:
+                _ask(job, key, chosen, str(choice))
+            if job.rank not in chosen and not splits:
+                return GroupMember.NON_GROUP_MEMBER
+            if _is_agreed(job, key, chosen, str(choice), limit, asked):
+                break
+            job.settle()
         group = None
         if job.rank in chosen:
             name = f"{group_desc} ({key})" if group_desc else key
-            group = job.make_group(name, key, chosen, limit, load(choice))
+            # Groups of other ranks may have the same key, where some have not called new_group for each.
+            place = f"{key}/{crc32(repr(chosen).encode()):08x}"
+            group = job.make_group(name, place, chosen, limit, load(choice))
         if splits:
             groups.world.split_gpus(group)
         if group is None:
@@ -245,10 +254,39 @@ def _splits(choice: BackendChoice) -> bool:
     return choice.by_device.get("cuda") == Backend.NCCL and world.failure is None and world.splits_gpus()
 
 
-def _check_agreement(
+def _is_agreed(
     job: Job, key: str, ranks: Sequence[int], backend: str, limit: float, asked: Sequence[int]
-) -> None:
-    """Wait until the ranks `asked` have said what they ask for, and compare."""
+) -> bool:
+    """Wait until the ranks `asked` have said what they ask for; False: they have made another group without this rank.
+
+    Raises:
+        MismatchError: they ask for something else.
+    """
+    answers = _answers(job, key, asked, limit, f"new_group({ranks})")
+    own = _digest(json.dumps([ranks, backend]))
+    for rank, answer in zip(asked, answers, strict=True):
+        if answer == own:
+            continue
+        request = job.store.get(f"{key}/request/{rank}")
+        other, theirs = json.loads(request)
+        left_out = _left_out(job, key, rank, request, limit)
+        if left_out is None:
+            raise MismatchError(
+                f"new_group, call {key}: rank {job.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
+                f"ranks {other} with {theirs}; every rank must make the same groups in the same order"
+            )
+        _log.warning(
+            "rank %d has not called new_group(%s), as others have, and goes on with their next call of new_group; all "
+            "ranks of the world must call it, or pass use_local_synchronization=True",
+            job.rank,
+            left_out,
+        )
+        return False
+    return True
+
+
+def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str) -> list[bytes]:
+    """The digests of what these ranks ask for, waited for."""
     keys = [f"{key}/asked/{rank}" for rank in asked]
     members = [job.members[rank] for rank in asked]
 
@@ -257,15 +295,27 @@ def _check_agreement(
             str(member) for member, key in zip(members, keys, strict=True) if not job.store.check([key])
         )
 
-    wait_for(job.store, keys, members, limit, f"new_group({ranks})", missing=missing)
-    own = _digest(json.dumps([ranks, backend]))
-    for rank, answer in zip(asked, job.store.multi_get(keys), strict=True):
-        if answer != own:
-            other = json.loads(job.store.get(f"{key}/request/{rank}"))
-            raise MismatchError(
-                f"new_group, call {key}: rank {job.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
-                f"ranks {other[0]} with {other[1]}; every rank must make the same groups in the same order"
-            )
+    wait_for(job.store, keys, members, limit, doing, missing=missing)
+    return job.store.multi_get(keys)
+
+
+def _left_out(job: Job, key: str, rank: int, request: bytes, limit: float) -> list[int] | None:
+    """Which group was made without a call of this rank, so that it is a call behind `rank` and its `request`.
+
+    That is one of other ranks, which all ask for it; or, if the request is for a group that this rank has made, what
+    `rank` asked for when it was made.
+    """
+    if not key.startswith("group"):
+        return None
+    ranks: list[int] = json.loads(request)[0]
+    if job.rank not in ranks:
+        alike = set(_answers(job, key, ranks, limit, f"new_group({ranks}), which others call"))
+        return ranks if alike == {_digest(request.decode())} else None
+    for number in range(int(key.removeprefix("group"))):
+        mine, theirs = job.store.peek([f"group{number}/request/{who}" for who in (job.rank, rank)])
+        if mine == request and theirs is not None and theirs != request:
+            return list(json.loads(theirs)[0])
+    return None
 
 
 def _ranks_per_node(job: Job, ranks: Sequence[int]) -> int:

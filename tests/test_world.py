@@ -429,6 +429,32 @@ def test_different_ranks_for_one_group_are_an_error_that_names_both(rank: int) -
 
 
 @pytest.mark.ranks(4)
+def test_a_rank_that_has_not_called_for_a_group_of_others_is_warned_and_stays_in_step(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    if rank in (0, 1):
+        assert total(dist.new_group([0, 1])) == 2  # which ranks 2 and 3 do not call
+    pair = dist.new_group([2, 3])  # now the first call of its members, and the second one of the others
+    assert rank < 2 or total(pair) == 2
+    assert total(dist.new_group()) == 4
+    wanted = rf"rank {rank} has not called new_group\(\[0, 1\]\), .* or pass use_local_synchronization=True"
+    assert bool(re.search(wanted, caplog.text)) == (rank > 1)
+    caplog.clear()
+    if rank != 3:
+        assert total(dist.new_group([0, 2, 1])) == 3
+    assert total(dist.new_group([1, 3, 0])) == 3 if rank != 2 else dist.new_group([0, 1, 3])
+    assert total(dist.new_group()) == 4
+    assert ("rank 3 has not called new_group([0, 1, 2])" in caplog.text) == (rank == 3)
+    with pytest.raises(
+        MismatchError, match=r"ranks \[0, 1, 2\] .*ranks \[0, 1, 2, 3\]|ranks \[0, 1, 2, 3\] "
+    ):
+        dist.new_group(range(3) if rank == 1 else None)
+    caplog.clear()
+    assert total(dist.new_group()) == 4
+    assert not caplog.text
+
+
+@pytest.mark.ranks(4)
 def test_subgroups_of_neighbours(rank: int) -> None:
     own, made = dist.new_subgroups(2)
     assert len(made) == 2

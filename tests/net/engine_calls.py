@@ -127,8 +127,8 @@ def _all_to_all(call: Call, engines: Engines, rank: int) -> Part:
     return Part(prepared, arrays, {other: runs(call, other, rank) for other in everybody})
 
 
-def _barrier(call: Call, engines: Engines, rank: int) -> Part:
-    return Part(engines.prepare(rank, "barrier", [], []), [])
+def _meeting(call: Call, engines: Engines, rank: int) -> Part:
+    return Part(engines.prepare(rank, call.operation, [], []), [])
 
 
 _PARTS: dict[str, Callable[[Call, Engines, int], Part]] = {
@@ -140,6 +140,7 @@ _PARTS: dict[str, Callable[[Call, Engines, int], Part]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
-    "barrier": _barrier,
+    "barrier": _meeting,
+    "refused": _meeting,
 }
 OPERATIONS = tuple(_PARTS)

@@ -56,7 +56,8 @@ def _match(calls: Sequence[Call]) -> bool:
     """Whether ranks that call so agree: rootless operations have no root."""
     rooted = calls[0].operation in ("reduce", "broadcast")
     seen = {
-        (call.operation, call.operation == "barrier" or call.count, rooted and call.root) for call in calls
+        (call.operation, call.operation in ("barrier", "refused") or call.count, rooted and call.root)
+        for call in calls
     }
     return len(seen) == 1
 

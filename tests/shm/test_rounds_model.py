@@ -244,6 +244,13 @@ PROGRAMS = {
         Op("mismatch", 2, lags=AHEAD),
     ],
     "two divided": [Op("out", 3, lags=AHEAD), Op("divided", 1), Op("divided", 1), Op("in", 3, lags=AHEAD)],
+    "a refused call, what is told of it, and the next ones": [
+        Op("mismatch", 1, lags=AHEAD),
+        Op("all", 1),
+        Op("mismatch", 1),
+        Op("all", 2),
+        Op("all", 3, lags=AHEAD),
+    ],
     "two mismatches": [Op("mismatch", 1, lags=AHEAD), Op("mismatch", 2, lags=AHEAD), Op("all", 4)],
 }
 
