@@ -37,6 +37,7 @@ from .registry import Group, NonMember, groups
 from .rendezvous import PrefixStore, Store, rendezvous
 from .rendezvous.join import join, registered
 from .rendezvous.waiting import LateWarning
+from .watch import last_words
 from .work import Timeout
 
 _log = logging.getLogger("fastcoll")
@@ -163,7 +164,7 @@ def destroy_process_group(group: Group = None) -> None:
     if not groups.initialized or current not in groups.backends:
         raise NotInitializedError(f"the group {group or 'WORLD'} does not exist, or was destroyed before")
     if current is groups.world:
-        _leave(None)
+        _leave(None, last_words(sys.exc_info()[1]))
     elif isinstance(current, ProcessGroup):
         del groups.backends[current]
         if groups.inherited is None:
@@ -197,7 +198,7 @@ def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager
             yield mine
         except BaseException:
             if groups.world is mine:
-                _leave(0.0)
+                _leave(0.0, last_words(sys.exc_info()[1]))
             raise
         if groups.world is mine:
             destroy_process_group()
@@ -350,7 +351,7 @@ def _linger(error: BaseException | None) -> float:
     return _FAILED_START_SECONDS if isinstance(error, Exception) else 0.0
 
 
-def _leave(patience: float | None) -> None:
+def _leave(patience: float | None, farewell: str) -> None:
     """Close every group, newest first, and let go of the job; whatever fails, the rest is done."""
     global _job
     job, _job = _job, None
@@ -362,9 +363,9 @@ def _leave(patience: float | None) -> None:
     gone = gone_among(job.members) if job.rank == 0 else ()  # only rank 0 waits for others
     with ExitStack() as steps:
         steps.callback(forget, job.members)
-        steps.callback(job.leave, job.timeout if patience is None else patience, gone)
+        steps.callback(job.leave, job.timeout if patience is None else patience, gone, farewell)
         for group in made:
-            steps.callback(group.close)
+            steps.callback(group.close, farewell)
 
 
 @functools.cache
@@ -392,4 +393,7 @@ def _unhook_exit() -> None:
 
 def _leave_at_exit() -> None:
     _log.info("destroy_process_group was not called; leaving at exit")
-    _leave(_EXIT_SECONDS)
+    # In children of multiprocessing the exception is on its way; elsewhere Python keeps what it has printed.
+    interactive = sys.flags.interactive or hasattr(sys, "ps1")  # where the last error has ended nothing
+    error = sys.exc_info()[1] or (None if interactive else getattr(sys, "last_value", None))
+    _leave(_EXIT_SECONDS, last_words(error, ended=True))

@@ -11,6 +11,7 @@ All ranks in this file are group ranks, 0..size-1; api.py translates global rank
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ from .operands import (
     then_split,
 )
 from .reduce_op import ReduceOp
-from .watch import Vigil
+from .watch import Vigil, last_words
 from .work import ProgressQueue, Work, refuse_to_block
 
 
@@ -505,11 +506,17 @@ class ProcessGroup(Carrier[Array]):
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise `error`, without a word to the peers."""
 
-    def close(self) -> None:
-        """Leave the group and release what it holds. Closing twice is fine; later calls raise."""
+    def close(self, farewell: str = "") -> None:
+        """Leave the group and release what it holds. Closing twice is fine; later calls raise.
+
+        Args:
+            farewell: what the peers read of it; by default the exception that is being handled, if there is one.
+        """
         if not self._closed:
+            self._vigil.farewell = farewell = farewell or last_words(sys.exc_info()[1])
             if self._is_busy():
-                self.abort("it was destroyed while operations were under way")
+                before = f"{self._refusal}; then " if self._refusal else ""
+                self.abort(f"{before}it {farewell} while operations were under way")
             self._closed = True
             self._queue.close()
             if self._device_carrier is not None:

@@ -331,7 +331,7 @@ class HybridGroup(TcpGroup):
     def _close(self, reason: GroupError | None) -> None:
         self._mail.close(reason)  # before the segment that its messages pass is gone
         for part in self._parts:
-            part.close()
+            part.close(self._vigil.farewell)
         super()._close(reason)
 
     def disown(self, error: GroupError) -> None:

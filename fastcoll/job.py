@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from .backends import BackendChoice, Make
-from .errors import StoreError, StoreTimeoutError
+from .errors import AbortedError, StoreError, StoreTimeoutError
 from .group import ProcessGroup
 from .members import Member, dead_among
 from .rendezvous import PrefixStore, Store
@@ -103,17 +103,18 @@ class Job:
         self._interrupted = interrupted
         self._count(1)
 
-    def leave(self, patience: float, gone: Sequence[Member] = ()) -> None:
+    def leave(self, patience: float, gone: Sequence[Member] = (), farewell: str = "") -> None:
         """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it.
 
         Args:
             gone: ranks that are known to have died, which the groups knew while they were there.
+            farewell: what ranks read that wait for this one to make a group.
         """
         try:
             if self.rank == 0:
                 longest = _INTERRUPTED_SECONDS if self._interrupted else patience
                 self._await_others(min(patience, longest), gone)
-            self._say_left()
+            self._say_left(farewell)
         finally:
             self._close_store()
 
@@ -134,10 +135,23 @@ class Job:
         with suppress(StoreError):  # whoever would read it is gone
             self.store.add(_settled_key(self.rank), amount)
 
-    def _say_left(self) -> None:
+    def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
+        """Raise if one of these ranks has left the job, and so makes no group any more.
+
+        Raises:
+            AbortedError: with what it said.
+        """
+        words = self.store.peek([_farewell_key(rank) for rank in ranks])
+        if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
+            told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
+            raise AbortedError(f"{doing}: {told}", [rank for rank, _ in gone])
+
+    def _say_left(self, farewell: str) -> None:
         before = self.store.timeout  # which a user's store keeps
         try:
             self.store.set_timeout(min(before.total_seconds(), _LAST_WORD_SECONDS))
+            with suppress(StoreError):  # as in _count
+                self.store.set(_farewell_key(self.rank), farewell)
             self._count(_LEFT)
         finally:
             self.store.set_timeout(before)
@@ -167,6 +181,10 @@ def has_left(store: Store, rank: int) -> bool:
 
 def _names(members: Sequence[Member]) -> str:
     return ", ".join(map(str, members))
+
+
+def _farewell_key(rank: int) -> str:
+    return f"farewell/{rank}"
 
 
 def _settled_key(rank: int) -> str:

@@ -288,14 +288,19 @@ def _is_agreed(
 def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str) -> list[bytes]:
     """The digests of what these ranks ask for, waited for."""
     keys = [f"{key}/asked/{rank}" for rank in asked]
-    members = [job.members[rank] for rank in asked]
 
-    def missing() -> str:
-        return ", ".join(
-            str(member) for member, key in zip(members, keys, strict=True) if not job.store.check([key])
-        )
+    def late() -> list[int]:
+        return [rank for rank, key in zip(asked, keys, strict=True) if not job.store.check([key])]
 
-    wait_for(job.store, keys, members, limit, doing, missing=missing)
+    wait_for(
+        job.store,
+        keys,
+        [job.members[rank] for rank in asked],
+        limit,
+        doing,
+        lambda: job.raise_if_left(late(), doing),
+        lambda: ", ".join(str(job.members[rank]) for rank in late()),
+    )
     return job.store.multi_get(keys)
 
 

@@ -8,8 +8,10 @@ cannot go on: what a peer published before it left or died counts.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -19,6 +21,35 @@ from .members import Member
 
 _log = logging.getLogger("fastcoll")
 IN_ORDER, LEFT, FAILED = range(3)
+_MOST_CHARACTERS = 300  # of what an exception says
+
+
+def last_words(error: BaseException | None, ended: bool = False) -> str:
+    """What the peers read of a rank that leaves, after its name.
+
+    Args:
+        error: what is being handled, or has ended the program.
+        ended: whether the program has.
+    """
+    if isinstance(error, SystemExit):
+        ended = True
+        error = error.__context__ if error.code else None  # `except ValueError: ...; sys.exit(1)`
+    if error is None:
+        return "left (its program ended)" if ended else "left the group"
+    said = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
+    return f"left: {type(error).__name__}{said and ': '}{said}{_place_of(error)}"
+
+
+def _place_of(error: BaseException) -> str:
+    """Where in the user's own files an exception was raised, as in ` (train.py:88)`."""
+    import sysconfig  # takes a millisecond, and few programs end so
+
+    ours = os.path.dirname(__file__) + os.sep
+    others = tuple(sysconfig.get_paths().values())
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    places = [place for place in places if not place[0].startswith((ours, "<frozen"))]
+    own = [place for place in places if not place[0].startswith(others)] or places
+    return f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
 
 
 class Vigil(ABC):
@@ -28,12 +59,14 @@ class Vigil(ABC):
         failure: why the group failed, or None; set once.
         on_failure: called, with no argument, when it is set.
         members: all ranks of the group.
+        farewell: what the peers read when this rank leaves.
     """
 
     def __init__(self, members: Sequence[Member], rank: int) -> None:
         self.failure: GroupError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.members = list(members)
+        self.farewell = last_words(None)
         self._rank = rank
         self._lock = threading.Lock()
         self._retired = False
@@ -48,7 +81,7 @@ class Vigil(ABC):
 
     @abstractmethod
     def _reason(self, rank: int) -> str:
-        """Why a rank FAILED the group."""
+        """Why a rank FAILED the group, or its farewell."""
 
     def _blamed(self, rank: int) -> tuple[Sequence[int], bool]:
         """The global ranks that a rank which FAILED the group blames (none: itself), and whether for being late."""
@@ -76,7 +109,7 @@ class Vigil(ABC):
         """Tell the peers that this rank has left in order, and nothing more from then on."""
         with self._lock:
             if self.failure is None and not self._retired:
-                self._publish(LEFT, "")
+                self._publish(LEFT, self.farewell)
             self._retired = True
 
     def has_left(self, rank: int) -> bool:
@@ -98,8 +131,8 @@ class Vigil(ABC):
             if states[rank] == FAILED:
                 return self._passed_on(rank, self._reason(rank), *self._blamed(rank), doing)
         if gone := [rank for rank in needed if states[rank] == LEFT]:
-            names = ", ".join(map(self.name, gone))
-            return AbortedError(f"{names} left the group; {doing}", [self.members[r].rank for r in gone])
+            told = ", ".join(f"{self.name(rank)} {self._reason(rank)}" for rank in gone)
+            return AbortedError(f"{told}; {doing}", [self.members[rank].rank for rank in gone])
         return None
 
     def _passed_on(self, rank: int, reason: str, blamed: Sequence[int], late: bool, doing: str) -> GroupError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from fastcoll.group import ProcessGroup
@@ -43,6 +44,10 @@ class Recorder(ProcessGroup):
         self.calls: list[tuple[Any, ...]] = []
         self.answers: dict[str, Any] = {"recv": 2}
         self.closed = 0
+        self._vigil: Any = SimpleNamespace(farewell="")
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Nobody is there to be told."""
 
     for _name in OPERATIONS:
         vars()[_name] = _record(_name)

@@ -1,9 +1,13 @@
-"""A rank that has done its part of a call may leave or die: the others, who work on, still complete it."""
+"""A rank may leave or die: others, who need it no more, complete their calls, and those who wait for it read why."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,3 +53,84 @@ def test_a_rank_may_die_when_its_part_is_done(rank, world_size):
     if rank == 1:
         os._exit(0)
     assert not (x == 1).any()
+
+
+TRAIN = """
+import json, os, sys
+import numpy as np
+import fastcoll as dist
+from fastcoll import backends
+
+backend, store = sys.argv[1:]
+backends.load(backends.parse_backend(backend))  # once for all ranks
+rank = next((rank for rank in range(1, 7) if os.fork() == 0), 0)
+dist.init_process_group(backend, f"file://{store}", timeout=40, rank=rank, world_size=7)
+groups = [dist.new_group([0, peer]) for peer in range(1, 7)]
+last = dist.new_group([0, 1])
+dist.barrier()
+
+def load(line):
+    raise ValueError("bad data")
+
+if rank == 1:
+    json.loads("{")
+elif rank == 2:
+    try:
+        load(88)
+    finally:
+        dist.destroy_process_group()
+elif rank == 3:
+    sys.exit(0)
+elif rank == 4:
+    try:
+        load(88)
+    except ValueError:
+        sys.exit(3)
+    finally:
+        dist.destroy_process_group()
+elif rank == 5:
+    os._exit(0)
+elif rank == 6:
+    dist.barrier(groups[5], device_ids=[0])
+else:
+    calls = [group.barrier for group in groups]
+    calls += [lambda: last.recv(np.ones(1), 1), lambda: dist.new_group([0, 1]), dist.barrier]
+    for call in calls:
+        try:
+            call()
+        except dist.FastcollError as error:
+            print(type(error).__name__, *getattr(error, "ranks", ()), error)
+"""
+
+
+def line_of(text: str) -> int:
+    """The line of the program that has this text."""
+    return next(number for number, line in enumerate(TRAIN.splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_who_waits_for_a_rank_that_has_left_reads_why(tmp_path: Path, backend: str) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "train.py", backend, tmp_path / "meet"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    data, asked = line_of('raise ValueError("bad data")'), line_of("json.loads")
+    parsing = rf"left: JSONDecodeError: .+ \(train\.py:{asked}\)"
+    wanted = [
+        rf"AbortedError 1 rank 1 \(.+\) {parsing}; barrier\(\)",
+        rf"AbortedError 2 rank 2 \(.+\) left: ValueError: bad data \(train\.py:{data}\); ",
+        r"AbortedError 3 rank 3 \(.+\) left \(its program ended\); ",
+        rf"AbortedError 4 rank 4 \(.+\) left: ValueError: bad data \(train\.py:{data}\); ",
+        r"PeerDiedError 5 rank 5 \(.+\) died",
+        r"(AbortedError 6 rank 6|MismatchError rank 6's barrier was refused).*: UsageError: device_ids is \[0\]",
+        rf"AbortedError 1 rank 1 \(.+\) {parsing}; recv from rank 1",
+        rf"AbortedError 1 new_group\(\[0, 1\]\): rank 1 \(.+\) {parsing}",
+        r"PeerDiedError 5 rank 5 ",
+    ]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(wanted), (done.stdout, done.stderr)
+    for line, pattern in zip(lines, wanted, strict=True):
+        assert re.match(pattern, line), (line, pattern)
