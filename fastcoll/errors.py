@@ -52,7 +52,7 @@ class ArrayError(UsageError, TypeError):
 
 
 class MismatchError(UsageError):
-    """The ranks' calls do not match; raised on every rank before data moves."""
+    """The ranks' calls do not match, or another rank's was refused; raised on every rank before data moves."""
 
 
 class NotInitializedError(UsageError):
