@@ -35,6 +35,11 @@ from typing import Any
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
+def _timed_out(message: str) -> str:
+    """The message with the words that programs look for, which are in torch's."""
+    return message if "timed out" in message else f"timed out: {message}"
+
+
 class FastcollError(RuntimeError):
     """Base of all errors of this library."""
 
@@ -74,6 +79,9 @@ class StoreError(RendezvousError):
 class StoreTimeoutError(StoreError, TimeoutError):
     """A key was not set in time."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(_timed_out(message))
+
 
 class QueueEmptyError(StoreError):
     """A store's queue has nothing to take."""
@@ -101,6 +109,9 @@ class PeerDiedError(GroupError):
 
 class CollectiveTimeoutError(GroupError, TimeoutError):
     """A rank did not arrive within the timeout."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(_timed_out(message), ranks)
 
 
 class AbortedError(GroupError):

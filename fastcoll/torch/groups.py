@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from .. import config
 from ..backends import load, parse_backend
-from ..errors import AbortedError, FastcollError, UnavailableError
+from ..errors import AbortedError, FastcollError, StoreTimeoutError, UnavailableError, UsageError
 from ..group import ProcessGroup
 from ..members import Member, forget, speak_as
 from ..processes import this_process
-from ..rendezvous import PrefixStore
+from ..rendezvous import HashStore, PrefixStore
 from ..rendezvous.join import join
 from .completion import completions
 from .meeting import meet_anew
@@ -63,8 +63,17 @@ def make_group(
     speak_as(ranks[rank])
     if ranks[rank] == 0:
         config.warn_of_unknown()
-    job = _job_store(store, rank, size, timeout)
-    members = join(job, rank, size, str(choice), max(deadline - time.monotonic(), 0.001))
+    # A group of one needs no meeting; each rank may make its own under the same name.
+    try:
+        job = _job_store(store, rank, size, timeout) if size > 1 else HashStore()
+        members = join(job, rank, size, str(choice), max(deadline - time.monotonic(), 0.001))
+    except (UsageError, StoreTimeoutError) as error:
+        if not global_ranks:
+            raise
+        raise type(error)(
+            f"{error}; if the members alone have called new_group, and not every rank of the world, give "
+            "use_local_synchronization=True"
+        ) from error
     with ExitStack() as undo:
         undo.callback(forget, members)
         known = [replace(m, rank=r, world_size=world_size) for m, r in zip(members, ranks, strict=True)]
@@ -79,8 +88,8 @@ def make_group(
 def refuse_gpus(group: ProcessGroup) -> NoReturn:
     """What a group says to tensors on GPUs."""
     raise UnavailableError(
-        f"the group {group.name!r} serves CPU tensors alone, also if cpu:fastcoll,cuda:nccl was asked for: in torch up "
-        "to 2.13 a backend written in Python replaces the others of its group; make a group for CUDA tensors with "
+        f"the group {group.name!r} serves CPU tensors alone, also if cpu:fastcoll,cuda:nccl was asked for: a process "
+        "group written in Python replaces the other backends of its group; make a group for CUDA tensors with "
         "torch.distributed.new_group(backend='nccl')"
     )
 

@@ -1,15 +1,19 @@
-"""The adapter for torch up to 2.13, where Python can subclass no backend, only ProcessGroup.
+"""The adapter: a process group of torch, all of whose operations are those of a group of fastcoll.
 
-Such a group takes the place of all the backends that were asked for together, so that none of them serves CUDA tensors
-beside it. The naming methods must be there: DeviceMesh, functional collectives and FSDP2 find groups by name.
+It subclasses torch's ProcessGroup, not its Backend. Up to 2.13 Python can subclass no Backend; from then on C++ hides
+the Works of a Backend in Python behind its own, which are never `is_completed` and know no source of a message. Such a
+group takes the place of all the backends that were asked for together, so that none of them serves CUDA tensors beside
+it. The naming methods must be there: DeviceMesh, functional collectives and FSDP2 find groups by name.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from ..group import ProcessGroup
 from .calls import TorchCalls
@@ -30,13 +34,8 @@ class FastcollProcessGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = TorchCalls.reduce_scatter_single
     reduce_scatter_tensor_coalesced = TorchCalls.reduce_scatter_single_coalesced
     alltoall_base = TorchCalls.all_to_all_single
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names every missing rank on every rank, whatever `wait_all_ranks` is.
-
-        torch.distributed.monitored_barrier calls it for Gloo's groups alone; call it on the group.
-        """
-        self.fastcoll.monitored_barrier(None if timeout is None else timeout.total_seconds())
+    gather_into_tensor = TorchCalls.gather_single
+    recvAnysource = TorchCalls.recv_anysource  # what C++ looks for
 
     # ---- names ------------------------------------------------------------------------------------
 
@@ -57,16 +56,17 @@ class FastcollProcessGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]
 
     # ---- what torch asks of the backend of a device -----------------------------------------------
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
-
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # From 2.15 on a group that has devices while torch makes it gets a flight recorder, which needs C++ backends.
+        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
 
     def _get_backend(self, device: torch.device) -> FastcollProcessGroup:
         if torch.device(device).type != "cpu":
             refuse_gpus(self.fastcoll)
         return self
 
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return False
+    @property
+    def options(self) -> Any:
+        """torch's Backend.Options: the name and the timeout."""
+        return Backend.Options("fastcoll", timedelta(seconds=self.fastcoll.timeout))

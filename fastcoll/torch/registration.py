@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from types import WrapperDescriptorType
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import UnavailableError
 from ..group import ProcessGroup
+from .dispatch import serve_functional_collectives
 from .dynamo import run_uncompiled
 from .groups import make_group
+from .process_group import FastcollProcessGroup
 from .work import PendingWork
 
 NAME = "fastcoll"
+_kept: list[Any] = []  # what must live as long as the registration
 
 
 @functools.cache
@@ -28,28 +30,14 @@ def register() -> None:
     """
     if not dist.is_available():
         raise UnavailableError("this torch was built without torch.distributed; install another build of it")
-    wrap = adapter()
-    run_uncompiled(wrap, PendingWork)
+    _kept.append(serve_functional_collectives())
+    run_uncompiled(FastcollProcessGroup, PendingWork)
 
-    def create(options: Any, pg_options: Any) -> Any:
-        return wrap(_make(options, pg_options))
+    def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
+        return FastcollProcessGroup(_make(options, pg_options))
 
     # A list: torch 2.13 takes a text for a list of one-letter devices.
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-
-
-def adapter() -> Any:
-    """The class that makes a group of fastcoll one of this torch's."""
-    from torch._C._distributed_c10d import Backend
-
-    # pybind11 leaves a class without a constructor the one that refuses, a slot of C: then it can have no subclass.
-    if not isinstance(Backend.__init__, WrapperDescriptorType):
-        from .backend import FastcollBackend
-
-        return FastcollBackend
-    from .process_group import FastcollProcessGroup
-
-    return FastcollProcessGroup
 
 
 def _make(options: Any, pg_options: Any) -> ProcessGroup:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp
+import torch.distributed._functional_collectives as functional
+from torch.distributed import GatherOptions, ReduceOp
+from torch.distributed.tensor.debug import CommDebugMode
 
+from fastcoll.errors import MismatchError, UnavailableError, UsageError
 from pytorch import pair
 from pytorch.pair import data, equal, of_all, rank, reduced, same, size
 
@@ -147,6 +153,117 @@ def coalesced_operations() -> None:
     same(run)
 
 
+def short_forms_that_groups_in_cpp_take() -> None:
+    def run(group: Any) -> list[torch.Tensor]:
+        xs = [data(torch.float32, 3, salt=k) for k in range(8)]
+        outs, gathered, part = [torch.empty(3) for _ in range(size())], [torch.empty(3)] * 0, torch.empty(3)
+        blocks = [data(torch.float32, 3, salt=r) for r in range(size())]
+        group.allreduce(xs[0]).wait()
+        group.allreduce([xs[1]]).wait()
+        group.allreduce([xs[2]], ReduceOp.MAX).wait()
+        group.allreduce(xs[3], op=ReduceOp.MIN, timeout=timedelta(seconds=60)).wait()
+        group.broadcast(xs[4], root=1).wait()
+        group.broadcast(xs[5], 2).wait()
+        group.broadcast([xs[6]]).wait()
+        group.reduce(xs[7], root=0, op=ReduceOp.MAX).wait()
+        group.allgather(outs, blocks[0]).wait()
+        gathered = [torch.empty(3) for _ in range(size())] if rank() == 1 else []
+        group.gather(gathered, blocks[1], root=1).wait()
+        group.scatter(part, blocks if rank() == 2 else [], root=2).wait()
+        piece = torch.empty(3)
+        group.reduce_scatter(piece, blocks, ReduceOp.SUM).wait()
+        group.barrier(timeout=timedelta(seconds=60)).wait()
+        return [*xs[: 8 if rank() == 0 else 7], *outs, *gathered, part, piece]
+
+    same(run)
+
+
+def sparse_sums() -> None:
+    def run(group: Any, dtype: torch.dtype, asynchronous: bool) -> Any:
+        places = [[rank(), 1, 1], [0, 2, 2]]  # the second and third are one; rank 2 has nothing
+        count = 0 if rank() == 2 else 3
+        x = torch.sparse_coo_tensor(
+            torch.tensor(places)[:, :count], data(dtype, 3, 4)[:count], (size(), 3, 4), check_invariants=True
+        )
+        work = dist.all_reduce(x, group=group, async_op=asynchronous)
+        if asynchronous:
+            equal(work.get_future().wait()[0].to_dense(), x.to_dense())
+        return [x.is_coalesced(), x.coalesce().indices(), x.to_dense()]
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for asynchronous in (False, True):
+            same(partial(run, dtype=dtype, asynchronous=asynchronous))
+    with pytest.raises(UnavailableError, match=r"op is MAX.*SUM"):
+        dist.all_reduce(torch.eye(3).to_sparse(), ReduceOp.MAX, group=pair.OURS)
+    with pytest.raises(MismatchError, match=r"sparse tensors of ranks 0 and 1 differ.*\[3, 3\].*\[4, 4\]"):
+        dist.all_reduce(torch.eye(3 + (rank() == 1)).to_sparse(), group=pair.OURS)
+
+
+def single_gathers() -> None:
+    """Up to 2.13 torch.distributed has none, but the group does."""
+    options = GatherOptions()
+    options.rootRank = 1
+    out = torch.zeros(size(), 2) if rank() == 1 else torch.zeros(0)
+    pair.OURS.gather_single(out, data(torch.float32, 2), options).wait()
+    if rank() == 1:
+        equal(out, of_all(torch.float32, 2))
+        with pytest.raises(UsageError, match=r"output has shape \[3\].*3 x 2"):
+            pair.OURS.gather_single(torch.zeros(3), data(torch.float32, 2), options)
+    if hasattr(dist, "gather_single"):
+        again = torch.zeros(size(), 2)
+        dist.gather_single(data(torch.float32, 2), again if rank() == 0 else None, dst=0, group=pair.OURS)
+        equal(again, of_all(torch.float32, 2) if rank() == 0 else torch.zeros(size(), 2))
+
+
+def calls_that_are_counted() -> None:
+    def counts(group: Any) -> dict[str, int]:
+        x, outs = data(torch.float32, size()), [torch.empty(size()) for _ in range(size())]
+        with CommDebugMode() as mode:
+            dist.all_reduce(x, group=group)
+            dist.all_reduce(x, group=group, async_op=True).wait()
+            dist.all_gather(outs, x, group=group)
+            dist.reduce_scatter_single(torch.empty(1), x, group=group)
+            dist.broadcast(x, 0, group=group)
+            functional.all_reduce(x, "sum", group) + 0
+        return {str(name): count for name, count in mode.get_comm_counts().items()}
+
+    same(counts)
+    assert sum(counts(pair.OURS).values()) == 6
+
+
+def functional_gathers_into_a_given_tensor() -> None:
+    def run(group: Any) -> torch.Tensor:
+        gather = torch.ops._c10d_functional.all_gather_into_tensor_out
+        out = torch.empty(size() * 2)
+        return functional.wait_tensor(gather(data(torch.float32, 2), size(), group.group_name, out=out))
+
+    same(run)
+
+
+def wrong_calls_are_refused_at_once() -> None:
+    x, xs, group = torch.ones(2), [torch.ones(2)] * size(), pair.OURS
+    root, elsewhere = dist.BroadcastOptions(), (rank() + 1) % size()
+    root.rootTensor = 1
+    for match, call in {
+        "rootTensor is 1": lambda: group.broadcast([x], root),
+        "gather_list must be None or empty": lambda: group.gather([xs], [x], root=elsewhere),
+        "gather_list is None on the root": lambda: group.gather([], [x], root=rank()),
+        "scatter_list must be None or empty": lambda: group.scatter([x], [xs], root=elsewhere),
+        "scatter_list is None on the root": lambda: group.scatter([x], [], root=rank()),
+        "2 outputs and 1 inputs": lambda: group.all_gather_single_coalesced(xs[:2], [x]),
+        "1 outputs and 2 inputs": lambda: group.reduce_scatter_single_coalesced([x], xs[:2]),
+        r"outputs has lists of \[2, 1, 1\]": lambda: group.allgather_coalesced([xs[:2], [x], [x]], [x]),
+        "tensor_list.*3": lambda: group.allgather([xs[:2]], [x]),
+        "input_list": lambda: group.reduce_scatter(x, [torch.ones(3)] * size()),
+        "output_tensor": lambda: group.all_gather_single(torch.ones(5), x),
+        "rootRank is 'x'": lambda: group.broadcast(x, root="x"),
+        "reduceOp is 'x'": lambda: group.allreduce(x, "x"),
+    }.items():
+        with pytest.raises(UsageError, match=match):
+            call()
+    dist.barrier(pair.OURS)
+
+
 CHECKS = (
     all_reduce_of_every_dtype_and_operation,
     dtypes_that_gloo_refuses,
@@ -159,4 +276,10 @@ CHECKS = (
     all_to_alls,
     dtypes_that_are_only_moved,
     coalesced_operations,
+    short_forms_that_groups_in_cpp_take,
+    sparse_sums,
+    single_gathers,
+    calls_that_are_counted,
+    functional_gathers_into_a_given_tensor,
+    wrong_calls_are_refused_at_once,
 )

@@ -6,14 +6,16 @@ import os
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 import fastcoll
-from fastcoll.errors import UnavailableError, UsageError
+from fastcoll.errors import AbortedError, CollectiveTimeoutError, UnavailableError, UsageError
 from pytorch import pair
 from pytorch.pair import data, equal, rank, size
 
@@ -33,11 +35,17 @@ def groups_of_some_ranks() -> None:
         equal(x, data(torch.float32, 3, of=0) + data(torch.float32, 3, of=2))
         assert dist.get_rank(group) == rank() // 2
         dist.destroy_process_group(group)
-    alone = [dist.new_group([r]) for r in range(size())][rank()]
+    alone = dist.new_group([rank()])  # which each rank makes for itself
     y, outs = data(torch.float32, 3), [torch.empty(3)]
     dist.all_reduce(y, group=alone)
     dist.all_gather(outs, y, group=alone)
     equal([y, *outs], [data(torch.float32, 3)] * 2)
+    # torch counts the calls on each rank, and names groups by that: all make one.
+    members = dist.new_group([1, 2] if rank() else [0], use_local_synchronization=True)
+    if rank() > 0:
+        said: list[Any] = [None, None]
+        dist.all_gather_object(said, rank(), group=members)
+        assert said == [1, 2]
 
 
 def fastcolls_own_world_beside_it() -> None:
@@ -68,9 +76,49 @@ def children_of_fork_leave_the_group_alone() -> None:
     dist.barrier(pair.OURS)
 
 
+def what_torch_asks_a_backend() -> None:
+    ours = pair.OURS._get_backend(torch.device("cpu"))
+    assert ours.options.backend == "fastcoll"
+    assert ours.options._timeout == pair.TIMEOUT
+    ours.set_timeout(timedelta(seconds=50))
+    assert ours.options._timeout == timedelta(seconds=50)
+    ours.set_timeout(pair.TIMEOUT)
+    for name in (
+        "splitting",
+        "coalescing",
+        "shrinking",
+        "reconfigure",
+        "window",
+        "time_estimate",
+        "abort_hooks",
+    ):
+        assert not getattr(ours, f"supports_{name}")
+    for name in (
+        "shrink split split_group merge merge_remote_group reconfigure get_reconfigure_handle suspend resume "
+        "memory_stats new_window allocate_tensor register_abort_hook register_completion_hook"
+    ).split():
+        with pytest.raises(UnavailableError, match=r".+: a group of fastcoll has no such thing; .+"):
+            getattr(ours, name)([0])
+    group = dist.new_group(backend="fastcoll")
+    assert group.get_error() == ErrorType.SUCCESS
+    dist.barrier(group)
+    group.abort()
+    assert group.get_error() == ErrorType.COMM_ERROR
+    with pytest.raises(AbortedError):
+        dist.all_reduce(torch.ones(1), group=group)
+    if rank() == 0:
+        late = dist.new_group([0, 1], backend="fastcoll", timeout=timedelta(seconds=0.1))
+        with pytest.raises(CollectiveTimeoutError, match="timed out"):
+            dist.barrier(late)
+        assert late.get_error() == ErrorType.TIMEOUT
+    else:
+        dist.new_group([0, 1], backend="fastcoll", timeout=timedelta(seconds=0.1))
+    dist.barrier(pair.OURS)
+
+
 def what_is_refused() -> None:
     with pytest.raises(UsageError, match=r"[Ss]parse"):
-        dist.all_reduce(torch.eye(3).to_sparse(), group=pair.OURS)
+        dist.broadcast(torch.eye(3).to_sparse(), 0, group=pair.OURS)
     with pytest.raises(UnavailableError, match=r"CPU tensors alone.*new_group"):
         pair.OURS._get_backend(torch.device("cuda"))
     on_gpu = SimpleNamespace(__cuda_array_interface__={})
@@ -91,5 +139,6 @@ CHECKS = (
     groups_of_some_ranks,
     fastcolls_own_world_beside_it,
     children_of_fork_leave_the_group_alone,
+    what_torch_asks_a_backend,
     what_is_refused,
 )

@@ -1,4 +1,4 @@
-"""What needs no second rank: the store, the threads of futures, the adapter for a torch that is not here."""
+"""What needs no second rank: the store, and the threads of futures."""
 
 from __future__ import annotations
 
@@ -6,31 +6,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError
-from fastcoll.reduce_op import ReduceOp
-from fastcoll.torch.backend import BackendCalls, FastcollBackend
-from fastcoll.torch.calls import TorchCalls
+from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.torch.completion import Completions
-from fastcoll.torch.dynamo import methods_of
+from fastcoll.torch.groups import make_group
 from fastcoll.torch.meeting import meet_anew
-from fastcoll.torch.process_group import FastcollProcessGroup
-from fastcoll.torch.registration import adapter
 from fastcoll.torch.store import TorchStore
 from fastcoll.torch.work import PendingWork
 from fastcoll.work import Work
-
-# What torch's dispatcher calls on a backend written in Python (PyBackend.hpp).
-BACKEND_METHODS = """
-    allreduce allreduce_coalesced reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced
-    broadcast allgather all_gather_single all_gather_single_coalesced allgather_coalesced gather scatter alltoall
-    all_to_all_single barrier monitored_barrier send recv recv_anysource set_timeout abort shutdown getBackendName
-""".split()
 
 
 def torchs_store_is_one_of_ours() -> None:
@@ -126,83 +112,11 @@ def several_operations_are_one() -> None:
         both.wait()
 
 
-class Recorder:
-    """Stands for rank 1 of a group of fastcoll: remembers the calls."""
-
-    rank, size = 1, 3
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **options: Any) -> Work | None:
-            later = options.pop("async_op", name in ("isend", "irecv"))
-            self.calls.append((name, later, *args, *options.values()))
-            work = Work(name)
-            work._finish(2)
-            return work if later else None
-
-        return call
-
-
-class BackendWithConstructor:
-    """As torch's Backend is from 2.14 on."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.place = rank, size
-
-
-class NewBackend(BackendCalls, BackendWithConstructor):
-    def __init__(self, group: Any) -> None:
-        super().__init__(group.rank, group.size)
-        self.fastcoll = group
-
-
-def the_adapter_for_newer_torch_calls_the_group() -> None:
-    missing = [name for name in BACKEND_METHODS if name not in vars(BackendCalls) | vars(TorchCalls)]
-    assert missing == []
-    assert {method.__name__ for method in methods_of(NewBackend)} >= set(BACKEND_METHODS)
-    group = Recorder()
-    backend = NewBackend(group)
-    now, later, some = dist.AllreduceOptions(), dist.AllreduceOptions(), dist.GatherOptions()
-    now.asyncOp, now.reduceOp, some.rootRank = False, dist.ReduceOp.MAX, 1
-    barrier = dist.BarrierOptions()
-    barrier.timeout, barrier.asyncOp = timedelta(seconds=3), False
-    x, y, z = torch.ones(1), torch.ones(2), torch.ones(3)
-    assert backend.place == (1, 3)
-    assert backend.getBackendName() == "fastcoll"
-    for work in (
-        backend.allreduce([x], now),
-        backend.allreduce([x], later),
-        backend.gather([[x, y, z]], [y], some),
-        backend.all_to_all_single(x, y, [], [], later),
-        backend.all_gather_single_coalesced([x, y], [y, z], later),
-        backend.recv([x], 2, 7),
-    ):
-        assert work.wait(timedelta(seconds=1))
-        assert work.get_future().wait() is not None
-    assert backend.recv_anysource([x], 7).source_rank() == 2
-    backend.monitored_barrier(barrier, True)
-    backend.barrier(barrier)
-    assert group.calls == [
-        ("all_reduce", False, x, ReduceOp.MAX),
-        ("all_reduce", True, x, ReduceOp.SUM),
-        ("gather", True, y, [x, y, z], 1),
-        ("all_to_all_single", True, x, y, None, None),
-        ("all_gather_single", True, x, y),
-        ("all_gather_single", True, y, z),
-        ("irecv", True, x, 2, 7),
-        ("irecv", True, x, None, 7),
-        ("monitored_barrier", False, 3.0),
-        ("barrier", False, 3.0),
-    ]
-
-
-def the_adapter_that_this_torch_takes() -> None:
-    """With a newer torch this fails: then the other checks must run with the other adapter."""
-    assert adapter() is FastcollProcessGroup
-    with pytest.raises(TypeError, match="No constructor"):
-        FastcollBackend(Recorder())
+def groups_that_only_their_members_make_name_the_cure() -> None:
+    store = dist.HashStore()
+    TorchStore(store).add("fastcoll/0/join/claim/0", 1)  # as rank 0 of another group of the same name does
+    with pytest.raises(UsageError, match=r"claimed by two processes.*use_local_synchronization=True"):
+        make_group(store, "3", 0, 2, 0.2, [1, 3], 4)
 
 
 CHECKS = (
@@ -212,6 +126,5 @@ CHECKS = (
     completions_wait_for_one_another_without_harm,
     completions_where_no_thread_can_be_started,
     several_operations_are_one,
-    the_adapter_for_newer_torch_calls_the_group,
-    the_adapter_that_this_torch_takes,
+    groups_that_only_their_members_make_name_the_cure,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,9 +95,9 @@ def ddp_with_hooks() -> None:
 
 
 def ddp_with_uneven_inputs() -> None:
-    def joined(group: Any) -> list[float]:
+    def joined(group: Any, unused: bool) -> list[float]:
         torch.manual_seed(1)
-        model = ddp(nn.Linear(4, 1), group)
+        model = ddp(nn.Linear(4, 1), group, find_unused_parameters=unused)
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         with model.join():
@@ -108,7 +109,24 @@ def ddp_with_uneven_inputs() -> None:
                 losses.append(loss.item())
         return losses
 
-    agree(joined)
+    agree(partial(joined, unused=False))
+    agree(partial(joined, unused=True))
+
+
+def ddp_with_sparse_gradients() -> None:
+    def run(group: Any) -> list[float]:
+        torch.manual_seed(1)
+        model = ddp(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)), group)
+        opt, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(4):
+            opt.zero_grad()
+            loss = (model(torch.tensor([rank(), step % 2, 7])) - 1).square().mean()
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+        return losses
+
+    agree(run)
 
 
 def zero_trains_as_over_gloo() -> None:
@@ -195,6 +213,7 @@ CHECKS = (
     ddp_trains_as_over_gloo,
     ddp_with_hooks,
     ddp_with_uneven_inputs,
+    ddp_with_sparse_gradients,
     zero_trains_as_over_gloo,
     fsdp_trains_as_over_gloo,
     functional_collectives_on_a_mesh,
