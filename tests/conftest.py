@@ -1,9 +1,64 @@
-"""Configuration of all tests: `pytester`, with which the pytest plugin tests itself, and hosts on this machine."""
+"""Configuration of all tests: `pytester`, with which the pytest plugin tests itself, and hosts on this machine.
 
+Where CI=true a test that skips fails, unless SKIPPED_IN_CI has the reason; with --no-skips any that skips does.
+"""
+
+import os
+import re
 import signal
+
+import pytest
 
 pytest_plugins = ["pytester", "hosts.plugin"]
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What a reason begins with, and why it may be so in CI.
+SKIPPED_IN_CI = {
+    "numba-cuda is not installed": "a later step of .ci/run has it, and runs these tests",
+    "this Numba has no CUDA simulator": "numba-cuda has one, and these need minutes: pytest -m gpu",
+    "NCCL is not installed": "a later step of .ci/run has it, and runs these tests",
+    r"\d+ ranks need more than \d+ hosts": "the steps on four hosts take the worlds that fit",
+    "no IPv6 here": "containers often have none",
+    "one interface only": "containers often have no second one",
+    "no multicast here": "containers' networks often have none",
+    "this processor has no F16C": "the other way of converting runs everywhere",
+    "1,000 connections to oneself need": "the limit of descriptors is the machine's",
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--no-skips", action="store_true", help="a test that skips fails, whatever the reason")
+
+
+def _refuse_unlisted(report, config):
+    """Make a failure of a skip that nobody expects."""
+    strict = config.getoption("no_skips")
+    if (
+        report.outcome != "skipped"
+        or hasattr(report, "wasxfail")
+        or not (strict or os.environ.get("CI") == "true")
+    ):
+        return
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    if strict or not any(re.match(listed, reason) for listed in SKIPPED_IN_CI):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{report.nodeid} was skipped in CI, and tests/conftest.py does not list the reason: {reason}"
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    _refuse_unlisted(report, item.config)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    _refuse_unlisted(report, collector.config)
+    return report

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +19,7 @@ from fastcoll.errors import AbortedError, UnavailableError
 from fastcoll.gpu import nccl_library
 from fastcoll.gpu.nccl_comm import Communicator
 from fastcoll.gpu.nccl_library import Library, NcclError, reduction
+from fastcoll.reduce_op import AVG, MAX, MIN, PRODUCT, SUM
 
 from .fake_nccl import FakeNccl
 from .fake_runtime import FakeRuntime
@@ -79,6 +83,122 @@ def test_what_nccl_reduces() -> None:
     assert reduction(ReduceOp.PREMUL_SUM(2), np.dtype(ml_dtypes.bfloat16)) == (9, 0, 1)
     assert reduction(ReduceOp.SUM, np.dtype(">f4")) is None
     assert reduction(ReduceOp.custom(max), np.dtype("f4")) is None
+
+
+# ---- the real library, without a GPU ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Library]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_SOCKET_IFNAME", "lo")  # an id is the address of a socket
+        nccl_library.library.cache_clear()
+        try:
+            yield nccl_library.library()
+        except UnavailableError as error:
+            pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def header() -> str:
+    """The wheel's nccl.h, without comments."""
+    library = nccl_library._in_wheel()
+    if library is None:
+        pytest.skip("NCCL is not installed as a wheel, which brings nccl.h")
+    text = Path(library).parents[1].joinpath("include", "nccl.h").read_text()
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
+
+
+def in_c(declared: str) -> Any:
+    """What ctypes calls the type of a parameter or result, as in `const void* sendbuff`."""
+    if declared.startswith("const char*"):
+        return ctypes.c_char_p
+    kind = declared.split()[0]
+    if "*" in declared or kind in ("ncclComm_t", "cudaStream_t"):
+        return ctypes.c_void_p
+    others = {"int": ctypes.c_int, "size_t": ctypes.c_size_t, "ncclUniqueId": nccl_library.UniqueId}
+    enums = ("ncclResult_t", "ncclDataType_t", "ncclRedOp_t", "ncclScalarResidence_t")
+    return (others | dict.fromkeys(enums, ctypes.c_int))[kind]
+
+
+def test_every_signature_is_that_of_the_header(real: Library, header: str) -> None:
+    prototypes = re.findall(r"^(ncclResult_t|const char\*)\s+(nccl\w+)\(([^)]*)\);", header, re.MULTILINE)
+    declared = {name: (result, parameters) for result, name, parameters in prototypes}
+    for name in nccl_library._SIGNATURES | nccl_library._TEXTS:
+        result, parameters = declared[name]
+        function = getattr(real.calls, name)
+        kinds = [in_c(each.strip()) for each in parameters.split(",") if each.strip() not in ("", "void")]
+        assert list(function.argtypes) == kinds, name
+        assert function.restype is in_c(result), name
+
+
+def test_every_number_is_that_of_the_header(header: str) -> None:
+    numbers = {name: int(value) for name, value in re.findall(r"\bnccl(\w+)\s*=\s*(\d+)", header)}
+    assert (numbers["Success"], numbers["InProgress"]) == (nccl_library.SUCCESS, nccl_library.IN_PROGRESS)
+    assert {name: numbers[name.capitalize()] for name in nccl_library._DTYPES} == nccl_library._DTYPES
+    names = {SUM: "Sum", PRODUCT: "Prod", MAX: "Max", MIN: "Min", AVG: "Avg"}
+    assert {op: numbers[name] for op, name in names.items()} == nccl_library._OPS
+    defined = dict(re.findall(r"#define (NCCL_\w+) (\w+)", header))
+    assert int(defined["NCCL_UNIQUE_ID_BYTES"]) == nccl_library.UNIQUE_ID_BYTES
+    config = nccl_library.Config.non_blocking()
+    assert int(defined["NCCL_API_MAGIC"], 16) == config.magic
+    (fields,) = re.findall(r"struct ncclConfig_v\d+ \{(.*?)\}", header, re.DOTALL)
+    declared = re.findall(r"([\w ]+) (\w+);", fields)[: len(config._fields_)]
+    assert [(name, kind.split()) for kind, name in declared] == [
+        ("size", ["size_t"]),
+        ("magic", ["unsigned", "int"]),
+        ("version", ["unsigned", "int"]),
+        ("blocking", ["int"]),
+    ]
+    assert [name for _, name in declared] == [name for name, *_ in config._fields_]
+
+
+def test_the_real_library_answers_without_a_gpu(real: Library) -> None:
+    assert real.version >= nccl_library.OLDEST
+    first, second = real.unique_id(), real.unique_id()
+    assert len(first) == len(second) == nccl_library.UNIQUE_ID_BYTES
+    assert first != second
+    with pytest.raises(NcclError, match=rf"NCCL {real.name}: flying failed with status 5: invalid usage"):
+        real.check(5, "flying")
+
+
+def test_every_function_of_the_real_library_can_be_called_without_a_gpu(real: Library) -> None:
+    """With no communicator or a wrong rank, which each of them refuses before it looks for a GPU, or finds none."""
+    word, sum_of_floats = ctypes.c_uint64(), (7, 0)
+    identity = nccl_library.UniqueId.from_buffer_copy(real.unique_id())
+    config = nccl_library.Config.non_blocking()
+    none = no_stream = None
+    no_array = (none, 1)
+    refused: dict[str, tuple[Any, ...]] = {
+        "ncclCommInitRankConfig": (ctypes.byref(word), 1, identity, 5, ctypes.byref(config)),
+        "ncclCommSplit": (none, 0, 0, ctypes.byref(word), none),
+        "ncclCommGetAsyncError": (none, ctypes.byref(word)),
+        "ncclRedOpCreatePreMulSum": (ctypes.byref(word), ctypes.byref(word), 7, 0, none),
+        "ncclRedOpDestroy": (5, none),
+        "ncclAllReduce": (none, *no_array, *sum_of_floats, none, no_stream),
+        "ncclReduce": (none, *no_array, *sum_of_floats, 0, none, no_stream),
+        "ncclReduceScatter": (none, *no_array, *sum_of_floats, none, no_stream),
+        "ncclBroadcast": (none, *no_array, 7, 0, none, no_stream),
+        "ncclAllGather": (none, *no_array, 7, none, no_stream),
+        "ncclSend": (*no_array, 7, 0, none, no_stream),
+        "ncclRecv": (*no_array, 7, 0, none, no_stream),
+    }
+    accepted: dict[str, tuple[Any, ...]] = {
+        "ncclGetVersion": (ctypes.byref(word),),
+        "ncclGetUniqueId": (ctypes.byref(identity),),
+        "ncclCommFinalize": (none,),
+        "ncclCommDestroy": (none,),
+        "ncclCommAbort": (none,),
+        "ncclGroupStart": (),
+        "ncclGroupEnd": (),
+    }
+    assert set(refused | accepted) == set(nccl_library._SIGNATURES)
+    for name, arguments in refused.items():
+        status = getattr(real.calls, name)(*arguments)
+        with pytest.raises(NcclError, match=f"NCCL {real.name}: {name} failed with status {status}: [a-z]"):
+            real.check(status, name)
+    for name, arguments in accepted.items():
+        real.check(getattr(real.calls, name)(*arguments), name)
 
 
 # ---- communicators -------------------------------------------------------------------------------------
