@@ -75,6 +75,15 @@ def dtype_code(dtype: np.dtype[Any] | None) -> int:
     return _OTHER_DTYPE | checksum & 0x7F | (checksum >> 7 & _OTHER_BITS) << 8
 
 
+OBJECT_SIZES = np.dtype([("fastcoll: sizes of objects", np.int64)])
+OBJECT_BYTES = np.dtype([("fastcoll: bytes of objects", np.uint8)])
+"""What collectives of objects move: no user's array matches it, and messages call it objects."""
+
+_OBJECTS = {
+    dtype_code(dtype) & (_DETAIL << 8 | 0xFF): dtype.itemsize for dtype in (OBJECT_SIZES, OBJECT_BYTES)
+}
+
+
 def describe(call: int, shape: int) -> str:
     """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`."""
     name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
@@ -84,7 +93,11 @@ def describe(call: int, shape: int) -> str:
     code, detail = call >> 8 & 0xFF, call >> 48 & _DETAIL
     dtype = _DTYPES[code] if code < len(_DTYPES) else f"another dtype ({detail << 8 | code:#x})"
     parts = [dtype, f"{shape} bytes" if shape >= 0 else "blocks of different sizes"]
-    if call & UNEVEN:
+    itemsize = _OBJECTS.get(detail << 8 | code)
+    if itemsize is not None:
+        several = itemsize > 1 and shape >= 0 and not call & UNEVEN
+        parts = [f"{shape // itemsize} objects" if several else "objects"]
+    elif call & UNEVEN:
         del parts[1]
     elif shape >= 0 and 0 < code < len(_DTYPES):
         parts[1] = f"{shape // np.dtype(_itemsize_name(dtype)).itemsize} elements"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .calls import OBJECT_BYTES, OBJECT_SIZES
 from .errors import UnavailableError, UsageError
 from .group import ProcessGroup
 from .registry import Group, group_rank, member_of
@@ -50,7 +51,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
         _check_length("object_list", object_list, g.size)
         own = _pack(obj)
     parts = [np.empty(size, np.uint8) for size in _share_sizes(g, own)]
-    g.all_gather(parts, own)
+    g.all_gather([part.view(OBJECT_BYTES) for part in parts], own.view(OBJECT_BYTES))
     object_list[:] = map(_unpack, parts)
 
 
@@ -83,7 +84,7 @@ def gather_object(
         own = _pack(obj)
     sizes = _share_sizes(g, own)
     parts = [np.empty(size, np.uint8) for size in sizes] if g.rank == root else None
-    g.gather(own, parts, root)
+    g.gather(own.view(OBJECT_BYTES), parts and [part.view(OBJECT_BYTES) for part in parts], root)
     if parts is not None and object_gather_list is not None:
         object_gather_list[:] = map(_unpack, parts)
 
@@ -119,7 +120,7 @@ def broadcast_object_list(
         parts = [_pack(obj) for obj in object_list] if g.rank == root else None
     sizes = _announce_sizes(g, parts, len(object_list), root)
     data = np.empty(sizes.sum(), np.uint8) if parts is None else _joined(parts)
-    g.broadcast(data, root)
+    g.broadcast(data.view(OBJECT_BYTES), root)
     if parts is None:
         object_list[:] = map(_unpack, _cut(data, sizes))
 
@@ -158,7 +159,7 @@ def scatter_object_list(
             parts = [_pack(obj) for obj in given]
     sizes = _announce_sizes(g, parts, g.size, root)
     own = np.empty(sizes[g.rank], np.uint8)
-    g.scatter(own, parts, root)
+    g.scatter(own.view(OBJECT_BYTES), parts and [part.view(OBJECT_BYTES) for part in parts], root)
     scatter_object_output_list[0] = _unpack(own)
 
 
@@ -259,14 +260,14 @@ def _joined(parts: Sequence[Bytes]) -> Bytes:
 def _share_sizes(g: ProcessGroup, own: Bytes) -> Sizes:
     """The size of every rank's part."""
     sizes = np.empty(g.size, np.int64)
-    g.all_gather_single(sizes, _sizes_of([own]))
+    g.all_gather_single(sizes.view(OBJECT_SIZES), _sizes_of([own]).view(OBJECT_SIZES))
     return sizes
 
 
 def _announce_sizes(g: ProcessGroup, parts: Sequence[Bytes] | None, count: int, root: int) -> Sizes:
     """The sizes of the root's `count` parts, which the other ranks do not have."""
     sizes = np.empty(count, np.int64) if parts is None else _sizes_of(parts)
-    g.broadcast(sizes, root)
+    g.broadcast(sizes.view(OBJECT_SIZES), root)
     return sizes
 
 

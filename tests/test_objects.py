@@ -215,7 +215,9 @@ def test_a_sequence_that_is_only_read_may_be_a_tuple(rank: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_lists_of_different_lengths_do_not_match(rank: int) -> None:
-    with pytest.raises(dist.MismatchError):
+    with pytest.raises(
+        dist.MismatchError, match=r"broadcast\(1 objects, root=0\).*broadcast\(2 objects, root=0\)"
+    ):
         dist.broadcast_object_list([None] * (1 + rank), src=0)
 
 
@@ -231,3 +233,14 @@ def test_before_the_start_a_call_says_what_to_do() -> None:
     for call in calls:
         with pytest.raises(dist.NotInitializedError, match="call init_process_group first"):
             call()
+
+
+@pytest.mark.ranks(2)
+def test_messages_speak_of_objects(rank: int) -> None:
+    gather = (dist.all_gather_object, [None, None], 1) if rank == 0 else (dist.broadcast, np.ones(2), 0)
+    said = r"all_gather\(objects\); rank 1 called broadcast\(float64, 2 el"
+    with pytest.raises(dist.MismatchError, match=said):
+        gather[0](*gather[1:])
+    message = (dist.send_object_list, [1, 2], 1) if rank == 0 else (dist.recv_object_list, [None] * 3, 0)
+    with pytest.raises(dist.MismatchError, match=r"objects: .* [23] objects.* [23] objects; both lists"):
+        message[0](*message[1:])

@@ -46,6 +46,8 @@ def contents(kind: int, nbytes: int) -> str:
     """What a message or an array holds, for people: `(float32, 10 elements)`."""
     if _is_on_gpu(kind):
         return "an array on a GPU"
+    if tag_of(kind) == OBJECTS_TAG:  # only their sizes can differ from what is expected
+        return f"{nbytes // 8} objects"
     return calls.describe((kind & 0xFF) << 8, nbytes).removeprefix("none")
 
 
@@ -57,6 +59,8 @@ def _dropped(kind: int, other: int) -> str:
     """What ends the error about a message and an array of these kinds."""
     if _is_on_gpu(kind) != _is_on_gpu(other):
         cure = "both must be on GPUs, or both in host memory"
+    elif tag_of(kind) == OBJECTS_TAG:
+        cure = "both lists must have the same length"
     else:
         cure = "both must have the same dtype and number of elements"
     return f"{cure}. The message was dropped, the group stays usable"
