@@ -90,7 +90,7 @@ from .registry import (
     group,
     is_initialized,
 )
-from .rendezvous import FileStore, HashStore, PrefixStore, Store
+from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rendezvous_handler
 from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from .work import Work
 
@@ -172,6 +172,7 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "ReduceOp",
+    "register_rendezvous_handler",
     "RendezvousError",
     "ResourceError",
     "scan",

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
 from . import backends, config
@@ -34,7 +34,7 @@ from .job import Job, has_left, times_settled
 from .members import dead_among, forget, gone_among, speak_as
 from .processes import this_process
 from .registry import Group, NonMember, groups
-from .rendezvous import PrefixStore, Store, rendezvous
+from .rendezvous import PrefixStore, Store, adopted, has_handler, meet
 from .rendezvous.join import join, registered
 from .rendezvous.waiting import LateWarning
 from .watch import last_words
@@ -95,7 +95,7 @@ def init_process_group(
     timeout: Timeout = None,
     world_size: int = -1,
     rank: int = -1,
-    store: Store | None = None,
+    store: Store | Any = None,
     group_name: str = "",
     pg_options: None = None,
     device_id: Any = None,
@@ -107,12 +107,12 @@ def init_process_group(
             or one for each kind of device: "cpu:auto,cuda:nccl".
         init_method: a URL. "env://" (the default) reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
             or what mpirun or Slurm have set; with none of these, a world of one. Or "tcp://host:port",
-            "tcp://multicast-address:port", "file:///path".
+            "tcp://multicast-address:port", "file:///path", or what `register_rendezvous_handler` has added.
         timeout: seconds or timedelta, for joining and for every call on the group; the default is
             FASTCOLL_TIMEOUT (1800 s).
         world_size, rank: size of the job and this process's place; -1 leaves it to `init_method`.
-        store: a store that all processes share, instead of `init_method`; needs rank and world_size. It
-            stays open.
+        store: a store that all processes share, fastcoll's or torch.distributed's, instead of `init_method`; needs
+            rank and world_size. It stays open.
         group_name: keeps jobs apart that use one multicast address or one file.
         pg_options: must be None; no backend has options.
         device_id: this rank's GPU. It is checked and makes no difference: each array says on which GPU it is.
@@ -242,11 +242,11 @@ def _chosen_way(
     if store is None and init_method is None and choice.initialises_mpi and _no_address():
         return functools.partial(_meet_through_mpi, rank, world_size, limit)
     if store is None:
-        return functools.partial(_meet, init_method or "env://", rank, world_size, limit, group_name)
+        way = _meet_by_handler if has_handler(init_method or "") else _meet
+        return functools.partial(way, init_method or "env://", rank, world_size, limit, group_name)
     if init_method is not None:
         raise UsageError(f"store and init_method={init_method!r} are both given; give one of them")
-    if not isinstance(store, Store):
-        raise UsageError(f"store is {type(store).__name__}; give a fastcoll.Store or a subclass of it")
+    store = adopted(store)
     if not 0 <= rank < world_size:
         raise UsageError(
             f"rank is {rank} and world_size is {world_size}; with a store give both, rank from 0 to world_size - 1"
@@ -278,13 +278,23 @@ def _use(store: Store, rank: int, world_size: int, group_name: str) -> _Found:
     return _Found(PrefixStore(f"fastcoll/{group_name}/{use}", store), rank, world_size, lambda _: None)
 
 
+def _meet_by_handler(init_method: str, rank: int, world_size: int, limit: float, group_name: str) -> _Found:
+    """As a user's handler says, which may yield the same store again."""
+    meeting = meet(init_method, rank, world_size, limit, group_name)
+    try:
+        return replace(_use(meeting.store, meeting.rank, meeting.world_size, group_name), close=meeting.close)
+    except BaseException:
+        meeting.close()
+        raise
+
+
 def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name: str) -> _Found:
     """A rendezvous, again while it leads to an earlier job that rank 0 has not left yet."""
     deadline = time.monotonic() + limit
     late = LateWarning()
     while True:
         left = max(deadline - time.monotonic(), 0.001)
-        meeting = rendezvous(init_method, rank, world_size, left, group_name)
+        meeting = meet(init_method, rank, world_size, left, group_name)
         store = PrefixStore("fastcoll", meeting.store)
         try:
             if not times_settled(store, meeting.rank):

@@ -6,15 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 from .file_store import FileStore
 from .hash_store import HashStore
-from .methods import rendezvous
+from .methods import has_handler, meet, register_rendezvous_handler, rendezvous
 from .outcome import Rendezvous
 from .prefix_store import PrefixStore
 from .store import Store
+from .torch_store import adopted
 
 if TYPE_CHECKING:
     from .tcp_store import TCPStore
 
-__all__ = ["FileStore", "HashStore", "PrefixStore", "Rendezvous", "Store", "TCPStore", "rendezvous"]
+__all__ = [
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "Rendezvous",
+    "Store",
+    "TCPStore",
+    "adopted",
+    "has_handler",
+    "meet",
+    "register_rendezvous_handler",
+    "rendezvous",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -64,6 +64,24 @@ def listen(host: str, port: int) -> socket.socket:
                 raise _cannot_listen(host, port, error) from error
 
 
+def adopt_listener(descriptor: int) -> socket.socket:
+    """The listening TCP socket with this file descriptor, which is its own from now on.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        listener = socket.socket(fileno=descriptor)
+    except (OSError, OverflowError, TypeError, ValueError) as error:
+        raise UsageError(f"master_listen_fd is {descriptor!r}, which is no socket ({error})") from error
+    is_tcp = listener.family in (socket.AF_INET, socket.AF_INET6)
+    if not (is_tcp and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
+        listener.detach()
+        raise UsageError(f"master_listen_fd is {descriptor!r}, but no TCP socket that listens")
+    listener.setblocking(False)
+    return listener
+
+
 def _bindable(host: str) -> str:
     """`host`, or every address where a machine's own name means loopback to itself alone.
 

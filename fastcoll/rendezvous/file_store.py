@@ -64,6 +64,10 @@ class FileStore(TableStore):
         with self._mutex, self._log.transaction(time.monotonic() + self._timeout):
             return list(self._log.participants.values())
 
+    def clone(self) -> FileStore:
+        """A participant more."""
+        return FileStore(self.path, self.world_size, self._timeout)
+
     def close(self) -> None:
         with self._mutex:
             self._closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from copy import copy
 
 from ..errors import StoreError
 from .table import CHANGING, Request, Table
@@ -28,6 +29,9 @@ class HashStore(TableStore):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def clone(self) -> HashStore:
+        return copy(self)  # with the table and the lock in common
 
     def _ask(self, request: Request) -> list[bytes] | bytes:
         deadline = time.monotonic() + request.timeout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .store import Store
 
@@ -14,13 +16,15 @@ class Rendezvous:
     Attributes:
         store: shared by all ranks; it belongs to the rendezvous.
         rank, world_size: this process's place.
-        host: the address at which the other ranks see this node.
+        host: the address at which the other ranks see this node; "" where a user's handler has found them.
+        handler: that handler's generator.
     """
 
     store: Store
     rank: int
     world_size: int
     host: str
+    handler: Iterator[Any] | None = None
 
     def close(self, linger: float = 0.0) -> None:
         """Close the store and with it the server or file behind it. Closing twice is fine.
@@ -35,3 +39,5 @@ class Rendezvous:
             self.store.close(linger)
         else:
             self.store.close()
+        if isinstance(self.handler, Generator):
+            self.handler.close()

@@ -7,18 +7,22 @@ from datetime import timedelta
 
 from ..work import Timeout
 from .store import Store, checked_key, checked_keys
+from .torch_store import adopted
 
 
 class PrefixStore(Store):
     """`store` with every key written as `prefix/key`, so that several users of it never meet.
 
-    The timeout is the store's own, for all its views; `num_keys` counts all its keys. Closing a view
-    leaves the store open.
+    The timeout is the store's own, for all its views; `num_keys` counts all its keys, `list_keys` has the view's.
+    Closing a view leaves the store open.
+
+    Args:
+        store: one of fastcoll's, or of torch.distributed's.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
         self.prefix = prefix
-        self.underlying_store = store
+        self.underlying_store = adopted(store)
 
     def set(self, key: str, value: str | bytes) -> None:
         self.underlying_store.set(self._name(key), value)
@@ -61,6 +65,25 @@ class PrefixStore(Store):
 
     def num_keys(self) -> int:
         return self.underlying_store.num_keys()
+
+    def list_keys(self) -> list[str]:
+        start = f"{self.prefix}/"
+        return [key.removeprefix(start) for key in self.underlying_store.list_keys() if key.startswith(start)]
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        self.underlying_store.queue_push(self._name(key), value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        return self.underlying_store.queue_pop(self._name(key), block)
+
+    def queue_len(self, key: str) -> int:
+        return self.underlying_store.queue_len(self._name(key))
+
+    def clone(self) -> PrefixStore:
+        return PrefixStore(self.prefix, self.underlying_store.clone())
+
+    def has_extended_api(self) -> bool:
+        return self.underlying_store.has_extended_api()
 
     @property
     def timeout(self) -> timedelta:

@@ -1,8 +1,8 @@
 """Store, the contract of every key-value store through which ranks find one another.
 
 The interface is torch.distributed's. A subclass must bring `set`, `get`, `add` and `check`; the base
-makes `wait`, `multi_get` and `multi_set` from them. What cannot be made from them without a race
-(`compare_set`, `append`, `delete_key`, `num_keys`) is refused by name until the subclass brings it.
+makes `wait`, `barrier`, `multi_get` and `multi_set` from them. What cannot be made from them without a race
+(`compare_set`, `append`, queues and the like) is refused by name until the subclass brings it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
+from ..arguments import whole
 from ..config import MOST_SECONDS
 from ..errors import StoreTimeoutError, UnavailableError, UsageError
 from ..work import Timeout, seconds
@@ -27,8 +28,8 @@ LISTED = 16  # so many things a message names at most
 class Store(ABC):
     """Keys (text) and values (bytes) that all ranks share.
 
-    Every operation is atomic. Blocking ones (`get`, `multi_get`, `wait`) end with the store's
-    timeout and let Ctrl-C through. After `close` every operation raises StoreError.
+    Every operation is atomic. Blocking ones (`get`, `multi_get`, `wait`, `barrier`, `queue_pop`) end with the
+    store's timeout and let Ctrl-C through. After `close` every operation raises StoreError.
     """
 
     _timeout: float = DEFAULT_TIMEOUT.total_seconds()
@@ -126,6 +127,62 @@ class Store(ABC):
     def num_keys(self) -> int:
         """How many keys are set."""
         self._refuse("num_keys")
+
+    def list_keys(self) -> list[str]:
+        """The keys that are set, in no certain order."""
+        self._refuse("list_keys")
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Put `value` behind the last one in the queue `key`, which is made if need be. Does not wait for others.
+
+        A queue is there for `wait`, `check` and `delete_key` as a key, as long as something is in it.
+        """
+        self._refuse("queue_push")
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value out of the queue `key`, which nobody else gets then.
+
+        Args:
+            block: whether to wait for one, the store's timeout at most.
+
+        Raises:
+            StoreTimeoutError: nothing was pushed within the store's timeout.
+            QueueEmptyError: nothing is there, and `block` is False.
+        """
+        self._refuse("queue_pop")
+
+    def queue_len(self, key: str) -> int:
+        """How many values are in the queue `key`, now."""
+        self._refuse("queue_len")
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> None:
+        """Block until `world_size` processes have called this with the same `key`, which serves once.
+
+        Args:
+            timeout: seconds or timedelta; None is the store's timeout.
+
+        Raises:
+            StoreTimeoutError: fewer came in time; the message counts them.
+        """
+        if whole("world_size", world_size) < 1:
+            raise UsageError(f"world_size is {world_size}; a barrier is of one process or more")
+        limit, counter, last = self._limit(timeout), f"{checked_key(key)}/num_members", f"{key}/last_member"
+        if self.add(counter, 1) == world_size:
+            self.set(last, "1")
+        try:
+            self.wait([last], limit)
+        except TimeoutError as error:
+            raise StoreTimeoutError(
+                f"{self.add(counter, 0)} of {world_size} processes came to the barrier {key!r} within {limit:g} s"
+            ) from error
+
+    def clone(self: S) -> S:
+        """Another object for the same keys and values, with a timeout of its own; each is closed for itself."""
+        self._refuse("clone")
+
+    def has_extended_api(self) -> bool:
+        """Whether `append`, `multi_get` and `multi_set` are more than what the base makes of the others."""
+        return False
 
     @property
     def timeout(self) -> timedelta:

@@ -240,7 +240,7 @@ class StoreServer:
             request, state.waiting = state.waiting, None
             _let_in(state)
             same = request.op, request.keys
-            if same not in answers:
+            if same not in answers or request.op is Op.POP:
                 answers[same] = self._answer_to(request)
             self.outbox.append((peer, answers[same]))
 

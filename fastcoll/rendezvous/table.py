@@ -6,7 +6,8 @@ the TCP server differ only in how a request comes to a table and who is woken af
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -24,7 +25,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class Op(IntEnum):
-    """The operations. GET and WAIT need all their keys to be set; the others never wait."""
+    """The operations. GET, WAIT and POP need all their keys to be set; the others never wait."""
 
     SET = 1
     GET = 2
@@ -36,6 +37,8 @@ class Op(IntEnum):
     APPEND = 8
     NUM_KEYS = 9
     PEEK = 10
+    POP = 11  # the first item of the queue under a key; the last one takes the key along
+    KEYS = 12  # those behind a key, in order, as many as fit into an answer
 
 
 # Op -> (fewest keys, most keys, values for each key)
@@ -50,9 +53,14 @@ SHAPES: dict[Op, tuple[int, int, int]] = {
     Op.APPEND: (1, 1, 1),
     Op.NUM_KEYS: (0, 0, 0),
     Op.PEEK: (1, 1024, 0),
+    Op.POP: (1, 1, 0),
+    Op.KEYS: (1, 1, 0),
 }
 MAX_KEYS_PER_REQUEST = 1024
-CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND})
+CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND, Op.POP})
+# A queue is the value of its key: each item behind this mark and its length, so that a push is an APPEND.
+_ITEM = struct.Struct("!4sI")
+_MARK = b"\0ITM"
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class Table:
 
     def first_missing(self, request: Request) -> bytes | None:
         """The first key that `request` still has to wait for, or None."""
-        if request.op not in (Op.GET, Op.WAIT):
+        if request.op not in (Op.GET, Op.WAIT, Op.POP):
             return None
         return next((key for key in request.keys if key not in self._data), None)
 
@@ -117,6 +125,10 @@ class Table:
                 return []
             case Op.NUM_KEYS:
                 return [b"%d" % len(self._data)]
+            case Op.POP:
+                return [self._pop(key)]
+            case Op.KEYS:
+                return _those_that_fit(sorted(name for name in self._data if name > key))
 
     def put(self, key: bytes, value: bytes) -> None:
         """Set one key.
@@ -160,6 +172,36 @@ class Table:
             self.put(key, desired)
             return desired
         return expected if old is None else old
+
+    def _pop(self, key: bytes) -> bytes:
+        queue = self._data[key]
+        _, end = next(items(queue, key))
+        if end < len(queue):
+            self.put(key, queue[end:])
+        else:
+            self.remove(key)
+        return queue[_ITEM.size : end]
+
+
+def item(value: bytes) -> bytes:
+    """What appends `value` to a queue."""
+    return _ITEM.pack(_MARK, len(value)) + value
+
+
+def items(queue: bytes, key: bytes) -> Iterator[tuple[int, int]]:
+    """Where each item of the queue under `key` starts and ends, its mark and length included.
+
+    Raises:
+        StoreError: this is no queue.
+    """
+    start = 0
+    while start < len(queue) or not queue:
+        mark, length = _ITEM.unpack_from(queue, start) if len(queue) - start >= _ITEM.size else (b"", 0)
+        end = start + _ITEM.size + length
+        if mark != _MARK or end > len(queue):
+            raise StoreError(f"{shown(key)} holds {queue[:40]!r}, which is no queue")
+        yield start, end
+        start = end
 
 
 def _those_that_fit(values: Iterable[bytes]) -> list[bytes]:

@@ -10,10 +10,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from ..arguments import whole
-from ..errors import StoreError, UsageError
+from ..errors import QueueEmptyError, StoreError, StoreTimeoutError, UsageError
 from ..work import Timeout
 from .store import LISTED, Store, checked_key, checked_keys, not_set, pairs
-from .table import MAX_ANSWER, MAX_KEY, MAX_KEYS_PER_REQUEST, MAX_VALUE, Op, Request
+from .table import MAX_ANSWER, MAX_KEY, MAX_KEYS_PER_REQUEST, MAX_VALUE, Op, Request, item, items
 
 
 class TableStore(Store):
@@ -95,6 +95,30 @@ class TableStore(Store):
 
     def num_keys(self) -> int:
         return int(self._do(Op.NUM_KEYS)[0])
+
+    def list_keys(self) -> list[str]:
+        keys: list[bytes] = []
+        while more := self._do(Op.KEYS, [keys[-1].decode() if keys else ""]):
+            keys += more
+        return [key.decode() for key in keys]
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        self._do(Op.APPEND, [key], [item(_value(value))])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        try:
+            return self._do(Op.POP, [key], limit=None if block else 0.0)[0]
+        except StoreTimeoutError as error:
+            if block:
+                raise
+            raise QueueEmptyError(f"the queue {key!r} is empty") from error
+
+    def queue_len(self, key: str) -> int:
+        queue = self.peek([key])[0]
+        return 0 if queue is None else sum(1 for _ in items(queue, key.encode()))
+
+    def has_extended_api(self) -> bool:
+        return True
 
     def _set_all(self, batch: Sequence[tuple[str, bytes]]) -> None:
         self._do(Op.SET, [key for key, _ in batch], [value for _, value in batch])

@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass
 
 from ..secret import warn_if_open
-from .address import listen, shown
+from .address import adopt_listener, listen, shown
 from .descriptors import CURE, raise_limit
 from .store_protocol import StoreServer
 
@@ -40,14 +40,14 @@ class _Link:
 
 
 class TCPServer:
-    """A store's server on `host`:`port` (0: a free one), on a daemon thread of its own.
+    """A store's server on `host`:`port` (0: a free one) or at a socket, on a daemon thread of its own.
 
     Raises:
         UsageError, ResourceError: it cannot listen there; see `listen`.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes) -> None:
-        self._listener = listen(host, port)
+    def __init__(self, host: str, port: int, secret: bytes, listening: int | None = None) -> None:
+        self._listener = listen(host, port) if listening is None else adopt_listener(listening)
         bound: str
         bound, self.port = self._listener.getsockname()[:2]
         warn_if_open(bound, f"{shown(bound, self.port)} (the store)")

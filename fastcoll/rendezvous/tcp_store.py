@@ -38,6 +38,8 @@ class TCPStore(TableStore):
         timeout: of blocking operations, and of getting connected.
         wait_for_workers: the master waits in here until `world_size` processes have come.
         multi_tenant: share the server of an earlier master on this port in this process.
+        master_listen_fd: a listening socket for the master to serve at, which it closes in the end.
+        use_libuv: of no effect, as is `libuvBackend`; torch has several servers.
 
     Raises:
         UsageError: an argument cannot be meant.
@@ -50,6 +52,8 @@ class TCPStore(TableStore):
         1
     """
 
+    libuvBackend = False
+
     def __init__(
         self,
         host_name: str,
@@ -59,6 +63,8 @@ class TCPStore(TableStore):
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         wait_for_workers: bool = True,
         multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
     ) -> None:
         self._timeout = self._limit(timeout)
         port, world_size = _checked_arguments(host_name, port, world_size, is_master)
@@ -67,7 +73,9 @@ class TCPStore(TableStore):
         self._lock = threading.Lock()
         self._idle: list[TCPConnection] = []
         self._busy: set[TCPConnection] = set()
-        self._server = _serve(host_name, port, self._secret, multi_tenant) if is_master else None
+        self._server = (
+            _serve(host_name, port, self._secret, multi_tenant, master_listen_fd) if is_master else None
+        )
         self.host = host_name
         self.port = port if self._server is None else self._server.port
         try:
@@ -100,6 +108,10 @@ class TCPStore(TableStore):
         server, self._server = self._server, None
         if server is not None:
             _leave(server, linger)
+
+    def clone(self) -> TCPStore:
+        """A client more, never the master."""
+        return TCPStore(_reachable(self.host), self.port, timeout=self._timeout)
 
     def _close_inherited(self) -> None:
         """In a forked child: close our copies and leave the parent's connections and server alone."""
@@ -205,13 +217,13 @@ _shared: weakref.WeakValueDictionary[tuple[str, int], TCPServer] = weakref.WeakV
 _users: weakref.WeakKeyDictionary[TCPServer, int] = weakref.WeakKeyDictionary()
 
 
-def _serve(host: str, port: int, secret: bytes, share: bool) -> TCPServer:
+def _serve(host: str, port: int, secret: bytes, share: bool, listening: int | None) -> TCPServer:
     """A new server, or with `share` this process's earlier one on that port."""
     _watch_forks()
     with _shared_lock:
         server = _shared.get((host, port)) if share else None
         if server is None:
-            server = TCPServer(host, port, secret)
+            server = TCPServer(host, port, secret, listening)
             if share:
                 _shared[host, server.port] = server
         _users[server] = _users.get(server, 0) + 1

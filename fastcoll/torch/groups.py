@@ -27,9 +27,9 @@ from ..members import Member, forget, speak_as
 from ..processes import this_process
 from ..rendezvous import HashStore, PrefixStore
 from ..rendezvous.join import join
+from ..rendezvous.torch_store import TorchStore
 from .completion import completions
 from .meeting import meet_anew
-from .store import TorchStore
 
 _log = logging.getLogger("fastcoll")
 _SETTLE_SECONDS = 5.0

@@ -20,8 +20,8 @@ SECRET = {"FASTCOLL_SECRET": "of this test"}
 
 MEET = """
 import os, fastcoll as dist
-from fastcoll.rendezvous import rendezvous
-meeting = rendezvous("env://", -1, -1, 30, "")
+from fastcoll.rendezvous import meet
+meeting = meet("env://", -1, -1, 30, "")
 meeting.store.set(f"host/{meeting.rank}", os.uname().nodename)
 hosts = [meeting.store.get(f"host/{rank}").decode() for rank in range(meeting.world_size)]
 print(meeting.rank, os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"], *hosts, flush=True)

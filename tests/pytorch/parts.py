@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError, UsageError
+from fastcoll.rendezvous.torch_store import TorchStore
 from fastcoll.torch.completion import Completions
 from fastcoll.torch.groups import make_group
 from fastcoll.torch.meeting import meet_anew
-from fastcoll.torch.store import TorchStore
 from fastcoll.torch.work import PendingWork
 from fastcoll.work import Work
 

@@ -12,26 +12,30 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from fastcoll.errors import ResourceError, StoreTimeoutError, UsageError
+import fastcoll
+from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.ports import free_port
 from fastcoll.processes import ProcessId
-from fastcoll.rendezvous import HashStore, rendezvous
+from fastcoll.rendezvous import HashStore, meet, register_rendezvous_handler, rendezvous
 from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_digest
 from fastcoll.rendezvous.multicast_socket import MulticastSocket
 
 MEET = """
 import os, sys
 from fastcoll.errors import FastcollError
-from fastcoll.rendezvous import rendezvous
+from fastcoll.rendezvous import meet
 from fastcoll.rendezvous.join import join
 url, rank, size, timeout, group = (sys.argv[1:] + ["env://", "-1", "-1", "20", ""][len(sys.argv) - 1:])
 try:
-    found = rendezvous(url, int(rank), int(size), float(timeout), group)
+    found = meet(url, int(rank), int(size), float(timeout), group)
     members = join(found.store, found.rank, found.world_size, "shm", float(timeout))
     pids = sorted(m.pid for m in members)
     # In one piece, which launchers keep together.
@@ -64,7 +68,7 @@ def assert_all_say(outputs: list[str], *texts: object) -> None:
 
 
 def test_nothing_set_is_a_world_of_one() -> None:
-    found = rendezvous("env://", -1, -1, 5)
+    found = meet("env://", -1, -1, 5)
     assert (found.rank, found.world_size, found.host) == (0, 1, "127.0.0.1")
     assert isinstance(found.store, HashStore)
     found.close()
@@ -116,13 +120,13 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, environ, rank
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=message):
-        rendezvous("env://", rank, -1, 5)
+        meet("env://", rank, -1, 5)
 
 
 def test_a_world_of_one_needs_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert rendezvous("env://", -1, -1, 5).world_size == 1
+    assert meet("env://", -1, -1, 5).world_size == 1
 
 
 LAUNCHER = """
@@ -189,20 +193,77 @@ def test_tcp_with_ranks_in_the_url(processes, host: str) -> None:
 )
 def test_what_a_method_needs_is_named(url: str, rank: int, world_size: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        rendezvous(url, rank, world_size, 5)
+        meet(url, rank, world_size, 5)
 
 
 def test_a_second_rank_0_is_told_who_has_the_port() -> None:
     port = free_port()
-    found = rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, 5)
+    found = meet(f"tcp://127.0.0.1:{port}", 0, 2, 5)
     with pytest.raises(ResourceError, match=f"in use by pid {os.getpid()}"):
-        rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, 5)
+        meet(f"tcp://127.0.0.1:{port}", 0, 2, 5)
     found.close()
 
 
 def test_a_rank_0_that_does_not_come() -> None:
     with pytest.raises(StoreTimeoutError, match="is rank 0 running there"):
-        rendezvous(f"tcp://127.0.0.1:{free_port()}", 1, 2, 0.1)
+        meet(f"tcp://127.0.0.1:{free_port()}", 1, 2, 0.1)
+
+
+# a user's own
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """mine:// with a handler; what it was called with, and when it was closed."""
+    monkeypatch.setattr("fastcoll.rendezvous.methods._handlers", {})
+    said: list[str] = []
+
+    def find(url: str, timeout: timedelta) -> Iterator[tuple[HashStore, int, int]]:
+        said.append(f"{url} {timeout}")
+        query = dict(parse_qsl(urlsplit(url).query))
+        with HashStore() as store:
+            yield store, int(query.get("rank", 0)), int(query.get("world_size", 1))
+        said.append("closed")
+
+    register_rendezvous_handler("mine", find)
+    return said
+
+
+def test_a_users_handler_finds_the_others(handlers: list[str]) -> None:
+    store, rank, world_size = next(rendezvous("mine://there?x=1", 1, 2))
+    assert (type(store), rank, world_size) == (HashStore, 1, 2)
+    found = meet("mine://there", -1, -1, 7)
+    assert (found.rank, found.world_size) == (0, 1)
+    assert handlers[0] == "mine://there?x=1&rank=1&world_size=2 0:05:00"
+    assert handlers[-1] == "mine://there 0:00:07"
+    found.close()
+    assert handlers[-1] == "mine://there 0:00:07"  # closed, but not to its end
+    with pytest.raises(StoreError, match="closed"):
+        found.store.set("a", "1")
+    fastcoll.init_process_group(init_method="mine://again")
+    fastcoll.destroy_process_group()
+    assert handlers[-1].startswith("mine://again 0:30:00")
+
+
+def test_a_handler_that_is_none(handlers: list[str]) -> None:
+    for scheme, handler, text in (
+        ("mine", print, "mine:// has a rendezvous handler already"),
+        ("tcp", print, "tcp:// has a rendezvous handler already"),
+        ("a://", print, "scheme is 'a://'; give a word"),
+        ("other", 5, "handler is 5; give a generator function"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            register_rendezvous_handler(scheme, handler)  # type: ignore[arg-type]
+    answers = {"none": iter(()), "pair": iter([(HashStore(), 0)]), "plain": (HashStore(), 0, 1)}
+    for scheme, answer in answers.items():
+        register_rendezvous_handler(scheme, lambda url, timeout, answer=answer: answer)
+        with pytest.raises(
+            UsageError, match=f"the handler of '{scheme}://' must yield store, rank and world size"
+        ):
+            meet(f"{scheme}://", -1, -1, 5)
+    register_rendezvous_handler("far", lambda url, timeout: iter([(HashStore(), 3, 2)]))
+    with pytest.raises(UsageError, match="rank 3 is not in a world of 2"):
+        meet("far://", -1, -1, 5)
 
 
 # file://
@@ -282,11 +343,11 @@ def test_a_rank_killed_while_meeting_is_named(tmp_path: Path, processes) -> None
 
 def test_a_file_that_another_world_fills(tmp_path: Path, in_threads) -> None:
     url = f"file://{tmp_path}/meet"
-    first = rendezvous(url, -1, 1, 5)
+    first = meet(url, -1, 1, 5)
     with pytest.raises(
         UsageError, match=rf"belongs to another world, .*pid {os.getpid()} on \S+; choose another path"
     ):
-        rendezvous(url, -1, 1, 0.3)
+        meet(url, -1, 1, 0.3)
 
     def close_soon() -> None:
         first.store.get("go")
@@ -294,7 +355,7 @@ def test_a_file_that_another_world_fills(tmp_path: Path, in_threads) -> None:
 
     def meet_again() -> int:
         first.store.set("go", "")
-        second = rendezvous(url, -1, 1, 20)
+        second = meet(url, -1, 1, 20)
         second.close()
         return second.rank
 
@@ -306,10 +367,10 @@ def test_one_file_many_times(tmp_path: Path, processes) -> None:
     """The same processes, in step only through the file itself."""
     source = """
 import sys
-from fastcoll.rendezvous import rendezvous
+from fastcoll.rendezvous import meet
 from fastcoll.rendezvous.join import join
 for _ in range(25):
-    found = rendezvous(sys.argv[1], int(sys.argv[2]), 3, 20.0)
+    found = meet(sys.argv[1], int(sys.argv[2]), 3, 20.0)
     assert len(join(found.store, found.rank, 3, "shm", 20.0)) == 3
     found.close()
 print("done")
@@ -377,7 +438,7 @@ def test_multicast_world_sizes_that_disagree(group: str, processes) -> None:
 
 def test_multicast_names_who_came(group: str, in_threads) -> None:
     def meet() -> None:
-        rendezvous(group, -1, 3, 0.8)
+        meet(group, -1, 3, 0.8)
 
     for error in in_threads(meet, meet):
         assert isinstance(error, StoreTimeoutError)
@@ -451,11 +512,11 @@ def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
 LATE = """
 import logging, sys
 from fastcoll.errors import StoreTimeoutError
-from fastcoll.rendezvous import rendezvous
+from fastcoll.rendezvous import meet
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 url, rank, size = sys.argv[1:]
 try:
-    rendezvous(url, int(rank), int(size), 1.5)
+    meet(url, int(rank), int(size), 1.5)
 except StoreTimeoutError as error:
     print(error)
 """

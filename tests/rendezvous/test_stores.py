@@ -6,11 +6,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fastcoll
 from fastcoll.errors import StoreError, StoreTimeoutError, UnavailableError, UsageError
-from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore
+from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore, adopted
 from fastcoll.rendezvous.table import MAX_KEY, MAX_VALUE
 
 
@@ -273,6 +275,10 @@ def test_a_users_store_says_what_it_lacks() -> None:
     for name, args in {"compare_set": "abc", "append": "ab", "delete_key": "a", "num_keys": ""}.items():
         with pytest.raises(UnavailableError, match=rf"UsersStore has no {name}; override Store\.{name}"):
             getattr(store, name)(*args)
+    for name in ("list_keys", "queue_push", "queue_pop", "queue_len", "clone"):
+        with pytest.raises(UnavailableError, match=rf"UsersStore has no {name}; override"):
+            getattr(store, name)(*["key", "value"][: name.startswith("queue") + (name == "queue_push")])
+    assert not store.has_extended_api()
     with pytest.raises(TypeError, match="abstract"):
         Store()
 
@@ -322,3 +328,131 @@ def test_many_and_large_values_are_fetched_and_peeked(full_store: Store) -> None
     full_store.multi_set(["a", "b", "c"], large)
     assert full_store.fetch(["a", "b", "c"], 20) == large
     assert full_store.peek(["a", "b", "c"]) == large
+
+
+# ---- what torch's stores have besides, here and there ------------------------------------------------
+
+
+@pytest.fixture(params=(*KINDS, "adapted", "torch"))
+def like_torch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """Each store of ours, torch's as one of ours, and torch's itself: what a test says is true of all."""
+    if request.param in KINDS:
+        with make(request.param, tmp_path) as made:
+            yield made
+        return
+    store = pytest.importorskip("torch.distributed").HashStore()
+    yield adopted(store) if request.param == "adapted" else store
+
+
+def test_queues(like_torch: Any) -> None:
+    like_torch.set_timeout(timedelta(seconds=0.05))
+    assert like_torch.queue_len("q") == 0
+    for value in ("one", b"\xfftwo", ""):
+        like_torch.queue_push("q", value)
+    assert like_torch.queue_len("q") == 3
+    like_torch.wait(["q"])
+    assert like_torch.check(["q"])
+    popped = [
+        like_torch.queue_pop("q"),
+        like_torch.queue_pop("q", False),
+        like_torch.queue_pop("q", block=True),
+    ]
+    assert popped == [b"one", b"\xfftwo", b""]
+    assert like_torch.queue_len("q") == 0
+    assert not like_torch.check(["q"])
+    with pytest.raises(RuntimeError, match="empty") as empty:
+        like_torch.queue_pop("q", False)
+    assert type(empty.value).__name__ == "QueueEmptyError"
+    with pytest.raises(RuntimeError, match=r"timeout|within 0\.05 s"):
+        like_torch.queue_pop("q")
+
+
+def test_keys_are_listed(like_torch: Any) -> None:
+    assert like_torch.list_keys() == []
+    names = sorted(f"key{number}" for number in range(1500))
+    like_torch.multi_set(names, names)
+    like_torch.delete_key("key7")
+    assert sorted(like_torch.list_keys()) == sorted({*names} - {"key7"})
+    assert like_torch.has_extended_api()
+
+
+def test_a_clone_has_the_same_keys(like_torch: Any) -> None:
+    other = like_torch.clone()
+    other.set("k", "v")
+    assert like_torch.get("k") == b"v"
+    like_torch.queue_push("q", "1")
+    assert other.queue_pop("q") == b"1"
+    if isinstance(other, Store):
+        assert type(other) is type(like_torch)
+        assert other.timeout == like_torch.timeout
+        other.close()
+        assert like_torch.get("k") == b"v"
+
+
+def test_a_barrier(like_torch: Any, in_threads) -> None:
+    like_torch.barrier("one", 1)
+    like_torch.barrier(key="one more", world_size=1, timeout=timedelta(seconds=5))
+    with pytest.raises(
+        RuntimeError, match=r"[Tt]imeout|1 of 2 processes came to the barrier 'two' within 0\.05 s"
+    ):
+        like_torch.barrier("two", 2, timedelta(seconds=0.05))
+    assert in_threads(*[lambda: like_torch.barrier("three", 3, timedelta(seconds=20))] * 3) == [None] * 3
+    like_torch.barrier("three", 3)
+
+
+def test_each_value_of_a_queue_goes_to_one_who_waits(full_store: Store, in_threads) -> None:
+    def take() -> list[bytes]:
+        return [full_store.queue_pop("q") for _ in range(20)]
+
+    def give() -> list[bytes]:
+        for number in range(20):
+            full_store.queue_push("q", f"{threading.get_ident()} {number}")
+        return [f"{threading.get_ident()} {number}".encode() for number in range(20)]
+
+    *taken, one, two = in_threads(take, take, give, give)
+    assert sorted(taken[0] + taken[1]) == sorted(one + two)
+    for values in taken:
+        for giver in (one, two):
+            mine = [value for value in values if value in giver]
+            assert mine == sorted(mine, key=giver.index)
+
+
+def test_what_is_no_queue_is_left_alone(full_store: Store) -> None:
+    for value in ("", "abc", b"\0ITM\0\0\0\xff1"):
+        full_store.set("k", value)
+        for take in (full_store.queue_pop, full_store.queue_len):
+            with pytest.raises(StoreError, match="no queue"):
+                take("k")
+        assert full_store.get("k") == (value.encode() if isinstance(value, str) else value)
+    full_store.queue_push("q", bytes(MAX_VALUE - 1000))
+    with pytest.raises(StoreError, match="at most"):
+        full_store.queue_push("q", bytes(1000))
+    assert full_store.queue_len("q") == 1
+
+
+def test_a_barrier_of_nobody_is_refused(store: Store) -> None:
+    with pytest.raises(UsageError, match="world_size is 0; a barrier is of one process or more"):
+        store.barrier("b", 0)
+    store.barrier("b", 1)
+
+
+def test_every_name_of_torchs_stores_is_here() -> None:
+    theirs = pytest.importorskip("torch.distributed")
+    for ours in (Store, TCPStore, FileStore, HashStore, PrefixStore):
+        names = {name for name in dir(getattr(theirs, ours.__name__)) if not name.startswith("_")}
+        there = set(dir(ours)) | {"host", "port", "path", "underlying_store"}  # which __init__ sets
+        assert names - there == set()
+
+
+def test_a_view_of_what_is_no_store_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"store is dict; give a fastcoll\.Store .* or a store of torch"):
+        PrefixStore("a", {})  # type: ignore[arg-type]
+
+
+def test_a_world_in_a_store_of_torchs() -> None:
+    store = pytest.importorskip("torch.distributed").HashStore()
+    for shared in (store, PrefixStore("mine", store), store):
+        fastcoll.init_process_group(store=shared, rank=0, world_size=1)
+        assert fastcoll.get_world_size() == 1
+        fastcoll.destroy_process_group()
+    assert any(key.startswith("mine/fastcoll/") for key in store.list_keys())

@@ -34,8 +34,8 @@ def test_a_get_answers_with_what_fits() -> None:
     assert 1 <= len(answer) < 4
 
 
-def test_only_get_and_wait_wait() -> None:
+def test_only_get_wait_and_pop_wait() -> None:
     table = Table()
     for op in Op:
-        waits = op in (Op.GET, Op.WAIT)
+        waits = op in (Op.GET, Op.WAIT, Op.POP)
         assert (table.first_missing(Request(op, (b"k",))) == b"k") is waits

@@ -391,6 +391,24 @@ def test_one_process_may_share_a_server(master: TCPStore) -> None:
         TCPStore("127.0.0.1", master.port, is_master=True, multi_tenant=True)
 
 
+def test_a_master_serves_at_a_socket_that_it_is_given() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach()) as store:
+        assert store.port == port
+        with store.clone() as client:
+            client.set("k", "v")
+        assert store.get("k") == b"v"
+    with socket.create_server(("127.0.0.1", port)), socket.socket() as other:  # which the store has closed
+        for wrong, text in (
+            (other.fileno(), "no TCP socket that listens"),
+            (-1, "no socket"),
+            ("5", "no socket"),
+        ):
+            with pytest.raises(UsageError, match=rf"master_listen_fd is .*{text}"):
+                TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=wrong)
+
+
 def test_a_forked_child_shares_no_server() -> None:
     """Not its parent's, which no thread serves there, even if the table of servers was locked at the fork."""
     with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as store, tcp_store._shared_lock:

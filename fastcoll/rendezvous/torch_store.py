@@ -1,0 +1,127 @@
+"""Stores of torch.distributed, used as fastcoll's. Torch is not imported here: who has such a store has imported it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from ..errors import QueueEmptyError, StoreError, UsageError
+from .store import Store, not_set
+
+_POLL_SECONDS = 0.01
+
+
+def adopted(store: Any) -> Store:
+    """`store` itself, or what makes a store of torch.distributed one of fastcoll's.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(store, Store):
+        return store
+    theirs = getattr(sys.modules.get("torch.distributed"), "Store", None)
+    if theirs is not None and isinstance(store, theirs):
+        return TorchStore(store)
+    raise UsageError(
+        f"store is {type(store).__name__}; give a fastcoll.Store or a subclass of it, or a store of torch.distributed"
+    )
+
+
+class TorchStore(Store):
+    """`store`, any torch.distributed.Store that all members share; it stays open when this one is closed.
+
+    Waiting is polling: torch's TCPStore writes warnings to stderr whenever a `wait` with a timeout ends without
+    the key, and a wait that looks after its peers ends so every 250 ms.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._timeout = store.timeout.total_seconds()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with _translated(f"set({key!r})"):
+            self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        with _translated(f"get({key!r})"):
+            return bytes(self._store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        with _translated(f"add({key!r})"):
+            return int(self._store.add(key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with _translated("check"):
+            return bool(self._store.check(list(keys)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        if not self._store.has_extended_api():
+            return super().multi_get(keys)
+        self.wait(keys)
+        with _translated("multi_get"):
+            return [bytes(value) for value in self._store.multi_get(list(keys))]
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        with _translated(f"compare_set({key!r})"):
+            return bytes(self._store.compare_set(key, expected_value, desired_value))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        with _translated(f"append({key!r})"):
+            self._store.append(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        with _translated(f"delete_key({key!r})"):
+            return bool(self._store.delete_key(key))
+
+    def num_keys(self) -> int:
+        with _translated("num_keys"):
+            return int(self._store.num_keys())
+
+    def list_keys(self) -> list[str]:
+        with _translated("list_keys"):
+            return list(self._store.list_keys())
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        with _translated(f"queue_push({key!r})"):
+            self._store.queue_push(key, value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                with _translated(f"queue_pop({key!r})"):
+                    return bytes(self._store.queue_pop(key, False))
+            except QueueEmptyError as error:
+                if not block:
+                    raise
+                if time.monotonic() >= deadline:
+                    raise not_set([key], self._timeout) from error
+            time.sleep(_POLL_SECONDS)
+
+    def queue_len(self, key: str) -> int:
+        with _translated(f"queue_len({key!r})"):
+            return int(self._store.queue_len(key))
+
+    def clone(self) -> TorchStore:
+        with _translated("clone"):
+            other = TorchStore(self._store.clone())
+        other.set_timeout(timedelta(seconds=self._timeout))
+        return other
+
+    def has_extended_api(self) -> bool:
+        return bool(self._store.has_extended_api())
+
+
+@contextmanager
+def _translated(doing: str) -> Iterator[None]:
+    """Errors of torch's stores, RuntimeErrors of many kinds, as StoreError."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind = QueueEmptyError if type(error).__name__ == "QueueEmptyError" else StoreError
+        raise kind(f"torch's store failed in {doing}: {error}") from error
