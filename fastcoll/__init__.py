@@ -95,6 +95,7 @@ from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, s
 from .work import Work
 
 if TYPE_CHECKING:
+    from .launch.run import run
     from .launch.spawn import spawn
     from .rendezvous import TCPStore
 
@@ -175,6 +176,7 @@ __all__ = [
     "register_rendezvous_handler",
     "RendezvousError",
     "ResourceError",
+    "run",
     "scan",
     "scatter",
     "scatter_object_list",
@@ -201,6 +203,10 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """The names that bring modules which most programs do not need: multiprocessing, sockets."""
+    if name == "run":
+        from .launch.run import run
+
+        return run
     if name == "spawn":
         from .launch.spawn import spawn
 

@@ -48,7 +48,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A module that only some rooms or files may import.
 KEPT = {
-    "numba": ("kernels",),
+    "numba": ("kernels", "launch"),  # launch takes the cloudpickle that is in it
     "llvmlite": ("kernels",),
     "posix_ipc": ("shm",),
     "socket": ("net", "rendezvous"),

@@ -12,11 +12,22 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def python_main(module: str) -> tuple[str, ...]:
+    """The command of a new interpreter with this one's sys.path: `main` of a module, with whole numbers to follow."""
+    boot = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+        f"from {module} import main; sys.exit(main(*map(int, sys.argv[2:])))"
+    )
+    return sys.executable, "-u", "-c", boot, json.dumps(sys.path)
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,7 @@ class Job:
         master_addr, master_port: where rank 0 listens.
         arguments: the program's own.
         pass_local_rank: whether `--local_rank=N` comes before them.
+        descriptors: of files that the ranks inherit.
     """
 
     program: tuple[str, ...]
@@ -40,6 +52,7 @@ class Job:
     master_port: int
     arguments: tuple[str, ...] = ()
     pass_local_rank: bool = False
+    descriptors: tuple[int, ...] = ()
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property

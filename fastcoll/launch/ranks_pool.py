@@ -8,12 +8,10 @@ its own, so Ctrl-C reaches only pytest, and dies with pytest, whatever ends it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -22,6 +20,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from .job import python_main
 from .lifeline import describe_exit, signal_group
 from .ranks_mark import Place, RankResult, Setup, Task
 from .ranks_report import frames_of_the_test
@@ -32,11 +31,6 @@ _END_SECONDS = 2.0  # a worker that is told to end is killed after this
 _GRACE_SECONDS = 3.0  # the others may still report for so long once a rank has failed
 _STACKS_SECONDS = 1.0  # a stopped process does not write its stacks at all
 _OUTPUT_BYTES = 64 << 10  # the end of what a rank printed is shown
-
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from fastcoll.launch.ranks_worker import main; sys.exit(main(*map(int, sys.argv[2:])))"
-)
 
 
 class Worker:
@@ -50,7 +44,7 @@ class Worker:
         self._scratch = Path(tempfile.gettempdir()) / f"fastcoll-ranks-{uuid.uuid4().hex}"
         self.connection, theirs = Pipe()
         inherited = [theirs.fileno(), self._stacks]
-        python = [*place.command, sys.executable, "-c", _BOOT, json.dumps(sys.path)]
+        python = [*place.command, *python_main("fastcoll.launch.ranks_worker")]
         with theirs:
             self.process = subprocess.Popen(
                 [*python, *map(str, [os.getpid(), *inherited])],

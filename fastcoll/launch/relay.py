@@ -6,12 +6,16 @@ import os
 import re
 import select
 from collections import deque
+from collections.abc import Callable
 from typing import BinaryIO
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")  # progress bars end theirs with a carriage return
 _READ_BYTES = 64 << 10
 _LONGEST_LINE = 1 << 20  # a longer one is cut, so that output without line ends takes no more memory
 _REMEMBERED = 40  # lines
+
+Sink = Callable[[bytes], None]
+"""What takes the lines of one write; may raise BrokenPipeError when nobody reads them."""
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -38,12 +42,12 @@ class Relay:
 
     Args:
         source: the pipe's reading end, which the relay owns.
-        sink: the descriptor that the lines go to.
+        sink: takes the lines.
         prefix: put in front of each line.
         log: a file that gets the stream as it is, or None; owned as well.
     """
 
-    def __init__(self, source: int, sink: int, prefix: bytes, log: BinaryIO | None) -> None:
+    def __init__(self, source: int, sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:
         os.set_blocking(source, False)
         self.source = source
         self._sink, self._prefix, self._log = sink, prefix, log
@@ -95,4 +99,4 @@ class Relay:
     def _write(self, lines: list[bytes]) -> None:
         if lines:
             self._last.extend(lines)
-            write_all(self._sink, b"".join(self._prefix + line for line in lines))
+            self._sink(b"".join(self._prefix + line for line in lines))

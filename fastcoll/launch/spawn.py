@@ -178,7 +178,7 @@ def spawn(
         >>> def main(rank, size): ...
         >>> spawn(main, args=(4,), nprocs=4)
     """
-    _check(fn, nprocs, start_method)
+    _check(fn, args, nprocs, start_method)
     context: Any = multiprocessing.get_context(start_method)
     tied_to = os.getpid() if _can_tie(start_method) else None
     children = SpawnContext()
@@ -203,11 +203,15 @@ def spawn(
     return None
 
 
-def _check(fn: Callable[..., object], nprocs: int, start_method: str) -> None:
+def _check(fn: Callable[..., object], args: Any, nprocs: int, start_method: str) -> None:
     if not callable(fn):
         raise UsageError(f"spawn: fn must be a function fn(rank, *args), got {type(fn).__name__}")
     if type(nprocs) is not int or nprocs < 1:
         raise UsageError(f"spawn: nprocs must be an int from 1 up, got {nprocs!r}")
+    if not isinstance(args, list | tuple):
+        raise UsageError(
+            f"spawn: args must be a tuple or list of arguments, got {type(args).__name__}; give (x,)"
+        )
     known = multiprocessing.get_all_start_methods()
     if start_method not in known:
         raise UsageError(f"spawn: start_method must be one of {', '.join(known)}, got {start_method!r}")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +22,7 @@ from . import lifeline
 from .blame import CAUSE_SECONDS, follows
 from .job import Job
 from .nodes import Failure, Nodes
-from .relay import Relay, write_all
+from .relay import Relay, Sink, write_all
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TICK = 0.1  # seconds until a signal to the launcher is acted on
@@ -31,7 +32,9 @@ _LEFTOVER_SECONDS = 1.0  # for what outlives its rank to end by itself, such as 
 class RankProcess:
     """One rank: its process and its two streams."""
 
-    def __init__(self, job: Job, local_rank: int, prefix: bool, logs: Path | None) -> None:
+    def __init__(
+        self, job: Job, local_rank: int, prefix: bool, logs: Path | None, sinks: tuple[Sink, Sink]
+    ) -> None:
         self.rank = job.rank(local_rank)
         tether = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
         out, out_end = os.pipe()
@@ -43,14 +46,15 @@ class RankProcess:
                 stdout=out_end,
                 stderr=err_end,
                 env=job.environment(local_rank, os.environ),
+                pass_fds=job.descriptors,
                 start_new_session=True,
             )
         finally:
             os.close(out_end)
             os.close(err_end)
         mark = f"[{self.rank}] ".encode() if prefix else b""
-        self.out = Relay(out, sys.stdout.fileno(), mark, _log_file(logs, f"rank-{self.rank}.stdout"))
-        self.err = Relay(err, sys.stderr.fileno(), mark, _log_file(logs, f"rank-{self.rank}.stderr"))
+        self.out = Relay(out, sinks[0], mark, _log_file(logs, f"rank-{self.rank}.stdout"))
+        self.err = Relay(err, sinks[1], mark, _log_file(logs, f"rank-{self.rank}.stderr"))
         self.pidfd = os.pidfd_open(self.process.pid)
 
     def signal(self, number: int) -> None:
@@ -71,6 +75,7 @@ class Supervisor:
         prefix: whether lines of output get their rank in front.
         logs: a directory for one file per rank and stream, or None.
         nodes: the launchers of the other nodes, or None.
+        sinks: take what ranks write to stdout and stderr; None: this process's descriptors do.
     """
 
     def __init__(
@@ -80,7 +85,12 @@ class Supervisor:
         prefix: bool = True,
         logs: Path | None = None,
         nodes: Nodes | None = None,
+        sinks: tuple[Sink, Sink] | None = None,
     ) -> None:
+        self._sinks = sinks or (
+            partial(write_all, sys.stdout.fileno()),
+            partial(write_all, sys.stderr.fileno()),
+        )
         self._job, self._grace, self._prefix, self._logs, self._nodes = job, grace, prefix, logs, nodes
         self._ranks: list[RankProcess] = []
         self._running: set[RankProcess] = set()
@@ -112,7 +122,7 @@ class Supervisor:
         return self._exit_code
 
     def _start(self, local_rank: int) -> None:
-        rank = RankProcess(self._job, local_rank, self._prefix, self._logs)
+        rank = RankProcess(self._job, local_rank, self._prefix, self._logs, self._sinks)
         self._ranks.append(rank)
         self._running.add(rank)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
@@ -147,10 +157,14 @@ class Supervisor:
         if code == 0 or self._kill_at is not None:
             return
         rank.err.pump_all()
-        at_fault = not follows(rank.err.last_lines())
-        if self._failed is None or (at_fault and follows(self._failed.err.last_lines())):
+        at_fault = not self._follows(rank)
+        if self._failed is None or (at_fault and self._follows(self._failed)):
             self._failed = rank
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
+
+    def _follows(self, rank: RankProcess) -> bool:
+        """Whether a rank that has failed did so because of another one."""
+        return follows(rank.err.last_lines())
 
     def _is_time_to_name(self) -> bool:
         nobody_else = not self._running and self._nodes is None
@@ -199,12 +213,28 @@ class Supervisor:
         for rank in self._ranks:
             rank.process.wait()
             os.close(rank.pidfd)
-        _end_leftovers(self._not_ours)
+        self._end_leftovers()
         self._selector.close()
         for rank in self._ranks:
             for relay in (rank.out, rank.err):
                 with contextlib.suppress(BrokenPipeError):
                     relay.finish()
+
+    def _end_leftovers(self) -> None:
+        """End every process that this one has adopted."""
+        start = time.monotonic()
+        while children := set(lifeline.children_of(os.getpid())) - self._not_ours:
+            waited = time.monotonic() - start
+            for pid in children:
+                if waited >= _LEFTOVER_SECONDS:
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+            if waited >= 2 * _LEFTOVER_SECONDS:
+                sys.stderr.write(
+                    f"fastcoll.launch: SIGKILL has not ended {sorted(children)}, look at them with ps\n"
+                )
+                return
+            time.sleep(0.01)
 
     def _say(self, message: str, quoted: str) -> None:
         lines = "".join(f"    {line}\n" for line in quoted.splitlines())
@@ -225,23 +255,6 @@ class Supervisor:
         finally:
             for number in HANDLED:
                 signal.signal(number, before[number])
-
-
-def _end_leftovers(not_ours: set[int]) -> None:
-    """End every process that this one has adopted."""
-    start = time.monotonic()
-    while children := set(lifeline.children_of(os.getpid())) - not_ours:
-        waited = time.monotonic() - start
-        for pid in children:
-            if waited >= _LEFTOVER_SECONDS:
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)
-        if waited >= 2 * _LEFTOVER_SECONDS:
-            sys.stderr.write(
-                f"fastcoll.launch: SIGKILL has not ended {sorted(children)}, look at them with ps\n"
-            )
-            return
-        time.sleep(0.01)
 
 
 def _log_file(folder: Path | None, name: str) -> BinaryIO | None:

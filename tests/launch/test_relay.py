@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,7 @@ class Stream:
     def __init__(self) -> None:
         source, self.pipe = os.pipe()
         self.sink, self.log = os.memfd_create("sink"), io.BytesIO()
-        self.relay = Relay(source, self.sink, b"[3] ", self.log)
+        self.relay = Relay(source, partial(relay.write_all, self.sink), b"[3] ", self.log)
 
     def write(self, data: bytes) -> bytes:
         os.write(self.pipe, data)

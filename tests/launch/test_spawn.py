@@ -167,6 +167,7 @@ def test_the_processes_die_with_their_parent(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         ({"fn": 3}, r"fn must be a function fn\(rank, \*args\), got int"),
+        ({"args": 5}, r"args must be a tuple or list of arguments, got int; give \(x,\)"),
         ({"nprocs": 0}, "nprocs must be an int from 1 up, got 0"),
         ({"nprocs": 2.0}, "nprocs must be an int from 1 up, got 2.0"),
         ({"start_method": "thread"}, "start_method must be one of .*, got 'thread'"),

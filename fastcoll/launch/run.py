@@ -1,0 +1,251 @@
+"""`run`: call a function in several ranks that meet by themselves, from a notebook, a script or a shell.
+
+The function travels by value where no rank could import it: lambdas, closures, all that `__main__` has (the cloudpickle
+that comes with Numba). So ranks are fresh interpreters that do not run the caller's main module again, and a notebook's
+threads, JAX or CUDA do not matter to them. Results and errors come back through memory files, of which nothing can be
+left. The ranks are started and watched as the launcher's are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import math
+import mmap
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import GroupError, UsageError
+from ..work import Timeout
+from .job import Job, python_main
+from .lifeline import GRACE_SECONDS
+from .ports import free_port
+from .spawn import ProcessExitedError, ProcessRaisedError
+from .supervisor import RankProcess, Supervisor
+
+_INTERRUPTED_SECONDS = 0.5  # for ranks to end by themselves after Ctrl-C, before they are killed
+
+
+def run(
+    fn: Callable[..., Any],
+    ranks: int = 4,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backend: str | None = None,
+    timeout: Timeout = None,
+    prefix: bool = True,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` in `ranks` new processes, each a rank of one world, and return their results.
+
+    `fn` may be a lambda, a closure or a function of a notebook; it, its arguments and results travel by pickle. The
+    ranks have met when it is called (`init_process_group`), and leave when it returns. What they print is passed on to
+    this process's `sys.stdout` and `sys.stderr`.
+
+    Args:
+        backend, timeout: as for `init_process_group`.
+        prefix: whether lines of output get their rank in front, as `[1] `.
+
+    Returns:
+        what `fn` returned, by rank.
+
+    Raises:
+        UsageError: an argument that cannot be used, or not be pickled.
+        ProcessRaisedError: `fn` raised in a rank; the message has its traceback, and `__cause__` is the exception. Of
+            several ranks the one is named from which the others' failures follow. The others have been ended.
+        ProcessExitedError: a rank ended by a signal or an exit.
+
+    Example:
+        >>> def total(x):
+        ...     dist.all_reduce(x)
+        ...     return x
+        >>> dist.run(total, ranks=2, args=(np.ones(3),))  # [array([2., 2., 2.]), array([2., 2., 2.])]
+    """
+    if not callable(fn):
+        raise UsageError(f"run: fn must be a function, got {type(fn).__name__}; give it without calling it")
+    if type(ranks) is not int or ranks < 1:
+        raise UsageError(f"run: ranks must be an int from 1 up, got {ranks!r}")
+    if not isinstance(args, list | tuple):
+        raise UsageError(
+            f"run: args must be a tuple or list of arguments, got {type(args).__name__}; give (x,)"
+        )
+    from numba import cloudpickle  # takes 0.4 s to import
+
+    # Notebooks and shells keep the source of what was typed here, for tracebacks.
+    typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    try:
+        task = cloudpickle.dumps((typed, fn, tuple(args), dict(kwargs or {}), backend, timeout))
+    except Exception as error:
+        raise UsageError(
+            f"run: {getattr(fn, '__qualname__', fn)!r}, what it refers to, or its arguments cannot be pickled: {error}"
+        ) from error
+    with contextlib.ExitStack() as open_files:
+        files = [os.memfd_create("fastcoll-run") for _ in range(ranks + 1)]
+        for file in files:
+            open_files.callback(os.close, file)
+        with open(files[0], "wb", closefd=False) as stream:
+            stream.write(task)
+        numbers = tuple(map(str, files))
+        port = free_port()
+        job = Job(python_main(__name__), ranks, 1, 0, "127.0.0.1", port, numbers, descriptors=tuple(files))
+        started = _Ranks(job, files[1:], prefix)
+        started.run()
+        return started.results()
+
+
+class _Ranks(Supervisor):
+    """The ranks of one `run`. Unlike a launcher, it lives in a process of the user's: it leaves signals alone."""
+
+    def __init__(self, job: Job, outcomes: Sequence[int], prefix: bool) -> None:
+        super().__init__(job, GRACE_SECONDS, prefix, sinks=(_writer(sys.stdout), _writer(sys.stderr)))
+        self._outcomes = outcomes
+        self._first: RankProcess | None = None
+
+    def results(self) -> list[Any]:
+        """Every rank's result.
+
+        Raises:
+            ProcessRaisedError, ProcessExitedError: a rank failed.
+        """
+        told = [_read(outcome) for outcome in self._outcomes]
+        first = 0 if self._first is None else self._first.rank
+        # The first to fail comes first, but for those that failed because of another one.
+        order = sorted(range(len(told)), key=lambda rank: (rank != first, rank))
+        for follower in (False, True):
+            for rank in order:
+                if isinstance(outcome := told[rank], _Raised) and outcome.follows is follower:
+                    raise ProcessRaisedError(rank, self._pid(rank), outcome.text) from outcome.error
+            for rank in order:
+                code = self._ranks[rank].process.returncode
+                if told[rank] is None and (
+                    rank == first or code == 0
+                ):  # not one that was ended because of it
+                    raise ProcessExitedError(rank, self._pid(rank), code)
+        return [outcome[0] for outcome in told]
+
+    def _pid(self, rank: int) -> int:
+        return self._ranks[rank].process.pid
+
+    def _follows(self, rank: RankProcess) -> bool:
+        outcome = _read(self._outcomes[rank.rank])
+        return isinstance(outcome, _Raised) and outcome.follows
+
+    def _name(self, rank: RankProcess) -> None:
+        self._first, self._failed = rank, None
+        self._ask_to_end(signal.SIGTERM)
+
+    def _end(self) -> None:
+        try:
+            if self._running:  # Ctrl-C, or the caller's stdout has failed
+                self._kill_at = math.inf
+                self._signal_running(signal.SIGINT)
+                end = time.monotonic() + _INTERRUPTED_SECONDS
+                while self._running and time.monotonic() < end:
+                    for key, _ in self._selector.select(0.02):
+                        key.data()
+        finally:
+            super()._end()
+
+    def _end_leftovers(self) -> None:
+        """Nothing: this process's other children are the user's."""
+
+    @contextlib.contextmanager
+    def _handle_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Raised:
+    """What a rank tells of an exception: its traceback, itself if it can be pickled, whether another's led to it."""
+
+    def __init__(self, error: Exception) -> None:
+        from numba import cloudpickle
+
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without `main`
+        self.text = "".join(traceback.format_exception(type(error), error, trace))
+        self.follows = isinstance(error, GroupError)
+        self._pickled = b""
+        with contextlib.suppress(Exception):
+            self._pickled = cloudpickle.dumps(error)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception, or None where it is lost."""
+        from numba import cloudpickle
+
+        with contextlib.suppress(Exception):
+            error = cloudpickle.loads(self._pickled)
+            return error if isinstance(error, BaseException) else None
+        return None
+
+
+def _writer(stream: TextIO) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        stream.write(data.decode(errors="replace"))
+        stream.flush()
+
+    return write
+
+
+def _tell(file: int, outcome: Any) -> None:
+    """Write what came of a rank, unless it has told of an error before."""
+    from numba import cloudpickle
+
+    if not os.fstat(file).st_size:
+        try:
+            with open(file, "wb", closefd=False) as stream:
+                cloudpickle.dump(outcome, stream)
+        except BaseException:
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            raise
+
+
+def _read(file: int) -> Any:
+    """What a rank has told; None: nothing, or not all of it."""
+    from numba import cloudpickle
+
+    if not os.fstat(file).st_size:
+        return None
+    with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
+        try:
+            return cloudpickle.loads(data)
+        except Exception:
+            return None
+
+
+def main(task: int, *outcomes: int) -> int:
+    """One rank: the function, and what came of it; returns the exit code."""
+    from numba import cloudpickle
+
+    from ..default_group import world
+
+    outcome = outcomes[int(os.environ["RANK"])]
+    try:
+        typed, fn, args, kwargs, backend, timeout = cloudpickle.loads(
+            Path(f"/proc/self/fd/{task}").read_bytes()
+        )
+        linecache.cache.update(typed)
+        with world(backend, timeout=timeout):
+            try:
+                result = fn(*args, **kwargs)
+            except Exception as error:
+                _tell(outcome, _Raised(error))  # before the others fail because of it
+                raise
+        try:
+            _tell(outcome, (result,))
+        except Exception as error:
+            raise UsageError(
+                f"run: the result, a {type(result).__name__}, cannot be pickled: {error}"
+            ) from error
+    except KeyboardInterrupt:
+        return 130  # the caller has it too, and speaks
+    except Exception as error:
+        _tell(outcome, _Raised(error))
+        return 1
+    return 0

@@ -1,0 +1,135 @@
+"""`run`: functions of all kinds in ranks that meet by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll.launch.spawn import ProcessExitedError, ProcessRaisedError
+
+
+def test_closures_run_in_ranks_that_have_met_and_results_come_back(capfd: pytest.CaptureFixture[str]) -> None:
+    scale = 3.0
+
+    class Kept:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+    def total(x: Any, plus: float) -> Kept:
+        x = x * scale
+        dist.all_reduce(x)
+        print(f"rank {dist.get_rank()} prints")
+        print("and complains", file=sys.stderr)
+        return Kept(x + plus)
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        results = dist.run(total, 3, (np.ones(200_000),), {"plus": 1})
+    assert [type(kept) for kept in results] == [Kept] * 3
+    assert all(kept.x.shape == (200_000,) and (kept.x == 10).all() for kept in results)
+    assert sorted(out.getvalue().splitlines()) == [f"[{rank}] rank {rank} prints" for rank in range(3)]
+    assert {f"[{rank}] and complains" for rank in range(3)} <= set(err.getvalue().splitlines())
+    assert dist.run(lambda: dist.get_rank(), ranks=1, backend="tcp", timeout=20, prefix=False) == [0]
+    assert not dist.is_initialized()
+
+
+def fail(how: str) -> None:
+    """Rank 1 fails, and the others because of it."""
+    if dist.get_rank() != 1:
+        dist.barrier()
+    elif how == "raise":
+        raise ValueError("no data")
+    elif how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "exit":
+        sys.exit(0)
+
+
+def test_the_cause_is_raised_and_not_what_followed_from_it() -> None:
+    with pytest.raises(
+        ProcessRaisedError, match=r"rank 1 \(pid \d+\) raised:(.|\n)*in fail(.|\n)*no data"
+    ) as raised:
+        dist.run(fail, 3, ("raise",))
+    assert raised.value.rank == 1
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert "launch/run.py" not in str(raised.value)
+    for how, code in (("kill", -9), ("exit", 0)):
+        with pytest.raises(ProcessExitedError) as exited:
+            dist.run(fail, 2, (how,))
+        assert (exited.value.rank, exited.value.exit_code) == (1, code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"fn": 3}, "fn must be a function, got int"),
+        ({"ranks": 0}, "ranks must be an int from 1 up, got 0"),
+        ({"args": 5}, r"args must be a tuple or list of arguments, got int; give \(x,\)"),
+        ({"args": (threading.Lock(),)}, "cannot be pickled"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(dist.UsageError, match=complaint):
+        dist.run(**{"fn": fail, **arguments})
+
+
+def test_what_cannot_come_back_is_said() -> None:
+    with pytest.raises(ProcessRaisedError, match="the result, a lock, cannot be pickled"):
+        dist.run(lambda: threading.Lock(), 1)
+
+
+# What a shell has: functions of `__main__`, which has no file that a rank could import.
+SHELL = """
+import os, sys, time
+import fastcoll as dist
+
+def wait(file):
+    open(f"{file}{dist.get_rank()}", "w").write(str(os.getpid()))
+    os.rename(f"{file}{dist.get_rank()}", f"{file}-{dist.get_rank()}")
+    time.sleep(1000)
+
+print(dist.run(lambda: helper(dist.get_rank()), 2) if (helper := lambda x: x + 1) else None, flush=True)
+dist.run(wait, 2, (sys.argv[1],))
+"""
+
+
+def test_ctrl_c_ends_all_ranks_within_a_second_also_of_a_shell(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, "-", str(tmp_path / "rank")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as shell:  # fmt: skip
+        assert shell.stdin is not None
+        shell.stdin.write(SHELL)
+        shell.stdin.close()
+        shell.stdin = None
+        files = [tmp_path / f"rank-{rank}" for rank in range(2)]
+        end = time.monotonic() + 60
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < end
+            assert shell.poll() is None, shell.communicate()
+            time.sleep(0.01)
+        ranks = [os.pidfd_open(int(file.read_text())) for file in files]
+        shell.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        for rank in ranks:
+            assert select.select([rank], [], [], 10)[0]
+            os.close(rank)
+        assert time.monotonic() - start < 1
+        out, err = shell.communicate(timeout=20)
+    assert out == "[1, 2]\n"
+    assert err.endswith("KeyboardInterrupt\n")
+    assert set(os.listdir("/dev/shm")) <= before
