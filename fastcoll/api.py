@@ -33,11 +33,14 @@ class _Immutable(Protocol):
 _J = TypeVar("_J", bound=_Immutable)
 Root: TypeAlias = int | None
 Arrays: TypeAlias = Sequence[Any]
+Tree: TypeAlias = dict[Any, Any] | list[Any] | tuple[Any, ...]
 Splits: TypeAlias = Sequence[int] | None
 
 
 @overload
 def all_reduce(tensor: _J, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> _J: ...
+@overload
+def all_reduce(tensor: Tree, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> Any: ...
 @overload
 def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
 @overload
@@ -48,7 +51,9 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
     """Reduce an array over all ranks; every rank gets the result in place, with the same bits.
 
     Args:
-        tensor: same dtype and number of elements on all ranks.
+        tensor: same dtype and number of elements on all ranks. Or a dict, list or tuple of arrays, of several dtypes
+            and nested as it may be, of the same structure on all ranks; with immutable arrays (JAX's) in it, a new
+            one is returned.
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
         async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
@@ -73,6 +78,9 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
 def broadcast(tensor: _J, src: Root = ..., group: Group = ..., async_op: Sync = ...,
     group_src: Root = ...) -> _J: ...
 @overload
+def broadcast(tensor: Tree, src: Root = ..., group: Group = ..., async_op: Sync = ...,
+    group_src: Root = ...) -> Any: ...
+@overload
 def broadcast(tensor: Any, src: Root = ..., group: Group = ..., async_op: Sync = ...,
     group_src: Root = ...) -> None: ...
 @overload
@@ -92,7 +100,8 @@ def broadcast(
     """Copy the array of rank `src` into everybody's.
 
     Args:
-        tensor: same dtype and number of elements on all ranks; any fixed-size dtype.
+        tensor: same dtype and number of elements on all ranks; any fixed-size dtype. Or a dict, list or tuple of
+            arrays, as for `all_reduce`.
         src, group_src: whose array, as a global rank or as a rank in the group; give one.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
         async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
@@ -226,10 +235,17 @@ def all_gather(tensor_list: Arrays, tensor: Any, group: Group = ..., async_op: S
 def all_gather(tensor_list: Arrays, tensor: Any, group: Group = ..., async_op: Async = ...) -> Work: ...
 @overload
 def all_gather(tensor_list: Arrays, tensor: Any, group: Group = ..., async_op: bool = ...) -> Work | None: ...
+@overload
 def all_gather(
-    tensor_list: Sequence[Any], tensor: Any, group: Group = None, async_op: bool = False
-) -> Work | None:
+    tensor_list: Any, tensor: None = ..., group: Group = ..., async_op: Sync = ...
+) -> list[Any]: ...
+@overload
+def all_gather(tensor_list: Any, tensor: None = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
+def all_gather(tensor_list: Any, tensor: Any = None, group: Group = None, async_op: bool = False) -> Any:
     """Every rank gets the arrays of all: rank r's goes to `tensor_list[r]`.
+
+    `all_gather(tensor)` returns a list of new arrays of the same dtype and library (NumPy's for most): the ranks tell
+    one another their shapes first. Dtypes and numbers of dimensions must agree, or all ranks get a MismatchError.
 
     Args:
         tensor_list: one array a rank, of `tensor`'s dtype; shapes may differ from rank to rank.
@@ -244,6 +260,7 @@ def all_gather(
     Example:
         >>> parts = [np.empty(2) for _ in range(dist.get_world_size())]
         >>> dist.all_gather(parts, np.full(2, float(dist.get_rank())))
+        >>> of_all = dist.all_gather(np.arange(dist.get_rank()))
     """
     g = groups.world if group is None else member_of(group, "all_gather")
     return None if g is None else g.all_gather(tensor_list, tensor, async_op)

@@ -8,15 +8,16 @@ C-contiguous, without objects, and writable where the call writes. Nothing is co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .errors import ArrayError, UsageError
 from .kinds import columns, jax_arrays, tensors
-from .kinds.adopted import Adopted, Array, finish_all
+from .kinds.adopted import Adopted, Array, Renewed, finish_all
 
-__all__ = ["Adopted", "Array", "OnDeviceError", "adopt", "adopt_list", "finish_all"]
+__all__ = ["Adopted", "Array", "OnDeviceError", "Renewed", "adopt", "adopt_list", "finish_all", "room_like"]
 
 _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost (dlpack.h)
 _NEVER_COPY: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
@@ -80,6 +81,22 @@ def adopt_list(
     if len(xs) != n:
         raise UsageError(f"{what} must have {n} arrays, one a rank, got {len(xs)}")
     return [adopt(x, writable=writable, what=f"{what}[{index}]") for index, x in enumerate(xs)]
+
+
+def room_like(x: Any, adopted: Array, shape: Sequence[int]) -> Renewed:
+    """Room in host memory for an array of x's library and dtype; `finish` makes it, a NumPy array for most libraries.
+
+    Args:
+        adopted: x, adopted.
+    """
+    library = {kind.__module__.partition(".")[0] for kind in type(x).__mro__}
+    if "torch" in library:
+        tensor = x.new_empty(tuple(shape))
+        return Renewed(adopt(tensor, writable=True).array, lambda _: tensor)
+    array = np.empty(shape, adopted.dtype)
+    if library & {"jax", "jaxlib"}:
+        return Renewed(array, partial(jax_arrays.from_numpy, like=x))
+    return Renewed(array, lambda same: same)
 
 
 def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopted:

@@ -4,7 +4,8 @@
     shape  bytes that a rank contributes; ranks may differ in it when UNEVEN is set
 
 All fields but the detail can be read back, so that an error can show what each rank called. The detail is
-a checksum of what has no field: a dtype that is not in the table, and how a coalesced call is divided.
+a checksum of what has no field: a dtype that is not in the table, and how a coalesced call is divided. A coalesced
+call's checksum goes on in the field that its operation has no use for: the root's, or the reduce operation's.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _DTYPES = (
 _OTHER_DTYPE = 0x80
 _OTHER_BITS = 0x3FFF
 _DETAIL = 0x1FFF
+_REDUCING = ("all_reduce", "reduce", "scan", "exscan", "reduce_scatter")
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 _UNEVEN = ("all_gather", "gather", "scatter", "all_to_all")  # ranks may differ in what they contribute
 
@@ -37,7 +39,12 @@ REFUSED = _CODES["refused"]
 
 _COALESCED = 1 << 61
 UNEVEN = 1 << 62
+OP_SHIFT = 16
 ROOT_SHIFT = 32
+_DETAIL_SHIFT = 48
+
+SHAPES = (-1,)
+"""The `parts` of the all_gather of int64 by which ranks tell the shapes of what they gather next."""
 
 
 def code_of(operation: str) -> int:
@@ -52,17 +59,23 @@ def encode(
     op: ReduceOp | None = None,
     parts: Sequence[int] = (),
 ) -> int:
-    """The call word, without the root; `parts` are the sizes of the arrays of a coalesced call."""
+    """The call word, without the root; `parts`: of a coalesced call, its arrays' sizes or what else must agree."""
     code = dtype_code(dtype)
-    detail = (code >> 8 ^ (zlib.crc32(repr(list(parts)).encode()) if parts else 0)) & _DETAIL
+    checksum = zlib.crc32(repr(list(parts)).encode()) if parts else 0
     return (
         _CODES[operation]
         | (code & 0xFF) << 8
-        | (op.code if op is not None else 0) << 16
-        | detail << 48
+        | (op.code if op is not None else 0) << OP_SHIFT
+        | ((code >> 8 ^ checksum) & _DETAIL) << _DETAIL_SHIFT
+        | (checksum >> 13 & 0xFFFF) << _spare_shift(operation)
         | (_COALESCED if parts else 0)
         | (UNEVEN if operation in _UNEVEN else 0)
     )
+
+
+def _spare_shift(operation: str) -> int:
+    """Where the field lies that a coalesced call of this operation has no use for."""
+    return ROOT_SHIFT if operation in _REDUCING else OP_SHIFT
 
 
 def dtype_code(dtype: np.dtype[Any] | None) -> int:
@@ -90,7 +103,9 @@ def describe(call: int, shape: int) -> str:
     symmetric, _, operation = name.rpartition(":")
     if operation in ("barrier", "refused"):
         return "barrier()" if operation == "barrier" else "a call that was refused"
-    code, detail = call >> 8 & 0xFF, call >> 48 & _DETAIL
+    if call == _SHAPES_CALL:
+        return "all_gather(tensor) without a list"
+    code, detail = call >> 8 & 0xFF, call >> _DETAIL_SHIFT & _DETAIL
     dtype = _DTYPES[code] if code < len(_DTYPES) else f"another dtype ({detail << 8 | code:#x})"
     parts = [dtype, f"{shape} bytes" if shape >= 0 else "blocks of different sizes"]
     itemsize = _OBJECTS.get(detail << 8 | code)
@@ -101,7 +116,7 @@ def describe(call: int, shape: int) -> str:
         del parts[1]
     elif shape >= 0 and 0 < code < len(_DTYPES):
         parts[1] = f"{shape // np.dtype(_itemsize_name(dtype)).itemsize} elements"
-    if redop := call >> 16 & 0xFFFF:
+    if operation in _REDUCING and (redop := call >> OP_SHIFT & 0xFFFF):
         parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
     if operation in _ROOTED:
         parts.append(f"root={call >> ROOT_SHIFT & 0xFFFF}")
@@ -109,8 +124,12 @@ def describe(call: int, shape: int) -> str:
         parts.append("in symmetric memory")
     if call & _COALESCED:
         operation += "_coalesced"
-        parts.append(f"array sizes of checksum {detail:#x}")
+        checksum = (call >> _spare_shift(operation) & 0xFFFF) << 13 | detail
+        parts.append(f"arrays of checksum {checksum:#x}")
     return f"{operation}({', '.join(parts)})"
+
+
+_SHAPES_CALL = encode("all_gather", np.dtype(np.int64), parts=SHAPES)
 
 
 def _itemsize_name(name: str) -> str:

@@ -28,7 +28,7 @@ class Carrier(ABC, Generic[A]):
 
     @abstractmethod
     def _plan_all_reduce(self, x: A, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
-        """x = reduction of x over all ranks; `parts`, sizes that must agree, for a coalesced call."""
+        """x = reduction of x over all ranks; `parts`, for a coalesced call, sizes or else that must agree."""
 
     @abstractmethod
     def _plan_reduce(self, out: A, x: A, op: ReduceOp, root: int) -> Call:
@@ -43,8 +43,8 @@ class Carrier(ABC, Generic[A]):
         """out = reduction of block `rank` over all ranks; out may be blocks[rank]."""
 
     @abstractmethod
-    def _plan_broadcast(self, x: A, root: int) -> Call:
-        """x = the root's x."""
+    def _plan_broadcast(self, x: A, root: int, parts: Sequence[int] = ()) -> Call:
+        """x = the root's x; `parts` as above."""
 
     @abstractmethod
     def _plan_all_gather(self, outs: Sequence[A], x: A, parts: Sequence[int] = ()) -> Call:
@@ -63,8 +63,10 @@ class Carrier(ABC, Generic[A]):
         """outs[r] = rank r's blocks[rank]; no overlap between outs and blocks."""
 
     @abstractmethod
-    def _plan_all_reduce_coalesced(self, xs: Sequence[Adopted], op: ReduceOp) -> Call:
-        """Each of xs = its reduction over all ranks; all have one dtype."""
+    def _plan_all_reduce_coalesced(
+        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
+    ) -> Call:
+        """Each of xs = its reduction over all ranks; all have one dtype; `parts` as above, else the sizes."""
 
     @abstractmethod
     def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:

@@ -17,12 +17,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from .arguments import WORLD_OF_ONE
-from .arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
+from .arrays import Adopted, OnDeviceError, Renewed, adopt, adopt_list, finish_all, room_like
+from .calls import SHAPES
 from .carrier import Call, Carrier, DeviceCarrier, StreamCall
 from .errors import (
     ArrayError,
@@ -35,7 +36,9 @@ from .errors import (
 from .memory import SymmetricMemory
 from .operands import (
     OBJECTS_TAG,
+    SHAPE_NOTE,
     Array,
+    agreed_shapes,
     apart,
     arrays_of,
     check_dtypes,
@@ -45,9 +48,11 @@ from .operands import (
     flattened,
     parts_along_rows,
     scaled,
+    shape_note,
     then_split,
 )
 from .reduce_op import ReduceOp
+from .trees import CONTAINERS, Tree
 from .watch import Vigil, last_words
 from .work import ProgressQueue, Work, refuse_to_block
 
@@ -196,7 +201,14 @@ class ProcessGroup(Carrier[Array]):
     # ---- collectives ------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
-        """Reduce over all ranks, in place; the same bits on every rank."""
+        """Reduce over all ranks, in place; the same bits on every rank. Also all arrays of a dict, list or tuple."""
+        if isinstance(tensor, CONTAINERS):
+            with self.preparing("all_reduce"):
+                tree = Tree(tensor, lambda x, what: self._adopt(x, writable=True, what=what, renew=True))
+                batches = tree.batches(lambda x: x.dtype)
+                plan = self._carrier(tree.leaves[0].array)._plan_all_reduce_coalesced
+                calls = [plan(leaves, op, tree.parts) for leaves in batches]
+            return self._run_tree("all_reduce", tree, batches, calls, async_op)
         with self.preparing("all_reduce"):
             x = self._adopt(tensor, writable=True, renew=True)
             source, plain = scaled(x.array, op)
@@ -258,21 +270,88 @@ class ProcessGroup(Carrier[Array]):
         return self._run("reduce_scatter", call, (out,), async_op)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
-        """Copy the root's array into everybody's; same dtype and number of elements everywhere."""
+        """Copy the root's array into everybody's; same dtype and number of elements everywhere.
+
+        Also all arrays of a dict, list or tuple.
+        """
+        if isinstance(tensor, CONTAINERS):
+            return self._broadcast_tree(tensor, root, async_op)
         with self.preparing("broadcast"):
             root = self._checked_rank("src", root)
             x = self._adopt(tensor, writable=self.rank != root, renew=True)
             call = self._carrier(x.array)._plan_broadcast(x.array, root)
         return self._run("broadcast", call, (x,), async_op)
 
-    def all_gather(self, output_list: Sequence[Any], tensor: Any, async_op: bool = False) -> Work | None:
-        """Rank r's array goes to list item r on every rank; sizes may differ between ranks."""
+    def _broadcast_tree(self, tensors: Any, root: int, async_op: bool) -> Any:
+        def planned(leaves: Sequence[Adopted]) -> Call:
+            if tree.on_gpu:
+                return self._devices()._plan_broadcast(cast(Any, leaves[0].array), root, tree.parts)
+            xs = [Adopted(leaf.array.reshape(-1).view(np.uint8)) for leaf in leaves]
+            flat = xs[0].array if len(xs) == 1 else flattened(xs)
+            call = self._plan_broadcast(flat, root, tree.parts)
+            return call if is_root or len(xs) == 1 else then_split(call, flat, xs)
+
+        with self.preparing("broadcast"):
+            root = self._checked_rank("src", root)
+            is_root = self.rank == root
+            tree = Tree(tensors, lambda x, what: self._adopt(x, writable=not is_root, what=what, renew=True))
+            batches = [[leaf] for leaf in tree.leaves] if tree.on_gpu else tree.batches(lambda x: "bytes")
+            calls = list(map(planned, batches))
+        return self._run_tree("broadcast", tree, batches, calls, async_op)
+
+    def _run_tree(
+        self, name: str, tree: Tree, batches: list[list[Adopted]], calls: list[Call], async_op: bool
+    ) -> Any:
+        """Carry out the calls of a tree, one for each batch."""
+        if not tree.on_gpu:
+            return self._run(name, tree.in_turn(calls), (tree,), async_op)
+        # A stream takes them in order, so the last one's Work stands for all.
+        for call, leaves in zip(calls[:-1], batches, strict=False):
+            self._run(name, call, leaves, False)
+        return self._run(name, calls[-1], batches[-1], async_op)
+
+    def all_gather(self, output_list: Any, tensor: Any = None, async_op: bool = False) -> Any:
+        """Rank r's array goes to list item r on every rank; sizes may differ between ranks.
+
+        With one array, and no list, ranks tell one another their shapes first, and get a list of new arrays.
+        """
+        if tensor is None and not isinstance(output_list, CONTAINERS):
+            return self._all_gather_new(output_list, async_op)
         with self.preparing("all_gather"):
             outs = self._adopt_list(output_list, self.size, writable=True, what="tensor_list")
             x = self._adopt(tensor, writable=False)
             check_fit("tensor", x.array, f"tensor_list[{self.rank}]", outs[self.rank].array)
             check_dtypes("tensor_list", outs, x.array)
         return self._all_gather(outs, [out.array for out in outs], x.array, async_op)
+
+    def _all_gather_new(self, tensor: Any, async_op: bool) -> Any:
+        with self.preparing("all_gather"):
+            x = self._adopt(tensor, writable=False)
+            notes = np.empty(self.size, SHAPE_NOTE)
+            note = shape_note(x.array).view(np.int64)
+            tell = self._plan_all_gather(list(notes.view(np.int64).reshape(self.size, -1)), note, SHAPES)
+        if type(x.array) is not np.ndarray:
+            return self._all_gather_new_on_gpu(tensor, tell, notes, async_op)
+        rooms: list[Renewed] = []
+
+        def call() -> None:
+            tell()
+            rooms.extend(room_like(tensor, x.array, shape) for shape in agreed_shapes(notes, self.ranks))
+            self._plan_all_gather([room.array for room in rooms], x.array)()
+
+        made = Renewed(note, lambda _: [room.finish() for room in rooms])
+        return self._run("all_gather", call, (made,), async_op)
+
+    def _all_gather_new_on_gpu(self, tensor: Any, tell: Call, notes: Array, async_op: bool) -> list[Any]:
+        if async_op or not hasattr(tensor, "new_empty"):
+            raise UsageError(
+                "all_gather(tensor) without a list takes, on a GPU, only torch's tensors and no async_op; give a "
+                "list of arrays to gather into"
+            )
+        self._run("all_gather", tell, (), False)
+        outs = [tensor.new_empty(shape) for shape in agreed_shapes(notes, self.ranks)]
+        self.all_gather(outs, tensor)
+        return outs
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         """The arrays of all ranks, equal in size, one after the other in `output`."""
@@ -390,9 +469,12 @@ class ProcessGroup(Carrier[Array]):
             call = self._carrier(xs[0].array)._plan_all_reduce_coalesced(xs, op)
         return self._run("all_reduce_coalesced", call, xs, async_op)
 
-    def _plan_all_reduce_coalesced(self, xs: Sequence[Adopted], op: ReduceOp) -> Call:
-        source, plain = scaled(flattened(xs), op)
-        return then_split(self._plan_all_reduce(source, plain, [x.array.size for x in xs]), source, xs)
+    def _plan_all_reduce_coalesced(
+        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
+    ) -> Call:
+        source, plain = scaled(xs[0].array if len(xs) == 1 else flattened(xs), op)
+        call = self._plan_all_reduce(source, plain, parts or [x.array.size for x in xs])
+        return call if source is xs[0].array else then_split(call, source, xs)
 
     def all_gather_coalesced(
         self, output_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], async_op: bool = False

@@ -205,21 +205,21 @@ class HybridGroup(TcpGroup):
 
         return self._through_nodes(self._meeting("reduce_scatter", [out, *blocks], sizes, op=op), work)
 
-    def _plan_broadcast(self, x: Array, root: int) -> Call:
+    def _plan_broadcast(self, x: Array, root: int, parts: Sequence[int] = ()) -> Call:
         if not self._goes_through_nodes(x.nbytes):
-            return super()._plan_broadcast(x, root)
+            return super()._plan_broadcast(x, root, parts)
         node, place = self._topology.home_of(root)
 
         def work() -> None:
             if self._topology.node == node:
                 self._local.broadcast(x, place)
-            parts = self._parts_of(x.reshape(-1))
+            shares = self._parts_of(x.reshape(-1))
             if self._rail is not None:
-                self._rail.broadcast(parts[self._topology.local_rank], node)
+                self._rail.broadcast(shares[self._topology.local_rank], node)
             if self._topology.node != node:
-                self._local.all_gather(parts, parts[self._topology.local_rank])
+                self._local.all_gather(shares, shares[self._topology.local_rank])
 
-        return self._through_nodes(self._meeting("broadcast", [x], [x.nbytes], root=root), work)
+        return self._through_nodes(self._meeting("broadcast", [x], [x.nbytes], root=root, parts=parts), work)
 
     def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
         sizes = [out.nbytes for out in outs]

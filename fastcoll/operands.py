@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from .arguments import wholes
 from .arrays import Adopted
+from .calls import dtype_code
 from .carrier import Call
-from .errors import ArrayError, UsageError
+from .errors import ArrayError, MismatchError, UsageError
 from .kinds.dtypes import rounded, widened
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 
@@ -57,6 +58,36 @@ def _factor(op: ReduceOp, dtype: np.dtype[Any]) -> Array:
         return np.array(op.factor, dtype if dtype.kind in "fc" else np.float32)
     except (OverflowError, TypeError, ValueError) as error:
         raise UsageError(f"PREMUL_SUM's factor {op.factor!r:.80} is no number of {dtype}: {error}") from error
+
+
+# How a rank tells the others its array's dtype and shape, before they have room for it.
+SHAPE_NOTE = np.dtype([("code", "i8"), ("dtype", "S64"), ("ndim", "i8"), ("shape", "i8", 64)])
+
+
+def shape_note(x: Array) -> Array:
+    """What a rank tells of its array, as an array of one SHAPE_NOTE."""
+    note = np.zeros(1, SHAPE_NOTE)
+    note["code"], note["dtype"], note["ndim"] = dtype_code(x.dtype), str(x.dtype).encode(), x.ndim
+    note["shape"][0, : x.ndim] = x.shape
+    return note
+
+
+def agreed_shapes(notes: Array, ranks: Sequence[int]) -> list[list[int]]:
+    """Every rank's shape, by group rank.
+
+    Raises:
+        MismatchError: dtypes or numbers of dimensions differ; on all ranks.
+    """
+    shapes = [note["shape"][: note["ndim"]].tolist() for note in notes]
+    if len(set(notes["code"].tolist())) > 1 or len(set(notes["ndim"].tolist())) > 1:
+        gave = (
+            f"rank {rank} gave {note['dtype'].decode(errors='replace')} of shape {tuple(shape)}"
+            for rank, note, shape in zip(ranks, notes, shapes, strict=True)
+        )
+        raise MismatchError(
+            f"all_gather(tensor) takes arrays of one dtype and number of dimensions: {'; '.join(gave)}"
+        )
+    return shapes
 
 
 def arrays_of(items: Sequence[Adopted] | None) -> list[Array] | None:

@@ -17,11 +17,11 @@ def said(operation: str, dtype: np.dtype, **more) -> str:
 
 def test_coalesced_calls_say_so_and_that_their_sizes_differ() -> None:
     one, other = (said("all_reduce", F8, op=ReduceOp.SUM, parts=parts) for parts in ([2, 3], [3, 2]))
-    assert one.startswith("all_reduce_coalesced(float64, 5 elements, op=SUM, array sizes of checksum 0x")
+    assert one.startswith("all_reduce_coalesced(float64, 5 elements, op=SUM, arrays of checksum 0x")
     assert one != other
     assert said("all_reduce", F8, op=ReduceOp.SUM) == "all_reduce(float64, 5 elements, op=SUM)"
     one, other = (said("all_gather", F8, parts=parts) for parts in ([2, 3], [3, 2]))
-    assert one.startswith("all_gather_coalesced(float64, array sizes of checksum 0x")
+    assert one.startswith("all_gather_coalesced(float64, arrays of checksum 0x")
     assert one != other
 
 

@@ -26,7 +26,7 @@ LAYERS = (
     ("work", "reduce_op", "members", "kinds"),
     ("calls", "arrays", "arguments", "watch"),
     ("mismatch", "topology", "carrier"),
-    ("operands", "memory"),
+    ("operands", "memory", "trees"),
     ("group",),
     ("kernels",),
     ("messages",),

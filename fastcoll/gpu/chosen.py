@@ -120,8 +120,8 @@ class ChosenCarrier(DeviceCarrier):
             "reduce_scatter", arrays, lambda carrier: carrier._plan_reduce_scatter(out, blocks, op)
         )
 
-    def _plan_broadcast(self, x: DeviceArray, root: int) -> Call:
-        return self._plan("broadcast", [x], lambda carrier: carrier._plan_broadcast(x, root))
+    def _plan_broadcast(self, x: DeviceArray, root: int, parts: Sequence[int] = ()) -> Call:
+        return self._plan("broadcast", [x], lambda carrier: carrier._plan_broadcast(x, root, parts))
 
     def _plan_all_gather(
         self, outs: Sequence[DeviceArray], x: DeviceArray, parts: Sequence[int] = ()
@@ -141,10 +141,12 @@ class ChosenCarrier(DeviceCarrier):
             "all_to_all", [*blocks, *outs], lambda carrier: carrier._plan_all_to_all(outs, blocks)
         )
 
-    def _plan_all_reduce_coalesced(self, xs: Sequence[Adopted], op: ReduceOp) -> Call:
+    def _plan_all_reduce_coalesced(
+        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
+    ) -> Call:
         arrays: list[Any] = [x.array for x in xs]
         return self._plan(
-            "all_reduce_coalesced", arrays, lambda carrier: carrier._plan_all_reduce_coalesced(xs, op)
+            "all_reduce_coalesced", arrays, lambda carrier: carrier._plan_all_reduce_coalesced(xs, op, parts)
         )
 
     def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:

@@ -133,22 +133,24 @@ class IpcCarrier(StreamCarrier):
         make = partial(self._made, plans.reduce_scatter, sizes, out.dtype.itemsize)
         return IpcCall(self, said, make, blocks, [out], op)
 
-    def _plan_all_reduce_coalesced(self, xs: Sequence[Adopted], op: ReduceOp) -> Call:
+    def _plan_all_reduce_coalesced(
+        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
+    ) -> Call:
         arrays: Arrays = [cast(Any, x.array) for x in xs]
         nbytes = sum(_sizes(arrays))
         if self._is_for_fallback(nbytes):
-            return self._fallback._plan_all_reduce_coalesced(xs, op)
-        parts = [x.size for x in arrays]
-        said = self._said("all_reduce", arrays[0], shape=nbytes, op=op, parts=parts)
+            return self._fallback._plan_all_reduce_coalesced(xs, op, parts)
+        sizes = [x.size for x in arrays]
+        said = self._said("all_reduce", arrays[0], shape=nbytes, op=op, parts=parts or sizes)
         make = self._all_reduce_plan(nbytes, arrays[0].dtype.itemsize)
         return Coalesced(self, said, make, arrays, [arrays], op)
 
     # ---- moves ---------------------------------------------------------------------------------------
 
-    def _plan_broadcast(self, x: DeviceArray, root: int) -> Call:
+    def _plan_broadcast(self, x: DeviceArray, root: int, parts: Sequence[int] = ()) -> Call:
         if self._is_for_fallback(x.nbytes):
-            return self._fallback._plan_broadcast(x, root)
-        said = self._said("broadcast", x, shape=x.nbytes, root=root)
+            return self._fallback._plan_broadcast(x, root, parts)
+        said = self._said("broadcast", x, shape=x.nbytes, root=root, parts=parts)
         return IpcCall(self, said, partial(self._made, plans.broadcast, x.nbytes, root=root), [x], [x])
 
     def _plan_all_gather(self, outs: Arrays, x: DeviceArray, parts: Sequence[int] = ()) -> Call:

@@ -91,8 +91,8 @@ class MpiCarrier(StagedCarrier):
 
     # ---- moves ---------------------------------------------------------------------------------------
 
-    def _plan_broadcast(self, x: DeviceArray, root: int) -> Call:
-        return self._direct("broadcast", [x], [], lambda: self._hooks._plan_broadcast(x, root)())
+    def _plan_broadcast(self, x: DeviceArray, root: int, parts: Sequence[int] = ()) -> Call:
+        return self._direct("broadcast", [x], [], lambda: self._hooks._plan_broadcast(x, root, parts)())
 
     def _plan_all_gather(self, outs: Arrays, x: DeviceArray, parts: Sequence[int] = ()) -> Call:
         def run() -> None:

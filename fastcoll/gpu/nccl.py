@@ -147,10 +147,15 @@ class NcclCarrier(StreamCarrier):
             shape=_shape(flat),
         )
 
-    def _plan_broadcast(self, x: DeviceArray, root: int) -> Call:
+    def _plan_broadcast(self, x: DeviceArray, root: int, parts: Sequence[int] = ()) -> Call:
         flat = x.reshape(-1)
         return self._call(
-            "broadcast", (flat,), lambda moves: moves.broadcast(flat, root), root=root, shape=x.nbytes
+            "broadcast",
+            (flat,),
+            lambda moves: moves.broadcast(flat, root),
+            root=root,
+            shape=x.nbytes,
+            parts=parts,
         )
 
     def _plan_all_gather(
@@ -203,7 +208,9 @@ class NcclCarrier(StreamCarrier):
             takes=_sizes(to),
         )
 
-    def _plan_all_reduce_coalesced(self, xs: Sequence[Adopted], op: ReduceOp) -> Call:
+    def _plan_all_reduce_coalesced(
+        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
+    ) -> Call:
         flat = _flat_of(xs)
         how = self._reductions(op, flat[0].dtype)
 
@@ -212,7 +219,9 @@ class NcclCarrier(StreamCarrier):
                 how.all_reduce(moves, x)
 
         sizes = [x.size for x in flat]
-        return self._call("all_reduce", flat, queue, op=op, shape=sum(_sizes(flat)), parts=sizes, kind=sizes)
+        return self._call(
+            "all_reduce", flat, queue, op=op, shape=sum(_sizes(flat)), parts=parts or sizes, kind=sizes
+        )
 
     def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:
         flat = _flat_of(xs)

@@ -157,14 +157,14 @@ class StagedCarrier(DeviceCarrier):
 
         return self._staged("reduce_scatter", blocks, [out], plan)
 
-    def _plan_broadcast(self, x: DeviceArray, root: int) -> Call:
+    def _plan_broadcast(self, x: DeviceArray, root: int, parts: Sequence[int] = ()) -> Call:
         inputs, outputs = ([x], []) if self._group.rank == root else ([], [x])
 
         def plan(hosts: list[Array]) -> Call:
-            return self._group._plan_broadcast(hosts[0], root)
+            return self._group._plan_broadcast(hosts[0], root, parts)
 
         if x.nbytes > SEGMENT:
-            said = code_of("broadcast", x.dtype, root=root)
+            said = code_of("broadcast", x.dtype, root=root, parts=parts)
             return self._in_segments("broadcast", inputs, outputs, lambda host: plan([host]), said)
         return self._staged("broadcast", inputs, outputs, plan)
 
@@ -193,8 +193,10 @@ class StagedCarrier(DeviceCarrier):
             "all_to_all", blocks, outs, lambda hosts: self._group._plan_all_to_all(hosts[n:], hosts[:n])
         )
 
-    def _plan_all_reduce_coalesced(self, xs: Sequence[Adopted], op: ReduceOp) -> Call:
-        return self._all_reduce(arrays_of(xs), op, [x.array.size for x in xs])
+    def _plan_all_reduce_coalesced(
+        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
+    ) -> Call:
+        return self._all_reduce(arrays_of(xs), op, parts or [x.array.size for x in xs])
 
     def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:
         inputs, per_rank = arrays_of(xs), [arrays_of(outs) for outs in zip(*lists, strict=True)]

@@ -43,6 +43,11 @@ def adopt(x: Any, what: str, writable: bool, renew: bool) -> Renewed | Array | N
     return Renewed(array.copy(order="C"), partial(_renewed, jax, x.sharding, x.dtype))
 
 
+def from_numpy(array: Array, like: Any) -> Any:
+    """A JAX array with these elements, where another one is."""
+    return _renewed(sys.modules["jax"], like.sharding, like.dtype, array)
+
+
 def _renewed(jax: Any, sharding: Any, dtype: Any, result: Array) -> Any:
     """The result as a JAX array where the caller's was."""
     # Asynchronous calls end on another thread, where 64 bits may not be enabled as they were for the caller.

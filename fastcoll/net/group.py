@@ -314,8 +314,8 @@ class TcpGroup(ShortPaths, Mailing):
 
         return divided
 
-    def _plan_broadcast(self, x: Array, root: int) -> Call:
-        return self._plan("broadcast", [x], [x.nbytes], root=root)
+    def _plan_broadcast(self, x: Array, root: int, parts: Sequence[int] = ()) -> Call:
+        return self._plan("broadcast", [x], [x.nbytes], root=root, parts=parts)
 
     def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
         return self._plan("all_gather", [*outs, x], [out.nbytes for out in outs], parts=parts)

@@ -145,7 +145,7 @@ class MpiGroup(MpiShort, Mailing):
 
     # ---- moves -----------------------------------------------------------------------------------
 
-    def _plan_broadcast(self, x: Array, root: int) -> Call:
+    def _plan_broadcast(self, x: Array, root: int, parts: Sequence[int] = ()) -> Call:
         at = self._at(x)
         (block,) = at.memory.blocks([x])
         small = block[1] <= at.room
@@ -157,7 +157,9 @@ class MpiGroup(MpiShort, Mailing):
                 copy((self._meeting.attached[root], block[1]), block)
 
         attached = block if small and self.rank == root else ()
-        return self._plan("broadcast", x.dtype, [block[1]], move, at=at, root=root, attached=attached)
+        return self._plan(
+            "broadcast", x.dtype, [block[1]], move, at=at, root=root, parts=parts, attached=attached
+        )
 
     def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
         at = self._at(x)

@@ -251,8 +251,8 @@ class ShmGroup(HeadStart):
         what = self._what("reduce_scatter", out.dtype, op, pieces=max(1, self.size - 1))
         return self._plan(collectives.reduce_scatter, what, out, tuple(blocks), op)
 
-    def _plan_broadcast(self, x: Array, root: int) -> Call:
-        return self._plan(moving.broadcast, self._what("broadcast", x.dtype), x, root)
+    def _plan_broadcast(self, x: Array, root: int, parts: Sequence[int] = ()) -> Call:
+        return self._plan(moving.broadcast, self._what("broadcast", x.dtype, parts=parts), x, root)
 
     def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
         return self._plan(moving.all_gather, self._what("all_gather", x.dtype, parts=parts), tuple(outs), x)

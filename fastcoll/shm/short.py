@@ -163,7 +163,7 @@ class ShortPaths(ProcessGroup):
             return work
         return super().broadcast(tensor, root, async_op)
 
-    def all_gather(self, output_list: Sequence[Any], tensor: Any, async_op: bool = False) -> Work | None:
+    def all_gather(self, output_list: Any, tensor: Any = None, async_op: bool = False) -> Any:
         if not async_op and type(output_list) is list:
             outs = tuple(output_list)
             try:

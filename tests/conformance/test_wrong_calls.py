@@ -61,7 +61,7 @@ MISMATCHES = {
     "parts of a coalesced call": (
         lambda: dist.all_reduce_coalesced([f4(2), f4(3)]),
         lambda: dist.all_reduce_coalesced([f4(3), f4(2)]),
-        ("all_reduce_coalesced(float32, 5 elements", "array sizes of checksum 0x"),
+        ("all_reduce_coalesced(float32, 5 elements", "arrays of checksum 0x"),
     ),
     "broadcast size": (lambda: dist.broadcast(f4(2), 0), lambda: dist.broadcast(f4(3), 0), ("2 el", "3 el")),
     "reduce": (lambda: dist.reduce(f4(2), 0), lambda: dist.reduce(f4(2), 1), ("root=0", "root=1")),

@@ -1,0 +1,162 @@
+"""Dicts, lists and tuples of arrays in one call, and arrays of unknown sizes gathered."""
+
+from __future__ import annotations
+
+import sys
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import trees
+
+Pair = namedtuple("Pair", "x y")
+
+
+def tree(rank: int) -> Any:
+    """Several dtypes, nestings and layouts; dicts in another order on each rank."""
+    items = [
+        ("w", np.full((3, 4), rank + 1.0, np.float32)),
+        ("b", [np.full(5, rank, np.int64), (np.full(2, rank + 1j), None)]),
+        (3, Pair(np.full((), rank + 1.0), np.full(70, rank + 1.0, np.float32))),
+        ("strided", np.full((4, 4), rank + 1.0)[::2, ::2]),
+        ("empty", np.empty((0, 3), np.int8)),
+    ]
+    return dict(items if rank % 2 else items[::-1])
+
+
+def flat(x: Any) -> list[Any]:
+    """The arrays of `tree`."""
+    return [x["w"], x["b"][0], x["b"][1][0], x[3].x, x[3].y, x["strided"], x["empty"]]
+
+
+def assert_same(x: Any, expected: list[Any]) -> None:
+    for array, right in zip(flat(x), expected, strict=True):
+        np.testing.assert_array_equal(array, right)
+        assert array.dtype == right.dtype
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("large", [trees.LARGE, 64], ids=["packed", "apart"])
+def test_a_tree_is_reduced_and_broadcast(
+    rank: int, world_size: int, backend: str, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trees, "LARGE", large)
+    group = dist.new_group(backend=backend)
+    total = [
+        sum(arrays[1:], arrays[0]) for arrays in zip(*(flat(tree(r)) for r in range(world_size)), strict=True)
+    ]
+    x = tree(rank)
+    assert dist.all_reduce(x, group=group) is None
+    assert_same(x, total)
+    x = tree(rank)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    work.wait()
+    assert_same(x, total)
+    last = world_size - 1
+    for async_op in (False, True):
+        x = tree(rank)
+        work = dist.broadcast(x, last, group, async_op)
+        assert work.wait() if async_op else work is None
+        assert_same(x, flat(tree(last)))
+    floats = [np.full(40, rank, np.float16), [np.full(3, rank + 0.5)]]
+    dist.all_reduce(floats, dist.ReduceOp.AVG, group)
+    assert (floats[0][0], floats[1][0][0]) == (last / 2, last / 2 + 0.5)
+    scaled = [np.ones(20), np.ones(2)]
+    dist.all_reduce(scaled, dist.ReduceOp.PREMUL_SUM(2.0), group)
+    assert (scaled[0][19], scaled[1][1]) == (2 * world_size, 2 * world_size)
+    tied = np.ones(100)
+    dist.all_reduce([tied, {"same": tied, "part": tied[:30]}], group=group)
+    assert (tied == world_size).all(), "what is in the tree several times is reduced once"
+    dist.all_reduce({}, group=group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+def test_different_trees_are_a_mismatch_on_all_ranks(rank: int) -> None:
+    a, b = np.ones(3), np.ones(3)
+    different: list[tuple[Any, Any]] = [
+        ({"a": a}, {"b": a}),
+        ([a, b], (a, b)),
+        ([a, None], [a]),
+        ([a.reshape(3, 1)], [a]),
+        ({}, {"a": a}),
+        ([a, b.astype(np.float32)], [a.astype(np.float32), b]),
+    ]
+    for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
+        for pair in different:
+            with pytest.raises(dist.MismatchError, match=r"do not match.*This rank gave"):
+                call(pair[rank])
+    with pytest.raises(
+        dist.MismatchError, match=r"rank 0 called all_reduce_coalesced.*rank 1 called barrier"
+    ):
+        dist.barrier() if rank else dist.all_reduce({"a": a})
+    assert (a == 1).all()
+    dist.all_reduce([a, b])
+    assert a[0] == b[0] == 2
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"a": [1.5]}, r"tensor\['a'\]\[0\] must be an array, got float; make one with numpy\.array"),
+        ([np.ones(2), "x"], r"tensor\[1\] must be an array, got str"),
+    ],
+)
+def test_a_wrong_leaf_is_named_by_its_place(wrong: Any, message: str) -> None:
+    with pytest.raises(dist.ArrayError, match=message):
+        dist.all_reduce(wrong)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_arrays_of_unknown_sizes_are_gathered(rank: int, world_size: int, backend: str) -> None:
+    group = dist.new_group(backend=backend)
+    right = [np.full((r, 2), r, np.int16) for r in range(world_size)]
+    for async_op in (False, True):
+        arrays = dist.all_gather(right[rank], group=group, async_op=async_op)
+        arrays = arrays.result() if async_op else arrays
+        for array, expected in zip(arrays, right, strict=True):
+            np.testing.assert_array_equal(array, expected)
+            assert (type(array), array.dtype) == (np.ndarray, expected.dtype)
+    records = dist.all_gather(np.array((rank, 0.5), "i4,f8"), group=group)
+    assert [record["f0"].item() for record in records] == [0, 1, 2]
+    differ = r"rank 0 gave float64 of shape \(3,\).*rank 1 gave {}; rank 2 gave float64 of shape \(3,\)"
+    for other, said in (
+        (np.ones((3, 1)), r"float64 of shape \(3, 1\)"),
+        (np.ones(3, "f4"), r"float32 of shape \(3,\)"),
+    ):
+        with pytest.raises(dist.MismatchError, match=differ.format(said)):
+            dist.all_gather(other if rank == 1 else np.ones(3), group=group)
+    with pytest.raises(dist.MismatchError, match=r"rank 1 called all_gather\(tensor\) without a list"):
+        dist.all_gather(np.ones(3), group=group) if rank == 1 else dist.barrier(group)
+    with pytest.raises(dist.UsageError, match="got NoneType"):
+        dist.all_gather([np.ones(1)] * world_size, group=group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore")
+def test_arrays_of_torch_and_jax_come_back_as_such(rank: int) -> None:
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    weight = torch.nn.Parameter(torch.full((2, 3), rank + 1.0))
+    x = {"torch": weight, "jax": [jnp.full(3, rank + 1.0)], "numpy": np.full(2, rank + 1.0)}
+    new = dist.all_reduce(x)
+    assert new["torch"] is weight
+    assert new["numpy"] is x["numpy"]
+    assert (weight == 3).all()
+    assert type(new["jax"]) is list
+    assert new["jax"][0].tolist() == [3, 3, 3]
+    assert x["jax"][0].tolist() == [rank + 1] * 3
+    assert dist.all_reduce({"torch": weight}) is None
+    given = dist.all_reduce([jnp.ones(2)], async_op=True).result()
+    assert given[0].tolist() == [2, 2]
+    assert dist.broadcast((jnp.full(2, rank),), 1)[0].tolist() == [1, 1]
+    tensors = dist.all_gather(torch.full((rank + 1,), 0.5, dtype=torch.bfloat16))
+    assert [(t.tolist(), t.dtype) for t in tensors] == [([0.5] * n, torch.bfloat16) for n in (1, 2)]
+    assert [y.sharding.num_devices and y.tolist() for y in dist.all_gather(jnp.ones(rank))] == [[], [1]]
+    assert "jax" in sys.modules
