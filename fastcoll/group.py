@@ -643,7 +643,7 @@ class ProcessGroup(Carrier[Array]):
 
         if async_op:
             work = self._queue.submit(name, job)
-            work.outputs = [x.array for x in owners]
+            work.outputs = [array for x in owners for array in x.arrays]
             return work
         if self._queue.pending:
             with self.preparing(name):

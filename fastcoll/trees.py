@@ -51,7 +51,12 @@ class Tree(Adopted):
             raise ArrayError(
                 "some arrays of the tree are on a GPU and some are not; make a call for each kind"
             )
-        self._apart = [] if self.on_gpu else sorted(_large_and_apart([leaf.array for leaf in self.leaves]))
+        self._apart = [] if self.on_gpu else sorted(_large_and_apart(self.arrays))
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The leaves' arrays."""
+        return [leaf.array for leaf in self.leaves]
 
     @property
     def on_gpu(self) -> bool:

@@ -56,6 +56,7 @@ def test_a_tree_is_reduced_and_broadcast(
     work = dist.all_reduce(x, group=group, async_op=True)
     work.wait()
     assert_same(x, total)
+    assert len(work.outputs) == len(total)
     last = world_size - 1
     for async_op in (False, True):
         x = tree(rank)

@@ -24,6 +24,11 @@ class Adopted:
         self.array = array
         self._owner = owner
 
+    @property
+    def arrays(self) -> list[Array]:
+        """What the call works on."""
+        return [self.array]
+
     def finish(self) -> Any:
         """Write the packed copy of a writable array back; nothing to do for any other.
 
