@@ -1,13 +1,12 @@
 """The default group: how a process joins the world, and how it leaves it.
 
 Joining: find the others (rendezvous), learn who they are (join), make the group of all. Numba is
-imported on another thread meanwhile. Leaving: groups, newest first, then the store; at exit too, for
+imported on another thread meanwhile. Leaving: groups, newest first (leaving.py), then the store; at exit too, for
 scripts that forget it.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import os
@@ -22,6 +21,7 @@ from . import backends, config
 from .arguments import check_device, positive_seconds, whole
 from .backends import BackendChoice, Make, parse_backend
 from .errors import (
+    GroupError,
     NotInitializedError,
     RendezvousError,
     StoreError,
@@ -31,6 +31,7 @@ from .errors import (
 )
 from .group import ProcessGroup
 from .job import Job, has_left, times_settled
+from .leaving import ExitHook, close, leave
 from .members import dead_among, forget, gone_among, speak_as
 from .processes import this_process
 from .registry import Group, NonMember, groups
@@ -50,7 +51,6 @@ _EXIT_SECONDS = 10.0
 _P = ParamSpec("_P")
 
 _job: Job | None = None
-_finalizer: Any = None
 
 
 def current_job() -> Job:
@@ -145,16 +145,20 @@ def init_process_group(
     job, world = _start(find, choice, limit)
     groups.add(world, choice)
     _job = job
-    _hook_exit()
+    _exit_hook.set()  # after all else, as hooks run newest first, and the store may have one that closes it
 
 
 def destroy_process_group(group: Group = None) -> None:
     """Leave a group, or with None (or the default group) all groups and the job.
 
+    Asynchronous operations that are under way are completed first, within the group's timeout; while an exception is
+    handled (`except`, `finally`), nothing is waited for, and the other ranks learn of it.
     Calls on the group that are under way on other ranks raise, unless this rank's part in them is done.
     Rank 0, when it leaves the job, waits for ranks that are still making groups it has left behind.
 
     Raises:
+        GroupError: names operations that nobody had waited for, and that were lost: a receive to which nobody sends, or
+            what failed with a peer. The group is destroyed all the same.
         UsageError: not a group.
         NotInitializedError: it was destroyed before.
     """
@@ -164,11 +168,14 @@ def destroy_process_group(group: Group = None) -> None:
     if not groups.initialized or current not in groups.backends:
         raise NotInitializedError(f"the group {group or 'WORLD'} does not exist, or was destroyed before")
     if current is groups.world:
-        _leave(None, last_words(sys.exc_info()[1]))
+        lost = _leave(sys.exc_info()[1], None)
     elif isinstance(current, ProcessGroup):
         del groups.backends[current]
-        if groups.inherited is None:
-            current.close()
+        lost = leave([current], sys.exc_info()[1]) if groups.inherited is None else None
+    else:
+        return
+    if lost is not None:
+        raise lost
 
 
 def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager[ProcessGroup]]:
@@ -196,9 +203,9 @@ def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager
         mine = groups.world
         try:
             yield mine
-        except BaseException:
+        except BaseException as error:
             if groups.world is mine:
-                _leave(0.0, last_words(sys.exc_info()[1]))
+                _leave(error, 0.0)
             raise
         if groups.world is mine:
             destroy_process_group()
@@ -361,21 +368,26 @@ def _linger(error: BaseException | None) -> float:
     return _FAILED_START_SECONDS if isinstance(error, Exception) else 0.0
 
 
-def _leave(patience: float | None, farewell: str) -> None:
-    """Close every group, newest first, and let go of the job; whatever fails, the rest is done."""
+def _leave(error: BaseException | None, patience: float | None, ended: bool = False) -> GroupError | None:
+    """Leave every group and the job, as `leave` does; `ended` says whether the program has."""
+    mine, farewell = list(groups.backends) if groups.inherited is None else [], last_words(error, ended)
+    return leave(mine, error, functools.partial(_let_go, patience, farewell))
+
+
+def _let_go(patience: float | None, farewell: str) -> None:
+    """Close every group, and let go of the job; whatever fails, the rest is done."""
     global _job
     job, _job = _job, None
     made, inherited = list(groups.backends), groups.inherited
     groups.clear()
-    _unhook_exit()
+    _exit_hook.take_back()
     if inherited is not None or job is None:
         return
     gone = gone_among(job.members) if job.rank == 0 else ()  # only rank 0 waits for others
     with ExitStack() as steps:
         steps.callback(forget, job.members)
         steps.callback(job.leave, job.timeout if patience is None else patience, gone, farewell)
-        for group in made:
-            steps.callback(group.close, farewell)
+        close(made, farewell)
 
 
 @functools.cache
@@ -384,26 +396,9 @@ def _watch_forks() -> None:
     os.register_at_fork(after_in_child=groups.disown)
 
 
-def _hook_exit() -> None:
-    """Leave at exit. After all else is set up: hooks run newest first, and the store may have one that closes it."""
-    global _finalizer
-    atexit.register(_leave_at_exit)
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:  # children of multiprocessing run its own hooks alone
-        _finalizer = util.Finalize(None, _leave_at_exit, exitpriority=0)
-
-
-def _unhook_exit() -> None:
-    global _finalizer
-    atexit.unregister(_leave_at_exit)
-    if _finalizer is not None:
-        _finalizer.cancel()
-        _finalizer = None
-
-
-def _leave_at_exit() -> None:
+def _leave_at_exit(error: BaseException | None) -> GroupError | None:
     _log.info("destroy_process_group was not called; leaving at exit")
-    # In children of multiprocessing the exception is on its way; elsewhere Python keeps what it has printed.
-    interactive = sys.flags.interactive or hasattr(sys, "ps1")  # where the last error has ended nothing
-    error = sys.exc_info()[1] or (None if interactive else getattr(sys, "last_value", None))
-    _leave(_EXIT_SECONDS, last_words(error, ended=True))
+    return _leave(error, _EXIT_SECONDS, ended=True)
+
+
+_exit_hook = ExitHook(_leave_at_exit)

@@ -54,7 +54,7 @@ from .operands import (
 from .reduce_op import ReduceOp
 from .trees import CONTAINERS, Tree
 from .watch import Vigil, last_words
-from .work import ProgressQueue, Work, refuse_to_block
+from .work import ProgressQueue, Unheard, Work, is_progressing, refuse_to_block
 
 
 class ProcessGroup(Carrier[Array]):
@@ -80,6 +80,7 @@ class ProcessGroup(Carrier[Array]):
         rank: this process's rank in the group.
         timeout: seconds that a call may take.
         failure: why the group failed, or None.
+        unheard: its asynchronous operations that nobody has waited for.
     """
 
     backend: ClassVar[str]
@@ -96,6 +97,7 @@ class ProcessGroup(Carrier[Array]):
         self._turn = threading.Lock()
         self._inside: set[int] = set()  # threads that have the turn, or wait for it
         self._queue = ProgressQueue(name)
+        self.unheard = Unheard()
         self._make_devices: Callable[[ProcessGroup], DeviceCarrier] | None = None
         self._device_carrier: DeviceCarrier | None = None
         self._turn_to_make = threading.Lock()
@@ -588,8 +590,20 @@ class ProcessGroup(Carrier[Array]):
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise `error`, without a word to the peers."""
 
+    def may_wait(self) -> bool:
+        """Whether this thread may wait for what is under way, which does not get on by this thread alone."""
+        return not (self._closed or self._is_inside() or is_progressing())
+
+    def start_to_leave(self) -> None:
+        """Tell the other ranks that this one starts nothing more, though it still takes messages."""
+        self._vigil.start_to_leave()
+
+    def is_in_vain(self, work: Work) -> bool:
+        """Whether no rank is left that could send the message which one of the group's operations needs."""
+        return True
+
     def close(self, farewell: str = "") -> None:
-        """Leave the group and release what it holds. Closing twice is fine; later calls raise.
+        """Leave the group and release what it holds. Closing twice is fine; what is under way and later calls raise.
 
         Args:
             farewell: what the peers read of it; by default the exception that is being handled, if there is one.
@@ -642,7 +656,7 @@ class ProcessGroup(Carrier[Array]):
             return finish_all(owners)
 
         if async_op:
-            work = self._queue.submit(name, job)
+            work = self.unheard.note(self._queue.submit(name, job))
             work.outputs = [array for x in owners for array in x.arrays]
             return work
         if self._queue.pending:

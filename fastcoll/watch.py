@@ -20,7 +20,8 @@ from .errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedEr
 from .members import Member
 
 _log = logging.getLogger("fastcoll")
-IN_ORDER, LEFT, FAILED = range(3)
+# What a rank says of itself. LEAVING: it starts nothing more, and only takes messages that were sent to it.
+IN_ORDER, LEFT, FAILED, LEAVING = range(4)
 _MOST_CHARACTERS = 300  # of what an exception says
 
 
@@ -69,15 +70,15 @@ class Vigil(ABC):
         self.farewell = last_words(None)
         self._rank = rank
         self._lock = threading.Lock()
-        self._retired = False
+        self._leaving = self._retired = False
 
     @abstractmethod
     def _publish(self, state: int, reason: str) -> None:
-        """Tell the peers that this rank has LEFT or FAILED the group; never called after `leave`."""
+        """Tell the peers that this rank is LEAVING, has LEFT or FAILED the group; never called after `leave`."""
 
     @abstractmethod
     def _states(self) -> list[int]:
-        """What each rank has said of itself: IN_ORDER, LEFT or FAILED."""
+        """What each rank has said of itself."""
 
     @abstractmethod
     def _reason(self, rank: int) -> str:
@@ -105,6 +106,13 @@ class Vigil(ABC):
                 self._publish(FAILED, str(error))
         self.on_failure()
 
+    def start_to_leave(self) -> None:
+        """Tell the peers that this rank starts nothing more in the group, though it still takes messages."""
+        with self._lock:
+            if self.failure is None and not self._retired:
+                self._leaving = True
+                self._publish(LEAVING, self.farewell)
+
     def leave(self) -> None:
         """Tell the peers that this rank has left in order, and nothing more from then on."""
         with self._lock:
@@ -113,8 +121,12 @@ class Vigil(ABC):
             self._retired = True
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has left in order."""
-        return self._states()[rank] == LEFT
+        """Whether a rank has left in order, or starts nothing more."""
+        return self._states()[rank] in (LEFT, LEAVING)
+
+    def is_leaving(self, rank: int) -> bool:
+        """Whether a rank, which may be this one, starts nothing more but still takes messages."""
+        return self._leaving if rank == self._rank else self._states()[rank] == LEAVING
 
     def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
         """Why waiting for the group ranks `needed` is in vain, or None."""
@@ -123,14 +135,14 @@ class Vigil(ABC):
         states = self._states()
         # Who failed or left has said why; that its process ended afterwards is no news.
         others = [rank for rank in range(len(states)) if rank != self._rank]
-        working = [self.members[rank] for rank in others if states[rank] == IN_ORDER]
+        working = [self.members[rank] for rank in others if states[rank] in (IN_ORDER, LEAVING)]
         if dead := self._dead(working):
             names = ", ".join(map(str, dead))
             return PeerDiedError(f"{names} died; {doing}", [member.rank for member in dead])
         for rank in others:
             if states[rank] == FAILED:
                 return self._passed_on(rank, self._reason(rank), *self._blamed(rank), doing)
-        if gone := [rank for rank in needed if states[rank] == LEFT]:
+        if gone := [rank for rank in needed if states[rank] in (LEFT, LEAVING)]:
             told = ", ".join(f"{self.name(rank)} {self._reason(rank)}" for rank in gone)
             return AbortedError(f"{told}; {doing}", [self.members[rank].rank for rank in gone])
         return None

@@ -17,7 +17,7 @@ from concurrent.futures._base import FINISHED, PENDING, RUNNING
 from contextlib import suppress
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from .errors import AbortedError, CollectiveTimeoutError, UsageError
 
@@ -58,13 +58,18 @@ def seconds(timeout: Timeout, default: float) -> float:
     raise UsageError(f"timeout is {timeout!r}; give seconds as a number, or a timedelta")
 
 
+def is_progressing() -> bool:
+    """Whether this is a progress thread, so that the caller is a Work's callback."""
+    return getattr(_here, "progress", False)
+
+
 def refuse_to_block(what: str) -> None:
     """A progress thread that waits for an operation would wait for itself.
 
     Raises:
         UsageError: this is a progress thread, so the caller is a Work's callback.
     """
-    if getattr(_here, "progress", False):
+    if is_progressing():
         raise UsageError(
             f"{what}: a Work's callback may not wait; start asynchronous operations there instead"
         )
@@ -78,6 +83,9 @@ class Work(Future[Any]):
     cancelled, as the other ranks have begun the operation too.
     """
 
+    needs_message = False
+    """Whether the operation ends only by a message that may never be sent."""
+
     # What a Future has as attributes: `_condition` and `_waiters` are what concurrent.futures uses of them.
     def __init__(self, describe: str = "operation") -> None:
         self._done = threading.Event()
@@ -86,6 +94,7 @@ class Work(Future[Any]):
         self._waiters: list[Any] = []
         self._result: Any = None
         self._error: BaseException | None = None
+        self._heard = False  # whether somebody has asked how it ended
         self._describe = describe
         self._state = PENDING
         self._forks = _forks
@@ -132,6 +141,7 @@ class Work(Future[Any]):
     def _join(self) -> None:
         """Wait on any thread, as one group's progress thread may for another's."""
         self._done.wait(ENDLESS)
+        self._heard = True
         if self._error is not None:
             # Without the tracebacks of earlier waits, which keep their frames and arrays alive.
             raise self._error.with_traceback(None)
@@ -142,11 +152,14 @@ class Work(Future[Any]):
 
     def is_success(self) -> bool:
         """Whether the operation has ended well. Never blocks."""
-        return self._done.is_set() and self._error is None
+        return self._done.is_set() and self.exception() is None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What ended the operation, or None. Never blocks, also where a Future's would, and ignores `timeout`."""
-        return self._error if self._done.is_set() else None
+        if not self._done.is_set():
+            return None
+        self._heard = True
+        return self._error
 
     def result(self, timeout: Timeout = None) -> Any:
         """Wait as `wait` does, then return what the synchronous call would have returned.
@@ -282,6 +295,48 @@ class WorkFuture(Future[Any]):
 
         self.add_done_callback(follow)
         return following
+
+
+_W = TypeVar("_W", bound=Work)
+
+
+class Unheard:
+    """The asynchronous operations of a group whose end nobody has heard of: those under way, and those that failed.
+
+    A rank that leaves completes the first, and says which were lost (leaving.py).
+    """
+
+    _MOST_FAILED = 16  # as each keeps its arrays alive
+
+    def __init__(self) -> None:
+        self._works: dict[Work, None] = {}
+
+    def note(self, work: _W) -> _W:
+        """Count an operation in; returns it."""
+        self._works[work] = None
+        work.add_done_callback(self._ended)
+        return work
+
+    def under_way(self) -> list[Work]:
+        """The operations that have not ended, oldest first."""
+        return [work for work in list(self._works) if not work.is_completed()]
+
+    def lost(self) -> list[tuple[str, BaseException]]:
+        """The operations that failed, and why, of which nobody has asked how they ended."""
+        return [
+            (work._describe, work._error)
+            for work in list(self._works)
+            if work._error is not None and not work._heard
+        ]
+
+    def _ended(self, work: Work) -> None:
+        if work._error is None:
+            self._works.pop(work, None)
+            return
+        failed = [other for other in list(self._works) if other._error is not None]
+        for other in failed:
+            if other._heard or (other is work and len(failed) > self._MOST_FAILED):
+                self._works.pop(other, None)
 
 
 class ProgressQueue:

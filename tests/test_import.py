@@ -37,6 +37,7 @@ LAYERS = (
     ("hybrid",),
     ("backends",),
     ("registry", "job"),
+    ("leaving",),
     ("default_group", "api", "multigpu", "p2p", "objects", "symmetric"),
     ("subgroups",),
     ("__init__",),

@@ -709,6 +709,32 @@ except dist.PeerDiedError as error:
     assert killed.returncode == -9
 
 
+def test_what_is_under_way_is_completed_at_exit_or_named(tmp_path: Path) -> None:
+    code = """
+x, y = np.full(300_000, rank + 1.0), np.zeros(300_000)
+if rank == 0:
+    dist.isend(x, 1)
+    dist.all_reduce(np.ones(3), async_op=True)
+else:
+    dist.recv(y, 0)
+    dist.all_reduce(np.ones(3))
+    print(y[-1])
+    dist.irecv(y, 0, tag=7)
+
+class Last:
+    def __del__(self, print=print):  # Python comes to its own end, whatever the exit code
+        print("the last word", flush=True)
+
+last = Last()
+"""
+    with nothing_left():
+        sender, receiver = run_ranks(tmp_path, code, 2)
+    assert (sender.returncode, sender.stdout, sender.stderr) == (0, "the last word\n", "")
+    assert (receiver.returncode, receiver.stdout) == (1, "1.0\nthe last word\n"), receiver.stderr
+    assert re.search(r"at exit: .*lost .*recv from rank 0 .*tag 7 of the group WORLD", receiver.stderr)
+    assert "Traceback" not in receiver.stderr
+
+
 FORK = """
 group = dist.new_group()
 x = np.ones(1)
@@ -757,20 +783,25 @@ def main(rank):
             dist.recv(np.zeros(1), 1)
         except dist.AbortedError as error:
             print(error)
+    else:
+        dist.isend(np.zeros(1), rank)
 
 ranks = [multiprocessing.get_context("fork").Process(target=main, args=(rank,)) for rank in range(2)]
 for rank in ranks:
     rank.start()
 for rank in ranks:
     rank.join()
+print([rank.exitcode for rank in ranks])
 """
 
 
 def test_children_of_multiprocessing_leave_when_they_end(tmp_path: Path) -> None:
-    """They end by os._exit, without the hooks of atexit; they have not died for that."""
+    """They end by os._exit, without the hooks of atexit; they have not died for that. What they lose is said too."""
     command = [sys.executable, "-c", CHILDREN, f"file://{tmp_path}/meet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert re.match(r"rank 1 .* left \(its program ended\); recv from rank 1", done.stdout), (
         done.stdout,
         done.stderr,
     )
+    assert done.stdout.endswith("[0, 1]\n")
+    assert re.search(r"at exit: .*send to rank 1 .*, tag 0 of the group WORLD", done.stderr)

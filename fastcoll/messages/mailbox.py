@@ -109,6 +109,18 @@ class Mailbox:
 
     # ---- life -------------------------------------------------------------------------------------
 
+    def is_in_vain(self, work: Work) -> bool:
+        """Whether nobody is left who could complete a posted operation that needs a message, or is one to this rank."""
+        # The inbox first: two operations of this rank may be made for each other.
+        if not isinstance(work, Transfer) or self._inbox or work not in self._courier.live:
+            return False
+        peers = range(len(self._vigil.members)) if work.peer is None else (work.peer,)
+        return all(peer == self._rank or self._vigil.has_left(peer) for peer in peers)
+
+    def is_entered(self) -> bool:
+        """Whether messages cannot go on until this thread does: it is the courier's, or a signal handler in a call."""
+        return self._on_own_thread() or self._has_channels() or threading.get_ident() in self._inside
+
     def abort(self) -> None:
         """Have everything under way look at the group's state at once. From any thread."""
         self._wake()

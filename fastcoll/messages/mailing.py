@@ -21,10 +21,16 @@ class Mailing(ProcessGroup):
         return self._mail.recv(x, src, tag)
 
     def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        return self._mail.isend(x, dst, tag)
+        return self.unheard.note(self._mail.isend(x, dst, tag))
 
     def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        return self._mail.irecv(x, src, tag)
+        return self.unheard.note(self._mail.irecv(x, src, tag))
+
+    def may_wait(self) -> bool:
+        return super().may_wait() and not self._mail.is_entered()
+
+    def is_in_vain(self, work: Work) -> bool:
+        return self._mail.is_in_vain(work)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""

@@ -104,7 +104,10 @@ class Transfer(Work):
         self.array = array
         self.address = address_of(array)
         what = f"{name}, objects" if tag == OBJECTS_TAG else f"{name}, tag {tag}"
-        self.watch = Wait(vigil, what, _needed(vigil, peer, rank), timeout)
+        # A message to a rank that is leaving may still be taken there. What comes in vain while this one is leaving,
+        # leaving.py sees, and ends without failing the group.
+        taker = peer if peer is not None and isinstance(self, Send) else rank
+        self.watch = Wait(vigil, what, _needed(vigil, peer, rank, taker), timeout)
         self._vigil = vigil
         self._rank = rank
         super().__init__(what)
@@ -143,6 +146,7 @@ class Send(Transfer):
         super().__init__(f"send to {vigil.name(peer)}", array, peer, tag, vigil, timeout, rank)
         self.peer: int = peer
         self.buffered = buffered
+        self.needs_message = peer == rank  # whose receive may never be posted
 
     def misfit(self, kind: int, nbytes: int) -> MismatchError:
         """The receiver asked for something else."""
@@ -152,6 +156,8 @@ class Send(Transfer):
 
 class Receive(Transfer):
     """A message wanted from `peer`, or from any rank."""
+
+    needs_message = True
 
     def __init__(
         self, adopted: Adopted, peer: int | None, tag: int, vigil: Vigil, timeout: float, rank: int
@@ -169,15 +175,17 @@ class Receive(Transfer):
         self._adopted.finish()
 
 
-def _needed(vigil: Vigil, peer: int | None, rank: int) -> Callable[[], list[int]]:
-    """The ranks that a transfer waits for, as Wait asks for them."""
-    if peer is not None:
-        return lambda: [peer]
+def _needed(vigil: Vigil, peer: int | None, rank: int, taker: int) -> Callable[[], list[int]]:
+    """The ranks that a transfer waits for, as Wait asks for them; none while `taker` is leaving."""
     others = [other for other in range(len(vigil.members)) if other != rank] or [rank]
 
-    def possible_senders() -> list[int]:
+    def needed() -> list[int]:
+        if vigil.is_leaving(taker):
+            return []
+        if peer is not None:
+            return [peer]
         # Hopeless only when all have left; the own rank could still send from another thread, but a
         # rank that waits for nobody else is taken for stuck.
         return [other for other in others if not vigil.has_left(other)] or others
 
-    return possible_senders
+    return needed

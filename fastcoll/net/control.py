@@ -1,6 +1,6 @@
 """The control connections of one rank in a group: what its peers say of themselves, and whose connection broke.
 
-Notices are sent without blocking and read whenever somebody looks; there is no thread. Every rank sends two notices
+Notices are sent without blocking and read whenever somebody looks; there is no thread. Every rank sends three notices
 at the most, which the kernel's buffers always have room for.
 """
 
@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 
+from ..watch import LEAVING
 from .notice import NOTICE_SIZE, Notice, NoticeError
 from .options import watch
 
@@ -29,7 +30,7 @@ class Control:
         size: ranks of the group.
 
     Attributes:
-        heard: group rank -> the last notice that came from it.
+        heard: group rank -> what came from it: the first notice, or the one after LEAVING.
         lost: group rank -> how its connection ended, for messages; no news when it has said why before.
         peers: group ranks that there is, or was, a connection with.
     """
@@ -121,7 +122,8 @@ class Control:
             self._lose(fd, peer, "its host cannot be reached" if vanished else str(error.strerror))
 
     def _hear(self, peer: int, notice: Notice) -> None:
-        self.heard.setdefault(peer, notice)
+        if peer not in self.heard or self.heard[peer].state == LEAVING:
+            self.heard[peer] = notice
 
     def _lose(self, fd: int, peer: int, how: str) -> None:
         self._unlink(fd)

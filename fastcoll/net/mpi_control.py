@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ..watch import LEAVING
 from .control import Control
 from .mpi_library import Library
 from .notice import NOTICE_SIZE, Notice, NoticeError
@@ -13,7 +14,7 @@ logger = logging.getLogger("fastcoll")
 
 
 class MpiControl(Control):
-    """What the ranks of a communicator say of themselves. Every rank sends one notice to each other at the most.
+    """What the ranks of a communicator say of themselves. Every rank sends two notices to each other at the most.
 
     MPI does not tell when a rank dies (mpiexec ends the others then), so `lost` stays empty.
 
@@ -43,7 +44,8 @@ class MpiControl(Control):
         self.look(again=True)
         with self._library.lock:
             self._sent = [request for request in self._sent if not request.Test()]
-        return not self._sent and self.heard.keys() >= self.peers
+        over = {peer for peer, notice in self.heard.items() if notice.state != LEAVING}
+        return not self._sent and over >= self.peers
 
     def close(self) -> None:
         """Nothing: the communicator is freed when everybody has left."""

@@ -4,7 +4,7 @@ A notice has 1,120 bytes (big-endian), whatever it says, so nothing announces a 
 
     offset  bytes  field
     0       8      magic "FASTNOTE"
-    8       1      state of the sender: 1 left in order, 2 failed the group
+    8       1      state of the sender: 1 left in order, 2 failed the group, 3 is leaving it
     9       1      what happened: 1 a process died or cannot be reached, 2 one did not come in time, else 0
     10      2      number of ranks at fault
     12      4      group rank of whoever first said so
@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from ..watch import FAILED, LEFT
+from ..watch import FAILED, LEAVING, LEFT
 
 _MAGIC = b"FASTNOTE"
 MOST_RANKS = 16
@@ -35,10 +35,10 @@ class NoticeError(ValueError):
 
 @dataclass(frozen=True)
 class Notice:
-    """That a rank left or failed the group.
+    """That a rank left or failed the group, or is leaving it.
 
     Attributes:
-        state: LEFT or FAILED.
+        state: LEFT, FAILED or LEAVING.
         origin: group rank of whoever first said so; others pass it on.
         ranks: global ranks at fault, at most 16.
         died: whether those died or cannot be reached.
@@ -73,7 +73,7 @@ class Notice:
         magic, state, what, count, origin, length, zero, *ranks, text = _FORMAT.unpack(data)
         if (
             magic != _MAGIC
-            or state not in (LEFT, FAILED)
+            or state not in (LEFT, FAILED, LEAVING)
             or what not in (0, _DIED, _LATE)
             or count > MOST_RANKS
             or origin >= size

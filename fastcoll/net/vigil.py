@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import CollectiveTimeoutError, GroupError, PeerDiedError
 from ..members import Member, dead_among
-from ..watch import FAILED, IN_ORDER, LEFT, Vigil
+from ..watch import FAILED, IN_ORDER, LEAVING, LEFT, Vigil
 from .control import Control
 from .notice import Notice
 
@@ -36,7 +36,7 @@ class NetVigil(Vigil):
 
     def has_left(self, rank: int) -> bool:
         self._control.look()
-        return self._state(rank) == LEFT
+        return self._state(rank) in (LEFT, LEAVING)
 
     def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
         if self.failure is not None:
@@ -44,7 +44,7 @@ class NetVigil(Vigil):
         # First who died, then what they said: a process says that it leaves before it ends.
         proven = set(dead_among(self.members))
         self._control.look(again=bool(proven))
-        proven -= {member for rank, member in enumerate(self.members) if self._state(rank) != IN_ORDER}
+        proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
         return (
             self._death(proven, doing) or self._failure_of_peer(doing) or super().verdict(needed, doing)
         )  # fmt: skip
@@ -72,7 +72,7 @@ class NetVigil(Vigil):
     def _suspects(self) -> dict[int, str]:
         """Group ranks whose connection broke, and how, that have neither left nor failed."""
         broken = {**self._broken, **self._control.lost}
-        return {rank: how for rank, how in broken.items() if self._state(rank) == IN_ORDER}
+        return {rank: how for rank, how in broken.items() if self._is_present(rank)}
 
     def _report(self) -> Notice | None:
         """The first notice that says that somebody other than us died."""
@@ -93,7 +93,7 @@ class NetVigil(Vigil):
         self._control.say(self._notice(state, reason))
 
     def _notice(self, state: int, reason: str) -> Notice:
-        if state == LEFT or self.failure is None:
+        if state != FAILED or self.failure is None:
             return Notice(state, self._rank, text=reason)
         taken = self._taken
         if taken is not None and taken[0] is self.failure:
@@ -104,6 +104,9 @@ class NetVigil(Vigil):
     def _state(self, rank: int) -> int:
         notice = self._control.heard.get(rank)
         return IN_ORDER if notice is None else notice.state
+
+    def _is_present(self, rank: int) -> bool:
+        return self._state(rank) in (IN_ORDER, LEAVING)
 
     def _states(self) -> list[int]:
         return [self._state(rank) for rank in range(len(self.members))]

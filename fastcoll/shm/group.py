@@ -283,10 +283,16 @@ class ShmGroup(HeadStart):
         return self._mailbox.recv(x, src, tag)
 
     def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        return self._mailbox.isend(x, dst, tag)
+        return self.unheard.note(self._mailbox.isend(x, dst, tag))
 
     def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        return self._mailbox.irecv(x, src, tag)
+        return self.unheard.note(self._mailbox.irecv(x, src, tag))
+
+    def may_wait(self) -> bool:
+        return super().may_wait() and not self._mailbox.is_entered()
+
+    def is_in_vain(self, work: Work) -> bool:
+        return self._mailbox.is_in_vain(work)
 
     # ---- symmetric arrays ----------------------------------------------------------------------------
 

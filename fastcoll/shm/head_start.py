@@ -96,7 +96,7 @@ class HeadStart(ShortPaths):
                 code = entry.call(self._c | RESUMED, *args)
                 step = next_step(code, True, self.failure is not None)
             if step == HAND_OVER:
-                return self._hand_over(code, entry, args, given)
+                return self.unheard.note(self._hand_over(code, entry, args, given))
             if step == BROKEN:
                 raise self._changed(entry)
         except BaseException as error:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..errors import CollectiveTimeoutError
 from ..members import Member, dead_among
-from ..watch import LEFT, Vigil
+from ..watch import LEAVING, LEFT, Vigil
 from .layout import REASON, REASON_BYTES, STATE
 from .segment import Segment
 
@@ -26,7 +26,7 @@ class ShmVigil(Vigil):
         self._segment = segment
 
     def has_left(self, rank: int) -> bool:
-        return self._state(rank) == LEFT
+        return self._state(rank) in (LEFT, LEAVING)
 
     def _states(self) -> list[int]:
         return [self._state(rank) for rank in range(len(self.members))]

@@ -6,14 +6,13 @@ Python still runs, and disowned in children of fork (a DataLoader's workers).
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -21,8 +20,9 @@ import torch.distributed as dist
 
 from .. import config
 from ..backends import load, parse_backend
-from ..errors import AbortedError, FastcollError, StoreTimeoutError, UnavailableError, UsageError
+from ..errors import AbortedError, GroupError, StoreTimeoutError, UnavailableError, UsageError
 from ..group import ProcessGroup
+from ..leaving import ExitHook, leave
 from ..members import Member, forget, speak_as
 from ..processes import this_process
 from ..rendezvous import HashStore, PrefixStore
@@ -95,31 +95,20 @@ def refuse_gpus(group: ProcessGroup) -> NoReturn:
 
 
 def leave_group(group: ProcessGroup) -> None:
-    """Leave a group and let go of what it holds. Leaving twice is fine.
+    """Leave a group and let go of what it holds, as leaving.py does. Leaving twice is fine.
 
-    Collectives that were started and not waited for are completed first, as the other ranks have their parts in them;
-    where an error is being handled it is the other way round, and these ranks learn of it at once.
+    What was lost is logged: an exception would leave torch with a group half destroyed.
     """
-    _leave(group, in_order=sys.exc_info()[1] is None)
+    if (lost := _leave([group], sys.exc_info()[1])) is not None:
+        _log.error("%s", lost)
 
 
-def _leave(group: ProcessGroup, in_order: bool) -> None:
-    members = _made.pop(group, ())
+def _leave(groups: Sequence[ProcessGroup], error: BaseException | None) -> GroupError | None:
+    members = [member for group in groups for member in _made.pop(group, ())]
     try:
-        if in_order:
-            _complete(group)
+        return leave(groups, error)
     finally:
-        try:
-            group.close()
-        finally:
-            forget(members)
-
-
-def _complete(group: ProcessGroup) -> None:
-    """Wait for what is queued, the group's timeout at most; what fails it has failed for whoever waits for it."""
-    if group._queue.pending and group.failure is None and not group._is_inside():
-        with suppress(FastcollError):
-            group._queue.submit("the last of all", lambda: None).wait(group.timeout)
+        forget(members)
 
 
 def _job_store(store: Any, rank: int, size: int, timeout: float) -> PrefixStore:
@@ -136,18 +125,18 @@ def _job_store(store: Any, rank: int, size: int, timeout: float) -> PrefixStore:
 @functools.cache
 def _watch_ends() -> None:
     """Once a process."""
-    atexit.register(_leave_all)
+    ExitHook(_leave_all).set()
     os.register_at_fork(after_in_child=_disown_all)
 
 
-def _leave_all() -> None:
+def _leave_all(error: BaseException | None) -> GroupError | None:
     if _made:
         _log.info("torch.distributed.destroy_process_group was not called; leaving at exit")
-    in_order = getattr(sys, "last_value", None) is None  # no exception ends this process
-    for group in reversed(list(_made)):
-        _leave(group, in_order)
-    # A thread that Python's end finds inside torch's C++ would take the process down.
-    completions.settle(_SETTLE_SECONDS)
+    try:
+        return _leave(list(_made), error)
+    finally:
+        # A thread that Python's end finds inside torch's C++ would take the process down.
+        completions.settle(_SETTLE_SECONDS)
 
 
 def _disown_all() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll import CollectiveTimeoutError, MismatchError
+from fastcoll import AbortedError, CollectiveTimeoutError, MismatchError, NotInitializedError
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -178,3 +179,81 @@ def test_many_calls_of_different_sizes_in_flight(rank, world_size):
     for k, (x, work) in enumerate(zip(arrays, works, strict=True)):
         work.wait()
         assert (x == sum(r + 1.0 + k for r in range(world_size))).all()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_under_way_is_completed_before_a_group_is_destroyed(rank, world_size):
+    """Rank 0 is on its way out before rank 1 begins; none of the six operations is waited for."""
+    group, other = dist.new_group(), 1 - rank
+    x, y, here = (np.full(300_000, rank + 1.0) for _ in range(3))
+    got, mine = np.zeros_like(x), np.zeros_like(x)
+    if rank == 1:
+        dist.recv(np.zeros(1), 0)
+    dist.all_reduce(x, group=group, async_op=True)
+    dist.isend(y, other, group=group)
+    dist.irecv(got, None if rank else other, group=group)
+    dist.isend(here, rank, group=group, tag=1)
+    dist.irecv(mine, rank, group=group, tag=1)
+    dist.broadcast(y[:3], 0, group=group, async_op=True)
+    if rank == 0:
+        dist.send(np.zeros(1), 1)
+    dist.destroy_process_group(group)
+    assert (x == 3).all()
+    assert (got[3:] == other + 1).all()
+    assert (mine == rank + 1).all()
+    assert (y[:3] == 1).all()
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_completed_is_named_when_a_group_is_destroyed(rank, world_size):
+    """A receive that no rank sends to ends as soon as all are about to leave; the group is destroyed all the same."""
+    lost, ours = dist.new_group(), dist.new_group()
+    began = time.monotonic()
+    dist.irecv(np.zeros(3), 1 - rank, group=lost, tag=5)
+    dist.irecv(np.zeros(3), group=lost, tag=6)
+    dist.isend(np.zeros(3), rank, group=lost, tag=7)
+    heard = dist.irecv(np.zeros(3), 1 - rank, group=lost, tag=8)
+    with pytest.raises(AbortedError) as caught:
+        dist.destroy_process_group(lost)
+    assert time.monotonic() - began < 15
+    for what in (
+        f"recv from rank {1 - rank} ",
+        "tag 5",
+        "recv from any rank, tag 6",
+        f"send to rank {rank} ",
+        "tag 7",
+    ):
+        assert what in str(caught.value)
+    with pytest.raises(AbortedError):
+        heard.wait()
+    with pytest.raises(NotInitializedError):
+        dist.destroy_process_group(lost)
+    # What failed before is lost too, unless somebody has asked how it ended.
+    asked, unasked = (dist.all_reduce(np.ones(3 + rank), group=ours, async_op=True) for _ in range(2))
+    while not unasked.is_completed():
+        time.sleep(0.001)
+    assert not asked.is_success()
+    with pytest.raises(AbortedError, match="all_reduce") as caught:
+        dist.destroy_process_group(ours)
+    assert str(caught.value).count("all_reduce of the group") == 1
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_leaves_by_an_exception_waits_for_nothing(rank, world_size):
+    group, began = dist.new_group(), time.monotonic()
+    if rank == 0:
+        work = dist.all_reduce(np.ones(3), group=group, async_op=True)
+        try:
+            raise ValueError("tested")
+        except ValueError:
+            dist.destroy_process_group(group)
+        with pytest.raises(AbortedError, match="destroyed"):
+            work.wait()
+        dist.barrier()
+    else:
+        dist.barrier()
+        with pytest.raises(AbortedError, match=r"rank 0 .*destroyed"):
+            dist.all_reduce(np.ones(3), group=group)
+        dist.destroy_process_group(group)
+    assert time.monotonic() - began < 15

@@ -233,6 +233,7 @@ def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> 
         "recv": lambda: dist.recv(x, 1),
         "send": lambda: dist.send(x, 1),
         "work": lambda: dist.all_reduce(x, async_op=True).wait(),
+        "destroy": lambda: (dist.all_reduce(x, async_op=True), dist.destroy_process_group()),
     }
     sent: list[float] = []
 
