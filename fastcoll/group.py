@@ -41,6 +41,7 @@ from .operands import (
     agreed_shapes,
     apart,
     arrays_of,
+    check_apart,
     check_dtypes,
     check_fit,
     checked_tag,
@@ -198,7 +199,11 @@ class ProcessGroup(Carrier[Array]):
         return xs
 
     def _adopt_list(self, xs: Sequence[Any], n: int, *, writable: bool, what: str) -> list[Adopted]:
-        return adopt_list(xs, n, writable=writable, what=what, adopt=self._adopt)
+        """Take in a list of `n` arrays; outputs have memory of their own each."""
+        items = adopt_list(xs, n, writable=writable, what=what, adopt=self._adopt)
+        if writable and n > 1:
+            check_apart(items, what)
+        return items
 
     # ---- collectives ------------------------------------------------------------------------------
 
@@ -499,6 +504,7 @@ class ProcessGroup(Carrier[Array]):
             for k, (outs, x) in enumerate(zip(lists, xs, strict=True)):
                 check_dtypes(f"{taken}[{k}]", outs, x.array)
                 check_fit(f"{given}[{k}]", x.array, f"{taken}[{k}][{self.rank}]", outs[self.rank].array)
+            check_apart([out for outs in lists for out in outs], taken, self.size)
             call = self._carrier(xs[0].array)._plan_all_gather_coalesced(lists, xs)
         return self._run("all_gather_coalesced", call, [o for outs in lists for o in outs], async_op)
 

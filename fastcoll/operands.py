@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from itertools import combinations, starmap
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ from .kinds.dtypes import rounded, widened
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 
 Array = NDArray[Any]
+_FEW = (
+    6  # arrays that are compared two by two, which takes 0.2 us each, where to ask for an address takes 0.8
+)
+_MOST_WORK = 10_000  # candidates that NumPy looks at for whether two strided arrays share memory
 
 LARGEST_TAG = (1 << 31) - 1
 OBJECTS_TAG = LARGEST_TAG + 3
@@ -114,6 +119,59 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list
         )
 
     return [x.copy() if clash(k, x) else x for k, x in enumerate(inputs)]
+
+
+def check_apart(outs: Sequence[Adopted], name: str, each: int = 0) -> None:
+    """Refuse outputs two of which share memory: which result stays there would be a matter of chance.
+
+    A packed copy is looked at where it is written back to; strided arrays on GPUs are not looked at.
+
+    Args:
+        name: of the list, for messages.
+        each: how many arrays a list has, where it is a list of lists.
+    """
+    if len(outs) <= _FEW and not any(starmap(_may_share, combinations(outs, 2))):
+        return
+    spans = sorted((*_extent(out.target), k) for k, out in enumerate(outs))
+    open_ones: list[tuple[int, int]] = []  # those that reach beyond where the next one begins
+    for low, high, k in spans:
+        if low == high:
+            continue
+        open_ones = [(end, j) for end, j in open_ones if end > low]
+        for _, j in open_ones:
+            if _share(outs[j].target, outs[k].target):
+                places = [f"[{i // each}][{i % each}]" if each else f"[{i}]" for i in sorted((j, k))]
+                raise ArrayError(
+                    f"{name}{places[0]} and {name}{places[1]} share memory, and different results go to them; give "
+                    "each memory of its own"
+                )
+        open_ones.append((high, k))
+
+
+def _may_share(x: Adopted, y: Adopted) -> bool:
+    return type(x.target) is not np.ndarray or bool(np.may_share_memory(x.target, y.target))
+
+
+def _extent(x: Any) -> tuple[int, int]:
+    """The addresses that an array lies between; none if it is not known."""
+    if isinstance(x, np.ndarray):
+        if x.size == 0:
+            return 0, 0
+        reach = [(length - 1) * step for length, step in zip(x.shape, x.strides, strict=True)]
+        low = x.__array_interface__["data"][0]
+        return low + sum(min(r, 0) for r in reach), low + sum(max(r, 0) for r in reach) + x.itemsize
+    address = getattr(x, "address", 0)
+    return address, address + getattr(x, "nbytes", 0)
+
+
+def _share(x: Any, y: Any) -> bool:
+    """Whether two arrays whose extents meet share memory; not, where that is too hard to find out."""
+    if not isinstance(x, np.ndarray):
+        return bool(x.overlaps(y))
+    try:
+        return np.shares_memory(x, y, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
 
 
 def check_fit(name: str, x: Array, other: str, y: Array) -> None:

@@ -208,7 +208,8 @@ class _Received(Work):
         super().__init__(work._describe)
         self._work = work
         self._ranks = ranks
-        work.add_done_callback(lambda _: self._finish(error=work.exception()))
+        # Not by `exception`, which is for whoever wants to know how it ended (Unheard, work.py).
+        work.add_done_callback(lambda _: self._finish(error=work._error))
 
     def wait(self, timeout: Timeout = None) -> bool:
         return self._work.wait(timeout)

@@ -12,7 +12,7 @@ from typing import Any
 from ..arrays import Adopted
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..operands import pieces
+from ..operands import check_apart, pieces
 from ..reduce_op import AVG, ReduceOp
 from ..work import Work
 from .movers import Mover
@@ -139,10 +139,13 @@ def _adopted(
     Args:
         written: places of those that the call writes; None for all.
     """
-    return [
+    items = [
         group._adopt(x, writable=written is None or k in written, what=f"{what}[{k}]")
         for k, x in enumerate(tensors)
     ]
+    if written is None:
+        check_apart(items, what)
+    return items
 
 
 def _hand_out(mover: Mover, total: Any, op: ReduceOp, outs: Sequence[Any], many: int) -> None:

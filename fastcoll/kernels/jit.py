@@ -43,7 +43,7 @@ def users_function(function: Callable[..., Any]) -> Any:
 
 
 class Entry:
-    """What Python calls: a compiled function that runs without the GIL, made at its first call, kept on disk.
+    """What Python calls: a compiled function, made at its first call, kept on disk.
 
     Its parameters are a `PyObject` or an `Index` each (kernels/pyobjects.py), as annotated; it returns an integer.
 
@@ -53,7 +53,8 @@ class Entry:
         name: the function's name.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], locked: bool = False) -> None:
+        self._locked = locked
         self.name = function.__name__
         self.call: Callable[..., int] = self._first_call
         self.__doc__ = function.__doc__
@@ -66,7 +67,8 @@ class Entry:
         kinds = {"PyObject": pyobject, "Index": index}
         parameters = inspect.signature(self._function).parameters.values()
         signature = types.int64(*[kinds[parameter.annotation] for parameter in parameters])
-        compiled = numba.njit(**_WORDS_ONLY, nogil=True, no_cfunc_wrapper=True)(self._function)
+        options = {**_WORDS_ONLY, "nogil": not self._locked, "no_cfunc_wrapper": True}
+        compiled = numba.njit(**options)(self._function)
         room = self._function.__module__.split(".")[1]
         compiled._cache = KernelCache(self._function, f"{self.name} ({room})")
         with _no_collection(), compiled._cache:
@@ -78,7 +80,14 @@ class Entry:
         return self.call(*args)
 
 
-entry = Entry
+def entry(function: Callable[..., Any]) -> Entry:
+    """An entry that runs without the GIL."""
+    return Entry(function)
+
+
+def locked_entry(function: Callable[..., Any]) -> Entry:
+    """An entry that has the GIL while it looks at objects; it must give it up for everything else (`release_gil`)."""
+    return Entry(function, locked=True)
 
 
 def c_function(function: Callable[..., Any], signature: Any, what: str, *, keep: bool = True) -> CFunc:

@@ -3,7 +3,14 @@
 An array is read through CPython's PyArrayObject and a tuple through PyTupleObject, both stable since the first
 release of NumPy and of Python 3 (numpy/core/include/numpy/ndarraytypes.h, cpython/tupleobject.h). A self-test
 at import compares the fields with what Python says. To hand an object over like this costs nothing, where
-`x.ctypes.data` costs 795 ns (2-core AMD EPYC, Python 3.11). The caller's frame keeps the objects alive.
+`x.ctypes.data` costs 795 ns (2-core AMD EPYC, Python 3.11).
+
+Another thread may assign an array's `shape`, `dtype` or `strides` meanwhile. It has the GIL for that, and for a moment
+the array has the new dtype and the old shape, or its shape lies in freed memory. So what says how large an array is
+(DESCR, FLAGS, NDIM, SHAPE) is read where nobody changes it: with the GIL (`locked_entry`, jit.py), or of a view that
+nobody else has (`kept`, shm/context.py). All of these assignments leave the array's first address and its number of
+bytes as they are, so what was found stays right when the GIL is given up, and DATA may be read at any time.
+The caller's frame keeps the objects alive, and by its references `resize` refuses to move the data.
 """
 
 from __future__ import annotations
@@ -110,6 +117,28 @@ def half_word_at(typing_context, address):
         return builder.zext(half, _WORD)
 
     return types.int64(types.int64), emit
+
+
+@intrinsic
+def release_gil(typing_context):
+    """Give the GIL up: no object may be looked at before `take_gil`, which takes the result."""
+
+    def emit(context, builder, signature, args):
+        return builder.ptrtoint(context.get_python_api(builder).save_thread(), _WORD)
+
+    return types.int64(), emit
+
+
+@intrinsic
+def take_gil(typing_context, thread, result):
+    """Take the GIL again and return `result`, which was worked out without it: `take_gil(release_gil(), work(...))`."""
+
+    def emit(context, builder, signature, args):
+        pyapi = context.get_python_api(builder)
+        pyapi.restore_thread(builder.inttoptr(args[0], pyapi.voidptr))
+        return args[1]
+
+    return types.int64(types.int64, types.int64), emit
 
 
 def _layout_is_known() -> bool:

@@ -29,6 +29,11 @@ class Adopted:
         """What the call works on."""
         return [self.array]
 
+    @property
+    def target(self) -> Any:
+        """Where the result goes: the caller's array."""
+        return self.array if self._owner is None else self._owner
+
     def finish(self) -> Any:
         """Write the packed copy of a writable array back; nothing to do for any other.
 

@@ -24,6 +24,7 @@ from ..kernels.pyobjects import (
     NDIM,
     SHAPE,
     TYPE,
+    WRITEABLE,
     half_word_at,
     word_at,
 )
@@ -141,6 +142,23 @@ def _list_items(c, handle, which, holder, like, what, flags):
             return False
         store_word(table(c, which), peer, data_of(item))
         store_word(table(c, which + 1), peer, nbytes_of(item, what))
+    return handle & PREPARED != 0 or flags & WRITEABLE == 0 or _are_disjoint(c, which)
+
+
+@inlined
+def _overlap(a, a_bytes, b, b_bytes):
+    return a_bytes > 0 and b_bytes > 0 and a < b + b_bytes and b < a + a_bytes
+
+
+@kernel
+def _are_disjoint(c, which):
+    """Whether no two blocks of a table share memory. 64 ranks: 2,016 comparisons, some 1 us."""
+    blocks, sizes = table(c, which), table(c, which + 1)
+    for peer in range(1, load_word(c, SIZE)):
+        block, nbytes = load_word(blocks, peer), load_word(sizes, peer)
+        for other in range(peer):
+            if _overlap(block, nbytes, load_word(blocks, other), load_word(sizes, other)):
+                return False
     return True
 
 
@@ -165,11 +183,6 @@ def list_same(c, which, address, nbytes):
     for peer in range(load_word(c, SIZE)):
         store_word(table(c, which), peer, address)
         store_word(table(c, which + 1), peer, nbytes)
-
-
-@inlined
-def _overlap(a, a_bytes, b, b_bytes):
-    return a_bytes > 0 and b_bytes > 0 and a < b + b_bytes and b < a + a_bytes
 
 
 @kernel

@@ -13,9 +13,9 @@ from __future__ import annotations
 from .. import calls
 from ..kernels.atomics import call_reducer
 from ..kernels.copy import copy
-from ..kernels.jit import entry, inlined, kernel
+from ..kernels.jit import entry, inlined, kernel, locked_entry
 from ..kernels.pointers import load_word, store_word
-from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at
+from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from .balance import shape_of
 from .border import (
     CALL,
@@ -185,7 +185,7 @@ def _two_shot(c, dst, src, nbytes, what, call, keep):
             return WORKED
 
 
-@entry
+@locked_entry
 def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     """Reduce an array over all ranks, in place."""
     h = integer(handle)
@@ -202,18 +202,18 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
         row = find_row(c, data, nbytes)
         if row != 0:
             begin(h, _ALL_REDUCE, 0, 0)
-            return all_reduce_in_place(c, data, nbytes, what, call, row)
+            return take_gil(release_gil(), all_reduce_in_place(c, data, nbytes, what, call, row))
     begin(h, _ALL_REDUCE, nbytes, load_word(what, ITEMSIZE))
     if is_divided(ways_at(c)):
-        return divide(c, what, call, nbytes, 0)
+        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
     start, nbytes = part_of(c, what, nbytes)
     data += start
     if size <= 2 or nbytes <= load_word(c, ONE_SHOT):
-        return _one_shot(c, data, data, nbytes, what, call, 0, size)
-    return _two_shot(c, data, data, nbytes, what, call, True)
+        return take_gil(release_gil(), _one_shot(c, data, data, nbytes, what, call, 0, size))
+    return take_gil(release_gil(), _two_shot(c, data, data, nbytes, what, call, True))
 
 
-@entry
+@locked_entry
 def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst: Index) -> int:
     """Reduce over all ranks into `output` of rank dst (which may be the tensor itself)."""
     h = integer(handle)
@@ -228,16 +228,16 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
     nbytes, call = nbytes_of(x, what), load_word(what, CALL) | root << calls.ROOT_SHIFT
     begin(h, _REDUCE, nbytes, load_word(what, ITEMSIZE))
     if is_divided(ways_at(c)):
-        return divide(c, what, call, nbytes, 0)
+        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
     start, nbytes = part_of(c, what, nbytes)
     dst, src = data_of(out) + start, data_of(x) + start
     size = load_word(c, SIZE)
     if size <= 2 or nbytes <= load_word(c, ONE_SHOT):
-        return _one_shot(c, dst, src, nbytes, what, call, 0, size if here else 0)
-    return _two_shot(c, dst, src, nbytes, what, call, here)
+        return take_gil(release_gil(), _one_shot(c, dst, src, nbytes, what, call, 0, size if here else 0))
+    return take_gil(release_gil(), _two_shot(c, dst, src, nbytes, what, call, here))
 
 
-@entry
+@locked_entry
 def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclusive: Index) -> int:
     """Reduce ranks 0..rank (exclusive: 0..rank-1) into `output`; exclusive leaves rank 0's untouched."""
     h = integer(handle)
@@ -252,13 +252,15 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
     nbytes, call = nbytes_of(x, what), load_word(what, CALL)
     begin(h, operation, nbytes, load_word(what, ITEMSIZE))
     if is_divided(ways_at(c)):
-        return divide(c, what, call, nbytes, 0)
+        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
     start, nbytes = part_of(c, what, nbytes)
     last = load_word(c, RANK) + (0 if integer(exclusive) else 1)
-    return _one_shot(c, data_of(out) + start, data_of(x) + start, nbytes, what, call, 0, last)
+    return take_gil(
+        release_gil(), _one_shot(c, data_of(out) + start, data_of(x) + start, nbytes, what, call, 0, last)
+    )
 
 
-@entry
+@locked_entry
 def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObject) -> int:
     """Reduce block r of every rank into `output` of rank r; a tuple of arrays, or one array of equal blocks.
 
@@ -281,10 +283,10 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
         return give_up(h)
     begin(h, _REDUCE_SCATTER, largest_of(c, GIVES), load_word(what, ITEMSIZE))
     if is_divided(ways_at(c)):
-        return divide(c, what, load_word(what, CALL), shape_of(c, GIVES), 0)
+        return take_gil(release_gil(), divide(c, what, load_word(what, CALL), shape_of(c, GIVES), 0))
     start, _ = part_of(c, what, nbytes)
     narrow(c, GIVES, what)
-    return _reduce_scatter(c, data_of(out) + start, what)
+    return take_gil(release_gil(), _reduce_scatter(c, data_of(out) + start, what))
 
 
 @kernel

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import AbortedError
 from ..kernels import waiting
 from ..kernels.pointers import address_of
 from . import words
@@ -43,7 +44,24 @@ class What:
         values = np.array([call, *reducer, itemsize], np.int64)
         assert values.size == WHAT_WORDS
         self.address = address_of(values)
+        self.itemsize = itemsize
         self._values = values
+
+
+def kept(name: str, args: tuple[Any, ...], itemsize: int) -> tuple[Any, ...]:
+    """Arguments that no other thread can change: the arrays' bytes are as many as the call's description says."""
+
+    def keep(x: Any) -> Any:
+        if type(x) is tuple:
+            return tuple(map(keep, x))
+        if type(x) is not np.ndarray:
+            return x
+        view = x.view()
+        if view.dtype.itemsize != itemsize:
+            raise AbortedError(f"{name}: an array was changed meanwhile")
+        return view
+
+    return tuple(map(keep, args))
 
 
 class Context:

@@ -27,7 +27,7 @@ from ..rendezvous import Store
 from ..watch import Wait
 from ..work import Work
 from . import collectives, moving, rounds, words
-from .context import Context, What, patience
+from .context import Context, What, kept, patience
 from .head_start import HeadStart
 from .lanes import Lanes
 from .mailbox import Mailbox
@@ -219,6 +219,8 @@ class ShmGroup(HeadStart):
 
     def _plan(self, entry: Entry, what: What | None, *args: Any, timeout: float | None = None) -> Call:
         """A call of an entry on prepared arrays."""
+        if what is not None:
+            args = kept(entry.name, args, what.itemsize)
 
         def call() -> None:
             self._check_usable()

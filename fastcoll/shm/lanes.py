@@ -8,6 +8,7 @@ others by threads that sleep between two calls. Whether dividing pays is found o
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from ..errors import AbortedError, GroupError
 from ..kernels.jit import Entry
 from ..watch import Vigil
 from . import rounds, words
-from .context import Context
+from .border import ITEMSIZE
+from .context import Context, kept
 from .layout import LANE_CONTROL, LANES, MAX_LANES, Layout
 from .segment import Segment
 
@@ -97,6 +99,8 @@ class Lanes:
         Raises:
             GroupError: whatever `look` raises; the others still use the arrays then, until `settle`.
         """
+        what = self._contexts[0][words.GIVEN]
+        args = kept(entry.name, args, ctypes.c_int64.from_address(what + 8 * ITEMSIZE).value)
         for helper in self._helpers:
             helper.start(entry, args)
         drive(entry, self._contexts[0], args, look)

@@ -7,9 +7,9 @@ same slot at once.
 from __future__ import annotations
 
 from .. import calls
-from ..kernels.jit import entry, inlined, kernel
+from ..kernels.jit import inlined, kernel, locked_entry
 from ..kernels.pointers import load_word
-from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at
+from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from .balance import balance_of
 from .border import (
     CALL,
@@ -61,7 +61,7 @@ _SCATTER = calls.code_of("scatter")
 _ALL_TO_ALL = calls.code_of("all_to_all")
 
 
-@entry
+@locked_entry
 def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     """Copy the array of rank src into everybody's."""
     h = integer(handle)
@@ -76,9 +76,9 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     nbytes, call = nbytes_of(x, what), load_word(what, CALL) | root << calls.ROOT_SHIFT
     begin(h, _BROADCAST, nbytes, 0)
     if is_divided(ways_at(c)):
-        return divide(c, what, call, nbytes, 0)
+        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
     start, nbytes = part_of(c, what, nbytes)
-    return _broadcast(c, data_of(x) + start, nbytes, call, root)
+    return take_gil(release_gil(), _broadcast(c, data_of(x) + start, nbytes, call, root))
 
 
 @kernel
@@ -113,7 +113,7 @@ def _broadcast(c, x, nbytes, call, root):
             return WORKED
 
 
-@entry
+@locked_entry
 def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
     """Copy every rank's array into block r of everybody's `outputs`: a tuple of arrays, or one in equal parts."""
     h = integer(handle)
@@ -132,11 +132,11 @@ def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
         return give_up(h)
     begin(h, _ALL_GATHER, nbytes * load_word(c, SIZE), 0)
     if is_divided(ways_at(c)):
-        return divide(c, what, load_word(what, CALL), nbytes, balance_of(c))
+        return take_gil(release_gil(), divide(c, what, load_word(what, CALL), nbytes, balance_of(c)))
     start, nbytes = part_of(c, what, nbytes)
     narrow(c, GIVES, what)
     narrow(c, TAKES, what)
-    return _all_gather(c, data_of(x) + start, nbytes, load_word(what, CALL))
+    return take_gil(release_gil(), _all_gather(c, data_of(x) + start, nbytes, load_word(what, CALL)))
 
 
 @inlined
@@ -187,7 +187,7 @@ def _all_gather(c, x, nbytes, call):
             return WORKED
 
 
-@entry
+@locked_entry
 def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> int:
     """Copy rank r's array into block r of rank dst's `outputs`, which are None elsewhere."""
     h = integer(handle)
@@ -208,10 +208,12 @@ def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> in
     else:
         list_none(c, TAKES)
     begin(h, _GATHER, _largest(c) * load_word(c, SIZE), 0)
-    return _exchange_or_divide(c, what, 1, load_word(what, CALL) | root << calls.ROOT_SHIFT)
+    return take_gil(
+        release_gil(), _exchange_or_divide(c, what, 1, load_word(what, CALL) | root << calls.ROOT_SHIFT)
+    )
 
 
-@entry
+@locked_entry
 def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> int:
     """Copy block r of rank src's `blocks`, which are None elsewhere, into rank r's `output`."""
     h = integer(handle)
@@ -232,12 +234,15 @@ def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> in
     else:
         list_none(c, GIVES)
     begin(h, _SCATTER, _largest(c) * load_word(c, SIZE), 0)
-    return _exchange_or_divide(
-        c, what, load_word(c, SIZE) - 1, load_word(what, CALL) | root << calls.ROOT_SHIFT
+    return take_gil(
+        release_gil(),
+        _exchange_or_divide(
+            c, what, load_word(c, SIZE) - 1, load_word(what, CALL) | root << calls.ROOT_SHIFT
+        ),
     )
 
 
-@entry
+@locked_entry
 def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObject) -> int:
     """Copy block p of every rank's `blocks` into block r of rank p's `outputs`; `like` is one of the arrays."""
     h = integer(handle)
@@ -257,7 +262,9 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
         if not are_apart(c, h, given, nbytes, TAKES, False):
             return give_up(h)
     begin(h, _ALL_TO_ALL, _largest(c) * load_word(c, SIZE), 0)
-    return _exchange_or_divide(c, what, load_word(c, SIZE) - 1, load_word(what, CALL))
+    return take_gil(
+        release_gil(), _exchange_or_divide(c, what, load_word(c, SIZE) - 1, load_word(what, CALL))
+    )
 
 
 @inlined

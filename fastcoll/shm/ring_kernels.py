@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from .. import calls
 from ..kernels.atomics import load_acquire, store_release
-from ..kernels.jit import entry, inlined, kernel
+from ..kernels.jit import entry, inlined, kernel, locked_entry
 from ..kernels.locks import seize_unless
 from ..kernels.pointers import load_word, store_word
 from ..kernels.polling import moved, rest
-from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at
+from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from ..messages.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, OTHER, REFUSED, TAKEN
 from ..messages.transfers import DTYPE_BITS
 from ..operands import LARGEST_TAG
@@ -163,7 +163,7 @@ def _is_peer(m, rank):
     return 0 <= rank < load_word(m, SIZE) and rank != load_word(m, RANK)
 
 
-@entry
+@locked_entry
 def send(handle: Index, dst: Index, tensor: PyObject, tag: Index) -> int:
     """Send an array, and wait until it is taken. DONE, AGAIN, REFUSED with the ack in the channel, or LATER.
 
@@ -176,7 +176,7 @@ def send(handle: Index, dst: Index, tensor: PyObject, tag: Index) -> int:
     nbytes, kind = _message(h, x, integer(tag), 0)
     if nbytes < 0 or not _is_peer(m, peer):
         return _let_go(m, LATER)
-    status = _send(m, _channel(m, peer), data_of(x), nbytes, kind)
+    status = take_gil(release_gil(), _send(m, _channel(m, peer), data_of(x), nbytes, kind))
     return _let_go(m, DONE) if status == DONE else status
 
 
@@ -205,7 +205,7 @@ def _send(m, channel, data, nbytes, kind):
     return WORKED
 
 
-@entry
+@locked_entry
 def receive(handle: Index, src: Index, tensor: PyObject, tag: Index) -> int:
     """Receive the next message of a rank (or of ANY) into an array, and answer it.
 
@@ -220,12 +220,12 @@ def receive(handle: Index, src: Index, tensor: PyObject, tag: Index) -> int:
     if nbytes < 0 or not (source == ANY or _is_peer(m, source)):
         return _let_go(m, LATER)
     if source == ANY and load_word(m, SOURCE) == 0:
-        event = _advance(m, True)
+        event = take_gil(release_gil(), _advance(m, True))
         if event == AGAIN_ALL:
             return AGAIN
         store_word(m, SOURCE, event // EVENTS + 1)
     peer = load_word(m, SOURCE) - 1 if source == ANY else source
-    status = _receive(m, _channel(m, peer), data_of(x), nbytes, kind)
+    status = take_gil(release_gil(), _receive(m, _channel(m, peer), data_of(x), nbytes, kind))
     if status != DONE:
         return status
     store_word(m, SOURCE, 0)

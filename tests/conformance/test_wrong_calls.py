@@ -421,3 +421,43 @@ def slow(a, b):
     for _ in range(400):
         a = a + b / (a + 1)
     return a
+
+
+@pytest.mark.ranks(2, 3)
+def test_outputs_that_share_memory_are_refused(rank, world_size):
+    """Within one array they are too; what only lies between one another's elements is right."""
+    n, x, root = world_size, np.full(2, rank + 1.0), world_size - 1
+    y, wide = np.zeros(2), np.zeros(2 * world_size + 1)
+    same = [y] * n
+    shifted = [wide[2 * k : 2 * k + 3] for k in range(n)]
+    strided = [wide[k : k + 4 : 2] for k in range(0, 2 * n, 2)]
+    blocks = [x.copy() for _ in range(n)]
+    others = [np.zeros(2) for _ in range(n)]
+    calls = {
+        r"tensor_list\[0\] and tensor_list\[1\] share memory": lambda: dist.all_gather(same, x),
+        r"tensor_list\[0\] and tensor_list\[1\]": lambda: dist.all_gather(shifted, np.ones(3)),
+        r"tensor_list\[0\] and tensor_list\[1\] ": lambda: dist.all_gather(strided, x),
+        "output_tensor_list.*share": lambda: dist.all_to_all(same, blocks),
+        "tensors.*share": lambda: dist.all_reduce_coalesced([x, y, x]),
+        r"_lists\[0\]\[(\d)\] and .*_lists\[1\]\[\1\]": lambda: dist.all_gather_coalesced(
+            [others] * 2, [x, x]
+        ),
+        "gather_list.*share": lambda: dist.gather(x, same if rank == root else None, root),
+    }
+    for text, call in calls.items():
+        for _ in range(2):  # also as a call that was seen before
+            if text.startswith("gather") and rank != root:
+                continue
+            with pytest.raises(ArrayError, match=text):
+                call()
+    assert not y.any()
+    assert not wide.any()
+    columns = np.zeros((2, n))
+    dist.all_gather([columns[:, k] for k in range(n)], x)
+    assert (columns == np.arange(n) + 1.0).all()
+    dist.all_gather([np.zeros(0)] * n, np.zeros(0))  # no element is shared
+    many = np.zeros((20, 3))
+    dist.all_reduce_coalesced([many[k] for k in np.random.default_rng(1).permutation(20)])
+    with pytest.raises(ArrayError, match=r"tensors\[4\] and tensors\[19\] share"):
+        dist.all_reduce_coalesced([many[min(k, 19) if k != 4 else 19] for k in range(20)])
+    dist.barrier()

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcoll.net.notice import MOST_RANKS, NOTICE_SIZE, TEXT_BYTES, Notice, NoticeError
-from fastcoll.watch import FAILED, LEFT
+from fastcoll.watch import FAILED, LEAVING, LEFT
 
 
 @given(
-    st.sampled_from([LEFT, FAILED]),
+    st.sampled_from([LEFT, FAILED, LEAVING]),
     st.integers(0, 7),
     st.lists(st.integers(0, 2**32 - 1), max_size=MOST_RANKS),
     st.sampled_from([(False, False), (True, False), (False, True)]),
@@ -42,7 +42,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
     ("place", "value"),
     [
         (8, b"\0"),
-        (8, b"\3"),
+        (8, b"\4"),
         (9, b"\3"),
         (10, b"\0\x11"),
         (12, b"\0\0\0\x08"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import threading
+
 import numpy as np
 import pytest
 
@@ -333,3 +337,46 @@ def test_entries_that_share_their_places():
         context.remember(1, dtype, op, what)
     found = [recall.call(context.address, 1, np.zeros(1), op) for op in same]
     assert found == [what.address for what in whats[:MEMO_PROBES]] + [0] * (len(same) - MEMO_PROBES)
+
+
+@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.parametrize("how", ["at once", "as a list", "prepared"])
+def test_what_another_thread_assigns_meanwhile_is_seen_before_or_after(rank, world_size, how):
+    """Never by half: the new dtype with the old shape would be eight times the bytes, and memory of others."""
+    n, stop = 5, threading.Event()
+    x, y = np.zeros(n), np.zeros(n)
+
+    def call(x):
+        if how == "as a list":
+            dist.scatter(y.view(x.dtype), [x, y.view(x.dtype)] if rank == 0 else None, 0)
+        elif how == "prepared":
+            dist.broadcast(x, 0, async_op=True).wait()
+        else:
+            dist.broadcast(x, 0)
+
+    def change():
+        while not stop.is_set():
+            x.dtype = np.int8
+            x.shape = (2, 4 * n)
+            x.shape = (8 * n,)
+            x.dtype = np.float64
+
+    call(x)
+    call(x.view("i1"))
+    thread, interval, seen = threading.Thread(target=change), sys.getswitchinterval(), set()
+    sys.setswitchinterval(1e-6)
+    if rank == 0:
+        thread.start()
+    try:
+        for _ in range(300):
+            try:
+                call(x)
+            except dist.MismatchError as error:
+                seen |= set(re.findall(r"\(\w+, \d+ elements", str(error)))
+                dist.barrier()
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+    if rank == 0:
+        thread.join()
+    assert seen <= {f"(float64, {n} elements", f"(int8, {8 * n} elements"}
