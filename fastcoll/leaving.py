@@ -122,7 +122,9 @@ class ExitHook:
         self.take_back()
         try:
             # In children of multiprocessing the exception is on its way; elsewhere Python keeps what it has printed.
-            interactive = sys.flags.interactive or hasattr(sys, "ps1")  # where the last error has ended nothing
+            interactive = sys.flags.interactive or hasattr(
+                sys, "ps1"
+            )  # where the last error has ended nothing
             error = sys.exc_info()[1] or (None if interactive else getattr(sys, "last_value", None))
             lost = self._leave(error)
         except BaseException:
