@@ -142,7 +142,8 @@ class ProcessGroup(Carrier[Array]):
                 self._refusal = ""
 
         with suppress(RuntimeError):  # the group was closed meanwhile, or no thread can be started
-            self._queue.submit(f"the refused {name}", partial(self._in_turn, call))
+            work = self._queue.submit(f"the refused {name}", partial(self._in_turn, call))
+            self.unheard.note(work, heard=True)
 
     # ---- arrays ------------------------------------------------------------------------------------
 

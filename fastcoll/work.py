@@ -311,9 +311,10 @@ class Unheard:
     def __init__(self) -> None:
         self._works: dict[Work, None] = {}
 
-    def note(self, work: _W) -> _W:
-        """Count an operation in; returns it."""
+    def note(self, work: _W, heard: bool = False) -> _W:
+        """Count an operation in; returns it. `heard`: nobody needs to hear of its end, so it cannot be lost."""
         self._works[work] = None
+        work._heard = work._heard or heard
         work.add_done_callback(self._ended)
         return work
 
