@@ -81,7 +81,7 @@ def new_group(
                 _ask(job, key, chosen, str(choice))
             if job.rank not in chosen and not splits:
                 return GroupMember.NON_GROUP_MEMBER
-            if _is_agreed(job, key, chosen, str(choice), limit, asked):
+            if _is_agreed(job, key, chosen, str(choice), limit, asked, splits):
                 break
             job.settle()
         group = None
@@ -255,9 +255,11 @@ def _splits(choice: BackendChoice) -> bool:
 
 
 def _is_agreed(
-    job: Job, key: str, ranks: Sequence[int], backend: str, limit: float, asked: Sequence[int]
+    job: Job, key: str, ranks: Sequence[int], backend: str, limit: float, asked: Sequence[int], splits: bool
 ) -> bool:
     """Wait until the ranks `asked` have said what they ask for; False: they have made another group without this rank.
+
+    They cannot have where a communicator `splits`, for which members wait for all others too.
 
     Raises:
         MismatchError: they ask for something else.
@@ -269,7 +271,7 @@ def _is_agreed(
             continue
         request = job.store.get(f"{key}/request/{rank}")
         other, theirs = json.loads(request)
-        left_out = _left_out(job, key, rank, request, limit)
+        left_out = None if splits else _left_out(job, key, rank, request, limit)
         if left_out is None:
             raise MismatchError(
                 f"new_group, call {key}: rank {job.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
