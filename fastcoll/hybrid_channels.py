@@ -103,6 +103,10 @@ class NodeChannels(Channels):
         if peer is None or not self.is_near(peer):
             self._far.check(peer)
 
+    def has_unread(self, peer: int) -> bool:
+        part, number = self._routes[peer]
+        return part.has_unread(number)
+
     def retire(self) -> None:
         self._near.retire()
         self._far.retire()

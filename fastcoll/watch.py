@@ -163,6 +163,9 @@ class Wait:
         doing: what is waited for, for messages: "all_reduce(float32, 4 elements, op=SUM), call 12".
         late: returns the group ranks that have not arrived.
         timeout: seconds.
+
+    Attributes:
+        hint: returns what else may be the matter, behind a semicolon.
     """
 
     def __init__(self, vigil: Vigil, doing: str, late: Callable[[], list[int]], timeout: float) -> None:
@@ -171,6 +174,7 @@ class Wait:
         self._started = time.monotonic()
         self._warn_after: float = config.get("FASTCOLL_WARN_AFTER")
         self._seen = False
+        self.hint: Callable[[], str] = str
 
     def look(self) -> None:
         """Raise when going on is hopeless, else return so that the kernel is called again.
@@ -183,7 +187,7 @@ class Wait:
         found = self._vigil.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
         if found is None and waited >= self._timeout:
             found = CollectiveTimeoutError(
-                f"{self._doing}: {self._names(late)} did not arrive within {self._timeout:g} s",
+                f"{self._doing}: {self._names(late)} did not arrive within {self._timeout:g} s{self.hint()}",
                 [self._vigil.members[rank].rank for rank in late],
             )
         if found is not None and self._seen:
@@ -192,7 +196,7 @@ class Wait:
         self._seen = found is not None
         if waited >= self._warn_after:
             self._warn_after = float("inf")
-            _log.warning("%s has waited %.0f s for %s", self._doing, waited, self._names(late))
+            _log.warning("%s has waited %.0f s for %s%s", self._doing, waited, self._names(late), self.hint())
 
     def worked(self) -> None:
         """As `look` for an operation that is slow but gets on, so that no peer's end concerns it yet.

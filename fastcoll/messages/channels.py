@@ -106,6 +106,10 @@ class Channels(ABC):
         """
 
     @abstractmethod
+    def has_unread(self, peer: int) -> bool:
+        """Whether a message of a peer has come that no receive has taken yet. Never blocks."""
+
+    @abstractmethod
     def retire(self) -> None:
         """Nobody drives the channels any more; release them. Called once, by whoever has them."""
 

@@ -228,6 +228,8 @@ class Mailbox:
 
     def _go_on(self, again: Callable[[], int], status: int, transfer: _T) -> int | _T:
         """What follows a blocking call that came back with `status`: at most DONE, or the courier has the transfer."""
+        if isinstance(transfer, Send):
+            transfer.watch.hint = partial(self._crossing, transfer.peer)
         try:
             status = self._persist(again, transfer, status)
             if status <= DONE:
@@ -262,6 +264,15 @@ class Mailbox:
                 transfer.watch.worked()
             status = again()
         return status
+
+    def _crossing(self, peer: int) -> str:
+        """What else may be the matter with a send that is not taken."""
+        if not self._channels.has_unread(peer):
+            return ""
+        return (
+            f"; a message of {self._vigil.name(peer)} lies here, too, which no receive has taken: if both ranks wait "
+            "in send, neither goes on; let one of them receive first, or post both with isend or batch_isend_irecv"
+        )
 
     def _hand_over_send(self, status: int, send: Send) -> None:
         """Let the courier go on with a send, unless the receiver has refused it."""

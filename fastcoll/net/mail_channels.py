@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -151,6 +154,13 @@ class MailChannels(Channels):
             f"{self._vigil.name(peer)} sent what is no message of fastcoll; the connection is of no use any more",
             [self._vigil.members[peer].rank],
         )
+
+    def has_unread(self, peer: int) -> bool:
+        fd = self.word(peer, words.IN_FD)
+        if fd < 0:
+            return False
+        in_kernel = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+        return bool(in_kernel or self.word(peer, words.IN_HAVE) > self.word(peer, words.IN_USED))
 
     def retire(self) -> None:
         """Use no connection any more; the mesh closes them."""

@@ -141,6 +141,9 @@ class MpiChannels(Channels):
     def check(self, peer: int | None) -> None:
         """Nothing: what MPI finds wrong, waiting for it raises."""
 
+    def has_unread(self, peer: int) -> bool:
+        return bool(self._letters[peer])
+
     def retire(self) -> None:
         """Take back what others may still send; give up what they may still read."""
         left = []

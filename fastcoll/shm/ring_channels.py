@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -17,6 +18,7 @@ from . import ring_kernels
 from .channels import ring_offset
 from .context import BUDGET
 from .layout import Layout
+from .rings import HEAD
 from .rounds import DONE, PREPARED, RESUMED
 
 
@@ -77,6 +79,10 @@ class RingChannels(Channels):
 
     def check(self, peer: int | None) -> None:
         pass
+
+    def has_unread(self, peer: int) -> bool:
+        head = ctypes.c_int64.from_address(self.word(peer, words.IN) + HEAD)
+        return head.value > self.word(peer, words.IN_TAIL)
 
     def retire(self) -> None:
         ring_kernels.retire.call(self.address)

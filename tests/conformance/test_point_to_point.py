@@ -126,3 +126,13 @@ def test_strided_arrays(rank, world_size):
         dist.recv(canvas[:, ::2], 0)
         assert (canvas[:, ::2] == np.arange(12).reshape(4, 3)).all()
         assert not canvas[:, 1::2].any()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_two_ranks_that_both_wait_in_send_are_told_so(rank, world_size):
+    group = dist.new_group(timeout=3)
+    with pytest.raises(
+        dist.GroupError, match=r"a message of rank \d .*: if both ranks wait in send, neither"
+    ):
+        dist.send(np.ones(3), 1 - rank, group=group)
+    dist.barrier()
