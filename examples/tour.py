@@ -26,6 +26,12 @@ highest = np.array([rank])
 dist.all_reduce(highest, op=dist.ReduceOp.MAX)
 assert highest[0] == size - 1
 
+gradients = {"weight": np.full((2, 3), rank + 1.0), "bias": [np.full(3, rank + 1.0, np.float32)]}
+dist.all_reduce(gradients, op=dist.ReduceOp.AVG)
+assert gradients["bias"][0][0] == (size + 1) / 2
+
+gathered = dist.all_gather(np.full(rank + 1, float(rank)))
+assert [part.tolist() for part in gathered] == [[r] * (r + 1) for r in range(size)]
 
 parts = [np.empty(r + 1) for r in range(size)]
 dist.all_gather(parts, np.full(rank + 1, float(rank)))

@@ -3,6 +3,7 @@
 Where CI=true a test that skips fails, unless SKIPPED_IN_CI has the reason; with --no-skips any that skips does.
 """
 
+import logging
 import os
 import re
 import signal
@@ -11,9 +12,13 @@ import pytest
 
 pytest_plugins = ["pytester", "hosts.plugin"]
 
+# A shell's background job ignores Ctrl-C, and one of nohup hanging up; so would every process that a test starts and
+# signals, as it inherits that, but not a handler.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 # What a reason begins with, and why it may be so in CI.
 SKIPPED_IN_CI = {
@@ -29,6 +34,13 @@ SKIPPED_IN_CI = {
     "this processor has no F16C": "the other way of converting runs everywhere",
     "1,000 connections to oneself need": "the limit of descriptors is the machine's",
 }
+
+
+@pytest.fixture(autouse=True)
+def nobody_speaks():
+    """What a test that meets others in this process leaves: the rank at the beginning of what is logged."""
+    yield
+    logging.getLogger("fastcoll").filters.clear()
 
 
 def pytest_addoption(parser):

@@ -6,6 +6,6 @@ import os
 
 
 def results_in(name: str) -> list[str]:
-    """Options of a pytest that writes NAME.xml into the folder that FASTCOLL_TEST_RESULTS names, if it is set."""
-    folder = os.environ.get("FASTCOLL_TEST_RESULTS")
+    """Options of a pytest that writes NAME.xml into the folder that OPERATIONS_RESULTS names, if it is set."""
+    folder = os.environ.get("OPERATIONS_RESULTS")
     return [f"--junitxml={folder}/{name}.xml"] if folder else []

@@ -136,7 +136,7 @@ def test_arrays_of_unknown_sizes_are_gathered(rank: int, world_size: int, backen
     with pytest.raises(dist.MismatchError, match=r"rank 1 called all_gather\(tensor\) without a list"):
         dist.all_gather(np.ones(3), group=group) if rank == 1 else dist.barrier(group)
     with pytest.raises(dist.UsageError, match="got NoneType"):
-        dist.all_gather([np.ones(1)] * world_size, group=group)
+        dist.all_gather([np.ones(1) for _ in range(world_size)], group=group)
     dist.destroy_process_group(group)
 
 

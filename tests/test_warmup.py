@@ -47,7 +47,10 @@ def test_every_entry_is_in_the_list():
         for file in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.FunctionDef)
-        and any(isinstance(mark, ast.Name) and mark.id == "entry" for mark in node.decorator_list)
+        and any(
+            isinstance(mark, ast.Name) and mark.id in ("entry", "locked_entry")
+            for mark in node.decorator_list
+        )
     )
     assert found == sorted(entry.name for entry in (*shm.ENTRIES, *net.ENTRIES))
 

@@ -398,7 +398,7 @@ def test_a_member_that_does_not_call_is_warned_of_and_named(
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.1")
     config.forget()
     with pytest.raises(
-        StoreTimeoutError, match=r"^new_group\(\[0, 1\]\): rank 1 \(pid \d+ on \S+\) did not come"
+        StoreTimeoutError, match=r"^timed out: new_group\(\[0, 1\]\): rank 1 \(pid \d+ on \S+\) did not come"
     ):
         dist.new_group(timeout=0.6)
     config.forget()

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -79,12 +80,19 @@ def run(
 
     # Notebooks and shells keep the source of what was typed here, for tracebacks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    module = sys.modules.get(getattr(fn, "__module__", ""))
+    lost = module is not None and hasattr(module, "__file__") and not _is_importable(module.__name__)
     try:
+        if lost:
+            cloudpickle.register_pickle_by_value(module)
         task = cloudpickle.dumps((typed, fn, tuple(args), dict(kwargs or {}), backend, timeout))
     except Exception as error:
         raise UsageError(
             f"run: {getattr(fn, '__qualname__', fn)!r}, what it refers to, or its arguments cannot be pickled: {error}"
         ) from error
+    finally:
+        if lost:
+            cloudpickle.unregister_pickle_by_value(module)
     with contextlib.ExitStack() as open_files:
         files = [os.memfd_create("fastcoll-run") for _ in range(ranks + 1)]
         for file in files:
@@ -97,6 +105,11 @@ def run(
         started = _Ranks(job, files[1:], prefix)
         started.run()
         return started.results()
+
+
+def _is_importable(module: str) -> bool:
+    """Whether a rank finds a module, which pytest, for one, may have imported from elsewhere than sys.path."""
+    return PathFinder.find_spec(module.partition(".")[0]) is not None
 
 
 class _Ranks(Supervisor):

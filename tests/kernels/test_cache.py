@@ -49,7 +49,10 @@ def copy_of_the_kernels(folder: Path) -> Path:
     sources = folder / "sources"
     (sources / "fastcoll" / "kernels").mkdir(parents=True)
     (sources / "fastcoll" / "__init__.py").touch()
-    for file in [PACKAGE / "errors.py", PACKAGE / "reduce_op.py", *(PACKAGE / "kernels").glob("*.py")]:
+    for file in [
+        *map(PACKAGE.joinpath, ("errors.py", "reduce_op.py", "supported.py")),
+        *(PACKAGE / "kernels").glob("*.py"),
+    ]:
         (sources / file.relative_to(PACKAGE.parent)).write_bytes(file.read_bytes())
     return sources
 

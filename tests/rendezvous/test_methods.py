@@ -437,10 +437,10 @@ def test_multicast_world_sizes_that_disagree(group: str, processes) -> None:
 
 
 def test_multicast_names_who_came(group: str, in_threads) -> None:
-    def meet() -> None:
+    def call() -> None:
         meet(group, -1, 3, 0.8)
 
-    for error in in_threads(meet, meet):
+    for error in in_threads(call, call):
         assert isinstance(error, StoreTimeoutError)
         assert f"heard pid {os.getpid()} on {os.uname().nodename}" in str(error)
 
@@ -542,7 +542,7 @@ def late(tmp_path_factory: pytest.TempPathFactory, lasting_processes) -> dict[st
 def test_rank_0_that_is_late_is_warned_of(late) -> None:
     warning, error = late["rank 0"][1]
     assert re.fullmatch(
-        r"connecting to the store at 127.0.0.1:\d+: has waited \d.\d s for rank 0, .*", warning
+        r"rank 1: connecting to the store at 127.0.0.1:\d+: has waited \d.\d s for rank 0, .*", warning
     )
     assert "is rank 0 running there" in error
 
