@@ -17,7 +17,7 @@ from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
 from . import overlap, start
 from .cases import REDOPS, SHAPES, parse_operation, parse_redop
-from .files import check_pictures, check_writable, pictures
+from .files import check_pictures, check_writable, default_picture, pictures
 from .parsing import cores, dtype_name, listed, positive, read
 from .places import DEVICES
 from .sizes import parse_size, size_range
@@ -143,7 +143,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE",
-        help="also draw, e.g. out.png; without an ending PNG and SVG; repeatable",
+        help="also draw, e.g. out.png; without an ending PNG and SVG; repeatable; a run of all operations draws "
+        "fastcoll-bench.png",
     )
     return parser
 
@@ -237,7 +238,7 @@ def _options(given: argparse.Namespace, ranks: int, words: list[str]) -> Options
         pin=given.cores or [],
         json=given.json,
         csv=given.csv,
-        plots=pictures(given.plot),
+        plots=pictures(given.plot) or ([] if given.operations else default_picture()),
         command=["python", "-m", "fastcoll.bench", *map(shlex.quote, words)],
     )
 

@@ -39,6 +39,12 @@ def pictures(paths: Sequence[Path]) -> list[Path]:
     ]
 
 
+def default_picture() -> list[Path]:
+    """What a run of all operations draws in the working directory, where it can."""
+    possible = importlib.util.find_spec("matplotlib") is not None and os.access(".", os.W_OK)
+    return [Path("fastcoll-bench.png")] if possible else []
+
+
 def check_pictures(paths: Sequence[Path]) -> None:
     """Refuse pictures that cannot be drawn or written.
 

@@ -196,6 +196,6 @@ def _write(run: Run, options: Options) -> None:
         write_csv(options.csv, run.results)
     for path in options.plots:
         draw(path, run)
-        print(f"# picture: {path}", flush=True)
+        print(f"# picture: {path.resolve()}", flush=True)
     if not options.plots:
         print("# a picture of it: --plot FILE.png", flush=True)

@@ -59,11 +59,14 @@ def test_all_reduce_with_files(tmp_path):
 def test_every_operation_is_right(ranks, tmp_path):
     out = tmp_path / "out.json"
     done = run(
-        [*BENCH, "-n", str(ranks), "-b", "8", "-e", "300K", "-f", "200", "--iters", "3", "--json", str(out)]
+        [*BENCH, "-n", str(ranks), "-b", "8", "-e", "300K", "-f", "200", "--iters", "3", "--json", str(out)],
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["results"]
     assert len({r["operation"] for r in rows}) == 12
+    assert done.stdout.endswith(f"# picture: {tmp_path}/fastcoll-bench.png\n")
+    assert (tmp_path / "fastcoll-bench.png").stat().st_size > 10_000
     assert all(r["wrong"] == 0 for r in rows)
 
 
