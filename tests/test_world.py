@@ -36,6 +36,7 @@ from fastcoll.errors import (
 )
 from fastcoll.job import Job
 from fastcoll.members import Member
+from fastcoll.net import mpi_library
 from fastcoll.rendezvous import Rendezvous
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
@@ -58,6 +59,13 @@ def test_backend_names() -> None:
         dist.Backend("ucc")
 
 
+@pytest.fixture
+def without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where mpi4py is not installed, whatever there is here."""
+    monkeypatch.setattr(mpi_library, "why_unavailable", lambda: "mpi4py is not installed")
+
+
+@pytest.mark.usefixtures("without_mpi")
 def test_available_backends() -> None:
     assert dist.is_available()
     assert [dist.is_backend_available(name) for name in ("auto", "SHM", "gloo", "mpi", "ucc")] == [
@@ -91,6 +99,7 @@ def test_a_wrong_backend_is_refused(text: str) -> None:
         parse_backend(text)
 
 
+@pytest.mark.usefixtures("without_mpi")
 @pytest.mark.parametrize("text", ["nccl", "cuda:nccl", "mpi", "cpu:mpi"])
 def test_a_backend_that_is_not_there_is_refused(text: str) -> None:
     with pytest.raises(UnavailableError, match="available: auto, shm, gloo, tcp"):
