@@ -50,7 +50,7 @@ def copy_of_the_kernels(folder: Path) -> Path:
     (sources / "fastcoll" / "kernels").mkdir(parents=True)
     (sources / "fastcoll" / "__init__.py").touch()
     for file in [
-        *map(PACKAGE.joinpath, ("errors.py", "reduce_op.py", "supported.py")),
+        *map(PACKAGE.joinpath, ("config.py", "errors.py", "reduce_op.py", "supported.py")),
         *(PACKAGE / "kernels").glob("*.py"),
     ]:
         (sources / file.relative_to(PACKAGE.parent)).write_bytes(file.read_bytes())
