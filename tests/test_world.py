@@ -697,10 +697,15 @@ def run_ranks(tmp_path: Path, code: str, size: int) -> list[subprocess.Completed
     ]
 
 
+def complaints(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What a process has written to stderr, but for what it compiles, where nothing is on the disk yet."""
+    return [line for line in done.stderr.splitlines() if "fastcoll compiles " not in line]
+
+
 def test_a_script_may_forget_to_leave(tmp_path: Path) -> None:
     with nothing_left():
         done = run_ranks(tmp_path, "x = np.ones(1); dist.all_reduce(x); print(x)", 2)
-    assert [(p.returncode, p.stdout, p.stderr) for p in done] == [(0, "[2.]\n", "")] * 2
+    assert [(p.returncode, p.stdout, complaints(p)) for p in done] == [(0, "[2.]\n", [])] * 2
     assert not (tmp_path / "meet").exists()
 
 
@@ -777,7 +782,7 @@ dist.destroy_process_group()
 
 def test_a_forked_process_cannot_use_the_groups_and_does_no_harm(tmp_path: Path) -> None:
     for done in run_ranks(tmp_path, FORK, 2):
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.returncode, complaints(done)) == (0, [])
 
 
 CHILDREN = """
