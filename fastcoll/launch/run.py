@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from ..errors import GroupError, UsageError
@@ -81,7 +82,7 @@ def run(
     # Notebooks and shells keep the source of what was typed here, for tracebacks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     module = sys.modules.get(getattr(fn, "__module__", ""))
-    lost = module is not None and hasattr(module, "__file__") and not _is_importable(module.__name__)
+    lost = module is not None and hasattr(module, "__file__") and not _is_importable(module)
     try:
         if lost:
             cloudpickle.register_pickle_by_value(module)
@@ -107,9 +108,11 @@ def run(
         return started.results()
 
 
-def _is_importable(module: str) -> bool:
-    """Whether a rank finds a module, which pytest, for one, may have imported from elsewhere than sys.path."""
-    return PathFinder.find_spec(module.partition(".")[0]) is not None
+def _is_importable(module: ModuleType) -> bool:
+    """Whether a rank finds this module, which pytest, for one, may have imported from elsewhere than sys.path."""
+    spec = PathFinder.find_spec(module.__name__.partition(".")[0])
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return any(place and str(module.__file__).startswith(place) for place in places)
 
 
 class _Ranks(Supervisor):
