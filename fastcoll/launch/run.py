@@ -28,7 +28,7 @@ from ..work import Timeout
 from .job import Job, python_main
 from .lifeline import GRACE_SECONDS
 from .ports import free_port
-from .spawn import ProcessExitedError, ProcessRaisedError
+from .spawn import ProcessExitedError, ProcessRaisedError, check_args
 from .supervisor import RankProcess, Supervisor
 
 _INTERRUPTED_SECONDS = 0.5  # for ranks to end by themselves after Ctrl-C, before they are killed
@@ -73,10 +73,7 @@ def run(
         raise UsageError(f"run: fn must be a function, got {type(fn).__name__}; give it without calling it")
     if type(ranks) is not int or ranks < 1:
         raise UsageError(f"run: ranks must be an int from 1 up, got {ranks!r}")
-    if not isinstance(args, list | tuple):
-        raise UsageError(
-            f"run: args must be a tuple or list of arguments, got {type(args).__name__}; give (x,)"
-        )
+    check_args("run", args)
     from numba import cloudpickle  # takes 0.4 s to import
 
     # Notebooks and shells keep the source of what was typed here, for tracebacks.

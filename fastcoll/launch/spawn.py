@@ -203,15 +203,20 @@ def spawn(
     return None
 
 
+def check_args(caller: str, args: Any) -> None:
+    """Refuse arguments of a function that are not in a tuple or list."""
+    if not isinstance(args, list | tuple):
+        raise UsageError(
+            f"{caller}: args must be a tuple or list of arguments, got {type(args).__name__}; give (x,)"
+        )
+
+
 def _check(fn: Callable[..., object], args: Any, nprocs: int, start_method: str) -> None:
     if not callable(fn):
         raise UsageError(f"spawn: fn must be a function fn(rank, *args), got {type(fn).__name__}")
     if type(nprocs) is not int or nprocs < 1:
         raise UsageError(f"spawn: nprocs must be an int from 1 up, got {nprocs!r}")
-    if not isinstance(args, list | tuple):
-        raise UsageError(
-            f"spawn: args must be a tuple or list of arguments, got {type(args).__name__}; give (x,)"
-        )
+    check_args("spawn", args)
     known = multiprocessing.get_all_start_methods()
     if start_method not in known:
         raise UsageError(f"spawn: start_method must be one of {', '.join(known)}, got {start_method!r}")
