@@ -39,9 +39,9 @@ from network_model import (
 
 from fastcoll.bench.machine import describe
 from fastcoll.bench.sizes import format_size
-from fastcoll.net.plans.choose import chosen
-from fastcoll.net.plans.costs import COSTS
-from fastcoll.net.plans.shape import MEET_RANKS
+from fastcoll.net.tcp.plans.choose import chosen
+from fastcoll.net.tcp.plans.costs import COSTS
+from fastcoll.net.tcp.plans.shape import MEET_RANKS
 
 OPERATIONS = (
     "all_reduce",

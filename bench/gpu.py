@@ -85,8 +85,8 @@ def reduce() -> dict[str, Any]:
     """The reduce kernel's bandwidth and that of a copy."""
     import cupy
 
+    from fastcoll.core.reduce_op import ReduceOp
     from fastcoll.kernels.cuda.reduce import cuda_reducer
-    from fastcoll.reduce_op import ReduceOp
 
     # Not random: that needs cuRAND, which no extra installs.
     a, b = (cupy.arange(REDUCE_BYTES // 4, dtype="f4") % prime for prime in (997, 1009))
@@ -109,8 +109,8 @@ def launch() -> dict[str, Any]:
     """Host time of one launch, the GPU being idle."""
     import cupy
 
+    from fastcoll.core.reduce_op import ReduceOp
     from fastcoll.kernels.cuda.reduce import cuda_reducer
-    from fastcoll.reduce_op import ReduceOp
 
     x, y = cupy.ones(4, "f4"), cupy.ones(4, "f4")
     stream, sum_of = cupy.cuda.get_current_stream(), cuda_reducer(ReduceOp.SUM, x.dtype)
@@ -145,9 +145,9 @@ def rank_of(how: str) -> int:
     import cupy
 
     import fastcoll as dist
+    from fastcoll.api.registry import groups
     from fastcoll.gpu import choice
     from fastcoll.gpu.staging import StagedCarrier
-    from fastcoll.registry import groups
 
     if how == "staged":
         choice.carrier_for = lambda backend, group: StagedCarrier(group)

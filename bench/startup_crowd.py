@@ -26,10 +26,10 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-from fastcoll import members as members_module
-from fastcoll.backends import parse_backend
-from fastcoll.job import Job, times_settled
-from fastcoll.members import Member
+from fastcoll.api.backends import parse_backend
+from fastcoll.api.job import Job, times_settled
+from fastcoll.core import members as members_module
+from fastcoll.core.members import Member
 from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_connection
 from fastcoll.rendezvous.compact import compact, expand
 from fastcoll.rendezvous.join import join

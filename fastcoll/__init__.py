@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from . import supported, symmetric  # noqa: F401 - the first refuses what the others cannot run on
 from ._version import __version__
-from .api import (
+from .api.backends import (
+    Backend,
+    BackendConfig,
+    is_available,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+)
+from .api.collectives import (
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
@@ -30,16 +39,33 @@ from .api import (
     scan,
     scatter,
 )
-from .backends import (
-    Backend,
-    BackendConfig,
-    is_available,
-    is_backend_available,
-    is_gloo_available,
-    is_mpi_available,
-    is_nccl_available,
+from .api.default_group import destroy_process_group, get_node_local_rank, init_process_group, world
+from .api.multigpu import all_gather_multigpu, all_reduce_multigpu, broadcast_multigpu, reduce_multigpu
+from .api.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
 )
-from .default_group import destroy_process_group, get_node_local_rank, init_process_group, world
+from .api.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .api.registry import (
+    GroupMember,
+    get_backend,
+    get_backend_config,
+    get_global_rank,
+    get_group_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    group,
+    is_initialized,
+)
+from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
+from .core.group import ProcessGroup
+from .core.reduce_op import ReduceOp, reduce_op
+from .core.work import Work
 from .errors import (
     AbortedError,
     ArrayError,
@@ -61,38 +87,7 @@ from .errors import (
     UnavailableError,
     UsageError,
 )
-from .group import ProcessGroup
-from .multigpu import (
-    all_gather_multigpu,
-    all_reduce_multigpu,
-    broadcast_multigpu,
-    reduce_multigpu,
-)
-from .objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from .reduce_op import ReduceOp, reduce_op
-from .registry import (
-    GroupMember,
-    get_backend,
-    get_backend_config,
-    get_global_rank,
-    get_group_rank,
-    get_process_group_ranks,
-    get_rank,
-    get_world_size,
-    group,
-    is_initialized,
-)
 from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rendezvous_handler
-from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
-from .work import Work
 
 if TYPE_CHECKING:
     from .launch.run import run

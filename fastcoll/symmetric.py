@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .arguments import positive_seconds, whole, wholes
-from .arrays import Array
+from .api.registry import Group, member_of
+from .core.arguments import positive_seconds, whole, wholes
+from .core.group import ProcessGroup
+from .core.memory import SymmetricMemory, memory_of
+from .core.work import Timeout
 from .errors import ArrayError, UsageError
-from .group import ProcessGroup
-from .memory import SymmetricMemory, memory_of
-from .registry import Group, member_of
-from .work import Timeout
+from .interop.arrays import Array
 
 __all__ = ["empty", "get", "is_symmetric", "peer", "put", "signal", "wait", "zeros"]
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .bench.cases import parse_dtype
 from .bench.parsing import positive
+from .core.reduce_op import ReduceOp
 from .errors import FastcollError, UsageError
-from .reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from .kernels.jit import Entry
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _all_entries() -> dict[str, Entry]:
     """The entries by name; those for the network as `tcp.NAME`."""
-    from .net.entries import ENTRIES as NET
+    from .net.tcp.entries import ENTRIES as NET
     from .shm.entries import ENTRIES as SHM
 
     return {entry.name: entry for entry in SHM} | {f"tcp.{entry.name}": entry for entry in NET}

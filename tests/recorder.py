@@ -7,8 +7,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from fastcoll.group import ProcessGroup
-from fastcoll.work import Work
+from fastcoll.core.group import ProcessGroup
+from fastcoll.core.work import Work
 
 OPERATIONS = (
     "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",

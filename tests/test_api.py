@@ -13,9 +13,9 @@ import pytest
 from recorder import Recorder, finished
 
 import fastcoll as dist
-from fastcoll.backends import parse_backend
+from fastcoll.api.backends import parse_backend
+from fastcoll.api.registry import groups
 from fastcoll.errors import NotInitializedError, UsageError
-from fastcoll.registry import groups
 
 X, Y = object(), object()
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastcoll import calls
-from fastcoll.reduce_op import ReduceOp
+from fastcoll.core import calls
+from fastcoll.core.reduce_op import ReduceOp
 
 F8 = np.dtype("f8")
 

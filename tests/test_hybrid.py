@@ -15,11 +15,13 @@ import pytest
 from net.meshes import crew as mesh_crew
 
 import fastcoll as dist
-from fastcoll import AbortedError, MismatchError, ReduceOp, hybrid, members
-from fastcoll.hybrid import DIRECT, SMALL, HybridGroup
-from fastcoll.net import mail_words
-from fastcoll.net.group import TcpGroup
-from fastcoll.net.refusal import Refusal
+from fastcoll import AbortedError, MismatchError, ReduceOp
+from fastcoll.core import members
+from fastcoll.hybrid import group as hybrid
+from fastcoll.hybrid.group import DIRECT, SMALL, HybridGroup
+from fastcoll.net.tcp import mail_words
+from fastcoll.net.tcp.group import TcpGroup
+from fastcoll.net.tcp.refusal import Refusal
 from fastcoll.rendezvous import HashStore, PrefixStore
 from fastcoll.shm import channels as ring_words
 from fastcoll.shm.group import ShmGroup

@@ -11,7 +11,7 @@ import pytest
 from messages.worlds import DEADLINE, RING, NodeWorld, Rank, pattern, until
 
 from fastcoll.errors import CollectiveTimeoutError, MismatchError
-from fastcoll.net.mail_frames import EAGER
+from fastcoll.net.tcp.mail_frames import EAGER
 
 # Ranks 0 and 1 share a node, 2 and 3 another.
 NEAR, FAR = 1, 2

@@ -21,39 +21,29 @@ PACKAGE = Path(__file__).parents[1] / "fastcoll"
 # Rooms and files from the ground up; each may import from lower lines and from itself.
 LAYERS = (
     ("_version", "errors"),
-    ("config", "processes"),
-    ("secret", "supported"),
-    ("work", "reduce_op", "members", "kinds"),
-    ("calls", "arrays", "arguments", "watch"),
-    ("mismatch", "topology", "carrier"),
-    ("operands", "memory", "trees"),
-    ("group",),
+    ("config",),
+    ("supported", "interop"),
+    ("core",),
     ("kernels",),
-    ("messages",),
-    ("rendezvous",),
+    ("p2p", "rendezvous"),
     ("shm", "net", "gpu"),
-    ("hybrid_channels",),
-    ("hybrid_mail",),
     ("hybrid",),
-    ("backends",),
-    ("registry", "job"),
-    ("leaving",),
-    ("default_group", "api", "multigpu", "p2p", "objects", "symmetric"),
-    ("subgroups",),
+    ("api",),
+    ("symmetric",),
     ("__init__",),
     ("launch",),
-    ("bench", "torch"),
+    ("testing", "torch", "bench"),
     ("warmup",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A module that only some rooms or files may import.
 KEPT = {
-    "numba": ("kernels", "launch"),  # launch takes the cloudpickle that is in it
+    "numba": ("kernels", "launch", "testing"),  # the latter take the cloudpickle that is in it
     "llvmlite": ("kernels",),
     "posix_ipc": ("shm",),
     "socket": ("net", "rendezvous"),
-    "pickle": ("objects",),
+    "pickle": ("api",),
     "cupy": ("gpu",),
 }
 

@@ -12,9 +12,9 @@ from datetime import timedelta
 
 import pytest
 
-from fastcoll import job as jobs
-from fastcoll.job import Job
-from fastcoll.members import Member
+from fastcoll.api import job as jobs
+from fastcoll.api.job import Job
+from fastcoll.core.members import Member
 from fastcoll.rendezvous import HashStore, Store, TCPStore, tcp_connection
 
 SERVE = """

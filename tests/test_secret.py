@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll import config, secret
+from fastcoll import config
 from fastcoll.errors import UsageError
-from fastcoll.rendezvous import TCPStore
+from fastcoll.rendezvous import TCPStore, secret
 
 
 @pytest.fixture(autouse=True)

@@ -29,9 +29,9 @@ from fastcoll import (
     symmetric,
 )
 from fastcoll.kernels import waiting
-from fastcoll.launch.leaks import Footprint
 from fastcoll.shm import words
 from fastcoll.shm.segment import Segment
+from fastcoll.testing.leaks import Footprint
 
 WORLDS = (1, 2, 3, 4, 5)
 SMALLEST = 16 << 10  # bytes; all_reduce stages smaller arrays
@@ -492,7 +492,7 @@ def test_memory_stays_as_long_as_an_array_leads_into_it(rank, world_size):
 
 
 def test_other_backends_say_what_to_do():
-    from fastcoll.group import ProcessGroup
+    from fastcoll.core.group import ProcessGroup
 
     class Elsewhere(ProcessGroup):
         backend = "elsewhere"

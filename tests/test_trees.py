@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll import trees
+from fastcoll.core import trees
 
 Pair = namedtuple("Pair", "x y")
 

@@ -13,7 +13,7 @@ import pytest
 import fastcoll
 from fastcoll import warmup
 from fastcoll.bench.cases import parse_dtype
-from fastcoll.net import entries as net
+from fastcoll.net.tcp import entries as net
 from fastcoll.shm import entries as shm
 
 PACKAGE = Path(fastcoll.__file__).parent

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
+from fastcoll.api.p2p import _Received
+from fastcoll.core.work import ENDLESS, ProgressQueue, Work, WorkFuture, seconds
 from fastcoll.errors import CollectiveTimeoutError, UsageError
-from fastcoll.p2p import _Received
-from fastcoll.work import ENDLESS, ProgressQueue, Work, WorkFuture, seconds
 
 
 def refuse(start: Callable[[Any], None], thread: Any) -> None:

@@ -21,7 +21,9 @@ from faults.crew import nothing_left
 
 import fastcoll as dist
 from fastcoll import config
-from fastcoll.backends import load, parse_backend
+from fastcoll.api.backends import load, parse_backend
+from fastcoll.api.job import Job
+from fastcoll.core.members import Member
 from fastcoll.errors import (
     AbortedError,
     FastcollError,
@@ -34,9 +36,7 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
-from fastcoll.job import Job
-from fastcoll.members import Member
-from fastcoll.net import mpi_library
+from fastcoll.net.mpi import library as mpi_library
 from fastcoll.rendezvous import Rendezvous
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
@@ -248,7 +248,7 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
         return Rendezvous(opened[-1], 0, 2, "here")
 
     load(parse_backend(None))  # or importing Numba would take all of the time
-    monkeypatch.setattr("fastcoll.default_group.meet", meet_again)
+    monkeypatch.setattr("fastcoll.api.default_group.meet", meet_again)
     with pytest.raises(RendezvousError, match="file:///x leads to a job in which rank 0 has started before"):
         dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=0.3)
     assert len(opened) > 1
@@ -260,7 +260,7 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
 def meet_in(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every init_method lead to `store`."""
     monkeypatch.setattr(
-        "fastcoll.default_group.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here")
+        "fastcoll.api.default_group.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here")
     )
 
 
@@ -534,7 +534,7 @@ def test_orders_that_differ_are_an_error_that_names_both(rank: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_backend_of_the_users(rank: int) -> None:
-    from fastcoll import backends
+    from fastcoll.api import backends
     from fastcoll.shm.group import ShmGroup
 
     class Loud(ShmGroup):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..backends import parse_backend
+from ..api.backends import parse_backend
 from ..errors import UsageError
 from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArrayError
+from ..interop.dtypes import dtype_of
 from ..kernels.cuda.addresses import dense_strides
-from ..kinds.dtypes import dtype_of
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged (dlpack.h)
 

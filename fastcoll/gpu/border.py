@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays import Adopted
 from ..errors import ArrayError
+from ..interop.arrays import Adopted
 from .array import Described, DeviceArray, describe
 from .runtime import runtime
 

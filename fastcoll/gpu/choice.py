@@ -19,11 +19,11 @@ from functools import cache
 
 import numpy as np
 
-from ..arrays import Array
-from ..carrier import DeviceCarrier
+from ..core.carrier import DeviceCarrier
+from ..core.group import ProcessGroup
+from ..core.members import Member
 from ..errors import UnavailableError
-from ..group import ProcessGroup
-from ..members import Member
+from ..interop.arrays import Array
 from .runtime import runtime
 
 _log = logging.getLogger("fastcoll")
@@ -73,7 +73,7 @@ def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
         UnavailableError: the backend is nccl, which is not there.
     """
     if backend == "nccl":
-        from .nccl import NcclCarrier
+        from .nccl.carrier import NcclCarrier
 
         return NcclCarrier(group)
     if backend in ("shm", "auto"):
@@ -116,7 +116,7 @@ def on_one_node(group: ProcessGroup) -> bool:
 
 
 def _facts(device: int) -> Facts:
-    from .nccl_library import why_unavailable
+    from .nccl.library import why_unavailable
 
     return Facts(runtime().uuid(device), why_unavailable() is None, has_kernels())
 

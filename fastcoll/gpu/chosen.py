@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..arrays import Adopted
-from ..carrier import Call, DeviceCarrier, StreamCall
+from ..core.carrier import Call, DeviceCarrier, StreamCall
+from ..core.group import ProcessGroup
+from ..core.reduce_op import ReduceOp
+from ..core.work import Work
 from ..errors import GroupError, MismatchError
-from ..group import ProcessGroup
-from ..reduce_op import ReduceOp
-from ..work import Work
+from ..interop.arrays import Adopted
 from . import border
 from .array import DeviceArray
 from .choice import IPC, NCCL, agree, choose, on_one_node, suits_nccl
@@ -76,7 +76,7 @@ class ChosenCarrier(DeviceCarrier):
         name = choose(facts, on_one_node(self._group))
         chosen: DeviceCarrier = self._staged
         if name == NCCL or (name == IPC and suits_nccl(facts)):
-            from .nccl import NcclCarrier
+            from .nccl.carrier import NcclCarrier
 
             chosen = self._add(NcclCarrier(self._group))
         if name == IPC:
@@ -87,7 +87,7 @@ class ChosenCarrier(DeviceCarrier):
 
     def _ipc(self, device: int, fallback: DeviceCarrier) -> DeviceCarrier:
         """IPC's carrier, or the other one where memory cannot be mapped after all; on all ranks alike."""
-        from .ipc import IpcCarrier
+        from .ipc.carrier import IpcCarrier
 
         carrier = IpcCarrier(self._group, fallback)
         if reason := carrier.meet(device):

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
-from ..operands import divide, scaled, sum_for
-from ..reduce_op import PREMUL_SUM, ReduceOp
+from ..core.operands import divide, scaled, sum_for
+from ..core.reduce_op import PREMUL_SUM, ReduceOp
+from ..interop.arrays import Array
 from .array import DeviceArray
 from .runtime import runtime
 

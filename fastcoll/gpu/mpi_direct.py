@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
-from ..arrays import Adopted
-from ..carrier import Call
-from ..group import ProcessGroup
-from ..reduce_op import PREMUL_SUM, ReduceOp
-from ..work import Work
+from ..core.carrier import Call
+from ..core.group import ProcessGroup
+from ..core.reduce_op import PREMUL_SUM, ReduceOp
+from ..core.work import Work
+from ..interop.arrays import Adopted
 from .array import DeviceArray
 from .mpi_mail import DirectMail
 from .mpi_memory import DeviceMemory, parts

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Adopted, Array
-from ..group import ProcessGroup
-from ..work import Work
+from ..core.group import ProcessGroup
+from ..core.work import Work
+from ..interop.arrays import Adopted, Array
 from .array import DeviceArray
 from .staged_mail import arrays_of
 from .transit import Transit, laid_out

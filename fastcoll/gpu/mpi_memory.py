@@ -1,4 +1,4 @@
-"""DeviceMemory: the memory of GPUs as the MPI group's calls use it (fastcoll/net/mpi_memory.py says what that is).
+"""DeviceMemory: the memory of GPUs as the MPI group's calls use it (fastcoll/net/mpi/memory.py says what that is).
 
 Copies and reductions are queued on a stream of the group's and waited for: MPI, which comes next, knows no streams.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..reduce_op import ReduceOp
+from ..core.reduce_op import ReduceOp
 from . import choice
 from .array import DeviceArray
 from .movers import scratch

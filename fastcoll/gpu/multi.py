@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Adopted
+from ..core.group import ProcessGroup
+from ..core.operands import check_apart, pieces
+from ..core.reduce_op import AVG, ReduceOp
+from ..core.work import Work
 from ..errors import UsageError
-from ..group import ProcessGroup
-from ..operands import check_apart, pieces
-from ..reduce_op import AVG, ReduceOp
-from ..work import Work
+from ..interop.arrays import Adopted
 from .movers import Mover
 from .several import Several, check_alike
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..arrays import Array
+from ..interop.arrays import Array
 from .runtime import Runtime
 
 LEAST = 4096

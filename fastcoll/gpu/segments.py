@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import calls
-from ..arrays import Array
-from ..carrier import Call
+from ..core import calls
+from ..core.carrier import Call
+from ..core.group import ProcessGroup
+from ..core.reduce_op import ReduceOp
 from ..errors import MismatchError
-from ..group import ProcessGroup
-from ..reduce_op import ReduceOp
+from ..interop.arrays import Array
 from .array import DeviceArray
 from .runtime import runtime
 from .transit import Transit

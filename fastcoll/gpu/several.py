@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Adopted
-from ..carrier import Call, Carrier, StreamCall
+from ..core.carrier import Call, Carrier, StreamCall
+from ..core.group import ProcessGroup
+from ..core.operands import scaled
+from ..core.reduce_op import ReduceOp
+from ..core.work import Work
 from ..errors import ArrayError, UsageError
-from ..group import ProcessGroup
-from ..operands import scaled
-from ..reduce_op import ReduceOp
-from ..work import Work
+from ..interop.arrays import Adopted
 from .array import DeviceArray
 from .border import OnDevice
 from .movers import Mover, OnHost, OnStream, scratch

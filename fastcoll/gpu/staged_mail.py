@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Adopted, Array
-from ..group import ProcessGroup
-from ..work import Work
+from ..core.group import ProcessGroup
+from ..core.work import Work
+from ..interop.arrays import Adopted, Array
 from .array import DeviceArray
 from .transit import Marks, Transit, laid_out
 

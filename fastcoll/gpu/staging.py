@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Adopted, Array
-from ..carrier import Call, DeviceCarrier
+from ..core.carrier import Call, DeviceCarrier
+from ..core.group import ProcessGroup
+from ..core.operands import scaled
+from ..core.reduce_op import ReduceOp
+from ..core.work import Work
 from ..errors import FastcollError, GroupError, UsageError
-from ..group import ProcessGroup
+from ..interop.arrays import Adopted, Array
 from ..kernels.reduce import reducer
-from ..operands import scaled
-from ..reduce_op import ReduceOp
-from ..work import Work
 from . import border
 from .array import DeviceArray
 from .segments import SEGMENT, Segments, code_of

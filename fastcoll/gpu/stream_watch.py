@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from ..core.work import ENDLESS, _here
 from ..errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError
-from ..work import ENDLESS, _here
 from .stream_work import StreamWork
 
 _NAP, _LONG_NAP = 0.0005, 0.01

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ..core.work import Timeout, Work, refuse_to_block, seconds
 from ..errors import CollectiveTimeoutError, FastcollError
-from ..work import Timeout, Work, refuse_to_block, seconds
 from .array import DeviceArray, current_stream
 
 _NAP = 0.0005

@@ -31,10 +31,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..arrays import Adopted
-from ..carrier import DeviceCarrier, StreamCall
+from ..core.carrier import DeviceCarrier, StreamCall
+from ..core.group import ProcessGroup
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
-from ..group import ProcessGroup
+from ..interop.arrays import Adopted
 from .array import DeviceArray
 from .border import OnDevice, adopt
 from .runtime import runtime

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ..arrays import Array
+from ..core.group import ProcessGroup
 from ..errors import CollectiveTimeoutError, NotInitializedError
-from ..group import ProcessGroup
+from ..interop.arrays import Array
 from .array import DeviceArray
 from .pinned import PinnedPool
 from .runtime import runtime

@@ -30,7 +30,7 @@ _SILENT = 1.0
 _AGAIN = 5.0
 """Seconds until the next word about the same kernel."""
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_OTHER_ROOMS = {"bench", "gpu", "launch", "torch"}
+_OTHER_ROOMS = {"bench", "gpu", "launch", "testing", "torch"}
 """No module with kernels for this cache may import these (tests/test_import.py)."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from ..reduce_op import BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from ..core.reduce_op import BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
 from .elements import Half
 from .vectors import like, shuffled, splat
 

@@ -13,8 +13,8 @@ from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, is_jitted
 
+from ..core.reduce_op import ReduceOp
 from ..errors import UsageError
-from ..reduce_op import ReduceOp
 from .combine import Combine
 from .elements import Element, computed_as, element_of, reducer_signature
 from .jit import c_function, users_function

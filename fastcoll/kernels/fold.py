@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..reduce_op import AVG, SUM
+from ..core.reduce_op import AVG, SUM
 from .combine import Combine, division_of, operations_of
 from .elements import element_of
 from .stream import Operands, Registers, as_it_is, shapes, stream

@@ -16,8 +16,8 @@ from numba import from_dtype, types
 from numba.core.ccallback import CFunc
 from numba.core.errors import NumbaError
 
+from ..core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, ReduceOp
 from ..errors import ArrayError
-from ..reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, ReduceOp
 from .custom import compile_custom
 from .elements import Half, reducer_signature
 from .fold import fold

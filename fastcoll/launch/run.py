@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+from ..core.work import Timeout
 from ..errors import GroupError, UsageError
-from ..work import Timeout
 from .job import Job, python_main
 from .lifeline import GRACE_SECONDS
 from .ports import free_port
@@ -236,7 +236,7 @@ def main(task: int, *outcomes: int) -> int:
     """One rank: the function, and what came of it; returns the exit code."""
     from numba import cloudpickle
 
-    from ..default_group import world
+    from ..api.default_group import world
 
     outcome = outcomes[int(os.environ["RANK"])]
     try:

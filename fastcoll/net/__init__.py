@@ -1,1 +1,1 @@
-"""Ranks on any hosts over TCP."""
+"""What lies between nodes: TCP and MPI."""

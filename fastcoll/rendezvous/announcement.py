@@ -15,7 +15,7 @@ import hmac
 import json
 from dataclasses import asdict, dataclass
 
-from ..processes import ProcessId, read_process
+from ..core.processes import ProcessId, read_process
 
 _MAGIC = b"FASTMC1\n"
 _MAX_JSON = 1200

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import NoReturn
 
+from ..core.processes import ProcessId, read_process, this_process
 from ..errors import FastcollError, PeerDiedError, StoreError, StoreTimeoutError, UsageError
-from ..processes import ProcessId, read_process, this_process
 from .ending import FAILED, MET, MOVED, Ending, raise_failure
 from .store import Store, listed
 from .table import MAX_KEYS_PER_REQUEST

@@ -9,7 +9,7 @@ to lead; the one that hears a lower offer before its world is full calls its own
 
 from __future__ import annotations
 
-from ..processes import ProcessId
+from ..core.processes import ProcessId
 from .announcement import Announcement
 
 FRESH_SECONDS = 1.5  # a candidate that was silent for longer does not count

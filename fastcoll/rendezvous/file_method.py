@@ -7,8 +7,8 @@ import os
 import time
 from functools import partial
 
+from ..core.processes import this_process
 from ..errors import UsageError
-from ..processes import this_process
 from .address import own_address
 from .arrivals import FullError, arrive
 from .file_store import FileStore

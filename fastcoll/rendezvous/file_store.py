@@ -12,9 +12,9 @@ import time
 import weakref
 from datetime import timedelta
 
-from ..arguments import whole
+from ..core.arguments import whole
+from ..core.processes import ProcessId
 from ..errors import StoreError, UsageError
-from ..processes import ProcessId
 from .shared_log import SharedLog
 from .store import DEFAULT_TIMEOUT
 from .table import Request

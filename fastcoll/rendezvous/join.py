@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NoReturn
 
+from ..core.members import Member
 from ..errors import FastcollError, PeerDiedError, StoreTimeoutError, UsageError
-from ..members import Member
 from .ending import FAILED, MET, Ending, raise_failure
 from .member_list import pack, unpack
 from .store import Store, listed

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
+from ..core.processes import ProcessId
 from ..errors import StoreError
-from ..processes import ProcessId
 from .compact import compact, expand
 
 P = TypeVar("P", bound=ProcessId)

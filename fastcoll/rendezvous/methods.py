@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import positive_seconds, whole
+from ..core.arguments import positive_seconds, whole
+from ..core.work import Timeout
 from ..errors import UsageError
-from ..work import Timeout
 from .outcome import Rendezvous
 from .store import DEFAULT_TIMEOUT, Store
 from .torch_store import adopted

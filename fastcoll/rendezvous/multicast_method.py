@@ -7,15 +7,15 @@ import os
 import time
 from dataclasses import replace
 
+from ..core.processes import forget, this_process
 from ..errors import ResourceError, StoreTimeoutError, UsageError
-from ..processes import forget, this_process
-from ..secret import job_secret
 from .address import own_address, shown
 from .announcement import MAX_DATAGRAM, Announcement, job_digest
 from .arrivals import FullError, MovedError, arrive, call_off
 from .election import Election
 from .multicast_socket import MulticastSocket
 from .outcome import Rendezvous
+from .secret import job_secret
 from .store import listed
 from .tcp_store import TCPStore
 from .waiting import LateWarning, death_among

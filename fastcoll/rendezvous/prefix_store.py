@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from ..work import Timeout
+from ..core.work import Timeout
 from .store import Store, checked_key, checked_keys
 from .torch_store import adopted
 

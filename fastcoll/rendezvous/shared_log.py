@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
+from ..core.processes import ProcessId, forget, in_sight, read_process, this_process
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from ..processes import ProcessId, forget, in_sight, read_process, this_process
 from .file_lock import locked, open_own
 from .file_log import MAGIC, Kind, Record, read_records
 from .table import CHANGING, Request, Table

@@ -14,10 +14,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from ..arguments import whole
 from ..config import MOST_SECONDS
+from ..core.arguments import whole
+from ..core.work import Timeout, seconds
 from ..errors import StoreTimeoutError, UnavailableError, UsageError
-from ..work import Timeout, seconds
 
 S = TypeVar("S", bound="Store")
 

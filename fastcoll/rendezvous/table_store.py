@@ -9,9 +9,9 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from ..arguments import whole
+from ..core.arguments import whole
+from ..core.work import Timeout
 from ..errors import QueueEmptyError, StoreError, StoreTimeoutError, UsageError
-from ..work import Timeout
 from .store import LISTED, Store, checked_key, checked_keys, not_set, pairs
 from .table import MAX_ANSWER, MAX_KEY, MAX_KEYS_PER_REQUEST, MAX_VALUE, Op, Request, item, items
 

@@ -6,8 +6,8 @@ store is at the port itself, whichever of the two comes first.
 
 from __future__ import annotations
 
+from ..core.members import speak_as
 from ..errors import ResourceError, StoreTimeoutError, UsageError
-from ..members import speak_as
 from .address import own_address
 from .descriptors import make_room
 from .detect import port_beside

@@ -13,9 +13,9 @@ import time
 import weakref
 from dataclasses import dataclass
 
-from ..secret import warn_if_open
 from .address import adopt_listener, listen, shown
 from .descriptors import CURE, raise_limit
+from .secret import warn_if_open
 from .store_protocol import StoreServer
 
 logger = logging.getLogger("fastcoll")

@@ -9,10 +9,10 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-from ..arguments import whole
+from ..core.arguments import whole
 from ..errors import StoreError, StoreTimeoutError, UsageError
-from ..secret import job_secret
 from .address import shown
+from .secret import job_secret
 from .store import DEFAULT_TIMEOUT
 from .table import Request
 from .table_store import TableStore

@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import TypeVar
 
 from .. import config
+from ..core.members import Member
+from ..core.processes import ProcessId, gone_among
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError
-from ..members import Member
-from ..processes import ProcessId, gone_among
 from .store import Store, listed
 
 logger = logging.getLogger("fastcoll")

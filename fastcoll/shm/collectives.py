@@ -10,7 +10,7 @@ gathers the others': Rabenseifner's reduce-scatter and all-gather, here through 
 
 from __future__ import annotations
 
-from .. import calls
+from ..core import calls
 from ..kernels.atomics import call_reducer
 from ..kernels.copy import copy
 from ..kernels.jit import entry, inlined, kernel, locked_entry

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from .. import calls
-from ..arrays import Adopted
-from ..carrier import Call
+from ..core import calls
+from ..core.carrier import Call
+from ..core.members import Member
+from ..core.monitor import Wait
+from ..core.operands import Array
+from ..core.reduce_op import ReduceOp
+from ..core.work import Work
 from ..errors import AbortedError, ArrayError, GroupError
+from ..interop.arrays import Adopted
 from ..kernels import locks
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
-from ..members import Member
-from ..messages.transfers import kind_of
-from ..operands import Array
-from ..reduce_op import ReduceOp
+from ..p2p.transfers import kind_of
 from ..rendezvous import Store
-from ..watch import Wait
-from ..work import Work
 from . import collectives, moving, rounds, words
 from .context import Context, What, kept, patience
 from .head_start import HeadStart

@@ -20,10 +20,10 @@ import threading
 from collections.abc import Callable, Set
 from typing import Any, cast
 
+from ..core.work import ProgressQueue, Work
 from ..errors import AbortedError
+from ..interop.tensors import headers_for, plain_types
 from ..kernels.jit import Entry
-from ..kinds.tensors import headers_for, plain_types
-from ..work import ProgressQueue, Work
 from . import words
 from .context import Context
 from .rounds import AGAIN, DONE, LATER, RESUMED, WORKED

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from ..core.monitor import Vigil
 from ..errors import AbortedError, GroupError
 from ..kernels.jit import Entry
-from ..watch import Vigil
 from . import rounds, words
 from .border import ITEMSIZE
 from .context import Context, kept

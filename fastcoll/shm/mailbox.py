@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 
-from ..arrays import Adopted
-from ..messages.channels import ANY, DONE
-from ..messages.courier import Courier
-from ..messages.mailbox import Mailbox as _Mailbox
-from ..messages.transfers import Array
-from ..watch import Vigil
+from ..core.monitor import Vigil
+from ..interop.arrays import Adopted
+from ..p2p.channels import ANY, DONE
+from ..p2p.courier import Courier
+from ..p2p.mailbox import Mailbox as _Mailbox
+from ..p2p.transfers import Array
 from . import ring_kernels
 from .layout import Layout
 from .ring_channels import RingChannels

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from .. import config
+from ..core.members import Member, gone_among
+from ..core.operands import Array
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
-from ..members import Member, gone_among
-from ..operands import Array
 from ..rendezvous import Store
 from ..rendezvous.join import wait_for
 from . import segment as shared

@@ -6,7 +6,7 @@ same slot at once.
 
 from __future__ import annotations
 
-from .. import calls
+from ..core import calls
 from ..kernels.jit import inlined, kernel, locked_entry
 from ..kernels.pointers import load_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .. import calls
+from ..core import calls
+from ..core.mismatch import Share, Sizes, comparable, describe_sizes, mismatch, operation_of, refused
+from ..core.operands import Array
 from ..errors import MismatchError
-from ..mismatch import Share, Sizes, comparable, describe_sizes, mismatch, operation_of, refused
-from ..operands import Array
 from . import layout, words
 from .context import Context
 from .segment import Segment

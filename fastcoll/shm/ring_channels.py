@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ..kernels import locks, waiting
 from ..kernels.pointers import address_of
-from ..messages.channels import Ack, Channels, Header
-from ..messages.transfers import Send
+from ..p2p.channels import Ack, Channels, Header
+from ..p2p.transfers import Send
 from . import channels as words
 from . import ring_kernels
 from .channels import ring_offset

@@ -8,16 +8,16 @@ peers at once. All come back within 0.1 s, and can be called again with the same
 
 from __future__ import annotations
 
-from .. import calls
+from ..core import calls
+from ..core.operands import LARGEST_TAG
 from ..kernels.atomics import load_acquire, store_release
 from ..kernels.jit import entry, inlined, kernel, locked_entry
 from ..kernels.locks import seize_unless
 from ..kernels.pointers import load_word, store_word
 from ..kernels.polling import moved, rest
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
-from ..messages.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, OTHER, REFUSED, TAKEN
-from ..messages.transfers import DTYPE_BITS
-from ..operands import LARGEST_TAG
+from ..p2p.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, OTHER, REFUSED, TAKEN
+from ..p2p.transfers import DTYPE_BITS
 from .border import CALL, data_of, description, is_plain, nbytes_of
 from .channels import (
     ACK_VERDICT,

@@ -13,14 +13,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from .. import calls
-from ..arrays import adopt
-from ..group import ProcessGroup
+from ..core import calls
+from ..core.group import ProcessGroup
+from ..core.reduce_op import ReduceOp
+from ..core.work import Work
+from ..interop.arrays import adopt
+from ..interop.tensors import header_of, headers_for, plain_types
 from ..kernels.jit import Entry
-from ..kinds.tensors import header_of, headers_for, plain_types
-from ..messages.channels import ANY
-from ..reduce_op import ReduceOp
-from ..work import Work
+from ..p2p.channels import ANY
 from . import collectives, moving, ring_kernels
 from .mailbox import Mailbox
 from .rounds import DONE, LATER

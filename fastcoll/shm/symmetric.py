@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..arrays import Array
+from ..core.memory import SymmetricMemory
+from ..core.monitor import Vigil, Wait
 from ..errors import (
     AbortedError,
     FastcollError,
@@ -23,10 +24,9 @@ from ..errors import (
     ResourceError,
     UsageError,
 )
+from ..interop.arrays import Array
 from ..kernels import waiting
 from ..kernels.pointers import address_of
-from ..memory import SymmetricMemory
-from ..watch import Vigil, Wait
 from . import segment as shared
 from .context import BUDGET, Context
 from .layout import CHANNELS, SymmetricLayout

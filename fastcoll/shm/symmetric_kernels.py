@@ -11,7 +11,7 @@ took as long as the ordinary one.
 
 from __future__ import annotations
 
-from .. import calls
+from ..core import calls
 from ..kernels.atomics import call_reducer, load_acquire, swap_if_equal
 from ..kernels.copy import copy
 from ..kernels.jit import entry, inlined, kernel
@@ -20,18 +20,7 @@ from ..kernels.pyobjects import Index, integer
 from ..kernels.waiting import wait_for
 from .balance import pair
 from .border import CODE, ITEMSIZE, REDUCER
-from .rounds import (
-    AGAIN,
-    DONE,
-    WORKED,
-    await_all,
-    close_round,
-    finish,
-    meet,
-    publish,
-    table,
-    time_is_up,
-)
+from .rounds import AGAIN, DONE, WORKED, await_all, close_round, finish, meet, publish, table, time_is_up
 from .symmetric_table import ID, START, STRIDE
 from .words import DID, GIVES, RANK, READ, SIZE, SOURCES, WROTE
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.members import Member, dead_among
+from ..core.monitor import LEAVING, LEFT, Vigil
 from ..errors import CollectiveTimeoutError
-from ..members import Member, dead_among
-from ..watch import LEAVING, LEFT, Vigil
 from .layout import REASON, REASON_BYTES, STATE
 from .segment import Segment
 

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from ..core.group import ProcessGroup
+from ..core.reduce_op import ReduceOp
+from ..core.work import Work
 from ..errors import CollectiveTimeoutError, UnavailableError, UsageError
-from ..group import ProcessGroup
-from ..reduce_op import ReduceOp
-from ..work import Work
 from .dispatch import shown
 from .groups import leave_group
 from .reductions import reduction

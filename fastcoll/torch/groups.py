@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from .. import config
-from ..backends import load, parse_backend
+from ..api.backends import load, parse_backend
+from ..api.leaving import ExitHook, leave
+from ..core.group import ProcessGroup
+from ..core.members import Member, forget, speak_as
+from ..core.processes import this_process
 from ..errors import AbortedError, GroupError, StoreTimeoutError, UnavailableError, UsageError
-from ..group import ProcessGroup
-from ..leaving import ExitHook, leave
-from ..members import Member, forget, speak_as
-from ..processes import this_process
 from ..rendezvous import HashStore, PrefixStore
 from ..rendezvous.join import join
 from ..rendezvous.torch_store import TorchStore

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-from ..group import ProcessGroup
+from ..core.group import ProcessGroup
 from .calls import TorchCalls
 from .groups import refuse_gpus
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..core.reduce_op import ReduceOp
 from ..errors import UnavailableError
-from ..reduce_op import ReduceOp
 
 # By torch's ReduceOp, which is what options hold: its members (RedOpType) do not equal it from their side.
 _OPS = {

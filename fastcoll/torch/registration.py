@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..core.group import ProcessGroup
 from ..errors import UnavailableError
-from ..group import ProcessGroup
 from .dispatch import serve_functional_collectives
 from .dynamo import run_uncompiled
 from .groups import make_group

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.group import ProcessGroup
+from ..core.reduce_op import ReduceOp
+from ..core.work import Work
 from ..errors import MismatchError, UnavailableError
-from ..group import ProcessGroup
-from ..reduce_op import ReduceOp
-from ..work import Work
 
 
 def all_reduce_sparse(

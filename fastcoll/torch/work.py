@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
+from ..core.work import Work
 from ..errors import CollectiveTimeoutError
-from ..work import Work
 from .completion import completions
 
 _NO_LIMIT = timedelta()  # how C++ says "no timeout"; it also uses negative ones

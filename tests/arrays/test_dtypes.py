@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fastcoll import ReduceOp, calls
+from fastcoll import ReduceOp
+from fastcoll.core import calls
+from fastcoll.interop.dtypes import dtype_of, rounded, widened
 from fastcoll.kernels.reduce import reducer
-from fastcoll.kinds.dtypes import dtype_of, rounded, widened
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

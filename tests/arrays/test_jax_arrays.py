@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.arrays import adopt
 from fastcoll.errors import ArrayError
+from fastcoll.interop.arrays import adopt
 
 DTYPES = (
     "bool int8 uint16 int32 float16 bfloat16 float32 float8_e4m3fn complex64 int4".split()

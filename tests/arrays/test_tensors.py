@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.arrays import adopt
+from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import ArrayError
-from fastcoll.group import ProcessGroup
-from fastcoll.kinds import dtypes, tensors
+from fastcoll.interop import dtypes, tensors
+from fastcoll.interop.arrays import adopt
 
 pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::UserWarning")
 

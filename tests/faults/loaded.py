@@ -6,15 +6,15 @@ import gc
 
 import numpy as np
 
-import fastcoll.hybrid
-import fastcoll.net.entries
+import fastcoll.hybrid.group
+import fastcoll.net.tcp.entries
 import fastcoll.rendezvous.file_method
 import fastcoll.rendezvous.tcp_store
 import fastcoll.shm.entries
 from fastcoll import ReduceOp
 from fastcoll.kernels.reduce import reducer
 
-for entry in (*fastcoll.shm.entries.ENTRIES, *fastcoll.net.entries.ENTRIES):
+for entry in (*fastcoll.shm.entries.ENTRIES, *fastcoll.net.tcp.entries.ENTRIES):
     entry.compile()
 for dtype in ("f4", "f8"):
     reducer(ReduceOp.SUM, np.dtype(dtype))

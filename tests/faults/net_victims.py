@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 import fastcoll as dist
-from fastcoll import GroupError, members
+from fastcoll import GroupError
+from fastcoll.core import members
 from faults import victims
 
 LARGE = 1 << 24  # float32: 64 MiB

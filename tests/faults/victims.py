@@ -169,13 +169,13 @@ def _proof() -> tuple[Any, str]:
 
 
 def _registration() -> tuple[Any, str]:
-    from fastcoll import default_group
+    from fastcoll.api import default_group
 
     return default_group, "join"
 
 
 def _new_group() -> tuple[Any, str]:
-    from fastcoll import default_group
+    from fastcoll.api import default_group
 
     return default_group.Job, "settle"
 

@@ -19,8 +19,8 @@ import oracle
 
 import fastcoll as dist
 from fastcoll import ReduceOp
-from fastcoll.gpu.ipc_limits import HAND_OVER_ABOVE
-from fastcoll.registry import groups
+from fastcoll.api.registry import groups
+from fastcoll.gpu.ipc.limits import HAND_OVER_ABOVE
 
 Array = np.ndarray[Any, Any]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from net.groups import everybody, groups
 
-from fastcoll.gpu import ipc_memory
-from fastcoll.gpu.ipc import IpcCarrier
+from fastcoll.gpu.ipc import memory as ipc_memory
+from fastcoll.gpu.ipc.carrier import IpcCarrier
 from fastcoll.gpu.staging import StagedCarrier
 
 from .fake_array import FakeArray

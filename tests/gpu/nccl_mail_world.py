@@ -12,10 +12,10 @@ from typing import Any
 
 from messages.worlds import Rank, RingWorld
 
-from fastcoll.arrays import Adopted
 from fastcoll.errors import AbortedError, GroupError
-from fastcoll.gpu.nccl import NcclCarrier
-from fastcoll.gpu.nccl_mail import NcclMail
+from fastcoll.gpu.nccl.carrier import NcclCarrier
+from fastcoll.gpu.nccl.mail import NcclMail
+from fastcoll.interop.arrays import Adopted
 
 from .nccl_world import Meeting, Ranks, ThreadGroup, fakes
 

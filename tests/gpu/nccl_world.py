@@ -24,13 +24,13 @@ import oracle
 import pytest
 from together import together
 
-from fastcoll.arrays import Adopted
+from fastcoll.core.group import ProcessGroup
+from fastcoll.core.monitor import Vigil
+from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import AbortedError, GroupError, PeerDiedError
-from fastcoll.gpu import nccl_library
-from fastcoll.gpu.nccl import NcclCarrier
-from fastcoll.group import ProcessGroup
-from fastcoll.reduce_op import ReduceOp
-from fastcoll.watch import Vigil
+from fastcoll.gpu.nccl import library as nccl_library
+from fastcoll.gpu.nccl.carrier import NcclCarrier
+from fastcoll.interop.arrays import Adopted
 
 from .fake_array import FakeArray
 from .fake_nccl import FakeNccl

@@ -12,10 +12,10 @@ import pytest
 
 from fastcoll import ReduceOp
 from fastcoll.errors import ArrayError
-from fastcoll.gpu import ipc
 from fastcoll.gpu.choice import carrier_for
-from fastcoll.gpu.ipc import IpcCarrier
-from fastcoll.gpu.ipc_calls import IpcCall
+from fastcoll.gpu.ipc import carrier as ipc
+from fastcoll.gpu.ipc.calls import IpcCall
+from fastcoll.gpu.ipc.carrier import IpcCarrier
 from fastcoll.gpu.streams import StreamCarrier
 
 from .ipc_world import Ranks, gpu, world

@@ -21,8 +21,9 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
-from fastcoll.gpu import ipc_memory, ipc_queue
-from fastcoll.gpu.ipc import IpcCarrier
+from fastcoll.gpu.ipc import memory as ipc_memory
+from fastcoll.gpu.ipc import queue as ipc_queue
+from fastcoll.gpu.ipc.carrier import IpcCarrier
 from fastcoll.gpu.staging import StagedCarrier
 from fastcoll.kernels.cuda import ipc as kernels
 from fastcoll.kernels.cuda import ipc_page as at

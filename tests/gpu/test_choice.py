@@ -9,13 +9,13 @@ import pytest
 from net.groups import everybody, groups
 
 from fastcoll import ReduceOp
-from fastcoll.carrier import StreamCall
+from fastcoll.core.carrier import StreamCall
+from fastcoll.core.work import Work
 from fastcoll.errors import FastcollError, GroupError, MismatchError
 from fastcoll.gpu import choice, chosen
 from fastcoll.gpu.choice import IPC, NCCL, STAGED, Facts, choose
 from fastcoll.gpu.chosen import ChosenCarrier
 from fastcoll.gpu.staging import StagedCarrier
-from fastcoll.work import Work
 
 from .fake_array import FakeArray
 
@@ -89,7 +89,7 @@ def queueing(monkeypatch):
     """Groups whose ranks choose a Queueing carrier."""
     monkeypatch.setattr(chosen, "choose", lambda facts, one_node: NCCL)
     monkeypatch.setattr(Queueing, "started", [], raising=False)
-    monkeypatch.setattr("fastcoll.gpu.nccl.NcclCarrier", Queueing)
+    monkeypatch.setattr("fastcoll.gpu.nccl.carrier.NcclCarrier", Queueing)
 
 
 @pytest.mark.usefixtures("gpu", "queueing")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fastcoll.gpu.ipc_limits import is_one_shot
-from fastcoll.gpu.ipc_said import balance_of, differences, shape_of
+from fastcoll.gpu.ipc.limits import is_one_shot
+from fastcoll.gpu.ipc.said import balance_of, differences, shape_of
 from fastcoll.kernels.cuda import ipc_page as at
 
 TESTS = Path(__file__).parents[1]
@@ -81,7 +81,7 @@ def test_one_shot_by_bytes_and_ranks() -> None:
 
 
 def test_sizes_that_differ_are_said_so() -> None:
-    from fastcoll import calls
+    from fastcoll.core import calls
 
     same = calls.encode("gather", np.dtype("f4"))
     assert "differ in size" in differences([(same, 4), (same, 8)], [0, 1])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fastcoll.gpu.ipc_plans import slot_of
+from fastcoll.gpu.ipc.plans import slot_of
 
 TORN = (-1, -1)
 LAST = 99

@@ -12,8 +12,8 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from fastcoll.gpu import ipc_plans as plans
-from fastcoll.gpu.ipc_plans import IN, OUT, SLOT, Fold, Last, Move, Place, Plan, Step
+from fastcoll.gpu.ipc import plans
+from fastcoll.gpu.ipc.plans import IN, OUT, SLOT, Fold, Last, Move, Place, Plan, Step
 
 SIZES = (1, 2, 3, 4, 8)
 SLOT_BYTES = 4096

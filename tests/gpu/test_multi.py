@@ -17,11 +17,11 @@ from net.groups import everybody, groups
 
 import fastcoll
 from fastcoll import ReduceOp
-from fastcoll.carrier import StreamCall
+from fastcoll.core.carrier import StreamCall
 from fastcoll.errors import ArrayError, MismatchError, UsageError
 from fastcoll.gpu import multi
 from fastcoll.gpu.staging import StagedCarrier
-from fastcoll.net.group import TcpGroup
+from fastcoll.net.tcp.group import TcpGroup
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime

@@ -12,7 +12,7 @@ import pytest
 
 from fastcoll import ReduceOp
 from fastcoll.errors import ArrayError, UnavailableError
-from fastcoll.gpu import nccl_reduce
+from fastcoll.gpu.nccl import reduce as nccl_reduce
 
 from .nccl_world import Ranks, world
 

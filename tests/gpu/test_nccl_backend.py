@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.backends import parse_backend
+from fastcoll.api.backends import parse_backend
+from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import AbortedError, UnavailableError, UsageError
-from fastcoll.gpu import nccl_library
-from fastcoll.gpu.nccl_library import Library
-from fastcoll.group import ProcessGroup
+from fastcoll.gpu.nccl import library as nccl_library
+from fastcoll.gpu.nccl.library import Library
 
 from .fake_array import FakeArray
 from .fake_nccl import FakeNccl

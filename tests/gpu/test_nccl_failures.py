@@ -20,7 +20,7 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
-from fastcoll.gpu.nccl_seats import Seat, check_seats
+from fastcoll.gpu.nccl.seats import Seat, check_seats
 
 from .nccl_world import Ranks, ThreadGroup, assert_ends, ones, world
 
@@ -146,7 +146,7 @@ def test_destroying_with_a_call_that_nobody_joins_ends_in_time() -> None:
 
 
 def test_destroying_does_not_wait_for_peers_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.gpu import nccl_comm
+    from fastcoll.gpu.nccl import comm as nccl_comm
 
     monkeypatch.setattr(nccl_comm, "_FINALIZE_SECONDS", 0.05)
     with world(2) as ranks:
@@ -156,7 +156,7 @@ def test_destroying_does_not_wait_for_peers_that_do_not(monkeypatch: pytest.Monk
 
 
 def test_an_interrupted_call_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.gpu.nccl_comm import Communicator
+    from fastcoll.gpu.nccl.comm import Communicator
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -172,7 +172,7 @@ def test_an_interrupted_call_fails_the_group(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_signal_handler_may_not_use_the_group_whose_call_it_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fastcoll.gpu.nccl_comm import Communicator
+    from fastcoll.gpu.nccl.comm import Communicator
 
     with world(1) as ranks:
         meet(ranks)

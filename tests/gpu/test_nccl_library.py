@@ -15,11 +15,11 @@ import pytest
 from together import together
 
 from fastcoll import ReduceOp
+from fastcoll.core.reduce_op import AVG, MAX, MIN, PRODUCT, SUM
 from fastcoll.errors import AbortedError, UnavailableError
-from fastcoll.gpu import nccl_library
-from fastcoll.gpu.nccl_comm import Communicator
-from fastcoll.gpu.nccl_library import Library, NcclError, reduction
-from fastcoll.reduce_op import AVG, MAX, MIN, PRODUCT, SUM
+from fastcoll.gpu.nccl import library as nccl_library
+from fastcoll.gpu.nccl.comm import Communicator
+from fastcoll.gpu.nccl.library import Library, NcclError, reduction
 
 from .fake_nccl import FakeNccl
 from .fake_runtime import FakeRuntime

@@ -16,9 +16,9 @@ import pytest
 from together import together
 
 from fastcoll.errors import CollectiveTimeoutError, MismatchError, UsageError
-from fastcoll.gpu.nccl_library import Config, Library, UniqueId
-from fastcoll.gpu.nccl_mail_letters import STAGED, Letter
-from fastcoll.gpu.nccl_seats import Seat
+from fastcoll.gpu.nccl.library import Config, Library, UniqueId
+from fastcoll.gpu.nccl.mail_letters import STAGED, Letter
+from fastcoll.gpu.nccl.seats import Seat
 
 from .fake_nccl import FakeNccl
 from .fake_runtime import FakeRuntime

@@ -18,8 +18,8 @@ from fastcoll.errors import (
     NotInitializedError,
     PeerDiedError,
 )
-from fastcoll.gpu import nccl_mail_work
-from fastcoll.gpu.nccl_comm import Communicator
+from fastcoll.gpu.nccl import mail_work as nccl_mail_work
+from fastcoll.gpu.nccl.comm import Communicator
 
 from .nccl_mail_world import MailRanks, mail_world
 from .nccl_world import assert_ends, ones

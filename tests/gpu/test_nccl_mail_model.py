@@ -1,4 +1,4 @@
-"""The protocol of fastcoll/gpu/nccl_mail.py as a model, explored over every schedule of small worlds.
+"""The protocol of fastcoll/gpu/nccl/mail.py as a model, explored over every schedule of small worlds.
 
 A rank has a program of sends, receives and waits, and one stream; any rank, thread or GPU may take its next action. The
 mailbox keeps the order of what one rank sends another. A communicator pairs what its two ranks queue in that order,

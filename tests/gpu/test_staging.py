@@ -26,7 +26,7 @@ from fastcoll.errors import (
 )
 from fastcoll.gpu import segments, staging
 from fastcoll.gpu.staging import StagedCarrier
-from fastcoll.net.group import TcpGroup
+from fastcoll.net.tcp.group import TcpGroup
 
 from .fake_array import FakeArray
 

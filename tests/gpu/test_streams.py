@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from fastcoll import ReduceOp
+from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError, UsageError
 from fastcoll.gpu import stream_watch
 from fastcoll.gpu.array import DeviceArray
 from fastcoll.gpu.stream_work import Own, StreamWork
-from fastcoll.work import Work
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime

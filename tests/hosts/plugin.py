@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll import hybrid
-from fastcoll.launch.ranks_mark import Place
+from fastcoll.hybrid import group as hybrid
+from fastcoll.testing.mark import Place
 from hosts.network import Host, Network, lacking
 
 _RANKS_A_HOST = 2

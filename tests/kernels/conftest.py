@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from fastcoll import reduce_op
+from fastcoll.core import reduce_op
 from fastcoll.kernels.reduce import reducer
 
 _C_REDUCER = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)

@@ -9,9 +9,9 @@ import numba
 import numpy as np
 import pytest
 
+from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import ArrayError, UsageError
 from fastcoll.kernels.reduce import reducer
-from fastcoll.reduce_op import ReduceOp
 
 PAIR = np.dtype([("value", "f8"), ("index", "i8")])
 PACKED = np.dtype([("index", "i4"), ("tag", "S3"), ("value", "f4")])

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import ArrayError
 from fastcoll.kernels.reduce import reducer
-from fastcoll.reduce_op import ReduceOp
 
 COUNTS = (0, 1, 2, 3, 5, 7, 31, 1000, 4097, 70001)
 NUMBERS = (1, 2, 3, 5, 8)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fastcoll.reduce_op import ReduceOp
+from fastcoll.core.reduce_op import ReduceOp
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype("f"), np.dtype("d"), np.dtype("float16"), BFLOAT16]

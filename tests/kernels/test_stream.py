@@ -11,10 +11,10 @@ import pytest
 from numba import types
 from numba.core import config
 
+from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.kernels import custom, jit, reduce
 from fastcoll.kernels.elements import Half, element_of, reducer_signature
 from fastcoll.kernels.stream import FEW, TILE, shapes
-from fastcoll.reduce_op import ReduceOp
 
 needs_vectors = pytest.mark.skipif(
     config.CPU_NAME is not None, reason="NUMBA_CPU_NAME may name a processor without vectors"

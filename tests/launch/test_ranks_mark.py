@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fastcoll.errors import UsageError
-from fastcoll.launch.ranks_mark import RanksMark
+from fastcoll.testing.mark import RanksMark
 
 
 def test_defaults() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastcoll.core.members import Member
+from fastcoll.core.work import Work
 from fastcoll.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -22,8 +24,6 @@ from fastcoll.errors import (
     PeerDiedError,
     UsageError,
 )
-from fastcoll.members import Member
-from fastcoll.work import Work
 
 from .worlds import DEADLINE, RING, NodeWorld, Rank, RingWorld, WireWorld, World, pattern, until
 

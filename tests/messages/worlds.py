@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from fastcoll.arrays import adopt
-from fastcoll.hybrid_mail import NodeMail
-from fastcoll.members import Member, dead_among
-from fastcoll.messages.mailbox import Mailbox
-from fastcoll.net import mail_words
-from fastcoll.net.mail import Mail
-from fastcoll.net.mail_channels import MailChannels
+from fastcoll.core.members import Member, dead_among
+from fastcoll.core.monitor import IN_ORDER, Vigil
+from fastcoll.core.work import Work
+from fastcoll.hybrid.mail import NodeMail
+from fastcoll.interop.arrays import adopt
+from fastcoll.net.tcp import mail_words
+from fastcoll.net.tcp.mail import Mail
+from fastcoll.net.tcp.mail_channels import MailChannels
+from fastcoll.p2p.mailbox import Mailbox
 from fastcoll.shm import channels as ring_words
 from fastcoll.shm.layout import Layout
 from fastcoll.shm.mailbox import Mailbox as ShmMailbox
 from fastcoll.shm.ring_channels import RingChannels
 from fastcoll.shm.segment import Segment, new_name, unlink
 from fastcoll.shm.vigil import ShmVigil
-from fastcoll.watch import IN_ORDER, Vigil
-from fastcoll.work import Work
 
 RING = 4096
 DEADLINE = 60.0

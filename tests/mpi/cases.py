@@ -11,8 +11,10 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import ReduceOp
-from fastcoll.net import mpi_meet, mpi_moves, mpi_reduce
-from fastcoll.net.mpi_comm import _laid_down
+from fastcoll.net.mpi import meet as mpi_meet
+from fastcoll.net.mpi import moves as mpi_moves
+from fastcoll.net.mpi import reduce as mpi_reduce
+from fastcoll.net.mpi.comm import _laid_down
 
 SIZES = (2, 4)
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll import hybrid, members
 from fastcoll.config import forget
-from fastcoll.hybrid import DIRECT, HybridGroup
-from fastcoll.net.mpi import MpiGroup
+from fastcoll.core import members
+from fastcoll.hybrid import group as hybrid
+from fastcoll.hybrid.group import DIRECT, HybridGroup
+from fastcoll.net.mpi.group import MpiGroup
 
 
 @pytest.fixture

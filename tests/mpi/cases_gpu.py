@@ -17,7 +17,10 @@ import fastcoll as dist
 from fastcoll import ReduceOp
 from fastcoll.gpu import mpi_direct, mpi_memory, segments, staging
 from fastcoll.kernels.reduce import reducer
-from fastcoll.net import mpi, mpi_library, mpi_moves, mpi_reduce
+from fastcoll.net.mpi import group as mpi
+from fastcoll.net.mpi import library as mpi_library
+from fastcoll.net.mpi import moves as mpi_moves
+from fastcoll.net.mpi import reduce as mpi_reduce
 
 from .cases import SIZES, all_moves, usable
 

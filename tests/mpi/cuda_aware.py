@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastcoll.net import mpi_library
+from fastcoll.net.mpi import library as mpi_library
 
 
 def pytest_configure(config: pytest.Config) -> None:

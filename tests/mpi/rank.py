@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 import fastcoll
 from fastcoll.config import forget
-from fastcoll.launch.ranks_mark import WORKER_PLUGIN, RanksMark
+from fastcoll.testing.mark import WORKER_PLUGIN, RanksMark
 
 _TEST_SECONDS = 60.0
 _WORLD: Any = MPI.COMM_WORLD
@@ -104,7 +104,7 @@ def main(args: list[str]) -> int:
         args = [arg for arg in args if not arg.startswith("--junitxml")]
     # Plugins by entry points: ours would have all of fastcoll rewritten, and Hypothesis' imports all of it in the end.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    options = ["-p", "fastcoll.launch.pytest_plugin", "-p", "no:cacheprovider"]
+    options = ["-p", "fastcoll.testing.plugin", "-p", "no:cacheprovider"]
     options += ["-o", "addopts=--import-mode=importlib"]
     # This file imports fastcoll, which is a plugin of pytest as well, before pytest can.
     options += ["-W", "ignore:Module already imported so cannot be rewritten"]

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 import fastcoll
 from fastcoll import config
-from fastcoll.net import mpi_library
-from fastcoll.net.mpi_library import why_unavailable
-from fastcoll.net.mpi_meet import balance_of
-from fastcoll.net.mpi_moves import LARGEST, are_near, pieces
-from fastcoll.net.mpi_reduce import SEGMENT, _segments
-from fastcoll.net.sizes import Sizes
+from fastcoll.net.mpi import library as mpi_library
+from fastcoll.net.mpi.library import why_unavailable
+from fastcoll.net.mpi.meet import balance_of
+from fastcoll.net.mpi.moves import LARGEST, are_near, pieces
+from fastcoll.net.mpi.reduce import SEGMENT, _segments
+from fastcoll.net.tcp.sizes import Sizes
 
 WORD = 1 << 64
 

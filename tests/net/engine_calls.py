@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastcoll import ReduceOp
-from fastcoll.net.context import Prepared
+from fastcoll.net.tcp.context import Prepared
 from net.engines import Array, Engines
 
 # What several ranks in a row have joined. 15 bytes, so that pieces of any usual size cut items.

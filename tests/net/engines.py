@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from fastcoll import ReduceOp, calls
+from fastcoll import ReduceOp
+from fastcoll.core import calls
 from fastcoll.kernels import waiting
 from fastcoll.kernels.reduce import reducer
-from fastcoll.net import engine, words
-from fastcoll.net.context import NetContext, Prepared, limits_for
-from fastcoll.net.plans.choose import plan_for
-from fastcoll.net.plans.shape import MEET_RANKS, Shape
-from fastcoll.net.sizes import sizes_of
+from fastcoll.net.tcp import engine, words
+from fastcoll.net.tcp.context import NetContext, Prepared, limits_for
+from fastcoll.net.tcp.plans.choose import plan_for
+from fastcoll.net.tcp.plans.shape import MEET_RANKS, Shape
+from fastcoll.net.tcp.sizes import sizes_of
 
 Array = np.ndarray[Any, Any]
 _STEPS = 200_000

@@ -8,7 +8,7 @@ from typing import Any
 
 from together import together
 
-from fastcoll.net.group import TcpGroup
+from fastcoll.net.tcp.group import TcpGroup
 from fastcoll.rendezvous import HashStore
 from net.meshes import crew
 

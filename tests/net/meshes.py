@@ -13,8 +13,8 @@ from typing import Any
 
 from together import together
 
-from fastcoll.members import Member
-from fastcoll.net.mesh import Mesh
+from fastcoll.core.members import Member
+from fastcoll.net.tcp.mesh import Mesh
 from fastcoll.rendezvous import HashStore
 from net.proxy import Proxy
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastcoll.net.plans.shape import Limits, Shape
-from fastcoll.net.plans.table import (
+from fastcoll.net.tcp.plans.shape import Limits, Shape
+from fastcoll.net.tcp.plans.table import (
     COPY,
     FIRST_ARRAY,
     FRAMES,

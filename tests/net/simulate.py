@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fastcoll.net.plans.table import (
+from fastcoll.net.tcp.plans.table import (
     ATTACHED,
     BUFFER,
     BUFFER2,

@@ -7,7 +7,7 @@ import pytest
 
 from fastcoll.kernels import waiting
 from fastcoll.kernels.sockets import CLOSED
-from fastcoll.net import engine, words
+from fastcoll.net.tcp import engine, words
 from net.engine_calls import Call, Part
 from net.engines import FREE, Engines
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.net import words
+from fastcoll.net.tcp import words
 from net.engine_calls import OPERATIONS, Call
 from net.engines import Engines
 

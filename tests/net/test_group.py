@@ -11,6 +11,7 @@ import pytest
 from together import together
 
 from fastcoll import config
+from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import (
     AbortedError,
     ArrayError,
@@ -19,10 +20,9 @@ from fastcoll.errors import (
     NotInitializedError,
     PeerDiedError,
 )
-from fastcoll.net import engine, words
-from fastcoll.net import group as group_module
-from fastcoll.net.group import TcpGroup
-from fastcoll.reduce_op import ReduceOp
+from fastcoll.net.tcp import engine, words
+from fastcoll.net.tcp import group as group_module
+from fastcoll.net.tcp.group import TcpGroup
 from net.groups import everybody, groups
 from net.meshes import ProxiedStore, nothing_left
 

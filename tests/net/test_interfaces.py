@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from fastcoll import config
+from fastcoll.core.members import Member
 from fastcoll.errors import UsageError
-from fastcoll.members import Member
-from fastcoll.net import interfaces
-from fastcoll.net.interfaces import (
+from fastcoll.net.tcp import interfaces
+from fastcoll.net.tcp.interfaces import (
     Interface,
     Wanted,
     choose,

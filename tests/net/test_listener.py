@@ -17,12 +17,12 @@ import pytest
 from fastcoll import config
 from fastcoll.errors import ResourceError, UsageError
 from fastcoll.launch.ports import free_port
-from fastcoll.net import listener as listening
-from fastcoll.net.dial import Dial, dial_all
-from fastcoll.net.interfaces import Interface
-from fastcoll.net.listener import Listener
-from fastcoll.net.listeners import acquire, release
-from fastcoll.net.opening import OPENING_SIZE, PROOF_SIZE, Kind, Opening, Role, Seat, Verdict
+from fastcoll.net.tcp import listener as listening
+from fastcoll.net.tcp.dial import Dial, dial_all
+from fastcoll.net.tcp.interfaces import Interface
+from fastcoll.net.tcp.listener import Listener
+from fastcoll.net.tcp.listeners import acquire, release
+from fastcoll.net.tcp.opening import OPENING_SIZE, PROOF_SIZE, Kind, Opening, Role, Seat, Verdict
 from net.meshes import nothing_left
 
 LO = Interface("lo", "127.0.0.1")

@@ -13,9 +13,9 @@ import pytest
 from messages.worlds import DEADLINE, Rank, WireWorld, pattern, tcp_pair, until
 
 from fastcoll.errors import AbortedError, GroupError, PeerDiedError
-from fastcoll.messages.transfers import kind_of
-from fastcoll.net import mail_channels
-from fastcoll.net.mail_frames import EAGER, MESSAGE, REST, TYPE_BITS, WINDOW
+from fastcoll.net.tcp import mail_channels
+from fastcoll.net.tcp.mail_frames import EAGER, MESSAGE, REST, TYPE_BITS, WINDOW
+from fastcoll.p2p.transfers import kind_of
 
 BYTES = kind_of(0, np.dtype("u1"))
 

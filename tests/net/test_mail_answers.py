@@ -11,10 +11,10 @@ import pytest
 from messages.worlds import DEADLINE, Rank, WireWorld, pattern, tcp_pair, until
 
 from fastcoll.errors import AbortedError, MismatchError
-from fastcoll.messages.channels import TAKEN
-from fastcoll.net import mail_answers
-from fastcoll.net import mail_words as words
-from fastcoll.net.mail_frames import EAGER, TYPE_BITS
+from fastcoll.net.tcp import mail_answers
+from fastcoll.net.tcp import mail_words as words
+from fastcoll.net.tcp.mail_frames import EAGER, TYPE_BITS
+from fastcoll.p2p.channels import TAKEN
 
 
 @pytest.fixture

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from together import together
 
-from fastcoll import config, processes
+from fastcoll import config
+from fastcoll.core import processes
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError, RendezvousError, UsageError
-from fastcoll.net import mesh as mesh_module
-from fastcoll.net import roster
-from fastcoll.net.interfaces import interfaces_here
-from fastcoll.net.mesh import Mesh, control_peers
+from fastcoll.net.tcp import mesh as mesh_module
+from fastcoll.net.tcp import roster
+from fastcoll.net.tcp.interfaces import interfaces_here
+from fastcoll.net.tcp.mesh import Mesh, control_peers
 from fastcoll.rendezvous import HashStore, PrefixStore, TCPStore
 from net.meshes import ProxiedStore, crew, died_of, elsewhere, make_all, meshes, nothing_left
 
@@ -347,7 +348,7 @@ def test_through_a_slow_network_that_cuts_everything_up() -> None:
 
 @pytest.mark.parametrize("fault", ["reset", "half_close"])
 def test_a_network_that_breaks_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastcoll.net.vigil.dead_among", lambda _: [])
+    monkeypatch.setattr("fastcoll.net.tcp.vigil.dead_among", lambda _: [])
     with ProxiedStore() as store, meshes(2, store) as (a, b):
         getattr(store.proxies[1], fault)()
         found = died_of(a)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.net.notice import MOST_RANKS, NOTICE_SIZE, TEXT_BYTES, Notice, NoticeError
-from fastcoll.watch import FAILED, LEAVING, LEFT
+from fastcoll.core.monitor import FAILED, LEAVING, LEFT
+from fastcoll.net.tcp.notice import MOST_RANKS, NOTICE_SIZE, TEXT_BYTES, Notice, NoticeError
 
 
 @given(

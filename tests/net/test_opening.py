@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.net.handshake import Answering, Dialing, RefusedError, Turned
-from fastcoll.net.opening import (
+from fastcoll.net.tcp.handshake import Answering, Dialing, RefusedError, Turned
+from fastcoll.net.tcp.opening import (
     OPENING_SIZE,
     PROOF_SIZE,
     Kind,

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from fastcoll.net.plans import direct
-from fastcoll.net.plans.choose import plan_for
-from fastcoll.net.plans.table import (
+from fastcoll.net.tcp.plans import direct
+from fastcoll.net.tcp.plans.choose import plan_for
+from fastcoll.net.tcp.plans.table import (
     BUFFER,
     COPY,
     FOLD,

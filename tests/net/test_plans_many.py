@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fastcoll.net.plans import circulant, direct, doubling, exchange, pipeline, ring, scans, trees
+from fastcoll.net.tcp.plans import circulant, direct, doubling, exchange, pipeline, ring, scans, trees
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, Builder, Case, check
 
 

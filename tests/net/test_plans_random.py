@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.net.plans.choose import BUILDERS, plan_for
-from fastcoll.net.plans.shape import Limits
+from fastcoll.net.tcp.plans.choose import BUILDERS, plan_for
+from fastcoll.net.tcp.plans.shape import Limits
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, Case, check
 
 UNEVEN = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")

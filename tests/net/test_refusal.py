@@ -12,8 +12,8 @@ from fastcoll.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from fastcoll.net import refusal
-from fastcoll.net.refusal import Refusal
+from fastcoll.net.tcp import refusal
+from fastcoll.net.tcp.refusal import Refusal
 from fastcoll.rendezvous import HashStore
 from net.meshes import crew
 

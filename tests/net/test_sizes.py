@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.net.sizes import Sizes
+from fastcoll.net.tcp.sizes import Sizes
 
 WORD = 1 << 64
 MATRICES = st.integers(2, 20).flatmap(

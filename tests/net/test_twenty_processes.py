@@ -9,7 +9,7 @@ from conformance.test_every_operation import ROWS
 from faults import crew, net_victims
 
 import fastcoll as dist
-from fastcoll.net.plans.shape import MEET_RANKS
+from fastcoll.net.tcp.plans.shape import MEET_RANKS
 
 PROCESSES = 20
 

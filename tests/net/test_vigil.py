@@ -16,14 +16,14 @@ from dataclasses import replace
 
 import pytest
 
-from fastcoll import processes
+from fastcoll.core import processes
+from fastcoll.core.members import Member
+from fastcoll.core.monitor import FAILED, LEFT, Wait
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
-from fastcoll.members import Member
-from fastcoll.net import control as control_module
-from fastcoll.net.control import Control
-from fastcoll.net.notice import NOTICE_SIZE, Notice
-from fastcoll.net.vigil import NetVigil
-from fastcoll.watch import FAILED, LEFT, Wait
+from fastcoll.net.tcp import control as control_module
+from fastcoll.net.tcp.control import Control
+from fastcoll.net.tcp.notice import NOTICE_SIZE, Notice
+from fastcoll.net.tcp.vigil import NetVigil
 from net.meshes import crew, elsewhere, nothing_left
 
 FIRST_RANK = 10  # global ranks differ from group ranks

@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
+from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.rendezvous.torch_store import TorchStore
 from fastcoll.torch.completion import Completions
 from fastcoll.torch.groups import make_group
 from fastcoll.torch.meeting import meet_anew
 from fastcoll.torch.work import PendingWork
-from fastcoll.work import Work
 
 
 def torchs_store_is_one_of_ours() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.processes import ProcessId
+from fastcoll.core.processes import ProcessId
 from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_digest
 from fastcoll.rendezvous.election import FRESH_SECONDS, STEP_SECONDS, Election
 

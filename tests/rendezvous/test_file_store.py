@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastcoll.core.processes import this_process
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.processes import this_process
 from fastcoll.rendezvous import FileStore, shared_log
 from fastcoll.rendezvous.file_lock import locked, open_own
 from fastcoll.rendezvous.file_log import MAGIC, Kind, Record, read_records

@@ -16,8 +16,8 @@ from functools import partial
 import pytest
 
 from fastcoll import config
+from fastcoll.core.members import Member
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.members import Member
 from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore
 from fastcoll.rendezvous.join import join, wait_for
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastcoll.core.members import Member
+from fastcoll.core.processes import ProcessId
 from fastcoll.errors import StoreError
-from fastcoll.members import Member
-from fastcoll.processes import ProcessId
 from fastcoll.rendezvous.compact import compact, expand
 from fastcoll.rendezvous.member_list import pack, unpack
 

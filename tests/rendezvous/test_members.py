@@ -5,10 +5,10 @@ import subprocess
 
 import pytest
 
-from fastcoll import processes as processes_module
+from fastcoll.core import processes as processes_module
+from fastcoll.core.members import Member, dead_among, forget
+from fastcoll.core.processes import this_process
 from fastcoll.errors import StoreError
-from fastcoll.members import Member, dead_among, forget
-from fastcoll.processes import this_process
 
 IDLE = "import sys; print('up', flush=True); sys.stdin.read()"
 

@@ -21,9 +21,9 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 import fastcoll
+from fastcoll.core.processes import ProcessId
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.ports import free_port
-from fastcoll.processes import ProcessId
 from fastcoll.rendezvous import HashStore, meet, register_rendezvous_handler, rendezvous
 from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_digest
 from fastcoll.rendezvous.multicast_socket import MulticastSocket

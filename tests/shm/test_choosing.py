@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll import calls
+from fastcoll.core import calls
 from fastcoll.kernels.jit import entry
 from fastcoll.kernels.pointers import address_of
 from fastcoll.kernels.pyobjects import Index, integer

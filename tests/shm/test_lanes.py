@@ -15,7 +15,8 @@ import oracle
 import pytest
 
 import fastcoll as dist
-from fastcoll import MismatchError, ReduceOp, calls, config
+from fastcoll import MismatchError, ReduceOp, config
+from fastcoll.core import calls
 from fastcoll.shm import choosing, layout, rounds, words
 from fastcoll.shm.lanes import Lanes, lanes_for
 

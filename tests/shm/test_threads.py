@@ -10,8 +10,8 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import MismatchError, ReduceOp
-from fastcoll.default_group import current_job
-from fastcoll.messages.mailbox import Mailbox
+from fastcoll.api.default_group import current_job
+from fastcoll.p2p.mailbox import Mailbox
 
 LATE = 0.2
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from fastcoll.core.members import Member
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
-from fastcoll.members import Member
 from fastcoll.shm.layout import Layout
 from fastcoll.shm.segment import Segment, new_name, unlink
 from fastcoll.shm.vigil import ShmVigil

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...backends import parse_backend
+from ...api.backends import parse_backend
 from ...errors import UsageError
 from ..machine import describe, machine
 from . import launch, peers

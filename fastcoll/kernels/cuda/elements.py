@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from ...reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from ...core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
 from . import bits
 from .toolkit import device
 

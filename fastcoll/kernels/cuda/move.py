@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from ...reduce_op import ReduceOp
+from ...core.reduce_op import ReduceOp
 from .addresses import address_of, layout_of
 from .launch import Kernel
 from .memory import VECTOR, accesses

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ...core.reduce_op import NAMES, ReduceOp
 from ...errors import ArrayError, UsageError
-from ...reduce_op import NAMES, ReduceOp
 from ..reduce import kind_of, memory_type, refuse_undefined
 from .addresses import address_of
 from .custom import combination_by, records_kernel

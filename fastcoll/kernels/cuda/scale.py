@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...reduce_op import PRODUCT
+from ...core.reduce_op import PRODUCT
 from .bits import lane_of
 from .elements import combination, element_of
 from .launch import Kernel

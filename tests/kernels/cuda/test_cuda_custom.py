@@ -7,7 +7,7 @@ import numba
 import numpy as np
 import pytest
 
-from fastcoll.reduce_op import ReduceOp
+from fastcoll.core.reduce_op import ReduceOp
 
 pytestmark = pytest.mark.gpu
 

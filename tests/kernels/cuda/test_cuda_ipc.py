@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 
-from fastcoll import calls
+from fastcoll.core import calls
 from fastcoll.kernels.cuda import ipc_page as at
 
 pytestmark = pytest.mark.gpu

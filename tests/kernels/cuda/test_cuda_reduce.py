@@ -9,8 +9,8 @@ import numpy as np
 import oracle
 import pytest
 
+from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import ArrayError, UsageError
-from fastcoll.reduce_op import ReduceOp
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import oracle
 import pytest
 from kernels.cuda.fake_driver import HOPPER, Library
 
+from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import ArrayError, UnavailableError, UsageError
 from fastcoll.kernels.cuda.driver import Driver
-from fastcoll.reduce_op import ReduceOp
 
 pytestmark = pytest.mark.usefixtures("compiler")
 

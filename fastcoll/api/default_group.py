@@ -1,0 +1,405 @@
+"""The default group: how a process joins the world, and how it leaves it.
+
+Joining: find the others (rendezvous), learn who they are (join), make the group of all. Numba is
+imported on another thread meanwhile. Leaving: groups, newest first (leaving.py), then the store; at exit too, for
+scripts that forget it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec
+
+from .. import config
+from ..core.arguments import check_device, positive_seconds, whole
+from ..core.group import ProcessGroup
+from ..core.members import dead_among, forget, gone_among, speak_as
+from ..core.monitor import last_words
+from ..core.processes import this_process
+from ..core.work import Timeout
+from ..errors import (
+    GroupError,
+    NotInitializedError,
+    RendezvousError,
+    StoreError,
+    StoreTimeoutError,
+    UnavailableError,
+    UsageError,
+)
+from ..rendezvous import PrefixStore, Store, adopted, has_handler, meet
+from ..rendezvous.join import join, registered
+from ..rendezvous.waiting import LateWarning
+from . import backends
+from .backends import BackendChoice, Make, parse_backend
+from .job import Job, has_left, times_settled
+from .leaving import ExitHook, close, leave
+from .registry import Group, NonMember, groups
+
+_log = logging.getLogger("fastcoll")
+
+# How long rank 0 keeps the store at most, in seconds: when the start has failed, for others to read why, and
+# at exit, for others that still make groups.
+_FAILED_START_SECONDS = 0.5
+_EXIT_SECONDS = 10.0
+
+_P = ParamSpec("_P")
+
+_job: Job | None = None
+
+
+def current_job() -> Job:
+    """The job that this process is in.
+
+    Raises:
+        NotInitializedError: there is none.
+        AbortedError: it belongs to the process that this one was forked from.
+    """
+    if groups.inherited is not None:
+        raise groups.inherited
+    if _job is None:
+        raise NotInitializedError("there is no default process group; call init_process_group first")
+    return _job
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This process's place among the ranks of its node, as for choosing a GPU.
+
+    That is LOCAL_RANK, which launchers set. Without it, the number of lower ranks on this node, or before
+    `init_process_group` the argument.
+
+    Args:
+        fallback_rank: the answer where nothing else says it.
+
+    Raises:
+        UsageError: nothing says it.
+    """
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    if _job is not None and groups.inherited is None:
+        mine = _job.members[_job.rank]
+        return sum(member.same_node(mine) for member in _job.members[: _job.rank])
+    if fallback_rank is None:
+        raise UsageError("LOCAL_RANK is not set and there is no default group; give fallback_rank")
+    return whole("fallback_rank", fallback_rank)
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | Any = None,
+    group_name: str = "",
+    pg_options: None = None,
+    device_id: Any = None,
+) -> None:
+    """Join the other processes of the job, and make the default group. Blocks until all have joined.
+
+    Args:
+        backend: "auto" (the default), "shm", "tcp", "mpi" or "gloo" (the CPU default, for scripts that ask for it),
+            or one for each kind of device: "cpu:auto,cuda:nccl".
+        init_method: a URL. "env://" (the default) reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+            or what mpirun or Slurm have set; with none of these, a world of one. Or "tcp://host:port",
+            "tcp://multicast-address:port", "file:///path", or what `register_rendezvous_handler` has added.
+        timeout: seconds or timedelta, for joining and for every call on the group; the default is
+            FASTCOLL_TIMEOUT (1800 s).
+        world_size, rank: size of the job and this process's place; -1 leaves it to `init_method`.
+        store: a store that all processes share, fastcoll's or torch.distributed's, instead of `init_method`; needs
+            rank and world_size. It stays open.
+        group_name: keeps jobs apart that use one multicast address or one file.
+        pg_options: must be None; no backend has options.
+        device_id: this rank's GPU. It is checked and makes no difference: each array says on which GPU it is.
+
+    Raises:
+        UsageError: an argument is wrong, the ranks' arguments do not fit together, or the process has
+            a default group already.
+        UnavailableError: the backend is not available, or cannot join these nodes.
+        RendezvousError: the others did not come in time (StoreTimeoutError), or the store is lost.
+        PeerDiedError: a process that had joined died before all had.
+        ResourceError: no shared memory or no port.
+
+    Example:
+        >>> import fastcoll as dist
+        >>> dist.init_process_group()
+    """
+    global _job
+    if groups.initialized and groups.inherited is None:
+        raise UsageError("there is a default process group already; call destroy_process_group first")
+    if pg_options is not None:
+        raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
+    check_device("device_id", device_id)
+    config.check()
+    choice = parse_backend(backend)
+    limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
+    rank, world_size = whole("rank", rank), whole("world_size", world_size)
+    find = _chosen_way(init_method, store, rank, world_size, limit, group_name, choice)
+    groups.clear()
+    _watch_forks()
+    job, world = _start(find, choice, limit)
+    groups.add(world, choice)
+    _job = job
+    _exit_hook.set()  # after all else, as hooks run newest first, and the store may have one that closes it
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Leave a group, or with None (or the default group) all groups and the job.
+
+    Asynchronous operations that are under way are completed first, within the group's timeout; while an exception is
+    handled (`except`, `finally`), nothing is waited for, and the other ranks learn of it.
+    Calls on the group that are under way on other ranks raise, unless this rank's part in them is done.
+    Rank 0, when it leaves the job, waits for ranks that are still making groups it has left behind.
+
+    Raises:
+        GroupError: names operations that nobody had waited for, and that were lost: a receive to which nobody sends, or
+            what failed with a peer. The group is destroyed all the same.
+        UsageError: not a group.
+        NotInitializedError: it was destroyed before.
+    """
+    if isinstance(group, NonMember):
+        return
+    current: Group = groups.world if group is None else group
+    if not groups.initialized or current not in groups.backends:
+        raise NotInitializedError(f"the group {group or 'WORLD'} does not exist, or was destroyed before")
+    if current is groups.world:
+        lost = _leave(sys.exc_info()[1], None)
+    elif isinstance(current, ProcessGroup):
+        del groups.backends[current]
+        lost = leave([current], sys.exc_info()[1]) if groups.inherited is None else None
+    else:
+        return
+    if lost is not None:
+        raise lost
+
+
+def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager[ProcessGroup]]:
+    """`world`, which takes the arguments of `init`."""
+
+    @contextmanager
+    @functools.wraps(init, assigned=("__module__",))
+    def world(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[ProcessGroup]:
+        """`init_process_group`, and at the end of the block `destroy_process_group`.
+
+        Args:
+            backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id: as there.
+
+        An exception leaves the job at once, without waiting for ranks that still make groups. A block may call
+        `destroy_process_group` itself.
+
+        Yields:
+            The default group.
+
+        Example:
+            >>> with dist.world():
+            ...     dist.all_reduce(x)
+        """
+        init(*args, **kwargs)
+        mine = groups.world
+        try:
+            yield mine
+        except BaseException as error:
+            if groups.world is mine:
+                _leave(error, 0.0)
+            raise
+        if groups.world is mine:
+            destroy_process_group()
+
+    world.__qualname__ = "world"
+    return world
+
+
+world = _as_context(init_process_group)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The others, found.
+
+    Attributes:
+        store: the job's part of the store.
+        rank, world_size: this process's place.
+        close: lets go of the store; takes the seconds that its server waits for others to let go first.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    close: Callable[[float], None]
+
+
+def _chosen_way(
+    init_method: str | None,
+    store: Store | None,
+    rank: int,
+    world_size: int,
+    limit: float,
+    group_name: str,
+    choice: BackendChoice,
+) -> Callable[[], _Found]:
+    """The way to find the others that the arguments ask for."""
+    for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
+        if not isinstance(text, str):
+            raise UsageError(f"{name} is {text!r}, a {type(text).__name__}; give a str")
+    if store is None and init_method is None and choice.initialises_mpi and _no_address():
+        return functools.partial(_meet_through_mpi, rank, world_size, limit)
+    if store is None:
+        way = _meet_by_handler if has_handler(init_method or "") else _meet
+        return functools.partial(way, init_method or "env://", rank, world_size, limit, group_name)
+    if init_method is not None:
+        raise UsageError(f"store and init_method={init_method!r} are both given; give one of them")
+    store = adopted(store)
+    if not 0 <= rank < world_size:
+        raise UsageError(
+            f"rank is {rank} and world_size is {world_size}; with a store give both, rank from 0 to world_size - 1"
+        )
+    return functools.partial(_use, store, rank, world_size, group_name)
+
+
+def _no_address() -> bool:
+    """Whether the environment leaves it to MPI where the ranks meet."""
+    return "MASTER_ADDR" not in os.environ and "MASTER_PORT" not in os.environ
+
+
+def _meet_through_mpi(rank: int, world_size: int, limit: float) -> _Found:
+    """A store of rank 0's that MPI leads to. Each start has one of its own."""
+    from ..net.mpi.meeting import meet_through_mpi  # it brings sockets and Numba
+
+    meeting = meet_through_mpi(rank, world_size, limit)
+    return _Found(PrefixStore("fastcoll", meeting.store), meeting.rank, meeting.world_size, meeting.close)
+
+
+def _use(store: Store, rank: int, world_size: int, group_name: str) -> _Found:
+    """The user's store. Each use of one store is a job of its own, so keys of an earlier one don't count.
+
+    The store itself counts, since a process may come with another object for it each time; and for each
+    process, so that two that claim one rank meet in one job and are told.
+    """
+    me = this_process()
+    use = store.add(f"fastcoll/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
+    return _Found(PrefixStore(f"fastcoll/{group_name}/{use}", store), rank, world_size, lambda _: None)
+
+
+def _meet_by_handler(init_method: str, rank: int, world_size: int, limit: float, group_name: str) -> _Found:
+    """As a user's handler says, which may yield the same store again."""
+    meeting = meet(init_method, rank, world_size, limit, group_name)
+    try:
+        return replace(_use(meeting.store, meeting.rank, meeting.world_size, group_name), close=meeting.close)
+    except BaseException:
+        meeting.close()
+        raise
+
+
+def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name: str) -> _Found:
+    """A rendezvous, again while it leads to an earlier job that rank 0 has not left yet."""
+    deadline = time.monotonic() + limit
+    late = LateWarning()
+    while True:
+        left = max(deadline - time.monotonic(), 0.001)
+        meeting = meet(init_method, rank, world_size, left, group_name)
+        store = PrefixStore("fastcoll", meeting.store)
+        try:
+            if not times_settled(store, meeting.rank):
+                return _Found(store, meeting.rank, meeting.world_size, meeting.close)
+            _check_over(store, meeting.rank, init_method)
+        except BaseException as error:
+            meeting.close()
+            # A server that closes right now is an earlier job's too: this process has told it nothing yet. One that
+            # does not answer is stopped, or out of reach.
+            if not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
+                raise
+        meeting.close()
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"{init_method} leads to a job in which rank {meeting.rank} has started before; give this job an "
+                "address, port or file of its own"
+            )
+        late.look(f"starting at {init_method}", lambda: "rank 0 to leave the job before, which was there")
+        time.sleep(0.02)
+
+
+def _check_over(store: Store, rank: int, init_method: str) -> None:
+    """Refuse to join a job in which another process is `rank`, unless that process has left it or died."""
+    owner, me = registered(store, rank), this_process()
+    if owner is None or owner.is_process(me) or has_left(store, rank):
+        return
+    died = dead_among([owner])
+    forget([owner])
+    if not died:
+        raise UsageError(
+            f"rank {rank} is claimed by two processes, {owner.where}, whose job at {init_method} has started, and "
+            f"{me.where}; give each process a rank of its own, and each job an address, port or file of its own"
+        )
+
+
+def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> tuple[Job, ProcessGroup]:
+    """Find the others, join them, and make the world; what was opened is closed when that fails."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    deadline = time.monotonic() + limit
+    # Numba is imported while this thread waits for the others: with one rank late, the world is ready 0.02 s
+    # after it comes instead of 0.4 s (two ranks, Numba 0.68, 2 cores of an EPYC).
+    with ThreadPoolExecutor(1, "fastcoll-import") as importer, ExitStack() as undo:
+        loading = importer.submit(backends.load, choice)
+        found = find()
+        speak_as(found.rank)
+        if found.rank == 0:
+            config.warn_of_unknown()
+        undo.push(lambda kind, error, trace: found.close(_linger(error)))
+        left = max(deadline - time.monotonic(), 0.001)
+        members = join(found.store, found.rank, found.world_size, str(choice), left)
+        undo.callback(forget, members)
+        make: Make = loading.result()
+        job = Job(found.store, members, found.rank, choice, make, limit, lambda: found.close(0.0))
+        with job.making(range(found.world_size), "making the default group"):
+            world = job.make_group("WORLD", "world", range(found.world_size), limit, make)
+            undo.callback(world.close)
+        undo.pop_all()
+    return job, world
+
+
+def _linger(error: BaseException | None) -> float:
+    """How long the store outlives a failed start, so that the other ranks read why; Ctrl-C ends it at once."""
+    return _FAILED_START_SECONDS if isinstance(error, Exception) else 0.0
+
+
+def _leave(error: BaseException | None, patience: float | None, ended: bool = False) -> GroupError | None:
+    """Leave every group and the job, as `leave` does; `ended` says whether the program has."""
+    mine, farewell = list(groups.backends) if groups.inherited is None else [], last_words(error, ended)
+    return leave(mine, error, functools.partial(_let_go, patience, farewell))
+
+
+def _let_go(patience: float | None, farewell: str) -> None:
+    """Close every group, and let go of the job; whatever fails, the rest is done."""
+    global _job
+    job, _job = _job, None
+    made, inherited = list(groups.backends), groups.inherited
+    groups.clear()
+    _exit_hook.take_back()
+    if inherited is not None or job is None:
+        return
+    gone = gone_among(job.members) if job.rank == 0 else ()  # only rank 0 waits for others
+    with ExitStack() as steps:
+        steps.callback(forget, job.members)
+        steps.callback(job.leave, job.timeout if patience is None else patience, gone, farewell)
+        close(made, farewell)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Disown the groups in children of fork. Once a process."""
+    os.register_at_fork(after_in_child=groups.disown)
+
+
+def _leave_at_exit(error: BaseException | None) -> GroupError | None:
+    _log.info("destroy_process_group was not called; leaving at exit")
+    return _leave(error, _EXIT_SECONDS, ended=True)
+
+
+_exit_hook = ExitHook(_leave_at_exit)

@@ -1,0 +1,191 @@
+"""Job: what the ranks of one job share besides their groups, from start to end.
+
+That is the store in which they met, who they are, and a count, for each rank, of the groups it is done
+making. The count lets rank 0, which hosts the TCP store, leave without cutting anybody off.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from ..core.group import ProcessGroup
+from ..core.members import Member, dead_among
+from ..errors import AbortedError, StoreError, StoreTimeoutError
+from ..rendezvous import PrefixStore, Store
+from ..rendezvous.waiting import LateWarning, raise_if_dying
+from .backends import BackendChoice, Make
+
+_log = logging.getLogger("fastcoll")
+_POLL_SECONDS = 0.01
+# How long rank 0 stays at most, in seconds, when Ctrl-C ended its last making of a group.
+_INTERRUPTED_SECONDS = 0.5
+# How long a rank tries to say that it has left: rank 0 may be stopped, or out of reach.
+_LAST_WORD_SECONDS = 1.0
+# Added to the count of a rank that leaves: more than any number of groups.
+_LEFT = 1 << 30
+
+
+class Job:
+    """One job, as seen by one of its ranks.
+
+    Attributes:
+        store: the job's own part of the store.
+        members: every rank of the world.
+        rank: this process's place among them.
+        choice: the backend of the world.
+        make: makes groups of that backend.
+        timeout: seconds; the default of every group.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        members: Sequence[Member],
+        rank: int,
+        choice: BackendChoice,
+        make: Make,
+        timeout: float,
+        close_store: Callable[[], None],
+    ) -> None:
+        self.store = store
+        self.members = list(members)
+        self.rank = rank
+        self.choice = choice
+        self.make = make
+        self.timeout = timeout
+        self._close_store = close_store
+        self._calls: dict[str, int] = {}
+        self._settled = 0
+        self._interrupted = False
+
+    def number(self, kind: str) -> int:
+        """How often this was called for `kind` before: calls in the same order get the same number."""
+        count = self._calls.get(kind, 0)
+        self._calls[kind] = count + 1
+        return count
+
+    def make_group(
+        self, name: str, key: str, ranks: Sequence[int], timeout: float, make: Make
+    ) -> ProcessGroup:
+        """Meet the other members of a new group; collective over `ranks`, which are global."""
+        members = [self.members[rank] for rank in ranks]
+        return make(PrefixStore(key, self.store), name, members, ranks.index(self.rank), timeout)
+
+    @contextmanager
+    def making(self, ranks: Sequence[int], doing: str, counted: bool = True) -> Iterator[None]:
+        """One making of a group of `ranks`, which is counted when it ends, well or not.
+
+        Args:
+            doing: the start of the message when the store was lost because its holder or a member died.
+            counted: whether all ranks take part; others' makings are not waited for.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if counted:
+                self.settle(interrupted=not isinstance(error, Exception))
+            if isinstance(error, StoreError) and not isinstance(error, StoreTimeoutError):
+                raise_if_dying([self.members[rank] for rank in sorted({0, *ranks})], doing, error)
+            raise
+        if counted:
+            self.settle()
+
+    def settle(self, interrupted: bool = False) -> None:
+        """Tell that this rank is done with one more making of a group.
+
+        Args:
+            interrupted: it ended by Ctrl-C or the like, after which nobody is waited for long.
+        """
+        self._settled += 1
+        self._interrupted = interrupted
+        self._count(1)
+
+    def leave(self, patience: float, gone: Sequence[Member] = (), farewell: str = "") -> None:
+        """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it.
+
+        Args:
+            gone: ranks that are known to have died, which the groups knew while they were there.
+            farewell: what ranks read that wait for this one to make a group.
+        """
+        try:
+            if self.rank == 0:
+                longest = _INTERRUPTED_SECONDS if self._interrupted else patience
+                self._await_others(min(patience, longest), gone)
+            self._say_left(farewell)
+        finally:
+            self._close_store()
+
+    def _await_others(self, patience: float, gone: Sequence[Member]) -> None:
+        started = time.monotonic()
+        warning = LateWarning()
+        while late := [member for member in self._unsettled() if member not in gone]:
+            waited = time.monotonic() - started
+            if waited >= patience:
+                _log.warning(
+                    "the store is closed after %.1f s, though %s may still need it", waited, _names(late)
+                )
+                return
+            warning.look("keeping the store open", lambda: f"{_names(late)}: fewer groups made than rank 0")
+            time.sleep(_POLL_SECONDS)
+
+    def _count(self, amount: int) -> None:
+        with suppress(StoreError):  # whoever would read it is gone
+            self.store.add(_settled_key(self.rank), amount)
+
+    def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
+        """Raise if one of these ranks has left the job, and so makes no group any more.
+
+        Raises:
+            AbortedError: with what it said.
+        """
+        words = self.store.peek([_farewell_key(rank) for rank in ranks])
+        if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
+            told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
+            raise AbortedError(f"{doing}: {told}", [rank for rank, _ in gone])
+
+    def _say_left(self, farewell: str) -> None:
+        before = self.store.timeout  # which a user's store keeps
+        try:
+            self.store.set_timeout(min(before.total_seconds(), _LAST_WORD_SECONDS))
+            with suppress(StoreError):  # as in _count
+                self.store.set(_farewell_key(self.rank), farewell)
+            self._count(_LEFT)
+        finally:
+            self.store.set_timeout(before)
+
+    def _unsettled(self) -> list[Member]:
+        """The living ranks in the job that have not made as many groups as this one."""
+        try:
+            counts = self.store.peek([_settled_key(member.rank) for member in self.members])
+        except StoreError:  # the store went first, so nobody can need it
+            return []
+        settled = [0 if count is None else int(count) for count in counts]
+        late = [m for m, times in zip(self.members, settled, strict=True) if times < self._settled]
+        dead = dead_among(late)
+        return [member for member in late if member not in dead]
+
+
+def times_settled(store: Store, rank: int) -> int:
+    """How many makings of groups `rank` is done with. Never blocks."""
+    count = store.peek([_settled_key(rank)])[0]
+    return 0 if count is None else int(count)
+
+
+def has_left(store: Store, rank: int) -> bool:
+    """Whether `rank` has left its job. Never blocks."""
+    return times_settled(store, rank) >= _LEFT
+
+
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(map(str, members))
+
+
+def _farewell_key(rank: int) -> str:
+    return f"farewell/{rank}"
+
+
+def _settled_key(rank: int) -> str:
+    return f"settled/{rank}"

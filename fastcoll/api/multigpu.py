@@ -1,0 +1,167 @@
+"""torch.distributed's functions for processes with several GPUs: each rank gives a list of arrays, one a GPU.
+
+The lists are equally long on all ranks. On one GPU they may hold several arrays of it, and arrays in host memory work
+too. All have one dtype and number of elements. The first array's GPU is the one that talks to other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+from ..core.reduce_op import ReduceOp
+from ..core.work import Async, Sync, Work
+from .registry import Group, group_rank, member_of
+
+
+# fmt: off
+@overload
+def all_reduce_multigpu(tensor_list: Sequence[Any], op: ReduceOp = ..., group: Group = ...,
+    async_op: Sync = ...) -> None: ...
+@overload
+def all_reduce_multigpu(tensor_list: Sequence[Any], op: ReduceOp = ..., group: Group = ...,
+    async_op: Async = ...) -> Work: ...
+@overload
+def all_reduce_multigpu(tensor_list: Sequence[Any], op: ReduceOp = ..., group: Group = ...,
+    async_op: bool = ...) -> Work | None: ...
+# fmt: on
+def all_reduce_multigpu(
+    tensor_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Reduce over all arrays of all ranks; all of them get the result.
+
+    Arrays are combined in the order of the list, and then of the ranks. AVG divides by the number of ranks and then
+    by that of arrays.
+
+    Args:
+        tensor_list: one array a GPU, all of one dtype and number of elements; m of them on all ranks.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+
+    Example:
+        >>> xs = [cupy.ones(3), cupy.ones(3)]
+        >>> dist.all_reduce_multigpu(xs)  # two ranks: four arrays, each becomes [4, 4, 4]
+    """
+    g = member_of(group, "all_reduce_multigpu")
+    if g is None:
+        return None
+    from ..gpu import multi
+
+    return multi.all_reduce(g, tensor_list, op, async_op)
+
+
+# fmt: off
+@overload
+def reduce_multigpu(tensor_list: Sequence[Any], dst: int, op: ReduceOp = ..., group: Group = ...,
+    async_op: Sync = ..., dst_tensor: int = ...) -> None: ...
+@overload
+def reduce_multigpu(tensor_list: Sequence[Any], dst: int, op: ReduceOp = ..., group: Group = ...,
+    async_op: Async = ..., dst_tensor: int = ...) -> Work: ...
+@overload
+def reduce_multigpu(tensor_list: Sequence[Any], dst: int, op: ReduceOp = ..., group: Group = ...,
+    async_op: bool = ..., dst_tensor: int = ...) -> Work | None: ...
+# fmt: on
+def reduce_multigpu(
+    tensor_list: Sequence[Any],
+    dst: int,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    dst_tensor: int = 0,
+) -> Any:
+    """Reduce over all arrays of all ranks into `tensor_list[dst_tensor]` of rank `dst`; all others stay as they are.
+
+    Args:
+        tensor_list: one array a GPU, all of one dtype and number of elements; m of them on all ranks.
+        dst, dst_tensor: a global rank, and the place in its list.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = member_of(group, "reduce_multigpu")
+    if g is None:
+        return None
+    from ..gpu import multi
+
+    return multi.reduce(g, tensor_list, group_rank(g, "dst", dst, None), op, dst_tensor, async_op)
+
+
+# fmt: off
+@overload
+def broadcast_multigpu(tensor_list: Sequence[Any], src: int, group: Group = ..., async_op: Sync = ...,
+    src_tensor: int = ...) -> None: ...
+@overload
+def broadcast_multigpu(tensor_list: Sequence[Any], src: int, group: Group = ..., async_op: Async = ...,
+    src_tensor: int = ...) -> Work: ...
+@overload
+def broadcast_multigpu(tensor_list: Sequence[Any], src: int, group: Group = ..., async_op: bool = ...,
+    src_tensor: int = ...) -> Work | None: ...
+# fmt: on
+def broadcast_multigpu(
+    tensor_list: Sequence[Any], src: int, group: Group = None, async_op: bool = False, src_tensor: int = 0
+) -> Any:
+    """Copy `tensor_list[src_tensor]` of rank `src` into all arrays of all ranks.
+
+    Args:
+        tensor_list: one array a GPU, all of one dtype and number of elements; m of them on all ranks.
+        src, src_tensor: a global rank, and the place in its list.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = member_of(group, "broadcast_multigpu")
+    if g is None:
+        return None
+    from ..gpu import multi
+
+    return multi.broadcast(g, tensor_list, group_rank(g, "src", src, None), src_tensor, async_op)
+
+
+# fmt: off
+@overload
+def all_gather_multigpu(output_tensor_lists: Sequence[Sequence[Any]], input_tensor_list: Sequence[Any],
+    group: Group = ..., async_op: Sync = ...) -> None: ...
+@overload
+def all_gather_multigpu(output_tensor_lists: Sequence[Sequence[Any]], input_tensor_list: Sequence[Any],
+    group: Group = ..., async_op: Async = ...) -> Work: ...
+@overload
+def all_gather_multigpu(output_tensor_lists: Sequence[Sequence[Any]], input_tensor_list: Sequence[Any],
+    group: Group = ..., async_op: bool = ...) -> Work | None: ...
+# fmt: on
+def all_gather_multigpu(
+    output_tensor_lists: Sequence[Sequence[Any]],
+    input_tensor_list: Sequence[Any],
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Every rank gets the arrays of all, on each of its GPUs.
+
+    Args:
+        output_tensor_lists: a list for each input array, on whose GPU its arrays are. Array j of rank r, of n a rank,
+            goes to item r * n + j of each list.
+        input_tensor_list: what this rank gives.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = member_of(group, "all_gather_multigpu")
+    if g is None:
+        return None
+    from ..gpu import multi
+
+    return multi.all_gather(g, output_tensor_lists, input_tensor_list, async_op)

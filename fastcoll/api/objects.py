@@ -1,0 +1,300 @@
+"""Collectives of Python objects, by pickle. The only file that imports it.
+
+Unpickling runs code of the sender's choice. A group's peers have proven that they belong to the job before
+this file sees a byte of theirs: in shared memory by having mapped a segment that only this user can open.
+
+Every operation first moves the sizes, then the bytes. A rank whose object cannot be pickled refuses the call before
+that; of a message it sends the size `_FAILED`, so that both sides raise, and the group stays usable.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.calls import OBJECT_BYTES, OBJECT_SIZES
+from ..core.group import ProcessGroup
+from ..errors import UnavailableError, UsageError
+from .registry import Group, group_rank, member_of
+
+_FAILED = -1
+
+Bytes = NDArray[np.uint8]
+Sizes = NDArray[np.int64]
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+    """Every rank gets the objects of all: rank r's goes to `object_list[r]`.
+
+    Args:
+        object_list: a list of world_size items, which are replaced.
+        obj: anything that can be pickled.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+
+    Raises:
+        UsageError: `obj` cannot be pickled, or `object_list` is no list of world_size items; the other ranks raise
+            MismatchError, which says so.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+
+    Example:
+        >>> names = [None] * dist.get_world_size()
+        >>> dist.all_gather_object(names, os.uname().nodename)
+    """
+    g = member_of(group, "all_gather_object")
+    if g is None:
+        return
+    with g.preparing("all_gather_object"):
+        _check_length("object_list", object_list, g.size)
+        own = _pack(obj)
+    parts = [np.empty(size, np.uint8) for size in _share_sizes(g, own)]
+    g.all_gather([part.view(OBJECT_BYTES) for part in parts], own.view(OBJECT_BYTES))
+    object_list[:] = map(_unpack, parts)
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> None:
+    """Rank `dst` gets the objects of all in `object_gather_list`.
+
+    Args:
+        obj: anything that can be pickled.
+        object_gather_list: on `dst` a list of world_size items, which are replaced; None elsewhere.
+        dst, group_dst: who gets them, as a global rank or as a rank in the group; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+
+    Raises:
+        UsageError: `obj` or the list is wrong; the other ranks raise MismatchError, which says so.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = member_of(group, "gather_object")
+    if g is None:
+        return
+    with g.preparing("gather_object"):
+        root = g._checked_rank("dst", group_rank(g, "dst", dst, group_dst, 0))
+        if g.rank == root:
+            _check_length("object_gather_list", object_gather_list, g.size)
+        own = _pack(obj)
+    sizes = _share_sizes(g, own)
+    parts = [np.empty(size, np.uint8) for size in sizes] if g.rank == root else None
+    g.gather(own.view(OBJECT_BYTES), parts and [part.view(OBJECT_BYTES) for part in parts], root)
+    if parts is not None and object_gather_list is not None:
+        object_gather_list[:] = map(_unpack, parts)
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_src: int | None = None,
+) -> None:
+    """Every rank gets the objects in the list of rank `src`.
+
+    Args:
+        object_list: equally long on all ranks; replaced except on `src`.
+        src, group_src: whose list, as a global rank or as a rank in the group; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        device: None or "cpu".
+
+    Raises:
+        UsageError: `object_list` is no list, or an object in it cannot be pickled; the other ranks raise MismatchError,
+            which says so.
+        MismatchError: the lists' lengths differ.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = member_of(group, "broadcast_object_list")
+    if g is None:
+        return
+    with g.preparing("broadcast_object_list"):
+        _check_device(device)
+        _check_list("object_list", object_list)
+        root = g._checked_rank("src", group_rank(g, "src", src, group_src, 0))
+        parts = [_pack(obj) for obj in object_list] if g.rank == root else None
+    sizes = _announce_sizes(g, parts, len(object_list), root)
+    data = np.empty(sizes.sum(), np.uint8) if parts is None else _joined(parts)
+    g.broadcast(data.view(OBJECT_BYTES), root)
+    if parts is None:
+        object_list[:] = map(_unpack, _cut(data, sizes))
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> None:
+    """Rank r gets object r of rank `src`'s list.
+
+    Args:
+        scatter_object_output_list: a list of at least one item; the first is replaced.
+        scatter_object_input_list: on `src` one object a rank; None elsewhere.
+        src, group_src: whose list, as a global rank or as a rank in the group; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+
+    Raises:
+        UsageError: a list is wrong, or an object cannot be pickled; the other ranks raise MismatchError, which says so.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = member_of(group, "scatter_object_list")
+    if g is None:
+        return
+    with g.preparing("scatter_object_list"):
+        _check_list("scatter_object_output_list", scatter_object_output_list)
+        if not scatter_object_output_list:
+            raise UsageError("scatter_object_output_list is empty; give a list of one item")
+        root = g._checked_rank("src", group_rank(g, "src", src, group_src, 0))
+        parts = None
+        if g.rank == root:
+            given = [] if scatter_object_input_list is None else scatter_object_input_list
+            _check_length("scatter_object_input_list", given, g.size, Sequence)
+            parts = [_pack(obj) for obj in given]
+    sizes = _announce_sizes(g, parts, g.size, root)
+    own = np.empty(sizes[g.rank], np.uint8)
+    g.scatter(own.view(OBJECT_BYTES), parts and [part.view(OBJECT_BYTES) for part in parts], root)
+    scatter_object_output_list[0] = _unpack(own)
+
+
+def send_object_list(
+    object_list: Sequence[Any],
+    dst: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """Send objects to rank `dst`, which calls `recv_object_list` with an equally long list.
+
+    Args:
+        object_list: anything that can be pickled.
+        dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        device: None or "cpu".
+        use_batch: no effect; it is for backends that connect peers anew for each single message.
+
+    Raises:
+        UsageError: an object cannot be pickled, and the receiver raises as well; or `object_list` is
+            no list.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = member_of(group, "send_object_list")
+    if g is None:
+        return
+    _check_device(device)
+    _check_list("object_list", object_list, Sequence)
+    peer = group_rank(g, "dst", dst, group_dst)
+    try:
+        parts = [_pack(obj) for obj in object_list]
+    except UsageError:
+        g.send_objects(np.full(len(object_list), _FAILED, np.int64), peer)
+        raise
+    g.send_objects(_sizes_of(parts), peer)
+    g.send_objects(_joined(parts), peer)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Receive objects into the list from rank `src`, or from whoever sends first.
+
+    Args:
+        object_list: as long as the sender's; its items are replaced.
+        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        device: None or "cpu".
+        use_batch: no effect, as for `send_object_list`.
+
+    Returns:
+        The sender's global rank; -1 outside the group.
+
+    Raises:
+        UsageError: the sender could not pickle an object, or sends another number of them; or
+            `object_list` is no list.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = member_of(group, "recv_object_list")
+    if g is None:
+        return -1
+    _check_device(device)
+    _check_list("object_list", object_list)
+    peer = None if src is None and group_src is None else group_rank(g, "src", src, group_src)
+    sizes = np.empty(len(object_list), np.int64)
+    sender = g.recv_objects(sizes, peer)
+    if (sizes == _FAILED).any():
+        raise UsageError(f"rank {g.ranks[sender]} could not send its objects, and its error there says why")
+    data = np.empty(sizes.sum(), np.uint8)
+    g.recv_objects(data, sender)
+    object_list[:] = map(_unpack, _cut(data, sizes))
+    return g.ranks[sender]
+
+
+def _pack(obj: Any) -> Bytes:
+    try:
+        return np.frombuffer(pickle.dumps(obj, 5), np.uint8)
+    except Exception as error:  # __reduce__ and __getstate__ may raise anything
+        raise UsageError(f"the object cannot be pickled: {type(error).__name__}: {error}") from error
+
+
+def _sizes_of(parts: Sequence[Bytes]) -> Sizes:
+    return np.array([part.size for part in parts], np.int64)
+
+
+def _joined(parts: Sequence[Bytes]) -> Bytes:
+    """All parts, one after the other."""
+    return np.concatenate([np.empty(0, np.uint8), *parts])
+
+
+def _share_sizes(g: ProcessGroup, own: Bytes) -> Sizes:
+    """The size of every rank's part."""
+    sizes = np.empty(g.size, np.int64)
+    g.all_gather_single(sizes.view(OBJECT_SIZES), _sizes_of([own]).view(OBJECT_SIZES))
+    return sizes
+
+
+def _announce_sizes(g: ProcessGroup, parts: Sequence[Bytes] | None, count: int, root: int) -> Sizes:
+    """The sizes of the root's `count` parts, which the other ranks do not have."""
+    sizes = np.empty(count, np.int64) if parts is None else _sizes_of(parts)
+    g.broadcast(sizes.view(OBJECT_SIZES), root)
+    return sizes
+
+
+def _check_length(name: str, items: Any, size: int, kind: type[Any] = list) -> None:
+    if not isinstance(items, kind) or len(items) != size:
+        given = f"a list of {len(items)}" if isinstance(items, kind) else _shown(items)
+        raise UsageError(f"{name} is {given}; give a list of {size} items, one a rank of the group")
+
+
+def _check_list(name: str, items: Any, kind: type[Any] = list) -> None:
+    """Before anything moves: a tuple, whose items cannot be replaced, would be refused only afterwards."""
+    if not isinstance(items, kind):
+        raise UsageError(f"{name} is {_shown(items)}; give a list of objects")
+
+
+def _shown(items: Any) -> str:
+    return "None" if items is None else f"a {type(items).__name__}"
+
+
+def _check_device(device: Any) -> None:
+    if device is not None and str(device) != "cpu":
+        raise UnavailableError(f"device is {device!r}; objects travel as CPU arrays, so leave it out")
+
+
+def _cut(data: Bytes, sizes: Sizes) -> list[Bytes]:
+    return np.split(data, np.cumsum(sizes)[:-1]) if sizes.size else []
+
+
+def _unpack(data: Bytes) -> Any:
+    return pickle.loads(data.data)

@@ -1,0 +1,231 @@
+"""Point-to-point messages as functions, named and called as in torch.distributed.
+
+Messages between two ranks with one tag never overtake each other. A message has the dtype and the number
+of elements of the array that it is received into; anything else raises on both sides. For `group`, `src`
+and `dst` see api.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core.group import ProcessGroup
+from ..core.work import Timeout, Work
+from ..errors import UsageError
+from .registry import Group, group_rank, groups, member_of
+
+
+def send(
+    tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
+) -> None:
+    """Send an array to rank `dst`; returns when it was received (to oneself: once it is buffered).
+
+    Args:
+        tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
+        dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+
+    Raises:
+        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = groups.world if group is None else member_of(group, "send")
+    if g is None:
+        return
+    if group_dst is not None or dst is None or g is not groups.world:
+        dst = group_rank(g, "dst", dst, group_dst)
+    g.send(tensor, dst, tag)
+
+
+def recv(
+    tensor: Any, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+) -> int:
+    """Receive into an array from rank `src`, or without `src` and `group_src` from whoever sends first.
+
+    Args:
+        tensor: dtype and number of elements of the message.
+        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+
+    Returns:
+        The sender's global rank; -1 outside the group.
+
+    Raises:
+        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+
+    Example:
+        >>> if dist.get_rank() == 0:
+        ...     dist.send(np.arange(3), dst=1)
+        ... else:
+        ...     dist.recv(x, src=0)
+    """
+    g = groups.world if group is None else member_of(group, "recv")
+    if g is None:
+        return -1
+    if group_src is not None or g is not groups.world:
+        return g.ranks[g.recv(tensor, _sender(g, src, group_src), tag)]
+    return g.recv(tensor, src, tag)
+
+
+def isend(
+    tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
+) -> Work | Any:  # outside the group None, which members need not look for
+    """`send` that returns a Work at once; leave the array alone until `work.wait()` has returned.
+
+    Args:
+        tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
+        dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+
+    Raises:
+        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = groups.world if group is None else member_of(group, "isend")
+    return None if g is None else g.isend(tensor, group_rank(g, "dst", dst, group_dst), tag)
+
+
+def irecv(
+    tensor: Any, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+) -> Work | Any:  # as for isend
+    """`recv` that returns a Work at once; `work.result()` is the sender's global rank.
+
+    Args:
+        tensor: dtype and number of elements of the message; leave it alone until `work.wait()` has returned.
+        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+
+    Raises:
+        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = groups.world if group is None else member_of(group, "irecv")
+    if g is None:
+        return None
+    work = g.irecv(tensor, _sender(g, src, group_src), tag)
+    return work if g is groups.world else _Received(work, g.ranks)
+
+
+class P2POp:
+    """One send or receive for `batch_isend_irecv`.
+
+    Args:
+        op: `fastcoll.isend` or `fastcoll.irecv`.
+        tensor: what is sent or received into.
+        peer: global rank of the other side.
+        group: None is the default group.
+        tag: as for `isend`.
+        group_peer: the other side's rank in the group, instead of `peer`.
+
+    Raises:
+        UsageError: another `op`, or both or neither of `peer` and `group_peer`.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Work | None],
+        tensor: Any,
+        peer: int | None = None,
+        group: Group = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op is not isend and op is not irecv:
+            raise UsageError(f"op is {op!r}; give fastcoll.isend or fastcoll.irecv")
+        if (peer is None) == (group_peer is None):
+            raise UsageError(f"peer is {peer} and group_peer is {group_peer}; give one of them")
+        self.op = op
+        self.tensor = tensor
+        self.peer = peer
+        self.group = group
+        self.tag = tag
+        self.group_peer = group_peer
+
+    def __repr__(self) -> str:
+        other = f"peer={self.peer}" if self.group_peer is None else f"group_peer={self.group_peer}"
+        return f"P2POp({self.op.__name__}, {other}, tag={self.tag})"
+
+    def _ready(self, g: ProcessGroup) -> Callable[[], Work]:
+        """Check all of it; what is returned posts it."""
+        peer = g._checked_rank("peer", group_rank(g, "peer", self.peer, self.group_peer))
+        if self.op is isend:
+            return g._ready_isend(self.tensor, peer, self.tag)
+        post = g._ready_irecv(self.tensor, peer, self.tag)
+        return post if g is groups.world else lambda: _Received(post(), g.ranks)
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Post several sends and receives at once, so that their order on different ranks cannot deadlock.
+
+    Args:
+        p2p_op_list: all on the same group.
+
+    Returns:
+        One Work an operation, in order; wait for all of them. Empty outside the group.
+
+    Raises:
+        UsageError: an operation is wrong, there is none, or they are on several groups; nothing was posted.
+        GroupError: the group has failed. What happens later is raised by the Works' `wait`.
+
+    Example:
+        >>> right, left = (rank + 1) % size, (rank - 1) % size
+        >>> ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)]
+        >>> for work in dist.batch_isend_irecv(ops):
+        ...     work.wait()
+    """
+    if not _is_batch(p2p_op_list):
+        raise UsageError(f"p2p_op_list is {p2p_op_list!r}; give a list of at least one P2POp")
+    group = p2p_op_list[0].group
+    if any(op.group is not group for op in p2p_op_list):
+        raise UsageError(
+            "the operations of one batch_isend_irecv must be on one group; make a batch for each"
+        )
+    g = groups.world if group is None else member_of(group, "batch_isend_irecv")
+    if g is None:
+        return []
+    ready = [op._ready(g) for op in p2p_op_list]
+    return [post() for post in ready]
+
+
+def _is_batch(ops: Any) -> bool:
+    return isinstance(ops, Sequence) and len(ops) > 0 and all(isinstance(op, P2POp) for op in ops)
+
+
+def _sender(g: Any, src: int | None, group_src: int | None) -> int | None:
+    return None if src is None and group_src is None else group_rank(g, "src", src, group_src)
+
+
+class _Received(Work):
+    """A receive on a group, whose result is the sender's global rank instead of its group rank."""
+
+    def __init__(self, work: Work, ranks: Sequence[int]) -> None:
+        super().__init__(work._describe)
+        self._work = work
+        self._ranks = ranks
+        # Not by `exception`, which is for whoever wants to know how it ended (Unheard, work.py).
+        work.add_done_callback(lambda _: self._finish(error=work._error))
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        return self._work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self, timeout: Timeout = None) -> int:
+        self.wait(timeout)
+        return self._ranks[self._work.source_rank()]
+
+    def _refuse_in_child(self) -> None:
+        self._work._refuse_in_child()

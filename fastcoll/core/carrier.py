@@ -1,0 +1,145 @@
+"""Carrier: what carries operations out, for arrays of one kind.
+
+Every ProcessGroup is the carrier of its host arrays. Arrays on GPUs have one of their own in each group (see
+fastcoll/gpu/), with the same hooks. A hook checks what it can without talking to peers (UsageError, ArrayError) and
+must not block; the call that it returns blocks, raises GroupError or MismatchError, and leaves the arrays of a failed
+call undefined. What only queues work on a GPU returns a StreamCall instead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from ..errors import GroupError
+from ..interop.arrays import Adopted
+from .reduce_op import ReduceOp
+from .work import Work
+
+A = TypeVar("A")
+"""The arrays of a carrier: contiguous ndarrays, or DeviceArrays."""
+
+Call = Callable[[], Any]
+
+
+class Carrier(ABC, Generic[A]):
+    """The hooks. Host inputs and outputs overlap only where it is said; device arrays may overlap anywhere."""
+
+    @abstractmethod
+    def _plan_all_reduce(self, x: A, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
+        """x = reduction of x over all ranks; `parts`, for a coalesced call, sizes or else that must agree."""
+
+    @abstractmethod
+    def _plan_reduce(self, out: A, x: A, op: ReduceOp, root: int) -> Call:
+        """On the root out = reduction of x over all ranks; out may be x. Others' out is not touched."""
+
+    @abstractmethod
+    def _plan_scan(self, out: A, x: A, op: ReduceOp, exclusive: bool) -> Call:
+        """out = reduction of x over ranks 0..rank, or 0..rank-1 (rank 0's out stays); out may be x."""
+
+    @abstractmethod
+    def _plan_reduce_scatter(self, out: A, blocks: Sequence[A], op: ReduceOp) -> Call:
+        """out = reduction of block `rank` over all ranks; out may be blocks[rank]."""
+
+    @abstractmethod
+    def _plan_broadcast(self, x: A, root: int, parts: Sequence[int] = ()) -> Call:
+        """x = the root's x; `parts` as above."""
+
+    @abstractmethod
+    def _plan_all_gather(self, outs: Sequence[A], x: A, parts: Sequence[int] = ()) -> Call:
+        """outs[r] = rank r's x; sizes may differ between ranks; x may be outs[rank]; `parts` as above."""
+
+    @abstractmethod
+    def _plan_gather(self, outs: Sequence[A] | None, x: A, root: int) -> Call:
+        """On the root outs[r] = rank r's x; outs is None elsewhere."""
+
+    @abstractmethod
+    def _plan_scatter(self, out: A, blocks: Sequence[A] | None, root: int) -> Call:
+        """out = the root's blocks[rank]; blocks is None elsewhere."""
+
+    @abstractmethod
+    def _plan_all_to_all(self, outs: Sequence[A], blocks: Sequence[A]) -> Call:
+        """outs[r] = rank r's blocks[rank]; no overlap between outs and blocks."""
+
+    @abstractmethod
+    def _plan_all_reduce_coalesced(
+        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
+    ) -> Call:
+        """Each of xs = its reduction over all ranks; all have one dtype; `parts` as above, else the sizes."""
+
+    @abstractmethod
+    def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:
+        """lists[k][r] = rank r's xs[k]; all have one dtype."""
+
+    @abstractmethod
+    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
+        """Post a message. Complete when the receiver has taken it."""
+
+    @abstractmethod
+    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
+        """Post a receive, from any rank when src is None; the result is the sender's rank."""
+
+    @abstractmethod
+    def _send(self, x: Adopted, dst: int, tag: int) -> None:
+        """As `_isend` and waiting for it; to oneself, returns once the message is buffered."""
+
+    @abstractmethod
+    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
+        """As `_irecv` and waiting for it."""
+
+    @abstractmethod
+    def _close(self, reason: GroupError | None) -> None:
+        """Release everything; `reason` says why when it is not an orderly end. Called once."""
+
+
+class StreamCall(ABC):
+    """A call that only queues work on a GPU; `ProcessGroup._run` starts it on the caller's thread, in order."""
+
+    @abstractmethod
+    def start(self, name: str, owners: Sequence[Adopted]) -> Work:
+        """Queue the work behind what the arrays' streams hold, then `finish` of the owners; does not wait for a GPU.
+
+        The Work's `wait` makes the stream that is then current in the arrays' library wait, and not the host; its
+        `is_completed` asks the GPU.
+        """
+
+    def __call__(self) -> None:
+        """As `start` and waiting for it on the stream, for callers that know calls only."""
+        self.start("a call on a GPU", ()).wait()
+
+
+class DeviceCarrier(Carrier[Any]):
+    """What carries operations on the arrays of GPUs out, in one group."""
+
+    @abstractmethod
+    def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:
+        """Take an array on a GPU in, as `arrays.adopt` does host arrays; `array` is a dense DeviceArray.
+
+        Strided arrays are packed on their own stream.
+
+        Raises:
+            ArrayError: it cannot be used, or is read-only where the call writes.
+            UnavailableError: an extra is missing.
+        """
+
+    @property
+    def splits(self) -> bool:
+        """Whether `split` can be called; the same on all ranks, between calls."""
+        return False
+
+    def split(self, group: Any) -> DeviceCarrier | None:
+        """The carrier of a new group of some of this one's ranks, made from what this one has; collective, and blocks.
+
+        Args:
+            group: the new ProcessGroup, with its ranks in this one's order; None on ranks that are not in it, where
+                the result is None too.
+
+        Raises:
+            GroupError: it cannot be made; this carrier's group has failed.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def abort(self) -> None:
+        """The group has failed: end what is under way, from any thread, without waiting."""

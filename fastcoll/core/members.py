@@ -1,0 +1,104 @@
+"""A rank of a group and the process behind it, as ranks tell one another through the store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, fields
+
+from .._version import __version__
+from ..errors import StoreError
+from .processes import ProcessId, checked_fields, dead_among, forget, gone_among, identity_here
+
+__all__ = ["Member", "dead_among", "forget", "gone_among"]
+
+_log = logging.getLogger("fastcoll")
+_MAX_BYTES = 4096
+_speaker = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member(ProcessId):
+    """One rank and its process.
+
+    Attributes:
+        rank, world_size: its place, as it was started.
+        backend: the backend it was asked for.
+        shm_device: the device number of /dev/shm (0: there is none); ranks that can meet in shared
+            memory see the same.
+        network: the network namespace's name; ranks of one boot that see the same reach each other by loopback.
+        version: the library's version.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    shm_device: int
+    network: str
+    version: str
+
+    @classmethod
+    def here(cls, rank: int, world_size: int, backend: str) -> Member:
+        """The calling process as `rank` of `world_size`."""
+        return cls(
+            **identity_here(),
+            rank=rank,
+            world_size=world_size,
+            backend=backend,
+            shm_device=_shm_device(),
+            network=os.readlink("/proc/self/ns/net"),
+            version=__version__,
+        )
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.where})"
+
+    def same_node(self, other: Member) -> bool:
+        """Whether both can meet in shared memory: one boot, one /dev/shm."""
+        return (self.boot_id, self.shm_device) == (other.boot_id, other.shm_device)
+
+    def same_network(self, other: Member) -> bool:
+        """Whether both have the same interfaces, loopback too: one boot, one network namespace."""
+        return (self.boot_id, self.network) == (other.boot_id, other.network)
+
+    def is_process(self, process: ProcessId) -> bool:
+        """Whether this rank's process is `process`."""
+        return all(getattr(self, field.name) == getattr(process, field.name) for field in fields(ProcessId))
+
+    def to_bytes(self) -> bytes:
+        """This member as JSON, for a store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Member:
+        """The member that `to_bytes` wrote.
+
+        Raises:
+            StoreError: anything else; what peers write is not trusted.
+        """
+        try:
+            if len(data) > _MAX_BYTES:
+                raise ValueError(f"{len(data)} bytes, at most {_MAX_BYTES}")
+            return cls(**checked_fields(cls, json.loads(data)))
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"a rank's registration cannot be read ({error}): {data[:80]!r}") from error
+
+
+def speak_as(rank: int) -> None:
+    """From now on, begin what this process logs with its global rank."""
+    global _speaker
+    _speaker = f"rank {rank}: "
+    _log.addFilter(_name_speaker)
+
+
+def _name_speaker(record: logging.LogRecord) -> bool:
+    record.msg = f"{_speaker}{record.msg}"
+    return True
+
+
+def _shm_device() -> int:
+    try:
+        return os.stat("/dev/shm").st_dev
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,289 @@
+"""The arguments of one call: whether its arrays fit together, and how they are divided among ranks.
+
+Pure functions on adopted arrays; what they refuse is refused before any peer hears of the call.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from itertools import combinations, starmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArrayError, MismatchError, UsageError
+from ..interop.arrays import Adopted
+from ..interop.dtypes import rounded, widened
+from .arguments import wholes
+from .calls import dtype_code
+from .carrier import Call
+from .reduce_op import AVG, PREMUL_SUM, ReduceOp
+
+Array = NDArray[Any]
+_FEW = (
+    6  # arrays that are compared two by two, which takes 0.2 us each, where to ask for an address takes 0.8
+)
+_MOST_WORK = 10_000  # candidates that NumPy looks at for whether two strided arrays share memory
+
+LARGEST_TAG = (1 << 31) - 1
+OBJECTS_TAG = LARGEST_TAG + 3
+"""Of messages with objects: what they hold is unpickled, so no array that a user sends may come among them. The two
+before it are those of gpu/nccl_mail_letters.py."""
+
+
+def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
+    """What is really reduced: for PREMUL_SUM a scaled copy and SUM, else the array and op themselves.
+
+    Arrays on a GPU are scaled there, by what carries the call out.
+    """
+    if not isinstance(op, ReduceOp):
+        raise UsageError(f"op is {op!r}; give a fastcoll.ReduceOp, e.g. ReduceOp.SUM")
+    if op.code != PREMUL_SUM:
+        return x, op
+    factor = _factor(op, x.dtype)
+    if type(x) is not np.ndarray:
+        return x, op
+    if x.dtype.name == "bfloat16":
+        return rounded(widened(x) * widened(rounded(factor, x.dtype)), x.dtype), ReduceOp.SUM
+    return np.asarray(x * factor, x.dtype), ReduceOp.SUM
+
+
+def _factor(op: ReduceOp, dtype: np.dtype[Any]) -> Array:
+    """PREMUL_SUM's factor as the array's dtype has it; as float32 for bfloat16."""
+    if dtype.kind not in "fc" and dtype.name != "bfloat16":
+        raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {dtype}; scale it beforehand")
+    if np.iscomplexobj(op.factor) and dtype.kind != "c":
+        raise UsageError(
+            f"PREMUL_SUM's factor is {op.factor!r}, and the array is {dtype}; give a real number"
+        )
+    try:
+        return np.array(op.factor, dtype if dtype.kind in "fc" else np.float32)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UsageError(f"PREMUL_SUM's factor {op.factor!r:.80} is no number of {dtype}: {error}") from error
+
+
+# How a rank tells the others its array's dtype and shape, before they have room for it.
+SHAPE_NOTE = np.dtype([("code", "i8"), ("dtype", "S64"), ("ndim", "i8"), ("shape", "i8", 64)])
+
+
+def shape_note(x: Array) -> Array:
+    """What a rank tells of its array, as an array of one SHAPE_NOTE."""
+    note = np.zeros(1, SHAPE_NOTE)
+    note["code"], note["dtype"], note["ndim"] = dtype_code(x.dtype), str(x.dtype).encode(), x.ndim
+    note["shape"][0, : x.ndim] = x.shape
+    return note
+
+
+def agreed_shapes(notes: Array, ranks: Sequence[int]) -> list[list[int]]:
+    """Every rank's shape, by group rank.
+
+    Raises:
+        MismatchError: dtypes or numbers of dimensions differ; on all ranks.
+    """
+    shapes = [note["shape"][: note["ndim"]].tolist() for note in notes]
+    if len(set(notes["code"].tolist())) > 1 or len(set(notes["ndim"].tolist())) > 1:
+        gave = (
+            f"rank {rank} gave {note['dtype'].decode(errors='replace')} of shape {tuple(shape)}"
+            for rank, note, shape in zip(ranks, notes, shapes, strict=True)
+        )
+        raise MismatchError(
+            f"all_gather(tensor) takes arrays of one dtype and number of dimensions: {'; '.join(gave)}"
+        )
+    return shapes
+
+
+def arrays_of(items: Sequence[Adopted] | None) -> list[Array] | None:
+    return None if items is None else [item.array for item in items]
+
+
+def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list[Array]:
+    """The inputs, copied where they share memory with an output.
+
+    A single input or output is that of rank `own`, whose two arrays may be the very same memory. Arrays on a GPU stay
+    as they are.
+    """
+    if any(type(x) is not np.ndarray for x in (*inputs, *outs)):
+        return list(inputs)
+
+    def of_own_rank(index: int, arrays: Sequence[Array]) -> bool:
+        return own >= 0 and (len(arrays) == 1 or index == own)
+
+    def clash(k: int, x: Array) -> bool:
+        return any(
+            not (of_own_rank(k, inputs) and of_own_rank(j, outs) and x.ctypes.data == out.ctypes.data)
+            for j, out in enumerate(outs)
+            if np.may_share_memory(x, out)
+        )
+
+    return [x.copy() if clash(k, x) else x for k, x in enumerate(inputs)]
+
+
+def check_apart(outs: Sequence[Adopted], name: str, each: int = 0) -> None:
+    """Refuse outputs two of which share memory: which result stays there would be a matter of chance.
+
+    A packed copy is looked at where it is written back to; strided arrays on GPUs are not looked at.
+
+    Args:
+        name: of the list, for messages.
+        each: how many arrays a list has, where it is a list of lists.
+    """
+    if len(outs) <= _FEW and not any(starmap(_may_share, combinations(outs, 2))):
+        return
+    spans = sorted((*_extent(out.target), k) for k, out in enumerate(outs))
+    open_ones: list[tuple[int, int]] = []  # those that reach beyond where the next one begins
+    for low, high, k in spans:
+        if low == high:
+            continue
+        open_ones = [(end, j) for end, j in open_ones if end > low]
+        for _, j in open_ones:
+            if _share(outs[j].target, outs[k].target):
+                places = [f"[{i // each}][{i % each}]" if each else f"[{i}]" for i in sorted((j, k))]
+                raise ArrayError(
+                    f"{name}{places[0]} and {name}{places[1]} share memory, and different results go to them; give "
+                    "each memory of its own"
+                )
+        open_ones.append((high, k))
+
+
+def _may_share(x: Adopted, y: Adopted) -> bool:
+    return type(x.target) is not np.ndarray or bool(np.may_share_memory(x.target, y.target))
+
+
+def _extent(x: Any) -> tuple[int, int]:
+    """The addresses that an array lies between; none if it is not known."""
+    if isinstance(x, np.ndarray):
+        if x.size == 0:
+            return 0, 0
+        reach = [(length - 1) * step for length, step in zip(x.shape, x.strides, strict=True)]
+        low = x.__array_interface__["data"][0]
+        return low + sum(min(r, 0) for r in reach), low + sum(max(r, 0) for r in reach) + x.itemsize
+    address = getattr(x, "address", 0)
+    return address, address + getattr(x, "nbytes", 0)
+
+
+def _share(x: Any, y: Any) -> bool:
+    """Whether two arrays whose extents meet share memory; not, where that is too hard to find out."""
+    if not isinstance(x, np.ndarray):
+        return bool(x.overlaps(y))
+    try:
+        return np.shares_memory(x, y, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
+
+
+def check_fit(name: str, x: Array, other: str, y: Array) -> None:
+    """Two arrays that stand for the same data must agree in dtype and number of elements."""
+    _check_place(name, x, other, y)
+    if x.dtype != y.dtype or x.size != y.size:
+        raise UsageError(
+            f"{name} ({x.dtype}, shape {x.shape}) and {other} ({y.dtype}, shape {y.shape}) "
+            "must have the same dtype and number of elements"
+        )
+
+
+def check_dtypes(name: str, items: Sequence[Adopted], x: Array) -> None:
+    for index, item in enumerate(items):
+        _check_place(f"{name}[{index}]", item.array, "another array of the call", x)
+        if item.array.dtype != x.dtype:
+            raise ArrayError(
+                f"{name}[{index}] is {item.array.dtype}, expected {x.dtype} as the other arrays of the call"
+            )
+
+
+def _check_place(name: str, x: Array, other: str, y: Array) -> None:
+    """The arrays of a call lie in host memory, or all on one GPU."""
+    if type(x) is not type(y) or (type(x) is not np.ndarray and x.size and y.size and x.device != y.device):
+        raise ArrayError(
+            f"{name} is in the memory of {_place(x)}, and {other} in that of {_place(y)}; put all arrays of a "
+            "call in one place"
+        )
+
+
+def _place(x: Array) -> str:
+    return "the host" if type(x) is np.ndarray else f"GPU {x.device}"
+
+
+def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> list[Array]:
+    """The n equal blocks of `whole`, each as large as `part`."""
+    _check_place(name, whole, other, part)
+    if whole.dtype != part.dtype or whole.size != n * part.size:
+        raise UsageError(
+            f"{name} ({whole.dtype}, shape {whole.shape}) must have {n} times the elements of {other} "
+            f"({part.dtype}, shape {part.shape}) and its dtype: {n * part.size} elements"
+        )
+    return pieces(whole, [part.size] * n)
+
+
+def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) -> list[Array]:
+    """The n parts of x along its first dimension."""
+    rows = x.shape[0] if x.ndim else 1
+    if splits is not None:
+        sizes = wholes(f"{name}_split_sizes", splits)
+    else:
+        if rows % n:
+            raise UsageError(
+                f"{name} has {rows} rows, which {n} ranks cannot share equally; give {name}_split_sizes"
+            )
+        sizes = [rows // n] * n
+    if len(sizes) != n or min(sizes) < 0 or sum(sizes) != rows:
+        raise UsageError(
+            f"{name}_split_sizes is {sizes}; expected {n} sizes >= 0 that add up to the {rows} rows of {name}"
+        )
+    width = math.prod(x.shape[1:])
+    return pieces(x, [size * width for size in sizes])
+
+
+def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
+    """Views of so many elements each, one after the other; of a host array or one on a GPU."""
+    flat, end = x.reshape(-1), 0
+    return [flat[end : (end := end + size)] for size in sizes]
+
+
+def flattened(xs: Sequence[Adopted]) -> Array:
+    """All elements, one array after the other; np.concatenate would change the byte order."""
+    flat = np.empty(sum(x.array.size for x in xs), xs[0].array.dtype)
+    return np.concatenate([x.array.reshape(-1) for x in xs], out=flat)
+
+
+def then_split(call: Call, flat: Array, owners: Sequence[Adopted]) -> Call:
+    """The call, and then the parts of `flat` copied into the owners' arrays."""
+
+    def run() -> None:
+        call()
+        start = 0
+        for owner in owners:
+            end = start + owner.array.size
+            owner.array.reshape(-1)[...] = flat[start:end]
+            start = end
+
+    return run
+
+
+def sum_for(op: ReduceOp) -> ReduceOp:
+    """What is reduced where partial results are reduced again: a sum, to `divide` at the end, for an average."""
+    return ReduceOp.SUM if op.code == AVG else op
+
+
+def divide(x: Array, n: int) -> None:
+    """x /= n as AVG divides: integers towards zero, halves in float32."""
+    if x.dtype.kind in "iu":
+        quotient, rest = np.divmod(x, x.dtype.type(n))
+        x[...] = quotient + ((x < 0) & (rest != 0)).astype(x.dtype)
+    elif x.dtype.itemsize == 2:
+        x[...] = rounded(widened(x) / np.float32(n), x.dtype)
+    else:
+        x /= x.real.dtype.type(n)
+
+
+def checked_tag(tag: Any) -> int:
+    """The tag, if it is one."""
+    try:
+        number = operator.index(tag)
+    except TypeError as error:
+        raise UsageError(f"tag is {tag!r}; give an integer") from error
+    if not 0 <= number <= LARGEST_TAG:
+        raise UsageError(f"tag is {number}; tags are integers from 0 to 2**31 - 1")
+    return number

@@ -1,0 +1,166 @@
+"""Reduction operations: the predefined ones, a scaled sum, and a user's own function."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from numbers import Number
+from types import CellType, CodeType, FunctionType, NoneType
+from typing import Any, ClassVar
+
+from ..errors import UsageError
+
+
+class ReduceOp:
+    """How arrays of several ranks become one, element by element and in rank order.
+
+    Predefined: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR. AVG divides the sum by the number of
+    ranks (integers: truncated towards zero, as NCCL does). MIN and MAX hand NaN on, as
+    `numpy.minimum` does. On bool, SUM and MAX are "or", PRODUCT and MIN are "and", as in NumPy.
+
+    Attributes:
+        name: "SUM", ..., "PREMUL_SUM", or a custom function's name.
+        code: a small integer that all ranks agree on (custom: derived from the function's code).
+        factor: PREMUL_SUM's scalar, else None.
+        function: a custom operation's elementwise `f(a, b)`, else None.
+    """
+
+    SUM: ClassVar[ReduceOp]
+    AVG: ClassVar[ReduceOp]
+    PRODUCT: ClassVar[ReduceOp]
+    MIN: ClassVar[ReduceOp]
+    MAX: ClassVar[ReduceOp]
+    BAND: ClassVar[ReduceOp]
+    BOR: ClassVar[ReduceOp]
+    BXOR: ClassVar[ReduceOp]
+
+    __slots__ = ("code", "factor", "function", "name")
+
+    def __init__(
+        self,
+        name: str,
+        code: int,
+        *,
+        factor: Any = None,
+        function: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.code = code
+        self.factor = factor
+        self.function = function
+
+    @staticmethod
+    def PREMUL_SUM(factor: Any) -> ReduceOp:
+        """Multiply this rank's array by the scalar `factor`, then add over the ranks.
+
+        The factor may differ from rank to rank. Float and complex dtypes only.
+
+        Args:
+            factor: a number, or an array of one element; real for float dtypes.
+
+        Raises:
+            UsageError: it is something else.
+        """
+        return ReduceOp("PREMUL_SUM", PREMUL_SUM, factor=_number(factor))
+
+    @staticmethod
+    def custom(function: Callable[[Any, Any], Any], name: str | None = None) -> ReduceOp:
+        """A reduction by an elementwise, associative `function(a, b)`, compiled by Numba.
+
+        It need not be commutative: ranks are combined in the order 0..n-1. It gets and returns
+        scalars of the array's dtype (records for structured dtypes). Make the ReduceOp once and
+        keep it, as each new one is compiled anew.
+
+        Raises:
+            UsageError: `function` cannot be called with two arguments.
+
+        Example:
+            >>> absmax = ReduceOp.custom(lambda a, b: a if abs(a) >= abs(b) else b, "absmax")
+        """
+        if not callable(function):
+            raise UsageError(f"ReduceOp.custom takes a function f(a, b), got {type(function).__name__}")
+        label = name or str(getattr(function, "__name__", "custom"))
+        return ReduceOp(label, CUSTOM + _fingerprint(function, label), function=function)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ReduceOp) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash(self._parts())
+
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.name, self.code, self.factor, self.function)
+
+    def __repr__(self) -> str:
+        return f"ReduceOp.{self.name}" if self.factor is None else f"ReduceOp.{self.name}({self.factor!r})"
+
+
+# Codes fit in 16 bits: they travel in the word that ranks compare.
+SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM, CUSTOM = range(1, 11)
+NAMES = {code: name for name, code in list(globals().items()) if isinstance(code, int) and name.isupper()}
+
+for _code in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR):
+    setattr(ReduceOp, NAMES[_code], ReduceOp(NAMES[_code], _code))
+
+
+def _number(factor: Any) -> Any:
+    """The number that PREMUL_SUM multiplies by, taken out of an array of one element."""
+    value = factor
+    if hasattr(factor, "item") and not isinstance(factor, Number):
+        with suppress(RuntimeError, TypeError, ValueError):  # more than one element
+            value = factor.item()
+    if not isinstance(value, Number):
+        raise UsageError(f"PREMUL_SUM's factor is {factor!r:.80}, a {type(factor).__name__}; give one number")
+    return value
+
+
+def _fingerprint(function: Callable[..., Any], label: str) -> int:
+    """15 bits that are the same for the same function on every rank (process-independent)."""
+    plain = getattr(function, "py_func", function)
+    text = label
+    if isinstance(plain, FunctionType):
+        cells = [value for cell in plain.__closure__ or () for value in _contents(cell)]
+        text += _describe_code(plain.__code__) + _describe_values([*(plain.__defaults__ or ()), *cells])
+    return zlib.crc32(text.encode()) & 0x7FFF
+
+
+def _contents(cell: CellType) -> list[Any]:
+    """What is in a cell: nothing while the name that the function refers to is not bound yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def _describe_code(code: CodeType) -> str:
+    return f"{code.co_code.hex()} {code.co_names} {_describe_values(code.co_consts)}"
+
+
+def _describe_values(values: Iterable[Any]) -> str:
+    """Numbers, texts and nested code as they are, anything else by its type: a repr may hold an address."""
+    return " ".join(
+        _describe_code(value)
+        if isinstance(value, CodeType)
+        else repr(value)
+        if isinstance(value, int | float | complex | str | bytes | NoneType)
+        else type(value).__name__
+        for value in values
+    )
+
+
+class _DeprecatedReduceOp:
+    """`reduce_op.SUM` and its kin of torch's first releases; use ReduceOp."""
+
+    def __getattr__(self, name: str) -> ReduceOp:
+        if name not in ("SUM", "PRODUCT", "MIN", "MAX"):
+            raise AttributeError(f"reduce_op has SUM, PRODUCT, MIN and MAX, not {name}; use ReduceOp")
+        warnings.warn(
+            "fastcoll.core.reduce_op is deprecated, use fastcoll.ReduceOp", FutureWarning, stacklevel=2
+        )
+        op: ReduceOp = getattr(ReduceOp, name)
+        return op
+
+
+reduce_op = _DeprecatedReduceOp()

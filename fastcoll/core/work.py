@@ -1,0 +1,423 @@
+"""Work, the handle of an asynchronous operation, and the queue that carries operations out in order.
+
+A group has one ProgressQueue. Its thread starts with the first asynchronous call and ends after the
+last one has been idle for a while; kernels release the GIL, so the caller computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures._base import FINISHED, PENDING, RUNNING
+from contextlib import suppress
+from datetime import timedelta
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from ..errors import AbortedError, CollectiveTimeoutError, UsageError
+
+_log = logging.getLogger("fastcoll")
+_here = threading.local()  # .progress: this thread carries operations out
+
+Timeout = float | timedelta | None
+Sync: TypeAlias = Literal[False]  # `async_op` in overloads
+Async: TypeAlias = Literal[True]
+
+ENDLESS = threading.TIMEOUT_MAX
+"""Seconds to wait where there is no limit. Where a library's handler of SIGINT has SA_RESTART set, as that of polars,
+Linux takes waits without a limit up again, and Ctrl-C would not end them."""
+
+_forks = 0  # between this process and the one that imported this file
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def seconds(timeout: Timeout, default: float) -> float:
+    """A timeout as seconds: a number of seconds, a timedelta, or None for the default; ENDLESS at the most.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    if timeout is None:
+        return default
+    if isinstance(timeout, timedelta):
+        return min(timeout.total_seconds(), ENDLESS)
+    if isinstance(timeout, Real) and not math.isnan(limit := float(min(timeout, ENDLESS))):
+        return limit
+    raise UsageError(f"timeout is {timeout!r}; give seconds as a number, or a timedelta")
+
+
+def is_progressing() -> bool:
+    """Whether this is a progress thread, so that the caller is a Work's callback."""
+    return getattr(_here, "progress", False)
+
+
+def refuse_to_block(what: str) -> None:
+    """A progress thread that waits for an operation would wait for itself.
+
+    Raises:
+        UsageError: this is a progress thread, so the caller is a Work's callback.
+    """
+    if is_progressing():
+        raise UsageError(
+            f"{what}: a Work's callback may not wait; start asynchronous operations there instead"
+        )
+
+
+class Work(Future[Any]):
+    """The handle of an asynchronous operation.
+
+    The arrays that were given belong to the operation until it is complete. A Work may be waited for
+    by several threads and more than once. `concurrent.futures.wait` and `as_completed` take it; it cannot be
+    cancelled, as the other ranks have begun the operation too.
+    """
+
+    needs_message = False
+    """Whether the operation ends only by a message that may never be sent."""
+
+    # What a Future has as attributes: `_condition` and `_waiters` are what concurrent.futures uses of them.
+    def __init__(self, describe: str = "operation") -> None:
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[Any], object]] = []
+        self._condition: Any = threading.RLock()  # nobody waits on it, and a Condition costs 0.5 us
+        self._waiters: list[Any] = []
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._heard = False  # whether somebody has asked how it ended
+        self._describe = describe
+        self._state = PENDING
+        self._forks = _forks
+        self.outputs: list[Any] = []
+
+    def __repr__(self) -> str:
+        if not self.is_completed():
+            how = self._state.lower()
+        elif (error := self.exception()) is None:
+            how = "done"
+        else:
+            how = f"failed with {type(error).__name__}: {error}"
+        return f"<Work {self._describe}: {how}>"
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        """Block until the operation is complete; True when it succeeded.
+
+        Args:
+            timeout: seconds or timedelta; None waits as long as the group's own timeout allows.
+
+        Raises:
+            CollectiveTimeoutError: not complete within `timeout` (the operation goes on).
+            UsageError: called from a Work's callback before this operation is complete, or `timeout` is no time.
+            AbortedError: another process, from which this one was forked, has the operation under way.
+            FastcollError: whatever ended the operation.
+        """
+        limit = seconds(timeout, ENDLESS)
+        if not self._done.is_set():
+            self._refuse_in_child()
+            refuse_to_block(f"waiting for {self._describe}")
+        if not self._done.wait(limit):
+            raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
+        self._join()
+        return True
+
+    def _refuse_in_child(self) -> None:
+        """Raise where the operation would never be complete: in a child of fork, which has none of the threads."""
+        if self._forks != _forks and not self._done.is_set():
+            raise AbortedError(
+                f"{self._describe} is under way in the process from which process {os.getpid()} was forked; wait for "
+                "it there"
+            )
+
+    def _join(self) -> None:
+        """Wait on any thread, as one group's progress thread may for another's."""
+        self._done.wait(ENDLESS)
+        self._heard = True
+        if self._error is not None:
+            # Without the tracebacks of earlier waits, which keep their frames and arrays alive.
+            raise self._error.with_traceback(None)
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not. Never blocks."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the operation has ended well. Never blocks."""
+        return self._done.is_set() and self.exception() is None
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What ended the operation, or None. Never blocks, also where a Future's would, and ignores `timeout`."""
+        if not self._done.is_set():
+            return None
+        self._heard = True
+        return self._error
+
+    def result(self, timeout: Timeout = None) -> Any:
+        """Wait as `wait` does, then return what the synchronous call would have returned.
+
+        That is the sender's rank for a receive, a new array for an operation in place on an immutable one (JAX's), and
+        None for all others.
+        """
+        self.wait(timeout)
+        return self._result
+
+    def done(self) -> bool:
+        """The same as `is_completed`, by the name that futures have for it."""
+        return self.is_completed()
+
+    def running(self) -> bool:
+        """Whether the operation has begun and not ended. Never blocks."""
+        return self._state == RUNNING and not self.is_completed()
+
+    def cancelled(self) -> bool:
+        """False."""
+        return False
+
+    def cancel(self) -> bool:
+        """False: the other ranks may have begun the operation."""
+        return False
+
+    def source_rank(self) -> int | Any:  # whoever has received need not look for None
+        """Wait, then return the rank that a receive got its message from; None for all other operations."""
+        result = self.result()
+        return int(result) if isinstance(result, Integral) else None
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Call `callback(work)` once complete, on the progress thread, or now if it already is.
+
+        What a callback raises is logged and goes no further; it may not wait for other operations.
+        """
+        with self._condition:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def synchronize(self) -> None:
+        """`wait`, by torch's other name for it."""
+        self.wait()
+
+    def get_future(self) -> WorkFuture:
+        """A future of the arrays that the operation writes, with the methods of torch's."""
+        future = WorkFuture(self)
+
+        def settle(_: Work) -> None:
+            if (error := self.exception()) is not None:
+                future.set_exception(error)
+            else:  # in place on an immutable array, the result is another one
+                future.set_result(self.outputs if (result := self.result()) is None else [result])
+
+        self.add_done_callback(settle)
+        return future
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        import asyncio  # a quarter of the time of importing this package, and few await
+
+        self._refuse_in_child()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def settle() -> None:
+            if not future.done():  # the task may have been cancelled meanwhile
+                future.set_result(None)
+
+        def wake(_: Work) -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(settle)
+
+        self.add_done_callback(wake)
+        yield from future
+        return self.result()
+
+    def _finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        with self._condition:
+            self._result, self._error, self._state = result, error, FINISHED
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+            for waiter in self._waiters:
+                waiter.add_result(self) if error is None else waiter.add_exception(self)
+        for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Any], object]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            _log.exception("a callback of %s raised", self._describe)
+
+
+class WorkFuture(Future[Any]):
+    """What `Work.get_future` gives: torch's names on top of those of concurrent.futures.
+
+    The value is the list of the operation's output arrays in host memory, as NumPy arrays; of a receive, the
+    sender alone.
+    """
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> Any:
+        """Block until there is a value, and return it, or raise what ended the operation or a callback of `then`."""
+        if not self.done():
+            refuse_to_block("waiting for a Work's future")
+            self._work.wait()
+        return self.result(ENDLESS)
+
+    def value(self) -> Any:
+        """The value, without blocking.
+
+        Raises:
+            UsageError: it is not there yet.
+        """
+        if not self.done():
+            raise UsageError(f"the future of {self._work!r} has no value yet; wait for it")
+        return self.result()
+
+    def then(self, callback: Callable[[WorkFuture], Any]) -> WorkFuture:
+        """A future of `callback(self)`, which is called once this one is done; what it raises, `wait` raises."""
+        following = WorkFuture(self._work)
+
+        def follow(_: Any) -> None:
+            try:
+                following.set_result(callback(self))
+            except Exception as error:
+                following.set_exception(error)
+
+        self.add_done_callback(follow)
+        return following
+
+
+_W = TypeVar("_W", bound=Work)
+
+
+class Unheard:
+    """The asynchronous operations of a group whose end nobody has heard of: those under way, and those that failed.
+
+    A rank that leaves completes the first, and says which were lost (leaving.py).
+    """
+
+    _MOST_FAILED = 16  # as each keeps its arrays alive
+
+    def __init__(self) -> None:
+        self._works: dict[Work, None] = {}
+
+    def note(self, work: _W, heard: bool = False) -> _W:
+        """Count an operation in; returns it. `heard`: nobody needs to hear of its end, so it cannot be lost."""
+        self._works[work] = None
+        work._heard = work._heard or heard
+        work.add_done_callback(self._ended)
+        return work
+
+    def under_way(self) -> list[Work]:
+        """The operations that have not ended, oldest first."""
+        return [work for work in list(self._works) if not work.is_completed()]
+
+    def lost(self) -> list[tuple[str, BaseException]]:
+        """The operations that failed, and why, of which nobody has asked how they ended."""
+        return [
+            (work._describe, work._error)
+            for work in list(self._works)
+            if work._error is not None and not work._heard
+        ]
+
+    def _ended(self, work: Work) -> None:
+        if work._error is None:
+            self._works.pop(work, None)
+            return
+        failed = [other for other in list(self._works) if other._error is not None]
+        for other in failed:
+            if other._heard or (other is work and len(failed) > self._MOST_FAILED):
+                self._works.pop(other, None)
+
+
+class ProgressQueue:
+    """Carries operations out one after the other on a thread of its own."""
+
+    IDLE_SECONDS = 5.0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._count: Any = [0]
+        self._jobs: deque[tuple[Work, Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def pending(self) -> int:
+        """How many operations are queued or under way."""
+        return int(self._count[0])
+
+    def count_in(self, word: Any) -> None:
+        """Keep that number in element 0 of an array, where compiled code can look at it; before the first operation."""
+        self._count = word
+
+    def submit(self, describe: str, job: Callable[[], Any]) -> Work:
+        """Queue `job` behind all earlier ones; its result or exception becomes the Work's.
+
+        Raises:
+            AbortedError: the queue is closed.
+        """
+        work = Work(describe)
+        with self._changed:
+            if self._closed:
+                raise AbortedError(f"{describe}: the group {self.name} was destroyed")
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=f"fastcoll-{self.name}", daemon=True)
+                thread.start()  # may fail, or be interrupted when it has begun
+                self._thread = thread
+            self._count[0] += 1
+            self._jobs.append((work, job))
+            self._changed.notify_all()
+        return work
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Fail what is still queued, and end the thread. Closing twice is fine."""
+        with self._changed:
+            self._closed = True
+            left, self._jobs = self._jobs, deque()
+            self._changed.notify_all()
+            thread = self._thread
+        for work, _ in left:
+            self._end(work, None, AbortedError(f"{work._describe}: the group {self.name} was destroyed"))
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        _here.progress = True
+        while (item := self._next()) is not None:
+            work, job = item
+            try:
+                result = job()
+            except BaseException as error:
+                self._end(work, None, error)
+            else:
+                self._end(work, result, None)
+            del item, work, job
+
+    def _next(self) -> tuple[Work, Callable[[], Any]] | None:
+        with self._changed:
+            if threading.current_thread() is not self._thread:  # whoever started it was interrupted
+                return None
+            self._changed.wait_for(lambda: self._jobs or self._closed, self.IDLE_SECONDS)
+            if self._jobs:
+                item = self._jobs.popleft()
+                item[0]._state = RUNNING
+                return item
+            self._thread = None
+            return None
+
+    def _end(self, work: Work, result: Any, error: BaseException | None) -> None:
+        with self._changed:
+            self._count[0] -= 1
+        work._finish(result, error)

@@ -1,0 +1,1 @@
+"""Arrays on the GPUs of one node, through CUDA's inter-process memory."""

@@ -1,0 +1,1 @@
+"""Arrays on GPUs, by NCCL."""

@@ -1,0 +1,205 @@
+"""NCCL's library, libnccl.so.2, through ctypes: finding it, its functions, and what their results mean.
+
+CuPy's binding and nccl4py lack calls that are needed here (a scaled sum, the text of the last error, the end of a
+communicator in two steps), and differ between their versions; nccl.h has kept these signatures since NCCL 2.18.
+
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.reduce_op import AVG, BAND, BOR, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ...errors import FastcollError, UnavailableError
+from ...kernels.cuda import INSTALL
+from ..runtime import cupy
+
+OLDEST = 21800
+"""NCCL_VERSION_CODE of 2.18, the oldest whose header these calls were compared with."""
+
+SUCCESS, IN_PROGRESS = 0, 7
+"""ncclResult_t."""
+BYTES = 1
+"""ncclDataType_t ncclUint8: what is only moved travels as bytes."""
+
+_DTYPES = {
+    "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
+    "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
+}  # fmt: skip
+_OPS = {SUM: 0, PRODUCT: 1, MAX: 2, MIN: 3, AVG: 4}
+_OPS_OF_BOOL = {SUM: 2, MAX: 2, BOR: 2, PRODUCT: 3, MIN: 3, BAND: 3}  # of bytes that are 0 or 1
+
+UNIQUE_ID_BYTES = 128
+_SONAME = "libnccl.so.2"
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId, which is passed by value."""
+
+    _fields_ = [("internal", ctypes.c_char * UNIQUE_ID_BYTES)]
+
+
+class Config(ctypes.Structure):
+    """ncclConfig_t as of NCCL 2.14, which later versions still take and fill up with their defaults."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    ]
+
+    @classmethod
+    def non_blocking(cls) -> Config:
+        """For communicators whose calls return at once, to be asked until they are through."""
+        return cls(ctypes.sizeof(cls), 0xCAFEBEEF, 21400, 0)
+
+
+_pointer, _int, _count = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_SIGNATURES: dict[str, list[Any]] = {
+    "ncclGetVersion": [_pointer],
+    "ncclGetUniqueId": [_pointer],
+    "ncclCommInitRankConfig": [_pointer, _int, UniqueId, _int, _pointer],
+    "ncclCommSplit": [_pointer, _int, _int, _pointer, _pointer],
+    "ncclCommFinalize": [_pointer],
+    "ncclCommDestroy": [_pointer],
+    "ncclCommAbort": [_pointer],
+    "ncclCommGetAsyncError": [_pointer, _pointer],
+    "ncclRedOpCreatePreMulSum": [_pointer, _pointer, _int, _int, _pointer],
+    "ncclRedOpDestroy": [_int, _pointer],
+    "ncclAllReduce": [_pointer, _pointer, _count, _int, _int, _pointer, _pointer],
+    "ncclReduce": [_pointer, _pointer, _count, _int, _int, _int, _pointer, _pointer],
+    "ncclReduceScatter": [_pointer, _pointer, _count, _int, _int, _pointer, _pointer],
+    "ncclBroadcast": [_pointer, _pointer, _count, _int, _int, _pointer, _pointer],
+    "ncclAllGather": [_pointer, _pointer, _count, _int, _pointer, _pointer],
+    "ncclSend": [_pointer, _count, _int, _int, _pointer, _pointer],
+    "ncclRecv": [_pointer, _count, _int, _int, _pointer, _pointer],
+    "ncclGroupStart": [],
+    "ncclGroupEnd": [],
+}
+_TEXTS: dict[str, list[Any]] = {"ncclGetErrorString": [_int], "ncclGetLastError": [_pointer]}
+
+
+class NcclError(FastcollError):
+    """NCCL refused a call, or reports that communication failed."""
+
+
+class Library:
+    """The functions of a loaded library.
+
+    Attributes:
+        version: NCCL_VERSION_CODE: 22005 is 2.20.5.
+        calls: the library, whose functions return an ncclResult_t, for `check`.
+    """
+
+    def __init__(self, library: Any) -> None:
+        """Take the functions.
+
+        Raises:
+            UnavailableError: it is too old.
+        """
+        for signatures, result in ((_SIGNATURES, _int), (_TEXTS, ctypes.c_char_p)):
+            for name, parameters in signatures.items():
+                function = getattr(library, name, None)
+                if function is None:
+                    raise UnavailableError(
+                        f"this NCCL has no {name}; NCCL 2.18 or later is needed: {INSTALL}"
+                    )
+                function.argtypes, function.restype = parameters, result
+        self.calls = library
+        version = ctypes.c_int()
+        self.check(library.ncclGetVersion(ctypes.byref(version)), "asking for its version")
+        self.version = version.value
+        if self.version < OLDEST:
+            raise UnavailableError(f"this is NCCL {self.name}; NCCL 2.18 or later is needed: {INSTALL}")
+
+    @property
+    def name(self) -> str:
+        """The version, as in 2.20.5."""
+        return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
+
+    def unique_id(self) -> bytes:
+        """What all ranks of a new communicator must be given; made by one of them."""
+        made = UniqueId()
+        self.check(self.calls.ncclGetUniqueId(ctypes.byref(made)), "making a communicator's id")
+        return ctypes.string_at(ctypes.addressof(made), UNIQUE_ID_BYTES)
+
+    def check(self, status: int, doing: str, handle: Any = None) -> None:
+        """Raise what an ncclResult_t means, unless the call was successful or goes on."""
+        if status in (SUCCESS, IN_PROGRESS):
+            return
+        texts = (self.calls.ncclGetErrorString(status), self.calls.ncclGetLastError(handle))
+        said = "; ".join(dict.fromkeys(text.decode(errors="replace") for text in texts if text))
+        raise NcclError(
+            f"NCCL {getattr(self, 'version', 0) and self.name}: {doing} failed with status {status}: {said} "
+            "(NCCL_DEBUG=INFO tells more)"
+        )
+
+
+def dtype_code(dtype: np.dtype[Any]) -> int | None:
+    """ncclDataType_t of a dtype that NCCL reduces; None for any other."""
+    return _DTYPES.get(dtype.name) if dtype.isnative else None
+
+
+def reduction(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[int, int, int] | None:
+    """How NCCL does a reduction: its datatype, operation, and numbers in an element; None where it can't.
+
+    NCCL's MIN and MAX of floats lose NaN where numpy.minimum hands it on (fminf in its reduce_kernel.h): they are not
+    taken. PREMUL_SUM is SUM here.
+    """
+    if op.function is not None:
+        return None
+    if dtype.kind == "b":
+        code = _OPS_OF_BOOL.get(op.code)
+        return None if code is None else (BYTES, code, 1)
+    parts = 2 if dtype.kind == "c" else 1
+    number = dtype_code(np.dtype(f"f{dtype.itemsize // 2}") if parts == 2 and dtype.isnative else dtype)
+    code = _OPS.get(SUM if op.factor is not None else op.code)
+    if number is None or code is None or (parts == 2 and op.code == PRODUCT):
+        return None
+    return None if op.code in (MIN, MAX) and number > 5 else (number, code, parts)
+
+
+@cache
+def library() -> Library:
+    """This process's NCCL.
+
+    Raises:
+        UnavailableError: there is none, or it is too old.
+    """
+    failures = []
+    # One that is loaded already, as by torch or CuPy, must not get a twin.
+    for name, mode in ((_SONAME, os.RTLD_NOLOAD), (_in_wheel(), 0), (_SONAME, 0)):
+        if name is not None:
+            try:
+                return Library(ctypes.CDLL(name, mode=mode | os.RTLD_NOW))
+            except OSError as error:
+                failures.append(str(error))
+    raise UnavailableError(f"NCCL is not installed ({failures[-1]}): {INSTALL}")
+
+
+def _in_wheel() -> str | None:
+    """Where the wheels nvidia-nccl-cu12 and nvidia-nccl-cu13 have it."""
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    places = list(found.submodule_search_locations or ()) if found is not None else []
+    return os.path.join(places[0], "lib", _SONAME) if places else None
+
+
+def why_unavailable() -> str | None:
+    """Why arrays on GPUs cannot travel by NCCL here, with the cure; None when they can."""
+    try:
+        library()
+        cupy()
+    except UnavailableError as error:
+        return str(error)
+    return None

@@ -1,0 +1,1 @@
+"""Nodes in shared memory, joined by a network: a group of groups."""

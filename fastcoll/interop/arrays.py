@@ -1,0 +1,222 @@
+"""The border for arrays: any CPU array becomes a C-contiguous ndarray over its memory, or is refused with the cure.
+
+What cannot be used in place is packed: a strided or unaligned array travels as a contiguous copy, which
+`finish` writes back where the call had to write. Inside the border every array is an exact `numpy.ndarray`,
+C-contiguous, without objects, and writable where the call writes. Nothing is converted to another dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArrayError, UsageError
+from . import columns, jax_arrays, tensors
+from .adopted import Adopted, Array, Renewed, finish_all
+
+__all__ = ["Adopted", "Array", "OnDeviceError", "Renewed", "adopt", "adopt_list", "finish_all", "room_like"]
+
+_DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost (dlpack.h)
+_NEVER_COPY: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
+
+
+class OnDeviceError(ArrayError):
+    """The array is not in host memory; a group that serves GPUs takes it in another way."""
+
+
+def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) -> Adopted:
+    """Take an array in: NumPy's, of a library in `kinds`, or one that speaks DLPack, the array interface or buffers.
+
+    Args:
+        x: the caller's array, of any number of dimensions, also 0; NumPy scalars too, where they are only read.
+        writable: whether the call writes into it.
+        what: the argument's name, for messages.
+        renew: whether the call may return a new array in place of an immutable one; `finish` then makes it.
+
+    Raises:
+        ArrayError: it is no array, has objects, is not in host memory, or cannot be written to.
+    """
+    array = x if type(x) is np.ndarray else _as_ndarray(x, what, writable, renew)
+    if isinstance(array, Adopted):
+        return array
+    if array.dtype.hasobject:
+        raise ArrayError(
+            f"{what} is a {_describe(array)}, whose elements are Python objects; "
+            "give it a fixed-size dtype with .astype, or use the object collectives"
+        )
+    flags = array.flags
+    if writable and not flags.writeable:
+        raise ArrayError(
+            f"{what} is a read-only {_describe(array)}, and the result goes there; give a writable copy of it"
+        )
+    if flags.c_contiguous and flags.aligned:
+        return Adopted(array)
+    if not writable:
+        return Adopted(array.copy(order="C"))
+    if _may_overlap(array):
+        raise ArrayError(
+            f"{what} is a {_describe(array)} with strides {array.strides}, so that elements share memory, "
+            "and the result goes there; give a copy of it"
+        )
+    return Adopted(array.copy(order="C"), owner=array)
+
+
+def adopt_list(
+    xs: Sequence[Any], n: int, *, writable: bool, what: str, adopt: Callable[..., Adopted] = adopt
+) -> list[Adopted]:
+    """Take in a list of exactly `n` arrays, one a rank.
+
+    Args:
+        adopt: what takes each of them in, for groups that take arrays on GPUs.
+
+    Raises:
+        UsageError: it is no list or tuple, or has another length.
+        ArrayError: an item cannot be used; the message has its index.
+    """
+    if not isinstance(xs, Sequence) or isinstance(xs, str | bytes | bytearray | memoryview):
+        raise UsageError(f"{what} must be a list of {n} arrays, got {type(xs).__name__}")
+    if len(xs) != n:
+        raise UsageError(f"{what} must have {n} arrays, one a rank, got {len(xs)}")
+    return [adopt(x, writable=writable, what=f"{what}[{index}]") for index, x in enumerate(xs)]
+
+
+def room_like(x: Any, adopted: Array, shape: Sequence[int]) -> Renewed:
+    """Room in host memory for an array of x's library and dtype; `finish` makes it, a NumPy array for most libraries.
+
+    Args:
+        adopted: x, adopted.
+    """
+    library = {kind.__module__.partition(".")[0] for kind in type(x).__mro__}
+    if "torch" in library:
+        tensor = x.new_empty(tuple(shape))
+        return Renewed(adopt(tensor, writable=True).array, lambda _: tensor)
+    array = np.empty(shape, adopted.dtype)
+    if library & {"jax", "jaxlib"}:
+        return Renewed(array, partial(jax_arrays.from_numpy, like=x))
+    return Renewed(array, lambda same: same)
+
+
+def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopted:
+    """Any array that is not exactly an ndarray, as one over the same memory; or adopted, where that is not enough."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArrayError(
+            f"{what} is a masked array, whose mask would be ignored; give x.filled(value) or x.data"
+        )
+    if isinstance(x, np.ndarray):
+        return x.view(np.ndarray)
+    if isinstance(x, np.generic):
+        return _scalar(x, what, writable)
+    if (known := _of_library(x, what, writable, renew)) is not None:
+        return known
+    _refuse_other_devices(x, what)
+    # The array interface and buffers come first, as they always say whether the memory may be written to.
+    if hasattr(x, "__array_interface__"):
+        return np.asarray(x)
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(x, what, writable)
+    return _from_buffer(x, what)
+
+
+def _of_library(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopted | None:
+    """An array of a library that has a file in `kinds`, by the libraries that its classes are from."""
+    for kind in type(x).__mro__:
+        library = kind.__module__.partition(".")[0]
+        if library == "torch":
+            return _tensor(x, what, writable)
+        if library in ("jax", "jaxlib"):
+            return jax_arrays.adopt(x, what, writable, renew)
+        if library in _COLUMNS:
+            return _COLUMNS[library](x, what, writable)
+    return None
+
+
+_COLUMNS: dict[str, Callable[[Any, str, bool], Array | None]] = {
+    "pandas": columns.of_pandas,
+    "polars": columns.of_polars,
+    "pyarrow": columns.of_arrow,
+}
+
+
+def _scalar(x: np.generic, what: str, writable: bool) -> Array:
+    if writable:
+        raise ArrayError(
+            f"{what} is a NumPy scalar ({x.dtype}), which cannot be written to; give an array, e.g. numpy.array(x)"
+        )
+    return np.asarray(x)
+
+
+def _tensor(x: Any, what: str, writable: bool) -> Array | Adopted | None:
+    if tensors.is_elsewhere(x):
+        raise _on_a_gpu(what, str(x.device))
+    return tensors.adopt(x, what, writable)
+
+
+def _refuse_other_devices(x: Any, what: str) -> None:
+    if hasattr(x, "__cuda_array_interface__"):
+        raise _on_a_gpu(what, type(x).__name__)
+    if hasattr(x, "__dlpack_device__"):
+        kind, index = x.__dlpack_device__()
+        if kind not in _DLPACK_HOST:
+            raise _on_a_gpu(what, f"DLPack device type {int(kind)}, number {index}")
+
+
+def _on_a_gpu(what: str, where: str) -> OnDeviceError:
+    return OnDeviceError(
+        f"{what} is on a GPU ({where}), and this call takes host arrays: copy it there first"
+    )
+
+
+def _from_dlpack(x: Any, what: str, writable: bool) -> Array:
+    try:
+        array = np.from_dlpack(x, **_NEVER_COPY)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ArrayError(
+            f"{what} is a {type(x).__name__} that NumPy cannot view through DLPack: {error}; give a NumPy array"
+        ) from error
+    if writable and not array.flags.writeable:
+        raise ArrayError(
+            f"{what} is a {type(x).__name__}, which is read-only through DLPack with NumPy {np.__version__}, and "
+            "the result goes there; give a NumPy array (before NumPy 2.1 all that comes by DLPack is read-only)"
+        )
+    return array
+
+
+def _from_buffer(x: Any, what: str) -> Array:
+    try:
+        view = memoryview(x)
+    except TypeError:
+        raise ArrayError(f"{what} must be an array, got {type(x).__name__}; {_cure(x)}") from None
+    try:
+        return np.asarray(view)
+    except (BufferError, ValueError) as error:
+        raise ArrayError(
+            f"{what} is a {type(x).__name__} whose buffer NumPy cannot view: {error}; give a NumPy array"
+        ) from error
+
+
+def _cure(x: Any) -> str:
+    if x is None:
+        return "every rank gives one"
+    if isinstance(x, list | tuple | int | float | complex) or hasattr(x, "__array__"):
+        return "make one with numpy.array(x), and keep it if the call writes into it"
+    return "give a NumPy array, or use the object collectives"
+
+
+def _may_overlap(x: Array) -> bool:
+    """Whether two elements may share memory: some stride does not step over all of the smaller ones' extent."""
+    extent = x.itemsize
+    for stride, length in sorted(
+        (abs(stride), length) for stride, length in zip(x.strides, x.shape, strict=True)
+    ):
+        if length > 1:
+            if stride < extent:
+                return True
+            extent += (length - 1) * stride
+    return False
+
+
+def _describe(x: Array) -> str:
+    return f"{x.dtype} array of shape {x.shape}"

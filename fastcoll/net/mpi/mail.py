@@ -1,0 +1,371 @@
+"""Messages between the ranks of a group over MPI: the channels of messages/channels.py.
+
+Each message is a *letter*, five words and the message itself where that is short; a longer one follows in messages
+of MPI of its own once the receiver has chosen where to. The receiver answers with an *ack* of five words. MPI delivers
+what one rank sends another with one tag in order, so no other matching is left to it: matching tags, sources and sizes
+is messages/'s, the same as for every backend.
+
+    letter  source, kind, nbytes, number, attached bytes that are inside the letter; then those bytes
+    ack     source, number, verdict, nbytes, kind: each word has 8 bytes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...kernels.pointers import address_of
+from ...p2p.channels import (
+    ACKED,
+    AGAIN,
+    ANY,
+    ARRIVED,
+    DONE,
+    ENTERED,
+    HEADER,
+    LATER,
+    OTHER,
+    REFUSED,
+    TAKEN,
+    Ack,
+    Channels,
+    Header,
+)
+from ...p2p.transfers import Send
+from . import kernels as words
+from .library import Library
+from .moves import pieces
+from .requests import Requests, abandon
+
+_HEAD = 5 * 8
+INSIDE = 1024 - _HEAD
+"""Bytes of a message that travel inside its letter."""
+_NOTHING, _LETTER = -1, -2  # what a request is for, besides the events of messages/channels.py
+_MOVING_SECONDS = 1.0  # a message that does not get on for so long waits for the other side
+
+
+class Tags(NamedTuple):
+    """Tags of the messages of a mailbox."""
+
+    letter: int
+    ack: int
+    data: int
+
+
+class _Letter(NamedTuple):
+    header: Header
+    inside: bytes
+
+
+class _Posted(NamedTuple):
+    """A request under way; `keep` is what it reads or writes."""
+
+    request: Any
+    event: int
+    peer: int
+    keep: Any
+
+
+class MpiChannels(Channels):
+    """The contract is that of Channels.
+
+    Args:
+        comm: the group's communicator.
+        dedicated: as for Requests.
+
+    Attributes:
+        current: a context for everything that MPI does with messages; see MpiGroup.take_gpus.
+    """
+
+    def __init__(self, library: Library, comm: Any, tags: Tags, dedicated: bool) -> None:
+        self.size, self._rank = comm.size, comm.rank
+        self.current: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._library = library
+        self._comm = comm
+        self._tags = tags
+        self._requests = Requests(library, dedicated)
+        self._free = threading.Lock()
+        self._owner = 0
+        self._behind = False
+        self._interest: NDArray[Any] = np.zeros(self.size, np.int64)
+        self._posted: list[_Posted] = []
+        self._listening = False
+        self._begun = 0.0
+        self._events: deque[tuple[int, int]] = deque()
+        self._letters: list[deque[_Letter]] = [deque() for _ in range(self.size)]
+        self._taken = [_Letter(Header(0, 0, 0, 0), b"")] * self.size
+        self._is_taking = [False] * self.size
+        self._acks: list[deque[Ack]] = [deque() for _ in range(self.size)]
+        self._last_acks = [Ack(0, 0, 0, 0)] * self.size
+        self._sent = [0] * self.size
+        self._receiving: int | None = None  # whose message the blocking receive takes
+
+    # ---- whose turn it is ------------------------------------------------------------------------
+
+    def ring_bell(self) -> None:
+        self._requests.ring()
+
+    def silence_bell(self) -> None:
+        self._requests.silence()
+
+    def set_behind(self, behind: bool) -> None:
+        self._behind = behind
+
+    def seize(self) -> bool:
+        if not self._free.acquire(blocking=False):
+            return False
+        self._owner = threading.get_ident()
+        return True
+
+    def let_go(self) -> None:
+        self._owner = 0
+        self._free.release()
+
+    def is_mine(self) -> bool:
+        return self._owner == threading.get_ident()
+
+    def is_ready(self, peer: int) -> bool:
+        return True
+
+    def prepare(self, peer: int) -> None:
+        """Nothing: MPI connects by itself."""
+
+    def check(self, peer: int | None) -> None:
+        """Nothing: what MPI finds wrong, waiting for it raises."""
+
+    def has_unread(self, peer: int) -> bool:
+        return bool(self._letters[peer])
+
+    def retire(self) -> None:
+        """Take back what others may still send; give up what they may still read."""
+        left = []
+        with self._library.lock:
+            for posted in self._posted:
+                if posted.event in (_LETTER, ACKED):
+                    posted.request.Cancel()
+                    posted.request.Wait()
+                    self._listening = False
+                else:
+                    left.append(posted)
+        if left:
+            abandon([posted.request for posted in left], [posted.keep for posted in left])
+
+    # ---- a blocking call -------------------------------------------------------------------------
+
+    def send(self, array: NDArray[Any], peer: int, kind: int, resumed: bool) -> int:
+        if not resumed:
+            if self._behind or not self.seize():
+                return LATER
+            self._listen()
+            self._post(array, address_of(array), peer, kind, array.nbytes)
+        if not self._await((ACKED, peer)):
+            return AGAIN
+        self._events.remove((ENTERED, peer))  # which comes first
+        if self._next_ack(peer).verdict != TAKEN:
+            return REFUSED
+        self.let_go()
+        return DONE
+
+    def receive(self, array: NDArray[Any], source: int, kind: int, resumed: bool) -> int:
+        if not resumed:
+            if self._behind or not self.seize():
+                return LATER
+            self._receiving = None
+            self._listen()
+        if self._receiving is None:
+            sources = range(self.size) if source == ANY else (source,)
+            while not (there := [peer for peer in sources if self._letters[peer]]):
+                if not self._progress():
+                    return AGAIN
+            fitting = [p for p in there if self._letters[p][0].header[:2] == (kind, array.nbytes)]
+            if not fitting:
+                return OTHER
+            self._take_letter(fitting[0])
+            self._receiving = fitting[0]
+            self.accept(fitting[0], address_of(array), array.nbytes, array)
+        peer = self._receiving
+        if not self._await((ARRIVED, peer)):
+            return AGAIN
+        self._is_taking[peer] = False
+        self.acknowledge(peer, Ack(self.header(peer).number, TAKEN, array.nbytes, kind))
+        self.let_go()
+        return -1 - peer
+
+    def adopt_send(self, send: Send) -> bool:
+        if (ENTERED, send.peer) not in self._events:
+            return True
+        self._events.remove((ENTERED, send.peer))
+        return False
+
+    def adopt_receive(self, peer: int | None) -> int | None:
+        source, self._receiving = self._receiving, None
+        return source
+
+    def _await(self, event: tuple[int, int]) -> bool:
+        """Wait for an event and take it out; False after 50 ms in which nothing happened."""
+        while event not in self._events:
+            if not self._progress():
+                return False
+        self._events.remove(event)
+        return True
+
+    # ---- the courier's steps ---------------------------------------------------------------------
+
+    def advance(self) -> tuple[int, int] | None:
+        self._listen()
+        while True:
+            if self._events:
+                event, peer = self._events.popleft()
+                if event == ACKED:
+                    self._next_ack(peer)
+                elif event == ARRIVED:
+                    self._is_taking[peer] = False
+                return event, peer
+            for peer in range(self.size):
+                if self._letters[peer] and self._interest[peer] and not self._is_taking[peer]:
+                    self._take_letter(peer)
+                    return HEADER, peer
+            if not self._progress():
+                return None
+
+    def begin(self, send: Send, attached: int) -> None:
+        self._post(send.array, send.address, send.peer, send.kind, send.nbytes)
+
+    def last_sent(self, peer: int) -> int:
+        return self._sent[peer]
+
+    def last_ack(self, peer: int) -> Ack:
+        return self._last_acks[peer]
+
+    def header(self, peer: int) -> Header:
+        return self._taken[peer].header
+
+    def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
+        if nbytes <= INSIDE:
+            if address:
+                ctypes.memmove(address, self._taken[peer].inside, nbytes)
+            self._events.append((ARRIVED, peer))
+            return
+        if not address:
+            keep = dropped = np.empty(nbytes, np.uint8)
+            address = address_of(dropped)
+        self._begun = time.monotonic()
+        with self.current(), self._library.lock:
+            for piece in pieces((address, nbytes)):
+                request = self._comm.Irecv(self._bytes(piece), peer, self._tags.data)
+                self._posted.append(_Posted(request, ARRIVED, peer, keep))
+
+    def acknowledge(self, peer: int, ack: Ack) -> bool:
+        data = np.array([self._rank, *ack], np.int64)
+        with self._library.lock:
+            request = self._comm.Isend([data, self._library.MPI.BYTE], peer, self._tags.ack)
+        self._posted.append(_Posted(request, _NOTHING, peer, data))
+        return True
+
+    def watch(self, interest: NDArray[Any]) -> None:
+        self._interest = interest
+
+    def note_unacked(self, peer: int, count: int) -> None:
+        """Nothing: acks are always listened for."""
+
+    def note_owed(self, peer: int, count: int) -> None:
+        """Nothing: there is always space for an ack."""
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Be ready for letters and acks from anybody."""
+        if not self._listening:
+            self._listening = True
+            self._listen_for(_LETTER, self._tags.letter, _HEAD + INSIDE)
+            self._listen_for(ACKED, self._tags.ack, _HEAD)
+
+    def _listen_for(self, event: int, tag: int, nbytes: int) -> None:
+        MPI = self._library.MPI
+        data = np.zeros(nbytes // 8, np.int64)
+        with self._library.lock:
+            request = self._comm.Irecv([data, MPI.BYTE], MPI.ANY_SOURCE, tag)
+        self._posted.append(_Posted(request, event, -1, data))
+
+    def _post(self, array: NDArray[Any], address: int, peer: int, kind: int, nbytes: int) -> None:
+        """Send a letter, and the message behind it if it is long."""
+        inside = nbytes if nbytes <= INSIDE else 0
+        letter = np.empty(_HEAD + inside, np.uint8)
+        self._sent[peer] += 1
+        letter[:_HEAD].view(np.int64)[:] = (self._rank, kind, nbytes, self._sent[peer], inside)
+        ctypes.memmove(address_of(letter) + _HEAD, address, inside)
+        MPI = self._library.MPI
+        self._begun = time.monotonic()
+        with self.current(), self._library.lock:
+            posted = [self._comm.Isend([letter, MPI.BYTE], peer, self._tags.letter)]
+            posted += [
+                self._comm.Isend(self._bytes(piece), peer, self._tags.data)
+                for piece in pieces((address, nbytes - inside))
+            ]
+        self._posted += [_Posted(request, ENTERED, peer, (letter, array)) for request in posted]
+
+    def _bytes(self, piece: tuple[int, int]) -> list[Any]:
+        MPI = self._library.MPI
+        return [MPI.buffer.fromaddress(*piece), MPI.BYTE]
+
+    def _progress(self) -> bool:
+        """Wait until a request is complete, and deal with it; False after 50 ms without one, or when the bell rang."""
+        self._requests.load(self._requests.handles([posted.request for posted in self._posted]))
+        with self.current():
+            done = self._requests.poll(words.ANY | (words.BUSY if self._is_moving() else 0))
+        if not done:
+            return False
+        still = set(self._requests.open())
+        # One by one, as what is left tells whether an event is complete; new requests come behind all of these.
+        for slot in sorted(set(range(len(self._posted))) - still, reverse=True):
+            self._complete(self._posted.pop(slot))
+        return True
+
+    def _is_moving(self) -> bool:
+        """Whether MPI should be called as often as can be: it moves data in those calls only."""
+        return time.monotonic() - self._begun < _MOVING_SECONDS and any(
+            posted.event in (ENTERED, ARRIVED) for posted in self._posted
+        )
+
+    def _complete(self, posted: _Posted) -> None:
+        if posted.event == _LETTER:
+            self._listen_for(_LETTER, self._tags.letter, _HEAD + INSIDE)
+            source, kind, nbytes, number, inside = posted.keep[:5].tolist()
+            text = posted.keep.view(np.uint8)[_HEAD : _HEAD + inside].tobytes()
+            self._letters[source].append(_Letter(Header(kind, nbytes, number, nbytes), text))
+        elif posted.event == ACKED:
+            self._listen_for(ACKED, self._tags.ack, _HEAD)
+            source, *ack = posted.keep.tolist()
+            self._acks[source].append(Ack(*ack))
+            # What is acknowledged has entered, though MPI may tell so later.
+            if not self._is_under_way(ENTERED, source):
+                self._events.append((ACKED, source))
+        elif posted.event in (ENTERED, ARRIVED):
+            self._begun = time.monotonic()
+            if not self._is_under_way(posted.event, posted.peer):
+                self._events.append((posted.event, posted.peer))
+                if posted.event == ENTERED:
+                    self._events.extend([(ACKED, posted.peer)] * self._unannounced(posted.peer))
+
+    def _is_under_way(self, event: int, peer: int) -> bool:
+        return any(posted.event == event and posted.peer == peer for posted in self._posted)
+
+    def _unannounced(self, peer: int) -> int:
+        """How many acks of a peer have no event yet."""
+        return len(self._acks[peer]) - self._events.count((ACKED, peer))
+
+    def _next_ack(self, peer: int) -> Ack:
+        self._last_acks[peer] = self._acks[peer].popleft()
+        return self._last_acks[peer]
+
+    def _take_letter(self, peer: int) -> None:
+        self._taken[peer] = self._letters[peer].popleft()
+        self._is_taking[peer] = True

@@ -1,0 +1,182 @@
+"""The meeting of a call, and all of a small call, compiled: write the row, start the requests, wait, compare, finish.
+
+The context of a group's meeting, one word each from its address on; its address with RESUMED goes on with a wait:
+
+    ROWS, STRIDE     address of the rows, and bytes of each
+    SIZE, RANK       of the group
+    CALLS            how many calls have begun
+    UNDER_WAY        whether one has begun and is not over
+    TABLE, START     addresses of the table of the wait (mpi_kernels.py), and of MPI_Start
+    NEAR, SOURCE, ATTACHED   what the row says, and has attached: from where, and how many bytes
+    HANDLES          address of the requests' handles: those that receive, one a peer, then those that send, by class
+    SOURCES          address of the addresses of what each rank attached
+    LIMITS           and on: the most bytes attached to a row of each class, ascending
+
+A call, likewise; the first three words travel:
+
+    CODE, SHAPE, BALANCE     as in mpi_meet.py
+    FINISH           what is left to do once all rows are here
+    NBYTES           of the array of each rank, which is attached
+    REDUCER, OP, COUNT       as in kernels/reduce.py
+    ROOT             of the call
+"""
+
+from __future__ import annotations
+
+from ...core.calls import UNEVEN
+from ...kernels.atomics import call_reducer
+from ...kernels.copy import copy
+from ...kernels.foreign import call_foreign
+from ...kernels.jit import entry, inlined, kernel
+from ...kernels.pointers import load_word, store_word
+from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at, word_at
+from .kernels import COUNT, DONE, MODE, SLOTS, wait
+
+RESUMED = 1
+ROWS, STRIDE, SIZE, RANK, CALLS, UNDER_WAY, TABLE, START, NEAR, SOURCE, ATTACHED, HANDLES, SOURCES, LIMITS = (
+    range(14)
+)
+CODE, SHAPE, BALANCE, FINISH, NBYTES, REDUCER, OP, ELEMENTS, ROOT = range(9)
+CALL_WORDS = ROOT + 1
+
+# What is left to do: all of a call that has no FINISH is left to Python.
+NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)
+
+# A row: what a rank says of its call, and its data where that is small.
+ROW_NUMBER, ROW_CODE, ROW_SHAPE, ROW_BALANCE, ROW_NEAR, ROW_PAYLOAD = range(6)
+HEAD_BYTES = 8 * ROW_PAYLOAD
+
+# After those of mpi_kernels.py: agreed, and all rows are NEAR; agreed; or what is wrong.
+AGREED, APART, DIFFERENT, UNBALANCED = range(2, 6)
+
+
+@inlined
+def _write_row(context, call, source, nbytes):
+    row = load_word(context, ROWS) + load_word(context, STRIDE) * load_word(context, RANK)
+    number = load_word(context, CALLS) + 1
+    store_word(context, CALLS, number)
+    store_word(context, UNDER_WAY, 1)
+    store_word(row, ROW_NUMBER, number)
+    store_word(row, ROW_CODE, load_word(call, CODE))
+    store_word(row, ROW_SHAPE, load_word(call, SHAPE))
+    store_word(row, ROW_BALANCE, load_word(call, BALANCE))
+    store_word(row, ROW_NEAR, load_word(context, NEAR))
+    copy(row + HEAD_BYTES, source, nbytes)
+
+
+@inlined
+def _start(context, first, slot):
+    """Start a request for each peer, from handle `first` on, to wait for in the slots from `slot` on."""
+    handles = load_word(context, HANDLES)
+    table = load_word(context, TABLE)
+    for peer in range(load_word(context, SIZE) - 1):
+        request = load_word(handles, first + peer)
+        code = call_foreign(load_word(context, START), request, 0, 0)
+        if code != 0:
+            return -code
+        store_word(table, SLOTS + slot + peer, request)
+    return DONE
+
+
+@inlined
+def _compare(context):
+    """Compare the rows of all ranks."""
+    rows = load_word(context, ROWS)
+    stride = load_word(context, STRIDE)
+    near = 1
+    balance = 0
+    for rank in range(load_word(context, SIZE)):
+        row = rows + stride * rank
+        if load_word(row, ROW_CODE) != load_word(rows, ROW_CODE):
+            return DIFFERENT
+        if load_word(row, ROW_SHAPE) != load_word(rows, ROW_SHAPE) and not load_word(rows, ROW_CODE) & UNEVEN:
+            return DIFFERENT
+        balance += load_word(row, ROW_BALANCE)
+        near &= load_word(row, ROW_NEAR)
+    if balance != 0:
+        return UNBALANCED
+    return AGREED if near else APART
+
+
+@kernel
+def _begin(context, call, source, nbytes):
+    """Send this rank's row to all peers, and be ready for theirs."""
+    _write_row(context, call, source, nbytes)
+    peers = load_word(context, SIZE) - 1
+    table = load_word(context, TABLE)
+    store_word(table, MODE, 0)
+    store_word(table, COUNT, 2 * peers)
+    sends = peers
+    limit = LIMITS
+    while nbytes > load_word(context, limit):
+        limit += 1
+        sends += peers
+    code = _start(context, 0, 0)
+    return code if code != DONE else _start(context, sends, peers)
+
+
+@kernel
+def _meet(context, call, source, nbytes):
+    """AGREED, APART, DIFFERENT or UNBALANCED; AGAIN: go on with RESUMED; or minus the code of an MPI error."""
+    if not context & RESUMED:
+        code = _begin(context, call, source, nbytes)
+        if code != DONE:
+            return code
+    context &= ~RESUMED
+    code = wait(load_word(context, TABLE))
+    return code if code != DONE else _compare(context)
+
+
+@kernel
+def _finish(context, call, out):
+    """What is left of a small call whose rows are all here; `out` is the address of the result."""
+    finish = load_word(call, FINISH)
+    sources = load_word(context, SOURCES)
+    nbytes = load_word(call, NBYTES)
+    size = load_word(context, SIZE)
+    if finish == REDUCE:
+        call_reducer(
+            load_word(call, REDUCER), load_word(call, OP), out, sources, size, load_word(call, ELEMENTS)
+        )
+    elif finish == FROM_ROOT:
+        if load_word(context, RANK) != load_word(call, ROOT):
+            copy(out, load_word(sources, load_word(call, ROOT)), nbytes)
+    elif finish == FROM_ALL:
+        for rank in range(size):
+            copy(out + nbytes * rank, load_word(sources, rank), nbytes)
+
+
+@entry
+def meet(context: Index, call: Index) -> int:
+    """The meeting of a call; what is attached, the context says. Returns what `_meet` does."""
+    address = integer(context)
+    plain = address & ~RESUMED
+    return _meet(address, integer(call), load_word(plain, SOURCE), load_word(plain, ATTACHED))
+
+
+@entry
+def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
+    """All of a call that has a FINISH: DONE, or what `_meet` returns.
+
+    Args:
+        out, x: plain ndarrays, where the result goes and what this rank gives; anything where there is nothing to do.
+    """
+    address = integer(context)
+    plain = address & ~RESUMED
+    finish = load_word(integer(call), FINISH)
+    source = 0
+    nbytes = 0
+    target = 0
+    if finish != NOTHING:
+        target = word_at(object_at(out) + DATA)
+        if finish != FROM_ROOT or load_word(plain, RANK) == load_word(integer(call), ROOT):
+            source = word_at(object_at(x) + DATA)
+            nbytes = load_word(integer(call), NBYTES)
+    if address == plain:
+        store_word(plain, NEAR, 1)
+    code = _meet(address, integer(call), source, nbytes)
+    if not AGREED <= code <= APART:  # nothing here needs to be near
+        return code
+    _finish(plain, integer(call), target)
+    store_word(plain, UNDER_WAY, 0)
+    return DONE

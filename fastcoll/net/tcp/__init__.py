@@ -1,0 +1,1 @@
+"""Ranks on any hosts, over TCP."""

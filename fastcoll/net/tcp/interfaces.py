@@ -1,0 +1,222 @@
+"""This machine's network interfaces, and which of their addresses a group's connections use.
+
+FASTCOLL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, names them: "eth0", "eth0,eth1" for both in turn, "^docker0,lo" for
+one that is none of these. Without either, the address is the one by which this process reaches the store, which
+is the route to the master; between ranks that share one network namespace, loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ... import config
+from ...core.members import Member
+from ...errors import UsageError
+from ...rendezvous import PrefixStore, Store
+from ...rendezvous.address import own_address
+
+IPV4, IPV6 = 4, 6
+_SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1
+_GLOBAL_SCOPE, _HOST_SCOPE = 0x00, 0x10
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One address of an interface; those that are down, and link-local addresses, are left out."""
+
+    name: str
+    address: str
+
+    @property
+    def family(self) -> int:
+        return IPV6 if ":" in self.address else IPV4
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.name})" if self.name else self.address
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user asked for: `names` in order, or with `excluding` any but these.
+
+    Attributes:
+        source: the variable that says so, for messages.
+    """
+
+    names: tuple[str, ...] = ()
+    excluding: bool = False
+    source: str = "FASTCOLL_SOCKET_IFNAME"
+
+
+def wanted_here() -> Wanted:
+    """What the environment asks for.
+
+    Raises:
+        UsageError: it cannot be understood.
+    """
+    text: str = config.get("FASTCOLL_SOCKET_IFNAME")
+    if text:
+        return parse(text, "FASTCOLL_SOCKET_IFNAME")
+    return parse(os.environ.get("GLOO_SOCKET_IFNAME", ""), "GLOO_SOCKET_IFNAME")
+
+
+def parse(text: str, source: str = "FASTCOLL_SOCKET_IFNAME") -> Wanted:
+    """Names separated by commas, or `^` and the names to exclude.
+
+    Raises:
+        UsageError: a name is empty or given twice, or `^` stands in between.
+    """
+    excluding = text.startswith("^")
+    names = tuple(name.strip() for name in text.removeprefix("^").split(",")) if text else ()
+    if not all(names) or len(set(names)) < len(names) or any("^" in name for name in names):
+        raise UsageError(
+            f"{source}={text!r} cannot be understood; give names as in 'eth0' or 'eth0,eth1', each once, or "
+            "'^lo,docker0' for any but these"
+        )
+    return Wanted(names, excluding, source)
+
+
+def choose(wanted: Wanted, there: Sequence[Interface], by_route: str, family: int | None) -> list[Interface]:
+    """The addresses to use, in order.
+
+    Args:
+        wanted: what the user asked for.
+        there: this machine's.
+        by_route: the address that is used when nothing is asked for.
+        family: 4 or 6, where the group has settled on one; None prefers that of `by_route`, then IPv4.
+
+    Raises:
+        UsageError: an interface that is named does not exist, or none has an address of the family.
+    """
+    names = {interface.name for interface in there}
+    unknown = [name for name in wanted.names if name not in names]
+    if unknown and not wanted.excluding:
+        raise UsageError(
+            f"{wanted.source} names {', '.join(unknown)}, but {os.uname().nodename} has no such interface with an "
+            f"address; there are {_listed(there)}"
+        )
+    route = _at(by_route, there)
+    families = [family] if family else list(dict.fromkeys((route.family, IPV4, IPV6)))
+    for version in families:
+        if found := _of_family(wanted, there, route, version):
+            return found
+    versions = " or ".join(f"IPv{version}" for version in families)
+    raise UsageError(
+        f"no {versions} address to use on {os.uname().nodename}; interfaces there: {_listed(there)}; choose with "
+        "FASTCOLL_SOCKET_IFNAME, on every rank"
+    )
+
+
+def _of_family(wanted: Wanted, there: Sequence[Interface], route: Interface, version: int) -> list[Interface]:
+    """The addresses of one version of IP, empty when not all that are named have one."""
+    if wanted.names and not wanted.excluding:
+        firsts = [
+            next((each for each in there if each.name == name and each.family == version), None)
+            for name in wanted.names
+        ]
+        return [each for each in firsts if each is not None] if all(firsts) else []
+    if route.family == version and route.name not in wanted.names:
+        return [route]
+    loopback_too = ipaddress.ip_address(route.address).is_loopback and not wanted.excluding
+    allowed = [each for each in there if each.family == version and each.name not in wanted.names]
+    return [each for each in allowed if ipaddress.ip_address(each.address).is_loopback == loopback_too][:1]
+
+
+def choose_here(store: Store, members: Sequence[Member], family: int | None) -> list[Interface]:
+    """The addresses that this process uses in a group.
+
+    Args:
+        store: the group's; where the master is seen from here.
+        members: all ranks of the group.
+        family: as for `choose`.
+
+    Raises:
+        UsageError: as `choose`.
+    """
+    there = interfaces_here()
+    one_network = all(member.same_network(members[0]) for member in members)
+    by_route = _loopback(there, family) if one_network else _towards_master(store, there)
+    return choose(wanted_here(), there, by_route, family)
+
+
+def interfaces_here() -> list[Interface]:
+    """The addresses of this network namespace, IPv4 first, in the order of the interfaces."""
+    names = [name for _, name in socket.if_nameindex()]
+    found = [Interface(name, address) for name in names if (address := _ipv4(name))]
+    with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+        with open("/proc/net/if_inet6", encoding="ascii") as file:
+            table = parse_inet6(file.read())
+        found += [each for name in names if _is_up(name) for each in table if each.name == name]
+    return found
+
+
+def parse_inet6(table: str) -> list[Interface]:
+    """The addresses in /proc/net/if_inet6 that need no interface beside them to be understood."""
+    found = []
+    for line in table.splitlines():
+        number, _, _, scope, _, name = line.split()
+        if int(scope, 16) in (_GLOBAL_SCOPE, _HOST_SCOPE):
+            found.append(Interface(name, str(ipaddress.IPv6Address(int(number, 16)))))
+    return found
+
+
+def _ipv4(name: str) -> str:
+    """The interface's own address, empty when it has none or is down."""
+    if not _is_up(name):
+        return ""
+    try:
+        return socket.inet_ntoa(_ask(_SIOCGIFADDR, name)[20:24])
+    except OSError:
+        return ""
+
+
+def _is_up(name: str) -> bool:
+    try:
+        flags: int = struct.unpack_from("H", _ask(_SIOCGIFFLAGS, name), 16)[0]
+    except OSError:  # it has just gone
+        return False
+    return bool(flags & _UP)
+
+
+def _ask(request: int, name: str) -> bytes:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        return fcntl.ioctl(any_socket, request, struct.pack("256s", name.encode()[:15]))
+
+
+def _loopback(there: Sequence[Interface], family: int | None) -> str:
+    own = [each.address for each in there if ipaddress.ip_address(each.address).is_loopback]
+    preferred = [address for address in own if family in (None, IPV6 if ":" in address else IPV4)]
+    return (preferred or own or ["127.0.0.1"])[0]
+
+
+def _towards_master(store: Store, there: Sequence[Interface]) -> str:
+    """The address by which the store's server is reached; else, and from its own machine, the default route's."""
+    seen = _local_address(store)
+    for text in (seen, own_address()):
+        address = ipaddress.ip_address(text or "127.0.0.1")
+        if not address.is_loopback and not address.is_link_local:
+            return text
+    others = [each.address for each in there if not ipaddress.ip_address(each.address).is_loopback]
+    return (others or ["127.0.0.1"])[0]
+
+
+def _local_address(store: Store) -> str:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "local_address", ""))
+
+
+def _at(address: str, there: Sequence[Interface]) -> Interface:
+    found = (each for each in there if each.address == address)
+    return next(found, Interface("", address))
+
+
+def _listed(there: Sequence[Interface]) -> str:
+    return ", ".join(f"{each.name} {each.address}" for each in there) or "none"

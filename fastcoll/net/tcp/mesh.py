@@ -1,0 +1,321 @@
+"""Mesh: the connections of one rank with the others of a group, made when they are needed.
+
+Three kinds, each a TCP socket of its own: CONTROL for notices, with every peer that anything is exchanged with;
+DATA for the bytes of collectives, by stream; MAIL for messages, from the sender to the receiver. Of two ranks the
+lower one dials DATA, the sender dials MAIL. `make` brings about CONTROL with all peers, or in groups of more than 32
+with those at the distances 1, 2, 4, ... both ways, along which failures spread.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from ...core.members import Member
+from ...core.monitor import Wait
+from ...core.processes import dismiss, hear
+from ...errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
+from ...rendezvous import Store
+from .control import Control
+from .dial import Dial, dial_all
+from .opening import Kind, Opening
+from .refusal import Refusal
+from .roster import Roster, gather
+from .vigil import NetVigil
+
+logger = logging.getLogger("fastcoll")
+ALL_CONTROL = 32
+_LOOK_SECONDS = 0.05
+# A rank tells where it listens when it does, until it lets go of the group, of which it tells too.
+_REFUSED_SECONDS = 2.0
+
+OnMail = Callable[[int, socket.socket], None]
+"""Takes a connection from a group rank, whose messages come on it; on the listener's thread, must not block."""
+
+
+def control_peers(rank: int, size: int) -> list[int]:
+    """The group ranks that `rank` has control connections with from the start."""
+    if size <= ALL_CONTROL:
+        return [peer for peer in range(size) if peer != rank]
+    distances = [1 << k for k in range((size - 1).bit_length())]
+    return sorted({(rank + sign * step) % size for step in distances for sign in (1, -1)} - {rank})
+
+
+def _nothing() -> None:
+    """Nothing else: the store need not be there any more once the group is made."""
+
+
+class Mesh:
+    """All ranks here are group ranks. Thread-safe. Sockets stay the mesh's, which closes them in `close`.
+
+    What blocks ends with the timeout, with the failure of the group, with a peer's death, and lets Ctrl-C
+    through within 50 ms.
+
+    Attributes:
+        rank, size: this process's group rank, and ranks of the group.
+        vigil: the state of the peers.
+    """
+
+    @classmethod
+    def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Mesh:
+        """Meet the other members and connect with them; collective.
+
+        Args:
+            store: the group's own (prefixed) store.
+            name: the group's, for messages.
+            members: all ranks of the group, in the order of their group ranks.
+            rank: this process's group rank.
+            timeout: seconds, for this and for connections made later.
+
+        Raises:
+            UsageError: an interface does not exist, or the ranks name different numbers of them.
+            ResourceError: a rank cannot listen.
+            RendezvousError: a peer has another secret or version, or (StoreTimeoutError) did not come.
+            GroupError: a peer died or could not be reached in time.
+        """
+        mesh = cls(name, members, rank, timeout)
+        if len(members) > 1:
+            mesh._join(store)
+        return mesh
+
+    def __init__(self, name: str, members: Sequence[Member], rank: int, timeout: float) -> None:
+        self.rank, self.size = rank, len(members)
+        self._name = name
+        self._members = list(members)
+        self._timeout = timeout
+        self._control = Control(self.size)
+        self.vigil = NetVigil(members, rank, self._control)
+        self._roster: Roster | None = None
+        self._data: dict[tuple[int, int], socket.socket] = {}
+        self._mail: dict[int, socket.socket] = {}  # those we dialed
+        self._mail_in: list[socket.socket] = []
+        self._held_mail: list[tuple[int, socket.socket]] = []
+        self._on_mail: OnMail | None = None
+        self._changed = threading.Condition()
+        self._dialing = threading.Lock()
+        self._between: Callable[[], None] = _nothing  # what else to look at while waiting
+        self._closed = False
+
+    @property
+    def streams(self) -> int:
+        """How many data connections with each peer large messages use: FASTCOLL_TCP_STREAMS of group rank 0."""
+        return 1 if self._roster is None else self._roster.streams
+
+    def data(self, peer: int, stream: int = 0, timeout: float | None = None) -> int:
+        """The descriptor of a data connection: nonblocking, both ways. Made at its first use, for which both
+        ranks must ask within the timeout.
+
+        Args:
+            stream: which of several with this peer; each is a connection of its own, on the interfaces in turn.
+            timeout: seconds for making it; None: the group's.
+
+        Raises:
+            GroupError: the peer died, left or did not come in time, or what answers at its address does not fit.
+        """
+        found = self._data.get((peer, stream))
+        if found is None:
+            wait = self._waiting(peer, f"a data connection with {self.vigil.name(peer)}", timeout)
+            if self.rank > peer:
+                self._await(lambda: (peer, stream) in self._data, wait)
+            else:
+                with self._one_dialer(wait):
+                    if (peer, stream) not in self._data:
+                        made = self._dial(peer, Kind.DATA, stream, wait)
+                        self._keep(made, lambda: self._data.update({(peer, stream): made}))
+            found = self._data[peer, stream]
+        return found.fileno()
+
+    def dial_mail(self, peer: int, timeout: float | None = None) -> socket.socket:
+        """The connection on which this rank sends messages to `peer`, and hears of them; made at its first use.
+
+        Raises:
+            GroupError: as `data`.
+        """
+        if peer not in self._mail:
+            wait = self._waiting(peer, f"a connection for messages to {self.vigil.name(peer)}", timeout)
+            with self._one_dialer(wait):
+                if peer not in self._mail:
+                    made = self._dial(peer, Kind.MAIL, 0, wait)
+                    self._keep(made, lambda: self._mail.update({peer: made}))
+        return self._mail[peer]
+
+    def on_mail(self, callback: OnMail) -> None:
+        """Give `callback` the connections on which peers send messages, those of before and of later."""
+        with self._changed:
+            self._on_mail = callback
+            held, self._held_mail = self._held_mail, []
+        for peer, connection in held:
+            callback(peer, connection)
+
+    def close(self) -> None:
+        """Close all connections; those that the peers have not read to the end keep what was sent. Tells
+        nobody: `vigil.leave` or `vigil.fail` come before. Closing twice is fine."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        dismiss(self.vigil)
+        with ExitStack() as steps:
+            for connection in self._connections():
+                steps.callback(connection.close)
+            steps.callback(self._control.close)
+            if self._roster is not None:
+                steps.callback(self._roster.leave)
+
+    def disown(self) -> None:
+        """In a child of fork: close the copies of all connections, which stay the parent's."""
+        self._closed = True
+        for connection in self._connections():
+            connection.close()
+        self._control.close_inherited()
+
+    # ---- making -----------------------------------------------------------------------------------------
+
+    def _join(self, store: Store) -> None:
+        started = time.monotonic()
+        refusal = Refusal(store, self._members[self.rank])
+        self._between = refusal.check
+        hear(self.vigil)
+        try:
+            self._roster = gather(store, self._members, self.rank, self._timeout, self._arrived, refusal)
+            peers = control_peers(self.rank, self.size)
+            higher = [peer for peer in peers if peer > self.rank]
+            left = max(started + self._timeout - time.monotonic(), 1.0)
+            wait = Wait(
+                self.vigil,
+                f"connecting the ranks of the group {self._name}",
+                lambda: self._unconnected(peers),
+                left,
+            )
+            self._dial_control(higher, wait)
+            self._await(lambda: not self._unconnected(peers), wait)
+            self._between = _nothing
+        except BaseException as error:
+            refusal.tell(error)
+            here = self.vigil.name(self.rank)
+            why = f"{here} could not make the group {self._name}: {error or type(error).__name__}"
+            self.vigil.fail(error if isinstance(error, GroupError) else AbortedError(why))
+            self.close()
+            raise
+
+    def _unconnected(self, peers: Sequence[int]) -> list[int]:
+        return [peer for peer in peers if peer not in self._control.peers]
+
+    def _dial_control(self, peers: Sequence[int], wait: Wait) -> None:
+        def stands(dial: Dial) -> None:
+            self._keep(dial.connection, partial(self._control.add, dial.peer, dial.connection))
+
+        # Each is looked at as soon as it stands: who dies meanwhile is seen by its end.
+        self._bring_about([self._new_dial(peer, Kind.CONTROL, 0) for peer in peers], wait, stands)
+
+    def _dial(self, peer: int, kind: Kind, stream: int, wait: Wait) -> socket.socket:
+        """One connection, and control with the peer first: its end is seen there."""
+        try:
+            if peer not in self._control.peers:
+                self._dial_control([peer], wait)
+            dial = self._new_dial(peer, kind, stream)
+            self._bring_about([dial], wait)
+        except RendezvousError as error:
+            raise AbortedError(f"{self.vigil.name(peer)}: {error}", [self._members[peer].rank]) from error
+        return dial.connection
+
+    def _new_dial(self, peer: int, kind: Kind, stream: int) -> Dial:
+        """A connection on the interface whose turn it is, by the pair of ranks and the stream."""
+        assert self._roster is not None, "a group of one has no peers"
+        turn = (min(self.rank, peer) + stream) % len(self._roster.interfaces)
+        place = self._roster.places[peer]
+        source = self._roster.interfaces[turn]
+        return Dial(self._roster.seat, peer, kind, stream, source, place.addresses[turn], place.ports[turn])
+
+    def _bring_about(
+        self, dials: Sequence[Dial], wait: Wait, stands: Callable[[Dial], None] = lambda _: None
+    ) -> None:
+        def look() -> None:
+            for dial in dials:
+                if (
+                    dial.refused_since is not None
+                    and time.monotonic() - dial.refused_since > _REFUSED_SECONDS
+                ):
+                    self.vigil.lost(dial.peer, f"nothing listens at {dial.where} any more")
+            self._look(wait)
+
+        try:
+            dial_all(dials, look, stands)
+        except CollectiveTimeoutError as error:
+            late = [dial for dial in dials if not dial.is_done]
+            names = "; ".join(f"{self.vigil.name(d.peer)} at {d.where}: {d.reason}" for d in late[:4])
+            raise CollectiveTimeoutError(f"{error} ({names})", error.ranks) from error
+
+    def _waiting(self, peer: int, doing: str, timeout: float | None) -> Wait:
+        assert peer != self.rank, "there is no connection with oneself"
+        limit = self._timeout if timeout is None else timeout
+        return Wait(self.vigil, f"making {doing}", lambda: [peer], limit)
+
+    @contextmanager
+    def _one_dialer(self, wait: Wait) -> Iterator[None]:
+        while not self._dialing.acquire(timeout=_LOOK_SECONDS):
+            self._look(wait)
+        try:
+            yield
+        finally:
+            self._dialing.release()
+
+    def _look(self, wait: Wait) -> None:
+        if self._closed:
+            raise self._gone()
+        self._between()
+        wait.look()
+
+    def _await(self, is_there: Callable[[], bool], wait: Wait) -> None:
+        """Wait for what the listener's thread brings."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(is_there, _LOOK_SECONDS):
+                    return
+            self._look(wait)
+
+    def _keep(self, connection: socket.socket, enter: Callable[[], None]) -> None:
+        """Enter a connection that was made into the tables, unless the mesh was closed meanwhile."""
+        with self._changed:
+            if not self._closed:
+                enter()
+                return
+        connection.close()
+        raise self._gone()
+
+    def _gone(self) -> GroupError:
+        return self.vigil.failure or AbortedError("the group was destroyed while a connection was made")
+
+    # ---- on the listener's thread -----------------------------------------------------------------------
+
+    def _arrived(self, theirs: Opening, connection: socket.socket) -> None:
+        callback: OnMail | None = None
+        with self._changed:
+            key = (theirs.rank, theirs.stream)
+            if self._closed or (theirs.kind is Kind.DATA and (key in self._data or theirs.rank > self.rank)):
+                connection.close()
+                return
+            if theirs.kind is Kind.CONTROL:
+                self._control.add(theirs.rank, connection)
+            elif theirs.kind is Kind.DATA:
+                self._data[key] = connection
+            else:
+                self._mail_in.append(connection)
+                callback = self._on_mail
+                if callback is None:
+                    self._held_mail.append((theirs.rank, connection))
+            self._changed.notify_all()
+        if callback is not None:
+            callback(theirs.rank, connection)
+
+    def _connections(self) -> list[socket.socket]:
+        return [*self._data.values(), *self._mail.values(), *self._mail_in]
+
+
+__all__ = ["ALL_CONTROL", "Mesh", "OnMail", "control_peers"]

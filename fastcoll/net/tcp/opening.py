@@ -1,0 +1,169 @@
+"""How a connection between two ranks begins, as bytes without sockets.
+
+Opening, 112 bytes each way, the dialing side first (big-endian):
+
+    offset  bytes  field
+    0       8      magic "FASTMESH"
+    8       2      protocol version
+    10      1      role: 1 dials, 2 answers
+    11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets do not match
+    12      16     version of fastcoll, ASCII, filled up with zeros
+    28      1      kind: 1 control, 2 data, 3 mail
+    29      1      1 when this side has a job secret, else 0
+    30      2      stream: the number of this connection among those of its kind
+    32      16     group: drawn by its first member when the group is made, so it names the job as well
+    48      4      the sender's rank in the group
+    52      4      the rank that it means to talk to
+    56      4      size of the group
+    60      20     zero
+    80      32     nonce, fresh for each connection
+
+The answering side's opening is followed by its proof and answered by the dialing side's: 32 bytes of
+HMAC-SHA256 over the direction and both openings, keyed with the group's token and the job's secret. The
+token goes through the store, so without a secret whoever can read the store can join. Everything has a
+fixed size; nothing else is read before the proofs are right. This authenticates; it does not encrypt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ..._version import __version__
+from ...rendezvous.secret import PROOF_SIZE, proof
+
+MAGIC = b"FASTMESH"
+PROTOCOL = 1
+NONCE_SIZE = 32
+GROUP_SIZE = 16
+TOKEN_SIZE = 16
+_FORMAT = struct.Struct("!8sHBB16sBBH16sIII20s32s")
+OPENING_SIZE = _FORMAT.size
+VERSION = __version__.encode()[:16]
+
+
+class OpeningError(ValueError):
+    """Bytes that no rank of this group sends; the connection is dropped."""
+
+
+class Role(IntEnum):
+    DIALS = 1
+    ANSWERS = 2
+
+
+class Kind(IntEnum):
+    """What a connection is for: notices, the bytes of collectives, or messages."""
+
+    CONTROL = 1
+    DATA = 2
+    MAIL = 3
+
+
+class Verdict(IntEnum):
+    WELCOME = 0
+    PROTOCOL = 1
+    VERSION = 2
+    SECRET = 3
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in one group, and what proves it.
+
+    Attributes:
+        group: the group's name on the wire.
+        rank, size: group rank of this process, and ranks of the group.
+        key: the key of all proofs; see `derive_key`.
+        has_secret: whether this process has a job secret.
+    """
+
+    group: bytes
+    rank: int
+    size: int
+    key: bytes = field(repr=False)
+    has_secret: bool
+
+
+@dataclass(frozen=True)
+class Opening:
+    """One side's opening."""
+
+    role: Role
+    kind: Kind
+    stream: int
+    group: bytes
+    rank: int
+    peer: int
+    size: int
+    has_secret: bool
+    verdict: Verdict = Verdict.WELCOME
+    protocol: int = PROTOCOL
+    version: bytes = VERSION
+    nonce: bytes = field(default_factory=lambda: os.urandom(NONCE_SIZE))
+
+    def to_bytes(self) -> bytes:
+        return _FORMAT.pack(
+            MAGIC, self.protocol, self.role, self.verdict, self.version, self.kind, self.has_secret, self.stream,
+            self.group, self.rank, self.peer, self.size, bytes(20), self.nonce,
+        )  # fmt: skip
+
+    @classmethod
+    def from_bytes(cls, data: bytes, role: Role) -> Opening:
+        """The opening of a side of `role`. Another protocol's is read up to its verdict and version only.
+
+        Raises:
+            OpeningError: it is none.
+        """
+        (magic, protocol, who, verdict, version, kind, has_secret, stream,
+         group, rank, peer, size, zero, nonce) = _FORMAT.unpack(data)  # fmt: skip
+        if magic != MAGIC or who != role or verdict not in tuple(Verdict):
+            raise OpeningError(f"not the opening of a side that {role.name.lower()}: {data[:16]!r}")
+        version = version.rstrip(b"\0")
+        if protocol != PROTOCOL:
+            return cls(
+                role, Kind.CONTROL, 0, group, 0, 0, 1, False, Verdict(verdict), protocol, version, nonce
+            )
+        if kind not in tuple(Kind) or has_secret > 1 or any(zero) or not (rank < size > peer):
+            raise OpeningError(f"an opening with a field that cannot be: {data[28:80]!r}")
+        return cls(
+            role, Kind(kind), stream, group, rank, peer, size, bool(has_secret), Verdict(verdict), protocol,
+            version, nonce,
+        )  # fmt: skip
+
+    def answer(self, seat: Seat, verdict: Verdict) -> Opening:
+        """What the rank of `seat` answers."""
+        return Opening(
+            Role.ANSWERS, self.kind, self.stream, seat.group, seat.rank, self.rank, seat.size,
+            seat.has_secret, verdict,
+        )  # fmt: skip
+
+
+def check_start(data: bytes) -> None:
+    """Refuse the first bytes of an opening as soon as they are wrong.
+
+    Raises:
+        OpeningError: they are.
+    """
+    start = data[: len(MAGIC)]
+    if not MAGIC.startswith(start):
+        raise OpeningError(f"not a rank of fastcoll: {start!r}")
+
+
+def derive_key(secret: bytes, token: bytes) -> bytes:
+    """The key of a group's proofs; it takes both the secret and the token to make it."""
+    return hmac.digest(secret, b"fastcoll group " + token, hashlib.sha256)
+
+
+def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
+    """What the side of `role` sends to prove that it has the key, on this connection only."""
+    return proof(key, f"fastcoll connection, the side that {role.name.lower()}", (dialed, answered))
+
+
+__all__ = [
+    "GROUP_SIZE", "OPENING_SIZE", "PROOF_SIZE", "TOKEN_SIZE", "Kind", "Opening", "OpeningError", "Role", "Seat",
+    "Verdict", "check_start", "derive_key", "prove",
+]  # fmt: skip

@@ -1,0 +1,104 @@
+"""The job's shared secret: where it comes from, and how both ends of a connection prove that they have it.
+
+Whoever has it may join the job. It authenticates the opening of connections; it encrypts nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import stat
+from collections.abc import Sequence
+
+from .. import config
+from ..errors import UsageError
+
+_log = logging.getLogger("fastcoll")
+PROOF_SIZE = 32
+_MAX_FILE = 4096
+_warned = False
+
+
+def job_secret() -> bytes:
+    """FASTCOLL_SECRET, else what the file FASTCOLL_SECRET_FILE holds; empty without either.
+
+    Raises:
+        UsageError: the file cannot be read, is empty or too long, or others may read or change it.
+    """
+    secret: str = config.get("FASTCOLL_SECRET")
+    path: str = config.get("FASTCOLL_SECRET_FILE")
+    return secret.encode() if secret or not path else _read(path)
+
+
+def proof(key: bytes, label: str, openings: Sequence[bytes]) -> bytes:
+    """32 bytes of HMAC-SHA256 over a label and both openings of a connection.
+
+    Args:
+        key: what only those who belong to it have.
+        label: tells the protocol and the direction, so that no proof can be sent back.
+        openings: both ends', each with a fresh nonce, so that no proof can be used again.
+    """
+    return hmac.digest(key, label.encode() + b"".join(openings), hashlib.sha256)
+
+
+def is_proof(given: bytes, expected: bytes) -> bool:
+    """Whether two proofs are equal, in a time that does not tell where they differ."""
+    return hmac.compare_digest(given, expected)
+
+
+def warn_if_open(host: str, where: str) -> None:
+    """Warn, once a process, that it listens at `where` to a network and the job has no secret.
+
+    Args:
+        host: the address that is listened on; nobody else reaches loopback, so that is no reason to warn.
+    """
+    global _warned
+    if _warned or job_secret() or _is_loopback(host):
+        return
+    _warned = True
+    _log.warning(
+        "listening on %s without a secret: whoever reaches that address may join the job; give every rank the same "
+        "FASTCOLL_SECRET or FASTCOLL_SECRET_FILE",
+        where,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read(path: str) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise UsageError(f"FASTCOLL_SECRET_FILE={path!r} cannot be read: {error.strerror}") from error
+    try:
+        _check_kept(path, os.fstat(fd))
+        data = os.read(fd, _MAX_FILE + 1)
+    finally:
+        os.close(fd)
+    secret = data.strip()
+    if not secret or len(data) > _MAX_FILE:
+        raise UsageError(
+            f"FASTCOLL_SECRET_FILE={path!r} must hold 1 to {_MAX_FILE} bytes; head -c 32 /dev/urandom | base64 "
+            "makes a good secret"
+        )
+    return secret
+
+
+def _check_kept(path: str, state: os.stat_result) -> None:
+    """Refuse a file that others can read or write. Its group may read it, as in Kubernetes' volumes."""
+    if not stat.S_ISREG(state.st_mode):
+        raise UsageError(f"FASTCOLL_SECRET_FILE={path!r} is no file")
+    mode = stat.S_IMODE(state.st_mode)
+    if mode & 0o027 or state.st_uid not in (0, os.geteuid()):
+        raise UsageError(
+            f"FASTCOLL_SECRET_FILE={path!r} is open to others (mode {mode:04o}, owner {state.st_uid}); it must be "
+            "yours or root's, and nobody else's to read: chmod 600 (Kubernetes: defaultMode: 0400)"
+        )

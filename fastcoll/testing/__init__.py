@@ -1,0 +1,1 @@
+"""The pytest plugin: tests that run on several ranks."""

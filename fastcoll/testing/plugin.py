@@ -1,0 +1,246 @@
+"""pytest plugin: `@pytest.mark.ranks(4)` runs a test in four processes, each a rank of one world.
+
+    @pytest.mark.ranks(1, 2, 4)
+    def test_sum(rank, world_size):
+        x = np.full(3, rank)
+        fastcoll.all_reduce(x)
+        assert (x == sum(range(world_size))).all()
+
+A test without the mark is left alone. RanksMark lists the options, ranks_worker.py says how a rank runs
+its part. Fixtures are set up by each rank for itself and for each test, whatever their scope. Another plugin
+may let ranks run elsewhere, by the hook `pytest_ranks_places`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ..errors import UsageError
+from ..launch.ports import free_port
+from .leaks import lasting, shm_names
+from .mark import WORKER_PLUGIN, Place, RankResult, RanksMark, Setup, Task
+from .pool import Pool
+from .ranks_report import failure_text, skip_reason
+
+_HELP = (
+    "ranks(n, ..., init=True, backend=None, timeout=60, fresh=False, may_die=()): run the test in n "
+    "processes, once for each n given, with fastcoll initialised; its arguments may be rank, world_size "
+    "and one tmp_path for all"
+)
+# Options that concern the parent alone: what is shown, written or debugged, and plugins that spawn or repeat.
+_PARENT_OPTIONS = """
+    basetemp capture collectonly debug file_or_dir log_cli_level log_file log_file_mode maxfail pastebin
+    plugins runxfail setuponly setupplan setupshow trace usepdb usepdb_cls xmlpath
+    dist maxprocesses maxworkerrestart numprocesses px tx reruns
+"""
+
+
+class RanksHooks:
+    """What other plugins may implement."""
+
+    @pytest.hookspec(firstresult=True)
+    def pytest_ranks_places(self, config: pytest.Config, world_size: int) -> Sequence[Place] | None:
+        """Where the ranks of a test run, one place for each; None leaves it to others, or to this machine."""
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(RanksHooks)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("fastcoll").addoption(
+        "--ranks-backend",
+        metavar="NAME",
+        help="the backend of tests with the mark ranks that do not name one (default: auto)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _HELP)
+    _check_backend(config.getoption("ranks_backend"))
+    if not config.pluginmanager.has_plugin(WORKER_PLUGIN):
+        config.pluginmanager.register(RanksRunner(config), "fastcoll-ranks-runner")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = _mark_of(metafunc.definition)
+    if mark is None:
+        return
+    if "world_size" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("world_size")
+    metafunc.parametrize("world_size", mark.sizes, indirect=True, ids=[f"n{n}" for n in mark.sizes])
+
+
+@pytest.fixture
+def world_size(request: pytest.FixtureRequest) -> int:
+    """The number of ranks that run this test."""
+    size: int | None = getattr(request, "param", None)
+    if size is None:
+        raise pytest.UsageError("world_size is for tests with the mark @pytest.mark.ranks(n)")
+    return size
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> int:
+    """This process's rank."""
+    worker = request.config.pluginmanager.get_plugin(WORKER_PLUGIN)
+    task: Task | None = getattr(worker, "task", None)
+    if task is None:
+        raise pytest.UsageError("rank is for tests with the mark @pytest.mark.ranks(n)")
+    return task.rank
+
+
+class RanksRunner:
+    """pytest's side: hands marked tests to the pool and makes one verdict of the ranks' results."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._pool: Pool | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if _mark_of(item) is None:
+            return
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            pytest.fail(
+                "ranks is for functions and for methods of plain classes, not of unittest.TestCase", False
+            )
+        # The ranks set the fixtures up; only the shared directory is made here.
+        item.fixturenames = [name for name in item.fixturenames if name == "tmp_path"]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        mark = _mark_of(pyfuncitem)
+        if mark is None:
+            return None
+        places = self._places(_size_of(pyfuncitem))
+        segments = _segments(places)
+        results = self._run(_tasks(pyfuncitem, self._with_backend(mark), places))
+        left = lasting(lambda: sorted(_segments(places) - segments))
+        complaints = [failure_text(results, _size_of(pyfuncitem))]
+        complaints += [f"left in shared memory after the test: {', '.join(left)}"] if left else []
+        text = "\n\n".join(filter(None, complaints))
+        if text:
+            _show_output(pyfuncitem, results)
+            pytest.fail(text, pytrace=False)
+        if (reason := skip_reason(results)) is not None:
+            pytest.skip(reason)
+        return True
+
+    def pytest_unconfigure(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _run(self, tasks: Sequence[Task]) -> list[RankResult]:
+        if self._pool is None:
+            self._pool = Pool(_setup_of(self._config))
+        return self._pool.run(tasks)
+
+    def _places(self, size: int) -> Sequence[Place]:
+        places = self._config.hook.pytest_ranks_places(config=self._config, world_size=size)
+        return places or [Place()] * size
+
+    def _with_backend(self, mark: RanksMark) -> RanksMark:
+        return replace(mark, backend=mark.backend or self._config.getoption("ranks_backend"))
+
+
+def _check_backend(name: str | None) -> None:
+    if name is not None:
+        from ..api.backends import parse_backend
+
+        try:
+            parse_backend(name)
+        except UsageError as error:
+            raise pytest.UsageError(f"--ranks-backend: {error}") from error
+
+
+def _segments(places: Iterable[Place]) -> set[str]:
+    """The paths of the segments that are in the places' shared memory now."""
+    return {str(shm / name) for shm in {place.shm for place in places} for name in shm_names(shm)}
+
+
+def _mark_of(item: pytest.Item) -> RanksMark | None:
+    mark = item.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    try:
+        return RanksMark.parse(mark.args, mark.kwargs)
+    except UsageError as error:
+        pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
+
+
+def _size_of(item: pytest.Function) -> int:
+    size = item.callspec.params["world_size"]
+    assert isinstance(size, int)
+    return size
+
+
+def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place]) -> list[Task]:
+    classes = item.nodeid.split("::")[1:-1]
+    target = "::".join([str(item.path), *classes, item.originalname])
+    shared = {
+        "WORLD_SIZE": str(len(places)),
+        "MASTER_ADDR": places[0].address,
+        "MASTER_PORT": str(free_port()),
+        "FASTCOLL_SECRET": os.environ.get("FASTCOLL_SECRET") or secrets.token_hex(32),
+    }
+    tmp_path: Any = item.funcargs.get("tmp_path")
+    return [
+        Task(
+            target,
+            item.nodeid,
+            rank,
+            mark,
+            {**shared, **_own_variables(rank, places)},
+            place,
+            None if tmp_path is None else str(tmp_path),
+        )
+        for rank, place in enumerate(places)
+    ]
+
+
+def _own_variables(rank: int, places: Sequence[Place]) -> dict[str, str]:
+    neighbours = [other for other, place in enumerate(places) if place == places[rank]]
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(neighbours.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(neighbours)),
+    }
+
+
+def _setup_of(config: pytest.Config) -> Setup:
+    """The command line of a worker: the same configuration, conftest files and plugins as here."""
+    args = [f"--rootdir={config.rootpath}", "-s", "--runxfail", "-p", "no:terminal", "-p", "no:cacheprovider"]
+    args += [f"--import-mode={config.getoption('importmode')}", "-o", "addopts="]
+    # A worker has imported fastcoll before pytest, which says so where the package is really installed.
+    args += ["-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"]
+    args += ["-c", str(config.inipath)] if config.inipath is not None else []
+    args += ["--noconftest"] if config.getoption("noconftest") else []
+    for plugin in config.getoption("plugins"):
+        args += ["-p", plugin]
+    for setting in config.getoption("override_ini") or []:
+        args += ["-o", setting]
+    hidden = _PARENT_OPTIONS.split()
+    sent = {
+        name: value for name, value in vars(config.option).items() if name not in hidden and _is_plain(value)
+    }
+    return Setup([*args, *config.args], sent)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _show_output(item: pytest.Function, results: list[RankResult]) -> None:
+    for result in results:
+        if result.output:
+            item.add_report_section("call", f"output of rank {result.rank}", result.output)

@@ -1,0 +1,224 @@
+"""The processes in which tests with the ranks mark run: worker i is rank i of every test in its place.
+
+They are started on demand and kept, since an interpreter with Numba takes about a second to start.
+After a failure those that took part are killed, with all that they started. Each leads a session of
+its own, so Ctrl-C reaches only pytest, and dies with pytest, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from ..launch.job import python_main
+from ..launch.lifeline import describe_exit, signal_group
+from .mark import Place, RankResult, Setup, Task
+from .ranks_report import frames_of_the_test
+
+_KEPT = 8  # workers kept between tests
+_START_SECONDS = 60.0
+_END_SECONDS = 2.0  # a worker that is told to end is killed after this
+_GRACE_SECONDS = 3.0  # the others may still report for so long once a rank has failed
+_STACKS_SECONDS = 1.0  # a stopped process does not write its stacks at all
+_OUTPUT_BYTES = 64 << 10  # the end of what a rank printed is shown
+
+
+class Worker:
+    """One process of the pool. Its output goes to memory files, of which nothing can be left."""
+
+    def __init__(self, rank: int, place: Place, setup: Setup) -> None:
+        self.rank = rank
+        self._output = os.memfd_create("fastcoll-output")
+        self._stacks = os.memfd_create("fastcoll-stacks")
+        self._shown = 0
+        self._scratch = Path(tempfile.gettempdir()) / f"fastcoll-ranks-{uuid.uuid4().hex}"
+        self.connection, theirs = Pipe()
+        inherited = [theirs.fileno(), self._stacks]
+        python = [*place.command, *python_main("fastcoll.testing.ranks_worker")]
+        with theirs:
+            self.process = subprocess.Popen(
+                [*python, *map(str, [os.getpid(), *inherited])],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+        self._pidfd = os.pidfd_open(self.process.pid)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is noticed when it should be ready
+            self.connection.send(Setup([*setup.args, f"--basetemp={self._scratch}"], setup.options))
+
+    def waitables(self) -> list[Connection[Any, Any] | int]:
+        """What becomes readable when the worker has answered or is dead."""
+        return [self.connection, self._pidfd]
+
+    def receive(self) -> Any:
+        """Its answer, which is there; None when it is dead."""
+        try:
+            return self.connection.recv() if self.connection.poll() else None
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def send(self, task: Task) -> None:
+        """Give it a task; one that has died since is noticed when its answer is awaited."""
+        self._shown = _size(self._output)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(task)
+
+    def output(self) -> str:
+        """What it has printed since it got its task."""
+        return _text(self._output, max(self._shown, _size(self._output) - _OUTPUT_BYTES))
+
+    def stacks(self) -> str:
+        """Where each of its threads is now."""
+        self.process.send_signal(signal.SIGUSR1)
+        end, size = time.monotonic() + _STACKS_SECONDS, -1
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            size, last = _size(self._stacks), size
+            if size == last > 0:
+                return frames_of_the_test(_text(self._stacks, 0))
+        return "it does not say where it is (stopped, or in an uninterruptible system call)"
+
+    def ended(self) -> str:
+        """How its process ended, when its connection has."""
+        try:
+            return describe_exit(self.process.wait(_END_SECONDS))
+        except subprocess.TimeoutExpired:
+            return "it closed its connection and goes on"
+
+    def kill(self) -> None:
+        """End it and all that it started, and remove what it may have left."""
+        signal_group(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        for descriptor in (self._pidfd, self._output, self._stacks):
+            os.close(descriptor)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _size(file: int) -> int:
+    return os.fstat(file).st_size
+
+
+def _text(file: int, start: int) -> str:
+    # Not read(): that would move the position at which the process writes.
+    return os.pread(file, _size(file) - start, start).decode(errors="replace")
+
+
+_Key = tuple[int, Place]
+
+
+class Pool:
+    """Workers by rank and place, made alike by one Setup.
+
+    Args:
+        setup: what each worker's pytest session is like.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._workers: dict[_Key, Worker] = {}
+
+    def run(self, tasks: Sequence[Task]) -> list[RankResult]:
+        """Run the tasks of one test, one per rank, and wait until all are over.
+
+        Returns:
+            one result per rank, within the mark's timeout and a few seconds for starting and ending.
+        """
+        workers = {} if tasks[0].mark.fresh else self._workers
+        mine = [(task.rank, task.place) for task in tasks]
+        try:
+            failures = self._start([key for key in mine if key not in workers], workers)
+            results = failures or _Round([workers[key] for key in mine], tasks).play()
+        except BaseException:
+            self._end(list(workers), workers)
+            raise
+        spoilt = tasks[0].mark.fresh or any(result.failed for result in results)
+        self._end([key for key in workers if (spoilt and key in mine) or key[0] >= _KEPT], workers)
+        return results
+
+    def close(self) -> None:
+        """End every worker; twice is fine."""
+        for worker in self._workers.values():
+            worker.connection.close()
+        end = time.monotonic() + _END_SECONDS
+        for worker in self._workers.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, end - time.monotonic()))
+        self._end(list(self._workers), self._workers)
+
+    def _start(self, keys: Sequence[_Key], workers: dict[_Key, Worker]) -> list[RankResult]:
+        for key in keys:
+            workers[key] = Worker(*key, self._setup)
+        end = time.monotonic() + _START_SECONDS
+        failures = []
+        for worker in [workers[key] for key in keys]:
+            in_time = wait(worker.waitables(), max(0.0, end - time.monotonic()))
+            if not in_time or worker.receive() != "ready":
+                how = worker.ended() if in_time else f"not ready after {_START_SECONDS:g} s"
+                summary = f"its process did not start: {how}"
+                failures.append(RankResult(worker.rank, "died", summary, worker.output()))
+        return failures
+
+    @staticmethod
+    def _end(keys: Sequence[_Key], workers: dict[_Key, Worker]) -> None:
+        for key in keys:
+            workers.pop(key).kill()
+
+
+class _Round:
+    """One test on its workers."""
+
+    def __init__(self, workers: Sequence[Worker], tasks: Sequence[Task]) -> None:
+        self._mark = tasks[0].mark
+        self._pending = {worker.rank: worker for worker in workers}
+        self._results: dict[int, RankResult] = {}
+        self._end = time.monotonic() + self._mark.timeout
+        self._grace_end = float("inf")
+        for worker, task in zip(workers, tasks, strict=True):
+            worker.send(task)
+
+    def play(self) -> list[RankResult]:
+        while self._pending and (left := min(self._end, self._grace_end) - time.monotonic()) > 0:
+            ready = set(wait([one for worker in self._pending.values() for one in worker.waitables()], left))
+            for worker in list(self._pending.values()):
+                if ready.intersection(worker.waitables()):
+                    self._note(worker, worker.receive() or self._death(worker))
+        for worker in list(self._pending.values()):
+            self._note(worker, self._unfinished(worker))
+        return [self._results[rank] for rank in sorted(self._results)]
+
+    def _note(self, worker: Worker, result: RankResult) -> None:
+        result.output = worker.output()
+        self._results[worker.rank] = result
+        del self._pending[worker.rank]
+        if result.failed:
+            signal_group(worker.process.pid, signal.SIGKILL)  # so that those who wait for it notice
+            self._grace_end = min(self._grace_end, time.monotonic() + _GRACE_SECONDS)
+
+    def _death(self, worker: Worker) -> RankResult:
+        how = worker.ended()
+        if worker.rank in self._mark.may_die:
+            return RankResult(worker.rank, "killed")
+        summary = f"its process (pid {worker.process.pid}) ended during the test: {how}"
+        return RankResult(worker.rank, "died", summary)
+
+    def _unfinished(self, worker: Worker) -> RankResult:
+        if self._grace_end < self._end:
+            summary = f"was still in the test {_GRACE_SECONDS:g} s after another rank had failed"
+            return RankResult(worker.rank, "stranded", summary, worker.stacks(), secondary=True)
+        return RankResult(
+            worker.rank, "deadline", f"did not finish within {self._mark.timeout:g} s", worker.stacks()
+        )

@@ -1,0 +1,197 @@
+"""A rank of the pytest plugin's pool: a pytest session of its own that runs what the parent sends.
+
+It collects the test itself, so fixtures, parameters, classes, conftest files and assertion rewriting
+work as in any test; each rank sets its fixtures up for itself, but tmp_path is one directory for all.
+stdout and stderr go to a file of the parent's, which so has them even when this process is killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Generator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..launch.lifeline import die_with_parent
+from .leaks import Footprint, lasting
+from .mark import WORKER_PLUGIN, RankResult, Setup, Task
+
+
+class RankWorker:
+    """The plugin that turns a pytest session into a worker."""
+
+    def __init__(self, parent: Connection[Any, Any], setup: Setup) -> None:
+        self.__name__ = WORKER_PLUGIN  # pytest registers a plugin under this attribute
+        self.parent = parent
+        self.setup = setup
+        self.task: Task | None = None
+        self._items: dict[str, list[pytest.Item]] = {}
+        self._reports: list[pytest.TestReport | pytest.CollectReport] = []
+        self._error: BaseException | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> None:
+        for name, value in self.setup.options.items():
+            if hasattr(config.option, name):
+                setattr(config.option, name, value)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> bool:
+        return True  # nothing yet: tests are collected when they are sent
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.parent.send("ready")
+        while (task := self._receive()) is not None:
+            result = self._run(session, task)
+            sys.stdout.flush()
+            self.parent.send(result)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._reports.append(report)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        error = None if call.excinfo is None else call.excinfo.value
+        if error is not None and self._error is None and not isinstance(error, pytest.skip.Exception):
+            self._error = error
+        return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if self.task is not None and self.task.mark.init:
+            import fastcoll
+
+            fastcoll.init_process_group(self.task.mark.backend)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Generator[None, None, None]:
+        yield
+        # After a failure the process is thrown away, and destroying could wait for the others.
+        if self.task is not None and self.task.mark.init and self._error is None:
+            import fastcoll
+
+            if fastcoll.is_initialized():
+                fastcoll.destroy_process_group()
+
+    @pytest.fixture
+    def tmp_path(self) -> Path:
+        """A temporary directory that all ranks of the test share."""
+        if self.task is None or self.task.tmp_path is None:
+            raise pytest.UsageError("a test with the ranks mark takes tmp_path as an argument of its own")
+        return Path(self.task.tmp_path)
+
+    def _receive(self) -> Task | None:
+        try:
+            task: Task | None = self.parent.recv()
+        except EOFError:
+            return None
+        return task
+
+    def _run(self, session: pytest.Session, task: Task) -> RankResult:
+        from ..config import forget
+
+        forget()  # an earlier test may have set FASTCOLL_* variables
+        self._reports.clear()
+        self._error = None
+        item = self._collect(session, task)
+        if item is None:
+            return self._result(task, [])
+        before, environment = Footprint.now(), dict(os.environ)
+        os.environ.update(task.environment)
+        self.task = task
+        try:
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        except (KeyboardInterrupt, pytest.exit.Exception) as error:
+            self._error = error
+        finally:
+            self.task = None
+            os.environ.clear()
+            os.environ.update(environment)
+        return self._result(task, lasting(before.growth) if self._error is None else [])
+
+    def _collect(self, session: pytest.Session, task: Task) -> pytest.Item | None:
+        if task.target not in self._items:
+            try:
+                self._items[task.target] = list(session.perform_collect([task.target]))
+            except pytest.UsageError as error:
+                self._error = error
+        found = [item for item in self._items.get(task.target, []) if item.nodeid == task.nodeid]
+        if not found and self._error is None:
+            self._error = pytest.UsageError(
+                f"{task.nodeid} is not among the tests that this rank collects from {task.target}; "
+                "parameters must be the same in every process"
+            )
+        return found[0] if found else None
+
+    def _result(self, task: Task, leaks: list[str]) -> RankResult:
+        from ..errors import GroupError
+
+        failed = [report for report in self._reports if report.failed]
+        skipped = [report for report in self._reports if report.skipped]
+        if failed or (self._error is not None and not skipped):
+            text = "\n".join(map(_text, failed)) or "".join(traceback.format_exception(self._error))
+            cause = _cause(failed[0].longrepr) if failed else text
+            summary = f"{type(self._error).__name__}: {self._error}".partition("\n")[0]
+            secondary = isinstance(self._error, GroupError)
+            return RankResult(task.rank, "failed", summary, text, cause, secondary)
+        if skipped:
+            return RankResult(task.rank, "skipped", _reason(skipped[0].longrepr))
+        if leaks:
+            return RankResult(task.rank, "leaked", "left behind after the test: " + "; ".join(leaks))
+        return RankResult(task.rank, "passed")
+
+
+def _text(report: pytest.TestReport | pytest.CollectReport) -> str:
+    stage = "" if report.when == "call" else f"(in {report.when})\n"
+    logs = "".join(f"\n--- {title} ---\n{text}" for title, text in report.sections if "log" in title)
+    return stage + report.longreprtext + logs
+
+
+def _reason(longrepr: Any) -> str:
+    reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    return str(reason).removeprefix("Skipped: ")
+
+
+def _cause(longrepr: Any) -> str:
+    """The line of every frame and the message: equal where ranks failed in the same way.
+
+    The traceback itself differs from rank to rank, as it shows the test's arguments.
+    """
+    entries = getattr(getattr(longrepr, "reprtraceback", None), "reprentries", ())
+    places = [getattr(entry, "reprfileloc", None) for entry in entries]
+    crash = getattr(longrepr, "reprcrash", None)
+    return "\n".join([*(f"{at.path}:{at.lineno}" for at in places if at), str(crash or longrepr)])
+
+
+def main(parent: int, descriptor: int, stacks: int) -> int:
+    """Serve the pytest process `parent` over the connection `descriptor` until it closes it.
+
+    Args:
+        stacks: the descriptor that gets the stacks of all threads when SIGUSR1 comes.
+    """
+    die_with_parent(parent)
+    os.set_inheritable(descriptor, False)
+    os.set_inheritable(stacks, False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    with connection:
+        setup: Setup = connection.recv()
+        return int(pytest.main(setup.args, plugins=[RankWorker(connection, setup)]))
