@@ -141,8 +141,8 @@ def test_a_work_says_what_it_is_and_how_far() -> None:
 FORK = """
 import asyncio, os, signal
 from fastcoll.errors import AbortedError
-from fastcoll.p2p import _Received
-from fastcoll.work import Work
+from fastcoll.api.p2p import _Received
+from fastcoll.core.work import Work
 
 async def wait_for(work):
     await work

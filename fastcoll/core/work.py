@@ -86,19 +86,34 @@ class Work(Future[Any]):
     needs_message = False
     """Whether the operation ends only by a message that may never be sent."""
 
-    # What a Future has as attributes: `_condition` and `_waiters` are what concurrent.futures uses of them.
+    # Most operations end before anybody blocks for them, so what that takes is made when it is asked for. Whoever makes
+    # it looks at `_ended` afterwards, and `_finish` sets `_ended` before it looks for it: one of them sees the other.
+    _ended = _heard = False  # _heard: somebody has asked how it ended
+    _result: Any = None
+    _error: BaseException | None = None
+    _state = PENDING
+
     def __init__(self, describe: str = "operation") -> None:
-        self._done = threading.Event()
-        self._callbacks: list[Callable[[Any], object]] = []
-        self._condition: Any = threading.RLock()  # nobody waits on it, and a Condition costs 0.5 us
-        self._waiters: list[Any] = []
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._heard = False  # whether somebody has asked how it ended
         self._describe = describe
-        self._state = PENDING
         self._forks = _forks
         self.outputs: list[Any] = []
+
+    @property
+    def _done(self) -> threading.Event:
+        event: threading.Event = self.__dict__.setdefault("_end", threading.Event())
+        if self._ended:
+            event.set()
+        return event
+
+    # What concurrent.futures uses of a Future. Nobody waits on the condition, so a lock is enough.
+    @property
+    def _condition(self) -> Any:  # type: ignore[override]
+        return self.__dict__.setdefault("_lock", threading.RLock())
+
+    @property
+    def _waiters(self) -> list[Any]:  # type: ignore[override]
+        waiters: list[Any] = self.__dict__.setdefault("_listeners", [])
+        return waiters
 
     def __repr__(self) -> str:
         if not self.is_completed():
@@ -122,17 +137,21 @@ class Work(Future[Any]):
             FastcollError: whatever ended the operation.
         """
         limit = seconds(timeout, ENDLESS)
-        if not self._done.is_set():
+        if not self._ended:
             self._refuse_in_child()
             refuse_to_block(f"waiting for {self._describe}")
-        if not self._done.wait(limit):
-            raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
+            if not self._await_end(limit):
+                raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
         self._join()
         return True
 
+    def _await_end(self, limit: float) -> bool:
+        """Block until the operation has ended, at most so many seconds; whether it has."""
+        return self._done.wait(limit)
+
     def _refuse_in_child(self) -> None:
         """Raise where the operation would never be complete: in a child of fork, which has none of the threads."""
-        if self._forks != _forks and not self._done.is_set():
+        if self._forks != _forks and not self._ended:
             raise AbortedError(
                 f"{self._describe} is under way in the process from which process {os.getpid()} was forked; wait for "
                 "it there"
@@ -140,7 +159,8 @@ class Work(Future[Any]):
 
     def _join(self) -> None:
         """Wait on any thread, as one group's progress thread may for another's."""
-        self._done.wait(ENDLESS)
+        if not self._ended:
+            self._await_end(ENDLESS)
         self._heard = True
         if self._error is not None:
             # Without the tracebacks of earlier waits, which keep their frames and arrays alive.
@@ -148,15 +168,15 @@ class Work(Future[Any]):
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Never blocks."""
-        return self._done.is_set()
+        return self._ended
 
     def is_success(self) -> bool:
         """Whether the operation has ended well. Never blocks."""
-        return self._done.is_set() and self.exception() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What ended the operation, or None. Never blocks, also where a Future's would, and ignores `timeout`."""
-        if not self._done.is_set():
+        if not self._ended:
             return None
         self._heard = True
         return self._error
@@ -196,11 +216,12 @@ class Work(Future[Any]):
 
         What a callback raises is logged and goes no further; it may not wait for other operations.
         """
-        with self._condition:
-            if not self._done.is_set():
-                self._callbacks.append(callback)
-                return
-        self._call(callback)
+        if self._ended:
+            self._call(callback)
+            return
+        self.__dict__.setdefault("_callbacks", deque()).append(callback)
+        if self._ended:
+            self._call_back()
 
     def synchronize(self) -> None:
         """`wait`, by torch's other name for it."""
@@ -239,14 +260,24 @@ class Work(Future[Any]):
         return self.result()
 
     def _finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        with self._condition:
-            self._result, self._error, self._state = result, error, FINISHED
-            self._done.set()
-            callbacks, self._callbacks = self._callbacks, []
-            for waiter in self._waiters:
-                waiter.add_result(self) if error is None else waiter.add_exception(self)
-        for callback in callbacks:
-            self._call(callback)
+        self._result, self._error, self._state = result, error, FINISHED
+        self._ended = True
+        made = self.__dict__
+        if "_end" in made:
+            made["_end"].set()
+        if "_lock" in made:
+            with made["_lock"]:
+                for waiter in made.get("_listeners", ()):
+                    waiter.add_result(self) if error is None else waiter.add_exception(self)
+        if "_callbacks" in made:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        """Call what is to be called in the end, each once, whoever comes first."""
+        callbacks = self.__dict__["_callbacks"]
+        while callbacks:
+            with suppress(IndexError):  # another thread was faster
+                self._call(callbacks.popleft())
 
     def _call(self, callback: Callable[[Any], object]) -> None:
         try:
