@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.calls import OBJECT_BYTES, OBJECT_SIZES
 from ..core.group import ProcessGroup
+from ..core.signature import OBJECT_BYTES, OBJECT_SIZES
 from ..errors import UnavailableError, UsageError
 from .registry import Group, group_rank, member_of
 

@@ -24,7 +24,6 @@ import numpy as np
 from ..errors import ArrayError, GroupError, MismatchError, NotInitializedError, UnavailableError, UsageError
 from ..interop.arrays import Adopted, OnDeviceError, Renewed, adopt, adopt_list, finish_all, room_like
 from .arguments import WORLD_OF_ONE
-from .calls import SHAPES
 from .carrier import Call, Carrier, DeviceCarrier, StreamCall
 from .memory import SymmetricMemory
 from .monitor import Vigil, last_words
@@ -47,6 +46,7 @@ from .operands import (
     then_split,
 )
 from .reduce_op import ReduceOp
+from .signature import SHAPES
 from .trees import CONTAINERS, Tree
 from .work import ProgressQueue, Unheard, Work, is_progressing, refuse_to_block
 

@@ -18,9 +18,9 @@ from ..errors import ArrayError, MismatchError, UsageError
 from ..interop.arrays import Adopted
 from ..interop.dtypes import rounded, widened
 from .arguments import wholes
-from .calls import dtype_code
 from .carrier import Call
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
+from .signature import dtype_code
 
 Array = NDArray[Any]
 _FEW = (

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import calls
+from ..core import signature
 from ..core.carrier import Call
 from ..core.group import ProcessGroup
 from ..core.reduce_op import ReduceOp
@@ -40,7 +40,7 @@ def code_of(
     parts: Sequence[int] = (),
 ) -> int:
     """The word that stands for a call in `agree`."""
-    return calls.encode(operation, dtype, op=op, parts=parts) | root << calls.ROOT_SHIFT
+    return signature.encode(operation, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
 
 
 class Segments:
@@ -64,7 +64,7 @@ class Segments:
         if len(set(everybody)) > 1:
             raise MismatchError(
                 f"the ranks' calls with arrays on GPUs do not match in group {group.name!r}: "
-                f"{calls.describe_differences(everybody, group.ranks)}; all ranks must make the same calls in the "
+                f"{signature.describe_differences(everybody, group.ranks)}; all ranks must make the same calls in the "
                 "same order"
             )
 

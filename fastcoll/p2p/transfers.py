@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import calls
+from ..core import signature
 from ..core.monitor import Vigil, Wait
 from ..core.operands import OBJECTS_TAG
 from ..core.work import Work
@@ -29,7 +29,7 @@ LETTER = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (19
 
 @lru_cache(maxsize=1024)
 def _dtype_code(dtype: np.dtype[Any]) -> int:
-    return calls.dtype_code(dtype)
+    return signature.dtype_code(dtype)
 
 
 def kind_of(tag: int, dtype: np.dtype[Any]) -> int:
@@ -48,7 +48,7 @@ def contents(kind: int, nbytes: int) -> str:
         return "an array on a GPU"
     if tag_of(kind) == OBJECTS_TAG:  # only their sizes can differ from what is expected
         return f"{nbytes // 8} objects"
-    return calls.describe((kind & 0xFF) << 8, nbytes).removeprefix("none")
+    return signature.describe((kind & 0xFF) << 8, nbytes).removeprefix("none")
 
 
 def _is_on_gpu(kind: int) -> bool:

@@ -10,13 +10,13 @@ gathers the others': Rabenseifner's reduce-scatter and all-gather, here through 
 
 from __future__ import annotations
 
-from ..core import calls
+from ..core import signature
 from ..kernels.atomics import call_reducer
 from ..kernels.copy import copy
 from ..kernels.jit import entry, inlined, kernel, locked_entry
+from ..kernels.matching import shape_of
 from ..kernels.pointers import load_word, store_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
-from .balance import shape_of
 from .border import (
     CALL,
     CODE,
@@ -62,11 +62,11 @@ from .symmetric_kernels import all_reduce_in_place
 from .symmetric_table import find_row
 from .words import GIVES, ONE_SHOT, RANK, READ, SIZE, SLOT, SOURCES, SYMMETRIC, WROTE
 
-_ALL_REDUCE = calls.code_of("all_reduce")
-_REDUCE = calls.code_of("reduce")
-_SCAN = calls.code_of("scan")
-_EXSCAN = calls.code_of("exscan")
-_REDUCE_SCATTER = calls.code_of("reduce_scatter")
+_ALL_REDUCE = signature.code_of("all_reduce")
+_REDUCE = signature.code_of("reduce")
+_SCAN = signature.code_of("scan")
+_EXSCAN = signature.code_of("exscan")
+_REDUCE_SCATTER = signature.code_of("reduce_scatter")
 
 
 @inlined
@@ -225,7 +225,7 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
     what = description(c, h, _REDUCE, x, object_at(op))
     if what == 0 or not is_rank(c, root) or not is_plain(c, h, x, WRITEABLE if here else 0):
         return give_up(h)
-    nbytes, call = nbytes_of(x, what), load_word(what, CALL) | root << calls.ROOT_SHIFT
+    nbytes, call = nbytes_of(x, what), load_word(what, CALL) | root << signature.ROOT_SHIFT
     begin(h, _REDUCE, nbytes, load_word(what, ITEMSIZE))
     if is_divided(ways_at(c)):
         return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
@@ -283,7 +283,10 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
         return give_up(h)
     begin(h, _REDUCE_SCATTER, largest_of(c, GIVES), load_word(what, ITEMSIZE))
     if is_divided(ways_at(c)):
-        return take_gil(release_gil(), divide(c, what, load_word(what, CALL), shape_of(c, GIVES), 0))
+        return take_gil(
+            release_gil(),
+            divide(c, what, load_word(what, CALL), shape_of(table(c, GIVES + 1), load_word(c, SIZE)), 0),
+        )
     start, _ = part_of(c, what, nbytes)
     narrow(c, GIVES, what)
     return take_gil(release_gil(), _reduce_scatter(c, data_of(out) + start, what))
@@ -296,7 +299,7 @@ def _reduce_scatter(c, dst, what):
     size = load_word(c, SIZE)
     call = load_word(what, CALL)
     blocks, sizes = table(c, GIVES), table(c, GIVES + 1)
-    shape = shape_of(c, GIVES)
+    shape = shape_of(table(c, GIVES + 1), load_word(c, SIZE))
     longest = largest_of(c, GIVES)
     piece = _whole(load_word(c, SLOT) // max(1, size - 1), load_word(what, ITEMSIZE))
     total = rounds_of(longest, piece)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import calls
+from ..core import signature
 from ..core.carrier import Call
 from ..core.members import Member
 from ..core.monitor import Wait
@@ -201,7 +201,7 @@ class ShmGroup(HeadStart):
         key = (operation, op, dtype)
         if not parts and key in self._whats:
             return self._whats[key]
-        call = calls.encode(operation, dtype, op=op, parts=parts)
+        call = signature.encode(operation, dtype, op=op, parts=parts)
         if operation == "message":
             what = What(kind_of(0, dtype), dtype.itemsize)
         elif op is None:
@@ -214,7 +214,7 @@ class ShmGroup(HeadStart):
                 )
             what = What(call, dtype.itemsize, reducer(op, dtype)[:2])
         if not parts and self._whats.setdefault(key, what) is what:
-            self._context.remember(calls.code_of(operation), dtype, op, what)
+            self._context.remember(signature.code_of(operation), dtype, op, what)
         return what
 
     def _plan(self, entry: Entry, what: What | None, *args: Any, timeout: float | None = None) -> Call:
@@ -272,7 +272,7 @@ class ShmGroup(HeadStart):
         return self._plan(moving.all_to_all, what, tuple(outs), tuple(blocks), blocks[0])
 
     def _plan_meeting(self, operation: str, timeout: float) -> Call:
-        return self._plan(collectives.barrier, None, calls.encode(operation), timeout=timeout)
+        return self._plan(collectives.barrier, None, signature.encode(operation), timeout=timeout)
 
     # ---- point to point ------------------------------------------------------------------------------
 

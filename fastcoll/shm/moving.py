@@ -6,11 +6,11 @@ same slot at once.
 
 from __future__ import annotations
 
-from ..core import calls
+from ..core import signature
+from ..kernels import matching
 from ..kernels.jit import inlined, kernel, locked_entry
 from ..kernels.pointers import load_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
-from .balance import balance_of
 from .border import (
     CALL,
     are_apart,
@@ -54,11 +54,17 @@ from .rounds import (
 )
 from .words import GIVES, LARGEST, MET, RANK, READ, SIZE, SLOT, TAKES, WROTE
 
-_BROADCAST = calls.code_of("broadcast")
-_ALL_GATHER = calls.code_of("all_gather")
-_GATHER = calls.code_of("gather")
-_SCATTER = calls.code_of("scatter")
-_ALL_TO_ALL = calls.code_of("all_to_all")
+
+@inlined
+def _balance_of(c):
+    return matching.balance(load_word(c, RANK), load_word(c, SIZE), table(c, GIVES + 1), table(c, TAKES + 1))
+
+
+_BROADCAST = signature.code_of("broadcast")
+_ALL_GATHER = signature.code_of("all_gather")
+_GATHER = signature.code_of("gather")
+_SCATTER = signature.code_of("scatter")
+_ALL_TO_ALL = signature.code_of("all_to_all")
 
 
 @locked_entry
@@ -73,7 +79,7 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     here = load_word(c, RANK) == root
     if what == 0 or not is_rank(c, root) or not is_plain(c, h, x, 0 if here else WRITEABLE):
         return give_up(h)
-    nbytes, call = nbytes_of(x, what), load_word(what, CALL) | root << calls.ROOT_SHIFT
+    nbytes, call = nbytes_of(x, what), load_word(what, CALL) | root << signature.ROOT_SHIFT
     begin(h, _BROADCAST, nbytes, 0)
     if is_divided(ways_at(c)):
         return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
@@ -132,7 +138,7 @@ def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
         return give_up(h)
     begin(h, _ALL_GATHER, nbytes * load_word(c, SIZE), 0)
     if is_divided(ways_at(c)):
-        return take_gil(release_gil(), divide(c, what, load_word(what, CALL), nbytes, balance_of(c)))
+        return take_gil(release_gil(), divide(c, what, load_word(what, CALL), nbytes, _balance_of(c)))
     start, nbytes = part_of(c, what, nbytes)
     narrow(c, GIVES, what)
     narrow(c, TAKES, what)
@@ -152,7 +158,7 @@ def _all_gather(c, x, nbytes, call):
     size = load_word(c, SIZE)
     chunk = load_word(c, SLOT)
     outs, sizes = table(c, TAKES), table(c, TAKES + 1)
-    balance = balance_of(c)
+    balance = _balance_of(c)
     total = rounds_of(largest_of(c, TAKES), chunk)
     while True:
         if may_write(c, total):
@@ -209,7 +215,7 @@ def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> in
         list_none(c, TAKES)
     begin(h, _GATHER, _largest(c) * load_word(c, SIZE), 0)
     return take_gil(
-        release_gil(), _exchange_or_divide(c, what, 1, load_word(what, CALL) | root << calls.ROOT_SHIFT)
+        release_gil(), _exchange_or_divide(c, what, 1, load_word(what, CALL) | root << signature.ROOT_SHIFT)
     )
 
 
@@ -237,7 +243,7 @@ def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> in
     return take_gil(
         release_gil(),
         _exchange_or_divide(
-            c, what, load_word(c, SIZE) - 1, load_word(what, CALL) | root << calls.ROOT_SHIFT
+            c, what, load_word(c, SIZE) - 1, load_word(what, CALL) | root << signature.ROOT_SHIFT
         ),
     )
 
@@ -285,7 +291,7 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
 @inlined
 def _exchange_or_divide(c, what, spread, call):
     if is_divided(ways_at(c)):
-        return divide(c, what, call, _largest(c), balance_of(c))
+        return divide(c, what, call, _largest(c), _balance_of(c))
     narrow(c, GIVES, what)
     narrow(c, TAKES, what)
     return _exchange(c, spread, call)
@@ -304,7 +310,7 @@ def _exchange(c, spread, call):
     sends, send_sizes = table(c, GIVES), table(c, GIVES + 1)
     receives, receive_sizes = table(c, TAKES), table(c, TAKES + 1)
     largest = _largest(c)
-    balance = balance_of(c)
+    balance = _balance_of(c)
     while True:
         # How many rounds there are, ranks learn at the meeting.
         total = rounds_of(load_word(c, LARGEST) if load_word(c, MET) else largest, piece)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core import calls
-from ..core.mismatch import Share, Sizes, comparable, describe_sizes, mismatch, operation_of, refused
+from ..core import signature
 from ..core.operands import Array
 from ..errors import MismatchError
 from . import layout, words
@@ -35,7 +34,7 @@ class Report:
         number = self._context[words.CALLS]
         line = self._line(self._rank)
         told = line[layout.SEQUENCE] == number
-        what = calls.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else entry
+        what = signature.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else entry
         return f"{what}, call {number} of group {self._group!r}"
 
     def late(self) -> list[int]:
@@ -45,7 +44,7 @@ class Report:
         waits_for = late or [self._context[words.LATE]]
         return [rank for rank in waits_for if rank != self._rank]
 
-    def mismatch(self, share: Share, refusal: str) -> MismatchError:
+    def mismatch(self, share: signature.Share, refusal: str) -> MismatchError:
         """What each rank called. Every rank of a mismatch is here, so they can tell one another more.
 
         Args:
@@ -53,16 +52,17 @@ class Report:
         """
         number = self._context[words.CALLS]
         sizes = self._context.table(words.GIVES + 1), self._context.table(words.TAKES + 1)
-        said = comparable([self._call_and_shape(rank) for rank in self._everybody()])
-        if error := refused(said, self._ranks, refusal, share, number, self._group):
+        heads = [self._call_and_shape(rank) for rank in self._everybody()]
+        if error := signature.refused(heads, self._ranks, refusal, share, number, self._group):
             return error
-        text = calls.describe_differences(said, self._ranks)
-        if len(set(said)) == 1:
-            tables = [(gives, takes) for gives, takes in share(np.array(sizes, np.int64)).tolist()]
-            operation = operation_of(said)
-            describe = describe_places if operation.startswith("symmetric:") else describe_sizes
-            text = f"{operation.rpartition(':')[2]}: {describe(tables, self._ranks)}"
-        return mismatch(text, number, self._group)
+
+        def tables() -> Sequence[signature.Sizes]:
+            return [(gives, takes) for gives, takes in share(np.array(sizes, np.int64)).tolist()]
+
+        in_symmetric = signature.OPERATIONS[heads[0][0] & 0xFF].startswith("symmetric:")
+        describe = describe_places if in_symmetric else signature.describe_sizes
+        text = signature.describe_mismatch(heads, self._ranks, tables, describe)
+        return signature.mismatch(text, number, self._group)
 
     def _everybody(self) -> range:
         return range(self._segment.layout.size)
@@ -77,7 +77,7 @@ class Report:
         return int(line[layout.CALL]), int(line[layout.SHAPE])
 
 
-def describe_places(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
+def describe_places(tables: Sequence[signature.Sizes], ranks: Sequence[int]) -> str:
     """Where in symmetric memory each rank's array lies, which it says instead of sizes (symmetric_reduce.py)."""
     places = [(gives[0], gives[1]) for gives, _ in tables]
     names = {memory: f"array {number}" for number, memory in enumerate(dict.fromkeys(m for m, _ in places))}

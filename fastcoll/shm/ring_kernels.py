@@ -8,7 +8,7 @@ peers at once. All come back within 0.1 s, and can be called again with the same
 
 from __future__ import annotations
 
-from ..core import calls
+from ..core import signature
 from ..core.operands import LARGEST_TAG
 from ..kernels.atomics import load_acquire, store_release
 from ..kernels.jit import entry, inlined, kernel, locked_entry
@@ -64,7 +64,7 @@ from .rings import (
 from .rounds import AGAIN, DONE, LATER, PREPARED, RESUMED, WORKED, context_of
 from .words import SHUT
 
-_MESSAGE = calls.code_of("message")
+_MESSAGE = signature.code_of("message")
 
 # What `advance` returns, besides AGAIN_ALL: peer * EVENTS + event.
 NOTHING, MOVED = 0, 1

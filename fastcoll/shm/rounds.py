@@ -25,7 +25,7 @@ belongs to one call at a time, whose thread is named in BUSY from `take` until t
 
 from __future__ import annotations
 
-from ..core.calls import UNEVEN
+from ..core.signature import UNEVEN
 from ..kernels.atomics import store_release, swap_if_equal, this_thread
 from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word

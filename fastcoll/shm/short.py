@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from ..core import calls
+from ..core import signature
 from ..core.group import ProcessGroup
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
@@ -40,7 +40,7 @@ _receive = ring_kernels.receive
 
 _FIRST_CALL = Entry._first_call.__code__
 
-BARRIER = calls.encode("barrier")
+BARRIER = signature.encode("barrier")
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -11,14 +11,14 @@ took as long as the ordinary one.
 
 from __future__ import annotations
 
-from ..core import calls
+from ..core import signature
 from ..kernels.atomics import call_reducer, load_acquire, swap_if_equal
 from ..kernels.copy import copy
 from ..kernels.jit import entry, inlined, kernel
+from ..kernels.matching import weigh
 from ..kernels.pointers import load_word, store_word
 from ..kernels.pyobjects import Index, integer
 from ..kernels.waiting import wait_for
-from .balance import pair
 from .border import CODE, ITEMSIZE, REDUCER
 from .rounds import AGAIN, DONE, WORKED, await_all, close_round, finish, meet, publish, table, time_is_up
 from .symmetric_table import ID, START, STRIDE
@@ -34,15 +34,15 @@ PIECE = (
 _LINE_OF_ELEMENTS = (
     64  # slices begin at multiples of so many elements, so that no two ranks write one cache line
 )
-_ORDINARY = calls.code_of("all_reduce")
-OPERATION = calls.code_of("symmetric:all_reduce")
+_ORDINARY = signature.code_of("all_reduce")
+OPERATION = signature.code_of("symmetric:all_reduce")
 
 
 @inlined
 def _balance_of(c, place):
-    """0 in the sum over all ranks if all have the same place (balance.py): each tells it to the next."""
+    """0 in the sum over all ranks if all have the same place (kernels/matching.py): each tells it to the next."""
     rank, size = load_word(c, RANK), load_word(c, SIZE)
-    return pair(rank, (rank + 1) % size, place) - pair((rank - 1) % size, rank, place)
+    return weigh(rank, (rank + 1) % size, place) - weigh((rank - 1) % size, rank, place)
 
 
 @inlined

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.calls import OPERATIONS
+from ..core.signature import OPERATIONS
 from ..kernels.waiting import PATIENCE_WORDS
 from .choosing import choosing_words
 from .layout import MAX_LANES

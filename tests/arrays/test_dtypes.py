@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastcoll import ReduceOp
-from fastcoll.core import calls
+from fastcoll.core import signature
 from fastcoll.interop.dtypes import dtype_of, rounded, widened
 from fastcoll.kernels.reduce import reducer
 
@@ -40,7 +40,7 @@ def test_without_them_a_dtype_is_opaque_and_one_of_its_own(own):
 
 
 def test_peers_with_and_without_ml_dtypes_take_bfloat16_for_the_same(own):
-    assert calls.dtype_code(own) == calls.dtype_code(BFLOAT16)
+    assert signature.dtype_code(own) == signature.dtype_code(BFLOAT16)
 
 
 def test_bfloat16_is_kept_by_what_is_made_of_an_array(own):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fastcoll.core import signature
 from fastcoll.gpu.ipc.limits import is_one_shot
-from fastcoll.gpu.ipc.said import balance_of, differences, shape_of
 from fastcoll.kernels.cuda import ipc_page as at
 
 TESTS = Path(__file__).parents[1]
@@ -27,28 +27,6 @@ def test_the_carrier_on_simulated_kernels() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 45
-
-
-def test_balances_cancel_only_where_all_sizes_agree() -> None:
-    random = np.random.default_rng(3)
-    for size in (1, 2, 5, 64):
-        sizes = random.integers(0, 1 << 40, (size, size)).tolist()
-        takes = [[row[rank] for row in sizes] for rank in range(size)]
-        assert sum(balance_of(r, sizes[r], takes[r]) for r in range(size)) & at.BALANCE_MASK == 0
-        assert sum(balance_of(r, sizes[r], takes[r]) for r in range(size)) < 1 << 63
-        if size > 1:
-            takes[1][0] += 1
-            assert sum(balance_of(r, sizes[r], takes[r]) for r in range(size)) & at.BALANCE_MASK
-
-
-def test_no_message_is_not_an_empty_one() -> None:
-    assert balance_of(0, [-1, -1], []) == 0 != balance_of(0, [-1, 0], [])
-
-
-def test_sizes_that_all_ranks_know_make_one_number() -> None:
-    assert shape_of([8, 8, 8]) == 24
-    assert shape_of([8, 16]) < 0
-    assert shape_of([8, 16]) != shape_of([16, 8])
 
 
 def test_words_of_a_page_do_not_overlap() -> None:
@@ -81,9 +59,7 @@ def test_one_shot_by_bytes_and_ranks() -> None:
 
 
 def test_sizes_that_differ_are_said_so() -> None:
-    from fastcoll.core import calls
-
-    same = calls.encode("gather", np.dtype("f4"))
-    assert "differ in size" in differences([(same, 4), (same, 8)], [0, 1])
-    other = calls.encode("barrier")
-    assert "rank 7 called barrier()" in differences([(same, 0), (other, 0)], [3, 7])
+    same = signature.encode("gather", np.dtype("f4"))
+    assert "differ in size" in signature.describe_mismatch([(same, 4), (same, 8)], [0, 1])
+    other = signature.encode("barrier")
+    assert "rank 7 called barrier()" in signature.describe_mismatch([(same, 0), (other, 0)], [3, 7])

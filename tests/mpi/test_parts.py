@@ -11,52 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fastcoll
 from fastcoll import config
 from fastcoll.net.mpi import library as mpi_library
 from fastcoll.net.mpi.library import why_unavailable
-from fastcoll.net.mpi.meet import balance_of
 from fastcoll.net.mpi.moves import LARGEST, are_near, pieces
 from fastcoll.net.mpi.reduce import SEGMENT, _segments
-from fastcoll.net.tcp.sizes import Sizes
-
-WORD = 1 << 64
-
-
-def balances(table: list[list[int]], wanted: list[list[int]]) -> int:
-    """The sum over all ranks, where rank r gives table[r][p] to p and expects wanted[p][r] from it."""
-    ranks = range(len(table))
-    said = [Sizes(0, tuple(table[r]), tuple(wanted[p][r] for p in ranks)) for r in ranks]
-    return sum(balance_of(sizes, rank) for rank, sizes in enumerate(said)) % WORD
-
-
-@given(
-    st.integers(1, 5).flatmap(
-        lambda n: st.lists(st.lists(st.integers(0, 1 << 40), min_size=n, max_size=n), min_size=n, max_size=n)
-    )
-)
-def test_sizes_that_match_cancel(table: list[list[int]]) -> None:
-    assert balances(table, table) == 0
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_any_two_wrong_sizes_are_seen(size: int) -> None:
-    """Also those that would cancel if bytes were only added up."""
-    pairs = list(itertools.product(range(size), repeat=2))
-    right = [[8 * (1 + src + dst) for dst in range(size)] for src in range(size)]
-    for (a, b), (c, d) in itertools.product(pairs, repeat=2):
-        wrong = [row.copy() for row in right]
-        wrong[a][b] += 4
-        wrong[c][d] -= 4
-        assert (balances(right, wrong) == 0) == (wrong == right)
-
-
-def test_a_balance_is_a_signed_word() -> None:
-    for nbytes in range(100):
-        assert -(1 << 63) <= balance_of(Sizes(0, (nbytes, 0), (0, 0)), 0) < 1 << 63
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 8, 16, 24, SEGMENT + 8])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fastcoll import ReduceOp
-from fastcoll.core import calls
+from fastcoll.core import signature
 from fastcoll.kernels import waiting
 from fastcoll.kernels.reduce import reducer
 from fastcoll.net.tcp import engine, words
@@ -89,10 +89,10 @@ class Engines:
         shape = Shape(
             operation, self.size, rank, tuple(nbytes), self.limits, itemsize, root=root, ordered=ordered
         )
-        code = calls.encode(operation, dtype, op=op) | root << calls.ROOT_SHIFT
+        code = signature.encode(operation, dtype, op=op) | root << signature.ROOT_SHIFT
         folds = (0, 0) if op is None else reducer(op, dtype)[:2]
         sizes, stride = sizes_of(shape), self.limits.frame_stride
-        balance = sizes.balance(rank) if self.size > MEET_RANKS else 0
+        balance = signature.balance(rank, sizes.gives, sizes.takes) if self.size > MEET_RANKS else 0
         prepared = Prepared(code, sizes, plan_for(shape), stride, folds, itemsize, balance)
         self.contexts[rank].make_room(prepared)
         return prepared

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.core import calls
+from fastcoll.core import signature
 from fastcoll.kernels.jit import entry
 from fastcoll.kernels.pointers import address_of
 from fastcoll.kernels.pyobjects import Index, integer
@@ -16,7 +16,7 @@ from fastcoll.shm import choosing, words
 
 SLOT = 256 << 10
 LARGE = 1 << 20  # bytes, several rounds
-ALL_REDUCE = calls.code_of("all_reduce")
+ALL_REDUCE = signature.code_of("all_reduce")
 
 
 @entry
@@ -45,7 +45,7 @@ class Learner:
     """A rank that chooses ways for calls whose times are made up."""
 
     def __init__(self):
-        self.table = np.zeros(choosing.choosing_words(len(calls.OPERATIONS)), np.int64)
+        self.table = np.zeros(choosing.choosing_words(len(signature.OPERATIONS)), np.int64)
         self.took = 0
 
     def call(self, times, nbytes=LARGE, operation=ALL_REDUCE):

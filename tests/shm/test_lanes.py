@@ -16,7 +16,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import MismatchError, ReduceOp, config
-from fastcoll.core import calls
+from fastcoll.core import signature
 from fastcoll.shm import choosing, layout, rounds, words
 from fastcoll.shm.lanes import Lanes, lanes_for
 
@@ -56,7 +56,7 @@ def divide_next(group, operation, nbytes=4 * LARGE):
     """Have the next calls of this operation and size be divided; on all ranks between the same two calls."""
     start = words.CHOOSING + choosing.ROWS
     rows = group._context.words[start : words.MEMO].reshape(-1, choosing.ROW_WORDS)
-    row = rows[calls.code_of(operation) * choosing.CLASSES + choosing._class_of.py_func(nbytes)]
+    row = rows[signature.code_of(operation) * choosing.CLASSES + choosing._class_of.py_func(nbytes)]
     row[:] = 1 << 40
     row[0], row[1], row[2 + choosing.WAYS] = 4 * MANY_TURNS + 1, choosing.WAYS, 1
 

@@ -10,6 +10,7 @@ import numpy as np
 from ...core.carrier import StreamCall
 from ...core.operands import pieces
 from ...core.reduce_op import PREMUL_SUM, ReduceOp
+from ...core.signature import Signature
 from ...errors import ArrayError
 from ...interop.arrays import Adopted
 from ...kernels.cuda.reduce import CudaReducer, cuda_reducer
@@ -19,7 +20,6 @@ from ..border import OnDevice
 from ..stream_work import Own, StreamWork
 from ..streams import Turn
 from .plans import Fold, Plan
-from .said import Said
 
 if TYPE_CHECKING:
     from .carrier import IpcCarrier
@@ -66,7 +66,7 @@ class IpcCall(StreamCall):
     def __init__(
         self,
         carrier: IpcCarrier,
-        said: Said,
+        said: Signature,
         make: MakePlan,
         ins: Arrays,
         outs: Arrays,
@@ -142,7 +142,7 @@ class Coalesced(IpcCall):
     def __init__(
         self,
         carrier: IpcCarrier,
-        said: Said,
+        said: Signature,
         make: MakePlan,
         ins: Arrays,
         lists: Sequence[Arrays],

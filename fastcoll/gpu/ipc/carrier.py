@@ -16,10 +16,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
-from ...core import calls
+from ...core import signature
 from ...core.carrier import Call, DeviceCarrier
 from ...core.group import ProcessGroup
-from ...core.mismatch import mismatch
 from ...core.monitor import FAILED
 from ...core.reduce_op import PREMUL_SUM, ReduceOp
 from ...core.work import Work
@@ -34,7 +33,6 @@ from .calls import Arrays, Coalesced, IpcCall, MakePlan
 from .limits import HAND_OVER_ABOVE, SLOT, is_one_shot
 from .memory import Shared
 from .queue import Queue, ready
-from .said import Said, balance_of, differences, shape_of
 
 
 class IpcCarrier(StreamCarrier):
@@ -129,7 +127,7 @@ class IpcCarrier(StreamCarrier):
         if self._is_for_fallback(sum(sizes)):
             return self._fallback._plan_reduce_scatter(out, blocks, op)
         self._check_element(out.dtype.itemsize, self._group.size)
-        said = self._said("reduce_scatter", out, shape=shape_of(sizes), op=op)
+        said = self._said("reduce_scatter", out, shape=signature.shape_of(sizes), op=op)
         make = partial(self._made, plans.reduce_scatter, sizes, out.dtype.itemsize)
         return IpcCall(self, said, make, blocks, [out], op)
 
@@ -204,11 +202,12 @@ class IpcCarrier(StreamCarrier):
         parts: Sequence[int] = (),
         gives: Sequence[int] = (),
         takes: Sequence[int] = (),
-    ) -> Said:
+    ) -> signature.Signature:
         if op is not None and op.code == PREMUL_SUM:
             op = ReduceOp.SUM
-        call = calls.encode(operation, x.dtype, op=op, parts=parts) | root << calls.ROOT_SHIFT
-        return Said(call, shape, balance_of(self._group.rank, gives, takes))
+        call = signature.encode(operation, x.dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
+        balance = signature.balance(self._group.rank, gives, takes) & at.BALANCE_MASK
+        return signature.Signature(call, shape, balance)
 
     def _is_for_fallback(self, nbytes: int) -> bool:
         return self._hand_over_above is not None and nbytes > self._hand_over_above
@@ -260,7 +259,8 @@ class IpcCarrier(StreamCarrier):
             return AbortedError(f"call {stopped} of the group {group.name!r} on a GPU was broken off")
         lines = words[at.SAID // 8 :][: at.LINE_WORDS * group.size].reshape(group.size, at.LINE_WORDS)
         said = [(int(line[at.CALL // 8]), int(line[at.SHAPE // 8])) for line in lines]
-        return AbortedError(f"on a GPU {mismatch(differences(said, group.ranks), stopped, group.name)}")
+        text = signature.describe_mismatch(said, group.ranks)
+        return AbortedError(f"on a GPU {signature.mismatch(text, stopped, group.name)}")
 
     def _trouble(self) -> GroupError | None:
         return self._stopped(self._calls)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.signature import Signature
 from ...kernels.cuda import ipc as kernels
 from ...kernels.cuda import ipc_page as at
 from ...kernels.cuda.driver import driver
@@ -18,7 +19,6 @@ from ...kernels.cuda.toolkit import SIMULATED
 from ..array import DeviceArray
 from .memory import Shared
 from .plans import IN, SLOT, Fold, Last, Move, Place, Plan, Step, slot_of
-from .said import Said
 
 WaitValue = Callable[[int, int, int], None]
 
@@ -76,7 +76,7 @@ class Queue:
         stream: int,
         number: int,
         plan: Plan,
-        said: Said,
+        said: Signature,
         ins: Sequence[DeviceArray],
         outs: Sequence[DeviceArray],
         reducer: CudaReducer | None,
@@ -111,7 +111,7 @@ class Queue:
                 assert isinstance(item, Last)
                 self._say(1, stream, self._shared.page, at.STEP, number << at.STEP_BITS | at.LAST_STEP)
 
-    def _go_on(self, stream: int, number: int, step: int, said: Said) -> None:
+    def _go_on(self, stream: int, number: int, step: int, said: Signature) -> None:
         page = self._shared.page
         if step == 0:
             if self._wait is not None:

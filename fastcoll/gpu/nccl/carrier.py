@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core import calls
+from ...core import signature
 from ...core.carrier import Call
 from ...core.group import ProcessGroup
 from ...core.reduce_op import ReduceOp
@@ -74,7 +74,7 @@ class NcclCarrier(StreamCarrier):
             shape, gives, takes: as Signature's.
             kind: sizes that all ranks know, besides `shape`.
         """
-        word = self._word(operation, arrays[0].dtype, op, parts) | root << calls.ROOT_SHIFT
+        word = self._word(operation, arrays[0].dtype, op, parts) | root << signature.ROOT_SHIFT
         said = Signature(
             word, shape, (word, shape, *kind), *((tuple(gives), tuple(takes)) if gives else (None, None))
         )
@@ -92,9 +92,9 @@ class NcclCarrier(StreamCarrier):
     def _word(self, operation: str, dtype: np.dtype[Any], op: ReduceOp | None, parts: Sequence[int]) -> int:
         key = (operation, dtype, None if op is None else op.code)
         if parts:
-            return calls.encode(operation, dtype, op=op, parts=parts)
+            return signature.encode(operation, dtype, op=op, parts=parts)
         if key not in self._words:
-            self._words[key] = calls.encode(operation, dtype, op=op)
+            self._words[key] = signature.encode(operation, dtype, op=op)
         return self._words[key]
 
     def _reductions(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reductions:
@@ -301,7 +301,7 @@ class NcclCarrier(StreamCarrier):
 
 @lru_cache(maxsize=1024)
 def _doing(word: int, shape: int, group: str) -> str:
-    return f"{calls.describe(word, shape)} in group {group!r} on a GPU"
+    return f"{signature.describe(word, shape)} in group {group!r} on a GPU"
 
 
 def _flat(arrays: Sequence[Any]) -> list[DeviceArray]:

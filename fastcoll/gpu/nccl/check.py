@@ -12,14 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...core import calls
+from ...core import signature
 from ...core.group import ProcessGroup
-from ...core.mismatch import comparable, describe_sizes, mismatch, operation_of
 from ...errors import MismatchError
 
 _MOST_KINDS = 10_000
-_SPREAD = 0x9E3779B97F4A7C15  # splitmix64's
-_WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Signature:
     """A call as it is compared.
 
     Attributes:
-        call: as `calls.encode` says, with the root.
+        call: as `signature.encode` says, with the root.
         shape: bytes; -1 and less for blocks of different sizes.
         gives, takes: bytes that this rank gives and expects, one a rank; None where `shape` says it all.
         kind: what is equal on all ranks whose calls match, and tells the call from others.
@@ -43,16 +40,7 @@ class Signature:
         """What over all ranks adds up to 0 modulo 2**64, if all get what they expect."""
         if self.gives is None or self.takes is None:
             return 0
-        given = sum(_pair(rank, peer, nbytes) for peer, nbytes in enumerate(self.gives))
-        return (given - sum(_pair(peer, rank, nbytes) for peer, nbytes in enumerate(self.takes))) & _WORD
-
-
-def _pair(src: int, dst: int, nbytes: int) -> int:
-    """A number for "rank src gives rank dst so many bytes"."""
-    mixed = ((nbytes + 1) * _SPREAD + (src << 32) + dst) & _WORD
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _WORD
-    return mixed ^ mixed >> 31
+        return signature.balance(rank, self.gives, self.takes)
 
 
 class Checks:
@@ -77,23 +65,24 @@ class Checks:
 
     def _compare(self, said: Signature) -> None:
         group = self._group
-        row = np.array([self._count, said.call, said.shape, 0], np.int64)
-        row.view(np.uint64)[3] = said.balance(group.rank)
+        row = np.array([self._count, said.call, said.shape, said.balance(group.rank)], np.int64)
         rows = exchanged(group, row)
-        heads = comparable([(int(call), int(shape)) for call, shape in rows[:, 1:3]])
+        heads = signature.comparable([(int(call), int(shape)) for call, shape in rows[:, 1:3]])
         counts = rows[:, 0].tolist()
         if len(set(heads)) > 1:
-            raise self._mismatch(calls.describe_differences(heads, group.ranks))
+            raise self._mismatch(signature.describe_differences(heads, group.ranks))
         if len(set(counts)) > 1:
             text = ", ".join(f"rank {r} its call {n}" for r, n in zip(group.ranks, counts, strict=True))
-            raise self._mismatch(f"{calls.describe(*heads[0])} is {text}: a rank has left out a call before")
-        if int(rows[:, 3].view(np.uint64).sum(dtype=np.uint64)):
+            raise self._mismatch(
+                f"{signature.describe(*heads[0])} is {text}: a rank has left out a call before"
+            )
+        if rows[:, 3].sum():
             tables = exchanged(group, np.array([said.gives, said.takes], np.int64))
-            sizes = describe_sizes([(gives.tolist(), takes.tolist()) for gives, takes in tables], group.ranks)
-            raise self._mismatch(f"{operation_of(heads)}: {sizes}")
+            sizes = [(gives.tolist(), takes.tolist()) for gives, takes in tables]
+            raise self._mismatch(signature.describe_mismatch(heads, group.ranks, lambda: sizes))
 
     def _mismatch(self, text: str) -> MismatchError:
-        return mismatch(text, self._count, f"{self._group.name} on GPUs")
+        return signature.mismatch(text, self._count, f"{self._group.name} on GPUs")
 
 
 def exchanged(group: ProcessGroup, row: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from ...core.calls import UNEVEN
+from ...core.signature import UNEVEN
 from . import ipc_page as at
 from .flags import load_relaxed, store_relaxed, store_release, wait_for
 from .launch import Kernel

@@ -11,7 +11,7 @@
 
 A rank writes its own state into every rank's page, so that everybody waits in memory of its own GPU. A line is
 
-    SEQUENCE  the call's number, written last        CALL, SHAPE  calls.py's fingerprint
+    SEQUENCE  the call's number, written last        CALL, SHAPE  of core/signature.py
     BALANCE   a sum over what the rank gives less one over what it expects; over all ranks it is 0 if these match
 
 CONTROL is the address of pinned host memory, by which kernels and the host of one rank talk:

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core import calls
+from ...core import signature
 from ...core.carrier import Call
 from ...core.group import ProcessGroup
 from ...core.members import Member
-from ...core.mismatch import comparable, describe_sizes, mismatch, operation_of, refused
 from ...core.monitor import Wait
 from ...core.operands import Array
 from ...core.reduce_op import ReduceOp
@@ -27,7 +26,7 @@ from ..tcp.vigil import NetVigil
 from . import meet_kernels as words
 from .control import MpiControl
 from .library import Library
-from .meet import Meeting, Said, balance_of
+from .meet import Meeting, Said
 from .memory import Block, HostMemory, Memory, blocks_of
 from .moves import Moves, are_near
 from .reduce import Reductions
@@ -155,9 +154,11 @@ class MpiCalls(ProcessGroup):
             key += (_ON_GPU,)
         found = self._prepared.get(key)
         if found is None:
-            code = calls.encode(operation, dtype, op=op, parts=parts) | root << calls.ROOT_SHIFT
+            code = signature.encode(operation, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
             sizes = sizes_of(Shape(operation, self.size, self.rank, nbytes, _NO_LIMITS, root=root))
-            found = Said(code | _ON_GPU * on_gpu, sizes, balance_of(sizes, self.rank))
+            found = Said(
+                code | _ON_GPU * on_gpu, sizes, signature.balance(self.rank, sizes.gives, sizes.takes)
+            )
             if not on_gpu:
                 self._let_finish(found, operation, dtype, op, root, nbytes)
             if len(self._prepared) < _MOST_PREPARED:
@@ -196,7 +197,9 @@ class MpiCalls(ProcessGroup):
     def _doing(self) -> str:
         """The call under way, for messages."""
         _, code, shape = self._meeting.rows[self.rank, : words.ROW_BALANCE].tolist()
-        return f"{calls.describe(code & ~_ON_GPU, shape)}, call {self._meeting.calls} of group {self.name!r}"
+        return (
+            f"{signature.describe(code & ~_ON_GPU, shape)}, call {self._meeting.calls} of group {self.name!r}"
+        )
 
     def _late(self) -> list[int]:
         """The group ranks that have not come; once all have, those that may still be in the call."""
@@ -207,18 +210,20 @@ class MpiCalls(ProcessGroup):
     def _mismatch(self, found: int, said: Said) -> Exception:
         """The error of calls that differ, which all ranks have seen; the group goes on."""
         rows = self._meeting.rows[:, words.ROW_CODE : words.ROW_SHAPE + 1].tolist()
-        heads = comparable([(code & ~_ON_GPU, shape) for code, shape in rows])
-        error = refused(heads, self.ranks, self._refusal, self._from_all, self._meeting.calls, self.name)
-        text = calls.describe_differences(heads, self.ranks)
+        heads = [(code & ~_ON_GPU, shape) for code, shape in rows]
+        error = signature.refused(
+            heads, self.ranks, self._refusal, self._from_all, self._meeting.calls, self.name
+        )
+        text = signature.describe_differences(signature.comparable(heads), self.ranks)
         on_gpus = [self.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
         if 0 < len(on_gpus) < self.size:
             text += f"; the arrays of {on_gpus} are on GPUs, those of the others are not"
         if found == words.UNBALANCED:
             tables = self._from_all(np.array([said.sizes.gives, said.sizes.takes], np.int64)).tolist()
             sizes = [(gives, takes) for gives, takes in tables]
-            text = f"{operation_of(heads)}: {describe_sizes(sizes, self.ranks)}"
+            text = signature.describe_mismatch(heads, self.ranks, lambda: sizes)
         self._meeting.end()
-        return error or mismatch(text, self._meeting.calls, self.name)
+        return error or signature.mismatch(text, self._meeting.calls, self.name)
 
     def _from_all(self, own: Array) -> Array:
         """Every rank's array; all of them ask, since all have seen that something does not fit."""

@@ -26,14 +26,13 @@ _ROOMS = (88, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
 four ranks 12 and 118, 43 and 178, 86 and 232."""
 _MOST_BYTES = 256 << 10  # of all ranks' data together, which each rank keeps
 _LITTLE = 4 << 10
-_MASK = (1 << 64) - 1
 
 
 class Said:
     """What a rank says of a call, made once for all calls that are alike.
 
     Args:
-        code: the call word of calls.py.
+        code: the call word of core/signature.py.
         sizes: bytes that the rank contributes, gives and expects.
         balance: a sum over what it gives less one over what it expects; over all ranks it is 0 if these match.
 
@@ -56,21 +55,6 @@ class Said:
         """Have the compiled call do all of it: `how` and the rest are words of its table."""
         self.table[words.FINISH :] = how, nbytes, reducer, op, count, root
         self.finishes = True
-
-
-def balance_of(sizes: Sizes, rank: int) -> int:
-    """The balance of one rank's sizes, as a signed word."""
-    total = sum(_weight(rank, peer, nbytes) for peer, nbytes in enumerate(sizes.gives) if nbytes)
-    total -= sum(_weight(peer, rank, nbytes) for peer, nbytes in enumerate(sizes.takes) if nbytes)
-    return ((total & _MASK) ^ (1 << 63)) - (1 << 63)
-
-
-def _weight(source: int, destination: int, nbytes: int) -> int:
-    """64 well mixed bits (the finalizer of SplitMix64, Steele et al. 2014) for so many bytes between two ranks."""
-    z = (nbytes + 0x9E3779B97F4A7C15 * (1 + source + (destination << 24))) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
 
 
 def row_sizes(ranks: int) -> list[int]:

@@ -23,7 +23,7 @@ A call, likewise; the first three words travel:
 
 from __future__ import annotations
 
-from ...core.calls import UNEVEN
+from ...core.signature import UNEVEN
 from ...kernels.atomics import call_reducer
 from ...kernels.copy import copy
 from ...kernels.foreign import call_foreign

@@ -50,7 +50,7 @@ class Prepared:
 
     Attributes:
         address: of the words that the engine reads; valid while this object lives.
-        call, shape: the fingerprint, see calls.py.
+        call, shape: the fingerprint, see core/signature.py.
         peers: whom its plan sends to or receives from.
         ready: whether there are connections to all of them, and room for it.
     """

@@ -14,10 +14,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ...core import calls
+from ...core import signature
 from ...core.carrier import Call
 from ...core.members import Member
-from ...core.mismatch import comparable, describe_sizes, mismatch, operation_of, refused
 from ...core.monitor import Wait
 from ...core.operands import Array, divide
 from ...core.processes import cores_of
@@ -153,7 +152,7 @@ class TcpGroup(ShortPaths, Mailing):
         itemsize = dtype.itemsize if dtype is not None else 1
         if op is not None and itemsize > PIECE:
             raise ArrayError(f"an element of {dtype} has {itemsize} bytes; {operation} takes {PIECE} here")
-        code = calls.encode(operation, dtype, op=op, parts=parts) | root << calls.ROOT_SHIFT
+        code = signature.encode(operation, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
         folds = reducer(self._folded(op), dtype)[:2] if op is not None and dtype is not None else (0, 0)
         half = dtype is not None and dtype.name in HALVES
         ordered = op is not None and (op.function is not None or half)
@@ -161,7 +160,9 @@ class TcpGroup(ShortPaths, Mailing):
             operation, self.size, self.rank, nbytes, self._limits, itemsize, root=root, ordered=ordered
         )
         sizes = sizes_of(call)
-        balance = sizes.balance(self.rank) if self.size > MEET_RANKS else 0
+        balance = 0
+        if self.size > MEET_RANKS:
+            balance = signature.balance(self.rank, sizes.gives, sizes.takes)
         plan, stride = choose(call), self._limits.frame_stride
         prepared = Prepared(code, sizes, plan, stride, folds, itemsize, balance)
         return prepared
@@ -197,7 +198,7 @@ class TcpGroup(ShortPaths, Mailing):
                     raise  # it could not be reached, and the error says how that failed
                 late.add(peer)
         if late:
-            what = calls.describe(prepared.call, prepared.shape)
+            what = signature.describe(prepared.call, prepared.shape)
             names = ", ".join(self._vigil.name(peer) for peer in sorted(late))
             raise CollectiveTimeoutError(
                 f"{what}, call {self._context[words.CALLS] + 1} of group {self.name!r}: {names} did not arrive within "
@@ -226,7 +227,7 @@ class TcpGroup(ShortPaths, Mailing):
     def _doing(self) -> str:
         """The call under way, for messages."""
         number, head = self._context[words.CALLS], self._context.headers()[self.rank]
-        what = calls.describe(int(head[words.HEAD_CALL]), int(head[words.HEAD_SHAPE]))
+        what = signature.describe(int(head[words.HEAD_CALL]), int(head[words.HEAD_SHAPE]))
         return f"{what}, call {number} of group {self.name!r}"
 
     def _late(self) -> list[int]:
@@ -238,17 +239,18 @@ class TcpGroup(ShortPaths, Mailing):
     def _mismatch(self) -> Exception:
         number, headers = self._context[words.CALLS], self._context.headers().copy()
         engine.after_mismatch.call(self._context.address)
-        said = comparable([(int(h[words.HEAD_CALL]), int(h[words.HEAD_SHAPE])) for h in headers])
-        if error := refused(said, self.ranks, self._refusal, self._from_all, number, self.name):
+        heads = [(int(h[words.HEAD_CALL]), int(h[words.HEAD_SHAPE])) for h in headers]
+        if error := signature.refused(heads, self.ranks, self._refusal, self._from_all, number, self.name):
             return error
-        text = calls.describe_differences(said, self.ranks)
-        if len(set(said)) == 1 and self.size > MEET_RANKS:
-            text = f"{operation_of(said)}: {describe_sizes((), self.ranks)}"
-        elif len(set(said)) == 1:
+
+        def tables() -> Sequence[signature.Sizes]:
+            if self.size > MEET_RANKS:
+                return ()
             sizes = headers[:, words.SIZES : words.SIZES + 2 * self.size].reshape(self.size, 2, self.size)
-            tables = [(gives, takes) for gives, takes in sizes.tolist()]
-            text = f"{operation_of(said)}: {describe_sizes(tables, self.ranks)}"
-        return mismatch(text, number, self.name)
+            return [(gives, takes) for gives, takes in sizes.tolist()]
+
+        text = signature.describe_mismatch(heads, self.ranks, tables)
+        return signature.mismatch(text, number, self.name)
 
     def _from_all(self, own: Array) -> Array:
         """Every rank's array, by the thread that has the turn, between two calls."""

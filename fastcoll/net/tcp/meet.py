@@ -2,10 +2,10 @@
 
     word            a header, of the same length in every call of the group
     NUMBER          how many calls the group has had
-    HEAD_CALL       fingerprint of the call (calls.py)
+    HEAD_CALL       fingerprint of the call (core/signature.py)
     HEAD_SHAPE      bytes that this rank contributes
     HEAD_ATTACHED   bytes that follow this header
-    HEAD_BALANCE    0 over all ranks if what they give is what the others expect (sizes.py)
+    HEAD_BALANCE    0 over all ranks if what they give is what the others expect (core/signature.py)
     SIZES           bytes given to rank 0, 1, ..., then bytes expected of rank 0, 1, ..., in groups in which
                     everybody sends to everybody: with many ranks that would be many times the rest
 
@@ -17,7 +17,7 @@ frame is the beginning of the peer's next one, and is kept.
 
 from __future__ import annotations
 
-from ...core.calls import UNEVEN
+from ...core.signature import UNEVEN
 from ...kernels.copy import copy, move
 from ...kernels.jit import inlined, kernel
 from ...kernels.pointers import load_word, store_word

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from typing import NamedTuple
 
 from .plans.shape import Shape
@@ -23,21 +21,6 @@ class Sizes(NamedTuple):
     shape: int
     gives: tuple[int, ...]
     takes: tuple[int, ...]
-
-    def balance(self, rank: int) -> int:
-        """A number for each message that `rank` gives, minus one for each that it expects, as a 64-bit integer.
-
-        Over all ranks these add up to 0 if all sizes agree, and otherwise hardly ever.
-        """
-        given = sum(_number(rank, peer, nbytes) for peer, nbytes in enumerate(self.gives) if nbytes)
-        taken = sum(_number(peer, rank, nbytes) for peer, nbytes in enumerate(self.takes) if nbytes)
-        return (given - taken + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _number(src: int, dst: int, nbytes: int) -> int:
-    """A pseudo-random number for "src gives dst so many bytes"."""
-    digest = hashlib.blake2b(struct.pack("<3q", src, dst, nbytes), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def sizes_of(call: Shape) -> Sizes:

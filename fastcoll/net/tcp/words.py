@@ -40,7 +40,7 @@ PATIENCE = 27  # the table of kernels/waiting.py
 CONTEXT_WORDS = PATIENCE + PATIENCE_WORDS
 
 # ---- a prepared call ----------------------------------------------------------------------------------
-CALL, SHAPE = 0, 1  # the fingerprint, see calls.py
+CALL, SHAPE = 0, 1  # the fingerprint, see core/signature.py
 TABLE, ROWS = 2, 3  # address and length of the plan
 PAYLOADS = 4  # how many of the first rows are PAYLOAD
 REDUCER, CODE, ITEMSIZE = 5, 6, 7

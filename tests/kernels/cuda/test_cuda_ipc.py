@@ -12,12 +12,12 @@ import numpy as np
 import oracle
 import pytest
 
-from fastcoll.core import calls
+from fastcoll.core import signature
 from fastcoll.kernels.cuda import ipc_page as at
 
 pytestmark = pytest.mark.gpu
 
-CALL = calls.encode("all_reduce", np.dtype("f4"))
+CALL = signature.encode("all_reduce", np.dtype("f4"))
 FLOATS = [*oracle.FLOATS, *oracle.HALVES, *oracle.COMPLEX]
 
 
@@ -105,7 +105,7 @@ def test_a_mismatch_is_told_to_the_host_and_ends_all_saying(device, what) -> Non
 
 
 def test_shapes_may_differ_where_ranks_may_give_different_sizes(device) -> None:
-    uneven = calls.encode("gather", np.dtype("f4"))
+    uneven = signature.encode("gather", np.dtype("f4"))
     rank = Rank(device, lines(1, (1, uneven, 8, 3), (1, uneven, 4, (1 << 48) - 3)))
     rank.launch("meet", 1, uneven, 8, 3)
     assert rank.control(at.STOPPED) == [0]

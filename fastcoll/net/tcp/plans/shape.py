@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     """One rank's view of a call.
 
     Attributes:
-        operation: a name of calls.OPERATIONS, from all_reduce to barrier.
+        operation: a name of signature.OPERATIONS, from all_reduce to barrier.
         size, rank: of the group.
         nbytes: all_reduce, reduce, scan, exscan, broadcast: (bytes of the array,); reduce_scatter: of each block;
             all_gather: of each out; gather and scatter: of each out or block on the root, (bytes of the own

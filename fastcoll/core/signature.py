@@ -1,0 +1,276 @@
+"""The signature of a collective call: what ranks compare before data moves, and what they say where it differs.
+
+    call     bits 0-7 operation, 8-15 dtype, 16-31 reduce operation, 32-47 root, 48-60 detail, 61 COALESCED, 62 UNEVEN
+    shape    bytes that a rank contributes; ranks may differ in it when UNEVEN is set
+    balance  a sum over what the rank gives less one over what it expects; over all ranks it is 0 if all sizes match
+
+All fields but the detail can be read back, so that an error can show what each rank called. The detail is
+a checksum of what has no field: a dtype that is not in the table, and how a coalesced call is divided. A coalesced
+call's checksum goes on in the field that its operation has no use for: the root's, or the reduce operation's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MismatchError
+from .reduce_op import CUSTOM, NAMES, ReduceOp
+
+OPERATIONS = (
+    "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
+    "message symmetric.empty symmetric:all_reduce refused"
+).split()
+_CODES = {name: code for code, name in enumerate(OPERATIONS)}
+_DTYPES = (
+    "none bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 "
+    "complex64 complex128"
+).split()
+_OTHER_DTYPE = 0x80
+_OTHER_BITS = 0x3FFF
+_DETAIL = 0x1FFF
+_REDUCING = ("all_reduce", "reduce", "scan", "exscan", "reduce_scatter")
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
+_UNEVEN = ("all_gather", "gather", "scatter", "all_to_all")  # ranks may differ in what they contribute
+
+REFUSED = _CODES["refused"]
+"""The call word of a call that was refused where it was made, and matches no other."""
+
+_COALESCED = 1 << 61
+UNEVEN = 1 << 62
+OP_SHIFT = 16
+ROOT_SHIFT = 32
+_DETAIL_SHIFT = 48
+
+SHAPES = (-1,)
+"""The `parts` of the all_gather of int64 by which ranks tell the shapes of what they gather next."""
+
+
+class Signature(NamedTuple):
+    """The three words that a rank tells of its call."""
+
+    call: int
+    shape: int
+    balance: int = 0
+
+
+# ---- the call word -------------------------------------------------------------------------------------
+
+
+def code_of(operation: str) -> int:
+    """An operation's number."""
+    return _CODES[operation]
+
+
+def encode(
+    operation: str,
+    dtype: np.dtype[Any] | None = None,
+    *,
+    op: ReduceOp | None = None,
+    parts: Sequence[int] = (),
+) -> int:
+    """The call word, without the root; `parts`: of a coalesced call, its arrays' sizes or what else must agree."""
+    code = dtype_code(dtype)
+    checksum = zlib.crc32(repr(list(parts)).encode()) if parts else 0
+    return (
+        _CODES[operation]
+        | (code & 0xFF) << 8
+        | (op.code if op is not None else 0) << OP_SHIFT
+        | ((code >> 8 ^ checksum) & _DETAIL) << _DETAIL_SHIFT
+        | (checksum >> 13 & 0xFFFF) << _spare_shift(operation)
+        | (_COALESCED if parts else 0)
+        | (UNEVEN if operation in _UNEVEN else 0)
+    )
+
+
+def _spare_shift(operation: str) -> int:
+    """Where the field lies that a coalesced call of this operation has no use for."""
+    return ROOT_SHIFT if operation in _REDUCING else OP_SHIFT
+
+
+def dtype_code(dtype: np.dtype[Any] | None) -> int:
+    """22 bits for a dtype: its place in a table, or a checksum of its description with bit 7 set."""
+    if dtype is None:
+        return 0
+    if dtype.isnative and dtype.name in _DTYPES:
+        return _DTYPES.index(dtype.name)
+    checksum = zlib.crc32(repr(dtype).encode())
+    return _OTHER_DTYPE | checksum & 0x7F | (checksum >> 7 & _OTHER_BITS) << 8
+
+
+OBJECT_SIZES = np.dtype([("fastcoll: sizes of objects", np.int64)])
+OBJECT_BYTES = np.dtype([("fastcoll: bytes of objects", np.uint8)])
+"""What collectives of objects move: no user's array matches it, and messages call it objects."""
+
+_OBJECTS = {
+    dtype_code(dtype) & (_DETAIL << 8 | 0xFF): dtype.itemsize for dtype in (OBJECT_SIZES, OBJECT_BYTES)
+}
+
+
+def describe(call: int, shape: int) -> str:
+    """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`."""
+    name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
+    symmetric, _, operation = name.rpartition(":")
+    if operation in ("barrier", "refused"):
+        return "barrier()" if operation == "barrier" else "a call that was refused"
+    if call == _SHAPES_CALL:
+        return "all_gather(tensor) without a list"
+    code, detail = call >> 8 & 0xFF, call >> _DETAIL_SHIFT & _DETAIL
+    dtype = _DTYPES[code] if code < len(_DTYPES) else f"another dtype ({detail << 8 | code:#x})"
+    parts = [dtype, f"{shape} bytes" if shape >= 0 else "blocks of different sizes"]
+    itemsize = _OBJECTS.get(detail << 8 | code)
+    if itemsize is not None:
+        several = itemsize > 1 and shape >= 0 and not call & UNEVEN
+        parts = [f"{shape // itemsize} objects" if several else "objects"]
+    elif call & UNEVEN:
+        del parts[1]
+    elif shape >= 0 and 0 < code < len(_DTYPES):
+        parts[1] = f"{shape // np.dtype(_itemsize_name(dtype)).itemsize} elements"
+    if operation in _REDUCING and (redop := call >> OP_SHIFT & 0xFFFF):
+        parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
+    if operation in _ROOTED:
+        parts.append(f"root={call >> ROOT_SHIFT & 0xFFFF}")
+    if symmetric:
+        parts.append("in symmetric memory")
+    if call & _COALESCED:
+        operation += "_coalesced"
+        checksum = (call >> _spare_shift(operation) & 0xFFFF) << 13 | detail
+        parts.append(f"arrays of checksum {checksum:#x}")
+    return f"{operation}({', '.join(parts)})"
+
+
+_SHAPES_CALL = encode("all_gather", np.dtype(np.int64), parts=SHAPES)
+
+
+def _itemsize_name(name: str) -> str:
+    return "uint16" if name == "bfloat16" else name
+
+
+def describe_differences(calls: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
+    """Who called what, equal calls together: `ranks 0, 2: barrier(); rank 1: ...`."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, call in zip(ranks, calls, strict=True):
+        groups.setdefault(call, []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(members) > 1 else ''} {', '.join(map(str, members))} called {describe(*call)}"
+        for call, members in groups.items()
+    )
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------
+
+Sizes = tuple[Sequence[int], Sequence[int]]
+"""Bytes that a rank gives to and takes from each rank; -1 where there is no message."""
+
+# Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014 (splitmix64).
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
+
+
+def weigh(src: int, dst: int, nbytes: int) -> int:
+    """A pseudo-random number for "rank src gives rank dst so many bytes"; compiled, it is kernels/matching.py's."""
+    mixed = ((nbytes + 1) * STEP + (src << 32) + dst) & _WORD
+    mixed = (mixed ^ (mixed >> 30)) * FIRST & _WORD
+    mixed = (mixed ^ (mixed >> 27)) * SECOND & _WORD
+    return _signed(mixed ^ (mixed >> 31))
+
+
+def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
+    """The weights of what a rank gives each peer less those of what it expects, as a signed 64-bit word.
+
+    Over all ranks these add up to 0 modulo 2**64 if all sizes agree, and otherwise hardly ever (1 in 2**64).
+    """
+    given = sum(weigh(rank, peer, n) for peer, n in enumerate(gives) if peer != rank and n >= 0)
+    taken = sum(weigh(peer, rank, n) for peer, n in enumerate(takes) if peer != rank and n >= 0)
+    return _signed(given - taken)
+
+
+def shape_of(sizes: Sequence[int]) -> int:
+    """One number that tells sizes that all ranks know from others: their sum if they are equal, else negative."""
+    if len(set(sizes)) == 1:
+        return sum(sizes)
+    return -1 - (sum(weigh(peer, peer, n) for peer, n in enumerate(sizes)) & (1 << 62) - 1)
+
+
+def _signed(word: int) -> int:
+    return ((word + (1 << 63)) & _WORD) - (1 << 63)
+
+
+# ---- do they match, and what to say where they do not ---------------------------------------------------
+
+Head = tuple[int, int]
+"""Call word and shape of a rank."""
+
+Share = Callable[[NDArray[Any]], NDArray[Any]]
+"""Every rank's array, row by row, where each gives one of the same size; all ranks of a mismatch call it together."""
+
+_NOTE_BYTES = 1024
+
+
+def comparable(heads: Sequence[Head]) -> list[Head]:
+    """The heads of all ranks, without the shapes if ranks may differ in them."""
+    uneven = all(call & UNEVEN for call, _ in heads)
+    return [(call, 0) for call, _ in heads] if uneven else list(heads)
+
+
+def mismatch(text: str, number: int, group: str) -> MismatchError:
+    """The error of every rank; `text` says who called what."""
+    return MismatchError(
+        f"the ranks' calls do not match (call {number} of group {group!r}): {text}; "
+        "all ranks must make the same calls in the same order"
+    )
+
+
+def describe_sizes(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
+    """The pairs of ranks whose sizes differ: `rank 0 gives rank 1 8 bytes, which expects 12`."""
+    differences = [
+        f"rank {ranks[src]} gives rank {ranks[dst]} {gives[dst]} bytes, which expects {tables[dst][1][src]}"
+        for src, (gives, _) in enumerate(tables)
+        for dst in range(len(tables))
+        if gives[dst] != tables[dst][1][src]
+    ]
+    return "; ".join(differences[:8]) or "what ranks give and what others expect differ in size"
+
+
+def describe_mismatch(
+    heads: Sequence[Head],
+    ranks: Sequence[int],
+    tables: Callable[[], Sequence[Sizes]] = tuple,
+    describe: Callable[[Sequence[Sizes], Sequence[int]], str] = describe_sizes,
+) -> str:
+    """Who called what; or, where all called the same, whose sizes differ.
+
+    Args:
+        tables: every rank's sizes; asked for only where sizes differ. None: this is not known.
+        describe: says what differs in them.
+    """
+    heads = comparable(heads)
+    if len(set(heads)) > 1:
+        return describe_differences(heads, ranks)
+    operation = OPERATIONS[heads[0][0] & 0xFF].rpartition(":")[2]
+    return f"{operation}: {describe(tables(), ranks)}"
+
+
+def refused(
+    heads: Sequence[Head], ranks: Sequence[int], own: str, share: Share, number: int, group: str
+) -> MismatchError | None:
+    """The error of every rank where some ranks' calls were refused: what they say, and what the others called.
+
+    Args:
+        own: what this rank says, if its call was refused.
+    """
+    there = [rank for rank, (call, _) in enumerate(heads) if call == REFUSED]
+    if not there:
+        return None
+    note = np.zeros(_NOTE_BYTES, np.uint8)
+    data = np.frombuffer(own.encode()[:_NOTE_BYTES], np.uint8)
+    note[: data.size] = data
+    notes = share(note)
+    told = [notes[rank].tobytes().rstrip(b"\0").decode(errors="replace") for rank in there[:8]]
+    others = [rank for rank in range(len(heads)) if rank not in there]
+    text = describe_differences([heads[rank] for rank in others], [ranks[rank] for rank in others])
+    return MismatchError(f"{'; '.join(told)}; {text} (call {number} of group {group!r}); no data was moved")
