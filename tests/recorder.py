@@ -44,7 +44,7 @@ class Recorder(ProcessGroup):
         self.calls: list[tuple[Any, ...]] = []
         self.answers: dict[str, Any] = {"recv": 2}
         self.closed = 0
-        self._vigil: Any = SimpleNamespace(farewell="")
+        self.monitor: Any = SimpleNamespace(farewell="")
 
     def refuse(self, name: str, error: Exception) -> None:
         """Nobody is there to be told."""
@@ -54,10 +54,10 @@ class Recorder(ProcessGroup):
     for _name in ProcessGroup.__abstractmethods__:
         vars()[_name] = _absent
 
-    def _ready_isend(self, *args: Any) -> Callable[[], Any]:
+    def ready_isend(self, *args: Any) -> Callable[[], Any]:
         return partial(self.isend, *args)
 
-    def _ready_irecv(self, *args: Any) -> Callable[[], Any]:
+    def ready_irecv(self, *args: Any) -> Callable[[], Any]:
         return partial(self.irecv, *args)
 
     def _close(self, reason: object) -> None:

@@ -97,7 +97,7 @@ def test_nobody_is_done_before_the_slowest_slice(rank, world_size, slow):
     x = symmetric.zeros(LARGE // 4, np.float32)
     if rank == slow:
         group._context.words[words.PATIENCE + waiting.BUDGET] = 0
-        group._vigil.verdict = lambda needed, doing: time.sleep(0.05)
+        group.monitor.verdict = lambda needed, doing: time.sleep(0.05)
     x[...] = rank + 1
     dist.all_reduce(x)
     assert (x == world_size * (world_size + 1) / 2).all()
@@ -503,7 +503,7 @@ def test_other_backends_say_what_to_do():
         with pytest.raises(UnavailableError, match=r"runs on elsewhere.*new_group"):
             symmetric.empty(3, group=group)
     finally:
-        group._queue.close()
+        group.gate.queue.close()
 
 
 def test_without_a_group():

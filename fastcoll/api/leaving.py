@@ -60,26 +60,26 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
     """Wait for all that is under way, as long as that makes sense."""
     started = time.monotonic()
     for group in groups:
-        while works := [work for work in group.unheard.under_way() if not work.needs_message]:
+        while works := [work for work in group.gate.unheard.under_way() if not work.needs_message]:
             left = started + group.timeout - time.monotonic()
             if left <= 0:
                 break
             works[0]._done.wait(left)
-    receiving = [group for group in groups if group.unheard.under_way()]
+    receiving = [group for group in groups if group.gate.unheard.under_way()]
     for group in receiving:
         group.start_to_leave()
     patience = time.monotonic() + _RECEIVE_SECONDS
     for group in receiving:
         end = min(started + group.timeout, patience)
         while time.monotonic() < end and (
-            hopeful := [work for work in group.unheard.under_way() if not group.is_in_vain(work)]
+            hopeful := [work for work in group.gate.unheard.under_way() if not group.is_in_vain(work)]
         ):
             hopeful[0]._done.wait(_POLL_SECONDS)
 
 
 def _loss(groups: Sequence[ProcessGroup]) -> GroupError | None:
     """What says which operations of closed groups were lost."""
-    lost = [(group.name, what, error) for group in groups for what, error in group.unheard.lost()]
+    lost = [(group.name, what, error) for group in groups for what, error in group.gate.unheard.lost()]
     if not lost:
         return None
     named = "; ".join(f"{what} of the group {name} ({error})" for name, what, error in lost[:_MOST_NAMED])

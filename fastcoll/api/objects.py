@@ -78,7 +78,7 @@ def gather_object(
     if g is None:
         return
     with g.preparing("gather_object"):
-        root = g._checked_rank("dst", group_rank(g, "dst", dst, group_dst, 0))
+        root = g.checked_rank("dst", group_rank(g, "dst", dst, group_dst, 0))
         if g.rank == root:
             _check_length("object_gather_list", object_gather_list, g.size)
         own = _pack(obj)
@@ -116,7 +116,7 @@ def broadcast_object_list(
     with g.preparing("broadcast_object_list"):
         _check_device(device)
         _check_list("object_list", object_list)
-        root = g._checked_rank("src", group_rank(g, "src", src, group_src, 0))
+        root = g.checked_rank("src", group_rank(g, "src", src, group_src, 0))
         parts = [_pack(obj) for obj in object_list] if g.rank == root else None
     sizes = _announce_sizes(g, parts, len(object_list), root)
     data = np.empty(sizes.sum(), np.uint8) if parts is None else _joined(parts)
@@ -151,7 +151,7 @@ def scatter_object_list(
         _check_list("scatter_object_output_list", scatter_object_output_list)
         if not scatter_object_output_list:
             raise UsageError("scatter_object_output_list is empty; give a list of one item")
-        root = g._checked_rank("src", group_rank(g, "src", src, group_src, 0))
+        root = g.checked_rank("src", group_rank(g, "src", src, group_src, 0))
         parts = None
         if g.rank == root:
             given = [] if scatter_object_input_list is None else scatter_object_input_list

@@ -153,10 +153,10 @@ class P2POp:
 
     def _ready(self, g: ProcessGroup) -> Callable[[], Work]:
         """Check all of it; what is returned posts it."""
-        peer = g._checked_rank("peer", group_rank(g, "peer", self.peer, self.group_peer))
+        peer = g.checked_rank("peer", group_rank(g, "peer", self.peer, self.group_peer))
         if self.op is isend:
-            return g._ready_isend(self.tensor, peer, self.tag)
-        post = g._ready_irecv(self.tensor, peer, self.tag)
+            return g.ready_isend(self.tensor, peer, self.tag)
+        post = g.ready_irecv(self.tensor, peer, self.tag)
         return post if g is groups.world else lambda: _Received(post(), g.ranks)
 
 

@@ -14,17 +14,49 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import GroupError
 from ..interop.arrays import Adopted
+from .operation import Call, Operation
 from .reduce_op import ReduceOp
 from .work import Work
 
 A = TypeVar("A")
 """The arrays of a carrier: contiguous ndarrays, or DeviceArrays."""
 
-Call = Callable[[], Any]
+
+def _coalesced(xs: Sequence[Any]) -> list[Adopted]:
+    return [Adopted(x) for x in xs]
+
+
+def _lists(operation: Operation) -> list[list[Adopted]]:
+    size = len(operation.outputs) // len(operation.inputs)
+    outs = _coalesced(operation.outputs)
+    return [outs[start : start + size] for start in range(0, len(outs), size)]
+
+
+_HOOKS: dict[str, Callable[[Any, Operation], Call]] = {
+    "all_reduce": lambda c, o: c._plan_all_reduce(o.outputs[0], o.op, o.parts),
+    "reduce": lambda c, o: c._plan_reduce(o.outputs[0], o.inputs[0], o.op, o.root),
+    "scan": lambda c, o: c._plan_scan(o.outputs[0], o.inputs[0], o.op, False),
+    "exscan": lambda c, o: c._plan_scan(o.outputs[0], o.inputs[0], o.op, True),
+    "reduce_scatter": lambda c, o: c._plan_reduce_scatter(o.outputs[0], o.inputs, o.op),
+    "broadcast": lambda c, o: c._plan_broadcast(o.outputs[0], o.root, o.parts),
+    "all_gather": lambda c, o: c._plan_all_gather(o.outputs, o.inputs[0], o.parts),
+    "gather": lambda c, o: c._plan_gather(o.outputs or None, o.inputs[0], o.root),
+    "scatter": lambda c, o: c._plan_scatter(o.outputs[0], o.inputs or None, o.root),
+    "all_to_all": lambda c, o: c._plan_all_to_all(o.outputs, o.inputs),
+    "all_reduce_coalesced": lambda c, o: c._plan_all_reduce_coalesced(_coalesced(o.outputs), o.op, o.parts),
+    "all_gather_coalesced": lambda c, o: c._plan_all_gather_coalesced(_lists(o), _coalesced(o.inputs)),
+}
 
 
 class Carrier(ABC, Generic[A]):
     """The hooks. Host inputs and outputs overlap only where it is said; device arrays may overlap anywhere."""
+
+    natively: frozenset[str] = frozenset(_HOOKS)
+    """The kinds that it carries out itself; the others are compositions of these."""
+
+    def plan(self, operation: Operation, timeout: float | None = None) -> Call:
+        """See `Operation`; until a carrier has this method itself, its hooks stand for it."""
+        return _HOOKS[operation.kind](self, operation)
 
     @abstractmethod
     def _plan_all_reduce(self, x: A, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
@@ -61,16 +93,6 @@ class Carrier(ABC, Generic[A]):
     @abstractmethod
     def _plan_all_to_all(self, outs: Sequence[A], blocks: Sequence[A]) -> Call:
         """outs[r] = rank r's blocks[rank]; no overlap between outs and blocks."""
-
-    @abstractmethod
-    def _plan_all_reduce_coalesced(
-        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
-    ) -> Call:
-        """Each of xs = its reduction over all ranks; all have one dtype; `parts` as above, else the sizes."""
-
-    @abstractmethod
-    def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:
-        """lists[k][r] = rank r's xs[k]; all have one dtype."""
 
     @abstractmethod
     def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
@@ -111,6 +133,16 @@ class StreamCall(ABC):
 
 class DeviceCarrier(Carrier[Any]):
     """What carries operations on the arrays of GPUs out, in one group."""
+
+    @abstractmethod
+    def _plan_all_reduce_coalesced(
+        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
+    ) -> Call:
+        """Each of xs = its reduction over all ranks; all have one dtype; `parts` as above, else the sizes."""
+
+    @abstractmethod
+    def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:
+        """lists[k][r] = rank r's xs[k]; all have one dtype."""
 
     @abstractmethod
     def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:

@@ -18,7 +18,6 @@ from ..errors import ArrayError, MismatchError, UsageError
 from ..interop.arrays import Adopted
 from ..interop.dtypes import rounded, widened
 from .arguments import wholes
-from .carrier import Call
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 from .signature import dtype_code
 
@@ -93,10 +92,6 @@ def agreed_shapes(notes: Array, ranks: Sequence[int]) -> list[list[int]]:
             f"all_gather(tensor) takes arrays of one dtype and number of dimensions: {'; '.join(gave)}"
         )
     return shapes
-
-
-def arrays_of(items: Sequence[Adopted] | None) -> list[Array] | None:
-    return None if items is None else [item.array for item in items]
 
 
 def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list[Array]:
@@ -240,26 +235,6 @@ def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
     """Views of so many elements each, one after the other; of a host array or one on a GPU."""
     flat, end = x.reshape(-1), 0
     return [flat[end : (end := end + size)] for size in sizes]
-
-
-def flattened(xs: Sequence[Adopted]) -> Array:
-    """All elements, one array after the other; np.concatenate would change the byte order."""
-    flat = np.empty(sum(x.array.size for x in xs), xs[0].array.dtype)
-    return np.concatenate([x.array.reshape(-1) for x in xs], out=flat)
-
-
-def then_split(call: Call, flat: Array, owners: Sequence[Adopted]) -> Call:
-    """The call, and then the parts of `flat` copied into the owners' arrays."""
-
-    def run() -> None:
-        call()
-        start = 0
-        for owner in owners:
-            end = start + owner.array.size
-            owner.array.reshape(-1)[...] = flat[start:end]
-            start = end
-
-    return run
 
 
 def sum_for(op: ReduceOp) -> ReduceOp:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import ArrayError, MismatchError
 from ..interop.arrays import Adopted
-from .carrier import Call
+from .operation import Call
 
 CONTAINERS = (dict, list, tuple)
 

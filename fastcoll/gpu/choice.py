@@ -111,7 +111,7 @@ def agree(group: ProcessGroup, device: int) -> list[Facts]:
 
 def on_one_node(group: ProcessGroup) -> bool:
     """Whether all ranks of a group share a node."""
-    members: list[Member] = group._vigil.members
+    members: list[Member] = group.monitor.members
     return all(member.same_node(members[0]) for member in members)
 
 
@@ -138,9 +138,7 @@ def _row(own: Facts) -> Array:
 
 def _all(group: ProcessGroup, own: Array) -> list[Array]:
     """Every rank's row."""
-    rows = [np.zeros_like(own) for _ in group.ranks]
-    group._plan_all_gather(rows, own)()
-    return rows
+    return list(group.rows_of_all(own))
 
 
 def _reaches(device: int, gpus: Sequence[bytes]) -> bool:

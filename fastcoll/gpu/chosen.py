@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.carrier import Call, DeviceCarrier, StreamCall
+from ..core.carrier import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
+from ..core.operation import Call
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import GroupError, MismatchError
@@ -50,7 +51,7 @@ class ChosenCarrier(DeviceCarrier):
             plan: asks a carrier for it.
         """
         # What is queued began before the choice, and must stay ahead.
-        if self._chosen is not None and not self._group._queue.pending:
+        if self._chosen is not None and not self._group.gate.queue.pending:
             return plan(self._chosen)
         marks = self._staged.mark(arrays)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
-from ..core.carrier import Call
 from ..core.group import ProcessGroup
+from ..core.operation import Call
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..core.work import Work
 from ..interop.arrays import Adopted

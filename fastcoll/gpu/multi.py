@@ -38,7 +38,7 @@ def all_reduce(group: ProcessGroup, tensors: Sequence[Any], op: ReduceOp, async_
 def reduce(
     group: ProcessGroup, tensors: Sequence[Any], root: int, op: ReduceOp, place: int, async_op: bool
 ) -> Any:
-    root = group._checked_rank("root", root)
+    root = group.checked_rank("root", root)
     place = _index("dst_tensor", place, _length("tensor_list", tensors))
     if len(tensors) == 1:
         return group.reduce(tensors[0], root, op, async_op)
@@ -57,7 +57,7 @@ def reduce(
 
 
 def broadcast(group: ProcessGroup, tensors: Sequence[Any], root: int, place: int, async_op: bool) -> Any:
-    root = group._checked_rank("root", root)
+    root = group.checked_rank("root", root)
     place = _index("src_tensor", place, _length("tensor_list", tensors))
     if len(tensors) == 1:
         return group.broadcast(tensors[0], root, async_op)
@@ -90,7 +90,7 @@ def all_gather(
     items = _adopted(group, tensors, "input_tensor_list", ())
     mine = Several(group, items, "input_tensor_list")
     outs = [
-        group._adopt_list(outputs, group.size * many, writable=True, what=f"output_tensor_lists[{k}]")
+        group.adopt_list(outputs, group.size * many, writable=True, what=f"output_tensor_lists[{k}]")
         for k, outputs in enumerate(lists)
     ]
     for k, outputs in enumerate(outs):
@@ -140,7 +140,7 @@ def _adopted(
         written: places of those that the call writes; None for all.
     """
     items = [
-        group._adopt(x, writable=written is None or k in written, what=f"{what}[{k}]")
+        group.adopt(x, writable=written is None or k in written, what=f"{what}[{k}]")
         for k, x in enumerate(tensors)
     ]
     if written is None:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..core import signature
-from ..core.carrier import Call
 from ..core.group import ProcessGroup
+from ..core.operation import Call
 from ..core.reduce_op import ReduceOp
 from ..errors import MismatchError
 from ..interop.arrays import Array
@@ -57,9 +57,7 @@ class Segments:
             MismatchError: they differ; on all ranks.
         """
         group = self._group
-        rows = np.zeros((group.size, 2), np.int64)
-        mine = np.array([said, nbytes], np.int64)
-        group._plan_all_gather(list(rows), mine)()
+        rows = group.rows_of_all(np.array([said, nbytes], np.int64))
         everybody = [(call, shape) for call, shape in rows.tolist()]
         if len(set(everybody)) > 1:
             raise MismatchError(

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.carrier import Call, Carrier, StreamCall
+from ..core.carrier import Carrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operands import scaled
+from ..core.operation import Call
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import ArrayError, UsageError
@@ -50,7 +51,7 @@ class Several:
     @property
     def carrier(self) -> Carrier[Any]:
         """What carries calls on the arrays out."""
-        return self._group if self.on_host else self._group._devices()
+        return self._group if self.on_host else self._group.devices()
 
     def left_of(self, op: ReduceOp) -> ReduceOp:
         """What the group's call does after `Mover.fold`, which has scaled what lies on the host."""
@@ -87,7 +88,7 @@ class Several:
                 inner()
                 after(OnHost())
 
-            return self._group._run(name, call, outputs, async_op)
+            return self._group.run(name, call, outputs, async_op)
         targets: list[Any] = list(outputs)
         first: DeviceArray = self.arrays[0]
         with runtime().on(first.device):
@@ -96,13 +97,13 @@ class Several:
         ends = _Ends(first, after, targets)
         inner = plan()
         if isinstance(inner, StreamCall):
-            return self._group._run(name, _Streamed(inner, ends), (), async_op)
+            return self._group.run(name, _Streamed(inner, ends), (), async_op)
 
         def staged() -> None:
             inner()
             ends.now()
 
-        return self._group._run(name, staged, outputs, async_op)
+        return self._group.run(name, staged, outputs, async_op)
 
 
 def check_alike(what: str, items: Sequence[Adopted], y: Any, other: str) -> None:

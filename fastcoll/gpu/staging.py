@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.carrier import Call, DeviceCarrier
+from ..core.carrier import DeviceCarrier
 from ..core.group import ProcessGroup
 from ..core.operands import scaled
+from ..core.operation import Call
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import FastcollError, GroupError, UsageError

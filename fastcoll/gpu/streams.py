@@ -180,7 +180,7 @@ class StreamCarrier(DeviceCarrier):
     def _in_turn(self, name: str) -> Iterator[None]:
         """Calls are queued one after the other; a signal handler cannot come in between."""
         self._watcher.await_room()
-        self._group._check_usable()  # which may have ended meanwhile
+        self._group.gate.check_usable()  # which may have ended meanwhile
         with self._turn:
             if self._inside:
                 raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
@@ -233,11 +233,11 @@ class StreamCarrier(DeviceCarrier):
 
     def _look(self, doing: str) -> GroupError | None:
         group = self._group
-        return group.failure or self._trouble() or group._vigil.verdict([], doing)
+        return group.failure or self._trouble() or group.monitor.verdict([], doing)
 
     def _fail(self, error: GroupError) -> None:
         """Fail the group with what is under way here."""
-        self._group._fail(error)
+        self._group.fail(error)
         self.abort()
 
     def abort(self) -> None:

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from .. import config
-from ..core.carrier import Call
 from ..core.group import ProcessGroup
 from ..core.members import Member
 from ..core.operands import Array, divide, sum_for
+from ..core.operation import Call
 from ..core.reduce_op import AVG, ReduceOp
 from ..core.topology import Topology
 from ..core.work import Work
@@ -146,7 +146,7 @@ class HybridGroup(TcpGroup):
             topology.local,
             partial(local._what, "message"),
             mesh.rank,
-            self._vigil,
+            self.monitor,
             timeout,
         )
 
@@ -317,10 +317,10 @@ class HybridGroup(TcpGroup):
             return error
         # A part says who left it; the vigil over all ranks knows why.
         deadline = time.monotonic() + _REASON_SECONDS
-        while (found := self._vigil.verdict([], self._doing())) is None and time.monotonic() < deadline:
+        while (found := self.monitor.verdict([], self._doing())) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         failure = found or error
-        self._fail(failure)
+        self.fail(failure)
         return failure
 
     def _stop(self) -> None:
@@ -331,7 +331,7 @@ class HybridGroup(TcpGroup):
     def _close(self, reason: GroupError | None) -> None:
         self._mail.close(reason)  # before the segment that its messages pass is gone
         for part in self._parts:
-            part.close(self._vigil.farewell)
+            part.close(self.monitor.farewell)
         super()._close(reason)
 
     def disown(self, error: GroupError) -> None:

@@ -21,10 +21,10 @@ class Mailing(ProcessGroup):
         return self._mail.recv(x, src, tag)
 
     def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        return self.unheard.note(self._mail.isend(x, dst, tag))
+        return self.gate.unheard.note(self._mail.isend(x, dst, tag))
 
     def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        return self.unheard.note(self._mail.irecv(x, src, tag))
+        return self.gate.unheard.note(self._mail.irecv(x, src, tag))
 
     def may_wait(self) -> bool:
         return super().may_wait() and not self._mail.is_entered()
@@ -34,10 +34,10 @@ class Mailing(ProcessGroup):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
-        if not self._closed:
-            here = self._vigil.name(self.rank)
-            self._fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
+        if not self.gate.closed:
+            here = self.monitor.name(self.rank)
+            self.fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
 
-    def _fail(self, error: GroupError) -> None:
-        self._vigil.fail(error)
+    def fail(self, error: GroupError) -> None:
+        self.monitor.fail(error)
         self._mail.abort()

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ..core import signature
-from ..core.carrier import Call
 from ..core.members import Member
 from ..core.monitor import Wait
 from ..core.operands import Array
+from ..core.operation import Call
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import AbortedError, ArrayError, GroupError
@@ -90,25 +90,29 @@ class ShmGroup(HeadStart):
     ) -> None:
         super().__init__(name, [member.rank for member in members], rank, timeout)
         self._segment = segment
-        self._vigil = ShmVigil(segment, members, rank)
-        self._vigil.on_failure = self._stop
+        self.monitor = ShmVigil(segment, members, rank)
+        self.monitor.on_failure = self._stop
         self._context = Context(segment.address, segment.layout, rank, cores)
         self._c = self._context.address
         self._share = share
-        self._lanes = Lanes.of(name, self._context, segment, rank, cores, lanes, self._vigil, self._fail)
+        self._lanes = Lanes.of(name, self._context, segment, rank, cores, lanes, self.monitor, self.fail)
         self._report = Report(segment, self._context, rank, self.ranks, name)
         modes = patience(segment.layout.size, cores)
         self._mailbox = Mailbox(
-            segment.address, segment.layout, rank, self._vigil, timeout, modes, self._context.address
+            segment.address, segment.layout, rank, self.monitor, timeout, modes, self._context.address
         )
         self._m = self._mailbox.address
         self._symmetric = SymmetricArrays(
-            self.ranks, rank, timeout, self._vigil, self._context, modes, self._check_usable, self._fail
+            self.ranks, rank, timeout, self.monitor, self._context, modes, self.gate.check_usable, self.fail
         )
         self._whats: dict[Any, What] = {}
         for dtype in _SHARED:  # while the memo has room
             self._what("all_gather", dtype)
-        self._queue.count_in(self._context.words[words.PENDING : words.PENDING + 1])
+        self.gate.also(
+            inside=lambda: self._context.is_mine() or self._is_handing_over(),
+            busy=lambda: self._context[words.BUSY] != 0 or bool(self._symmetric.waits),
+        )
+        self.gate.queue.count_in(self._context.words[words.PENDING : words.PENDING + 1])
 
     # ---- when an entry comes back early --------------------------------------------------------------
 
@@ -120,7 +124,7 @@ class ShmGroup(HeadStart):
             if code == rounds.LATER:
                 raise AbortedError(f"{self._report.doing(entry.name)}: an array was changed meanwhile")
         if code == rounds.MISMATCH:
-            difference = self._report.mismatch(self._from_all, self._refusal)
+            difference = self._report.mismatch(self._from_all, self.gate.refusal)
             self._context.let_go()
             raise difference
         return code == rounds.DONE
@@ -132,7 +136,7 @@ class ShmGroup(HeadStart):
         def look(code: int, context: Context) -> None:
             nonlocal wait
             self._context.words[words.LATE] = context[words.LATE]
-            wait = wait or Wait(self._vigil, self._report.doing(entry.name), self._report.late, limit)
+            wait = wait or Wait(self.monitor, self._report.doing(entry.name), self._report.late, limit)
             wait.look() if code == rounds.AGAIN else wait.worked()
 
         while code in _UNDER_WAY:
@@ -154,31 +158,25 @@ class ShmGroup(HeadStart):
     def _torn(self, entry: Entry, error: BaseException) -> None:
         if self._context.is_mine():
             if not isinstance(error, GroupError):
-                here = self._vigil.name(self.rank)
+                here = self.monitor.name(self.rank)
                 error = AbortedError(
                     f"{here} was interrupted by {type(error).__name__} in {self._report.doing(entry.name)}"
                 )
-            self._fail(error)
+            self.fail(error)
             self._lanes.settle()
             self._context.let_go()
         elif is_refusal(error):
             return
         raise
 
-    def _fail(self, error: GroupError) -> None:
-        self._vigil.fail(error)
+    def fail(self, error: GroupError) -> None:
+        self.monitor.fail(error)
         self._mailbox.abort()
 
     def _stop(self) -> None:
         """The group has failed, wherever that was found: leave the synchronous path from now on."""
         self._context.words[words.SHUT] = 1
-        self.failure = self._vigil.failure
-
-    def _is_inside(self) -> bool:
-        return super()._is_inside() or self._context.is_mine()
-
-    def _is_busy(self) -> bool:
-        return super()._is_busy() or self._context[words.BUSY] != 0 or bool(self._symmetric.waits)
+        self.gate.failure = self.monitor.failure
 
     # ---- what calls are made of ----------------------------------------------------------------------
 
@@ -223,7 +221,7 @@ class ShmGroup(HeadStart):
             args = kept(entry.name, args, what.itemsize)
 
         def call() -> None:
-            self._check_usable()
+            self.gate.check_usable()
             if what is not None:
                 self._context.words[words.GIVEN] = what.address
             try:
@@ -231,7 +229,7 @@ class ShmGroup(HeadStart):
                 while not self._go_on(code, entry, *args, tags=rounds.PREPARED, timeout=timeout):
                     # The synchronous call of another thread is under way, which ends within its own timeout.
                     time.sleep(_POLL_SECONDS)
-                    self._check_usable()
+                    self.gate.check_usable()
                     code = entry.call(self._c | rounds.PREPARED, *args)
             except BaseException as error:
                 self._torn(entry, error)
@@ -285,10 +283,10 @@ class ShmGroup(HeadStart):
         return self._mailbox.recv(x, src, tag)
 
     def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        return self.unheard.note(self._mailbox.isend(x, dst, tag))
+        return self.gate.unheard.note(self._mailbox.isend(x, dst, tag))
 
     def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        return self.unheard.note(self._mailbox.irecv(x, src, tag))
+        return self.gate.unheard.note(self._mailbox.irecv(x, src, tag))
 
     def may_wait(self) -> bool:
         return super().may_wait() and not self._mailbox.is_entered()
@@ -308,16 +306,16 @@ class ShmGroup(HeadStart):
         own[: len(data)] = np.frombuffer(data, np.uint8)
         outs = [np.empty_like(own) for _ in self.ranks]
         what = self._what("symmetric.empty", own.dtype)
-        self._run("symmetric.empty", self._plan(moving.all_gather, what, tuple(outs), own), (), False)
+        self.run("symmetric.empty", self._plan(moving.all_gather, what, tuple(outs), own), (), False)
         return [out.tobytes().rstrip(b"\0").decode(errors="replace") for out in outs]
 
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
-        if self._closed:
+        if self.gate.closed:
             return
-        self._fail(AbortedError(f"{self._vigil.name(self.rank)} aborted the group {self.name}: {reason}"))
+        self.fail(AbortedError(f"{self.monitor.name(self.rank)} aborted the group {self.name}: {reason}"))
 
     def _close(self, reason: GroupError | None) -> None:
         self._context.words[words.SHUT] = 1
@@ -327,18 +325,18 @@ class ShmGroup(HeadStart):
         # not worth waiting for: then the mapping stays until the process ends.
         deadline = time.monotonic() + _CLOSE_SECONDS
         # A signal handler that closes the group whose call it interrupted would wait for itself.
-        turn = not self._is_inside() and self._turn.acquire(timeout=_CLOSE_SECONDS)
+        turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         free = turn
         while free and locks.seize.call(self._c + 8 * words.BUSY) == locks.HELD:
             free = time.monotonic() < deadline
             time.sleep(_POLL_SECONDS)
-        self._vigil.leave()
+        self.monitor.leave()
         if self._lanes.close() and free:
             self._segment.close()
         if turn:
-            self._turn.release()
+            self.gate.turn.release()
 
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise, and leave the segment, which is the parent's, alone."""
-        self._vigil.failure = error
+        self.monitor.failure = error
         self._stop()

@@ -79,9 +79,9 @@ class HeadStart(ShortPaths):
             self._handing = set()
             self._ahead = _DEDICATED if self._share else _OVERSUBSCRIBED
 
-    def _is_inside(self) -> bool:
+    def _is_handing_over(self) -> bool:
         # Who hands over has the queue's lock: a signal handler that waited for the progress thread would wait for ever.
-        return super()._is_inside() or threading.get_ident() in self._handing
+        return threading.get_ident() in self._handing
 
     def _begin(self, entry: Entry, *args: Any) -> Work | None:
         given = args
@@ -96,7 +96,7 @@ class HeadStart(ShortPaths):
                 code = entry.call(self._c | RESUMED, *args)
                 step = next_step(code, True, self.failure is not None)
             if step == HAND_OVER:
-                return self.unheard.note(self._hand_over(code, entry, args, given))
+                return self.gate.unheard.note(self._hand_over(code, entry, args, given))
             if step == BROKEN:
                 raise self._changed(entry)
         except BaseException as error:
@@ -115,12 +115,12 @@ class HeadStart(ShortPaths):
         thread = threading.get_ident()
         handing = cast(set[int], self._handing)
         try:
-            with self._queue._changed:
+            with self.gate.queue._changed:
                 handing.add(thread)
-                if self._closed:
+                if self.gate.closed:
                     raise AbortedError(f"{entry.name}: the group {self.name} was destroyed")
-                aside = goes_aside(self._queue.pending)
-                work = self._go_aside(entry, job) if aside else self._queue.submit(entry.name, job)
+                aside = goes_aside(self.gate.queue.pending)
+                work = self._go_aside(entry, job) if aside else self.gate.queue.submit(entry.name, job)
                 self._context.hand_over()
         finally:
             handing.discard(thread)
@@ -150,11 +150,11 @@ class HeadStart(ShortPaths):
             raise
 
     def _take_over(self, entry: Entry) -> None:
-        with self._queue._changed:
-            if may_take_over(self._context[words.BUSY], self._closed):
+        with self.gate.queue._changed:
+            if may_take_over(self._context[words.BUSY], self.gate.closed):
                 self._context.take_over()
                 return
-        self._check_usable()
+        self.gate.check_usable()
         raise AbortedError(f"{entry.name} was interrupted on the thread that began it")
 
     def _changed(self, entry: Entry) -> AbortedError:

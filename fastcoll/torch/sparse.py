@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..core.group import ProcessGroup
+from ..core.operation import Operation
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import MismatchError, UnavailableError
@@ -41,8 +42,7 @@ def all_reduce_sparse(
     sent = np.concatenate([_bytes(indices), _bytes(values)])
 
     def call() -> None:
-        rows = np.empty((group.size, mine.size), np.int64)
-        group._plan_all_gather(list(rows), mine)()
+        rows = group.rows_of_all(mine)
         for rank, row in enumerate(rows):
             if not np.array_equal(row[1:], rows[0][1:]):
                 raise MismatchError(
@@ -52,7 +52,8 @@ def all_reduce_sparse(
         counts = rows[:, 0].tolist()
         each = 8 * dims + values.itemsize * entry.numel()
         parts = [torch.empty(count * each, dtype=torch.uint8) for count in counts]
-        group._plan_all_gather([part.numpy() for part in parts], sent)()
+        outs = tuple(part.numpy() for part in parts)
+        group.planned(Operation("all_gather", outs, (sent,)))()
         found = [got.tensor_split([8 * dims * n]) for got, n in zip(parts, counts, strict=True)]
         where = torch.cat(
             [i.view(torch.int64).view(dims, n) for (i, _), n in zip(found, counts, strict=True)], 1
@@ -61,7 +62,7 @@ def all_reduce_sparse(
         with torch.no_grad():
             x.copy_(torch.sparse_coo_tensor(where, what, x.shape).coalesce())
 
-    return group._run("all_reduce", call, (), async_op)
+    return group.run("all_reduce", call, (), async_op)
 
 
 def _bytes(x: torch.Tensor) -> Any:

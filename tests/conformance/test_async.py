@@ -129,7 +129,7 @@ def test_a_callback_may_raise_but_not_wait(rank, world_size, caplog):
         refused.append(caught.value)
 
     attached = threading.Event()
-    dist.group.WORLD._queue.submit("holding what follows", attached.wait)
+    dist.group.WORLD.gate.queue.submit("holding what follows", attached.wait)
     first = dist.all_reduce(np.ones(500_000), async_op=True)
     second = dist.all_reduce(np.ones(3), async_op=True)
     first.add_done_callback(careless)

@@ -54,7 +54,7 @@ def main(backend: str, carrier: str, part: str = "all") -> None:
 
 def check_carrier(wanted: str) -> None:
     """What was tested is what was meant to be."""
-    devices = groups.world._devices()
+    devices = groups.world.devices()
     found = type(getattr(devices, "_chosen", None) or devices).__name__
     assert found == wanted, f"{found} carried the arrays"
 
@@ -200,7 +200,7 @@ def check_waiting(rank: int, size: int) -> None:
 
 def check_directions(size: int) -> None:
     """The messages went by NCCL."""
-    devices: Any = groups.world._devices()
+    devices: Any = groups.world.devices()
     connected = [pair for pair, one in devices._mail._directions.items() if one.is_connected]
     assert len(connected) == 2 * (size - 1), f"NCCL carried the messages of {connected} only"
 

@@ -64,7 +64,7 @@ class Ranks:
         return [make(rank) for rank in range(self.size)]
 
     def carrier(self, rank: int) -> IpcCarrier:
-        carrier = self.groups[rank]._devices()
+        carrier = self.groups[rank].devices()
         assert isinstance(carrier, IpcCarrier)
         return carrier
 

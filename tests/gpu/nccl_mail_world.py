@@ -25,25 +25,25 @@ class MailGroup(ThreadGroup):
 
     def __init__(self, meeting: Meeting, rank: int, timeout: float, end: Rank) -> None:
         super().__init__(meeting, rank, timeout)
-        self._mailbox, self._vigil = end.mailbox, end.vigil
+        self._mailbox, self.monitor = end.mailbox, end.vigil
         vigil: Any = end.vigil
         vigil._dead = lambda working: [member for member in working if member.rank in meeting.died]
         vigil.on_failure = self._stop
 
     def _stop(self) -> None:
-        self.failure = self._vigil.failure
+        self.gate.failure = self.monitor.failure
         assert self.failure is not None
         self._meeting.fail(self.failure)
 
-    def _fail(self, error: GroupError) -> None:
-        self._vigil.fail(error)
+    def fail(self, error: GroupError) -> None:
+        self.monitor.fail(error)
         self._mailbox.abort()
 
     def abort(self, reason: str = "abort() was called") -> None:
-        self._fail(AbortedError(reason))
+        self.fail(AbortedError(reason))
 
     def _close(self, reason: GroupError | None) -> None:
-        self._vigil.leave()
+        self.monitor.leave()
         self._mailbox.close(reason)
 
     def _isend(self, x: Adopted, dst: int, tag: int) -> Any:
@@ -71,7 +71,7 @@ class MailRanks(Ranks):
 
     def mail(self, rank: int) -> NcclMail:
         """A rank's messages."""
-        carrier: Any = self.groups[rank]._devices()
+        carrier: Any = self.groups[rank].devices()
         mail: NcclMail = carrier._mail
         return mail
 

@@ -110,7 +110,7 @@ class ThreadGroup(ProcessGroup):
     def __init__(self, meeting: Meeting, rank: int, timeout: float) -> None:
         super().__init__("threads", range(meeting.size), rank, timeout)
         self._meeting = meeting
-        self._vigil = ThreadVigil(meeting)
+        self.monitor = ThreadVigil(meeting)
         self._calls = 0
 
     def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Any:
@@ -122,13 +122,13 @@ class ThreadGroup(ProcessGroup):
 
         return call
 
-    def _fail(self, error: GroupError) -> None:
+    def fail(self, error: GroupError) -> None:
         if self.failure is None:
-            self.failure = self._meeting.failures[0] if self._meeting.failures else error
+            self.gate.failure = self._meeting.failures[0] if self._meeting.failures else error
             self._meeting.fail(self.failure)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        self._fail(AbortedError(reason))
+        self.fail(AbortedError(reason))
         if self._device_carrier is not None:
             self._device_carrier.abort()
 

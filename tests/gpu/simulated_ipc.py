@@ -210,7 +210,7 @@ def test_ranks_that_share_a_gpu_of_one_node_choose_it(backend: str) -> None:
             ranks.run(lambda group: group.all_reduce(gpu(arrays[group.rank])))
             assert (arrays[0] == want).all()
         for group in ranks.groups:
-            assert isinstance(group._devices()._chosen, IpcCarrier)
+            assert isinstance(group.devices()._chosen, IpcCarrier)
 
 
 class Fallback(StreamCarrier):

@@ -138,7 +138,7 @@ def test_a_call_that_a_failed_peer_may_have_spoilt_has_failed(monkeypatch: pytes
         # Its own stream is through, but rank 0 has failed the group before this rank looks.
         monkeypatch.setattr(ranks.carrier(1), "_look", lambda doing: None)
         ranks.groups[0].abort("spoilt")
-        vigil = ranks.groups[1]._vigil
+        vigil = ranks.groups[1].monitor
         deadline = time.monotonic() + 10
         while ranks.groups[1].failure is None and vigil.verdict([], "") is None:
             assert time.monotonic() < deadline
@@ -172,7 +172,7 @@ def test_a_rank_without_kernels_is_no_use_to_any() -> None:
         raise RuntimeError("no compiler")
 
     with world(2) as ranks, mock.patch.object(kernels, "compiled", fail):
-        reasons = ranks.attempt(lambda group: group._devices().meet(0))
+        reasons = ranks.attempt(lambda group: group.devices().meet(0))
         assert reasons == ["rank 0: RuntimeError: no compiler"] * 2
 
 

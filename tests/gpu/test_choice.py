@@ -110,7 +110,7 @@ def test_calls_stay_behind_those_that_wait_for_the_choice():
         x = FakeArray(np.ones(3))
         group.all_reduce(x)
         go_on = threading.Event()
-        group._queue.submit("holding", go_on.wait)
+        group.gate.queue.submit("holding", go_on.wait)
         second = group.all_reduce(x, async_op=True)
         assert len(Queueing.started) == 1
         go_on.set()
@@ -128,7 +128,7 @@ def test_ranks_that_differ_in_their_first_call_may_try_again():
         assert [type(result) for result in results] == [MismatchError] * 2
         assert "here all_reduce" in str(results[0])
         assert everybody(made, lambda g: g.all_reduce(FakeArray(xs[g.rank]), ReduceOp.MAX)) == [None, None]
-        assert isinstance(made[0]._devices()._chosen, StagedCarrier)
+        assert isinstance(made[0].devices()._chosen, StagedCarrier)
 
 
 def test_a_rank_that_cannot_say_ends_the_call_on_all(two_gpus, monkeypatch):

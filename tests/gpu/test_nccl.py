@@ -286,7 +286,7 @@ def test_the_hooks_take_outputs_that_overlap_inputs(
     def does(rank: int, group: Any) -> None:
         def taken(k: int, start: int) -> Any:
             ranks.array(rank, bases[k][rank])
-            return group._adopt(ranks.array(rank, bases[k][rank][start : start + 12]), writable=True).array
+            return group.adopt(ranks.array(rank, bases[k][rank][start : start + 12]), writable=True).array
 
         carrier: Any = group._carrier(taken(0, 0))
         carrier._plan_reduce(taken(0, 1), taken(0, 0), ReduceOp.SUM, 0)()

@@ -249,9 +249,9 @@ def test_a_call_may_be_part_of_one_of_the_groups_own() -> None:
     hosts = [np.ones(3, np.float32) for _ in range(2)]
 
     def does(rank: int, group: ThreadGroup) -> None:
-        x = group._adopt(ranks.array(rank, hosts[rank]), writable=True)
+        x = group.adopt(ranks.array(rank, hosts[rank]), writable=True)
         call: Any = group._carrier(x.array)._plan_all_reduce(x.array, ReduceOp.SUM)
-        group._run("outer", lambda: call.start("inner", ())._join(), (), False)
+        group.run("outer", lambda: call.start("inner", ())._join(), (), False)
         assert hosts[rank].tolist() == [2, 2, 2]
 
     with world(2) as ranks:

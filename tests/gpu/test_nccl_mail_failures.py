@@ -108,7 +108,7 @@ def test_a_communicator_that_comes_after_the_failure_is_ended(monkeypatch: pytes
         made = make(*args)
         for group in ranks.groups:
             group.abort("enough")
-            group._devices().abort()
+            group.devices().abort()
         return made
 
     with mail_world(2) as ranks:

@@ -295,7 +295,7 @@ def test_one_library_that_is_not_cuda_aware_is_enough_for_staging(rank, world_si
             x[:] = -1
             dist.recv(FakeArray(x), 0, group=group)
             assert (x == sum(range(world_size))).all()
-    assert type(group._devices()) is staging.StagedCarrier
+    assert type(group.devices()) is staging.StagedCarrier
     dist.destroy_process_group(group)
 
 

@@ -115,7 +115,7 @@ def test_an_exception_at_any_step_leaves_no_call_behind(rank: int, world_size: i
             group.barrier()
             assert len(script.codes) in (0, 3), step
         else:
-            group._queue.close()
+            group.gate.queue.close()
             assert group._context[words.BUSY] == 0, step
             group.close()
             group = new_group()
@@ -179,7 +179,7 @@ def test_an_array_that_changes_in_the_middle_of_its_call_fails_the_group(
         group._begin(Script(group, *codes)).wait(DEADLINE)
     with pytest.raises(AbortedError, match="changed meanwhile"):
         group.all_reduce(np.ones(3))
-    group._queue.close()
+    group.gate.queue.close()
     assert group._context[words.BUSY] == 0
     group.close()
 

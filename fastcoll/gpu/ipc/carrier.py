@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any, cast
 
 from ...core import signature
-from ...core.carrier import Call, DeviceCarrier
+from ...core.carrier import DeviceCarrier
 from ...core.group import ProcessGroup
 from ...core.monitor import FAILED
+from ...core.operation import Call
 from ...core.reduce_op import PREMUL_SUM, ReduceOp
 from ...core.work import Work
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, UnavailableError
@@ -239,7 +240,7 @@ class IpcCarrier(StreamCarrier):
         A rank that fails the group tells the peers before its streams go on (`abort`), so what it wrote over meanwhile
         is seen here as its failure.
         """
-        vigil = self._group._vigil
+        vigil = self._group.monitor
         error = self._group.failure or self._stopped(number)
         if error is None and FAILED in vigil._states():
             error = vigil.verdict([], f"call {number} of the group {self._group.name!r} on a GPU")
@@ -289,7 +290,7 @@ class IpcCarrier(StreamCarrier):
         if self._broken or self._group.failure is not None:
             self._shared.lose()
         else:
-            vigil = self._group._vigil
+            vigil = self._group.monitor
             self._line.say_bye(self._lane.stream)
             self._shared.close(lambda: vigil.verdict([], "leaving") is not None)
         self._shared = self._line = None

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ...core import signature
-from ...core.carrier import Call
 from ...core.group import ProcessGroup
+from ...core.operation import Call
 from ...core.reduce_op import ReduceOp
 from ...core.work import Work
 from ...errors import AbortedError, GroupError

@@ -154,7 +154,7 @@ class NcclMail:
             raise
 
     def _name(self, rank: int) -> str:
-        return self._group._vigil.name(rank)
+        return self._group.monitor.name(rank)
 
     # ---- what the mailbox has done, on its thread ----------------------------------------------------
 

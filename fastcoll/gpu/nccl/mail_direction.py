@@ -156,10 +156,10 @@ class Direction:
         found = None if self._comm is None else self._comm.trouble()
         if found is not None and self._group.failure is None:
             return AbortedError(f"{doing}: {found}")
-        return self._group.failure or self._group._vigil.verdict([], doing)
+        return self._group.failure or self._group.monitor.verdict([], doing)
 
     def _look_for_peer(self, doing: str) -> GroupError | None:
-        return self._group._vigil.verdict([self._peer], doing)
+        return self._group.monitor.verdict([self._peer], doing)
 
     def break_off(self, error: GroupError) -> None:
         """End what runs on the GPU, and its Works with `error`; from any thread."""

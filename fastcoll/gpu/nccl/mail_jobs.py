@@ -182,7 +182,7 @@ class Jobs:
         return unfit(message._describe, here, _held(message), there, (envelope.kind, envelope.nbytes))
 
     def _name(self, rank: int) -> str:
-        return self._group._vigil.name(rank)
+        return self._group.monitor.name(rank)
 
 
 def _held(message: Message) -> tuple[int, int]:

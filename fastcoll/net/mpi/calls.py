@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core import signature
-from ...core.carrier import Call
 from ...core.group import ProcessGroup
 from ...core.members import Member
 from ...core.monitor import Wait
 from ...core.operands import Array
+from ...core.operation import Call
 from ...core.reduce_op import ReduceOp
 from ...errors import AbortedError, GroupError
 from ...kernels.reduce import reducer
@@ -69,8 +69,8 @@ class MpiCalls(ProcessGroup):
         self._library = library
         self._comm = comm
         self._control = MpiControl(library, comm, _NOTICE)
-        self._vigil = NetVigil(members, comm.rank, self._control)
-        self._vigil.on_failure = self._stop
+        self.monitor = NetVigil(members, comm.rank, self._control)
+        self.monitor.on_failure = self._stop
         self._meeting = Meeting(library, comm, dedicated, _MEET)
         self._requests = Requests(library, dedicated)
         self._host = self._place(HostMemory(self.size, self._look), self._meeting.room, self._meeting.little)
@@ -122,7 +122,7 @@ class MpiCalls(ProcessGroup):
         near = able if on_gpu else are_near(blocks)
 
         def call() -> bool:
-            self._check_usable()
+            self.gate.check_usable()
             try:
                 self._wait, self._limit = None, self.timeout if timeout is None else timeout
                 self._moving = False
@@ -191,7 +191,7 @@ class MpiCalls(ProcessGroup):
     def _look(self) -> None:
         """Every 50 ms of a call: raise if going on is hopeless."""
         if self._wait is None:
-            self._wait = Wait(self._vigil, self._doing(), self._late, self._limit)
+            self._wait = Wait(self.monitor, self._doing(), self._late, self._limit)
         self._wait.look()
 
     def _doing(self) -> str:
@@ -205,14 +205,14 @@ class MpiCalls(ProcessGroup):
         """The group ranks that have not come; once all have, those that may still be in the call."""
         if not self._moving:
             return self._meeting.late()
-        return [rank for rank in range(self.size) if rank != self.rank and not self._vigil.has_left(rank)]
+        return [rank for rank in range(self.size) if rank != self.rank and not self.monitor.has_left(rank)]
 
     def _mismatch(self, found: int, said: Said) -> Exception:
         """The error of calls that differ, which all ranks have seen; the group goes on."""
         rows = self._meeting.rows[:, words.ROW_CODE : words.ROW_SHAPE + 1].tolist()
         heads = [(code & ~_ON_GPU, shape) for code, shape in rows]
         error = signature.refused(
-            heads, self.ranks, self._refusal, self._from_all, self._meeting.calls, self.name
+            heads, self.ranks, self.gate.refusal, self._from_all, self._meeting.calls, self.name
         )
         text = signature.describe_differences(signature.comparable(heads), self.ranks)
         on_gpus = [self.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
@@ -238,12 +238,12 @@ class MpiCalls(ProcessGroup):
         if isinstance(error, self._library.MPI.Exception):
             error = AbortedError(f"{self._doing()}: the MPI library says: {error}")
         if isinstance(error, GroupError):
-            self._fail(error)
+            self.fail(error)
         elif self._meeting.under_way:
-            here = self._vigil.name(self.rank)
-            self._fail(AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}"))
+            here = self.monitor.name(self.rank)
+            self.fail(AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}"))
         return error
 
     def _stop(self) -> None:
         """The group has failed, wherever that was found."""
-        self.failure = self._vigil.failure
+        self.gate.failure = self.monitor.failure

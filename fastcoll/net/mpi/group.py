@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...core.carrier import Call
 from ...core.members import Member
 from ...core.operands import Array
+from ...core.operation import Call
 from ...core.reduce_op import ReduceOp
 from ...errors import GroupError
 from ...p2p.mailbox import Mailbox
@@ -75,7 +75,7 @@ class MpiGroup(MpiShort, Mailing):
         self.cuda_aware = cuda_aware
         self._channels = MpiChannels(library, comm, _MAIL, dedicated)
         courier = MpiCourier(self._channels, comm.rank)
-        self._mail = Mailbox(self._channels, courier, comm.rank, self._vigil, timeout)
+        self._mail = Mailbox(self._channels, courier, comm.rank, self.monitor, timeout)
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -259,20 +259,20 @@ class MpiGroup(MpiShort, Mailing):
     def _close(self, reason: GroupError | None) -> None:
         self._mail.close(reason)
         # A call under way was aborted and ends within moments; a signal handler's own call never does.
-        turn = not self._is_inside() and self._turn.acquire(timeout=_CLOSE_SECONDS)
-        self._vigil.leave()
-        failed = self._vigil.failure is not None
+        turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
+        self.monitor.leave()
+        failed = self.monitor.failure is not None
         if turn:
             if failed:
                 abandon([], (self._meeting, self._host, self._gpus))
             else:
                 self._meeting.free()
             lay_down(self._library, self._comm, self._control, failed)
-            self._turn.release()
+            self.gate.turn.release()
 
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise. MPI is the parent's."""
-        self._vigil.failure = self.failure = error
+        self.monitor.failure = self.gate.failure = error
 
 
 def _is_dedicated(crowd: Sequence[Member], me: Member) -> bool:

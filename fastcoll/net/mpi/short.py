@@ -6,7 +6,6 @@ for many threads; whatever does not fit takes the general way.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -65,22 +64,14 @@ class MpiShort(MpiCalls):
     def _run_at_once(self, key: Any, out: Any, x: Any) -> bool:
         """As `_run` for a synchronous call with nothing before it; False: it takes the general way."""
         said = self._prepared.get(key)
-        thread, inside = threading.get_ident(), self._inside
-        if said is None or not said.finishes or thread in inside or self._queue.pending:
+        if said is None or not said.finishes or self._library.serial or not self.gate.is_clear():
             return False
-        if self._library.serial:
-            return False
-        inside.add(thread)
-        try:
-            with self._turn:
-                self._carry_out(said, out, x)
-        finally:
-            inside.discard(thread)
+        self.gate.in_turn(self._carry_out, said, out, x)
         return True
 
     def _carry_out(self, said: Said, out: Any, x: Any) -> None:
         """The call itself, by the thread that has the turn."""
-        self._check_usable()
+        self.gate.check_usable()
         try:
             code = words.carry_out.call(self._meeting.address, said.address, out, x)
             if code != DONE:

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ...core import signature
-from ...core.carrier import Call
 from ...core.members import Member
 from ...core.monitor import Wait
 from ...core.operands import Array, divide
+from ...core.operation import Call
 from ...core.processes import cores_of
 from ...core.reduce_op import ReduceOp
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError
@@ -50,7 +50,7 @@ class TcpGroup(ShortPaths, Mailing):
     """Collectives and point-to-point between ranks on any hosts, through TCP."""
 
     backend = "tcp"
-    _vigil: NetVigil
+    monitor: NetVigil
     _mail: Mail
 
     @classmethod
@@ -80,12 +80,12 @@ class TcpGroup(ShortPaths, Mailing):
     ) -> None:
         super().__init__(name, [member.rank for member in members], mesh.rank, timeout)
         self._mesh = mesh
-        self._vigil = mesh.vigil
-        self._vigil.on_failure = self._stop
+        self.monitor = mesh.vigil
+        self.monitor.on_failure = self._stop
         patience = _patience(crowd, members[mesh.rank])
         self._limits = limits_for(self.size)
         self._context = NetContext(self.size, mesh.rank, self._limits, mesh.streams, patience)
-        self._mail = Mail(mesh, self._vigil, timeout, patience)
+        self._mail = Mail(mesh, self.monitor, timeout, patience)
         self._remembering = threading.Lock()
         self._releases_later = False  # closed in the middle of a call
 
@@ -121,7 +121,7 @@ class TcpGroup(ShortPaths, Mailing):
 
     def _carry_out(self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None) -> None:
         """The call itself, by the thread that has the turn."""
-        self._check_usable()
+        self.gate.check_usable()
         try:
             if not prepared.ready:
                 self._make_ready(prepared, timeout)
@@ -183,7 +183,7 @@ class TcpGroup(ShortPaths, Mailing):
         fds, streams = self._context.fds, range(self._context.streams)
         missing = [(peer, stream) for peer in in_order for stream in streams if fds[peer, stream] < 0]
         self._connect(missing, prepared, self.timeout if timeout is None else timeout)
-        self._check_usable()  # a signal handler may have closed the group meanwhile
+        self.gate.check_usable()  # a signal handler may have closed the group meanwhile
         prepared.ready = True
 
     def _connect(self, missing: Sequence[tuple[int, int]], prepared: Prepared, timeout: float) -> None:
@@ -199,7 +199,7 @@ class TcpGroup(ShortPaths, Mailing):
                 late.add(peer)
         if late:
             what = signature.describe(prepared.call, prepared.shape)
-            names = ", ".join(self._vigil.name(peer) for peer in sorted(late))
+            names = ", ".join(self.monitor.name(peer) for peer in sorted(late))
             raise CollectiveTimeoutError(
                 f"{what}, call {self._context[words.CALLS] + 1} of group {self.name!r}: {names} did not arrive within "
                 f"{timeout:g} s",
@@ -209,7 +209,7 @@ class TcpGroup(ShortPaths, Mailing):
     def _go_on(self, code: int, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None) -> None:
         """What follows when the engine comes back early."""
         doing = self._doing()
-        wait = Wait(self._vigil, doing, self._late, self.timeout if timeout is None else timeout)
+        wait = Wait(self.monitor, doing, self._late, self.timeout if timeout is None else timeout)
         while code in (words.AGAIN, words.WORKED):
             wait.look() if code == words.AGAIN else wait.worked()
             code = engine.collective.call(self._context.address | words.RESUMED, prepared.address, arrays)
@@ -220,7 +220,8 @@ class TcpGroup(ShortPaths, Mailing):
         if code == words.GARBLED:
             peer = self._context[words.PEER]
             raise AbortedError(
-                f"{self._vigil.name(peer)} sent what no rank sends in {doing}; the ranks' libraries or settings differ",
+                f"{self.monitor.name(peer)} sent what no rank sends in {doing}; the ranks' libraries or settings "
+                "differ",
                 [self.ranks[peer]],
             )
 
@@ -240,7 +241,9 @@ class TcpGroup(ShortPaths, Mailing):
         number, headers = self._context[words.CALLS], self._context.headers().copy()
         engine.after_mismatch.call(self._context.address)
         heads = [(int(h[words.HEAD_CALL]), int(h[words.HEAD_SHAPE])) for h in headers]
-        if error := signature.refused(heads, self.ranks, self._refusal, self._from_all, number, self.name):
+        if error := signature.refused(
+            heads, self.ranks, self.gate.refusal, self._from_all, number, self.name
+        ):
             return error
 
         def tables() -> Sequence[signature.Sizes]:
@@ -261,31 +264,31 @@ class TcpGroup(ShortPaths, Mailing):
     def _raise_lost(self, doing: str) -> NoReturn:
         """Raise why the connection to a peer is over: what that peer or others say, or that it is gone."""
         peer, error = self._context[words.PEER], -self._context[words.ERROR]
-        waiting = f"{doing}, waiting for {self._vigil.name(peer)}"
+        waiting = f"{doing}, waiting for {self.monitor.name(peer)}"
         deadline = time.monotonic() + _REASON_SECONDS
-        while (found := self._vigil.verdict([peer], waiting)) is None:
+        while (found := self.monitor.verdict([peer], waiting)) is None:
             if time.monotonic() > deadline:
                 how = "it closed a connection" if error == -CLOSED else os.strerror(error)
-                self._vigil.lost(peer, how)
+                self.monitor.lost(peer, how)
             time.sleep(0.005)
         raise found.with_traceback(None)
 
     def _torn(self, error: BaseException, prepared: Prepared) -> None:
         """After an exception: fail the group if the call was half-way, since the peers go on with it."""
         if isinstance(error, GroupError):
-            self._fail(error)
+            self.fail(error)
         elif self._context.under_way:
             self._interrupted(error, self._doing())
         elif not prepared.ready:
             self._interrupted(error, f"connecting the ranks of group {self.name!r}")
 
     def _interrupted(self, error: BaseException, doing: str) -> None:
-        here, why = self._vigil.name(self.rank), type(error).__name__
-        self._fail(AbortedError(f"{here} was interrupted by {why} in {doing}", [self.ranks[self.rank]]))
+        here, why = self.monitor.name(self.rank), type(error).__name__
+        self.fail(AbortedError(f"{here} was interrupted by {why} in {doing}", [self.ranks[self.rank]]))
 
     def _stop(self) -> None:
         """The group has failed, wherever that was found."""
-        self.failure = self._vigil.failure
+        self.gate.failure = self.monitor.failure
 
     # ---- the operations ------------------------------------------------------------------------------
 
@@ -344,15 +347,15 @@ class TcpGroup(ShortPaths, Mailing):
         self._mail.close(reason)
         # A call under way was aborted and ends within moments. One that a signal handler has interrupted ends after
         # the handler, and then releases the connections itself.
-        inside = self._is_inside()
-        turn = not inside and self._turn.acquire(timeout=_CLOSE_SECONDS)
-        self._vigil.leave()
+        inside = self.gate.is_inside()
+        turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
+        self.monitor.leave()
         if turn or (inside and not self._context.under_way):
             self._release()
         else:
             self._releases_later = True
         if turn:
-            self._turn.release()
+            self.gate.turn.release()
 
     def _release(self) -> None:
         """Close the connections, once no call uses them."""
@@ -361,7 +364,7 @@ class TcpGroup(ShortPaths, Mailing):
 
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise, and say nothing on the sockets, which are the parent's."""
-        self._vigil.failure = self.failure = error
+        self.monitor.failure = self.gate.failure = error
         self._mesh.disown()
 
 

@@ -7,7 +7,6 @@ a message of numbers.
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -97,7 +96,7 @@ class ShortPaths(ProcessGroup):
             and 0 <= peer < self.size
             and 0 <= tag <= LARGEST_TAG
             and self.failure is None
-            and not self._closed
+            and not self.gate.closed
         )
 
     def _are_parts(self, whole: Any, part: Any) -> bool:
@@ -121,15 +120,9 @@ class ShortPaths(ProcessGroup):
     def _run_at_once(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """As `_run` for a synchronous call with nothing before it; False: it takes the general way."""
         prepared = self._prepared.get(key)
-        thread, inside = threading.get_ident(), self._inside
-        if prepared is None or thread in inside or self._queue.pending:
+        if prepared is None or not self.gate.is_clear():
             return False
-        inside.add(thread)
-        try:
-            with self._turn:
-                self._carry_out(prepared, arrays)
-        finally:
-            inside.discard(thread)
+        self.gate.in_turn(self._carry_out, prepared, arrays)
         return True
 
 

@@ -1,0 +1,97 @@
+"""The gate of a group: who may run a call now.
+
+Calls of one group run one at a time and in the order in which they were made, on the caller's thread when nothing is
+ahead of them and on the group's progress thread otherwise. `turn` is held by whoever runs one. A thread that comes back
+while it is inside is a signal handler in the middle of its own call, and is refused: it would wait for itself. Backends
+with compiled calls that take no turn add their own marks (`also`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import GroupError, NotInitializedError, UsageError
+from .work import ProgressQueue, Unheard, Work, is_progressing
+
+
+class Gate:
+    """One group's.
+
+    Attributes:
+        failure: why the group failed, or None.
+        closed: whether the group was destroyed here.
+        refusal: what the peers are told by the refused call that has the turn.
+        turn: held by the thread whose call runs.
+        queue: of asynchronous calls, and of those behind them.
+        unheard: asynchronous operations that nobody has waited for.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.failure: GroupError | None = None
+        self.closed = False
+        self.refusal = ""
+        self.turn = threading.Lock()
+        self.queue = ProgressQueue(name)
+        self.unheard = Unheard()
+        self._inside: set[int] = set()  # threads that have the turn, or wait for it
+        self._also_inside: Callable[[], bool] = lambda: False
+        self._also_busy: Callable[[], bool] = lambda: False
+
+    def also(self, inside: Callable[[], bool], busy: Callable[[], bool]) -> None:
+        """Count compiled calls in, which take no turn: whether this thread is in one, and whether any thread is."""
+        self._also_inside, self._also_busy = inside, busy
+
+    def check_usable(self) -> None:
+        """Raise unless the group can be used.
+
+        Raises:
+            GroupError: it has failed.
+            NotInitializedError: it was destroyed.
+        """
+        if self.failure is not None:
+            # Without the tracebacks of earlier raises, which would keep their frames and arrays alive.
+            raise self.failure.with_traceback(None)
+        if self.closed:
+            raise NotInitializedError(f"the group {self.name} was destroyed; make a new one")
+
+    def is_inside(self) -> bool:
+        """Whether this thread is in the middle of a call: then this is a signal handler."""
+        return threading.get_ident() in self._inside or self._also_inside()
+
+    def is_busy(self) -> bool:
+        """Whether operations are under way or queued."""
+        return self.queue.pending > 0 or self.turn.locked() or self._also_busy()
+
+    def may_wait(self) -> bool:
+        """Whether this thread may wait for what is under way, which does not get on by this thread alone."""
+        return not (self.closed or self.is_inside() or is_progressing())
+
+    def check_outside(self, name: str) -> None:
+        """Refuse a call out of a signal handler that interrupted another one."""
+        if self.is_inside():
+            raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
+
+    def in_turn(self, call: Callable[..., Any], *args: Any) -> None:
+        """Carry a call out on this thread, when nobody else's is under way."""
+        thread = threading.get_ident()
+        self._inside.add(thread)
+        try:
+            with self.turn:
+                call(*args)
+        finally:
+            self._inside.discard(thread)
+
+    def is_clear(self) -> bool:
+        """Whether nothing is ahead of a call of this thread, so that `in_turn` may carry it out at once."""
+        return not self.queue.pending and threading.get_ident() not in self._inside
+
+    def submit(self, name: str, job: Callable[[], Any], heard: bool = False) -> Work:
+        """The Work of a job, which is done behind all earlier ones on the progress thread.
+
+        Args:
+            heard: nobody needs to hear of its end, so it cannot be lost.
+        """
+        return self.unheard.note(self.queue.submit(name, job), heard)

@@ -1,0 +1,96 @@
+"""Operation: one call as data, made once at the border; and the operations that are compositions of others.
+
+    kind                  outputs                     inputs                      besides
+    all_reduce            the array                   the same array              op, parts
+    reduce                the root's result           the array (may be output)   op, root
+    scan, exscan          the result                  the array (may be output)   op
+    reduce_scatter        the result                  a block for each rank       op
+    broadcast             the array                   the same array              root, parts
+    all_gather            one for each rank           the array                   parts
+    gather                one for each rank, on root  the array                   root
+    scatter               the result                  a block for each rank, on   root
+                                                      the root
+    all_to_all            one for each rank           a block for each rank
+    barrier, refused      -                           -                           refused: matches no other call
+    all_reduce_coalesced  the arrays                  the same arrays             op, parts
+    all_gather_coalesced  array k of rank r at        the arrays                  parts
+                          k * size + r
+
+Arrays are contiguous ndarrays, or DeviceArrays. Host inputs and outputs share memory only where the table says so, and
+where a rank's own block is its own output; device arrays may overlap anywhere. `parts`: what else all ranks must agree
+in, such as the sizes of the arrays of a coalesced call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .operands import scaled
+from .reduce_op import ReduceOp
+
+Call = Callable[[], Any]
+"""Carries an operation out: blocks, and raises GroupError or MismatchError, which leave the outputs undefined."""
+
+
+class Operation(NamedTuple):
+    """One call; see the table above."""
+
+    kind: str
+    outputs: tuple[Any, ...] = ()
+    inputs: tuple[Any, ...] = ()
+    op: ReduceOp | None = None
+    root: int = 0
+    parts: tuple[int, ...] = ()
+
+
+Planner = Callable[[Operation], Call]
+
+
+def flattened(xs: Sequence[Any]) -> Any:
+    """All elements of host arrays of one dtype, one array after the other."""
+    flat = np.empty(sum(x.size for x in xs), xs[0].dtype)  # np.concatenate alone would change the byte order
+    return np.concatenate([x.reshape(-1) for x in xs], out=flat)
+
+
+def then_split(call: Call, flat: Any, outs: Sequence[Any]) -> Call:
+    """The call, and then the parts of `flat` copied into arrays."""
+
+    def run() -> None:
+        call()
+        start = 0
+        for out in outs:
+            out.reshape(-1)[...] = flat[start : start + out.size]
+            start += out.size
+
+    return run
+
+
+def _all_reduce_together(plan: Planner, operation: Operation) -> Call:
+    xs = operation.outputs
+    flat = xs[0] if len(xs) == 1 else flattened(xs)
+    assert operation.op is not None
+    source, op = scaled(flat, operation.op)
+    parts = operation.parts or tuple(x.size for x in xs)
+    call = plan(Operation("all_reduce", (source,), (source,), op, parts=parts))
+    return call if source is xs[0] else then_split(call, source, xs)
+
+
+def _all_gather_together(plan: Planner, operation: Operation) -> Call:
+    xs, size = operation.inputs, len(operation.outputs) // len(operation.inputs)
+    per_rank = [operation.outputs[rank::size] for rank in range(size)]
+    flats = tuple(np.empty(sum(out.size for out in outs), xs[0].dtype) for outs in per_rank)
+    parts = operation.parts or tuple(x.size for x in xs)
+    call = plan(Operation("all_gather", flats, (flattened(xs),), parts=parts))
+    for flat, outs in zip(flats, per_rank, strict=True):
+        call = then_split(call, flat, outs)
+    return call
+
+
+COMPOSITIONS: dict[str, Callable[[Planner, Operation], Call]] = {
+    "all_reduce_coalesced": _all_reduce_together,
+    "all_gather_coalesced": _all_gather_together,
+}
+"""What a backend that has not got a kind natively does instead."""
