@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from hosts.network import Network, lacking
 from hosts.nodes import finish, launched, told
 
+from fastcoll.bench.cases import format_size
 from fastcoll.bench.machine import describe
-from fastcoll.bench.sizes import format_size
 
 _ROUND_SECONDS = 300.0
 

@@ -37,8 +37,8 @@ from network_model import (
     shape_of,
 )
 
+from fastcoll.bench.cases import format_size
 from fastcoll.bench.machine import describe
-from fastcoll.bench.sizes import format_size
 from fastcoll.net.tcp.plans.choose import chosen
 from fastcoll.net.tcp.plans.costs import COSTS
 from fastcoll.net.tcp.plans.shape import MEET_RANKS

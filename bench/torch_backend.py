@@ -23,8 +23,8 @@ from time import perf_counter
 from typing import Any
 
 from fastcoll import spawn
+from fastcoll.bench.cases import format_size, parse_size
 from fastcoll.bench.machine import describe, machine
-from fastcoll.bench.sizes import format_size, parse_size
 
 BACKENDS = ("fastcoll", "gloo")
 MODES = ("sync", "async")

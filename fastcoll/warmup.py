@@ -17,8 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from .bench.cases import parse_dtype
-from .bench.parsing import positive
+from .bench.cases import parse_dtype, positive
 from .core.reduce_op import ReduceOp
 from .errors import FastcollError, UsageError
 

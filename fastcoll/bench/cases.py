@@ -1,17 +1,22 @@
-"""Which measurements a run makes, in order: pure data that every rank derives from the same options."""
+"""Which measurements a run makes, in order: pure data that every rank derives from the same options.
+
+Below, how the words of a command line become sizes, dtypes and names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import UnavailableError, UsageError
 
 REDOPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "custom")
-_REDOP_ALIASES = {"prod": "product"}
 _DTYPE_ALIASES = {
     "half": "float16",
     "float": "float32",
@@ -19,10 +24,11 @@ _DTYPE_ALIASES = {
     "char": "int8",
     "uint": "uint32",
 }
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What the table must know of an operation; sizes and factors as in nccl-tests.
 
     Attributes:
@@ -110,22 +116,19 @@ def cases(
 
 
 def parse_operation(text: str) -> str:
-    """The operation that `text` names; `-` and `_` are the same.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
-    return _choose("operation", text.lower().replace("-", "_"), tuple(SHAPES))
+    """The operation that `text` names; `-` and `_` are the same."""
+    return _choose("operation", text.lower().replace("-", "_"), SHAPES)
 
 
 def parse_redop(text: str) -> str:
-    """The reduction that `text` names.
+    """The reduction that `text` names."""
+    return _choose("reduction", {"prod": "product"}.get(text.lower(), text.lower()), REDOPS)
 
-    Raises:
-        UsageError: there is none of that name.
-    """
-    name = text.lower()
-    return _choose("reduction", _REDOP_ALIASES.get(name, name), REDOPS)
+
+def _choose(what: str, name: str, known: Iterable[str]) -> str:
+    if name not in known:
+        raise UsageError(f"there is no {what} {name!r}; known: {', '.join(known)}")
+    return name
 
 
 def parse_dtype(text: str) -> np.dtype[Any]:
@@ -137,7 +140,14 @@ def parse_dtype(text: str) -> np.dtype[Any]:
     """
     name = _DTYPE_ALIASES.get(text.lower(), text.lower())
     if name == "bfloat16":
-        return _bfloat16()
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise UnavailableError(
+                "dtype bfloat16 needs the package ml_dtypes; pip install ml_dtypes"
+            ) from error
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     try:
         dtype = np.dtype(name)
     except TypeError as error:
@@ -149,16 +159,64 @@ def parse_dtype(text: str) -> np.dtype[Any]:
     return dtype
 
 
-def _bfloat16() -> np.dtype[Any]:
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise UnavailableError("dtype bfloat16 needs the package ml_dtypes; pip install ml_dtypes") from error
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
+def parse_size(text: str) -> int:
+    """The number of bytes that `text` means: `8`, `4K`, `64M`, `1.5G`; K, M and G are powers of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    nbytes = float(match[1]) * _UNITS[match[2].upper()] if match else 0.5
+    if not nbytes.is_integer():
+        raise UsageError(
+            f"{text!r} is no size in bytes; give a number with or without K, M or G, e.g. 8, 4K, 64M"
+        )
+    return int(nbytes)
 
 
-def _choose(what: str, name: str, known: tuple[str, ...]) -> str:
-    if name not in known:
-        raise UsageError(f"there is no {what} {name!r}; known: {', '.join(known)}")
-    return name
+def format_size(nbytes: int) -> str:
+    """The shortest exact text for `nbytes` that `parse_size` reads: 65536 is `64K`."""
+    for unit in ("G", "M", "K"):
+        if nbytes and nbytes % _UNITS[unit] == 0:
+            return f"{nbytes // _UNITS[unit]}{unit}"
+    return str(nbytes)
+
+
+def size_range(begin: int, end: int, factor: float) -> list[int]:
+    """`begin`, `begin * factor`, ... up to `end`; strictly increasing."""
+    if not 1 <= begin <= end:
+        raise UsageError(
+            f"sizes from {format_size(begin)} to {format_size(end)}: begin must be from 1 to the end"
+        )
+    if not factor > 1:
+        raise UsageError(f"the factor between sizes is {factor:g}; it must be larger than 1")
+    sizes, size = [begin], float(begin)
+    while (size := size * factor) <= end:
+        if int(size) > sizes[-1]:
+            sizes.append(int(size))
+    return sizes
+
+
+def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` with its errors as argparse shows them."""
+
+    def reader(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return reader
+
+
+def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Several values, separated by commas."""
+    return lambda text: [argument(parse)(part) for part in text.split(",")]
+
+
+def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A number of this kind, finite and greater than 0."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise UsageError(f"{text} is not a finite number greater than 0")
+        return value
+
+    return argument(parse)

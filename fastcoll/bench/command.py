@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import os
 import shlex
 import sys
@@ -12,32 +14,38 @@ from pathlib import Path
 from typing import Any
 
 from ..api.backends import parse_backend
-from ..errors import UsageError
+from ..errors import UnavailableError, UsageError
 from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
-from . import overlap, start
-from .cases import REDOPS, SHAPES, parse_operation, parse_redop
-from .files import check_pictures, check_writable, default_picture, pictures
-from .parsing import cores, dtype_name, listed, positive, read
-from .places import DEVICES
-from .sizes import parse_size, size_range
-from .versus.command import Options as VersusOptions
-from .versus.command import compare
-from .versus.options import add_options, options_of
-from .versus.plan import OPERATIONS
-from .worker import FAILED, MISUSED, OK, Options, run_launched, run_spawned
+from .cases import (
+    REDOPS,
+    SHAPES,
+    argument,
+    listed,
+    parse_dtype,
+    parse_operation,
+    parse_redop,
+    parse_size,
+    positive,
+    size_range,
+)
+from .operations import DEVICES
+from .show import PICTURES
+from .worker import FAILED, MISUSED, OK, run_launched, run_spawned
 
 _INTERRUPTED = 130
+_STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap"}
+"""Modules of the folder bench/ of the sources, and the options that ask for them."""
+_OF_VERSUS = ("--peer-python", "--install-peers", "--rounds", "--scale", "--results", "--name")
 _EPILOG = f"""
-operations: {", ".join(SHAPES)};
-with --vs: {", ".join(OPERATIONS)}
+operations: {", ".join(SHAPES)}
 
 time and p99 are microseconds a call: each rank times batches of calls and takes their median (99th
 percentile); the slowest rank's is shown. all_reduce, reduce and broadcast work in place. Sizes, algbw and
 busbw are those of nccl-tests. Under a launcher (RANK and WORLD_SIZE, mpirun, srun) its ranks are used.
 
-With --vs the same calls are timed on fastcoll and on other libraries, in turn, beside the machine's own
-limit. A size is then the bytes of the larger of input and output.
+where the sources are, also: --vs PEERS compares with other libraries (--vs gloo --help: its options),
+--start times how ranks start, --overlap asynchronous operations beside a computation.
 
 exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line or a
 launcher's environment cannot be, or none of the peers is there.
@@ -47,32 +55,37 @@ launcher's environment cannot be, or none of the peers is there.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
-    given = parser.parse_args(words)
+    for word in words:
+        if (study := word.partition("=")[0]) in _STUDIES:
+            return _study(study, words)
+    parser = make_parser()
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        theirs = f"; {', '.join(_OF_VERSUS)} belong to --vs" if {*unknown} & {*_OF_VERSUS} else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{theirs}")
     try:
         launched = detect(os.environ)
-        if given.vs:
-            return compare(_comparison(given, launched, words))
-        ranks = _ranks(given.ranks, launched)
-        if given.start:
-            return _time_starts(ranks, launched)
+        ranks = count_ranks(given.ranks, launched)
         if given.tune:
             return _tune(ranks, launched, words)
-        if given.overlap:
-            return _overlap(ranks, launched)
-        options = _options(given, ranks, words)
+        _complete(given, ranks, words)
         if launched.world_size is not None:
-            return run_launched(options, launched.local_rank or 0)
+            return run_launched(given, launched.local_rank or 0)
     except UsageError as error:
         parser.error(str(error))
-    return _run_own_workers(options, ranks)
+    return run_ranks(run_spawned, ranks, lambda meeting: (given, ranks, meeting))
 
 
-def _time_starts(ranks: int, launched: Detected) -> int:
-    if launched.world_size is not None:
-        raise UsageError(f"--start starts its own ranks, but {launched.source} has started this one")
-    start.run(ranks)
-    return OK
+def _study(option: str, words: Sequence[str]) -> int:
+    folder = Path(__file__).resolve().parents[2] / "bench"
+    if not (folder / "versus").is_dir():
+        what = f"{option} is a study, which is not in the installed package"
+        print(f"{what}: run it where fastcoll's sources are, beside bench/", file=sys.stderr)
+        return MISUSED
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # ranks that are spawned inherit it
+    code: int = importlib.import_module(_STUDIES[option]).main(words)
+    return code
 
 
 def _tune(ranks: int, launched: Detected, words: Sequence[str]) -> int:
@@ -84,22 +97,11 @@ def _tune(ranks: int, launched: Detected, words: Sequence[str]) -> int:
     if launched.world_size is not None:
         tune.run_launched(command)
         return OK
-    return _spawn(tune.run_spawned, ranks, lambda meeting: (ranks, meeting, command))
+    return run_ranks(tune.run_spawned, ranks, lambda meeting: (ranks, meeting, command))
 
 
-def _overlap(ranks: int, launched: Detected) -> int:
-    if launched.world_size is not None:
-        overlap.run_launched()
-        return OK
-    return _spawn(overlap.run_spawned, ranks, lambda meeting: (ranks, meeting))
-
-
-def _run_own_workers(options: Options, ranks: int) -> int:
-    return _spawn(run_spawned, ranks, lambda meeting: (options, ranks, meeting))
-
-
-def _spawn(worker: Callable[..., None], ranks: int, arguments: Callable[[str], tuple[Any, ...]]) -> int:
-    """Run workers, which meet at the URL given to `arguments`."""
+def run_ranks(worker: Callable[..., None], ranks: int, arguments: Callable[[str], tuple[Any, ...]]) -> int:
+    """Run workers, which meet at the URL given to `arguments`; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
         try:
             spawn(worker, arguments(f"file://{folder}/meeting"), ranks)
@@ -115,162 +117,100 @@ def _spawn(worker: Callable[..., None], ranks: int, arguments: Callable[[str], t
     return OK
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """All options but those of studies."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll.bench",
         description="Time and verify collective operations.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("operations", nargs="*", metavar="operation", help="default: all")
-    add("-n", "--ranks", type=int, help="processes to start (default: 2)")
-    what = parser.add_argument_group("what is measured")
-    _add_what(what.add_argument)
-    how = parser.add_argument_group("how")
-    _add_how(how.add_argument)
-    add_options(parser.add_argument_group("compared with others").add_argument)
-    other = parser.add_argument_group("instead of all that").add_argument
-    other("--start", action="store_true", help="time how ranks start, with compiled kernels on the disk")
-    other("--overlap", action="store_true", help="time asynchronous operations beside a computation")
-    other("--tune", action="store_true", help="find this machine's thresholds for -n ranks, and keep them")
-    results = parser.add_argument_group("results")
-    for kind, meaning in (("json", "the whole run"), ("csv", "the rows")):
-        results.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"also write {meaning}")
-    results.add_argument(
-        "--plot",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="also draw, e.g. out.png; without an ending PNG and SVG; repeatable; a run of all operations draws "
-        "fastcoll-bench.png",
-    )
+    parser.add_argument("operations", nargs="*", metavar="operation", help="default: all")
+    parser.add_argument("-n", "--ranks", type=int, help="processes to start (default: 2)")
+    _add_what(parser.add_argument_group("what is measured").add_argument)
+    _add_how(parser.add_argument_group("how").add_argument)
+    results = parser.add_argument_group("results").add_argument
+    results("--json", type=Path, metavar="FILE", help="also write the whole run")
+    results("--csv", type=Path, metavar="FILE", help="also write the rows")
+    drawn = "also draw, e.g. out.png; without an ending PNG and SVG; repeatable; "
+    drawn += "a run of all operations draws fastcoll-bench.png"
+    results("--plot", type=Path, action="append", default=[], metavar="FILE", help=drawn)
+    tuned = "instead: find this machine's thresholds for -n ranks, and keep them"
+    parser.add_argument("--tune", action="store_true", help=tuned)
     return parser
 
 
 def _add_what(add: Callable[..., Any]) -> None:
-    add("-b", "--begin", type=read(parse_size), metavar="SIZE", help="smallest size (default: 8)")
-    add("-e", "--end", type=read(parse_size), metavar="SIZE", help="largest (default: 64M)")
+    size, sizes, dtypes = (
+        argument(parse_size),
+        listed(parse_size),
+        listed(lambda text: parse_dtype(text).name),
+    )
+    add("-b", "--begin", type=size, metavar="SIZE", help="smallest size (default: 8)")
+    add("-e", "--end", type=size, metavar="SIZE", help="largest (default: 64M)")
     add("-f", "--factor", type=float, help="between sizes (default: 2)")
-    add("--sizes", type=listed(parse_size), metavar="SIZES", help="these instead: a,b,...")
-    add(
-        "-d",
-        "--dtype",
-        type=listed(dtype_name),
-        default=["float32"],
-        help="one or several, a,b (default: float32)",
-    )
-    add(
-        "-o",
-        "--op",
-        type=listed(parse_redop),
-        default=["sum"],
-        help=f"one or several of {', '.join(REDOPS)} (default: sum)",
-    )
+    add("--sizes", type=sizes, metavar="SIZES", help="these instead: a,b,...")
+    add("-d", "--dtype", type=dtypes, default=["float32"], help="one or several, a,b (default: float32)")
+    several = f"one or several of {', '.join(REDOPS)} (default: sum)"
+    add("-o", "--op", type=listed(parse_redop), default=["sum"], help=several)
     add("-r", "--root", type=int, default=0, help="of the rooted operations (default: 0)")
 
 
 def _add_how(add: Callable[..., Any]) -> None:
     add("--backend", default="auto", help="default: auto")
-    add(
-        "--device",
-        choices=DEVICES,
-        default="cpu",
-        help="where the arrays lie (default: cpu); cuda needs CuPy",
-    )
-    add(
-        "--seconds",
-        type=positive(float),
-        help="to fill with calls for each row (default: 0.15); with --vs: at most (default: 5)",
-    )
-    add("--iters", type=positive(int), metavar="N", help="calls a row, instead of --seconds")
-    add(
-        "-w",
-        "--warmup",
-        type=positive(int),
-        default=5,
-        metavar="N",
-        help="calls before the timed ones (default: 5)",
-    )
+    where = "where the arrays lie (default: cpu); cuda needs CuPy"
+    add("--device", choices=DEVICES, default="cpu", help=where)
+    filled = "to fill with calls for each row (default: 0.15); with --vs: at most (default: 5)"
+    add("--seconds", type=positive(float), help=filled)
+    count = positive(int)
+    add("--iters", type=count, metavar="N", help="calls a row, instead of --seconds")
+    add("-w", "--warmup", type=count, default=5, metavar="N", help="calls before the timed ones (default: 5)")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify the results (default: 1)")
-    add(
-        "--cores",
-        "--pin",
-        type=read(cores),
-        nargs="?",
-        const=sorted(os.sched_getaffinity(0)),
-        metavar="CORES",
-        help="pin each rank to a core, of these in turn (a,b,...) or of all usable ones; or none of them: none "
-        "(default: none; with --vs: all usable ones)",
+    usable = sorted(os.sched_getaffinity(0))
+    pinned = (
+        "pin each rank to a core, of these in turn (a,b,...) or of all usable ones; or none of them: none "
     )
+    pinned += "(default: none; with --vs: all usable ones)"
+    add("--cores", "--pin", type=argument(_cores), nargs="?", const=usable, metavar="CORES", help=pinned)
 
 
-def _comparison(given: argparse.Namespace, launched: Detected, words: list[str]) -> VersusOptions:
-    if launched.world_size is not None:
-        raise UsageError(
-            f"--vs starts its own ranks, but {launched.source} has started this one; run it without"
-        )
-    _check_cores(given.cores or [])
-    return options_of(given, words)
+def _cores(text: str) -> list[int]:
+    return [] if text == "none" else [int(part) for part in text.split(",")]
 
 
-def _options(given: argparse.Namespace, ranks: int, words: list[str]) -> Options:
+def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> None:
+    """Check the options together, and put in what depends on others.
+
+    Raises:
+        UsageError: they cannot be.
+    """
     if not 0 <= given.root < ranks:
         raise UsageError(f"--root is {given.root}; the ranks are 0 to {ranks - 1}")
-    if given.peer_python or given.install_peers or given.results or given.name:
-        raise UsageError("--peer-python, --install-peers, --results and --name belong to --vs")
-    _check_cores(given.cores or [])
-    _check_files(given)
+    check_cores(given.cores or [])
+    if given.csv:
+        check_writable(given.csv)
     parse_backend(given.backend)
-    return Options(
-        operations=_operations(given),
-        dtypes=given.dtype,
-        redops=given.op,
-        sizes=given.sizes or size_range(*_range(given)),
-        root=given.root,
-        backend=given.backend,
-        device=given.device,
-        seconds=given.seconds or 0.15,
-        iterations=given.iters,
-        warmup=given.warmup,
-        check=bool(given.check),
-        pin=given.cores or [],
-        json=given.json,
-        csv=given.csv,
-        plots=pictures(given.plot) or ([] if given.operations else default_picture()),
-        command=["python", "-m", "fastcoll.bench", *map(shlex.quote, words)],
-    )
+    chosen = given.operations
+    given.operations = _operations(chosen, given.device)
+    begin = 8 if given.begin is None else given.begin
+    end = 64 << 20 if given.end is None else given.end
+    given.sizes = given.sizes or size_range(begin, end, 2.0 if given.factor is None else given.factor)
+    given.seconds, given.cores = given.seconds or 0.15, given.cores or []
+    given.plot = check_results(given) or ([] if chosen else _default_picture())
+    given.command = ["python", "-m", "fastcoll.bench", *map(shlex.quote, words)]
 
 
-def _operations(given: argparse.Namespace) -> list[str]:
-    possible = [name for name in SHAPES if given.device == "cpu" or name != "update_symmetric_all_reduce"]
-    operations = [parse_operation(name) for name in given.operations]
+def _operations(names: Sequence[str], device: str) -> list[str]:
+    possible = [name for name in SHAPES if device == "cpu" or name != "update_symmetric_all_reduce"]
+    operations = [parse_operation(name) for name in names]
     for name in operations:
         if name not in possible:
-            raise UsageError(f"{name} is for host memory; leave --device {given.device} out")
+            raise UsageError(f"{name} is for host memory; leave --device {device} out")
     return operations or possible
 
 
-def _range(given: argparse.Namespace) -> tuple[int, int, float]:
-    begin = 8 if given.begin is None else given.begin
-    end = 64 << 20 if given.end is None else given.end
-    return begin, end, 2.0 if given.factor is None else given.factor
-
-
-def _check_cores(wanted: Sequence[int]) -> None:
-    if unusable := set(wanted) - os.sched_getaffinity(0):
-        raise UsageError(f"--cores: this process may not use core {min(unusable)}")
-
-
-def _check_files(given: argparse.Namespace) -> None:
-    for path in (given.json, given.csv):
-        if path is not None:
-            check_writable(path)
-    check_pictures(pictures(given.plot))
-
-
-def _ranks(asked: int | None, launched: Detected) -> int:
+def count_ranks(asked: int | None, launched: Detected) -> int:
+    """How many ranks there are, or are to be started."""
     if launched.world_size is None:
         ranks: int = 2 if asked is None else asked
         if ranks < 1:
@@ -281,3 +221,52 @@ def _ranks(asked: int | None, launched: Detected) -> int:
             f"-n is {asked}, but {launched.source} says {launched.world_size} ranks; leave -n out"
         )
     return launched.world_size
+
+
+def check_cores(wanted: Sequence[int]) -> None:
+    """Refuse cores that this process may not use."""
+    if unusable := set(wanted) - os.sched_getaffinity(0):
+        raise UsageError(f"--cores: this process may not use core {min(unusable)}")
+
+
+def check_results(given: argparse.Namespace) -> list[Path]:
+    """The pictures to draw: a name without an ending is a PNG and an SVG. Before the run, not after it:
+
+    Raises:
+        UsageError: the JSON or a picture cannot be written, or an ending is not known.
+        UnavailableError: a picture without matplotlib.
+    """
+    if given.json:
+        check_writable(given.json)
+    pictures = [
+        path.with_suffix(suffix)
+        for path in given.plot
+        for suffix in ([path.suffix] if path.suffix else PICTURES[:2])
+    ]
+    for path in pictures:
+        check_writable(path)
+        if path.suffix not in PICTURES:
+            raise UsageError(f"--plot {path}: the name must end in {', '.join(PICTURES)}")
+    if pictures and importlib.util.find_spec("matplotlib") is None:
+        raise UnavailableError("--plot needs matplotlib; pip install 'fastcoll[bench]'")
+    return pictures
+
+
+def _default_picture() -> list[Path]:
+    """What a run of all operations draws in the working directory, where it can."""
+    possible = importlib.util.find_spec("matplotlib") is not None and os.access(".", os.W_OK)
+    return [Path("fastcoll-bench.png")] if possible else []
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written; leaves nothing."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{path} cannot be written: there is no folder {folder}")
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))
+        else:
+            tempfile.TemporaryFile(dir=folder).close()  # leaves nothing; a mode does not bind root
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error

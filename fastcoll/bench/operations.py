@@ -2,18 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 import fastcoll as dist
 
 from .cases import Case
-from .patterns import Tile, moved, reduced_input, reduced_output
-from .places import Place
+from .patterns import Tile, count_wrong, fill, moved, reduced_input, reduced_output
+
+DEVICES = ("cpu", "cuda")
+
+
+class Place(Protocol):
+    """Where arrays lie: it makes them, and moves patterns in and out (see `patterns`)."""
+
+    def zeros(self, count: int, dtype: np.dtype[Any]) -> Any: ...
+
+    def fill(self, x: Any, tile: Tile, start: int = 0) -> None: ...
+
+    def count_wrong(self, x: Any, tile: Tile, start: int = 0) -> int: ...
+
+    def settle(self) -> None:
+        """Wait until what was called is done; at the end of each batch that is timed."""
+
+
+class Host:
+    """NumPy's arrays, on which calls are done when they return."""
+
+    def zeros(self, count: int, dtype: np.dtype[Any]) -> Any:
+        return np.zeros(count, dtype)
+
+    def fill(self, x: Any, tile: Tile, start: int = 0) -> None:
+        fill(x, tile, start)
+
+    def count_wrong(self, x: Any, tile: Tile, start: int = 0) -> int:
+        return count_wrong(x, tile, start)
+
+    def settle(self) -> None:
+        """Nothing to do."""
+
+
+class Cuda:
+    """CuPy's arrays on the GPU of a local rank, modulo how many there are, on CuPy's current stream."""
+
+    def __init__(self, cupy: Any, local_rank: int) -> None:
+        self._cupy = cupy
+        cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
+
+    def zeros(self, count: int, dtype: np.dtype[Any]) -> Any:
+        return self._cupy.zeros(count, dtype)
+
+    def fill(self, x: Any, tile: Tile, start: int = 0) -> None:
+        host = np.empty(x.shape, x.dtype)
+        fill(host, tile, start)
+        x.set(host)
+
+    def count_wrong(self, x: Any, tile: Tile, start: int = 0) -> int:
+        return count_wrong(x.get(), tile, start)
+
+    def settle(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
+
+
+def place_of(device: str, local_rank: int) -> Place:
+    """The place that `--device` names.
+
+    Raises:
+        UnavailableError: there is no CuPy, or no GPU.
+    """
+    if device == "cpu":
+        return Host()
+    from ..gpu.runtime import cupy
+
+    return Cuda(cupy(), local_rank)
 
 
 @dataclass(frozen=True)
@@ -22,186 +87,120 @@ class Trial:
 
     Attributes:
         call: the operation once.
-        reset: makes the inputs right and the outputs wrong.
-        wrong: after `reset` and `call`, the number of wrong elements.
+        given: arrays that the call reads, with their patterns.
+        expected: arrays that the call writes, with the patterns that must be there and where these start.
     """
 
+    place: Place
     call: Callable[[], Any]
-    reset: Callable[[], None]
-    wrong: Callable[[], int]
+    given: Sequence[tuple[Any, Tile]] = ()
+    expected: Sequence[tuple[Any, Tile, int]] = ()
+
+    def reset(self) -> None:
+        """Make the outputs wrong and the inputs right."""
+        for x, *_ in self.expected:
+            x.fill(0)
+        for x, tile in self.given:
+            self.place.fill(x, tile)
+
+    def wrong(self) -> int:
+        """After `reset` and `call`, the number of wrong elements."""
+        return sum(self.place.count_wrong(*each) for each in self.expected)
 
 
 def prepare(case: Case, rank: int, place: Place) -> Trial:
     """The trial of a rank, its arrays allocated."""
-    return _PREPARE[case.operation](case, rank, place)
+    if case.redop != "none":
+        return _reduction(case, rank, place)
+    return _movement(case, rank, place)
+
+
+def _reduction(case: Case, rank: int, place: Place) -> Trial:
+    op, count, dtype = reduce_op(case.redop), case.count, case.dtype
+    given = reduced_input(case.redop, rank, case.ranks, dtype)
+    total = reduced_output(case.redop, case.ranks, dtype)
+    if case.operation == "reduce_scatter":
+        x, out = place.zeros(case.ranks * count, dtype), place.zeros(count, dtype)
+        call = partial(dist.reduce_scatter_tensor, out, x, op)
+        return Trial(place, call, [(x, given)], [(out, total, rank * count)])
+    symmetric = case.operation == "update_symmetric_all_reduce"
+    x = dist.symmetric.empty(count, dtype) if symmetric else place.zeros(count, dtype)
+    if case.operation == "reduce":
+        after = total if rank == case.root else given
+        return Trial(place, partial(dist.reduce, x, case.root, op), [(x, given)], [(x, after, 0)])
+
+    def update() -> None:
+        """Each rank writes all of its array before each all_reduce, as programs do.
+
+        Without that, a symmetric array would be measured that no core writes but the one that reduces it.
+        """
+        np.multiply(x, dtype.type(1), out=x)
+        dist.all_reduce(x, op)
+
+    alone = case.operation == "all_reduce"
+    return Trial(place, partial(dist.all_reduce, x, op) if alone else update, [(x, given)], [(x, total, 0)])
+
+
+def _movement(case: Case, rank: int, place: Place) -> Trial:
+    """Block number `source` holds the pattern `moved(source)`; all_to_all's number is that of sender and receiver."""
+    n, root = case.ranks, case.root
+
+    def one() -> Any:
+        return place.zeros(case.count, case.dtype)
+
+    def whole() -> Any:
+        return place.zeros(n * case.count, case.dtype)
+
+    def blocks(x: Any) -> list[Any]:
+        return list(x.reshape(n, case.count))
+
+    def hold(arrays: Sequence[Any], numbers: Sequence[int]) -> list[tuple[Any, Tile]]:
+        return [(x, moved(number, case.dtype)) for x, number in zip(arrays, numbers, strict=False)]
+
+    def trial(
+        call: Callable[[], Any], given: list[tuple[Any, Tile]], expected: list[tuple[Any, Tile]]
+    ) -> Trial:
+        return Trial(place, call, given, [(x, tile, 0) for x, tile in expected])
+
+    match case.operation:
+        case "broadcast":
+            x = one()
+            holds = hold([x], [root])
+            return trial(partial(dist.broadcast, x, root), holds if rank == root else [], holds)
+        case "all_gather":
+            x, out = one(), whole()
+            call = partial(dist.all_gather_into_tensor, out, x)
+            return trial(call, hold([x], [rank]), hold(blocks(out), range(n)))
+        case "gather":
+            x, outs = one(), blocks(whole()) if rank == root else None
+            call = partial(dist.gather, x, outs, root)
+            return trial(call, hold([x], [rank]), hold(outs or (), range(n)))
+        case "scatter":
+            xs, out = blocks(whole()) if rank == root else None, one()
+            return trial(partial(dist.scatter, out, xs, root), hold(xs or (), range(n)), hold([out], [rank]))
+        case "all_to_all":
+            x, out = whole(), whole()
+            sent, got = range(rank * n, rank * n + n), range(rank, n * n, n)
+            return trial(
+                partial(dist.all_to_all_single, out, x), hold(blocks(x), sent), hold(blocks(out), got)
+            )
+        case "sendrecv":  # to the next rank and from the one before, at the same time
+            x, out = one(), one()
+            after, before = (rank + 1) % n, (rank - 1) % n
+            both = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, out, before)]
+            return trial(lambda: _exchange(both), hold([x], [rank]), hold([out], [before]))
+        case _:
+            return Trial(place, dist.barrier)
+
+
+def _exchange(both: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
 
 
 def reduce_op(name: str) -> dist.ReduceOp:
     """The ReduceOp of one of `cases.REDOPS`."""
-    return _REDUCE_OPS[name]
-
-
-def _all_reduce(case: Case, rank: int, place: Place) -> Trial:
-    x = place.zeros(case.count, case.dtype)
-    call = partial(dist.all_reduce, x, reduce_op(case.redop))
-    return Trial(
-        call, partial(place.fill, x, _input(case, rank)), partial(place.count_wrong, x, _output(case))
-    )
-
-
-def _update_all_reduce(case: Case, rank: int, place: Place) -> Trial:
-    return _update(case, rank, place, place.zeros(case.count, case.dtype))
-
-
-def _update_symmetric_all_reduce(case: Case, rank: int, place: Place) -> Trial:
-    return _update(case, rank, place, dist.symmetric.empty(case.count, case.dtype))
-
-
-def _update(case: Case, rank: int, place: Place, x: Any) -> Trial:
-    """Each rank writes all of its array before each all_reduce, as programs do.
-
-    Without that, a symmetric array would be measured that no core writes but the one that reduces it.
-    """
-    one = case.dtype.type(1)
-
-    def call() -> None:
-        np.multiply(x, one, out=x)
-        dist.all_reduce(x, reduce_op(case.redop))
-
-    return Trial(
-        call, partial(place.fill, x, _input(case, rank)), partial(place.count_wrong, x, _output(case))
-    )
-
-
-def _reduce(case: Case, rank: int, place: Place) -> Trial:
-    x = place.zeros(case.count, case.dtype)
-    given = _input(case, rank)
-    call = partial(dist.reduce, x, case.root, reduce_op(case.redop))
-    return Trial(
-        call,
-        partial(place.fill, x, given),
-        partial(place.count_wrong, x, _output(case) if rank == case.root else given),
-    )
-
-
-def _reduce_scatter(case: Case, rank: int, place: Place) -> Trial:
-    x, out = _whole(case, place), place.zeros(case.count, case.dtype)
-    call = partial(dist.reduce_scatter_tensor, out, x, reduce_op(case.redop))
-    place.fill(x, _input(case, rank))
-    return Trial(
-        call, partial(out.fill, 0), partial(place.count_wrong, out, _output(case), rank * case.count)
-    )
-
-
-def _broadcast(case: Case, rank: int, place: Place) -> Trial:
-    x = place.zeros(case.count, case.dtype)
-    reset = partial(place.fill, x, moved(case.root, case.dtype)) if rank == case.root else partial(x.fill, 0)
-    call = partial(dist.broadcast, x, case.root)
-    return Trial(call, reset, partial(place.count_wrong, x, moved(case.root, case.dtype)))
-
-
-def _all_gather(case: Case, rank: int, place: Place) -> Trial:
-    x, out = _own(case, rank, place), _whole(case, place)
-    call = partial(dist.all_gather_into_tensor, out, x)
-    return Trial(
-        call, partial(out.fill, 0), partial(_wrong_blocks, case, place, _blocks(case, out), range(case.ranks))
-    )
-
-
-def _gather(case: Case, rank: int, place: Place) -> Trial:
-    x = _own(case, rank, place)
-    blocks = _blocks(case, _whole(case, place)) if rank == case.root else None
-    call = partial(dist.gather, x, blocks, case.root)
-    return Trial(
-        call, partial(_clear, blocks), partial(_wrong_blocks, case, place, blocks, range(case.ranks))
-    )
-
-
-def _scatter(case: Case, rank: int, place: Place) -> Trial:
-    out = place.zeros(case.count, case.dtype)
-    blocks = _blocks(case, _whole(case, place)) if rank == case.root else None
-    for number, block in enumerate(blocks or ()):
-        place.fill(block, moved(number, case.dtype))
-    call = partial(dist.scatter, out, blocks, case.root)
-    return Trial(call, partial(out.fill, 0), partial(place.count_wrong, out, moved(rank, case.dtype)))
-
-
-def _all_to_all(case: Case, rank: int, place: Place) -> Trial:
-    x, out, ranks = _whole(case, place), _whole(case, place), case.ranks
-    for to, block in enumerate(_blocks(case, x)):
-        place.fill(block, moved(rank * ranks + to, case.dtype))
-    sources = range(rank, ranks * ranks, ranks)
-    call = partial(dist.all_to_all_single, out, x)
-    return Trial(call, partial(out.fill, 0), partial(_wrong_blocks, case, place, _blocks(case, out), sources))
-
-
-def _sendrecv(case: Case, rank: int, place: Place) -> Trial:
-    """To the next rank and from the one before, at the same time."""
-    x, out = _own(case, rank, place), place.zeros(case.count, case.dtype)
-    after, before = (rank + 1) % case.ranks, (rank - 1) % case.ranks
-    exchange = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, out, before)]
-
-    def call() -> None:
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-
-    return Trial(call, partial(out.fill, 0), partial(place.count_wrong, out, moved(before, case.dtype)))
-
-
-def _barrier(case: Case, rank: int, place: Place) -> Trial:
-    return Trial(dist.barrier, lambda: None, lambda: 0)
-
-
-def _whole(case: Case, place: Place) -> Any:
-    """A block for each rank, in one array."""
-    return place.zeros(case.ranks * case.count, case.dtype)
-
-
-def _own(case: Case, rank: int, place: Place) -> Any:
-    """The one block that a rank gives."""
-    x = place.zeros(case.count, case.dtype)
-    place.fill(x, moved(rank, case.dtype))
-    return x
-
-
-def _blocks(case: Case, whole: Any) -> list[Any]:
-    return list(whole.reshape(case.ranks, case.count))
-
-
-def _clear(blocks: list[Any] | None) -> None:
-    for block in blocks or ():
-        block.fill(0)
-
-
-def _wrong_blocks(case: Case, place: Place, blocks: list[Any] | None, sources: range) -> int:
-    return sum(
-        place.count_wrong(block, moved(source, case.dtype))
-        for source, block in zip(sources, blocks or (), strict=False)
-    )
-
-
-def _input(case: Case, rank: int) -> Tile:
-    return reduced_input(case.redop, rank, case.ranks, case.dtype)
-
-
-def _output(case: Case) -> Tile:
-    return reduced_output(case.redop, case.ranks, case.dtype)
-
-
-_PREPARE: dict[str, Callable[[Case, int, Place], Trial]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "sendrecv": _sendrecv,
-    "barrier": _barrier,
-    "update_all_reduce": _update_all_reduce,
-    "update_symmetric_all_reduce": _update_symmetric_all_reduce,
-}
+    return _ABSMAX if name == "custom" else getattr(dist.ReduceOp, name.upper())
 
 
 def _absmax(a: Any, b: Any) -> Any:
@@ -209,14 +208,4 @@ def _absmax(a: Any, b: Any) -> Any:
     return a if abs(a) >= abs(b) else b
 
 
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-    "custom": dist.ReduceOp.custom(_absmax, "absmax"),
-}
+_ABSMAX = dist.ReduceOp.custom(_absmax, "absmax")

@@ -12,7 +12,7 @@ import pytest
 import fastcoll as dist
 from fastcoll.bench import operations
 from fastcoll.bench.cases import SHAPES, Case
-from fastcoll.bench.places import Cuda, Host
+from fastcoll.bench.operations import Cuda, Host
 from fastcoll.bench.timing import Schedule, measure
 
 
@@ -127,7 +127,7 @@ def test_what_a_gpu_cannot_do_is_refused() -> None:
 
 
 def test_a_gpu_that_is_not_there_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.bench import places
+    from fastcoll.bench import operations
     from fastcoll.errors import UnavailableError
     from fastcoll.gpu import runtime
 
@@ -136,4 +136,4 @@ def test_a_gpu_that_is_not_there_is_an_error_with_the_command(monkeypatch: pytes
 
     monkeypatch.setattr(runtime, "cupy", missing)
     with pytest.raises(UnavailableError, match="CuPy"):
-        places.place_of("cuda", 0)
+        operations.place_of("cuda", 0)

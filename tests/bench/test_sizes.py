@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.bench.sizes import format_size, parse_size, size_range
+from fastcoll.bench.cases import format_size, parse_size, size_range
 from fastcoll.errors import UsageError
 
 

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-
-from fastcoll.bench.versus.cells import Place, absmax, make_buffers, ping_pong, prepare, wrong
-from fastcoll.bench.versus.plan import DTYPES, LIMITS, SHAPES, Cell
-from fastcoll.bench.versus.sides.limit import _fold
+from versus.cells import Place, absmax, make_buffers, ping_pong, prepare, wrong
+from versus.plan import DTYPES, LIMITS, SHAPES, Cell
+from versus.sides.limit import _fold
 
 RANKS = 4
 COUNT = 4 * 7

@@ -3,11 +3,10 @@
 import json
 
 import pytest
-
-from fastcoll.bench.versus import picture, record, tables
-from fastcoll.bench.versus.outcome import Comparison, SideTimes, lost, write_json
-from fastcoll.bench.versus.plan import Cell
-from fastcoll.bench.versus.rounds import Contender, order, slowest
+from versus import picture, record, tables
+from versus.outcome import Comparison, SideTimes, lost, write_json
+from versus.plan import Cell
+from versus.rounds import Contender, order, slowest
 
 SIZE = 1 << 20
 KEYS = [("all_reduce", 8), ("all_reduce", SIZE), ("barrier", 0), ("custom", SIZE)]

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from versus import launch, peers
+from versus.peers import PEERS, Found, Missing, find, parse_peer_python, parse_peers
+from versus.probe import mpi_name
 
-from fastcoll.bench.versus import launch, peers
-from fastcoll.bench.versus.peers import PEERS, Found, Missing, find, parse_peer_python, parse_peers
-from fastcoll.bench.versus.probe import mpi_name
 from fastcoll.errors import UsageError
 
 

@@ -1,9 +1,8 @@
 """Cells, their numbers of calls, and the limits that belong to them."""
 
 import pytest
-
-from fastcoll.bench.versus import limits, plan
-from fastcoll.bench.versus.plan import Cell, Job, cells, read_job, schedule
+from versus import limits, plan
+from versus.plan import Cell, Job, cells, read_job, schedule
 
 
 def planned(operations, sizes, ranks=2, itemsize=4, cores=2):

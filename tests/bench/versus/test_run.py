@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from versus.options import main
 
 import fastcoll
-from fastcoll.bench.command import main
+from fastcoll.bench import command
 
 BENCH = [sys.executable, "-m", "fastcoll.bench"]
 
@@ -179,7 +180,6 @@ def wait_for_ranks(folder, line, side, process):
         (["--vs", "gloo", "--peer-python", "gloo"], "is not PEER=PYTHON"),
         (["--vs", "gloo", "--backend", "cpu"], "there is no backend 'cpu'"),
         (["--vs", "gloo", "--backend", "cpu:nccl"], "no backend for CPU arrays that is available here"),
-        (["--results", "x"], "belong to --vs"),
     ],
 )
 def test_mistakes_are_named(words, message, capsys):
@@ -187,6 +187,24 @@ def test_mistakes_are_named(words, message, capsys):
         main(words)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--results", "--rounds"])
+def test_options_of_a_comparison_need_one(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main([option, "3"])
+    assert ended.value.code == 2
+    assert f"{option}; --peer-python," in (said := capsys.readouterr().err)
+    assert "belong to --vs" in said
+
+
+@pytest.mark.parametrize("words", [["--vs", "gloo"], ["--start"], ["--overlap", "-n", "3"]])
+def test_where_no_sources_are_one_line_says_what_to_do(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "fastcoll" / "bench" / "command.py"))
+    assert command.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{words[0]} is a study")
+    assert said.count("\n") == 1
 
 
 def test_ranks_of_a_launcher_are_refused(monkeypatch, capsys):

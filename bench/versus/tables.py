@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..sizes import format_size
-from ..table import digits
+from fastcoll.bench.cases import format_size
+from fastcoll.bench.results import digits
+
 from .outcome import MPIS, Comparison, Key, lost
 
 _NOTHING = "–"

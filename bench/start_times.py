@@ -1,16 +1,23 @@
-"""`--start`: how long ranks take from the start of their interpreters to a group, and to their first all_reduce."""
+"""`python -m fastcoll.bench --start`: how long ranks take to start.
+
+From the start of their interpreters to a group, and to their first all_reduce.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import UsageError
+from fastcoll.bench.command import count_ranks, make_parser
+from fastcoll.errors import UsageError
+from fastcoll.rendezvous.detect import detect
 
 _RANK = """
 import json, sys, time
@@ -29,6 +36,21 @@ print(json.dumps(marks))
 dist.destroy_process_group()
 """
 STEPS = ("interpreter", "import", "init_process_group", "all three", "first all_reduce", "second all_reduce")
+
+
+def main(words: Sequence[str]) -> int:
+    """Time the starts of as many ranks as the words of a command line ask for; returns the exit code."""
+    parser = make_parser()
+    parser.add_argument("--start", action="store_true", help="this study")
+    given = parser.parse_args(words)
+    try:
+        launched = detect(os.environ)
+        if launched.world_size is not None:
+            raise UsageError(f"--start starts its own ranks, but {launched.source} has started this one")
+        run(count_ranks(given.ranks, launched))
+    except UsageError as error:
+        parser.error(str(error))
+    return 0
 
 
 def run(ranks: int, times: int = 10) -> None:

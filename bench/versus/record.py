@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..sizes import format_size
+from fastcoll.bench.cases import format_size
+
 from .outcome import Comparison
 from .tables import join, markdown, notes, title, verdict
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import UsageError
+from fastcoll.errors import UsageError
 
 _PROBE = Path(__file__).with_name("probe.py")
 _PROBE_SECONDS = 120

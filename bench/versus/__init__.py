@@ -1,6 +1,7 @@
 """`python -m fastcoll.bench --vs PEERS`: the same calls on fastcoll and on others, in turn.
 
 The command's half, with all of fastcoll:
+options    the command line
 command    from the options to the exit code
 peers      what can be compared, and where it lives; install makes environments for it
 launch     one side's ranks, started, watched and ended
@@ -17,3 +18,8 @@ limits     what the machine's own limit is, operation by operation
 sides/     how each side calls an operation
 probe      asked in a peer's Python: what is there
 """
+
+from pathlib import Path
+
+# `patterns` and `timing` of fastcoll.bench need NumPy alone. As modules of this package they need no fastcoll, either.
+__path__.append(str(Path(__file__).resolve().parents[2] / "fastcoll" / "bench"))

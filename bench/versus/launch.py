@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import FastcollError
-from ...launch import lifeline
+from fastcoll.errors import FastcollError
+from fastcoll.launch import lifeline
+
 from .peers import Found
 from .plan import Job
 
@@ -49,7 +50,7 @@ class Launch:
 
 def ours(side: str, ranks: int) -> Launch:
     """fastcoll's own side, or the limit's, in this Python."""
-    return Launch(side, (*_launcher(ranks), "-m", f"{__package__}.start", side), _LAUNCHED.format(ranks))
+    return Launch(side, (*_launcher(ranks), str(_START), side), _LAUNCHED.format(ranks))
 
 
 def peers(found: Found, ranks: int, cores: int) -> Launch:

@@ -1,33 +1,48 @@
-"""`--overlap`: how much of four asynchronous all_reduces hides behind a computation that takes as long.
+"""`python -m fastcoll.bench --overlap`: four asynchronous all_reduces beside a computation that takes as long.
 
-Two computations: one of a device or a disk, for which this process waits, and one on this rank's core. The second
-needs a core a rank besides those that the operations use: with as many ranks as cores both together cannot take
-less than their sum, less what the operations spend waiting.
+How much of them hides behind it? There are two computations: one of a device or a disk, for which this process
+waits, and one on this rank's core. The second needs a core a rank besides those that the operations use: with as
+many ranks as cores both together cannot take less than their sum, less what the operations spend waiting.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 import fastcoll as dist
+from fastcoll.bench.command import count_ranks, make_parser, run_ranks
+from fastcoll.errors import UsageError
+from fastcoll.rendezvous.detect import detect
 
 NBYTES = 16 << 20
 IN_FLIGHT = 4
 _ROUNDS = 15
 
 
+def main(words: Sequence[str]) -> int:
+    """Run it on the ranks that the words of a command line ask for; returns the exit code."""
+    parser = make_parser()
+    parser.add_argument("--overlap", action="store_true", help="this study")
+    given = parser.parse_args(words)
+    try:
+        launched = detect(os.environ)
+        ranks = count_ranks(given.ranks, launched)
+    except UsageError as error:
+        parser.error(str(error))
+    if launched.world_size is None:
+        return run_ranks(run_spawned, ranks, lambda meeting: (ranks, meeting))
+    dist.init_process_group()
+    run()
+    return 0
+
+
 def run_spawned(rank: int, ranks: int, init_method: str) -> None:
     """One rank of the command's own."""
     dist.init_process_group(init_method=init_method, world_size=ranks, rank=rank)
-    run()
-
-
-def run_launched() -> None:
-    """One rank of a launcher's."""
-    dist.init_process_group()
     run()
 
 

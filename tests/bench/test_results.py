@@ -7,17 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fastcoll.bench import table
+from fastcoll.bench import results
 from fastcoll.bench.cases import Case
-from fastcoll.bench.export import Run, header, in_short, write_csv, write_json
-from fastcoll.bench.per_element import per_element
-from fastcoll.bench.plot import draw
+from fastcoll.bench.results import Run, header, in_short, per_element, write_csv, write_json
+from fastcoll.bench.show import draw
 from fastcoll.bench.timing import Schedule, Timing
 
 
 def row(operation="all_reduce", count=1000, ranks=4, wrong=0, root=-1, redop="sum", seconds=2e-6):
     case = Case(operation, np.dtype("float32"), redop, root, count, ranks)
-    return table.make_row(case, Schedule(10, 20), Timing(seconds, 1.5 * seconds), wrong)
+    return results.make_row(case, Schedule(10, 20), Timing(seconds, 1.5 * seconds), wrong)
 
 
 def run(*rows, ranks=2):
@@ -35,12 +34,12 @@ def test_bandwidths():
 
 
 def test_line_has_the_columns_of_the_heading():
-    lines = table.heading("all_reduce")
+    lines = results.heading("all_reduce")
     assert lines[1] == "# all_reduce"
     names, units = lines[2].split()[1:], lines[3].split()[1:]
     assert names == ["size", "count", "type", "redop", "root", "time", "p99", "algbw", "busbw", "#wrong"]
     assert units == ["(B)", "(elements)", "(us)", "(us)", "(GB/s)", "(GB/s)"]
-    assert table.line(row()).split() == [
+    assert results.line(row()).split() == [
         "4000",
         "1000",
         "float32",
@@ -52,13 +51,13 @@ def test_line_has_the_columns_of_the_heading():
         "3.00",
         "0",
     ]
-    assert len(table.line(row())) == len(lines[2])
+    assert len(results.line(row())) == len(lines[2])
 
 
 def test_columns_stay_in_line_for_large_numbers():
     large = row(count=1 << 30, wrong=1 << 20, seconds=2.0)
-    assert len(table.line(large)) == len(table.line(row()))
-    assert table.line(large).endswith(" 1048576")
+    assert len(results.line(large)) == len(results.line(row()))
+    assert results.line(large).endswith(" 1048576")
 
 
 def test_barrier_has_no_data():
@@ -71,17 +70,17 @@ def test_barrier_has_no_data():
     [(0.384, "0.38"), (9.999, "10.00"), (123.45, "123.5"), (1234.5, "1234"), (1e6, "1000000")],
 )
 def test_digits(value, text):
-    assert table.digits(value) == text
+    assert results.digits(value) == text
 
 
 def test_summary_tells_wrong_values():
-    assert table.summary([row(), row()])[1:] == [
+    assert results.summary([row(), row()])[1:] == [
         "# Out of bounds values : 0 OK",
         "# Avg bus bandwidth    : 3.0000 GB/s",
     ]
-    assert table.summary([row(), row(wrong=5)])[1].endswith("5 FAILED")
-    assert table.summary([row(wrong=None)])[1].endswith("not checked")
-    assert table.summary([row("barrier", 0)])[2].endswith("N/A")
+    assert results.summary([row(), row(wrong=5)])[1].endswith("5 FAILED")
+    assert results.summary([row(wrong=None)])[1].endswith("not checked")
+    assert results.summary([row("barrier", 0)])[2].endswith("N/A")
 
 
 def test_an_element_is_compared_with_one_of_float32s_sum():

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ...api.backends import parse_backend
-from ...errors import UsageError
-from ..machine import describe, machine
+from fastcoll.api.backends import parse_backend
+from fastcoll.bench.machine import describe, machine
+from fastcoll.errors import UsageError
+
 from . import launch, peers
 from .limits import limit_cells
 from .outcome import LIMIT, OURS, Comparison, SideTimes, write_json

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 import fastcoll as dist
+from fastcoll.bench.operations import reduce_op
 
-from ...operations import reduce_op
 from ..cells import Buffers, ping_pong
 from ..loop import pin, rank_in_environment
 from ..plan import Job

@@ -15,9 +15,9 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from ..timing import Schedule, Timing, estimate, no_collector, time_batches
 from .cells import Buffers, Place, make_buffers, prepare, wrong
 from .plan import LIMITS, SHAPES, Cell, Job, read_job
+from .timing import Schedule, Timing, estimate, no_collector, time_batches
 
 SIDES = {
     "fastcoll": "ours",

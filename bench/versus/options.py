@@ -10,28 +10,56 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import UsageError
-from ..files import check_pictures, check_writable, pictures
-from ..parsing import positive, read
-from ..sizes import size_range
-from .command import Options, check, parse_operation
+from fastcoll.bench.cases import argument, positive, size_range
+from fastcoll.bench.command import check_cores, check_results, make_parser
+from fastcoll.errors import UsageError
+from fastcoll.rendezvous.detect import detect
+
+from .command import Options, check, compare, parse_operation
 from .peers import PEERS, parse_peer_python, parse_peers
 from .plan import DEFAULT_SIZES, OPERATIONS
 
 _SECONDS = 5.0
+_EPILOG = f"""
+operations: {", ".join(OPERATIONS)}
+
+The same calls are timed on fastcoll and on other libraries, in turn, beside the machine's own limit. A size is the
+bytes of the larger of input and output.
+
+exit code: 0 done; 1 a side failed; 2 the command line cannot be, or none of the peers is there.
+"""
 
 
-def add_options(add: Callable[..., Any]) -> None:
-    """What only a comparison has."""
+def main(words: Sequence[str]) -> int:
+    """Run the comparison that the words of a command line ask for; returns the exit code."""
+    parser = make_parser()
+    parser.description = "Compare collective operations with those of other libraries."
+    parser.epilog = _EPILOG
+    _add_options(parser.add_argument_group("compared with others").add_argument)
+    given = parser.parse_args(words)
+    try:
+        launched = detect(os.environ)
+        if launched.world_size is not None:
+            raise UsageError(
+                f"--vs starts its own ranks, but {launched.source} has started this one; run it without"
+            )
+        check_cores(given.cores or [])
+        options = _options_of(given, words)
+    except UsageError as error:
+        parser.error(str(error))
+    return compare(options)
+
+
+def _add_options(add: Callable[..., Any]) -> None:
     add(
         "--vs",
-        type=read(parse_peers),
+        type=argument(parse_peers),
         metavar="PEERS",
         help=f"compare with one or several of {', '.join(PEERS)}: a,b",
     )
     add(
         "--peer-python",
-        type=read(parse_peer_python),
+        type=argument(parse_peer_python),
         action="append",
         default=[],
         metavar="PEER=PYTHON",
@@ -54,13 +82,11 @@ def add_options(add: Callable[..., Any]) -> None:
     add("--name", help="of that page (default: the operation and the number of ranks)")
 
 
-def options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
-    """The comparison that was asked for.
-
-    Raises:
-        UsageError: it cannot be.
-    """
-    check_files(given)
+def _options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
+    if given.csv:
+        raise UsageError("--csv is not for a comparison; --json has every round's times")
+    if given.results and given.results.exists() and not given.results.is_dir():
+        raise UsageError(f"--results {given.results} is no folder")
     options = Options(
         peers=given.vs,
         pythons=dict(given.peer_python),
@@ -75,7 +101,7 @@ def options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
         seconds=given.seconds or _SECONDS,
         backend=given.backend,
         json=given.json,
-        plots=pictures(given.plot),
+        plots=check_results(given),
         results=given.results,
         name=given.name,
         command=command_line(words),
@@ -88,17 +114,6 @@ def command_line(words: Sequence[str]) -> str:
     """The command as others can repeat it, without the paths of this machine's environments."""
     names = [re.sub(rf"^((?:--peer-python=)?(?:{'|'.join(PEERS)}))=.*", r"\1=PYTHON", word) for word in words]
     return f"python -m fastcoll.bench {shlex.join(names)}"
-
-
-def check_files(given: argparse.Namespace) -> None:
-    """What is to be written can be."""
-    if given.csv:
-        raise UsageError("--csv is not for a comparison; --json has every round's times")
-    if given.json:
-        check_writable(given.json)
-    if given.results and given.results.exists() and not given.results.is_dir():
-        raise UsageError(f"--results {given.results} is no folder")
-    check_pictures(pictures(given.plot))
 
 
 def _sizes(given: argparse.Namespace) -> list[int]:

