@@ -21,8 +21,8 @@ from fastcoll.hybrid import group as hybrid
 from fastcoll.hybrid.group import DIRECT, SMALL, HybridGroup
 from fastcoll.net.tcp import mail_words
 from fastcoll.net.tcp.group import TcpGroup
-from fastcoll.net.tcp.refusal import Refusal
 from fastcoll.rendezvous import HashStore, PrefixStore
+from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.shm import channels as ring_words
 from fastcoll.shm.group import ShmGroup
 
@@ -320,7 +320,6 @@ def test_who_cannot_make_the_group_tells_those_that_make_a_rail_already(
     with pytest.raises(dist.ResourceError):
         HybridGroup.make(store, "WORLD", crew, 3, 5.0)
     for rail in range(2):
-        heard = Refusal(PrefixStore(f"rail{rail}", store), crew[0])
-        heard._checked = 0.0
+        heard = GroupMeeting(PrefixStore(f"rail{rail}", store), crew, 0, 5.0, "making a rail")
         with pytest.raises(dist.ResourceError, match=r"rank 3 \(.*no port is free"):
-            heard.check()
+            heard.hear("terms")

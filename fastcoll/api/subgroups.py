@@ -18,7 +18,7 @@ from ..core.arguments import WORLD_OF_ONE, check_device, positive_seconds, whole
 from ..core.group import ProcessGroup
 from ..core.work import Timeout
 from ..errors import MismatchError, UnavailableError, UsageError
-from ..rendezvous.join import wait_for
+from ..rendezvous.waiting import fetch_for
 from .backends import Backend, BackendChoice, load, parse_backend
 from .default_group import current_job
 from .job import Job
@@ -294,7 +294,7 @@ def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str)
     def late() -> list[int]:
         return [rank for rank, key in zip(asked, keys, strict=True) if not job.store.check([key])]
 
-    wait_for(
+    return fetch_for(
         job.store,
         keys,
         [job.members[rank] for rank in asked],
@@ -303,7 +303,6 @@ def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str)
         lambda: job.raise_if_left(late(), doing),
         lambda: ", ".join(str(job.members[rank]) for rank in late()),
     )
-    return job.store.multi_get(keys)
 
 
 def _left_out(job: Job, key: str, rank: int, request: bytes, limit: float) -> list[int] | None:

@@ -32,8 +32,8 @@ from ..net.tcp import words
 from ..net.tcp.group import TcpGroup
 from ..net.tcp.mesh import Mesh
 from ..net.tcp.plans.shape import MEET_RANKS
-from ..net.tcp.refusal import Refusal
 from ..rendezvous import PrefixStore, Store
+from ..rendezvous.assemble import GroupMeeting
 from ..shm.group import ShmGroup
 from ..shm.ring_channels import RingChannels
 from .mail import NodeMail
@@ -110,7 +110,7 @@ class HybridGroup(TcpGroup):
                 )
         except BaseException as error:
             for place in range(topology.rails):  # whoever makes a rail already looks at its store only
-                Refusal(PrefixStore(f"rail{place}", store), members[rank]).tell(error)
+                GroupMeeting(PrefixStore(f"rail{place}", store), members, rank, timeout, name).tell(error)
             if mesh is not None:
                 why = error if str(error) else type(error).__name__
                 mesh.vigil.fail(AbortedError(f"{members[rank]} could not make the group {name}: {why}"))

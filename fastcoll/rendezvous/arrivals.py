@@ -1,34 +1,22 @@
 """Ranks for processes that come without one: who comes first is counted first.
 
-Each process writes itself into the store as an arrival. The first one collects the arrivals, many with one
-message; once as many have come as the world has ranks, it writes down each one's rank and ends the meeting.
-Keys, all under "arrivals/", besides those of Ending:
-
-    count           a counter, the number of the last arrival
-    <number>        that arrival
-    rank/<number>   its rank
-    missing         who has not come yet, as text
+Each process counts itself in the store, and brings itself to a meeting at the place that it has counted; the first one
+gives out the ranks. Keys: those of the meeting "arrivals", and the counter "arrivals/count".
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
-from typing import NoReturn
 
 from ..core.processes import ProcessId, read_process, this_process
-from ..errors import FastcollError, PeerDiedError, StoreError, StoreTimeoutError, UsageError
-from .ending import FAILED, MET, MOVED, Ending, raise_failure
+from ..errors import StoreError, UsageError
+from .assemble import MOVED, Ending, Meeting, member_key
+from .compact import compact, expand
 from .store import Store, listed
-from .table import MAX_KEYS_PER_REQUEST
-from .waiting import LateWarning, fetch_for
 
-_COUNT, _MISSING = "arrivals/count", "arrivals/missing"
-# No more, however many wait: `between` keeps a multicast leader's announcements fresh.
-_MOST_AT_ONCE = 1000
+_NAME = "arrivals"
 
 
 class FullError(UsageError):
@@ -38,10 +26,6 @@ class FullError(UsageError):
         names = ", ".join(arrival.process.where for arrival in arrivals)
         super().__init__(f"all {len(arrivals)} places were taken, by {names}")
         self.arrivals = list(arrivals)
-
-
-class MovedError(Exception):
-    """This meeting is over; the process should look for another."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +64,7 @@ def assign(arrivals: Sequence[Arrival]) -> list[int]:
     """
     asked: dict[int, Arrival] = {}
     for arrival in arrivals:
-        if arrival.rank is None:
-            continue
-        if arrival.rank in asked:
-            both = f"{asked[arrival.rank].process.where} and {arrival.process.where}"
-            raise UsageError(
-                f"rank {arrival.rank} is claimed by two processes, {both}; give each process a rank of its "
-                "own, or none of them any"
-            )
-        asked[arrival.rank] = arrival
+        _give(arrival, asked)
     free = iter(rank for rank in range(len(arrivals)) if rank not in asked)
     return [next(free) if arrival.rank is None else arrival.rank for arrival in arrivals]
 
@@ -105,142 +81,77 @@ def arrive(
         FullError: others have filled the world.
         MovedError: the meeting was called off.
         UsageError: two ask for one rank, or world sizes differ; both processes are named.
-        PeerDiedError, StoreTimeoutError, StoreError: as `wait_for`.
+        PeerDiedError, StoreTimeoutError, StoreError: as `assemble`.
     """
-    deadline = time.monotonic() + timeout
     me = Arrival(this_process(), rank, world_size)
-    number = store.add(_COUNT, 1)
-    if number > world_size:
-        others = [Arrival.from_bytes(value) for value in store.multi_get(_keys(range(1, world_size + 1)))]
+    place = store.add("arrivals/count", 1) - 1
+    if place >= world_size:
+        values = store.multi_get([member_key(_NAME, other) for other in range(world_size)])
+        others = [Arrival.from_bytes(value) for value in values]
         for other in others:
             _check_same_world(other, me)
         raise FullError(others)
-    store.set(_key(number), me.to_bytes())
-    if between is not None:
-        between()
-    return _Meeting(store, me, number, deadline, between).run()
+    with _Arriving(store, me, place, timeout, between) as arriving:
+        ranks = expand(arriving.gather(me.to_bytes(), _ranks), 16 * world_size)
+        if 0 not in arriving.known:  # the others may have met before this process came
+            _check_same_world(Arrival.from_bytes(store.get(member_key(_NAME, 0))), me)
+        if not isinstance(ranks, list) or len(ranks) != world_size or ranks[place] not in range(world_size):
+            raise StoreError(f"a rank cannot be read: {ranks!r:.80}")
+        return int(ranks[place])
 
 
 def call_off(store: Store) -> bool:
     """End the meeting before it is full; whether that was still possible."""
-    return Ending(store, "arrivals").decide(MOVED)
+    return Ending(store, _NAME).decide(MOVED)
 
 
-class _Meeting:
-    """The arrivals as they become known: to the first all, to the others the first."""
+def _ranks(arrivals: Sequence[bytes]) -> bytes:
+    return compact(assign([Arrival.from_bytes(each) for each in arrivals]))
 
+
+class _Arriving(Meeting):
     def __init__(
-        self, store: Store, me: Arrival, number: int, deadline: float, between: Callable[[], None] | None
+        self, store: Store, me: Arrival, place: int, timeout: float, between: Callable[[], None] | None
     ) -> None:
-        self._store = store
+        doing = f"{me.process.where} meets {me.world_size} processes"
+        super().__init__(store, _NAME, place, me.world_size, timeout, doing)
         self._me = me
-        self._number = number
-        self._deadline = deadline
-        self._between = between
-        self._ending = Ending(store, "arrivals")
-        self._known: list[Arrival] = []
-        self._processes: list[ProcessId] = []
-        self._doing = f"{me.process.where} meets {me.world_size} processes"
-        self._told_missing = ""
-        self._late = LateWarning()
+        self._here: list[Arrival] = []
+        self._asked: dict[int, Arrival] = {}
+        self._between = between or (lambda: None)
 
-    def run(self) -> int:
-        """Meet the others; this process's rank."""
-        if self._number == 1:
-            self._collect()
+    def between(self) -> None:
+        self._between()
+
+    def learned(self, place: int, value: bytes) -> None:
+        arrival = Arrival.from_bytes(value)
+        self._here.append(arrival)
+        self.watched.append(arrival.process)
+        _check_same_world(arrival, self._me)
+        _give(arrival, self._asked)
+
+    def names(self, places: Sequence[int]) -> str:
+        """By rank when all that came asked for one, else how many."""
+        if self.place:
+            return "the first that came"
+        here = self._here or [self._me]
+        if any(arrival.rank is None for arrival in here):
+            missing = f"{self.size - len(here)} more"
         else:
-            self._learn(self._wait(_keys([1])))
-        self._end(self._wait([self._ending.key])[0])
-        rank = self._wait([f"arrivals/rank/{self._number}"])[0]
-        if not rank.isdigit() or int(rank) >= self._me.world_size:
-            raise StoreError(f"a rank cannot be read: {rank[:80]!r}")
-        return int(rank)
-
-    def _collect(self) -> None:
-        """As the first: wait for all, and write down their ranks."""
-        size = self._me.world_size
-        while (here := len(self._known)) < size:
-            values = self._wait(_keys(range(here + 1, min(here + MAX_KEYS_PER_REQUEST, size) + 1)))
-            self._learn(values[len(self._known) - here :])
-        ranks = [str(rank) for rank in assign(self._known)]
-        self._store.multi_set([f"arrivals/rank/{number}" for number in range(1, size + 1)], ranks)
-        self._ending.decide(MET)
-
-    def _end(self, end: bytes) -> None:
-        if end[:1] == MOVED:
-            raise MovedError
-        if end[:1] == FAILED:
-            raise_failure(end[1:])
-
-    def _wait(self, keys: Sequence[str]) -> list[bytes]:
-        try:
-            return fetch_for(
-                self._store,
-                keys,
-                self._processes,
-                max(self._deadline - time.monotonic(), 0.0),
-                self._doing,
-                self._look_around,
-                missing=self._missing,
-                late=self._late,
-                crowd=min(self._me.world_size, _MOST_AT_ONCE) if self._number > 1 else 1,
-            )
-        except PeerDiedError as error:
-            self._fail(error)
-        except StoreTimeoutError as error:
-            if self._number > 1:
-                raise
-            self._fail(error)
-
-    def _look_around(self) -> None:
-        if self._number == 1:
-            self._learn_more()
-        elif (end := self._store.peek([self._ending.key])[0]) is not None:
-            self._end(end)
-        if self._between is not None:
-            self._between()
-
-    def _learn_more(self) -> None:
-        """Take in whoever has come, and tell the others who has not."""
-        coming = _keys(range(len(self._known) + 1, self._me.world_size + 1))
-        end, *values = self._store.peek([self._ending.key, *coming])
-        if end is not None:
-            self._end(end)
-        # Numbers are given in order, so whoever stands behind a gap is seen at the next look.
-        self._learn([value for value in takewhile(lambda value: value is not None, values) if value])
-        if self._told_missing != self._missing():
-            self._told_missing = self._missing()
-            self._store.set(_MISSING, self._told_missing)
-
-    def _learn(self, values: Sequence[bytes]) -> None:
-        for value in values:
-            arrival = Arrival.from_bytes(value)
-            self._known.append(arrival)
-            self._processes.append(arrival.process)
-        try:
-            for arrival in self._known[len(self._known) - len(values) :]:
-                _check_same_world(arrival, self._me)
-            assign(self._known)
-        except UsageError as error:
-            self._fail(error)
-
-    def _fail(self, error: FastcollError) -> NoReturn:
-        self._ending.fail(error)
-        raise error
-
-    def _missing(self) -> str:
-        """Who has not come: by rank when all that came asked for one, else how many."""
-        if self._number > 1:
-            told = self._store.peek([_MISSING])[0]
-            return "others, not known yet" if told is None else told.decode()
-        size = self._me.world_size
-        here = self._known or [self._me]
-        asked = {arrival.rank for arrival in here}
-        if None in asked:
-            missing = f"{size - len(here)} more"
-        else:
-            missing = f"rank(s) {listed([rank for rank in range(size) if rank not in asked])}"
+            missing = f"rank(s) {listed([rank for rank in range(self.size) if rank not in self._asked])}"
         return f"{missing} (here: {listed([arrival.process.where for arrival in here])})"
+
+
+def _give(arrival: Arrival, asked: dict[int, Arrival]) -> None:
+    """Enter the rank that an arrival asks for."""
+    if arrival.rank is None:
+        return
+    other = asked.setdefault(arrival.rank, arrival)
+    if other is not arrival:
+        raise UsageError(
+            f"rank {arrival.rank} is claimed by two processes, {other.process.where} and {arrival.process.where}; "
+            "give each process a rank of its own, or none of them any"
+        )
 
 
 def _check_same_world(theirs: Arrival, mine: Arrival) -> None:
@@ -249,11 +160,3 @@ def _check_same_world(theirs: Arrival, mine: Arrival) -> None:
             f"the processes disagree about the world size: {theirs.process.where} has {theirs.world_size}, "
             f"{mine.process.where} has {mine.world_size}; start all with the same"
         )
-
-
-def _key(number: int) -> str:
-    return f"arrivals/{number}"
-
-
-def _keys(numbers: Sequence[int]) -> list[str]:
-    return [_key(number) for number in numbers]

@@ -11,7 +11,8 @@ from ..core.processes import forget, this_process
 from ..errors import ResourceError, StoreTimeoutError, UsageError
 from .address import own_address, shown
 from .announcement import MAX_DATAGRAM, Announcement, job_digest
-from .arrivals import FullError, MovedError, arrive, call_off
+from .arrivals import FullError, arrive, call_off
+from .assemble import MovedError
 from .election import Election
 from .multicast_socket import MulticastSocket
 from .outcome import Rendezvous

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 from .. import config
 from ..core.members import Member
@@ -16,7 +15,6 @@ from ..errors import PeerDiedError, StoreError, StoreTimeoutError
 from .store import Store, listed
 
 logger = logging.getLogger("fastcoll")
-T = TypeVar("T")
 
 SLICE_SECONDS = 0.25
 # How often, at most, all who wait for one thing look around together: a look is two requests, of which a store's
@@ -49,7 +47,7 @@ class LateWarning:
             logger.warning("%s: has waited %.1f s for %s", doing, waited, missing())
 
 
-def wait_for(
+def fetch_for(
     store: Store,
     keys: Sequence[str],
     members: Sequence[ProcessId],
@@ -59,8 +57,8 @@ def wait_for(
     missing: Callable[[], str] | None = None,
     late: LateWarning | None = None,
     crowd: int | None = None,
-) -> None:
-    """Block until all `keys` are set, in short waits between which `members` are looked at.
+) -> list[bytes]:
+    """The values of all `keys`, waited for in short waits between which `members` are looked at.
 
     Args:
         members: those whose death makes waiting pointless (ranks, or processes without a rank yet);
@@ -78,36 +76,6 @@ def wait_for(
         StoreTimeoutError: a key was not set in time.
         StoreError: the store is gone, and no member is proven dead.
     """
-    _in_slices(store.wait, store, keys, members, timeout, doing, between, missing, late, crowd)
-
-
-def fetch_for(
-    store: Store,
-    keys: Sequence[str],
-    members: Sequence[ProcessId],
-    timeout: float,
-    doing: str,
-    between: Callable[[], None] | None = None,
-    missing: Callable[[], str] | None = None,
-    late: LateWarning | None = None,
-    crowd: int | None = None,
-) -> list[bytes]:
-    """The values of `keys`, waited for as by `wait_for`."""
-    return _in_slices(store.fetch, store, keys, members, timeout, doing, between, missing, late, crowd)
-
-
-def _in_slices(
-    ask: Callable[[Sequence[str], timedelta], T],
-    store: Store,
-    keys: Sequence[str],
-    members: Sequence[ProcessId],
-    timeout: float,
-    doing: str,
-    between: Callable[[], None] | None,
-    missing: Callable[[], str] | None,
-    late: LateWarning | None,
-    crowd: int | None,
-) -> T:
     deadline = time.monotonic() + timeout
     late = late or LateWarning()
     missing = missing or (lambda: listed([repr(key) for key in keys if not store.check([key])]))
@@ -115,7 +83,7 @@ def _in_slices(
     while True:
         left = deadline - time.monotonic()
         try:
-            return ask(keys, timedelta(seconds=max(0.0, min(left, longest))))
+            return store.fetch(keys, timedelta(seconds=max(0.0, min(left, longest))))
         except TimeoutError:
             died = death_among(members, doing)
         except StoreError as error:

@@ -2,7 +2,6 @@
 
 Rank 0 announces the segment's name before it creates it, so that any survivor can unlink it when
 somebody dies meanwhile. Everybody unlinks at the end: the first does it, for the others it is gone.
-Who cannot go on says so under the store's key "refused", and all raise the same error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..core.members import Member, gone_among
 from ..core.operands import Array
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous import Store
-from ..rendezvous.join import wait_for
+from ..rendezvous.assemble import GroupMeeting
 from . import segment as shared
 from .lanes import lanes_for
 from .layout import ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, Layout, plan
@@ -38,56 +37,38 @@ def meet(
     Args:
         neighbours: ranks of the job on this node, members or not.
     """
-    look = _Look(store, members, timeout)
     name = ""
-    try:
-        if rank == 0:
-            shared.sweep()
-            layout = _choose(len(members))
-            name = shared.new_name()
-            store.set("segment", json.dumps({"name": name, **vars(layout)}))
-            segment = Segment.create(name, layout)
-            segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
-            store.set("created", b"")
-        else:
-            announced = json.loads(_await(store, "segment", members, timeout))
-            name = announced.pop("name")
-            _await(store, "created", members, timeout)
-            segment = Segment.attach(name, Layout(**announced))
+    with GroupMeeting(store, members, rank, timeout, _DOING) as meeting:
         try:
-            segment.words[_mask(segment, rank)] = _my_cores()
-            quota = segment.word(rank, QUOTA)
-            segment.words[quota : quota + 2] = _quota(), config.get("FASTCOLL_LANES")
-            segment.say_attached(rank)
-            segment.prefault(rank)
-            segment.await_attached(look)
-            cores = _count_cores(segment)
-            lanes = _agree_on_lanes(segment, cores, neighbours)
-        except BaseException:
-            segment.close()
-            raise
-    except ResourceError as error:
-        if not store.check(["refused"]):  # else another rank has told why
-            store.set("refused", f"rank {members[rank].rank}: {error}")
-            store.multi_set(["segment", "created"], [b"refused", b"refused"])
-        raise
-    finally:
-        if name:
-            shared.unlink(name)
+            if rank == 0:
+                shared.sweep()
+                layout = _choose(len(members))
+                name = shared.new_name()
+                meeting.say("segment", json.dumps({"name": name, **vars(layout)}).encode())
+                segment = Segment.create(name, layout)
+                segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
+                meeting.say("created")
+            else:
+                announced = json.loads(meeting.hear("segment"))
+                name = announced.pop("name")
+                meeting.hear("created")
+                segment = Segment.attach(name, Layout(**announced))
+            try:
+                segment.words[_mask(segment, rank)] = _my_cores()
+                quota = segment.word(rank, QUOTA)
+                segment.words[quota : quota + 2] = _quota(), config.get("FASTCOLL_LANES")
+                segment.say_attached(rank)
+                segment.prefault(rank)
+                segment.await_attached(_Look(meeting, members, timeout))
+                cores = _count_cores(segment)
+                lanes = _agree_on_lanes(segment, cores, neighbours)
+            except BaseException:
+                segment.close()
+                raise
+        finally:
+            if name:
+                shared.unlink(name)
     return segment, cores, lanes
-
-
-def _await(store: Store, key: str, members: Sequence[Member], timeout: float) -> bytes:
-    wait_for(store, [key], members, timeout, _DOING)
-    value = store.get(key)
-    if value == b"refused":
-        raise _told(store)
-    return value
-
-
-def _told(store: Store) -> ResourceError:
-    """The error of a rank that refused and has told why."""
-    return ResourceError(store.get("refused").decode())
 
 
 def _choose(size: int) -> Layout:
@@ -105,10 +86,9 @@ def _choose(size: int) -> Layout:
 class _Look:
     """What to do between two looks at who has attached: nap, and from time to time look for trouble."""
 
-    def __init__(self, store: Store, members: Sequence[Member], timeout: float) -> None:
-        self._store, self._members = store, members
+    def __init__(self, meeting: GroupMeeting, members: Sequence[Member], timeout: float) -> None:
+        self._meeting, self._members = meeting, members
         self._timeout = timeout
-        self._end = time.monotonic() + timeout
         self._next = time.monotonic() + 0.05
 
     def __call__(self, missing: list[int]) -> None:
@@ -118,11 +98,10 @@ class _Look:
             return
         self._next = now + 0.05
         names = ", ".join(str(self._members[r].rank) for r in missing)
-        if self._store.check(["refused"]):
-            raise _told(self._store)
+        self._meeting.look()
         if dead := gone_among(self._members):
             raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
-        if now > self._end:
+        if not self._meeting.left():
             ranks = [self._members[r].rank for r in missing]
             raise CollectiveTimeoutError(
                 f"{_DOING}: rank {names} did not attach within {self._timeout:g} s", ranks

@@ -19,7 +19,7 @@ import time
 from ..errors import StoreTimeoutError
 from ..rendezvous import Store
 from ..rendezvous.store import listed
-from ..rendezvous.waiting import LateWarning, wait_for
+from ..rendezvous.waiting import LateWarning, fetch_for
 
 _LATEST = "meeting"
 _POLL_SECONDS = 0.01
@@ -49,7 +49,7 @@ def _call(store: Store, size: int, timeout: float) -> str:
     def missing() -> str:
         return f"rank(s) {listed([rank for rank, key in keys.items() if not store.check([key])])}"
 
-    wait_for(store, list(keys.values()), (), timeout, f"joining as rank 0 of {size}", missing=missing)
+    fetch_for(store, list(keys.values()), (), timeout, f"joining as rank 0 of {size}", missing=missing)
     store.set(f"{name}/met", b"")
     return name
 

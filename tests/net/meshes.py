@@ -59,7 +59,7 @@ class ProxiedStore(HashStore):
 
     def set(self, key: str, value: str | bytes) -> None:
         folder, _, rank = key.rpartition("/")
-        if folder == "net/place":
+        if folder == "group/member":
             place = json.loads(value)
             proxy = Proxy((place["addresses"][0], place["ports"][0]), **self._behaviour)
             self.proxies[int(rank)] = proxy

@@ -229,7 +229,7 @@ class Misleading(HashStore):
     """A store that tells everybody to reach rank 1 where nobody listens."""
 
     def set(self, key: str, value: str | bytes) -> None:
-        if key == "net/place/1":
+        if key == "group/member/1":
             with socket.create_server(("127.0.0.1", 0)) as gone:
                 port = gone.getsockname()[1]
             value = f'{{"names": ["lo"], "addresses": ["127.0.0.1"], "ports": [{port}]}}'
@@ -272,7 +272,7 @@ def test_a_group_that_stands_tells_who_is_gone() -> None:
 @pytest.mark.parametrize("text", ["null", "[]", "[1]", '{"names": []}', "[" * 5000, '[{"names": 3}, {}]'])
 def test_what_others_write_into_the_store_is_not_trusted(text: str) -> None:
     store = HashStore()
-    store.set("net/group", text)
+    store.set("group/terms", text)
     with pytest.raises(RendezvousError, match="cannot be read"):
         Mesh.make(store, "WORLD", crew(2), 1, 1.0)
 
@@ -361,8 +361,8 @@ def test_a_network_that_breaks_is_noticed(fault: str, monkeypatch: pytest.Monkey
 RANK = """
 import sys, time
 from dataclasses import replace
-from fastcoll.members import Member
-from fastcoll.net.mesh import Mesh
+from fastcoll.core.members import Member
+from fastcoll.net.tcp.mesh import Mesh
 from fastcoll.rendezvous import TCPStore
 from fastcoll.rendezvous.join import join
 rank, size, port = map(int, sys.argv[1:4])

@@ -19,7 +19,8 @@ from fastcoll import config
 from fastcoll.core.members import Member
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore
-from fastcoll.rendezvous.join import join, wait_for
+from fastcoll.rendezvous.join import join
+from fastcoll.rendezvous.waiting import fetch_for
 
 WHERE = rf"pid \d+ on {os.uname().nodename}"
 
@@ -215,11 +216,11 @@ def test_garbage_under_our_keys_is_an_error() -> None:
             join(store, 1, 2, "shm", 5)
 
 
-def test_wait_for_returns_once_the_keys_are_set() -> None:
+def test_fetch_for_returns_once_the_keys_are_set() -> None:
     with HashStore() as store:
         setter = threading.Timer(0.05, store.multi_set, (["a", "b"], ["", ""]))
         setter.start()
-        wait_for(store, ["a", "b"], [Member.here(0, 1, "shm")], 20, "testing")
+        assert fetch_for(store, ["a", "b"], [Member.here(0, 1, "shm")], 20, "testing") == [b"", b""]
         setter.join()
 
 
@@ -230,30 +231,31 @@ class Never(HashStore):
         super().__init__()
         self.waits: list[float] = []
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
+    def fetch(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> list[bytes]:
         assert isinstance(timeout, timedelta)
         self.waits.append(timeout.total_seconds())
         if len(self.waits) < 3:
             raise StoreTimeoutError("not yet")
+        return []
 
 
 @pytest.mark.parametrize(("crowd", "slices"), [(1, 0.25), (250, 0.25), (1000, 1.0), (10_000, 10.0)])
 def test_the_more_wait_the_less_often_they_look(crowd: int, slices: float) -> None:
     store = Never()
     looks: list[int] = []
-    wait_for(store, ["k"], [], 1000, "testing", lambda: looks.append(1), crowd=crowd)
+    fetch_for(store, ["k"], [], 1000, "testing", lambda: looks.append(1), crowd=crowd)
     assert store.waits == [slices] * 3
     assert len(looks) == 2
 
 
-def test_wait_for_says_what_it_was_doing() -> None:
+def test_fetch_for_says_what_it_was_doing() -> None:
     with HashStore() as store:
         store.set("a", "")
         with pytest.raises(StoreTimeoutError, match=r"making group 3: 'b' did not come within 0.1 s"):
-            wait_for(store, ["a", "b"], [], 0.1, "making group 3")
+            fetch_for(store, ["a", "b"], [], 0.1, "making group 3")
 
 
-def test_wait_for_sees_a_member_die(processes) -> None:
+def test_fetch_for_sees_a_member_die(processes) -> None:
     process = processes.start("import sys; print('up', flush=True); sys.stdin.read()")
     process.stdout.readline()
     member = dataclasses.replace(
@@ -266,7 +268,7 @@ def test_wait_for_sees_a_member_die(processes) -> None:
         with pytest.raises(
             PeerDiedError, match=rf"making a group: rank 2 \(pid {process.pid} on .*\) died"
         ) as caught:
-            wait_for(store, ["never"], [Member.here(0, 3, "shm"), member], 20, "making a group")
+            fetch_for(store, ["never"], [Member.here(0, 3, "shm"), member], 20, "making a group")
     assert time.monotonic() - started < 8
     assert caught.value.ranks == (2,)
     killer.join()
@@ -277,10 +279,10 @@ def start_time(pid: int) -> int:
         return int(file.read().rpartition(")")[2].split()[19])
 
 
-def test_wait_for_blames_the_dead_for_a_lost_store(processes) -> None:
+def test_fetch_for_blames_the_dead_for_a_lost_store(processes) -> None:
     source = """
 import sys
-from fastcoll.members import Member
+from fastcoll.core.members import Member
 from fastcoll.rendezvous import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True)
 store.set("server", Member.here(0, 2, "shm").to_bytes())
@@ -293,10 +295,10 @@ sys.stdin.readline()
         killer = threading.Timer(0.1, server.kill)
         killer.start()
         with pytest.raises(PeerDiedError, match="rank 0") as caught:
-            wait_for(store, ["never"], [member], 20, "making a group")
+            fetch_for(store, ["never"], [member], 20, "making a group")
         assert isinstance(caught.value.__cause__, StoreError)
         with pytest.raises(StoreError, match="is gone"):
-            wait_for(store, ["never"], [], 20, "making a group")
+            fetch_for(store, ["never"], [], 20, "making a group")
         killer.join()
 
 

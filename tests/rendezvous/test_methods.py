@@ -312,7 +312,7 @@ def test_world_sizes_that_disagree_in_a_file(tmp_path: Path, processes) -> None:
 WAITING = """
 import sys
 from fastcoll.rendezvous import FileStore
-FileStore(sys.argv[1]).wait(["arrivals/" + sys.argv[2]])
+FileStore(sys.argv[1]).wait(["arrivals/member/" + sys.argv[2]])
 """
 
 
@@ -320,7 +320,7 @@ def test_the_file_of_a_killed_job_is_recovered_from(tmp_path: Path, processes) -
     path = tmp_path / "meet"
     for _ in range(2):
         killed = processes.start(MEET, f"file://{path}", -1, 3)
-        assert processes.start(WAITING, path, 1).wait(20) == 0
+        assert processes.start(WAITING, path, 0).wait(20) == 0
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         assert path.exists()
@@ -332,7 +332,7 @@ def test_the_file_of_a_killed_job_is_recovered_from(tmp_path: Path, processes) -
 def test_a_rank_killed_while_meeting_is_named(tmp_path: Path, processes) -> None:
     path = tmp_path / "meet"
     ranks = [processes.start(MEET, f"file://{path}", -1, 3) for _ in range(2)]
-    assert processes.start(WAITING, path, 2).wait(20) == 0
+    assert processes.start(WAITING, path, 1).wait(20) == 0
     ranks[0].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     output = processes.outputs(ranks[1:])

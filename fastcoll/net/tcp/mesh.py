@@ -21,10 +21,10 @@ from ...core.monitor import Wait
 from ...core.processes import dismiss, hear
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
 from ...rendezvous import Store
+from ...rendezvous.assemble import GroupMeeting
 from .control import Control
 from .dial import Dial, dial_all
 from .opening import Kind, Opening
-from .refusal import Refusal
 from .roster import Roster, gather
 from .vigil import NetVigil
 
@@ -178,26 +178,23 @@ class Mesh:
     # ---- making -----------------------------------------------------------------------------------------
 
     def _join(self, store: Store) -> None:
-        started = time.monotonic()
-        refusal = Refusal(store, self._members[self.rank])
-        self._between = refusal.check
+        doing = "making a group over the network"
         hear(self.vigil)
         try:
-            self._roster = gather(store, self._members, self.rank, self._timeout, self._arrived, refusal)
-            peers = control_peers(self.rank, self.size)
-            higher = [peer for peer in peers if peer > self.rank]
-            left = max(started + self._timeout - time.monotonic(), 1.0)
-            wait = Wait(
-                self.vigil,
-                f"connecting the ranks of the group {self._name}",
-                lambda: self._unconnected(peers),
-                left,
-            )
-            self._dial_control(higher, wait)
-            self._await(lambda: not self._unconnected(peers), wait)
-            self._between = _nothing
+            with GroupMeeting(store, self._members, self.rank, self._timeout, doing) as meeting:
+                self._between = meeting.look
+                self._roster = gather(meeting, self._members, self.rank, self._arrived)
+                peers = control_peers(self.rank, self.size)
+                wait = Wait(
+                    self.vigil,
+                    f"connecting the ranks of the group {self._name}",
+                    lambda: self._unconnected(peers),
+                    max(meeting.left(), 1.0),
+                )
+                self._dial_control([peer for peer in peers if peer > self.rank], wait)
+                self._await(lambda: not self._unconnected(peers), wait)
+                self._between = _nothing
         except BaseException as error:
-            refusal.tell(error)
             here = self.vigil.name(self.rank)
             why = f"{here} could not make the group {self._name}: {error or type(error).__name__}"
             self.vigil.fail(error if isinstance(error, GroupError) else AbortedError(why))

@@ -1,19 +1,14 @@
 """How the members of a group learn of one another's addresses, through the group's store.
 
-The first member draws the group's name and token; each member listens before it tells where, so whoever knows an
-address finds the group there. Who cannot go on says so (refusal.py), and all raise the same error. Keys:
-
-    net/group       the group's name, token and version of IP, from its first member
-    net/place/<r>   where group rank r listens
-    net/all         all of these, put together by the first member, so that n ranks cost n looks
+The first member draws the group's name and token ("terms"); each member listens before it tells where, so whoever
+knows an address finds the group there.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,20 +16,12 @@ from ... import config
 from ...config import MOST_STREAMS
 from ...core.members import Member
 from ...errors import StoreError, UsageError
-from ...rendezvous import Store
-from ...rendezvous.compact import compact, expand
+from ...rendezvous.assemble import GroupMeeting, loads
 from ...rendezvous.secret import job_secret
-from ...rendezvous.waiting import fetch_for
 from .interfaces import IPV4, IPV6, Interface, choose_here
 from .listener import Deliver, Listener
 from .listeners import acquire, release
 from .opening import GROUP_SIZE, TOKEN_SIZE, Seat, derive_key
-from .refusal import Refusal
-
-_GROUP, _ALL = "net/group", "net/all"
-_MOST_BYTES = 4096  # of one rank's record in the list of all
-_DOING = "making a group over the network"
-_MOST_NAMES = 16
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,7 @@ class _Terms:
         Raises:
             StoreError: anything else.
         """
-        record = _loads(data)
+        record = loads(data)
         try:
             group, token = bytes.fromhex(record["group"]), bytes.fromhex(record["token"])
             family, streams = record["family"], record["streams"]
@@ -128,107 +115,52 @@ class Roster:
         release(self.listener)
 
 
-def gather(
-    store: Store, members: Sequence[Member], rank: int, timeout: float, deliver: Deliver, refusal: Refusal
-) -> Roster:
+def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver: Deliver) -> Roster:
     """Tell where this rank listens and learn where the others do; collective.
 
     Args:
-        store: the group's own.
+        meeting: the group's.
         members: all ranks of the group.
         rank: this process's group rank.
-        timeout: seconds.
         deliver: takes over the connections that come for this group.
-        refusal: where a rank tells that it cannot go on.
 
     Raises:
         UsageError: an interface does not exist, or the ranks name different numbers of them; on every rank.
         ResourceError: a rank cannot listen; on every rank.
         PeerDiedError, StoreTimeoutError: a member died or did not come.
     """
-    return _Gathering(store, members, rank, timeout, refusal).run(deliver)
-
-
-class _Gathering:
-    def __init__(
-        self, store: Store, members: Sequence[Member], rank: int, timeout: float, refusal: Refusal
-    ) -> None:
-        self._store, self._members, self._rank = store, members, rank
-        self._deadline = time.monotonic() + timeout
-        self._refusal = refusal
-
-    def run(self, deliver: Deliver) -> Roster:
-        if self._rank == 0:
-            interfaces = choose_here(self._store, self._members, None)
-            terms = self._lay_down_terms(interfaces[0].family)
-        else:
-            terms = _Terms.from_bytes(self._read(_GROUP, lambda: str(self._members[0])))
-            interfaces = choose_here(self._store, self._members, terms.family)
-        secret = job_secret()
-        key = derive_key(secret, terms.token)
-        seat = Seat(terms.group, self._rank, len(self._members), key, bool(secret))
-        listener = acquire(interfaces)
-        roster = Roster(seat, interfaces, [], terms.streams, listener)
-        try:
-            listener.join(seat, deliver)
-            self._store.set(_place_key(self._rank), json.dumps(asdict(Place.of(listener, interfaces))))
-            roster.places.extend(self._collect() if self._rank == 0 else self._receive(len(interfaces)))
-        except BaseException:
-            roster.leave()
-            raise
-        return roster
-
-    def _lay_down_terms(self, family: int) -> _Terms:
+    store = meeting.store
+    if rank == 0:
+        interfaces = choose_here(store, members, None)
         streams: int = config.get("FASTCOLL_TCP_STREAMS")
-        terms = _Terms(os.urandom(GROUP_SIZE), os.urandom(TOKEN_SIZE), family, streams)
-        self._store.set(_GROUP, terms.to_bytes())
-        return terms
-
-    def _collect(self) -> list[Place]:
-        """On the first member: wait for all addresses, and publish them."""
-        keys = [_place_key(rank) for rank in range(len(self._members))]
-        places = [Place.from_record(_loads(data)) for data in self._fetch(keys, self._missing)]
-        for member, place in zip(self._members, places, strict=True):
-            if len(place.names) != len(places[0].names):
-                raise UsageError(
-                    f"the ranks name different numbers of network interfaces: {self._members[0]} has {places[0]}, "
-                    f"{member} has {place}; give every rank as many in FASTCOLL_SOCKET_IFNAME"
-                )
-        self._store.set(_ALL, compact([asdict(place) for place in places]))
-        return places
-
-    def _receive(self, interfaces: int) -> list[Place]:
-        """On the other members: wait for all addresses."""
-        records = expand(self._read(_ALL, self._missing), len(self._members) * _MOST_BYTES)
-        if not isinstance(records, list) or len(records) != len(self._members):
-            raise StoreError(f"the ranks' addresses cannot be read: {records!r:.80}")
-        places = [Place.from_record(record) for record in records]
-        if any(len(place.names) != interfaces for place in places):
-            raise StoreError("the ranks' addresses cannot be read: they are not of as many interfaces")
-        return places
-
-    def _read(self, key: str, missing: Callable[[], str]) -> bytes:
-        return self._fetch([key], missing)[0]
-
-    def _fetch(self, keys: Sequence[str], missing: Callable[[], str]) -> list[bytes]:
-        left = max(self._deadline - time.monotonic(), 0.0)
-        crowd = 1 if self._rank == 0 else len(self._members)
-        check = self._refusal.check
-        return fetch_for(self._store, keys, self._members, left, _DOING, check, missing=missing, crowd=crowd)
-
-    def _missing(self) -> str:
-        """The first of those who have not told where they listen."""
-        told = self._store.peek([_place_key(rank) for rank in range(len(self._members))])
-        late = [str(member) for member, place in zip(self._members, told, strict=True) if place is None]
-        return ", ".join(late[:_MOST_NAMES]) or f"{self._members[0]}, who collects the addresses"
-
-
-def _place_key(rank: int) -> str:
-    return f"net/place/{rank}"
-
-
-def _loads(data: bytes) -> Any:
+        terms = _Terms(os.urandom(GROUP_SIZE), os.urandom(TOKEN_SIZE), interfaces[0].family, streams)
+        meeting.say("terms", terms.to_bytes())
+    else:
+        terms = _Terms.from_bytes(meeting.hear("terms"))
+        interfaces = choose_here(store, members, terms.family)
+    secret = job_secret()
+    seat = Seat(terms.group, rank, len(members), derive_key(secret, terms.token), bool(secret))
+    listener = acquire(interfaces)
+    roster = Roster(seat, interfaces, [], terms.streams, listener)
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"what a rank wrote into the store cannot be read: {data[:80]!r}") from error
+        listener.join(seat, deliver)
+        mine = asdict(Place.of(listener, interfaces))
+        records = meeting.assemble(mine, lambda records: _check_numbers(members, records))
+        roster.places.extend(map(Place.from_record, records))
+        if any(len(place.names) != len(interfaces) for place in roster.places):
+            raise StoreError("the ranks' addresses cannot be read: they are not of as many interfaces")
+    except BaseException:
+        roster.leave()
+        raise
+    return roster
+
+
+def _check_numbers(members: Sequence[Member], records: Sequence[Any]) -> None:
+    """Refuse ranks that listen on different numbers of interfaces."""
+    first, *others = map(Place.from_record, records)
+    for member, place in zip(members[1:], others, strict=True):
+        if len(place.names) != len(first.names):
+            raise UsageError(
+                f"the ranks name different numbers of network interfaces: {members[0]} has {first}, {member} has "
+                f"{place}; give every rank as many in FASTCOLL_SOCKET_IFNAME"
+            )

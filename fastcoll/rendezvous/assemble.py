@@ -1,0 +1,306 @@
+"""Meetings in a store: each member brings a contribution, and all get everybody's, or all raise the same error.
+
+The member at place 0 collects what the others bring, many with one message, and publishes what it makes of them as
+one short value. So n members cost the store some 8 n messages and not n * n. What ends the meeting for one member is
+published in that value's place: who waits, waits for this key alone, so a failure comes as soon as success.
+
+Keys, under the meeting's name:
+
+    member/<place>  what that member brings
+    <word>          what place 0 lays down before that, for the others to hear
+    missing         who has not come yet, as text, from place 0
+    decided, end    a counter: who makes it 1 writes the end; one byte, MET, FAILED or MOVED, and the value or failure
+    late/...        the same once more, for what fails after the members have met
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, TypeVar
+
+from ..core.members import Member
+from ..core.processes import ProcessId
+from ..errors import (
+    FastcollError,
+    PeerDiedError,
+    RendezvousError,
+    ResourceError,
+    StoreError,
+    StoreTimeoutError,
+    UnavailableError,
+    UsageError,
+)
+from .compact import compact, expand
+from .store import Store, listed
+from .table import MAX_KEYS_PER_REQUEST
+from .waiting import LateWarning, fetch_for
+
+MET, FAILED, MOVED = b"L", b"F", b"M"
+_GROUP = "group"
+_MOST_BYTES = 4096  # that a member brings
+_LOOK_SECONDS = 0.25
+# However many wait: `between` keeps a multicast leader's announcements fresh.
+_MOST_AT_ONCE = 1000
+# Those that all find themselves (a broken connection, a lost store) are not told.
+_TOLD: dict[str, type[FastcollError]] = {
+    kind.__name__: kind
+    for kind in (
+        UsageError, UnavailableError, ResourceError, RendezvousError, StoreTimeoutError, PeerDiedError,
+    )
+}  # fmt: skip
+
+M = TypeVar("M", bound="Meeting")
+
+
+class MovedError(Exception):
+    """The meeting was called off; the process should look for another."""
+
+
+def assemble(
+    store: Store, members: Sequence[Member], rank: int, mine: Any, timeout: float, doing: str
+) -> list[Any]:
+    """Everybody's contribution, in the order of `members`; collective over them, once in a store.
+
+    Args:
+        store: the members' own.
+        rank: this process's place among them.
+        mine: what JSON can hold, at most 4 KiB.
+        timeout: seconds.
+        doing: what this is for, the start of every message.
+
+    Raises:
+        PeerDiedError, StoreTimeoutError: a member died, or did not come in time; named on all members.
+        FastcollError: another member could not go on; its name and reason, the same on all members.
+        StoreError: the store is gone, or holds something else.
+    """
+    with GroupMeeting(store, members, rank, timeout, doing) as meeting:
+        return meeting.assemble(mine)
+
+
+class Meeting:
+    """One meeting as one of its members has it. A context manager: an exception inside is told to the others.
+
+    Args:
+        name: under which its keys are.
+        place, size: of this member, and how many there are.
+        timeout: seconds, from now on.
+        doing: what it is for, the start of every message.
+        me: begins what this member tells of its failures; empty: they name it themselves.
+
+    Attributes:
+        known: what the members bring, as far as this one knows: place 0 learns of all, the others of place 0.
+        watched: the processes whose death ends the meeting.
+    """
+
+    def __init__(
+        self, store: Store, name: str, place: int, size: int, timeout: float, doing: str, me: str = ""
+    ) -> None:
+        self.known: dict[int, bytes] = {}
+        self.watched: list[ProcessId] = []
+        self.store, self.name, self.place, self.size = store, name, place, size
+        self.doing, self._sender = doing, me
+        self._deadline = time.monotonic() + timeout
+        self._late_warning = LateWarning()
+        self._end, self._late = Ending(store, name), Ending(store, f"{name}/late")
+        self._sought: dict[int, None] = dict.fromkeys(range(size) if place == 0 else [0])
+        self._told_missing = ""
+        self._is_over = False  # another member has ended it
+        self._looked = time.monotonic()
+
+    def learned(self, place: int, value: bytes) -> None:
+        """Called with what each member brings, once; what it raises ends the meeting."""
+
+    def names(self, places: Sequence[int]) -> str:
+        """Who is at these places, which have not come yet, for messages."""
+        return listed(places)
+
+    def between(self) -> None:
+        """Called once this member has brought its contribution, and a few times a second while it waits."""
+
+    def __enter__(self: M) -> M:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.tell(error)
+
+    def gather(self, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """Bring a contribution; returns what place 0 makes of all of them by `combine`."""
+        self.store.set(self._key(self.place), mine)
+        self.between()
+        if self.place == 0:
+            while self._sought:
+                places = list(islice(self._sought, MAX_KEYS_PER_REQUEST))
+                self._learn(places, self.wait([self._key(place) for place in places]))
+            value = combine([self.known[place] for place in range(self.size)])
+            if self._end.decide(MET, value):
+                return value
+        end = self.wait([self._end.key])[0]
+        self._check(end)
+        return end[1:]
+
+    def assemble(self, mine: Any, check: Callable[[list[Any]], None] = lambda _: None) -> list[Any]:
+        """As the function, with a check that place 0 makes before all get them."""
+
+        def combine(values: list[bytes]) -> bytes:
+            everybody = [loads(value) for value in values]
+            check(everybody)
+            return compact(everybody)
+
+        everybody = expand(self.gather(json.dumps(mine).encode(), combine), self.size * _MOST_BYTES)
+        if not isinstance(everybody, list) or len(everybody) != self.size:
+            raise StoreError(f"what {self.size} members bring cannot be read: {everybody!r:.80}")
+        return everybody
+
+    def say(self, word: str, value: bytes = b"") -> None:
+        """Lay down what the others `hear`."""
+        self.store.set(f"{self.name}/{word}", value)
+
+    def hear(self, word: str) -> bytes:
+        """What place 0 has said under that word, waited for."""
+        return self.wait([f"{self.name}/{word}"], lambda: self.names([0]))[0]
+
+    def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
+        """The values of keys, waited for until the meeting ends; `missing` names who is waited for."""
+        return fetch_for(
+            self.store,
+            keys,
+            self.watched,
+            self.left(),
+            self.doing,
+            self._look_around,
+            missing=missing or self.missing,
+            late=self._late_warning,
+            crowd=min(self.size, _MOST_AT_ONCE) if self.place else 1,
+        )
+
+    def look(self) -> None:
+        """Raise what another member has told; for waits elsewhere, of which only one in 0.25 s asks the store."""
+        if time.monotonic() - self._looked >= _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            self._look_at([])
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others raise this error, unless one of them has told it, or they find it themselves."""
+        if self._is_over or isinstance(error, MovedError):
+            return
+        text = f"{self._sender}: {error}" if self._sender else str(error)
+        if not isinstance(error, FastcollError):  # Ctrl-C, for one
+            text = f"{self._sender or self.doing}: it was ended by {type(error).__name__}"
+            error = RendezvousError(text)
+        if type(error).__name__ not in _TOLD:
+            return
+        ranks = error.ranks if isinstance(error, PeerDiedError) else ()
+        record = json.dumps({"kind": type(error).__name__, "text": text, "ranks": list(ranks)}).encode()
+        with suppress(StoreError):  # whoever serves it is gone, which all will see
+            if not self._end.decide(FAILED, record):
+                self._late.decide(FAILED, record)
+
+    def left(self) -> float:
+        """Seconds until the timeout."""
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def _look_around(self) -> None:
+        """Between two short waits: has someone ended it, and who has come?"""
+        sought = list(self._sought)
+        self._learn(sought, self._look_at([self._key(place) for place in sought]))
+        if self.place == 0 and self._told_missing != self.missing():
+            self._told_missing = self.missing()
+            self.say("missing", self._told_missing.encode())
+        self.between()
+
+    def _look_at(self, keys: Sequence[str]) -> list[bytes | None]:
+        end, late, *values = self.store.peek([self._end.key, self._late.key, *keys])
+        self._check(end)
+        self._check(late)
+        return values
+
+    def _check(self, end: bytes | None) -> None:
+        """Raise if this is the end of a meeting that was not one."""
+        if end is None or end[:1] == MET:
+            return
+        self._is_over = True
+        if end[:1] == MOVED:
+            raise MovedError
+        raise _failure(end[1:])
+
+    def _learn(self, places: Sequence[int], values: Sequence[bytes | None]) -> None:
+        for place, value in zip(places, values, strict=True):
+            if value is not None and place not in self.known:
+                self.known[place] = value
+                self._sought.pop(place, None)
+                self.learned(place, value)
+
+    def missing(self) -> str:
+        """Who has not come, as far as this member can tell."""
+        if self.place == 0:
+            return self.names(list(self._sought))
+        if 0 not in self.known:
+            return f"{self.names([0])} (it collects the others)"
+        told = self.store.peek([f"{self.name}/missing"])[0]
+        return "others, not known yet" if told is None else told.decode()
+
+    def _key(self, place: int) -> str:
+        return member_key(self.name, place)
+
+
+class GroupMeeting(Meeting):
+    """The meeting of a group's members, who know one another, in the group's own store."""
+
+    def __init__(
+        self, store: Store, members: Sequence[Member], rank: int, timeout: float, doing: str
+    ) -> None:
+        super().__init__(store, _GROUP, rank, len(members), timeout, doing, str(members[rank]))
+        self.watched += members
+        self._members = members
+
+    def names(self, places: Sequence[int]) -> str:
+        return listed([self._members[place] for place in places])
+
+
+class Ending:
+    """How the meeting `name` ends: once, for all alike. `key` is where it is written."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.key = f"{name}/end"
+        self._decided = f"{name}/decided"
+        self._store = store
+
+    def decide(self, kind: bytes, content: bytes = b"") -> bool:
+        """End the meeting so, unless it has ended; whether this was the end."""
+        if self._store.add(self._decided, 1) != 1:
+            return False
+        self._store.set(self.key, kind + content)
+        return True
+
+
+def member_key(name: str, place: int) -> str:
+    """Where a member of the meeting `name` brings its contribution."""
+    return f"{name}/member/{place}"
+
+
+def loads(data: bytes) -> Any:
+    """The JSON that another rank wrote.
+
+    Raises:
+        StoreError: it is none.
+    """
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"what a rank wrote into the store cannot be read: {data[:80]!r}") from error
+
+
+def _failure(record: bytes) -> FastcollError:
+    """The error that `Meeting.tell` wrote."""
+    try:
+        found = json.loads(record)
+        kind, text = _TOLD[found["kind"]], str(found["text"])
+        ranks = [int(rank) for rank in found["ranks"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return StoreError(f"why the meeting failed cannot be read: {record[:80]!r}")
+    return PeerDiedError(text, ranks) if kind is PeerDiedError else kind(text)
