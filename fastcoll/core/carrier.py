@@ -58,41 +58,34 @@ class Carrier(ABC, Generic[A]):
         """See `Operation`; until a carrier has this method itself, its hooks stand for it."""
         return _HOOKS[operation.kind](self, operation)
 
-    @abstractmethod
+    # Who has `plan` needs no hooks: those that are called still make an Operation.
+
     def _plan_all_reduce(self, x: A, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
-        """x = reduction of x over all ranks; `parts`, for a coalesced call, sizes or else that must agree."""
+        return self.plan(Operation("all_reduce", (x,), (x,), op, parts=tuple(parts)))
 
-    @abstractmethod
     def _plan_reduce(self, out: A, x: A, op: ReduceOp, root: int) -> Call:
-        """On the root out = reduction of x over all ranks; out may be x. Others' out is not touched."""
+        return self.plan(Operation("reduce", (out,), (x,), op, root))
 
-    @abstractmethod
     def _plan_scan(self, out: A, x: A, op: ReduceOp, exclusive: bool) -> Call:
-        """out = reduction of x over ranks 0..rank, or 0..rank-1 (rank 0's out stays); out may be x."""
+        return self.plan(Operation("exscan" if exclusive else "scan", (out,), (x,), op))
 
-    @abstractmethod
     def _plan_reduce_scatter(self, out: A, blocks: Sequence[A], op: ReduceOp) -> Call:
-        """out = reduction of block `rank` over all ranks; out may be blocks[rank]."""
+        return self.plan(Operation("reduce_scatter", (out,), tuple(blocks), op))
 
-    @abstractmethod
     def _plan_broadcast(self, x: A, root: int, parts: Sequence[int] = ()) -> Call:
-        """x = the root's x; `parts` as above."""
+        return self.plan(Operation("broadcast", (x,), (x,), root=root, parts=tuple(parts)))
 
-    @abstractmethod
     def _plan_all_gather(self, outs: Sequence[A], x: A, parts: Sequence[int] = ()) -> Call:
-        """outs[r] = rank r's x; sizes may differ between ranks; x may be outs[rank]; `parts` as above."""
+        return self.plan(Operation("all_gather", tuple(outs), (x,), parts=tuple(parts)))
 
-    @abstractmethod
     def _plan_gather(self, outs: Sequence[A] | None, x: A, root: int) -> Call:
-        """On the root outs[r] = rank r's x; outs is None elsewhere."""
+        return self.plan(Operation("gather", tuple(outs or ()), (x,), root=root))
 
-    @abstractmethod
     def _plan_scatter(self, out: A, blocks: Sequence[A] | None, root: int) -> Call:
-        """out = the root's blocks[rank]; blocks is None elsewhere."""
+        return self.plan(Operation("scatter", (out,), tuple(blocks or ()), root=root))
 
-    @abstractmethod
     def _plan_all_to_all(self, outs: Sequence[A], blocks: Sequence[A]) -> Call:
-        """outs[r] = rank r's blocks[rank]; no overlap between outs and blocks."""
+        return self.plan(Operation("all_to_all", tuple(outs), tuple(blocks)))
 
     @abstractmethod
     def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
@@ -134,15 +127,15 @@ class StreamCall(ABC):
 class DeviceCarrier(Carrier[Any]):
     """What carries operations on the arrays of GPUs out, in one group."""
 
-    @abstractmethod
     def _plan_all_reduce_coalesced(
         self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
     ) -> Call:
-        """Each of xs = its reduction over all ranks; all have one dtype; `parts` as above, else the sizes."""
+        arrays = tuple(x.array for x in xs)
+        return self.plan(Operation("all_reduce_coalesced", arrays, arrays, op, parts=tuple(parts)))
 
-    @abstractmethod
     def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:
-        """lists[k][r] = rank r's xs[k]; all have one dtype."""
+        outs = tuple(out.array for outs in lists for out in outs)
+        return self.plan(Operation("all_gather_coalesced", outs, tuple(x.array for x in xs)))
 
     @abstractmethod
     def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:

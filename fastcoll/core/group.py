@@ -190,9 +190,9 @@ class ProcessGroup(Carrier[Array]):
             return self._plan_meeting(operation.kind, self.timeout if timeout is None else timeout)
         return super().plan(operation, timeout)
 
-    @abstractmethod
     def _plan_meeting(self, operation: str, timeout: float) -> Call:
         """Return when all ranks have called `operation`, which moves no data; at the timeout name all missing ranks."""
+        return self.plan(Operation(operation), timeout)
 
     def rows_of_all(self, own: Array) -> Array:
         """Every rank's `own`, of one size, row by row; collective, in a call of the group or between two."""
