@@ -113,12 +113,7 @@ def _tied() -> list[str]:
 
 def _environment(folder: Path) -> dict[str, str]:
     """One thread a rank for all; files that a library makes go where they are removed."""
-    return {
-        "OMP_NUM_THREADS": "1",
-        "NUMBA_NUM_THREADS": "1",
-        **os.environ,
-        "TMPDIR": str(folder),
-    }
+    return {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -17,13 +17,7 @@ import numpy as np
 from ..errors import UnavailableError, UsageError
 
 REDOPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "custom")
-_DTYPE_ALIASES = {
-    "half": "float16",
-    "float": "float32",
-    "double": "float64",
-    "char": "int8",
-    "uint": "uint32",
-}
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "uint": "uint32"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
 
@@ -32,45 +26,37 @@ class Shape(NamedTuple):
     """What the table must know of an operation; sizes and factors as in nccl-tests.
 
     Attributes:
-        bus_factor: busbw / algbw for n ranks: what a link must carry for each byte of the size.
+        rounds: how often a link must carry all parts but a rank's own; 0: it carries the size once.
         per_rank: the size counts a block for each rank, not one array.
         reduces: takes a reduction.
         rooted: takes a root.
         moves: has data at all.
     """
 
-    bus_factor: Callable[[int], float]
+    rounds: int
     per_rank: bool = False
     reduces: bool = False
     rooted: bool = False
     moves: bool = True
 
-
-def _whole(_: int) -> float:
-    return 1.0
-
-
-def _all_but_own(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-def _twice_all_but_own(ranks: int) -> float:
-    return 2 * (ranks - 1) / ranks
+    def bus_factor(self, ranks: int) -> float:
+        """busbw / algbw: what a link must carry for each byte of the size."""
+        return self.rounds * (ranks - 1) / ranks if self.rounds else 1.0
 
 
 SHAPES: dict[str, Shape] = {
-    "all_reduce": Shape(_twice_all_but_own, reduces=True),
-    "reduce": Shape(_whole, reduces=True, rooted=True),
-    "reduce_scatter": Shape(_all_but_own, per_rank=True, reduces=True),
-    "broadcast": Shape(_whole, rooted=True),
-    "all_gather": Shape(_all_but_own, per_rank=True),
-    "gather": Shape(_all_but_own, per_rank=True, rooted=True),
-    "scatter": Shape(_all_but_own, per_rank=True, rooted=True),
-    "all_to_all": Shape(_all_but_own, per_rank=True),
-    "sendrecv": Shape(_whole),
-    "barrier": Shape(_whole, moves=False),
-    "update_all_reduce": Shape(_twice_all_but_own, reduces=True),
-    "update_symmetric_all_reduce": Shape(_twice_all_but_own, reduces=True),
+    "all_reduce": Shape(2, reduces=True),
+    "reduce": Shape(0, reduces=True, rooted=True),
+    "reduce_scatter": Shape(1, per_rank=True, reduces=True),
+    "broadcast": Shape(0, rooted=True),
+    "all_gather": Shape(1, per_rank=True),
+    "gather": Shape(1, per_rank=True, rooted=True),
+    "scatter": Shape(1, per_rank=True, rooted=True),
+    "all_to_all": Shape(1, per_rank=True),
+    "sendrecv": Shape(0),
+    "barrier": Shape(0, moves=False),
+    "update_all_reduce": Shape(2, reduces=True),
+    "update_symmetric_all_reduce": Shape(2, reduces=True),
 }
 
 
@@ -138,24 +124,21 @@ def parse_dtype(text: str) -> np.dtype[Any]:
         UsageError: there is none of that name, or its elements are no numbers.
         UnavailableError: bfloat16 without the package that defines it.
     """
-    name = _DTYPE_ALIASES.get(text.lower(), text.lower())
+    name = _ALIASES.get(text.lower(), text.lower())
+    kind: Any = name
     if name == "bfloat16":
         try:
-            import ml_dtypes
+            from ml_dtypes import bfloat16 as kind
         except ImportError as error:
-            raise UnavailableError(
-                "dtype bfloat16 needs the package ml_dtypes; pip install ml_dtypes"
-            ) from error
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
+            cure = "dtype bfloat16 needs the package ml_dtypes; pip install ml_dtypes"
+            raise UnavailableError(cure) from error
+    known = "give e.g. float32, float64, int32, bfloat16"
     try:
-        dtype = np.dtype(name)
+        dtype: np.dtype[Any] = np.dtype(kind)
     except TypeError as error:
-        raise UsageError(
-            f"there is no dtype {text!r}; give e.g. float32, float64, int32, bfloat16"
-        ) from error
-    if dtype.kind not in "biufc":
-        raise UsageError(f"dtype {text!r} holds no numbers; give e.g. float32, float64, int32, bfloat16")
+        raise UsageError(f"there is no dtype {text!r}; {known}") from error
+    if dtype.kind not in "biufc" and name != "bfloat16":
+        raise UsageError(f"dtype {text!r} holds no numbers; {known}")
     return dtype
 
 

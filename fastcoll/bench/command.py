@@ -17,18 +17,8 @@ from ..api.backends import parse_backend
 from ..errors import UnavailableError, UsageError
 from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
-from .cases import (
-    REDOPS,
-    SHAPES,
-    argument,
-    listed,
-    parse_dtype,
-    parse_operation,
-    parse_redop,
-    parse_size,
-    positive,
-    size_range,
-)
+from . import cases
+from .cases import argument, listed, parse_operation, positive
 from .operations import DEVICES
 from .show import PICTURES
 from .worker import FAILED, MISUSED, OK, run_launched, run_spawned
@@ -38,7 +28,7 @@ _STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "ov
 """Modules of the folder bench/ of the sources, and the options that ask for them."""
 _OF_VERSUS = ("--peer-python", "--install-peers", "--rounds", "--scale", "--results", "--name")
 _EPILOG = f"""
-operations: {", ".join(SHAPES)}
+operations: {", ".join(cases.SHAPES)}
 
 time and p99 are microseconds a call: each rank times batches of calls and takes their median (99th
 percentile); the slowest rank's is shown. all_reduce, reduce and broadcast work in place. Sizes, algbw and
@@ -95,9 +85,9 @@ def _tune(ranks: int, launched: Detected, words: Sequence[str]) -> int:
         raise UsageError("--tune compares ways that differ from 3 ranks on; give -n, as in --tune -n 4")
     command = shlex.join(["python", "-m", "fastcoll.bench", *words])
     if launched.world_size is not None:
-        tune.run_launched(command)
+        tune.run(0, ranks, None, command)
         return OK
-    return run_ranks(tune.run_spawned, ranks, lambda meeting: (ranks, meeting, command))
+    return run_ranks(tune.run, ranks, lambda meeting: (ranks, meeting, command))
 
 
 def run_ranks(worker: Callable[..., None], ranks: int, arguments: Callable[[str], tuple[Any, ...]]) -> int:
@@ -141,18 +131,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_what(add: Callable[..., Any]) -> None:
-    size, sizes, dtypes = (
-        argument(parse_size),
-        listed(parse_size),
-        listed(lambda text: parse_dtype(text).name),
-    )
+    size = argument(cases.parse_size)
     add("-b", "--begin", type=size, metavar="SIZE", help="smallest size (default: 8)")
     add("-e", "--end", type=size, metavar="SIZE", help="largest (default: 64M)")
     add("-f", "--factor", type=float, help="between sizes (default: 2)")
-    add("--sizes", type=sizes, metavar="SIZES", help="these instead: a,b,...")
+    add("--sizes", type=listed(cases.parse_size), metavar="SIZES", help="these instead: a,b,...")
+    dtypes, redops = listed(lambda text: cases.parse_dtype(text).name), listed(cases.parse_redop)
     add("-d", "--dtype", type=dtypes, default=["float32"], help="one or several, a,b (default: float32)")
-    several = f"one or several of {', '.join(REDOPS)} (default: sum)"
-    add("-o", "--op", type=listed(parse_redop), default=["sum"], help=several)
+    several = f"one or several of {', '.join(cases.REDOPS)} (default: sum)"
+    add("-o", "--op", type=redops, default=["sum"], help=several)
     add("-r", "--root", type=int, default=0, help="of the rooted operations (default: 0)")
 
 
@@ -162,9 +149,9 @@ def _add_how(add: Callable[..., Any]) -> None:
     add("--device", choices=DEVICES, default="cpu", help=where)
     filled = "to fill with calls for each row (default: 0.15); with --vs: at most (default: 5)"
     add("--seconds", type=positive(float), help=filled)
-    count = positive(int)
-    add("--iters", type=count, metavar="N", help="calls a row, instead of --seconds")
-    add("-w", "--warmup", type=count, default=5, metavar="N", help="calls before the timed ones (default: 5)")
+    add("--iters", type=positive(int), metavar="N", help="calls a row, instead of --seconds")
+    warmup = "calls before the timed ones (default: 5)"
+    add("-w", "--warmup", type=positive(int), default=5, metavar="N", help=warmup)
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify the results (default: 1)")
     usable = sorted(os.sched_getaffinity(0))
     pinned = (
@@ -194,14 +181,14 @@ def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> No
     given.operations = _operations(chosen, given.device)
     begin = 8 if given.begin is None else given.begin
     end = 64 << 20 if given.end is None else given.end
-    given.sizes = given.sizes or size_range(begin, end, 2.0 if given.factor is None else given.factor)
+    given.sizes = given.sizes or cases.size_range(begin, end, 2.0 if given.factor is None else given.factor)
     given.seconds, given.cores = given.seconds or 0.15, given.cores or []
     given.plot = check_results(given) or ([] if chosen else _default_picture())
     given.command = ["python", "-m", "fastcoll.bench", *map(shlex.quote, words)]
 
 
 def _operations(names: Sequence[str], device: str) -> list[str]:
-    possible = [name for name in SHAPES if device == "cpu" or name != "update_symmetric_all_reduce"]
+    possible = [name for name in cases.SHAPES if device == "cpu" or name != "update_symmetric_all_reduce"]
     operations = [parse_operation(name) for name in names]
     for name in operations:
         if name not in possible:

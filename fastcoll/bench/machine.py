@@ -57,22 +57,21 @@ def memory_speed(barrier: Callable[[], Any]) -> dict[str, float]:
         barrier: returns when all ranks have called it.
     """
     x = np.ones(_STREAM_BYTES // 4, np.float32)
-    y = np.ones_like(x)
-    one = np.float32(1)
+    y, one = np.ones_like(x), np.float32(1)
+
+    def gbs(sweep: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(_STREAM_REPEATS):
+            barrier()
+            start = perf_counter()
+            sweep()
+            seconds.append(perf_counter() - start)
+        return _STREAM_BYTES / median(seconds) / 1e9
+
     return {
-        "update_gbs": _typical_gbs(lambda: np.multiply(x, one, out=x), barrier),
-        "copy_gbs": _typical_gbs(lambda: np.copyto(y, x), barrier),
+        "update_gbs": gbs(lambda: np.multiply(x, one, out=x)),
+        "copy_gbs": gbs(lambda: np.copyto(y, x)),
     }
-
-
-def _typical_gbs(sweep: Callable[[], Any], barrier: Callable[[], Any]) -> float:
-    seconds = []
-    for _ in range(_STREAM_REPEATS):
-        barrier()
-        start = perf_counter()
-        sweep()
-        seconds.append(perf_counter() - start)
-    return _STREAM_BYTES / median(seconds) / 1e9
 
 
 def describe(facts: dict[str, Any]) -> str:

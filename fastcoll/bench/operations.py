@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,23 +15,11 @@ from .cases import Case
 from .patterns import Tile, count_wrong, fill, moved, reduced_input, reduced_output
 
 DEVICES = ("cpu", "cuda")
-
-
-class Place(Protocol):
-    """Where arrays lie: it makes them, and moves patterns in and out (see `patterns`)."""
-
-    def zeros(self, count: int, dtype: np.dtype[Any]) -> Any: ...
-
-    def fill(self, x: Any, tile: Tile, start: int = 0) -> None: ...
-
-    def count_wrong(self, x: Any, tile: Tile, start: int = 0) -> int: ...
-
-    def settle(self) -> None:
-        """Wait until what was called is done; at the end of each batch that is timed."""
+_Numbered = tuple[Sequence[Any], Sequence[int]]
 
 
 class Host:
-    """NumPy's arrays, on which calls are done when they return."""
+    """Where arrays lie, here NumPy's; what makes them, fills and checks them (see `patterns`)."""
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> Any:
         return np.zeros(count, dtype)
@@ -43,10 +31,10 @@ class Host:
         return count_wrong(x, tile, start)
 
     def settle(self) -> None:
-        """Nothing to do."""
+        """Wait until what was called is done, at the end of each batch that is timed: calls on NumPy's arrays are."""
 
 
-class Cuda:
+class Cuda(Host):
     """CuPy's arrays on the GPU of a local rank, modulo how many there are, on CuPy's current stream."""
 
     def __init__(self, cupy: Any, local_rank: int) -> None:
@@ -68,7 +56,7 @@ class Cuda:
         self._cupy.cuda.get_current_stream().synchronize()
 
 
-def place_of(device: str, local_rank: int) -> Place:
+def place_of(device: str, local_rank: int) -> Host:
     """The place that `--device` names.
 
     Raises:
@@ -91,7 +79,7 @@ class Trial:
         expected: arrays that the call writes, with the patterns that must be there and where these start.
     """
 
-    place: Place
+    place: Host
     call: Callable[[], Any]
     given: Sequence[tuple[Any, Tile]] = ()
     expected: Sequence[tuple[Any, Tile, int]] = ()
@@ -108,14 +96,14 @@ class Trial:
         return sum(self.place.count_wrong(*each) for each in self.expected)
 
 
-def prepare(case: Case, rank: int, place: Place) -> Trial:
+def prepare(case: Case, rank: int, place: Host) -> Trial:
     """The trial of a rank, its arrays allocated."""
     if case.redop != "none":
         return _reduction(case, rank, place)
     return _movement(case, rank, place)
 
 
-def _reduction(case: Case, rank: int, place: Place) -> Trial:
+def _reduction(case: Case, rank: int, place: Host) -> Trial:
     op, count, dtype = reduce_op(case.redop), case.count, case.dtype
     given = reduced_input(case.redop, rank, case.ranks, dtype)
     total = reduced_output(case.redop, case.ranks, dtype)
@@ -141,54 +129,47 @@ def _reduction(case: Case, rank: int, place: Place) -> Trial:
     return Trial(place, partial(dist.all_reduce, x, op) if alone else update, [(x, given)], [(x, total, 0)])
 
 
-def _movement(case: Case, rank: int, place: Place) -> Trial:
-    """Block number `source` holds the pattern `moved(source)`; all_to_all's number is that of sender and receiver."""
-    n, root = case.ranks, case.root
+def _movement(case: Case, rank: int, place: Host) -> Trial:
+    """Block number i of a rank or root holds `moved(i)`; of all_to_all i is that of sender and receiver."""
+    n, root, is_root = case.ranks, case.root, rank == case.root
 
-    def one() -> Any:
-        return place.zeros(case.count, case.dtype)
+    def array(blocks: int = 1) -> Any:
+        return place.zeros(blocks * case.count, case.dtype)
 
-    def whole() -> Any:
-        return place.zeros(n * case.count, case.dtype)
-
-    def blocks(x: Any) -> list[Any]:
+    def parts(x: Any) -> list[Any]:
         return list(x.reshape(n, case.count))
 
-    def hold(arrays: Sequence[Any], numbers: Sequence[int]) -> list[tuple[Any, Tile]]:
-        return [(x, moved(number, case.dtype)) for x, number in zip(arrays, numbers, strict=False)]
-
-    def trial(
-        call: Callable[[], Any], given: list[tuple[Any, Tile]], expected: list[tuple[Any, Tile]]
-    ) -> Trial:
-        return Trial(place, call, given, [(x, tile, 0) for x, tile in expected])
+    def trial(call: Callable[[], Any], given: _Numbered, expected: _Numbered) -> Trial:
+        """Arrays with the numbers of their patterns."""
+        holds = [
+            [(x, moved(i, case.dtype)) for x, i in zip(*each, strict=True)] for each in (given, expected)
+        ]
+        return Trial(place, call, holds[0], [(x, tile, 0) for x, tile in holds[1]])
 
     match case.operation:
         case "broadcast":
-            x = one()
-            holds = hold([x], [root])
-            return trial(partial(dist.broadcast, x, root), holds if rank == root else [], holds)
-        case "all_gather":
-            x, out = one(), whole()
-            call = partial(dist.all_gather_into_tensor, out, x)
-            return trial(call, hold([x], [rank]), hold(blocks(out), range(n)))
-        case "gather":
-            x, outs = one(), blocks(whole()) if rank == root else None
-            call = partial(dist.gather, x, outs, root)
-            return trial(call, hold([x], [rank]), hold(outs or (), range(n)))
-        case "scatter":
-            xs, out = blocks(whole()) if rank == root else None, one()
-            return trial(partial(dist.scatter, out, xs, root), hold(xs or (), range(n)), hold([out], [rank]))
-        case "all_to_all":
-            x, out = whole(), whole()
-            sent, got = range(rank * n, rank * n + n), range(rank, n * n, n)
+            x = array()
             return trial(
-                partial(dist.all_to_all_single, out, x), hold(blocks(x), sent), hold(blocks(out), got)
+                partial(dist.broadcast, x, root), ([x], [root]) if is_root else ([], []), ([x], [root])
             )
+        case "all_gather":
+            x, out = array(), array(n)
+            call = partial(dist.all_gather_into_tensor, out, x)
+            return trial(call, ([x], [rank]), (parts(out), range(n)))
+        case "gather":
+            x, outs = array(), parts(array(n)) if is_root else []
+            return trial(partial(dist.gather, x, outs or None, root), ([x], [rank]), (outs, range(len(outs))))
+        case "scatter":
+            xs, out = parts(array(n)) if is_root else [], array()
+            return trial(partial(dist.scatter, out, xs or None, root), (xs, range(len(xs))), ([out], [rank]))
+        case "all_to_all":
+            x, out = array(n), array(n)
+            sent, got = range(rank * n, rank * n + n), range(rank, n * n, n)
+            return trial(partial(dist.all_to_all_single, out, x), (parts(x), sent), (parts(out), got))
         case "sendrecv":  # to the next rank and from the one before, at the same time
-            x, out = one(), one()
-            after, before = (rank + 1) % n, (rank - 1) % n
+            x, out, after, before = array(), array(), (rank + 1) % n, (rank - 1) % n
             both = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, out, before)]
-            return trial(lambda: _exchange(both), hold([x], [rank]), hold([out], [before]))
+            return trial(partial(_exchange, both), ([x], [rank]), ([out], [before]))
         case _:
             return Trial(place, dist.barrier)
 

@@ -22,41 +22,31 @@ PERIOD = 16381
 _INDEX = np.arange(PERIOD, dtype=np.int64)
 
 
-def _sum_input(rank: int, _: int) -> Array:
+def _small(rank: int, _: int) -> Array:
     return 1 + (_INDEX + rank) % 2
 
 
-def _avg_input(rank: int, ranks: int) -> Array:
+def _shared(rank: int, ranks: int) -> Array:
     # One rank gives a multiple of the number of ranks, so that the average is exact in integers too.
     return np.where(_INDEX % ranks == rank, ranks * (1 + _INDEX % 3), 0)
 
 
-def _bits_input(rank: int, _: int) -> Array:
+def _bits(rank: int, _: int) -> Array:
     return 1 + (5 * _INDEX + 3 * rank) % 63
 
 
-_INPUTS: dict[str, Callable[[int, int], Array]] = {
-    "sum": _sum_input,
-    "avg": _avg_input,
-    "product": _sum_input,
-    "min": _bits_input,
-    "max": _bits_input,
-    "band": _bits_input,
-    "bor": _bits_input,
-    "bxor": _bits_input,
-    "custom": _bits_input,
+_REDUCTIONS: dict[str, tuple[Callable[[int, int], Array], Callable[[Array, Array], Array]]] = {
+    "sum": (_small, np.add),
+    "avg": (_shared, np.add),
+    "product": (_small, np.multiply),
+    "min": (_bits, np.minimum),
+    "max": (_bits, np.maximum),
+    "band": (_bits, np.bitwise_and),
+    "bor": (_bits, np.bitwise_or),
+    "bxor": (_bits, np.bitwise_xor),
+    "custom": (_bits, np.maximum),  # absmax, of numbers that are not negative
 }
-_FOLDS: dict[str, Callable[[Array, Array], Array]] = {
-    "sum": np.add,
-    "avg": np.add,
-    "product": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-    "custom": np.maximum,  # absmax, of numbers that are not negative
-}
+"""What a rank gives, and how two ranks' values become one."""
 
 
 def moved(source: int, dtype: np.dtype[Any]) -> Tile:
@@ -66,15 +56,16 @@ def moved(source: int, dtype: np.dtype[Any]) -> Tile:
 
 def reduced_input(redop: str, rank: int, ranks: int, dtype: np.dtype[Any]) -> Tile:
     """What a rank gives to a reduction."""
-    return _cast(_INPUTS[redop](rank, ranks), dtype)
+    return _cast(_REDUCTIONS[redop][0](rank, ranks), dtype)
 
 
 def reduced_output(redop: str, ranks: int, dtype: np.dtype[Any]) -> Tile:
     """What the reduction over all ranks must give."""
-    given = [_INPUTS[redop](rank, ranks) for rank in range(ranks)]
+    give, fold = _REDUCTIONS[redop]
+    given = [give(rank, ranks) for rank in range(ranks)]
     if dtype.kind == "b":
         given = [values % 2 for values in given]
-    total = reduce(_FOLDS[redop], given)
+    total = reduce(fold, given)
     return (total // ranks if redop == "avg" else total).astype(dtype)
 
 

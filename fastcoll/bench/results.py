@@ -20,20 +20,11 @@ from .cases import SHAPES, Case, format_size
 from .machine import describe
 from .timing import Schedule, Timing
 
-_COLUMNS = (  # heading, unit, width
-    ("size", "(B)", 12),
-    ("count", "(elements)", 12),
-    ("type", "", 10),
-    ("redop", "", 8),
-    ("root", "", 5),
-    ("time", "(us)", 11),
-    ("p99", "(us)", 11),
-    ("algbw", "(GB/s)", 8),
-    ("busbw", "(GB/s)", 8),
-    ("#wrong", "", 8),
-)
-_COMPARED = ("operation", "size", "type", "redop", "ps/element", "per element", "per byte")
-_COMPARED_WIDTHS = (12, 12, 10, 8, 14, 14, 11)
+_ROW = "{:>12} {:>12} {:>10} {:>8} {:>5} {:>11} {:>11} {:>8} {:>8} {:>8}"
+_NAMES = "size count type redop root time p99 algbw busbw #wrong".split()
+_UNITS = ("(B)", "(elements)", "", "", "", "(us)", "(us)", "(GB/s)", "(GB/s)", "")
+_COMPARED = "# {:>12} {:>12} {:>10} {:>8} {:>14} {:>14} {:>11}"
+_COMPARED_NAMES = ("operation", "size", "type", "redop", "ps/element", "per element", "per byte")
 
 
 @dataclass(frozen=True)
@@ -78,20 +69,10 @@ class Run:
 def make_row(case: Case, plan: Schedule, timing: Timing, wrong: int | None) -> Row:
     """The row of a case, of all ranks' timings combined and their wrong elements added."""
     shape, algbw = SHAPES[case.operation], case.size / timing.median / 1e9
-    return Row(
-        operation=case.operation,
-        size=case.size,
-        count=case.count,
-        type=case.dtype.name if shape.moves else "none",
-        redop=case.redop,
-        root=case.root,
-        iterations=plan.batches * plan.calls,
-        time_us=timing.median * 1e6,
-        p99_us=timing.p99 * 1e6,
-        algbw=algbw,
-        busbw=algbw * shape.bus_factor(case.ranks),
-        wrong=wrong,
-    )
+    kind = case.dtype.name if shape.moves else "none"
+    speeds, times = (algbw, algbw * shape.bus_factor(case.ranks)), (timing.median * 1e6, timing.p99 * 1e6)
+    what = case.operation, case.size, case.count, kind, case.redop, case.root
+    return Row(*what, plan.batches * plan.calls, *times, *speeds, wrong)
 
 
 def digits(value: float) -> str:
@@ -102,30 +83,14 @@ def digits(value: float) -> str:
 
 def heading(operation: str) -> list[str]:
     """The lines above an operation's rows."""
-    names, units, widths = zip(*_COLUMNS, strict=True)
-    return ["#", f"# {operation}", _line("#", names, widths), _line("#", units, widths)]
+    return ["#", f"# {operation}", *("#" + _ROW.format(*cells)[1:].rstrip() for cells in (_NAMES, _UNITS))]
 
 
 def line(row: Row) -> str:
     """A row's line."""
-    cells = (
-        str(row.size),
-        str(row.count),
-        row.type,
-        row.redop,
-        str(row.root),
-        digits(row.time_us),
-        digits(row.p99_us),
-        f"{row.algbw:.2f}",
-        f"{row.busbw:.2f}",
-        "N/A" if row.wrong is None else str(row.wrong),
-    )
-    return _line(" ", cells, [width for *_, width in _COLUMNS])
-
-
-def _line(start: str, cells: Sequence[str], widths: Sequence[int]) -> str:
-    text = " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return (start + text[1:]).rstrip()
+    r, wrong = row, "N/A" if row.wrong is None else row.wrong
+    times, speeds = map(digits, (r.time_us, r.p99_us)), (f"{speed:.2f}" for speed in (r.algbw, r.busbw))
+    return _ROW.format(r.size, r.count, r.type, r.redop, r.root, *times, *speeds, wrong)
 
 
 def per_element(rows: Sequence[Row]) -> list[str]:
@@ -145,11 +110,8 @@ def per_element(rows: Sequence[Row]) -> list[str]:
         if row.operation in several:
             each, usual = row.time_us / row.count, base.time_us / base.count
             factors = digits(each * 1e6), f"{each / usual:.2f}", f"{row.time_us / base.time_us:.2f}"
-            lines.append((row.operation, str(row.size), row.type, row.redop, *factors))
-    if not lines:
-        return []
-    table = [_line("# ", ["", *cells], [2, *_COMPARED_WIDTHS]) for cells in (_COMPARED, *lines)]
-    return ["#", "# against float32's sum", *table]
+            lines.append(_COMPARED.format(row.operation, row.size, row.type, row.redop, *factors))
+    return ["#", "# against float32's sum", _COMPARED.format(*_COMPARED_NAMES), *lines] if lines else []
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

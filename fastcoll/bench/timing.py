@@ -68,10 +68,7 @@ def measure(call: Callable[[], Any], plan: Schedule, settle: Callable[[], None] 
 
 
 def time_batches(
-    call: Callable[[], Any],
-    plan: Schedule,
-    cpu_time: bool = False,
-    settle: Callable[[], None] | None = None,
+    call: Callable[[], Any], plan: Schedule, cpu_time: bool = False, settle: Callable[[], None] | None = None
 ) -> Timing:
     """The same at once, for those who have seen to the collector themselves.
 

@@ -29,20 +29,12 @@ class Measured(NamedTuple):
     two_shot: float
 
 
-def run_spawned(rank: int, ranks: int, init_method: str, command: str) -> None:
-    """One rank of the command's own."""
-    dist.init_process_group(init_method=init_method, world_size=ranks, rank=rank)
-    run(command)
-
-
-def run_launched(command: str) -> None:
-    """One rank of a launcher's."""
-    dist.init_process_group()
-    run(command)
-
-
-def run(command: str) -> None:
-    """Measure on all ranks of the default group; rank 0 tells and writes."""
+def run(rank: int, ranks: int, init_method: str | None, command: str) -> None:
+    """Measure on all ranks; rank 0 tells and writes. Ranks of a launcher have no `init_method`."""
+    if init_method is None:
+        dist.init_process_group()
+    else:
+        dist.init_process_group(init_method=init_method, world_size=ranks, rank=rank)
     group = dist.new_group(backend="shm")
     assert isinstance(group, ShmGroup)
     rows = [_measure(group, nbytes) for nbytes in SIZES]

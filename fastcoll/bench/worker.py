@@ -15,7 +15,7 @@ import fastcoll as dist
 from ..errors import UsageError
 from .cases import Case, cases
 from .machine import machine, memory_speed
-from .operations import Place, Trial, place_of, prepare
+from .operations import Host, Trial, place_of, prepare
 from .results import (
     Row,
     Run,
@@ -87,7 +87,7 @@ def _write(run: Run, options: Namespace) -> None:
         print("# a picture of it: --plot FILE.png", flush=True)
 
 
-def _measure_all(options: Namespace, place: Place, tell: bool) -> Run:
+def _measure_all(options: Namespace, place: Host, tell: bool) -> Run:
     o, rows = options, list[Row]()
     todo = list(cases(o.operations, o.dtype, o.op, o.sizes, o.root, dist.get_world_size()))
     run = _describe(options, rows)
@@ -120,7 +120,7 @@ def _describe(options: Namespace, rows: list[Row]) -> Run:
     return Run(now, options.command, str(dist.get_backend()), facts, devices, rows)
 
 
-def _measure_case(case: Case, options: Namespace, place: Place) -> Row:
+def _measure_case(case: Case, options: Namespace, place: Host) -> Row:
     trial = prepare(case, dist.get_rank(), place)
     wrong = _verify(trial, options.check)
     settle = None if options.device == "cpu" else place.settle

@@ -100,11 +100,7 @@ def test_an_element_is_compared_with_one_of_float32s_sum():
 
 @pytest.mark.parametrize(
     "rows",
-    [
-        [row()],
-        [row(), row(count=2000), row("reduce"), row("broadcast", redop="none")],
-        [row("barrier", 0)],
-    ],
+    [[row()], [row(), row(count=2000), row("reduce"), row("broadcast", redop="none")], [row("barrier", 0)]],
 )
 def test_without_anything_to_compare_nothing_is_said(rows):
     assert per_element(rows) == []

@@ -82,10 +82,7 @@ def test_columns_are_those_of_the_peers_that_ran():
 
 def test_verdict_and_notes():
     found = comparison()
-    assert tables.verdict(found)[:2] == [
-        "Open MPI is faster at: barrier.",
-        "MPICH is faster at: nothing.",
-    ]
+    assert tables.verdict(found)[:2] == ["Open MPI is faster at: barrier.", "MPICH is faster at: nothing."]
     assert tables.notes(found) == []
     found.sides[3].batches["barrier", 0] = 3
     found.sides[3].batches["all_reduce", SIZE] = 4
