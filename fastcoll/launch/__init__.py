@@ -1,5 +1,4 @@
-"""Starting ranks: `python -m fastcoll.launch`, `spawn`, and the pytest plugin.
+"""Starting ranks: `python -m fastcoll.launch` (command.py, supervisor.py, nodes.py), `run` and `spawn`.
 
-lifeline.py ties a process to its parent, ports.py picks a rendezvous port; command.py and supervisor.py
-are the launcher, spawn.py the function, pytest_plugin.py and ranks_*.py the plugin.
+job.py is what is to be started, lifeline.py ties a process to its parent.
 """

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from .job import Job
+from .job import Job, free_port
 from .lifeline import GRACE_SECONDS, adopt_orphans
 from .nodes import Nodes, default_port
-from .ports import free_port
 from .supervisor import Supervisor
 
 _MANY_NODES_PORT = 29500  # torch's, when the nodes must agree on a port without having talked

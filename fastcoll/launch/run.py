@@ -25,9 +25,8 @@ from typing import Any, TextIO
 
 from ..core.work import Timeout
 from ..errors import GroupError, UsageError
-from .job import Job, python_main
+from .job import Job, free_port, python_main
 from .lifeline import GRACE_SECONDS
-from .ports import free_port
 from .spawn import ProcessExitedError, ProcessRaisedError, check_args
 from .supervisor import RankProcess, Supervisor
 

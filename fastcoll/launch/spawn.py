@@ -18,8 +18,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ..errors import FastcollError, GroupError, UsageError, shorten
-from .blame import CAUSE_SECONDS
 from .lifeline import GRACE_SECONDS, describe_exit, die_with_parent
+from .supervisor import CAUSE_SECONDS
 
 _TEXT_BYTES = 48 << 10  # less than a pipe holds (64 KiB), so that a failing child never waits for the parent
 

@@ -6,7 +6,7 @@
         fastcoll.all_reduce(x)
         assert (x == sum(range(world_size))).all()
 
-A test without the mark is left alone. RanksMark lists the options, ranks_worker.py says how a rank runs
+A test without the mark is left alone. RanksMark lists the options, worker.py says how a rank runs
 its part. Fixtures are set up by each rank for itself and for each test, whatever their scope. Another plugin
 may let ranks run elsewhere, by the hook `pytest_ranks_places`.
 """
@@ -22,11 +22,10 @@ from typing import Any
 import pytest
 
 from ..errors import UsageError
-from ..launch.ports import free_port
+from ..launch.job import free_port
 from .leaks import lasting, shm_names
-from .mark import WORKER_PLUGIN, Place, RankResult, RanksMark, Setup, Task
+from .mark import WORKER_PLUGIN, Place, RankResult, RanksMark, Setup, Task, failure_text, skip_reason
 from .pool import Pool
-from .ranks_report import failure_text, skip_reason
 
 _HELP = (
     "ranks(n, ..., init=True, backend=None, timeout=60, fresh=False, may_die=()): run the test in n "

@@ -22,8 +22,7 @@ from typing import Any
 
 from ..launch.job import python_main
 from ..launch.lifeline import describe_exit, signal_group
-from .mark import Place, RankResult, Setup, Task
-from .ranks_report import frames_of_the_test
+from .mark import Place, RankResult, Setup, Task, frames_of_the_test
 
 _KEPT = 8  # workers kept between tests
 _START_SECONDS = 60.0
@@ -44,7 +43,7 @@ class Worker:
         self._scratch = Path(tempfile.gettempdir()) / f"fastcoll-ranks-{uuid.uuid4().hex}"
         self.connection, theirs = Pipe()
         inherited = [theirs.fileno(), self._stacks]
-        python = [*place.command, *python_main("fastcoll.testing.ranks_worker")]
+        python = [*place.command, *python_main("fastcoll.testing.worker")]
         with theirs:
             self.process = subprocess.Popen(
                 [*python, *map(str, [os.getpid(), *inherited])],

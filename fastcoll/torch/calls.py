@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as torch_dist
 from torch._C import _distributed_c10d as c10d
 
 from ..core.group import ProcessGroup
@@ -22,13 +23,17 @@ from ..core.work import Work
 from ..errors import CollectiveTimeoutError, UnavailableError, UsageError
 from .dispatch import shown
 from .groups import leave_group
-from .reductions import reduction
 from .sparse import all_reduce_sparse
 from .work import DoneWork, PendingWork
 
 Tensors = list[torch.Tensor]
 Limit = timedelta | None
 
+# By torch's ReduceOp, which is what options hold: its members (RedOpType) do not equal it from their side.
+_OPS: dict[Any, ReduceOp] = {
+    torch_dist.ReduceOp(getattr(torch_dist.ReduceOp, name)): getattr(ReduceOp, name)
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
 _UNSET = timedelta()  # of a timeout: torch says "the group's" by a negative one
 
 
@@ -354,3 +359,21 @@ def _pairs(outputs: Tensors, inputs: Tensors) -> list[tuple[torch.Tensor, torch.
     if len(outputs) != len(inputs):
         raise UsageError(f"there are {len(outputs)} outputs and {len(inputs)} inputs; give as many of both")
     return list(zip(outputs, inputs, strict=True))
+
+
+def reduction(op: Any) -> ReduceOp:
+    """The operation that torch's `op` asks for.
+
+    Raises:
+        UnavailableError: fastcoll has no such operation.
+    """
+    if op == torch_dist.ReduceOp.SUM:  # a third of the time of a look into the table
+        return ReduceOp.SUM
+    try:
+        return _OPS[op]
+    except KeyError:
+        if op == torch_dist.ReduceOp.PREMUL_SUM:
+            factor = op.factor
+            return ReduceOp.PREMUL_SUM(factor.item() if hasattr(factor, "item") else factor)
+        names = ", ".join(known.name for known in _OPS.values())
+        raise UnavailableError(f"op is {op!r}; give one of {names} or PREMUL_SUM") from None

@@ -1,7 +1,13 @@
-"""What torch's dispatcher does for groups in C++, whose operations go through it; those of fastcoll's groups do not."""
+"""What torch does around the operations of groups in C++: its dispatcher, through which those of fastcoll's groups do
+not go, and torch.compile.
+
+Dynamo would compile this package's methods as it compiles the function around them, and refuses to look at a process
+group's members; so they run as they are where it could not put a call into a graph.
+"""
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -54,3 +60,27 @@ def _all_gather_into_tensor_out(
     group = group_name if isinstance(group_name, dist.ProcessGroup) else _resolve_process_group(group_name)
     _register_work(out, group.all_gather_single(out, input))
     return out
+
+
+def run_uncompiled(*classes: type) -> None:
+    """Let Dynamo skip the methods that `classes` have from this package, and all that these call.
+
+    Dynamo itself, seconds of import, is not loaded for that. A torch without this switch is left as it is.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        skip_all = eval_frame._FrameExecStrategy(skip, skip)
+        set_strategy = eval_frame.set_code_exec_strategy
+    except (ImportError, AttributeError):  # up to 2.6, or changed by then
+        return
+    for method in methods_of(*classes):
+        set_strategy(method.__code__, skip_all)
+
+
+def methods_of(*classes: type) -> list[FunctionType]:
+    """The methods that `classes` have from this package."""
+    package = __name__.rpartition(".")[0]
+    ours = [base for each in classes for base in each.__mro__ if base.__module__.startswith(package)]
+    return [method for base in ours for method in vars(base).values() if isinstance(method, FunctionType)]

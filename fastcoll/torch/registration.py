@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from ..core.group import ProcessGroup
 from ..errors import UnavailableError
-from .dispatch import serve_functional_collectives
-from .dynamo import run_uncompiled
+from .dispatch import run_uncompiled, serve_functional_collectives
 from .groups import make_group
 from .process_group import FastcollProcessGroup
 from .work import PendingWork

@@ -59,7 +59,7 @@ TRAIN = """
 import json, os, sys
 import numpy as np
 import fastcoll as dist
-from fastcoll import backends
+from fastcoll.api import backends
 
 backend, store = sys.argv[1:]
 backends.load(backends.parse_backend(backend))  # once for all ranks

@@ -7,7 +7,7 @@ import traceback
 import pytest
 
 from fastcoll import errors
-from fastcoll.launch.blame import follows
+from fastcoll.launch.supervisor import follows
 
 
 def last_lines(error: BaseException) -> str:

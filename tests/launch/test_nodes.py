@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from fastcoll.launch.job import free_port
 from fastcoll.launch.nodes import Failure, Nodes, default_port
-from fastcoll.launch.ports import free_port
 
 FIRST, SECOND = Failure(3, "rank 1 failed"), Failure(4, "rank 2 failed")
 

@@ -10,7 +10,7 @@ from inner_pytest import InnerRun
 # Two nodes of which the first has the even ranks; /dev/shm of the second is another folder.
 CONFTEST = """
 import os, pathlib
-from fastcoll.launch.ranks_mark import Place
+from fastcoll.testing.mark import Place
 
 def pytest_ranks_places(config, world_size):
     if world_size == 1:
@@ -93,7 +93,7 @@ def test_what_is_left_in_the_shared_memory_of_a_place_is_seen(inner: InnerRun, s
 
 def test_a_rank_that_cannot_start_in_its_place_fails_the_test(tmp_path: Path) -> None:
     conftest = """
-        from fastcoll.launch.ranks_mark import Place
+        from fastcoll.testing.mark import Place
 
         def pytest_ranks_places(world_size):
             return [Place(("sh", "-c", "echo no such place; exit 3"))] * world_size

@@ -242,7 +242,7 @@ def test_a_failure_that_follows_from_another_comes_second(inner: InnerRun) -> No
 file(
     "stranded/conftest.py",
     """
-from fastcoll.launch import ranks_pool
+from fastcoll.testing import pool as ranks_pool
 usual = ranks_pool._GRACE_SECONDS
 def pytest_runtest_setup():
     ranks_pool._GRACE_SECONDS = 0.2

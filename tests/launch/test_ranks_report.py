@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastcoll.testing.mark import RankResult
-from fastcoll.testing.ranks_report import failure_text, frames_of_the_test, name_ranks, skip_reason
+from fastcoll.testing.mark import RankResult, failure_text, frames_of_the_test, name_ranks, skip_reason
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from fastcoll.launch import relay
-from fastcoll.launch.relay import Relay
+from fastcoll.launch import supervisor as relay
+from fastcoll.launch.supervisor import Relay
 
 
 class Stream:

@@ -15,7 +15,7 @@ import pytest
 
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.launch.ports import free_port
+from fastcoll.launch.job import free_port
 from fastcoll.rendezvous import TCPStore, store_protocol, tcp_store
 from fastcoll.rendezvous.address import listen
 from fastcoll.rendezvous.port_holder import port_holder
