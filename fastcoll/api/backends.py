@@ -36,7 +36,7 @@ def _load_tcp() -> Make:
 
 
 def _load_mpi() -> Make:
-    from ..net.mpi.group import MpiGroup
+    from ..net.mpi.backend import MpiGroup
     from ..net.mpi.library import load
 
     load()

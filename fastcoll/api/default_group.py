@@ -269,7 +269,7 @@ def _no_address() -> bool:
 
 def _meet_through_mpi(rank: int, world_size: int, limit: float) -> _Found:
     """A store of rank 0's that MPI leads to. Each start has one of its own."""
-    from ..net.mpi.meeting import meet_through_mpi  # it brings sockets and Numba
+    from ..net.mpi.membership import meet_through_mpi  # it brings sockets and Numba
 
     meeting = meet_through_mpi(rank, world_size, limit)
     return _Found(PrefixStore("fastcoll", meeting.store), meeting.rank, meeting.world_size, meeting.close)

@@ -88,7 +88,7 @@ def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
 
 
 def _over_mpi(group: ProcessGroup) -> DeviceCarrier:
-    from .mpi_direct import MpiCarrier, TakesGpus
+    from .cuda_aware_mpi import MpiCarrier, TakesGpus
     from .staging import StagedCarrier
 
     aware = isinstance(group, TakesGpus) and group.cuda_aware

@@ -64,7 +64,7 @@ def make_auto(store: Store, name: str, members: Sequence[Member], rank: int, tim
 def _between_nodes() -> Callable[..., ProcessGroup]:
     """What makes groups of ranks on different nodes."""
     if config.get("FASTCOLL_BETWEEN_NODES") == "mpi":
-        from ..net.mpi.group import MpiGroup  # few need it
+        from ..net.mpi.backend import MpiGroup  # few need it
 
         return MpiGroup.make
     return TcpGroup.make

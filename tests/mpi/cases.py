@@ -11,10 +11,8 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import ReduceOp
-from fastcoll.net.mpi import meet as mpi_meet
-from fastcoll.net.mpi import moves as mpi_moves
-from fastcoll.net.mpi import reduce as mpi_reduce
-from fastcoll.net.mpi.comm import _laid_down
+from fastcoll.net.mpi import agreement, execution
+from fastcoll.net.mpi.membership import laid_down
 
 SIZES = (2, 4)
 
@@ -28,7 +26,7 @@ def usable(group=None):
 @pytest.fixture
 def small_rows(monkeypatch):
     """Groups that are made have rows for 88 bytes only, so that small arrays go the way of large ones."""
-    monkeypatch.setattr(mpi_meet, "_ROOMS", (88,))
+    monkeypatch.setattr(agreement, "ROOMS", (88,))
 
 
 def all_moves(rank, world_size, count, group, on=lambda x: x):
@@ -63,27 +61,27 @@ def all_moves(rank, world_size, count, group, on=lambda x: x):
 
 
 @pytest.mark.ranks(*SIZES)
-@pytest.mark.parametrize("reach", [mpi_moves.REACH, -1], ids=["collectives", "messages"])
+@pytest.mark.parametrize("reach", [execution.REACH, -1], ids=["collectives", "messages"])
 @pytest.mark.parametrize("count", [1, 1009, 100_003])
 @pytest.mark.usefixtures("small_rows")
 def test_both_ways_of_moving(rank, world_size, reach, count, monkeypatch):
     """Arrays that MPI's counts cannot reach go by messages, in pieces; here at other limits than 2 GiB."""
-    monkeypatch.setattr(mpi_moves, "REACH", reach)
+    monkeypatch.setattr(execution, "REACH", reach)
     if reach < 0:
-        monkeypatch.setattr(mpi_moves, "LARGEST", 4096)
+        monkeypatch.setattr(execution, "LARGEST", 4096)
     all_moves(rank, world_size, count, dist.new_group())
 
 
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.usefixtures("small_rows")
 def test_one_rank_out_of_reach_is_enough(rank, world_size, monkeypatch):
-    monkeypatch.setattr(mpi_moves, "REACH", -1 if rank == 1 else mpi_moves.REACH)
+    monkeypatch.setattr(execution, "REACH", -1 if rank == 1 else execution.REACH)
     all_moves(rank, world_size, 1009, dist.new_group())
 
 
 @pytest.mark.ranks(*SIZES)
 def test_messages_and_broadcasts_in_pieces(rank, world_size, monkeypatch):
-    monkeypatch.setattr(mpi_moves, "LARGEST", 10_000)
+    monkeypatch.setattr(execution, "LARGEST", 10_000)
     x = np.arange(100_003) * (rank == 0)
     dist.broadcast(x, 0)
     assert (x == np.arange(x.size)).all()
@@ -105,10 +103,10 @@ def test_segments_give_the_same_bits(rank, world_size, segment, monkeypatch):
     x = rng.standard_normal(203).astype("f4")
     blocks = [rng.standard_normal(53 + 7 * r) for r in range(world_size)]
     results = []
-    ways = [(None, mpi_reduce.SEGMENT, mpi_reduce.GATHERED), (group, mpi_reduce.SEGMENT, mpi_reduce.GATHERED)]
+    ways = [(None, execution.SEGMENT, execution.GATHERED), (group, execution.SEGMENT, execution.GATHERED)]
     for g, most, gathered in [*ways, (group, segment, 0)]:
-        monkeypatch.setattr(mpi_reduce, "SEGMENT", most)
-        monkeypatch.setattr(mpi_reduce, "GATHERED", gathered)
+        monkeypatch.setattr(execution, "SEGMENT", most)
+        monkeypatch.setattr(execution, "GATHERED", gathered)
         row = []
         for call in (
             dist.all_reduce,
@@ -130,7 +128,7 @@ def test_segments_give_the_same_bits(rank, world_size, segment, monkeypatch):
 @pytest.mark.ranks(*SIZES)
 def test_every_size_around_those_of_rows(rank, world_size):
     """Twice each, since only what was called before takes the short way; and ranks need not take the same one."""
-    for room in mpi_meet.row_sizes(world_size):
+    for room in agreement.row_sizes(world_size):
         for count in {max(0, room // 4 + extra) for extra in range(-12, 3)}:
             for turn in range(3):
                 x = np.arange(count, dtype="f4") + rank
@@ -172,7 +170,7 @@ def test_communicators_are_freed(rank, world_size):
         elif rank == 1:
             dist.recv(np.ones(3), 0, group=group)
         dist.destroy_process_group(group)
-    assert len(_laid_down) < 5
+    assert len(laid_down) < 5
 
 
 @pytest.mark.ranks(*SIZES)

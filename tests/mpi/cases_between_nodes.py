@@ -10,7 +10,7 @@ from fastcoll.config import forget
 from fastcoll.core import members
 from fastcoll.hybrid import group as hybrid
 from fastcoll.hybrid.group import DIRECT, HybridGroup
-from fastcoll.net.mpi.group import MpiGroup
+from fastcoll.net.mpi.backend import MpiGroup
 
 
 @pytest.fixture

@@ -15,12 +15,10 @@ from gpu.fake_runtime import FakeRuntime
 
 import fastcoll as dist
 from fastcoll import ReduceOp
-from fastcoll.gpu import mpi_direct, mpi_memory, segments, staging
+from fastcoll.gpu import cuda_aware_mpi, segments, staging
 from fastcoll.kernels.reduce import reducer
-from fastcoll.net.mpi import group as mpi
+from fastcoll.net.mpi import backend, execution
 from fastcoll.net.mpi import library as mpi_library
-from fastcoll.net.mpi import moves as mpi_moves
-from fastcoll.net.mpi import reduce as mpi_reduce
 
 from .cases import SIZES, all_moves, usable
 
@@ -37,7 +35,7 @@ def gpu():
 
 def make_aware(monkeypatch, answer):
     """Let the libraries of groups that are made from now on say that they are CUDA-aware, or not."""
-    monkeypatch.setattr(mpi, "load", lambda: mpi_library.load()._replace(cuda_aware=answer))
+    monkeypatch.setattr(backend, "load", lambda: mpi_library.load()._replace(cuda_aware=answer))
 
 
 @pytest.fixture
@@ -69,9 +67,9 @@ def kernels(gpu, monkeypatch):
     """The GPU can reduce."""
 
     def made(memory, op, dtype, blocks):
-        return mpi_memory.Reducing(HostKernel(gpu, op, dtype), dtype.itemsize)
+        return cuda_aware_mpi.Reducing(HostKernel(gpu, op, dtype), dtype.itemsize)
 
-    monkeypatch.setattr(mpi_memory.DeviceMemory, "reducer", made)
+    monkeypatch.setattr(cuda_aware_mpi.DeviceMemory, "reducer", made)
 
 
 def through_host(fake):
@@ -83,7 +81,7 @@ def through_host(fake):
 @pytest.mark.parametrize("count", BYTES)
 @pytest.mark.usefixtures("kernels")
 def test_they_are_given_to_mpi_as_they_are(rank, world_size, count, gpu, group, monkeypatch):
-    monkeypatch.setattr(mpi_moves, "LARGEST", 40_000)
+    monkeypatch.setattr(execution, "LARGEST", 40_000)
     all_moves(rank, world_size, count, group, on=FakeArray)
     x = np.repeat(np.arange(world_size) + 10 * rank, count)
     dist.all_to_all_single(FakeArray(x), FakeArray(x), group=group)
@@ -103,11 +101,11 @@ def test_they_are_given_to_mpi_as_they_are(rank, world_size, count, gpu, group, 
 
 
 @pytest.mark.ranks(*SIZES)
-@pytest.mark.parametrize("segment", [mpi_reduce.SEGMENT, 4000])
+@pytest.mark.parametrize("segment", [execution.SEGMENT, 4000])
 @pytest.mark.usefixtures("kernels")
 def test_reductions_have_the_bits_of_the_host(rank, world_size, segment, gpu, group, monkeypatch):
-    monkeypatch.setattr(mpi_reduce, "SEGMENT", segment)
-    monkeypatch.setattr(mpi_reduce, "GATHERED", 1000)
+    monkeypatch.setattr(execution, "SEGMENT", segment)
+    monkeypatch.setattr(execution, "GATHERED", 1000)
     rng = np.random.default_rng(rank)
     root = world_size - 1
     for op, dtype in [
@@ -136,9 +134,9 @@ def test_reductions_have_the_bits_of_the_host(rank, world_size, segment, gpu, gr
 def test_where_one_rank_has_no_kernels_all_reduce_on_the_host(
     rank, world_size, group, monkeypatch, kernels, gpu
 ):
-    made = mpi_memory.DeviceMemory.reducer
+    made = cuda_aware_mpi.DeviceMemory.reducer
     lacks = rank == 1
-    monkeypatch.setattr(mpi_memory.DeviceMemory, "reducer", lambda *args: None if lacks else made(*args))
+    monkeypatch.setattr(cuda_aware_mpi.DeviceMemory, "reducer", lambda *args: None if lacks else made(*args))
     for op, want in [
         (ReduceOp.SUM, sum(range(world_size))),
         (ReduceOp.PREMUL_SUM(2.0), 2 * sum(range(world_size))),
@@ -162,7 +160,7 @@ def test_what_the_kernels_cannot_do_is_staged(rank, world_size, group, monkeypat
     y[:] = rank + 1
     dist.exscan(FakeArray(y), group=group)
     assert (y == (sum(range(rank + 1)) or 1)).all()
-    monkeypatch.setattr(mpi_direct, "MOST_SOURCES", 1)
+    monkeypatch.setattr(cuda_aware_mpi, "MOST_SOURCES", 1)
     dist.all_reduce(FakeArray(y[:1]), ReduceOp.MIN, group=group)
     assert y[0] == 1
 

@@ -15,9 +15,8 @@ import pytest
 import fastcoll
 from fastcoll import config
 from fastcoll.net.mpi import library as mpi_library
+from fastcoll.net.mpi.execution import LARGEST, SEGMENT, are_near, pieces, segments
 from fastcoll.net.mpi.library import why_unavailable
-from fastcoll.net.mpi.moves import LARGEST, are_near, pieces
-from fastcoll.net.mpi.reduce import SEGMENT, _segments
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 8, 16, 24, SEGMENT + 8])
@@ -26,7 +25,7 @@ from fastcoll.net.mpi.reduce import SEGMENT, _segments
 def test_segments_cover_an_array_once_and_cut_no_element(itemsize: int, ranks: int, items: int) -> None:
     found = [
         (start + first, nbytes)
-        for start, slices in _segments(items * itemsize, ranks, itemsize)
+        for start, slices in segments(items * itemsize, ranks, itemsize)
         for first, nbytes in slices
     ]
     assert all(first % itemsize == nbytes % itemsize == 0 for first, nbytes in found)
@@ -35,8 +34,8 @@ def test_segments_cover_an_array_once_and_cut_no_element(itemsize: int, ranks: i
     assert ends[-1] == items * itemsize
 
 
-def test_long_arrays_are_cut_into_segments() -> None:
-    starts = [start for start, _ in _segments(3 * SEGMENT + 8, 2, 8)]
+def test_long_arrays_are_cut_intosegments() -> None:
+    starts = [start for start, _ in segments(3 * SEGMENT + 8, 2, 8)]
     assert starts == [0, SEGMENT, 2 * SEGMENT, 3 * SEGMENT]
 
 

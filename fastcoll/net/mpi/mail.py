@@ -40,9 +40,9 @@ from ...p2p.channels import (
     Header,
 )
 from ...p2p.transfers import Send
-from . import kernels as words
+from . import compiled as words
+from .execution import pieces
 from .library import Library
-from .moves import pieces
 from .requests import Requests, abandon
 
 _HEAD = 5 * 8

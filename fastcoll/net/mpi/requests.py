@@ -10,7 +10,7 @@ import numpy as np
 
 from ...kernels import waiting
 from ...kernels.pointers import address_of
-from . import kernels as words
+from . import compiled as words
 from .library import Library
 
 _BUDGET = 50_000_000  # ns until Python looks at signals, deadlines and peers
@@ -77,7 +77,7 @@ class Requests:
         return np.flatnonzero(self._table[words.SLOTS : words.SLOTS + count]).tolist()
 
     def poll(self, mode: int) -> bool:
-        """Wait at most 50 ms for those in hand, as mpi_kernels.py says; whether that was enough.
+        """Wait at most 50 ms for those in hand, as compiled.py says; whether that was enough.
 
         Raises:
             mpi4py.MPI.Exception: one of them failed.

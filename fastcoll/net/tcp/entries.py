@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...kernels.jit import Entry
-from ..mpi import kernels as mpi_kernels
-from ..mpi import meet_kernels as mpi_meet_kernels
+from ..mpi import compiled as mpi
 from . import engine, mail_answers, mail_kernels
 
 ENTRIES: tuple[Entry, ...] = (
@@ -19,9 +18,8 @@ ENTRIES: tuple[Entry, ...] = (
     mail_kernels.advance,
     mail_answers.flush,
     mail_answers.mind,
-    mpi_kernels.poll,
-    mpi_meet_kernels.meet,
-    mpi_meet_kernels.carry_out,
-    mpi_kernels.reduce,
-    mpi_kernels.address,
+    mpi.poll,
+    mpi.meet,
+    mpi.carry_out,
+    mpi.address,
 )

@@ -1,0 +1,306 @@
+"""MpiCarrier: GPU arrays handed to a CUDA-aware MPI library as they are, for groups of the backend mpi.
+
+The group itself does the work: it meets the other ranks, and gives MPI addresses on GPUs instead of the host's. A
+call waits until the arrays' streams have done what was queued on them when it was made, and returns when its result is
+on the GPU, as a staged one does. Reductions are our kernels', in rank order. What cannot be done so is staged, on all
+ranks alike: scan and exscan, functions of the user's, many ranks, and reductions where a rank has no kernels.
+
+Messages go as they are too, where they are not small: small ones travel inside the letters of net/mpi/mail.py, which
+the host writes, and so are staged, as is what a rank sends itself. Nothing of this shows on the other side: a message
+may come from a GPU and go to the host's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from ..core.group import ProcessGroup
+from ..core.operation import Call, Operation
+from ..core.reduce_op import PREMUL_SUM, ReduceOp
+from ..core.work import Work
+from ..interop.arrays import Adopted, Array
+from . import choice
+from .array import DeviceArray
+from .movers import scratch
+from .runtime import runtime
+from .staged_mail import arrays_of
+from .staging import StagedCarrier, _checked
+from .transit import Transit, laid_out
+
+MOST_SOURCES = 64
+"""Arrays that a kernel reduces (kernels/cuda/reduce.py)."""
+
+Arrays = Sequence[DeviceArray]
+Block = tuple[int, int]
+"""Address and bytes."""
+
+
+@runtime_checkable
+class TakesGpus(Protocol):
+    """A group of net/mpi.
+
+    Attributes:
+        cuda_aware: whether the MPI library of every rank says that it takes memory of GPUs.
+    """
+
+    cuda_aware: bool
+
+    def take_gpus(self, memory: Any, current: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let the group's `plan` take arrays on GPUs."""
+
+
+class MpiCarrier(StagedCarrier):
+    """See this module's docstring.
+
+    Args:
+        group: one that TakesGpus, and whose library does.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        assert isinstance(group, TakesGpus)
+        self._memory = DeviceMemory(self._transit)
+        self._direct: Any = group  # what it takes of GPUs, its annotations do not say
+        self._device = 0  # of the last message
+        group.take_gpus(self._memory, lambda: runtime().on(self._device))
+
+    # ---- collectives ---------------------------------------------------------------------------------
+
+    def plan(self, operation: Operation, timeout: float | None = None) -> Call:
+        kind, outputs, inputs, op, root, _ = operation
+        if kind == "reduce" and root != self._group.rank:
+            outputs = ()
+        plain = None if op is None else _checked(op, inputs[0].dtype)
+        by_kernels = op is None or (op.function is None and self._group.size <= MOST_SOURCES)
+        if kind in ("scan", "exscan") or not by_kernels:
+            return super().plan(operation, timeout)
+        staged = super().plan
+        arrays = [*inputs, *outputs]
+        marks = self.mark(arrays)
+
+        def call() -> None:
+            with self.whole(kind, arrays), self._memory.use(arrays):
+                self.await_marks(marks, kind)
+                done = self._carry_out(operation, outputs, plain)
+            if not done and plain is not None:
+                staged(operation)()
+
+        return call
+
+    def _carry_out(self, operation: Operation, outputs: Arrays, plain: ReduceOp | None) -> bool:
+        """Have the group do it; False, on all ranks, where one of them can't.
+
+        Args:
+            outputs: that this rank has.
+            plain: what is left to do once PREMUL_SUM's inputs are scaled.
+        """
+        kind, _, inputs, op, _, sizes = operation
+        memory = self._memory
+        if kind == "all_gather_coalesced":
+            size = self._group.size
+            per_rank = [outputs[rank::size] for rank in range(size)]
+            wholes = tuple(memory.array(sum(out.size for out in outs), outs[0]) for outs in per_rank)
+            flat, sizes = memory.lay_out(inputs), tuple(x.size for x in inputs)
+            self._direct.plan(Operation("all_gather", wholes, (flat,), parts=sizes))()
+            for whole, outs in zip(wholes, per_rank, strict=True):
+                memory.copy_all(parts(whole, outs), outs)
+            return True
+        if kind in ("all_reduce", "all_reduce_coalesced"):
+            flat = inputs[0]
+            if len(inputs) > 1 or plain is not op:
+                flat = self._scaled(inputs, op)
+            if kind != "all_reduce":
+                sizes = sizes or tuple(x.size for x in inputs)
+            done = bool(self._direct.plan(Operation("all_reduce", (flat,), (flat,), plain, parts=sizes))())
+            if done and flat is not inputs[0]:
+                memory.copy_all(parts(flat, inputs), inputs)
+            return done
+        if kind == "broadcast":
+            sources: Arrays = inputs
+        elif plain is not op:
+            sources = parts(self._scaled(inputs, op), inputs)
+        else:
+            sources = self._apart(inputs, outputs)
+        targets = outputs or (sources if kind == "reduce" else ())
+        direct = operation._replace(outputs=tuple(targets), inputs=tuple(sources), op=plain)
+        return bool(self._direct.plan(direct)())
+
+    def _scaled(self, xs: Arrays, op: ReduceOp | None) -> DeviceArray:
+        """Copies, one after the other, scaled for PREMUL_SUM if there are kernels."""
+        flat = self._memory.lay_out(xs)
+        if op is not None and op.code == PREMUL_SUM and choice.has_kernels():
+            self._memory.scale(flat, op.factor)
+        return flat
+
+    def _apart(self, inputs: Arrays, outputs: Arrays) -> list[DeviceArray]:
+        """The inputs, copied where they share memory with outputs; this rank's own two may be the very same."""
+        rank = self._group.rank
+
+        def clashes(k: int, x: DeviceArray) -> bool:
+            return any(
+                x.overlaps(out)
+                and not (
+                    x.address == out.address
+                    and (len(inputs) == 1 or k == rank)
+                    and (len(outputs) == 1 or j == rank)
+                )
+                for j, out in enumerate(outputs)
+            )
+
+        return [self._memory.lay_out([x]) if clashes(k, x) else x for k, x in enumerate(inputs)]
+
+    # ---- point to point ------------------------------------------------------------------------------
+
+    def _suits(self, x: Adopted, peer: int | None) -> bool:
+        """Whether a message, to rank `peer` or to be received, may go without the host."""
+        return bool(x.array.nbytes > self._direct.least_on_gpus) and peer != self._group.rank
+
+    def _send(self, x: Adopted, dst: int, tag: int) -> None:
+        if not self._suits(x, dst):
+            super()._send(x, dst, tag)
+            return
+        with self._transit.in_use(arrays_of([x])):
+            self._group._send(Adopted(self._ready(x.array, "send")), dst, tag)
+
+    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
+        if not self._suits(x, dst):
+            return super()._isend(x, dst, tag)
+        with self._transit.in_use(arrays_of([x])):
+            return self._group._isend(Adopted(self._ready(x.array, "isend")), dst, tag)
+
+    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
+        if not self._suits(x, src):
+            return super()._recv(x, src, tag)
+        with self._transit.in_use(arrays_of([x])):
+            return self._group._recv(self._landing(x), src, tag)
+
+    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
+        if not self._suits(x, src):
+            return super()._irecv(x, src, tag)
+        with self._transit.in_use(arrays_of([x])):
+            return self._group._irecv(self._landing(x), src, tag)
+
+    def _ready(self, x: Any, name: str) -> Array:
+        """An ndarray that stands for an array, once its stream has come here; its elements may not be touched."""
+        self._device = x.device
+        self.await_marks(self.mark([x]), name)
+        flat: Array = np.asarray(_Bytes(x)).view(x.dtype)
+        return flat
+
+    def _landing(self, adopted: Adopted) -> Adopted:
+        (x,) = arrays_of([adopted])
+
+        def finish(came: Array | None) -> None:
+            with self._transit.in_use([x]):
+                if came is not None:
+                    with self._transit.pool.lent(x.nbytes) as buffer:
+                        (host,) = laid_out(buffer, [x])
+                        host[...] = came
+                        self._transit.bring([x], [host])
+                adopted.finish()
+
+        landing: Adopted = self._direct.landing(self._ready(x, "recv"), finish)
+        return landing
+
+
+class _Bytes:
+    """NumPy's protocol for the bytes of an array on a GPU, which it does not touch; keeps the array alive."""
+
+    def __init__(self, x: DeviceArray) -> None:
+        self.owner = x
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (x.nbytes,),
+            "data": (x.address, False),
+        }
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+class Reducing(NamedTuple):
+    """A compiled reduction of one operation and dtype."""
+
+    kernel: Any  # a CudaReducer
+    itemsize: int
+
+
+class DeviceMemory:
+    """The memory of the GPU that is in use, that of the arrays of the call under way, as net/mpi/memory.py wants it.
+
+    Copies and reductions are queued on a stream of the group's and waited for: MPI, which comes next, knows no streams.
+    """
+
+    on_gpu = True
+
+    def __init__(self, transit: Transit) -> None:
+        self._transit = transit
+        self._device = 0
+        self._stream = 0
+
+    @contextmanager
+    def use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
+        """Work on the arrays' GPU; one call at a time."""
+        with self._transit.in_use(arrays):
+            self._device = next((x.device for x in arrays if x.size), arrays[0].device)
+            self._stream = self._transit.stream(self._device, "own")
+            yield
+
+    def blocks(self, arrays: Sequence[DeviceArray]) -> list[Block]:
+        return [(x.address, x.nbytes) for x in arrays]
+
+    def copy(self, source: Block, target: Block) -> None:
+        if source[0] != target[0]:
+            runtime().copy(target[0], source[0], source[1], self._stream)
+            runtime().wait_stream(self._stream)
+
+    def scratch(self, nbytes: int) -> tuple[int, Any]:
+        memory = runtime().allocate(nbytes, self._device, self._stream)
+        return memory.ptr, memory
+
+    def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Reducing | None:
+        if not choice.has_kernels() or any(address % dtype.alignment for address, _ in blocks):
+            return None
+        from ..kernels.cuda.reduce import cuda_reducer
+
+        return Reducing(cuda_reducer(op, dtype), dtype.itemsize)
+
+    def fold(self, how: Reducing, target: int, sources: Sequence[int], nbytes: int) -> None:
+        how.kernel.launch(target, sources, nbytes // how.itemsize, self._stream)
+        runtime().wait_stream(self._stream)
+
+    # ---- arrays ----------------------------------------------------------------------------------------
+
+    def array(self, size: int, like: DeviceArray) -> DeviceArray:
+        """A flat array of the call's own."""
+        return scratch(size, like.dtype, self._device, self._stream, like.owner)
+
+    def lay_out(self, xs: Sequence[DeviceArray]) -> DeviceArray:
+        """Copies of arrays, one after the other."""
+        flat = self.array(sum(x.size for x in xs), xs[0])
+        self.copy_all(xs, parts(flat, xs))
+        return flat
+
+    def copy_all(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
+        """Copy arrays to others of their sizes, which are apart from all of them."""
+        for source, target in zip(sources, targets, strict=True):
+            runtime().copy(target.address, source.address, source.nbytes, self._stream)
+        runtime().wait_stream(self._stream)
+
+    def scale(self, x: DeviceArray, factor: Any) -> None:
+        """Multiply an array by a number, in place."""
+        from ..kernels.cuda.scale import scale
+
+        scale(x.address, x.address, x.size, x.dtype, factor, self._stream)
+        runtime().wait_stream(self._stream)
+
+
+def parts(flat: DeviceArray, xs: Sequence[DeviceArray]) -> list[DeviceArray]:
+    """The parts of a flat array that are as long as others."""
+    end = 0
+    return [flat[end : (end := end + x.size)] for x in xs]

@@ -1,0 +1,159 @@
+"""The meeting that every collective over MPI begins with: each rank tells every other what it calls.
+
+A row travels between each two ranks by persistent requests, which can be taken back and show who has not come; a
+collective operation of MPI can neither. It has 40 bytes and, where it is small, the rank's data: MPI lets a message
+be shorter than the memory for it, so rows of a few sizes go to the same requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core import signature
+from ...kernels.pointers import address_of
+from ..tcp.sizes import Sizes
+from . import compiled as c
+from .library import Library
+from .memory import Block
+from .requests import Requests, abandon
+
+ROOMS = (88, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
+"""Bytes of data for which there are rows. all_reduce of two ranks on a 2-core AMD EPYC, in a row and otherwise: 1 KiB
+2.5 and 21 us, 16 KiB 18 and 38, 64 KiB 51 and 74 (MPICH 5.0.2; Open MPI 5.0.11: 3.7 and 22, 20 and 37, 51 and 73); of
+four ranks 12 and 118, 43 and 178, 86 and 232."""
+_MOST_BYTES = 256 << 10  # of all ranks' data together, which each rank keeps
+
+
+class Prepared(NamedTuple):
+    """A call as it is prepared once for all calls that are alike.
+
+    Attributes:
+        address: of its words in compiled.py.
+        table: those words.
+        sizes: bytes that the rank contributes, gives and expects.
+        finishes: whether the compiled call does all of it.
+    """
+
+    address: int
+    table: NDArray[np.int64]
+    sizes: Sizes
+    finishes: bool
+
+    @classmethod
+    def make(cls, code: int, sizes: Sizes, rank: int, finish: Sequence[int]) -> Prepared:
+        """Prepare a call.
+
+        Args:
+            code: the call word of core/signature.py.
+            rank: this one.
+            finish: the words from FINISH on; none: the rest is left to Python.
+        """
+        balance = signature.balance(rank, sizes.gives, sizes.takes)
+        table: NDArray[np.int64] = np.zeros(c.CALL_WORDS, np.int64)
+        said = (code, sizes.shape, balance, *finish)
+        table[: len(said)] = said
+        return cls(address_of(table), table, sizes, bool(finish))
+
+
+def row_sizes(ranks: int) -> list[int]:
+    """The sizes of rows in bytes, ascending, in a group of so many ranks."""
+    rooms = [room for room in ROOMS if room == ROOMS[0] or room * ranks <= _MOST_BYTES]
+    return [c.HEAD_BYTES + room for room in rooms]
+
+
+class Meeting:
+    """The rows of a group's ranks.
+
+    Args:
+        comm: the group's communicator.
+        dedicated: as for Requests.
+        tag: of the rows.
+
+    Attributes:
+        address: of the context of compiled.py.
+        room: bytes that a rank may attach.
+        rows: of the call under way, by group rank; a word each of what compiled.py names ROW_...
+        attached: the address of what each rank attached.
+    """
+
+    def __init__(self, library: Library, comm: Any, dedicated: bool, tag: int) -> None:
+        sizes = row_sizes(comm.size)
+        self.room = sizes[-1] - c.HEAD_BYTES
+        self.rows: NDArray[np.int64] = np.zeros((comm.size, sizes[-1] // 8), np.int64)
+        first = address_of(self.rows) + c.HEAD_BYTES
+        self.attached = [first + sizes[-1] * rank for rank in range(comm.size)]
+        self._library = library
+        self._peers = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
+        MPI, mine = library.MPI, self.rows[comm.rank]
+        with library.lock:
+            made = [comm.Recv_init([self.rows[peer], MPI.BYTE], peer, tag) for peer in self._peers]
+            for size in sizes:
+                made += [comm.Send_init([mine[: size // 8], MPI.BYTE], peer, tag) for peer in self._peers]
+        self._persistent = made
+        self._requests = Requests(library, dedicated)
+        self._requests.reserve(2 * len(self._peers))
+        self._tables = (
+            np.array(self._requests.handles(made), np.int64),
+            np.array(self.attached, np.int64),
+        )
+        self._words: NDArray[np.int64] = np.zeros(c.LIMITS + len(sizes), np.int64)
+        self._words[c.ROWS : c.CALLS] = address_of(self.rows), sizes[-1], comm.size, comm.rank
+        self._words[c.TABLE : c.NEAR] = self._requests.address, library.start
+        self._words[c.HANDLES : c.LIMITS] = [address_of(table) for table in self._tables]
+        self._words[c.LIMITS :] = [size - c.HEAD_BYTES for size in sizes]
+        self.address = address_of(self._words)
+
+    @property
+    def calls(self) -> int:
+        """How many calls have begun."""
+        return int(self._words[c.CALLS])
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a call has begun and is not over."""
+        return bool(self._words[c.UNDER_WAY])
+
+    def end(self) -> None:
+        """The call is over."""
+        self._words[c.UNDER_WAY] = 0
+
+    def meet(self, said: Prepared, near: bool, attached: Block, look: Callable[[], None]) -> int:
+        """Begin a call; returns AGREED, APART, DIFFERENT or UNBALANCED once all rows are here.
+
+        Args:
+            near: whether MPI's collective operations can address this rank's arrays.
+            attached: at most `room` bytes that go in the row.
+            look: as for Requests.finish.
+        """
+        self._words[c.NEAR : c.HANDLES] = near, *attached
+        with self._library.lock:
+            code = c.meet.call(self.address, said.address)
+        return self.resume(code, lambda: c.meet.call(self.address | c.RESUMED, said.address), look)
+
+    def resume(self, code: int, again: Callable[[], int], look: Callable[[], None]) -> int:
+        """What a compiled call returns in the end, if it has come back with `code`; `again` calls it again."""
+        try:
+            while code == c.AGAIN:
+                self._requests.pause(look)
+                with self._library.lock:
+                    code = again()
+            if code < 0:
+                raise self._library.MPI.Exception(-code)
+        except BaseException:
+            abandon(self._persistent, (self.rows, self._words, self._tables))
+            raise
+        return code
+
+    def late(self) -> list[int]:
+        """The group ranks whose rows have not come."""
+        return [self._peers[slot] for slot in self._requests.open() if slot < len(self._peers)]
+
+    def free(self) -> None:
+        """Release the requests; none may be active."""
+        with self._library.lock:
+            for request in self._persistent:
+                request.Free()

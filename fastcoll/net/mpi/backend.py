@@ -1,0 +1,388 @@
+"""The ranks of an MPI job as a group, through the MPI library that mpi4py has found.
+
+Each call begins with a meeting of its own (agreement.py), so calls that do not match are refused on all ranks before
+MPI, which does not look, moves anything. Then MPI moves the data, and our reducers combine it (execution.py); small
+data has come with the meeting. A synchronous call on small plain arrays that was seen before is one compiled call.
+Every wait comes back every 50 ms to look at signals, the clock and the peers.
+
+A call on arrays in the memory of GPUs is another one than that on the host's, and nothing of theirs is in a row.
+Messages are those of the p2p room over channels of MPI (mail.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from ...core import signature
+from ...core.members import Member
+from ...core.monitor import Wait
+from ...core.operands import Array
+from ...core.operation import Call, Operation
+from ...core.reduce_op import ReduceOp
+from ...core.work import Work
+from ...errors import AbortedError, GroupError
+from ...kernels.reduce import Reducer
+from ...p2p.mailbox import Mailbox
+from ...p2p.mailing import Mailing
+from ...rendezvous import Store
+from ..tcp.plans.shape import Limits, Shape
+from ..tcp.sizes import sizes_of
+from ..tcp.vigil import NetVigil
+from . import compiled as c
+from .agreement import Meeting, Prepared
+from .execution import Addressed, Execution, are_near
+from .landing import Landing, MpiCourier
+from .library import Library, load
+from .mail import INSIDE, MpiChannels, Tags
+from .membership import MpiControl, lay_down, make_comm
+from .memory import Block, HostMemory, Memory
+from .requests import Requests, abandon
+
+_CLOSE_SECONDS = 5.0
+_MOST_PREPARED = 1024
+_NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
+_LITTLE = 4 << 10  # bytes of an array that goes with the meeting to all ranks, though it is for one
+_ON_GPU = 1 << 7  # in a call word, where the operation's number leaves it free
+_NO_LIMITS = Limits(0, 0)
+_VECTORS = (
+    "reduce_scatter",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+)  # for which blocks must be near
+
+
+class MpiGroup(Mailing):
+    """Collectives and point-to-point between the ranks of an MPI job. A group is a communicator."""
+
+    backend = "mpi"
+
+    @classmethod
+    def make(
+        cls,
+        store: Store,
+        name: str,
+        members: Sequence[Member],
+        rank: int,
+        timeout: float,
+        crowd: Sequence[Member] | None = None,
+    ) -> MpiGroup:
+        """Make the group's communicator; collective. The arguments are those of TcpGroup.make.
+
+        Raises:
+            UnavailableError: MPI is not there, or the members are not ranks of one MPI job.
+            PeerDiedError, StoreTimeoutError: a member died or did not come.
+        """
+        library = load()
+        comm, cuda_aware = make_comm(library, store, name, members, rank, timeout)
+        return cls(library, comm, name, members, timeout, crowd or members, cuda_aware)
+
+    def __init__(
+        self,
+        library: Library,
+        comm: Any,
+        name: str,
+        members: Sequence[Member],
+        timeout: float,
+        crowd: Sequence[Member],
+        cuda_aware: bool,
+    ) -> None:
+        super().__init__(name, [member.rank for member in members], comm.rank, timeout)
+        here = [member for member in crowd if member.boot_id == members[comm.rank].boot_id]
+        dedicated = len(here) <= len(os.sched_getaffinity(0))  # there is a core for each rank of this host
+        self.cuda_aware = cuda_aware
+        self._library = library
+        self._comm = comm
+        self._control = MpiControl(library, comm, _NOTICE)
+        self.monitor = NetVigil(members, comm.rank, self._control)
+        self.monitor.on_failure = self._stop
+        self._meeting = Meeting(library, comm, dedicated, _MEET)
+        self._requests = Requests(library, dedicated)
+        self._host = self._execution(HostMemory(self.size))
+        self._gpus: Execution | None = None
+        room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
+        self._most_attached = {"all_reduce": room, "scan": room, "exscan": room, "broadcast": room}
+        self._most_attached |= {"all_gather": room, "reduce": little, "gather": little}
+        self._prepared: dict[Any, Prepared] = {}
+        self._wait: Wait | None = None
+        self._limit = timeout
+        self._moving = False
+        self._channels = MpiChannels(library, comm, Tags(*_MAIL), dedicated)
+        courier = MpiCourier(self._channels, comm.rank)
+        self._mail = Mailbox(self._channels, courier, comm.rank, self.monitor, timeout)
+
+    def _execution(self, memory: Memory) -> Execution:
+        return Execution(self._library, self._comm, self._requests, _MOVE, self._look, memory)
+
+    # ---- calls -------------------------------------------------------------------------------------
+
+    def plan(self, operation: Operation, timeout: float | None = None) -> Call:
+        """See ProcessGroup. Takes arrays on GPUs too, after `take_gpus`: then the call returns whether it did it, which
+        all ranks do alike or none.
+        """
+        kind, outputs, inputs, op, root, parts = operation
+        arrays = inputs or outputs
+        on_gpu = bool(arrays) and type(arrays[0]) is not np.ndarray
+        execution = self._gpus if on_gpu else self._host
+        assert execution is not None
+        takes, gives = execution.memory.blocks(outputs), execution.memory.blocks(inputs)
+        dtype = arrays[0].dtype if arrays else None
+        how = None if op is None else execution.memory.reducer(op, arrays[0].dtype, [*takes, *gives])
+        ready = Addressed(kind, takes, gives, how, root)
+        said = self._prepare(kind, dtype, op, root, _sizes(kind, takes, gives), tuple(parts), on_gpu, how)
+        most = -1 if on_gpu else self._most_attached.get(kind, -1)
+        fits = bool(gives) and gives[0][1] <= most
+        attached = gives[0] if fits and (kind != "broadcast" or self.rank == root) else (0, 0)
+        near = kind not in _VECTORS or on_gpu or (are_near(takes) and are_near(gives))
+        able = op is None or how is not None  # which a GPU may not be
+
+        def call() -> bool:
+            self.gate.check_usable()
+            try:
+                self._begin(timeout)
+                found = self._meeting.meet(said, near and able, attached, self._look)
+                if found in (c.DIFFERENT, c.UNBALANCED):
+                    raise self._mismatch(found, said)
+                self._moving = True
+                done = found == c.AGREED or not on_gpu
+                if fits and (kind not in _VECTORS or self._meeting.rows[:, c.ROW_SHAPE].max() <= most):
+                    execution.run_attached(ready, self._meeting.attached)
+                elif done:
+                    execution.run(ready, found == c.AGREED, operation)
+                self._meeting.end()
+                return done
+            except BaseException as error:
+                raise self._torn(error) from error.__cause__
+
+        return call
+
+    def _prepare(
+        self,
+        kind: str,
+        dtype: np.dtype[Any] | None,
+        op: ReduceOp | None,
+        root: int,
+        nbytes: tuple[int, ...],
+        parts: tuple[int, ...],
+        on_gpu: bool,
+        how: Reducer | None,
+    ) -> Prepared:
+        """What this rank says of a call, and what is left to do of it where all data is attached."""
+        key: tuple[Any, ...] = (kind, dtype, op, root, nbytes, parts)  # as in `_at_once`
+        if on_gpu:
+            key = (*key, _ON_GPU)
+        found = self._prepared.get(key)
+        if found is not None:
+            return found
+        code = signature.encode(kind, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
+        sizes = sizes_of(Shape(kind, self.size, self.rank, nbytes, _NO_LIMITS, root=root))
+        own = nbytes[0] if nbytes else 0
+        finish: tuple[int, ...] = ()
+        if kind == "barrier":
+            finish = (c.NOTHING,)
+        elif not on_gpu and own <= self._meeting.room and len(set(nbytes)) == 1:
+            if kind == "broadcast":
+                finish = (c.FROM_ROOT, own, root)
+            elif kind == "all_gather":
+                finish = (c.FROM_ALL, own)
+            elif kind == "all_reduce" and how is not None:
+                finish = (c.REDUCE, own, root, how.address, how.code, own // how.itemsize)
+        said = Prepared.make(code | _ON_GPU * on_gpu, sizes, self.rank, finish)
+        if len(self._prepared) < _MOST_PREPARED:
+            self._prepared[key] = said
+        return said
+
+    def _begin(self, timeout: float | None = None) -> None:
+        """A call begins, as far as waiting is concerned."""
+        self._wait, self._limit = None, self.timeout if timeout is None else timeout
+        self._moving = False
+
+    def _look(self) -> None:
+        """Every 50 ms of a call: raise if going on is hopeless."""
+        if self._wait is None:
+            self._wait = Wait(self.monitor, self._doing(), self._late, self._limit)
+        self._wait.look()
+
+    def _doing(self) -> str:
+        """The call under way, for messages."""
+        _, code, shape = self._meeting.rows[self.rank, : c.ROW_BALANCE].tolist()
+        return (
+            f"{signature.describe(code & ~_ON_GPU, shape)}, call {self._meeting.calls} of group {self.name!r}"
+        )
+
+    def _late(self) -> list[int]:
+        """The group ranks that have not come; once all have, those that may still be in the call."""
+        if not self._moving:
+            return self._meeting.late()
+        return [rank for rank in range(self.size) if rank != self.rank and not self.monitor.has_left(rank)]
+
+    def _mismatch(self, found: int, said: Prepared) -> Exception:
+        """The error of calls that differ, which all ranks have seen; the group goes on."""
+        rows = self._meeting.rows[:, c.ROW_CODE : c.ROW_SHAPE + 1].tolist()
+        heads = [(code & ~_ON_GPU, shape) for code, shape in rows]
+        number = self._meeting.calls
+        error = signature.refused(heads, self.ranks, self.gate.refusal, self._from_all, number, self.name)
+        if found == c.UNBALANCED:
+            sizes = self._from_all(np.array([said.sizes.gives, said.sizes.takes], np.int64)).tolist()
+            text = signature.describe_mismatch(heads, self.ranks, lambda: sizes)
+        else:
+            text = signature.describe_differences(signature.comparable(heads), self.ranks)
+            on_gpus = [self.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
+            if 0 < len(on_gpus) < self.size:
+                text += f"; the arrays of {on_gpus} are on GPUs, those of the others are not"
+        self._meeting.end()
+        return error or signature.mismatch(text, number, self.name)
+
+    def _from_all(self, own: Array) -> Array:
+        """Every rank's array; all of them ask, since all have seen that something does not fit."""
+        everybody = np.empty((self.size, *own.shape), own.dtype)
+        blocks = self._host.memory.blocks(list(everybody))
+        x = self._host.memory.blocks([own])
+        self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
+        return everybody
+
+    def _torn(self, error: BaseException) -> BaseException:
+        """What to raise for an exception; the group fails if it was half-way, since the peers go on with it."""
+        if isinstance(error, self._library.MPI.Exception):
+            error = AbortedError(f"{self._doing()}: the MPI library says: {error}")
+        if isinstance(error, GroupError):
+            self.fail(error)
+        elif self._meeting.under_way:
+            here = self.monitor.name(self.rank)
+            self.fail(AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}"))
+        return error
+
+    # ---- small plain arrays, in one compiled call ------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
+        """Reduce over all ranks, in place; the same bits on every rank."""
+        if not async_op and _is_plain(tensor) and type(op) is ReduceOp:
+            key = ("all_reduce", tensor.dtype, op, 0, (tensor.nbytes,), ())
+            if self._at_once(key, tensor, tensor):
+                return None
+        return super().all_reduce(tensor, op, async_op)
+
+    def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
+        """Copy the root's array into everybody's; same dtype and number of elements everywhere."""
+        if not async_op and _is_plain(tensor) and type(root) is int:
+            key = ("broadcast", tensor.dtype, None, root, (tensor.nbytes,), ())
+            if self._at_once(key, tensor, tensor):
+                return None
+        return super().broadcast(tensor, root, async_op)
+
+    def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
+        """The arrays of all ranks, equal in size, one after the other in `output`."""
+        plain = not async_op and _is_plain(output) and _is_plain(input)
+        if plain and output.dtype == input.dtype and output.size == input.size * self.size:
+            key = ("all_gather", input.dtype, None, 0, (input.nbytes,) * self.size, ())
+            if self._at_once(key, output, input):
+                return None
+        return super().all_gather_single(output, input, async_op)
+
+    def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
+        """Wait until every rank has called."""
+        plain = not async_op and timeout is None
+        if plain and self._at_once(("barrier", None, None, 0, (), ()), None, None):
+            return None
+        return super().barrier(async_op, timeout)
+
+    def _at_once(self, key: Any, out: Any, x: Any) -> bool:
+        """Do a synchronous call that was seen before, so what was prepared for it is known to be right.
+
+        Only with nothing before it, and where MPI was initialised for many threads. False: it takes the general way.
+        """
+        said = self._prepared.get(key)
+        if said is None or not said.finishes or self._library.serial or not self.gate.is_clear():
+            return False
+        self.gate.in_turn(self._carry_out, said, out, x)
+        return True
+
+    def _carry_out(self, said: Prepared, out: Any, x: Any) -> None:
+        """The call itself, by the thread that has the turn."""
+        self.gate.check_usable()
+        context, call = self._meeting.address, said.address
+        try:
+            code = c.carry_out.call(context, call, out, x)
+            if code == c.DONE:
+                return
+            self._begin()
+            code = self._meeting.resume(
+                code, lambda: c.carry_out.call(context | c.RESUMED, call, out, x), self._look
+            )
+            if code != c.DONE:
+                raise self._mismatch(code, said)
+        except BaseException as error:
+            raise self._torn(error) from error.__cause__
+
+    # ---- GPUs --------------------------------------------------------------------------------------
+
+    def take_gpus(self, memory: Memory, current: Callable[[], AbstractContextManager[None]]) -> None:
+        """From now on `plan` also takes dense arrays on GPUs: what `memory` knows, with a dtype.
+
+        The MPI library of every rank must be CUDA-aware.
+
+        Args:
+            memory: theirs.
+            current: a context in which their GPU is the thread's current one, for the threads that carry messages.
+        """
+        self._gpus = self._execution(memory)
+        self._channels.current = current
+
+    def landing(self, view: Array, finish: Callable[[Array | None], None]) -> Landing:
+        """What a receive takes for an array on a GPU; the arguments are those of Landing.
+
+        It must have more bytes than what is inside a letter, as must what is sent from a GPU.
+        """
+        assert view.nbytes > self.least_on_gpus
+        return Landing(view, finish)
+
+    @property
+    def least_on_gpus(self) -> int:
+        """Messages up to so many bytes must come from and go to the host's memory."""
+        return INSIDE
+
+    # ---- the end -----------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """The group has failed, wherever that was found."""
+        self.gate.failure = self.monitor.failure
+
+    def _close(self, reason: GroupError | None) -> None:
+        self._mail.close(reason)
+        # A call under way was aborted and ends within moments; a signal handler's own call never does.
+        turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
+        self.monitor.leave()
+        failed = self.monitor.failure is not None
+        if turn:
+            if failed:
+                abandon([], (self._meeting, self._host, self._gpus))
+            else:
+                self._meeting.free()
+            lay_down(self._library, self._comm, self._control, failed)
+            self.gate.turn.release()
+
+    def disown(self, error: GroupError) -> None:
+        """In a child of fork: make every use raise. MPI is the parent's."""
+        self.monitor.failure = self.gate.failure = error
+
+
+def _sizes(kind: str, takes: Sequence[Block], gives: Sequence[Block]) -> tuple[int, ...]:
+    """The bytes that say everything of a call, as in plans/shape.py."""
+    if kind == "all_to_all":
+        sized: Sequence[Block] = [*takes, *gives]
+    elif kind in ("all_gather", "gather"):
+        sized = takes or gives
+    else:
+        sized = gives or takes
+    return tuple([nbytes for _, nbytes in sized])
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an array may be used as it lies: contiguous, aligned and writable."""
+    return type(x) is np.ndarray and bool(x.flags.carray)

@@ -1,0 +1,332 @@
+"""How each kind of operation is carried out once all ranks have agreed on it: KINDS says by which function.
+
+MPI's collective operations move blocks, an address and a number of bytes each. They take counts and displacements of 31
+bits, so a rank's blocks must lie *near* one another, within 2 GiB of address space; otherwise all ranks exchange
+messages of at most 1 GiB. All ranks must choose alike, so each tells whether its blocks are near when the call
+begins. Blocks on GPUs always go by messages (memory.py).
+
+MPI's own reductions promise neither an order nor the same bits on all ranks, and lack dtypes and operations. So MPI
+only moves, and our compiled reducers combine, in rank order: a small array goes to all ranks, which all reduce the
+same; a larger one is cut into a slice for each rank, which gets it from all, reduces it and gives it to all (as the
+direct algorithm of Rabenseifner 2004 does for large arrays): each rank sends and receives 2 (n - 1) / n times the
+array, as by a ring. Longer arrays go by segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from . import compiled as c
+from .library import Library
+from .memory import Block, Memory
+from .requests import Requests
+
+LARGEST = 1 << 30
+"""Bytes of a message; MPI counts to 2**31 - 1."""
+REACH = (1 << 31) - 1
+"""How far apart the ends of near blocks may be."""
+# On a 2-core AMD EPYC (MPICH 5.0.2, Open MPI 5.0.11, one node): two ranks take 56 us for 128 KiB gathered and 58 to 65
+# sliced, 20 and 30 us for 4 KiB; with four ranks all are in favour of gathering. 64 MiB take 7.4 ms in segments of
+# 4 MiB, 7.9 in those of 2 or 8, 9.0 to 9.5 in those of 1 or 16.
+GATHERED = 256 << 10
+"""Bytes of all ranks' arrays together up to which everybody gets them all to reduce them."""
+SEGMENT = 4 << 20
+"""Bytes of an array to be reduced that are under way at one time."""
+_NOWHERE: Block = (0, 0)
+
+
+class Addressed(NamedTuple):
+    """An operation (core/operation.py) as this file sees it: blocks instead of arrays.
+
+    Attributes:
+        how: what reduces, as `memory.reducer` returned it.
+    """
+
+    kind: str
+    takes: Sequence[Block]
+    gives: Sequence[Block]
+    how: Any
+    root: int
+
+
+class Execution:
+    """Carries out what all ranks have agreed on; every method blocks until this rank's part is done.
+
+    Args:
+        comm: the communicator.
+        tag: of messages in place of collective operations.
+        look: called every 50 ms while waiting; what it raises ends the call.
+        memory: where the blocks lie.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        comm: Any,
+        requests: Requests,
+        tag: int,
+        look: Callable[[], None],
+        memory: Memory,
+    ) -> None:
+        self.size, self.rank = comm.size, comm.rank
+        self.memory = memory
+        self._library = library
+        self._comm = comm
+        self._requests = requests
+        self._tag = tag
+        self._look = look
+        self._keep: Any = None
+        self._scratch: Any = None
+
+    def run(self, call: Addressed, near: bool, keep: Any) -> None:
+        """Carry out a call of any kind in KINDS.
+
+        Args:
+            near: whether the blocks of all ranks are.
+            keep: the arrays, which MPI may use until it is finalized if the call is broken off.
+        """
+        self._keep = keep
+        try:
+            KINDS[call.kind](self, call, near)
+        finally:
+            self._keep = None
+
+    def run_attached(self, call: Addressed, attached: Sequence[int]) -> None:
+        """Carry out a call of the host's whose data has come with the rows: `attached` has each rank's address."""
+        if call.how is not None:
+            last = {"all_reduce": self.size, "scan": self.rank + 1, "exscan": self.rank}.get(call.kind)
+            if last is None:
+                last = self.size if self.rank == call.root else 0
+            if last:
+                self.memory.fold(call.how, call.takes[0][0], attached[:last], call.gives[0][1])
+        elif call.kind != "broadcast":
+            for source, target in zip(
+                attached, call.takes, strict=False
+            ):  # gather has targets on the root only
+                self.memory.copy((source, target[1]), target)
+        elif self.rank != call.root:
+            self.memory.copy((attached[call.root], call.takes[0][1]), call.takes[0])
+
+    # ---- moves ---------------------------------------------------------------------------------------
+
+    def broadcast(self, block: Block, root: int) -> None:
+        """The root's block to all; on GPUs along a binomial tree, each rank's block whole before it is sent on."""
+        if not self.memory.on_gpu:
+            with self._library.lock:
+                posted = [self._comm.Ibcast(self._bytes(piece), root) for piece in pieces(block)]
+            self._finish(posted)
+            return
+        place, step = (self.rank - root) % self.size, 1
+        while step < self.size and not place & step:
+            step *= 2
+        if place:
+            self._post([], [((self.rank - step) % self.size, block)])
+        steps = [1 << bit for bit in range(step.bit_length() - 1)]
+        children = [(self.rank + ahead) % self.size for ahead in steps if place + ahead < self.size]
+        self._post([(child, block) for child in reversed(children)], [])
+
+    def all_to_all(self, gives: Sequence[Block], takes: Sequence[Block], near: bool) -> None:
+        """Block `gives[r]` to each rank r, `takes[r]` from it; they may not overlap."""
+        if near and not self.memory.on_gpu:
+            self._start(self._comm.Ialltoallv, self._vector(gives), self._vector(takes))
+            return
+        if gives[self.rank][0] and takes[self.rank][0]:
+            self.memory.copy(gives[self.rank], takes[self.rank])
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._post([(peer, gives[peer]) for peer in peers], [(peer, takes[peer]) for peer in peers])
+
+    def all_gather(self, x: Block, takes: Sequence[Block], near: bool) -> None:
+        """Everybody's x to `takes` of all; x may be `takes[rank]`."""
+        if near and not self.memory.on_gpu:
+            self.memory.copy(x, takes[self.rank])
+            self._start(self._comm.Iallgatherv, self._library.MPI.IN_PLACE, self._vector(takes))
+        else:
+            self.all_to_all([x] * self.size, takes, False)
+
+    def gather(self, x: Block, takes: Sequence[Block], root: int, near: bool) -> None:
+        """Everybody's x to `takes` of the root (elsewhere empty); there x may be `takes[rank]`."""
+        if not near or self.memory.on_gpu:
+            self.all_to_all(self._only(root, x), takes or self._only(root, _NOWHERE), False)
+        elif self.rank == root:
+            self.memory.copy(x, takes[root])
+            self._start(self._comm.Igatherv, self._library.MPI.IN_PLACE, self._vector(takes), root)
+        else:
+            self._start(self._comm.Igatherv, self._bytes(x), None, root)
+
+    def scatter(self, x: Block, gives: Sequence[Block], root: int, near: bool) -> None:
+        """`gives` of the root (elsewhere empty), each to its rank's x, which there may be `gives[rank]`."""
+        if not near or self.memory.on_gpu:
+            self.all_to_all(gives or self._only(root, _NOWHERE), self._only(root, x), False)
+        elif self.rank == root:
+            self.memory.copy(gives[root], x)
+            self._start(self._comm.Iscatterv, self._vector(gives), self._library.MPI.IN_PLACE, root)
+        else:
+            self._start(self._comm.Iscatterv, None, self._bytes(x), root)
+
+    def _only(self, root: int, x: Block) -> list[Block]:
+        return [x if rank == root else _NOWHERE for rank in range(self.size)]
+
+    def _start(self, operation: Callable[..., Any], *args: Any) -> None:
+        with self._library.lock:
+            posted = operation(*args)
+        self._finish([posted])
+
+    def _post(self, gives: Sequence[tuple[int, Block]], takes: Sequence[tuple[int, Block]]) -> None:
+        """Send and receive blocks, each to or from a rank."""
+        comm, tag = self._comm, self._tag
+        with self._library.lock:
+            posted = [comm.Irecv(self._bytes(b), peer, tag) for peer, block in takes for b in pieces(block)]
+            posted += [comm.Isend(self._bytes(b), peer, tag) for peer, block in gives for b in pieces(block)]
+        self._finish(posted)
+
+    def _finish(self, posted: Sequence[Any]) -> None:
+        self._requests.finish(posted, self._look, c.BUSY, (self._keep, self._scratch))
+
+    def _bytes(self, block: Block) -> list[Any]:
+        MPI = self._library.MPI
+        return [MPI.buffer.fromaddress(*block), MPI.BYTE]
+
+    def _vector(self, blocks: Sequence[Block]) -> list[Any]:
+        """Blocks as MPI's operations with a `v` in their names take them."""
+        MPI = self._library.MPI
+        base, end = _span(blocks)
+        counts = [nbytes for _, nbytes in blocks]
+        places = [start - base if nbytes else 0 for start, nbytes in blocks]
+        return [MPI.buffer.fromaddress(base, end - base), counts, places, MPI.BYTE]
+
+    # ---- reductions ----------------------------------------------------------------------------------
+
+    def all_reduce(self, how: Any, out: Block, x: Block, root: int | None = None) -> None:
+        """The reduction of x into everybody's out, or that of the root; out may be x."""
+        if x[1] * self.size <= GATHERED:
+            sources = self._gathered(x, root)
+            if root in (None, self.rank):
+                self.memory.fold(how, out[0], sources, x[1])
+            return
+        for start, slices in segments(x[1], self.size, how.itemsize):
+            first, nbytes = slices[self.rank]
+            sources = self._exchanged(x[0] + start, slices, self._room(self.size * nbytes))
+            target = out[0] + start + first if root in (None, self.rank) else sources[self.rank - 1]
+            self.memory.fold(how, target, sources, nbytes)
+            takes = [(out[0] + start + place, count) for place, count in slices]
+            if root is None:
+                self.all_gather((target, nbytes), takes, True)
+            else:
+                self.gather((target, nbytes), takes if self.rank == root else [], root, True)
+
+    def scan(self, how: Any, out: Block, x: Block, exclusive: bool) -> None:
+        """Reduction over ranks 0..rank, or 0..rank-1 (rank 0's out stays), into out, which may be x."""
+        last = self.rank + (not exclusive)
+        if x[1] * self.size <= GATHERED:
+            sources = self._gathered(x, None)
+            if last:
+                self.memory.fold(how, out[0], sources[:last], x[1])
+            return
+        for start, slices in segments(x[1], self.size, how.itemsize):
+            nbytes = slices[self.rank][1]
+            room = self._room(2 * self.size * nbytes)
+            sources = self._exchanged(x[0] + start, slices, room)
+            gives = [(room + (self.size + rank) * nbytes, nbytes) for rank in range(self.size)]
+            for rank in range(exclusive, self.size):
+                self.memory.fold(how, gives[rank][0], sources[: rank + (not exclusive)], nbytes)
+            takes = [(out[0] + start + place, count) for place, count in slices]
+            if exclusive:
+                gives[0] = _NOWHERE
+                takes = takes if self.rank else [_NOWHERE] * self.size
+            self.all_to_all(gives, takes, True)
+
+    def reduce_scatter(self, how: Any, out: Block, blocks: Sequence[Block], near: bool) -> None:
+        """Block `rank` of all ranks into out, which may be blocks[rank]."""
+        rounds = max(1, -(-sum(nbytes for _, nbytes in blocks) // SEGMENT))
+        for turn in range(rounds):
+            parts = [_part(nbytes // how.itemsize, turn, rounds, how.itemsize) for _, nbytes in blocks]
+            gives = [
+                (address + first, nbytes) for (address, _), (first, nbytes) in zip(blocks, parts, strict=True)
+            ]
+            first, nbytes = parts[self.rank]
+            sources = self._collected(gives, self._room(self.size * nbytes), near)
+            self.memory.fold(how, out[0] + first, sources, nbytes)
+
+    def _gathered(self, x: Block, root: int | None) -> list[int]:
+        """The addresses of all ranks' arrays, on the root or everywhere."""
+        room = self._room(self.size * x[1])
+        takes = [(room + rank * x[1], x[1]) for rank in range(self.size)]
+        if root is None:
+            self.all_gather(x, takes, True)
+        else:
+            self.gather(x, takes if self.rank == root else [], root, True)
+        return [address for address, _ in takes]
+
+    def _exchanged(self, x: int, slices: Sequence[Block], room: int) -> list[int]:
+        """This rank's slice of all ranks: its own where it is, the others' in the room."""
+        return self._collected([(x + place, nbytes) for place, nbytes in slices], room, True)
+
+    def _collected(self, gives: list[Block], room: int, near: bool) -> list[int]:
+        """Exchange blocks; the addresses of those that came to this rank, its own being where it was."""
+        own, nbytes = gives[self.rank]
+        takes = [(room + rank * nbytes, nbytes) for rank in range(self.size)]
+        gives[self.rank] = takes[self.rank] = _NOWHERE
+        self.all_to_all(gives, takes, near)
+        return [own if rank == self.rank else room + rank * nbytes for rank in range(self.size)]
+
+    def _room(self, nbytes: int) -> int:
+        """The address of so much scratch memory, whose contents are lost with the next call of this."""
+        room, self._scratch = self.memory.scratch(nbytes)
+        return room
+
+
+KINDS: dict[str, Callable[[Execution, Addressed, bool], None]] = {
+    "all_reduce": lambda e, call, near: e.all_reduce(call.how, call.takes[0], call.gives[0]),
+    "reduce": lambda e, call, near: e.all_reduce(
+        call.how, (call.takes or call.gives)[0], call.gives[0], call.root
+    ),
+    "scan": lambda e, call, near: e.scan(call.how, call.takes[0], call.gives[0], False),
+    "exscan": lambda e, call, near: e.scan(call.how, call.takes[0], call.gives[0], True),
+    "reduce_scatter": lambda e, call, near: e.reduce_scatter(call.how, call.takes[0], call.gives, near),
+    "broadcast": lambda e, call, near: e.broadcast(call.takes[0], call.root),
+    "all_gather": lambda e, call, near: e.all_gather(call.gives[0], call.takes, near),
+    "gather": lambda e, call, near: e.gather(call.gives[0], call.takes, call.root, near),
+    "scatter": lambda e, call, near: e.scatter(call.takes[0], call.gives, call.root, near),
+    "all_to_all": lambda e, call, near: e.all_to_all(call.gives, call.takes, near),
+    "barrier": lambda e, call, near: None,
+    "refused": lambda e, call, near: None,
+}
+"""What does a call of each kind; the meeting alone is all of the last two."""
+
+
+def are_near(blocks: Sequence[Block]) -> bool:
+    """Whether MPI's collective operations can address these blocks."""
+    if len(blocks) < 2:
+        return all(nbytes <= REACH for _, nbytes in blocks)
+    base, end = _span(blocks)
+    return end - base <= REACH
+
+
+def _span(blocks: Sequence[Block]) -> tuple[int, int]:
+    there = [(start, start + nbytes) for start, nbytes in blocks if nbytes]
+    return (min(start for start, _ in there), max(end for _, end in there)) if there else (0, 0)
+
+
+def pieces(block: Block) -> list[Block]:
+    """The block as messages of at most LARGEST bytes."""
+    begin, nbytes = block
+    return [(begin + start, min(LARGEST, nbytes - start)) for start in range(0, nbytes, LARGEST)]
+
+
+def segments(nbytes: int, ranks: int, itemsize: int) -> list[tuple[int, list[Block]]]:
+    """Where each segment begins, and the slice of each rank in it: where that begins, and its bytes."""
+    step = max(SEGMENT // itemsize, 1) * itemsize
+    return [
+        (
+            start,
+            [_part(min(step, nbytes - start) // itemsize, rank, ranks, itemsize) for rank in range(ranks)],
+        )
+        for start in range(0, nbytes, step)
+    ]
+
+
+def _part(count: int, index: int, parts: int, itemsize: int) -> Block:
+    """Part `index` of `count` elements cut into `parts`: where it begins, and its bytes."""
+    first, last = count * index // parts, count * (index + 1) // parts
+    return first * itemsize, (last - first) * itemsize

@@ -1,0 +1,235 @@
+"""Communicators: one for each group, made by its members alone, freed when all of them have left.
+
+Here is also how ranks find one another without being told where (rank 0 serves a store, and MPI tells the others), and
+how they say that they leave.
+
+A communicator must not be freed while a message in it is still to come: MPI would use its number again and
+give the message to another one. So it is laid down when its rank leaves, and freed at a later making or laying
+down, once every member has said that it left. One of a group that failed stays until MPI is finalized.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core.members import Member
+from ...core.monitor import LEAVING
+from ...errors import StoreTimeoutError, UnavailableError, UsageError
+from ...rendezvous import HashStore, Rendezvous, Store, TCPStore
+from ...rendezvous.address import own_address
+from ...rendezvous.assemble import assemble
+from ...rendezvous.descriptors import make_room
+from ...rendezvous.detect import detect
+from ..tcp.control import Control
+from ..tcp.notice import NOTICE_SIZE, Notice, NoticeError
+from .library import Library, load
+from .requests import Requests
+
+_log = logging.getLogger("fastcoll")
+_STORE_TAG = 32749
+"""Of where the store is, in the communicator of all, where a user's program may send messages of its own."""
+_STORE_BYTES = 128
+_LOOPBACK = "127.0.0.1"
+_LEAST_TAG_LIMIT = 32767  # what every MPI allows
+
+laid_down: list[tuple[Any, MpiControl]] = []
+"""Communicators that this rank has left, and others perhaps not."""
+_given_up: list[tuple[Any, MpiControl]] = []  # MPI may still read the notices
+_lock = threading.Lock()
+
+
+# ---- the store -------------------------------------------------------------------------------------
+
+
+def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
+    """Meet the other ranks of the MPI job in a store that rank 0 serves; collective over all of them.
+
+    Args:
+        rank, world_size: as MPI has them, or -1.
+
+    Raises:
+        UsageError: MPI has another rank or world size.
+        UnavailableError: there is no MPI here.
+        StoreTimeoutError: rank 0 did not come within `timeout` seconds.
+    """
+    library = load()
+    world = library.MPI.COMM_WORLD
+    for name, given, there in (("rank", rank, world.rank), ("world_size", world_size, world.size)):
+        if given not in (-1, there):
+            raise UsageError(f"{name} is {given}, but MPI started this process with {there}; leave it out")
+    if world.size == 1:
+        return Rendezvous(HashStore(), 0, 1, _LOOPBACK)
+    if world.rank == 0:
+        return _serve(library, timeout)
+    host, port = _hear(library, timeout)
+    store = TCPStore(host, port, timeout=timeout)
+    return Rendezvous(store, world.rank, world.size, store.local_address)
+
+
+def _serve(library: Library, timeout: float) -> Rendezvous:
+    """Serve the store and tell all other ranks where."""
+    world = library.MPI.COMM_WORLD
+    make_room(world.size, f"the store for {world.size} ranks")
+    host = _LOOPBACK if detect(os.environ).on_one_node else own_address()
+    store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    text = f"{host} {store.port}".encode().ljust(_STORE_BYTES)
+    try:
+        with library.lock:
+            data = [text, library.MPI.BYTE]
+            sent = [world.Isend(data, peer, _STORE_TAG) for peer in range(1, world.size)]
+        _await(library, sent, text, timeout, lambda late: f"rank(s) {', '.join(str(1 + k) for k in late)}")
+    except BaseException:
+        store.close()
+        raise
+    return Rendezvous(store, 0, world.size, host)
+
+
+def _hear(library: Library, timeout: float) -> tuple[str, int]:
+    """Where rank 0 serves the store; what it said last, if earlier starts have failed."""
+    world = library.MPI.COMM_WORLD
+    data = np.zeros(_STORE_BYTES, np.uint8)
+    there = True
+    while there:
+        with library.lock:
+            request = world.Irecv([data, library.MPI.BYTE], 0, _STORE_TAG)
+        try:
+            _await(library, [request], data, timeout, lambda late: "rank 0")
+        except BaseException:
+            with library.lock:
+                request.Cancel()
+                request.Wait()
+            raise
+        with library.lock:
+            there = world.Iprobe(0, _STORE_TAG)
+    host, port = data.tobytes().decode().split()
+    return host, int(port)
+
+
+def _await(
+    library: Library, posted: list[Any], keep: Any, timeout: float, names: Callable[[list[int]], str]
+) -> None:
+    """Wait for messages; a first one needs a connection, on which MPI works while it is called."""
+    deadline = time.monotonic() + timeout
+    requests = Requests(library, dedicated=False)
+
+    def look() -> None:
+        if time.monotonic() > deadline:
+            raise StoreTimeoutError(
+                f"{names(requests.open())} did not call init_process_group within {timeout:g} s"
+            )
+
+    requests.finish(posted, look, 0, keep)
+
+
+# ---- a group's communicator --------------------------------------------------------------------------
+
+
+def make_comm(
+    library: Library, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
+) -> tuple[Any, bool]:
+    """The communicator of a group's members, group ranks in the order of `members`; collective over them.
+
+    Returns:
+        It, and whether the MPI library of every member is CUDA-aware.
+
+    Raises:
+        UnavailableError: the members are not ranks of one MPI job.
+        PeerDiedError, StoreTimeoutError: a member died or did not come.
+    """
+    world = library.MPI.COMM_WORLD
+    free_finished(library)
+    mine = [world.rank, world.size, int(library.cuda_aware)]
+    places = assemble(store, members, rank, mine, timeout, f"making the group {name!r}")
+    ranks = [place for place, _, _ in places]
+    if len(set(ranks)) < len(ranks) or any(size != world.size for _, size, _ in places):
+        shown = ", ".join(
+            f"{member} is rank {place} of {size}"
+            for member, (place, size, _) in zip(members, places, strict=True)
+        )
+        raise UnavailableError(
+            f"the ranks are not ranks of one MPI job: by MPI, {shown}; start all of them with one mpiexec or srun, "
+            f"of {library.name}"
+        )
+    # All members are here, or have been a moment ago: from here on MPI may block.
+    with library.lock:
+        chosen = world.Get_group().Incl(ranks)
+        comm = world.Create_group(chosen, zlib.crc32(name.encode()) % _LEAST_TAG_LIMIT)
+        chosen.Free()
+        comm.Set_errhandler(library.MPI.ERRORS_RETURN)
+    return comm, all(aware for _, _, aware in places)
+
+
+def lay_down(library: Library, comm: Any, control: MpiControl, failed: bool) -> None:
+    """Give a communicator up; nothing of this rank's is under way in it, unless the group failed."""
+    with _lock:
+        (_given_up if failed else laid_down).append((comm, control))
+    free_finished(library)
+
+
+def free_finished(library: Library) -> None:
+    """Free the communicators that every member has left, unless a message in them was never received."""
+    with _lock:
+        for comm, control in list(laid_down):
+            if control.is_over():
+                laid_down.remove((comm, control))
+                with library.lock:
+                    if not comm.Iprobe():
+                        comm.Free()
+
+
+class MpiControl(Control):
+    """Notices that a rank leaves or fails the group, as messages of MPI: two from each rank to each other at the most.
+
+    MPI does not tell when a rank dies (mpiexec ends the others then), so `lost` stays empty.
+
+    Args:
+        comm: the group's communicator.
+        tag: of notices.
+    """
+
+    def __init__(self, library: Library, comm: Any, tag: int) -> None:
+        super().__init__(comm.size)
+        self._library = library
+        self._comm = comm
+        self._tag = tag
+        self.peers = {peer for peer in range(comm.size) if peer != comm.rank}
+        self._sent: list[Any] = []
+
+    def say(self, notice: Notice) -> None:
+        """Send a notice to all peers. MPI keeps a copy of messages as short as this."""
+        data = [notice.to_bytes(), self._library.MPI.BYTE]
+        with self._lock, self._library.lock:
+            self._sent += [self._comm.Isend(data, peer, self._tag) for peer in self.peers]
+
+    def is_over(self) -> bool:
+        """Whether every peer has left or failed, and all that was said has been taken."""
+        self.look(again=True)
+        with self._library.lock:
+            self._sent = [request for request in self._sent if not request.Test()]
+        over = {peer for peer, notice in self.heard.items() if notice.state != LEAVING}
+        return not self._sent and over >= self.peers
+
+    def close(self) -> None:
+        """Nothing: the communicator is freed when everybody has left."""
+
+    def close_inherited(self) -> None:
+        """Nothing: MPI does not live on in a child of fork."""
+
+    def _read(self) -> None:
+        MPI = self._library.MPI
+        with self._library.lock:
+            while message := self._comm.Improbe(MPI.ANY_SOURCE, self._tag):
+                status, data = MPI.Status(), bytearray(NOTICE_SIZE)
+                message.Recv([data, MPI.BYTE], status)
+                try:
+                    self._hear(status.Get_source(), Notice.from_bytes(bytes(data), self._size))
+                except NoticeError as error:
+                    _log.warning("group rank %d sent what cannot be read: %s", status.Get_source(), error)
