@@ -47,6 +47,25 @@ def pytest_addoption(parser):
     parser.addoption("--no-skips", action="store_true", help="a test that skips fails, whatever the reason")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out what takes long, where tests are not chosen by a path, -k or -m: `pytest tests` runs it, too."""
+    chosen = any(word.startswith(("-k", "-m")) for word in config.invocation_params.args)
+    if chosen or config.args_source is not config.ArgsSource.TESTPATHS:
+        return
+    short = [item for item in items if not _is_long(item)]
+    config.hook.pytest_deselected(items=[item for item in items if _is_long(item)])
+    items[:] = short
+
+
+def _is_long(item):
+    """Marked so, or in worlds of 4 and 8 ranks and in one of 3 or 5, which have the harder shapes, too."""
+    if item.get_closest_marker("long"):
+        return True
+    ranks = item.get_closest_marker("ranks")
+    return bool(ranks and {3, 5} & {*ranks.args} and item.callspec.params.get("world_size") in (4, 8))
+
+
 def _refuse_unlisted(report, config):
     """Make a failure of a skip that nobody expects."""
     strict = config.getoption("no_skips")

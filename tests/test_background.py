@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 INTERRUPTED = "tests/faults/test_waiting.py::test_ctrl_c_ends_a_blocked_call_soon"
 
 
+@pytest.mark.long
 def test_a_test_that_interrupts_a_rank_passes_in_the_background() -> None:
     ignoring = ["bash", "-c", "trap '' INT; exec \"$@\"", "bash"]
     done = subprocess.run(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -25,6 +26,7 @@ def test_every_example_is_tested():
     assert [name for name in ours if f'"{name}"' not in source] == []
 
 
+@pytest.mark.long
 def test_digits_learns_the_same_with_any_number_of_ranks(tmp_path):
     weights = {}
     for ranks in (None, 2, 4):

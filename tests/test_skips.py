@@ -30,6 +30,7 @@ TESTS = """
 MODULE = "import pytest; pytest.importorskip('nothing_of_this_name', reason='no module today')"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ci", "options", "skipped", "failed"),
     [("true", [], 1, 4), ("", ["--no-skips"], 0, 5)],

@@ -55,7 +55,7 @@ def test_all_reduce_with_files(tmp_path):
     assert files["plot"].stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_every_operation_is_right(ranks, tmp_path):
     out = tmp_path / "out.json"
     done = run(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import overlap
+import pytest
 
 
+@pytest.mark.long
 def test_it_tells_both_computations(monkeypatch, capfd):
     monkeypatch.setattr(overlap, "_ROUNDS", 1)
     assert overlap.main(["--overlap"]) == 0

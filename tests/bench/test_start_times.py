@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import start_times
 
 
+@pytest.mark.long
 def test_the_benchmark_tells_each_step_of_the_slowest_rank(capsys):
     start_times.run(2, times=1)
     lines = capsys.readouterr().out.splitlines()

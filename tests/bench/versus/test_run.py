@@ -67,6 +67,7 @@ def run(*words):
     return subprocess.run([*BENCH, *words], capture_output=True, text=True, timeout=180)
 
 
+@pytest.mark.long
 def test_a_comparison(gloo, tmp_path, temporary):
     out = tmp_path / "out"
     words = [
@@ -100,6 +101,7 @@ def test_a_comparison(gloo, tmp_path, temporary):
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_peer_that_fails_is_left_out_and_named(gloo):
     broken = (
         "def all_reduce(x, *rest):\n    if get_rank() == 1 and x.dtype == 'float32': raise OSError('boom')\n"
@@ -112,6 +114,7 @@ def test_a_peer_that_fails_is_left_out_and_named(gloo):
     assert "# Left out: gloo failed: exit code 1." in done.stdout
 
 
+@pytest.mark.long
 def test_a_peer_with_wrong_results_fails(gloo):
     done = run(
         "broadcast",
@@ -139,6 +142,7 @@ def test_a_peer_without_the_operation_is_left_out(gloo):
     assert "gloo is left out: it does not have custom" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_comparison_leaves_nothing(gloo, number, temporary):
     hang = "import time\ndef all_reduce(x, *rest):\n    time.sleep(1000)\n"
