@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .file_store import FileStore
-from .hash_store import HashStore
-from .methods import has_handler, meet, register_rendezvous_handler, rendezvous
-from .outcome import Rendezvous
-from .prefix_store import PrefixStore
-from .store import Store
-from .torch_store import adopted
+from .init_method import has_handler, meet, register_rendezvous_handler, rendezvous
+from .store import Rendezvous, Store
+from .table_store import HashStore
+from .views import PrefixStore, adopted
 
 if TYPE_CHECKING:
     from .tcp_store import TCPStore

@@ -1,14 +1,16 @@
-"""Names, addresses and listening sockets: what of the network a store needs to know."""
+"""Names, addresses, listening sockets and descriptors: what of the system a store needs to know."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import logging
+import os
+import resource
 import socket
+from collections.abc import Iterator
 
 from ..errors import ResourceError, UsageError
-from .port_holder import port_holder
 
 logger = logging.getLogger("fastcoll")
 
@@ -132,3 +134,101 @@ def own_address(towards: str | None = None) -> str:
         except OSError:
             continue
     return "::1" if towards is not None and ":" in towards else "127.0.0.1"
+
+
+_LISTEN = "0A"
+
+
+def port_holder(port: int) -> str | None:
+    """`pid 123 (python train.py)` of a process that listens on `port`; None when it cannot be seen.
+
+    Only this network namespace is searched, and only processes whose descriptors are readable.
+    """
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    if not sockets:
+        return None
+    return next((f"pid {pid} ({_command(pid)})" for pid in _pids() if _holds(pid, sockets)), None)
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(name, encoding="ascii") as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+        except OSError:
+            continue
+        for row in rows:
+            if row[3] == _LISTEN and int(row[1].rpartition(":")[2], 16) == port:
+                yield row[9]
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _holds(pid: int, sockets: set[str]) -> bool:
+    folder = f"/proc/{pid}/fd"
+    try:
+        return any(_target(f"{folder}/{fd}") in sockets for fd in os.listdir(folder))
+    except OSError:  # gone, or another user's
+        return False
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            text = file.read().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "its command is not readable"
+    return " ".join(text.split())[:120]
+
+
+# For what else a process opens: files, libraries, pidfds, the connections of its groups.
+_FOR_OTHERS = 64
+CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's --ulimit nofile=)"
+
+
+def make_room(connections: int, what: str) -> None:
+    """See to it that this process may open `connections` more descriptors, and some for other uses.
+
+    Raises the process's soft limit as far as needed.
+
+    Args:
+        what: needs them, for messages.
+
+    Raises:
+        ResourceError: the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + connections + _FOR_OTHERS
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ResourceError(
+            f"{what} needs {needed} file descriptors, and process {os.getpid()} on {os.uname().nodename} may have "
+            f"{hard}; {CURE}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    _tell(soft, needed, what)
+
+
+def raise_limit(by: int, what: str) -> bool:
+    """Raise the process's soft limit by so many, as far as the hard one allows; whether that was any."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft == hard:
+        return False
+    new = soft + by if hard == resource.RLIM_INFINITY else min(soft + by, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (new, hard))
+    _tell(soft, new, what)
+    return True
+
+
+def _tell(soft: int, new: int, what: str) -> None:
+    logger.info("raised this process's limit of file descriptors from %d to %d for %s", soft, new, what)

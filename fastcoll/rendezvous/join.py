@@ -1,30 +1,37 @@
-"""All ranks register in a store and learn who the others are.
+"""How processes become ranks that know one another, through meetings in a store (assemble.py).
 
-The first to come lays down the terms (world size, backend, version), which everyone else compares with its own. Each
-claims its rank, and brings its registration to a meeting, which rank 0 makes into a list. Keys, all under "join/",
-besides those of the meeting:
+join: each has a rank. The first to come lays down the terms (world size, backend, version), which everyone else
+compares with its own; each claims its rank and brings its registration, and rank 0 makes a list of all.
+arrive: who comes first is counted first. Each counts itself and brings itself to the place that it has counted; the
+first one gives out the ranks.
 
-    first           a counter: who makes it 1 sets terms
-    terms           the registration of the first that came
-    claim/<rank>    a counter: who makes it 1 owns the rank
+Keys besides those of the meetings "join" and "arrivals":
+
+    join/first          a counter: who makes it 1 sets terms
+    join/terms          the registration of the first that came
+    join/claim/<rank>   a counter: who makes it 1 owns the rank
+    arrivals/count      a counter: the places
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 from ..core.members import Member
-from ..errors import PeerDiedError, StoreTimeoutError, UsageError
-from .assemble import Meeting, member_key
-from .compact import pack, unpack
-from .store import Store
+from ..core.processes import ProcessId, read_process, this_process
+from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
+from .assemble import MOVED, Ending, Meeting, member_key
+from .compact import compact, expand, pack, unpack
+from .store import Store, listed
 from .waiting import fetch_for
 
 logger = logging.getLogger("fastcoll")
 
-_NAME = "join"
+_JOIN, _ARRIVALS = "join", "arrivals"
 # How long the second to claim a rank waits for the first one's registration, to name it.
 _NAMING_SECONDS = 2.0
 
@@ -57,7 +64,7 @@ def join(store: Store, rank: int, world_size: int, backend: str, timeout: float)
 
 def registered(store: Store, rank: int) -> Member | None:
     """Who has registered under `rank` in a store that ranks join by; None when nobody has. Never blocks."""
-    value = store.peek([member_key(_NAME, rank)])[0]
+    value = store.peek([member_key(_JOIN, rank)])[0]
     return None if value is None else Member.from_bytes(value)
 
 
@@ -75,7 +82,7 @@ def check_rank(rank: int, world_size: int) -> None:
 
 class _Joining(Meeting):
     def __init__(self, store: Store, me: Member, timeout: float) -> None:
-        super().__init__(store, _NAME, me.rank, me.world_size, timeout, f"joining as {me}")
+        super().__init__(store, _JOIN, me.rank, me.world_size, timeout, f"joining as {me}")
         self._me, self._timeout = me, timeout
         self._members: dict[int, Member] = {}
 
@@ -101,7 +108,7 @@ class _Joining(Meeting):
             return
         with contextlib.suppress(StoreTimeoutError, PeerDiedError):
             patience = min(self.left(), _NAMING_SECONDS)
-            fetch_for(self.store, [member_key(_NAME, rank)], self.watched, patience, "joining")
+            fetch_for(self.store, [member_key(_JOIN, rank)], self.watched, patience, "joining")
         first = registered(self.store, rank)
         if first is not None and first.is_process(self._me):
             raise UsageError(
@@ -129,3 +136,148 @@ class _Joining(Meeting):
     def list_all(self, _: Sequence[bytes]) -> bytes:
         """What rank 0 publishes."""
         return pack([self._members[rank] for rank in range(self.size)])
+
+
+class FullError(UsageError):
+    """The world had all its processes before this one came."""
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        names = ", ".join(arrival.process.where for arrival in arrivals)
+        super().__init__(f"all {len(arrivals)} places were taken, by {names}")
+        self.arrivals = list(arrivals)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One process that wants to take part, with the rank it asks for, if any."""
+
+    process: ProcessId
+    rank: int | None
+    world_size: int
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Arrival:
+        """The arrival that `to_bytes` wrote.
+
+        Raises:
+            StoreError: anything else.
+        """
+        try:
+            record = json.loads(data)
+            rank, world_size = record["rank"], record["world_size"]
+            if not (rank is None or type(rank) is int) or type(world_size) is not int:
+                raise ValueError("rank and world_size must be whole numbers")
+            return cls(read_process(record["process"]), rank, world_size)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"an arrival cannot be read ({error}): {data[:80]!r}") from error
+
+
+def assign(arrivals: Sequence[Arrival]) -> list[int]:
+    """The rank of each arrival: the one it asks for, else the lowest that nobody does.
+
+    Raises:
+        UsageError: two ask for one rank.
+    """
+    asked: dict[int, Arrival] = {}
+    for arrival in arrivals:
+        _give(arrival, asked)
+    free = iter(rank for rank in range(len(arrivals)) if rank not in asked)
+    return [next(free) if arrival.rank is None else arrival.rank for arrival in arrivals]
+
+
+def arrive(
+    store: Store, rank: int | None, world_size: int, timeout: float, between: Callable[[], None] | None = None
+) -> int:
+    """Come to the meeting in `store` and wait for the others; this process's rank.
+
+    Args:
+        between: called once this process is written in, and a few times a second while it waits.
+
+    Raises:
+        FullError: others have filled the world.
+        MovedError: the meeting was called off.
+        UsageError: two ask for one rank, or world sizes differ; both processes are named.
+        PeerDiedError, StoreTimeoutError, StoreError: as `assemble`.
+    """
+    me = Arrival(this_process(), rank, world_size)
+    place = store.add("arrivals/count", 1) - 1
+    if place >= world_size:
+        values = store.multi_get([member_key(_ARRIVALS, other) for other in range(world_size)])
+        others = [Arrival.from_bytes(value) for value in values]
+        for other in others:
+            _check_same_world(other, me)
+        raise FullError(others)
+    with _Arriving(store, me, place, timeout, between) as arriving:
+        ranks = expand(arriving.gather(me.to_bytes(), _ranks), 16 * world_size)
+        if 0 not in arriving.known and (first := store.peek([member_key(_ARRIVALS, 0)])[0]) is not None:
+            _check_same_world(
+                Arrival.from_bytes(first), me
+            )  # the others may have met before this process came
+        if not isinstance(ranks, list) or len(ranks) != world_size or ranks[place] not in range(world_size):
+            raise StoreError(f"a rank cannot be read: {ranks!r:.80}")
+        return int(ranks[place])
+
+
+def call_off(store: Store) -> bool:
+    """End the meeting before it is full; whether that was still possible."""
+    return Ending(store, _ARRIVALS).decide(MOVED)
+
+
+def _ranks(arrivals: Sequence[bytes]) -> bytes:
+    return compact(assign([Arrival.from_bytes(each) for each in arrivals]))
+
+
+class _Arriving(Meeting):
+    def __init__(
+        self, store: Store, me: Arrival, place: int, timeout: float, between: Callable[[], None] | None
+    ) -> None:
+        doing = f"{me.process.where} meets {me.world_size} processes"
+        super().__init__(store, _ARRIVALS, place, me.world_size, timeout, doing)
+        self._me = me
+        self._here: list[Arrival] = []
+        self._asked: dict[int, Arrival] = {}
+        self._between = between or (lambda: None)
+
+    def between(self) -> None:
+        self._between()
+
+    def learned(self, place: int, value: bytes) -> None:
+        arrival = Arrival.from_bytes(value)
+        self._here.append(arrival)
+        self.watched.append(arrival.process)
+        _check_same_world(arrival, self._me)
+        _give(arrival, self._asked)
+
+    def names(self, places: Sequence[int]) -> str:
+        """By rank when all that came asked for one, else how many."""
+        if self.place:
+            return "the first that came"
+        here = self._here or [self._me]
+        if any(arrival.rank is None for arrival in here):
+            missing = f"{self.size - len(here)} more"
+        else:
+            missing = f"rank(s) {listed([rank for rank in range(self.size) if rank not in self._asked])}"
+        return f"{missing} (here: {listed([arrival.process.where for arrival in here])})"
+
+
+def _give(arrival: Arrival, asked: dict[int, Arrival]) -> None:
+    """Enter the rank that an arrival asks for."""
+    if arrival.rank is None:
+        return
+    other = asked.setdefault(arrival.rank, arrival)
+    if other is not arrival:
+        raise UsageError(
+            f"rank {arrival.rank} is claimed by two processes, {other.process.where} and {arrival.process.where}; "
+            "give each process a rank of its own, or none of them any"
+        )
+
+
+def _check_same_world(theirs: Arrival, mine: Arrival) -> None:
+    if theirs.world_size != mine.world_size:
+        raise UsageError(
+            f"the processes disagree about the world size: {theirs.process.where} has {theirs.world_size}, "
+            f"{mine.process.where} has {mine.world_size}; start all with the same"
+        )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -196,6 +197,10 @@ class Store(ABC):
     def close(self) -> None:  # noqa: B027 - a store that holds nothing has nothing to close
         """Let go of what the store holds open. Closing twice is fine."""
 
+    def leave(self, linger: float) -> None:
+        """Close the store; one that serves others first waits, so many seconds at most, for them to leave."""
+        self.close()
+
     def __enter__(self: S) -> S:
         return self
 
@@ -213,6 +218,35 @@ class Store(ABC):
     def _refuse(self, method: str) -> NoReturn:
         name = type(self).__name__
         raise UnavailableError(f"{name} has no {method}; override Store.{method} in {name} to use it")
+
+
+@dataclass
+class Rendezvous:
+    """A place in the world, and the store that all its ranks share.
+
+    Attributes:
+        store: shared by all ranks; it belongs to the rendezvous.
+        rank, world_size: this process's place.
+        host: the address at which the other ranks see this node; "" where a user's handler has found them.
+        handler: that handler's generator.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    host: str
+    handler: Iterator[Any] | None = None
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close the store and with it the server or file behind it. Closing twice is fine.
+
+        Args:
+            linger: seconds that the process which serves the store waits, at most, for the other
+                ranks to leave first.
+        """
+        self.store.leave(linger)
+        if isinstance(self.handler, Generator):
+            self.handler.close()
 
 
 def checked_key(key: Any) -> str:

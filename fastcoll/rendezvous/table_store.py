@@ -1,19 +1,32 @@
-"""TableStore: the whole Store surface on top of one method that carries out a Request.
+"""TableStore: the whole Store surface on top of one method that carries out a Request; HashStore, for threads.
 
-Text and numbers become bytes here, once; the stores below it only move requests to their table.
+Text and numbers become bytes here, once; the stores below only move requests to their table.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from copy import copy
 
 from ..core.arguments import whole
 from ..core.work import Timeout
 from ..errors import QueueEmptyError, StoreError, StoreTimeoutError, UsageError
 from .store import LISTED, Store, checked_key, checked_keys, not_set, pairs
-from .table import MAX_ANSWER, MAX_KEY, MAX_KEYS_PER_REQUEST, MAX_VALUE, Op, Request, item, items
+from .table import (
+    CHANGING,
+    MAX_ANSWER,
+    MAX_KEY,
+    MAX_KEYS_PER_REQUEST,
+    MAX_VALUE,
+    Op,
+    Request,
+    Table,
+    item,
+    items,
+)
 
 
 class TableStore(Store):
@@ -178,3 +191,40 @@ def _value(value: str | bytes) -> bytes:
     if len(data) > MAX_VALUE:
         raise UsageError(f"a store's value has at most {MAX_VALUE} bytes, got {len(data)}")
     return data
+
+
+class HashStore(TableStore):
+    """Keys and values in this process's memory. Thread safe; other processes do not see it.
+
+    Example:
+        >>> store = HashStore()
+        >>> store.set("first", "1")
+        >>> store.get("first")
+        b'1'
+    """
+
+    def __init__(self) -> None:
+        self._table = Table()
+        self._changed = threading.Condition()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def clone(self) -> HashStore:
+        return copy(self)  # with the table and the lock in common
+
+    def _ask(self, request: Request) -> list[bytes] | bytes:
+        deadline = time.monotonic() + request.timeout
+        with self._changed:
+            while (missing := self._table.first_missing(request)) is not None:
+                left = deadline - time.monotonic()
+                if self._closed:
+                    raise StoreError("this HashStore was closed while a call waited in it")
+                if left <= 0:
+                    return missing
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+            if request.op in CHANGING:
+                self._changed.notify_all()
+            return self._table.apply(request)

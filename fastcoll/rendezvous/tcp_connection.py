@@ -10,8 +10,7 @@ import socket
 import time
 
 from ..errors import ResourceError, StoreError, StoreTimeoutError
-from .address import resolve, shown
-from .descriptors import CURE
+from .address import CURE, resolve, shown
 from .table import Request
 from .waiting import LateWarning
 from .wire import (

@@ -13,8 +13,7 @@ import time
 import weakref
 from dataclasses import dataclass
 
-from .address import adopt_listener, listen, shown
-from .descriptors import CURE, raise_limit
+from .address import CURE, adopt_listener, listen, raise_limit, shown
 from .secret import warn_if_open
 from .store_protocol import StoreServer
 

@@ -109,6 +109,9 @@ class TCPStore(TableStore):
         if server is not None:
             _leave(server, linger)
 
+    def leave(self, linger: float) -> None:
+        self.close(linger)
+
     def clone(self) -> TCPStore:
         """A client more, never the master."""
         return TCPStore(_reachable(self.host), self.port, timeout=self._timeout)

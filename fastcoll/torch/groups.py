@@ -27,7 +27,7 @@ from ..core.processes import this_process
 from ..errors import AbortedError, GroupError, StoreTimeoutError, UnavailableError, UsageError
 from ..rendezvous import HashStore, PrefixStore
 from ..rendezvous.join import join
-from ..rendezvous.torch_store import TorchStore
+from ..rendezvous.views import TorchStore
 from .completion import completions
 from .meeting import meet_anew
 

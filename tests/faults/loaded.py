@@ -8,8 +8,8 @@ import numpy as np
 
 import fastcoll.hybrid.group
 import fastcoll.net.tcp.entries
-import fastcoll.rendezvous.file_method
 import fastcoll.rendezvous.tcp_store
+import fastcoll.rendezvous.ways
 import fastcoll.shm.entries
 from fastcoll import ReduceOp
 from fastcoll.kernels.reduce import reducer

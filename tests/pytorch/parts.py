@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.rendezvous.torch_store import TorchStore
+from fastcoll.rendezvous.views import TorchStore
 from fastcoll.torch.completion import Completions
 from fastcoll.torch.groups import make_group
 from fastcoll.torch.meeting import meet_anew

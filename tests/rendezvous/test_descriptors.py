@@ -11,7 +11,7 @@ import pytest
 
 from fastcoll.errors import ResourceError
 from fastcoll.rendezvous import TCPStore, tcp_connection
-from fastcoll.rendezvous.descriptors import make_room
+from fastcoll.rendezvous.address import make_room
 
 FEW = """
 import resource, sys
@@ -91,7 +91,7 @@ def test_room_is_made_for_all_ranks_before_they_come(
 def test_rank_0_refuses_more_ranks_than_its_hard_limit_allows(processes) -> None:
     source = """
 import resource, sys
-from fastcoll.rendezvous.tcp_method import meet_at_address
+from fastcoll.rendezvous.ways import meet_at_address
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 meet_at_address("127.0.0.1", int(sys.argv[1]), 0, 1000, 20.0, "this test")
 """

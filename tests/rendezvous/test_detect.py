@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fastcoll.errors import UsageError
-from fastcoll.rendezvous.detect import Detected, derived_port, detect, port_beside
-from fastcoll.rendezvous.nodelist import expand, first_host
+from fastcoll.rendezvous.detect import Detected, derived_port, detect, expand, first_host, port_beside
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 AGENT = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcoll.core.processes import ProcessId
-from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_digest
-from fastcoll.rendezvous.election import FRESH_SECONDS, STEP_SECONDS, Election
+from fastcoll.rendezvous.election import (
+    FRESH_SECONDS,
+    MAX_DATAGRAM,
+    STEP_SECONDS,
+    Announcement,
+    Election,
+    job_digest,
+)
 
 SOMEBODY = ProcessId(host="host", pid=7, start_time=5, boot_id="boot", pid_namespace="pid:[1]")
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from fastcoll.core.processes import this_process
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.rendezvous import FileStore, shared_log
-from fastcoll.rendezvous.file_lock import locked, open_own
-from fastcoll.rendezvous.file_log import MAGIC, Kind, Record, read_records
+from fastcoll.rendezvous import FileStore, file_store
+from fastcoll.rendezvous.file_log import MAGIC, Kind, Record, locked, open_own, read_records
 
 HOLD = """
 import sys
@@ -98,7 +97,7 @@ def test_a_file_in_use_is_not_started_anew(path: Path, processes) -> None:
 def test_a_file_from_before_a_reboot_is_started_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dataclasses.replace(this_process(), boot_id="an earlier boot")
     with monkeypatch.context() as patched:
-        patched.setattr(shared_log, "this_process", lambda: before)
+        patched.setattr(file_store, "this_process", lambda: before)
         old = FileStore(path)
         old.set("k", "v")
         old._leave.detach()
@@ -109,7 +108,7 @@ def test_a_file_from_before_a_reboot_is_started_anew(path: Path, monkeypatch: py
         os.close(store._log._fd)
     path.unlink()
     with monkeypatch.context() as patched:
-        patched.setattr(shared_log, "this_process", lambda: before)
+        patched.setattr(file_store, "this_process", lambda: before)
         old = FileStore(path)
         old.set("k", "v")
         old._leave.detach()
@@ -122,7 +121,7 @@ def test_a_file_from_before_a_reboot_is_started_anew(path: Path, monkeypatch: py
 def test_another_hosts_participants_count_as_alive(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         far = dataclasses.replace(this_process(), host="elsewhere", boot_id="another")
-        patched.setattr(shared_log, "this_process", lambda: far)
+        patched.setattr(file_store, "this_process", lambda: far)
         other = FileStore(path)
         other.set("k", "v")
     os.utime(path, (1, 1))

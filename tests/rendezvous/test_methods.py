@@ -25,8 +25,8 @@ from fastcoll.core.processes import ProcessId
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.job import free_port
 from fastcoll.rendezvous import HashStore, meet, register_rendezvous_handler, rendezvous
-from fastcoll.rendezvous.announcement import MAX_DATAGRAM, Announcement, job_digest
-from fastcoll.rendezvous.multicast_socket import MulticastSocket
+from fastcoll.rendezvous.election import MAX_DATAGRAM, Announcement, job_digest
+from fastcoll.rendezvous.multicast import MulticastSocket
 
 MEET = """
 import os, sys
@@ -215,7 +215,7 @@ def test_a_rank_0_that_does_not_come() -> None:
 @pytest.fixture
 def handlers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """mine:// with a handler; what it was called with, and when it was closed."""
-    monkeypatch.setattr("fastcoll.rendezvous.methods._handlers", {})
+    monkeypatch.setattr("fastcoll.rendezvous.init_method._handlers", {})
     said: list[str] = []
 
     def find(url: str, timeout: timedelta) -> Iterator[tuple[HashStore, int, int]]:

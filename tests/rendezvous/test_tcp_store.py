@@ -17,8 +17,7 @@ from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.job import free_port
 from fastcoll.rendezvous import TCPStore, store_protocol, tcp_store
-from fastcoll.rendezvous.address import listen
-from fastcoll.rendezvous.port_holder import port_holder
+from fastcoll.rendezvous.address import listen, port_holder
 from fastcoll.rendezvous.table import Op, Request
 from fastcoll.rendezvous.wire import HEADER, HELLO, Hello, Role, encode_request
 

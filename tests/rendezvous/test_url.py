@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fastcoll.errors import UsageError
-from fastcoll.rendezvous.url import parse
+from fastcoll.rendezvous.init_method import parse
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,24 @@
 """From an init_method to a rank and a store: fastcoll's own ways to meet, and those that users register.
 
-The ways to meet need sockets and more; each is imported when it is taken, so that importing fastcoll
-is not charged for them.
+The ways to meet, and what reads a URL, are imported when they are needed, so that importing fastcoll is not charged
+for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.arguments import positive_seconds, whole
 from ..core.work import Timeout
 from ..errors import UsageError
-from .outcome import Rendezvous
-from .store import DEFAULT_TIMEOUT, Store
-from .torch_store import adopted
+from .join import check_rank
+from .store import DEFAULT_TIMEOUT, Rendezvous, Store
+from .views import adopted
 
-if TYPE_CHECKING:
-    from .url import InitMethod
-
+SCHEMES = ("env", "tcp", "file")
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 _handlers: dict[str, Handler] = {}
 
@@ -36,8 +35,6 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     Raises:
         UsageError: the scheme has a handler already, or is none; or the handler is no function.
     """
-    from .url import SCHEMES
-
     if not isinstance(scheme, str) or not scheme.isidentifier():
         raise UsageError(f"scheme is {scheme!r}; give a word, as mine for mine://")
     if scheme in SCHEMES or scheme in _handlers:
@@ -94,26 +91,24 @@ def meet(init_method: str, rank: int, world_size: int, timeout: float, group_nam
     """
     if has_handler(init_method):
         return _ask(init_method, rank, world_size, timeout)
-    from .url import parse
-
     method = parse(init_method, rank, world_size)
     match method.scheme:
         case "env":
-            from .env_method import meet_by_environment
+            from .ways import meet_by_environment
 
             found = meet_by_environment(method.rank, method.world_size, timeout)
         case "file":
-            from .file_method import meet_in_file
+            from .ways import meet_in_file
 
             size = _needed_size(method)
             found = meet_in_file(method.path, method.rank, size, timeout, group_name)
         case _ if method.is_multicast:
-            from .multicast_method import meet_by_multicast
+            from .multicast import meet_by_multicast
 
             size = _needed_size(method)
             found = meet_by_multicast(method.host, method.port, method.rank, size, timeout, group_name)
         case _:
-            from .tcp_method import meet_at_address
+            from .ways import meet_at_address
 
             source = f"init_method {method.url!r}"
             found = meet_at_address(method.host, method.port, method.rank, method.world_size, timeout, source)
@@ -124,8 +119,6 @@ def meet(init_method: str, rank: int, world_size: int, timeout: float, group_nam
 def _ask(url: str, rank: int, world_size: int, timeout: float) -> Rendezvous:
     """What the user's handler for this URL finds."""
     from urllib.parse import urlencode
-
-    from .join import check_rank
 
     given = urlencode({name: n for name, n in (("rank", rank), ("world_size", world_size)) if n != -1})
     separator = "" if not given else "&" if "?" in url else "?"
@@ -147,3 +140,101 @@ def _needed_size(method: InitMethod) -> int:
             "the URL"
         )
     return method.world_size
+
+
+@dataclass(frozen=True)
+class InitMethod:
+    """A parsed init_method; rank and world_size are None where neither URL nor argument has them.
+
+    Attributes:
+        host, port: of tcp://; the host without brackets.
+        path: of file://, absolute.
+    """
+
+    url: str
+    scheme: str
+    rank: int | None
+    world_size: int | None
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @property
+    def is_multicast(self) -> bool:
+        """Whether the host is a multicast address, at which ranks can be assigned."""
+        import ipaddress
+
+        try:
+            return ipaddress.ip_address(self.host.partition("%")[0]).is_multicast
+        except ValueError:
+            return False
+
+
+def parse(url: str, rank: int, world_size: int) -> InitMethod:
+    """The parts of `url`, with the arguments (-1: not given) merged in.
+
+    Raises:
+        UsageError: an unknown scheme or query, a missing host, port or path, or a rank or world size
+            that is out of range or differs between URL and argument.
+    """
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise UsageError(f"init_method {url!r} cannot be read: {error}") from error
+    if parts.scheme not in SCHEMES or not url.startswith(f"{parts.scheme}://"):
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise UsageError(f"init_method {url!r} has no known scheme; there are {known}")
+    query = _query(url, parts.query)
+    chosen_rank = _merged(url, "rank", query.get("rank"), None if rank == -1 else rank)
+    chosen_size = _merged(
+        url, "world_size", query.get("world_size"), None if world_size == -1 else world_size
+    )
+    _check(chosen_rank, chosen_size)
+    path = _path(url, parts.netloc, parts.path) if parts.scheme == "file" else ""
+    if parts.scheme == "tcp" and (not parts.hostname or port is None):
+        raise UsageError(f"init_method {url!r} needs a host and a port, as in tcp://10.1.1.20:23456")
+    return InitMethod(url, parts.scheme, chosen_rank, chosen_size, parts.hostname or "", port or 0, path)
+
+
+def _query(url: str, text: str) -> dict[str, int]:
+    from urllib.parse import parse_qsl
+
+    values: dict[str, int] = {}
+    for name, value in parse_qsl(text, keep_blank_values=True):
+        if name not in ("rank", "world_size"):
+            raise UsageError(
+                f"init_method {url!r} has the unknown query {name!r}; rank and world_size are known"
+            )
+        if not value.isdecimal():
+            raise UsageError(f"init_method {url!r}: {name} must be a whole number, got {value!r}")
+        values[name] = int(value)
+    return values
+
+
+def _merged(url: str, name: str, in_url: int | None, given: int | None) -> int | None:
+    if in_url is not None and given is not None and in_url != given:
+        raise UsageError(
+            f"{name}={given} was passed, but init_method {url!r} has {name}={in_url}; drop one of them"
+        )
+    return in_url if given is None else given
+
+
+def _check(rank: int | None, world_size: int | None) -> None:
+    """Refuse what is out of range, as far as it is known yet."""
+    check_rank(rank or 0, world_size if world_size is not None else max(rank or 0, 0) + 1)
+
+
+def _path(url: str, host: str, quoted: str) -> str:
+    from urllib.parse import unquote
+
+    path = unquote(quoted)
+    if host not in ("", "localhost"):
+        raise UsageError(f"init_method {url!r} names the host {host!r}; a path begins with file:///")
+    if not path.startswith("/") or path.endswith("/"):
+        raise UsageError(
+            f"init_method {url!r} needs the absolute path of a file, as in file:///mnt/nfs/shared"
+        )
+    return path

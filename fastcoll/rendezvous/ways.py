@@ -1,0 +1,208 @@
+"""The ways to meet with ranks given or in a file: env://, tcp://host:port and file://.
+
+Over TCP rank 0 serves the store and the others come to it. It is at the port beside the one that is given: in a program
+that uses torch.distributed too, and under torchrun, torch's store is at that port itself, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+
+from ..core.members import speak_as
+from ..core.processes import this_process
+from ..errors import ResourceError, StoreTimeoutError, UsageError
+from .address import make_room, own_address
+from .detect import TORCH, Detected, derived_port, detect, port_beside
+from .file_store import FileStore
+from .join import FullError, arrive, check_rank
+from .store import Rendezvous
+from .table_store import HashStore
+from .tcp_store import TCPStore
+from .waiting import death_among
+
+
+def meet_by_environment(rank: int | None, world_size: int | None, timeout: float) -> Rendezvous:
+    """Meet as the environment says. With nothing said at all, this is a world of one.
+
+    Where the launcher says that all ranks are on this machine and no MASTER_PORT is set, they meet in
+    a file named after the launcher; under Slurm or Open MPI on several nodes the port is derived from
+    the job.
+
+    Raises:
+        UsageError: variables are missing (they are named), contradict one another, or are no numbers.
+    """
+    said = detect(os.environ, rank, world_size)
+    if said.rank is None and said.world_size is None and not said.found:
+        return Rendezvous(HashStore(), 0, 1, "127.0.0.1")
+    _require(said, {TORCH.rank: said.rank, TORCH.size: said.world_size})
+    assert said.rank is not None
+    assert said.world_size is not None
+    check_rank(said.rank, said.world_size)
+    if said.world_size == 1:
+        return Rendezvous(HashStore(), 0, 1, "127.0.0.1")
+    if said.master_port is None and said.on_one_node and said.rank_variable not in ("", TORCH.rank):
+        return meet_in_file(shared_path(said.rank_variable), said.rank, said.world_size, timeout)
+    return _meet_at_master(said, timeout)
+
+
+def _meet_at_master(said: Detected, timeout: float) -> Rendezvous:
+    port = said.master_port
+    if port is None and said.job_id is not None:
+        port = derived_port(said.job_id)
+    host = said.master_addr
+    if host is None and said.rank == 0:
+        host = "0.0.0.0"  # rank 0 need not know by which of its addresses the others come
+    _require(said, {"MASTER_ADDR": host, "MASTER_PORT": port})
+    assert host is not None
+    assert port is not None
+    return meet_at_address(
+        host, port, said.rank, said.world_size, timeout, f"MASTER_ADDR={host} MASTER_PORT={port}"
+    )
+
+
+def _require(said: Detected, needed: Mapping[str, object]) -> None:
+    """Refuse with the names of what is missing and of what was found."""
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise UsageError(
+            f"env:// misses {', '.join(missing)} (set: {', '.join(said.found) or 'none'}); start with python -m "
+            "fastcoll.launch, set them for every rank, or pass rank, world_size and init_method"
+        )
+
+
+def shared_path(rank_variable: str) -> str:
+    """A path that exactly the ranks started by one local launcher derive alike.
+
+    It is made of the pid and start time of the nearest ancestor that does not carry the rank's
+    variable: that is the launcher's daemon, also when a shell or a wrapper stands in between.
+
+    Raises:
+        UsageError: no such ancestor is visible (as when each rank runs in a container of its own).
+    """
+    import tempfile  # it brings random and the compressions, for few who start
+
+    pid = os.getppid()
+    while pid > 0 and _carries(pid, rank_variable):
+        pid = int(_stat(pid)[1])
+    if pid <= 0:
+        raise UsageError(
+            f"{rank_variable} is set, but the launcher that set it is not visible from here; set MASTER_ADDR and "
+            "MASTER_PORT for all ranks"
+        )
+    return os.path.join(tempfile.gettempdir(), f"fastcoll-{os.geteuid()}-{pid}-{_stat(pid)[19]}")
+
+
+def _carries(pid: int, variable: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return any(entry.startswith(variable.encode() + b"=") for entry in file.read().split(b"\0"))
+    except PermissionError:  # another user's: a daemon such as slurmstepd
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the command: state, parent, ..., start time at 19."""
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+# How long a file that another world has filled may take to go away: its processes may be just about
+# to end. One that this very process still has open has the whole timeout.
+_FULL_SECONDS = 2.0
+_LOOK_AGAIN_SECONDS = 0.5
+
+
+def meet_in_file(
+    path: str, rank: int | None, world_size: int, timeout: float, group_name: str = ""
+) -> Rendezvous:
+    """Meet the other processes of the world in `path`, which exists while they have it open.
+
+    `group_name` keeps jobs apart that name the same path: each has a file of its own beside it.
+
+    Raises:
+        UsageError: the path cannot be used, another world has filled it, two processes ask for one
+            rank, or world sizes differ.
+        PeerDiedError: a process that had come has ended.
+        StoreTimeoutError: not all came in time.
+    """
+    if group_name:
+        path = f"{path}.{hashlib.sha256(group_name.encode()).hexdigest()[:16]}"
+    started = time.monotonic()
+    while True:
+        left = max(started + timeout - time.monotonic(), 0.0)
+        store = FileStore(path, timeout=left)
+        try:
+            assigned = arrive(store, rank, world_size, left, partial(_look_for_dead, store))
+            store.set_timeout(timeout)
+            return Rendezvous(store, assigned, world_size, own_address())
+        except FullError as error:
+            ours = any(arrival.process == this_process() for arrival in error.arrivals)
+            if time.monotonic() - started > min(timeout, timeout if ours else _FULL_SECONDS):
+                store.close()
+                raise UsageError(
+                    f"{path} belongs to another world, {error}; choose another path or group_name, or remove the "
+                    "file if that job is over"
+                ) from error
+            _close_and_wait_for_removal(store)
+        except BaseException:
+            store.close()
+            raise
+
+
+def _look_for_dead(store: FileStore) -> None:
+    died = death_among(store.participants(), f"meeting in {store.path}")
+    if died is not None:
+        raise died
+
+
+def _close_and_wait_for_removal(store: FileStore) -> None:
+    """Leave a full file and wait a little for it to go.
+
+    Those who wait are no participants, or they would keep the file alive for one another.
+    """
+    fd = os.open(store.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        store.close()
+        deadline = time.monotonic() + _LOOK_AGAIN_SECONDS
+        while os.fstat(fd).st_nlink and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        os.close(fd)
+
+
+def meet_at_address(
+    host: str, port: int, rank: int | None, world_size: int | None, timeout: float, source: str
+) -> Rendezvous:
+    """Open the store of the job that meets at `host`:`port`, as its server on rank 0.
+
+    Args:
+        source: where host and port come from, for messages.
+
+    Raises:
+        UsageError: rank, world size or port is missing or out of range.
+        ResourceError: the port is in use, or rank 0 may not open a connection for each rank.
+        StoreTimeoutError: rank 0 does not serve it in time.
+    """
+    if rank is None or world_size is None:
+        missing = [name for name, value in (("rank", rank), ("world_size", world_size)) if value is None]
+        raise UsageError(
+            f"{source} needs {' and '.join(missing)}: pass {' and '.join(f'{name}=...' for name in missing)}, or "
+            "write ?rank=0&world_size=4 behind the URL; only a multicast address or file:// assigns ranks"
+        )
+    check_rank(rank, world_size)
+    speak_as(rank)
+    if port == 0 and world_size > 1:
+        raise UsageError(f"{source} has port 0; the ranks can only meet at a port that all know")
+    if rank == 0:
+        make_room(world_size, f"the store for {world_size} ranks")
+    beside = port and port_beside(port)
+    try:
+        store = TCPStore(host, beside, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    except (ResourceError, StoreTimeoutError) as error:
+        raise type(error)(f"{error} ({beside} is the store's port beside {port}, from {source})") from error
+    seen_at = own_address() if host in ("0.0.0.0", "::") else store.local_address
+    return Rendezvous(store, rank, world_size, seen_at)
