@@ -113,7 +113,7 @@ class HybridGroup(TcpGroup):
                 GroupMeeting(PrefixStore(f"rail{place}", store), members, rank, timeout, name).tell(error)
             if mesh is not None:
                 why = error if str(error) else type(error).__name__
-                mesh.vigil.fail(AbortedError(f"{members[rank]} could not make the group {name}: {why}"))
+                mesh.monitor.fail(AbortedError(f"{members[rank]} could not make the group {name}: {why}"))
                 for made in parts:
                     made.close()
                 mesh.close()

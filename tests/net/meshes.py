@@ -45,7 +45,7 @@ def meshes(n: int, store: Any = None, timeout: float = 20.0) -> Iterator[list[Me
     finally:
         for mesh in made:
             if isinstance(mesh, Mesh):
-                mesh.vigil.leave()
+                mesh.monitor.leave()
                 mesh.close()
 
 
@@ -75,7 +75,7 @@ class ProxiedStore(HashStore):
 def died_of(mesh: Mesh, seconds: float = 5.0) -> Any:
     """What the mesh's vigil comes to think within some seconds, looking as a waiting call does."""
     end = time.monotonic() + seconds
-    while (found := mesh.vigil.verdict([], "testing")) is None and time.monotonic() < end:
+    while (found := mesh.monitor.verdict([], "testing")) is None and time.monotonic() < end:
         time.sleep(0.01)
     return found
 

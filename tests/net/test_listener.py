@@ -20,8 +20,7 @@ from fastcoll.launch.job import free_port
 from fastcoll.net.tcp import listener as listening
 from fastcoll.net.tcp.dial import Dial, dial_all
 from fastcoll.net.tcp.interfaces import Interface
-from fastcoll.net.tcp.listener import Listener
-from fastcoll.net.tcp.listeners import acquire, release
+from fastcoll.net.tcp.listener import Listener, acquire, release
 from fastcoll.net.tcp.opening import OPENING_SIZE, PROOF_SIZE, Kind, Opening, Role, Seat, Verdict
 from net.meshes import nothing_left
 

@@ -71,7 +71,7 @@ def test_every_two_ranks_have_a_connection_for_data(n: int) -> None:
 def test_a_group_of_one_needs_nothing() -> None:
     before = set(threading.enumerate())
     mesh = Mesh.make(HashStore(), "alone", crew(1), 0, 5.0)
-    assert mesh.vigil.verdict([0], "testing") is None
+    assert mesh.monitor.verdict([0], "testing") is None
     assert set(threading.enumerate()) <= before
     mesh.close()
 
@@ -261,7 +261,7 @@ def test_a_group_that_stands_tells_who_is_gone() -> None:
     made = make_all(3, members=members)
     assert processes.gone_among(members) == []
     made[1].close()
-    made[2].vigil.leave()
+    made[2].monitor.leave()
     made[2].close()
     assert isinstance(died_of(made[0]), PeerDiedError)
     assert processes.gone_among(members) == members[1:2]
@@ -288,7 +288,7 @@ def test_waiting_for_a_rank_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None
 
         def leave() -> None:
             time.sleep(0.1)
-            a.vigil.leave()
+            a.monitor.leave()
             a.close()
 
         found, _ = together(lambda: b.data(0), leave)
@@ -308,7 +308,7 @@ def test_closing_ends_a_wait_on_another_thread() -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        b.vigil.leave()
+        b.monitor.leave()
         b.close()
         b.close()
         thread.join(10)
@@ -317,7 +317,7 @@ def test_closing_ends_a_wait_on_another_thread() -> None:
 
 def test_an_abort_reaches_the_others() -> None:
     with meshes(3) as made:
-        made[1].vigil.fail(AbortedError("stop now"))
+        made[1].monitor.fail(AbortedError("stop now"))
         for rank in (0, 2):
             found = died_of(made[rank])
             assert isinstance(found, AbortedError)
@@ -338,17 +338,17 @@ def test_a_second_connection_for_the_same_stream_is_closed() -> None:
 def test_through_a_slow_network_that_cuts_everything_up() -> None:
     with ProxiedStore(piece=7, delay=0.0005) as store, meshes(3, store) as made:
         talk(*together(lambda: made[0].data(2), lambda: made[2].data(0)))
-        made[0].vigil.leave()
+        made[0].monitor.leave()
         end = time.monotonic() + 10
-        while not made[1].vigil.has_left(0):
+        while not made[1].monitor.has_left(0):
             assert time.monotonic() < end
             time.sleep(0.01)
-        assert made[1].vigil.verdict([2], "testing") is None
+        assert made[1].monitor.verdict([2], "testing") is None
 
 
 @pytest.mark.parametrize("fault", ["reset", "half_close"])
 def test_a_network_that_breaks_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastcoll.net.tcp.vigil.dead_among", lambda _: [])
+    monkeypatch.setattr("fastcoll.net.tcp.control.dead_among", lambda _: [])
     with ProxiedStore() as store, meshes(2, store) as (a, b):
         getattr(store.proxies[1], fault)()
         found = died_of(a)
@@ -375,10 +375,10 @@ print("up", flush=True)
 """
 
 WATCH = """
-while (found := mesh.vigil.verdict([], "testing")) is None:
+while (found := mesh.monitor.verdict([], "testing")) is None:
     time.sleep(0.01)
 print(type(found).__name__, found.ranks, found, flush=True)
-mesh.vigil.fail(found)
+mesh.monitor.fail(found)
 mesh.close()
 """
 
@@ -389,7 +389,7 @@ try:
     mesh.data(0)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
-    mesh.vigil.leave()
+    mesh.monitor.leave()
     mesh.close()
 """
 
@@ -482,7 +482,7 @@ def test_members_far_away_count_as_alive_until_their_connection_ends() -> None:
     store = HashStore()
     members = [elsewhere(each) for each in crew(2)]
     made = make_all(2, store, members)
-    assert made[0].vigil.verdict([1], "testing") is None
+    assert made[0].monitor.verdict([1], "testing") is None
     made[1].close()
     assert isinstance(died_of(made[0]), PeerDiedError)
     made[0].close()

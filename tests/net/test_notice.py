@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcoll.core.monitor import FAILED, LEAVING, LEFT
-from fastcoll.net.tcp.notice import MOST_RANKS, NOTICE_SIZE, TEXT_BYTES, Notice, NoticeError
+from fastcoll.net.tcp.control import MOST_RANKS, NOTICE_SIZE, TEXT_BYTES, Notice, NoticeError
 
 
 @given(

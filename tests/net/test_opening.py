@@ -8,15 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.net.tcp.handshake import Answering, Dialing, RefusedError, Turned
 from fastcoll.net.tcp.opening import (
     OPENING_SIZE,
     PROOF_SIZE,
+    Answering,
+    Dialing,
     Kind,
     Opening,
     OpeningError,
+    RefusedError,
     Role,
     Seat,
+    Turned,
     Verdict,
     derive_key,
 )

@@ -1,7 +1,20 @@
-"""The control connections of one rank in a group: what its peers say of themselves, and whose connection broke.
+"""The control connections of one rank in a group: what its peers say of themselves, and what follows from it.
 
 Notices are sent without blocking and read whenever somebody looks; there is no thread. Every rank sends three notices
 at the most, which the kernel's buffers always have room for.
+
+A notice has 1,120 bytes (big-endian), whatever it says, so nothing announces a length that has to be believed:
+
+    offset  bytes  field
+    0       8      magic "FASTNOTE"
+    8       1      state of the sender: 1 left in order, 2 failed the group, 3 is leaving it
+    9       1      what happened: 1 a process died or cannot be reached, 2 one did not come in time, else 0
+    10      2      number of ranks at fault
+    12      4      group rank of whoever first said so
+    16      4      length of the text
+    20      12     zero
+    32      64     global ranks at fault, 4 bytes each
+    96      1024   text, UTF-8
 """
 
 from __future__ import annotations
@@ -11,12 +24,80 @@ import errno
 import logging
 import select
 import socket
+import struct
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ...core.monitor import LEAVING
-from .notice import NOTICE_SIZE, Notice, NoticeError
-from .options import watch
+from ...core.members import Member, dead_among
+from ...core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Vigil
+from ...errors import CollectiveTimeoutError, GroupError, PeerDiedError
+from .interfaces import watch
+
+_MAGIC = b"FASTNOTE"
+MOST_RANKS = 16
+TEXT_BYTES = 1024
+_DIED, _LATE = 1, 2
+_FORMAT = struct.Struct(f"!8sBBHII12s{MOST_RANKS}I{TEXT_BYTES}s")
+NOTICE_SIZE = _FORMAT.size
+
+
+class NoticeError(ValueError):
+    """Bytes that are no notice."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """That a rank left or failed the group, or is leaving it.
+
+    Attributes:
+        state: LEFT, FAILED or LEAVING.
+        origin: group rank of whoever first said so; others pass it on.
+        ranks: global ranks at fault, at most 16.
+        died: whether those died or cannot be reached.
+        late: whether those did not come in time.
+        text: why, in words.
+    """
+
+    state: int
+    origin: int
+    ranks: tuple[int, ...] = ()
+    died: bool = False
+    late: bool = False
+    text: str = ""
+
+    def to_bytes(self) -> bytes:
+        """The notice, its text cut to 1 KiB and its ranks to 16."""
+        text = self.text.encode()[:TEXT_BYTES].decode(errors="ignore").encode()
+        ranks = self.ranks[:MOST_RANKS]
+        filled = (*ranks, *(0 for _ in range(MOST_RANKS - len(ranks))))
+        what = _DIED if self.died else _LATE if self.late else 0
+        return _FORMAT.pack(
+            _MAGIC, self.state, what, len(ranks), self.origin, len(text), bytes(12), *filled, text
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, size: int) -> Notice:
+        """The notice of a rank of a group of `size`.
+
+        Raises:
+            NoticeError: it is none.
+        """
+        magic, state, what, count, origin, length, zero, *ranks, text = _FORMAT.unpack(data)
+        if (
+            magic != _MAGIC
+            or state not in (LEFT, FAILED, LEAVING)
+            or what not in (0, _DIED, _LATE)
+            or count > MOST_RANKS
+            or origin >= size
+            or length > TEXT_BYTES
+            or any(zero)
+        ):
+            raise NoticeError(f"not a notice: {data[:32]!r}")
+        why = text[:length].decode(errors="replace")
+        return cls(state, origin, tuple(ranks[:count]), what == _DIED, what == _LATE, why)
+
 
 logger = logging.getLogger("fastcoll")
 _LOOK_AGAIN_SECONDS = 0.002
@@ -138,3 +219,110 @@ class Control:
 def _send(connection: socket.socket, data: bytes) -> None:
     with contextlib.suppress(OSError):  # it broke, which the next look finds out
         connection.send(data)
+
+
+class NetMonitor(Vigil):
+    """What a rank knows of the others by its control connections.
+
+    A peer whose connection ends without a notice has died, or cannot be reached any more, which comes to the same.
+    What a failed rank blames is blamed here too: the first survivor to see a death may be gone before the others
+    look, and they must still name who died.
+    """
+
+    def __init__(self, members: Sequence[Member], rank: int, control: Control) -> None:
+        super().__init__(members, rank)
+        self._control = control
+        self._broken: dict[int, str] = {}
+        self._taken: tuple[GroupError, Notice] | None = None  # our failure that a notice led to
+
+    def lost(self, rank: int, how: str) -> None:
+        """A data or mail connection with a group rank broke; a verdict unless that rank has left or failed."""
+        self._broken.setdefault(rank, how)
+
+    def lost_processes(self) -> list[Member]:
+        """For `processes.gone_among`."""
+        self._control.look()
+        return [self.members[rank] for rank in self._suspects()]
+
+    def has_left(self, rank: int) -> bool:
+        self._control.look()
+        return self._state(rank) in (LEFT, LEAVING)
+
+    def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
+        if self.failure is not None:
+            return self.failure
+        # First who died, then what they said: a process says that it leaves before it ends.
+        proven = set(dead_among(self.members))
+        self._control.look(again=bool(proven))
+        proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
+        return (
+            self._death(proven, doing) or self._failure_of_peer(doing) or super().verdict(needed, doing)
+        )  # fmt: skip
+
+    def _death(self, proven: set[Member], doing: str) -> PeerDiedError | None:
+        """Who died, by our own sight or by what others say."""
+        suspects = {self.members[rank]: how for rank, how in self._suspects().items()}
+        report = self._report()
+        told = set(report.ranks) if report is not None else set()
+        told_members = {member for member in self.members if member.rank in told}
+        culprits = sorted(proven | set(suspects) | told_members, key=lambda member: member.rank)
+        if not culprits:
+            return None
+        names = ", ".join(map(str, culprits))
+        if proven.issuperset(culprits):
+            text = f"{names} died; {doing}"
+        else:
+            how = ", ".join(dict.fromkeys(suspects.values()))
+            text = f"{names} died or lost its connection{f' ({how})' if how else ''}; {doing}"
+        error = PeerDiedError(text, [member.rank for member in culprits])
+        if report is not None and told == set(error.ranks):
+            self._taken = (error, report)
+        return error
+
+    def _suspects(self) -> dict[int, str]:
+        """Group ranks whose connection broke, and how, that have neither left nor failed."""
+        broken = {**self._broken, **self._control.lost}
+        return {rank: how for rank, how in broken.items() if self._is_present(rank)}
+
+    def _report(self) -> Notice | None:
+        """The first notice that says that somebody other than us died."""
+        me = self.members[self._rank].rank
+        notices = list(self._control.heard.values())
+        return next((each for each in notices if each.died and set(each.ranks) - {me}), None)
+
+    def _failure_of_peer(self, doing: str) -> GroupError | None:
+        """The failure that a peer has told, for which it or whoever it blames is at fault."""
+        for notice in list(self._control.heard.values()):
+            if notice.state == FAILED:
+                error = self._passed_on(notice.origin, notice.text, notice.ranks, notice.late, doing)
+                self._taken = (error, notice)
+                return error
+        return None
+
+    def _publish(self, state: int, reason: str) -> None:
+        self._control.say(self._notice(state, reason))
+
+    def _notice(self, state: int, reason: str) -> Notice:
+        if state != FAILED or self.failure is None:
+            return Notice(state, self._rank, text=reason)
+        taken = self._taken
+        if taken is not None and taken[0] is self.failure:
+            return taken[1]  # passed on as it was, not wrapped into another "failed the group"
+        died, late = (isinstance(self.failure, kind) for kind in (PeerDiedError, CollectiveTimeoutError))
+        return Notice(FAILED, self._rank, self.failure.ranks, died, late, reason)
+
+    def _state(self, rank: int) -> int:
+        notice = self._control.heard.get(rank)
+        return IN_ORDER if notice is None else notice.state
+
+    def _is_present(self, rank: int) -> bool:
+        return self._state(rank) in (IN_ORDER, LEAVING)
+
+    def _states(self) -> list[int]:
+        return [self._state(rank) for rank in range(len(self.members))]
+
+    def _reason(self, rank: int) -> str:
+        return self._control.heard[rank].text
+
+    def _dead(self, working: Sequence[Member]) -> list[Member]:
+        return dead_among(working)

@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 
 from ...errors import RendezvousError
 from ...rendezvous.address import shown
-from .handshake import Dialing, RefusedError
-from .interfaces import Interface
-from .opening import Kind, OpeningError, Seat
-from .options import family_of, tune
+from .interfaces import Interface, family_of, tune
+from .opening import Dialing, Kind, OpeningError, RefusedError, Seat
 
 _LOOK_SECONDS = 0.05
 _RETRY_FIRST, _RETRY_MOST = 0.01, 0.25

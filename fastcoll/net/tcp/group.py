@@ -28,6 +28,7 @@ from ...p2p.mailing import Mailing
 from ...rendezvous import Store
 from . import engine, words
 from .context import NetContext, Prepared, limits_for
+from .control import NetMonitor
 from .mail import Mail
 from .mesh import Mesh
 from .plans.choose import plan_for
@@ -36,7 +37,6 @@ from .plans.table import COLUMNS, Plan
 from .rows import PIECE
 from .short import ShortPaths
 from .sizes import sizes_of
-from .vigil import NetVigil
 
 _CLOSE_SECONDS = 5.0
 _MOST_PREPARED = 1024
@@ -50,7 +50,7 @@ class TcpGroup(ShortPaths, Mailing):
     """Collectives and point-to-point between ranks on any hosts, through TCP."""
 
     backend = "tcp"
-    monitor: NetVigil
+    monitor: NetMonitor
     _mail: Mail
 
     @classmethod
@@ -80,7 +80,7 @@ class TcpGroup(ShortPaths, Mailing):
     ) -> None:
         super().__init__(name, [member.rank for member in members], mesh.rank, timeout)
         self._mesh = mesh
-        self.monitor = mesh.vigil
+        self.monitor = mesh.monitor
         self.monitor.on_failure = self._stop
         patience = _patience(crowd, members[mesh.rank])
         self._limits = limits_for(self.size)

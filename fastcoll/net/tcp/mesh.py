@@ -22,11 +22,10 @@ from ...core.processes import dismiss, hear
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
 from ...rendezvous import Store
 from ...rendezvous.assemble import GroupMeeting
-from .control import Control
+from .control import Control, NetMonitor
 from .dial import Dial, dial_all
 from .opening import Kind, Opening
 from .roster import Roster, gather
-from .vigil import NetVigil
 
 logger = logging.getLogger("fastcoll")
 ALL_CONTROL = 32
@@ -58,7 +57,7 @@ class Mesh:
 
     Attributes:
         rank, size: this process's group rank, and ranks of the group.
-        vigil: the state of the peers.
+        monitor: the state of the peers.
     """
 
     @classmethod
@@ -89,7 +88,7 @@ class Mesh:
         self._members = list(members)
         self._timeout = timeout
         self._control = Control(self.size)
-        self.vigil = NetVigil(members, rank, self._control)
+        self.monitor = NetMonitor(members, rank, self._control)
         self._roster: Roster | None = None
         self._data: dict[tuple[int, int], socket.socket] = {}
         self._mail: dict[int, socket.socket] = {}  # those we dialed
@@ -119,7 +118,7 @@ class Mesh:
         """
         found = self._data.get((peer, stream))
         if found is None:
-            wait = self._waiting(peer, f"a data connection with {self.vigil.name(peer)}", timeout)
+            wait = self._waiting(peer, f"a data connection with {self.monitor.name(peer)}", timeout)
             if self.rank > peer:
                 self._await(lambda: (peer, stream) in self._data, wait)
             else:
@@ -137,7 +136,7 @@ class Mesh:
             GroupError: as `data`.
         """
         if peer not in self._mail:
-            wait = self._waiting(peer, f"a connection for messages to {self.vigil.name(peer)}", timeout)
+            wait = self._waiting(peer, f"a connection for messages to {self.monitor.name(peer)}", timeout)
             with self._one_dialer(wait):
                 if peer not in self._mail:
                     made = self._dial(peer, Kind.MAIL, 0, wait)
@@ -154,13 +153,13 @@ class Mesh:
 
     def close(self) -> None:
         """Close all connections; those that the peers have not read to the end keep what was sent. Tells
-        nobody: `vigil.leave` or `vigil.fail` come before. Closing twice is fine."""
+        nobody: `monitor.leave` or `monitor.fail` come before. Closing twice is fine."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
-        dismiss(self.vigil)
+        dismiss(self.monitor)
         with ExitStack() as steps:
             for connection in self._connections():
                 steps.callback(connection.close)
@@ -179,14 +178,14 @@ class Mesh:
 
     def _join(self, store: Store) -> None:
         doing = "making a group over the network"
-        hear(self.vigil)
+        hear(self.monitor)
         try:
             with GroupMeeting(store, self._members, self.rank, self._timeout, doing) as meeting:
                 self._between = meeting.look
                 self._roster = gather(meeting, self._members, self.rank, self._arrived)
                 peers = control_peers(self.rank, self.size)
                 wait = Wait(
-                    self.vigil,
+                    self.monitor,
                     f"connecting the ranks of the group {self._name}",
                     lambda: self._unconnected(peers),
                     max(meeting.left(), 1.0),
@@ -195,9 +194,9 @@ class Mesh:
                 self._await(lambda: not self._unconnected(peers), wait)
                 self._between = _nothing
         except BaseException as error:
-            here = self.vigil.name(self.rank)
+            here = self.monitor.name(self.rank)
             why = f"{here} could not make the group {self._name}: {error or type(error).__name__}"
-            self.vigil.fail(error if isinstance(error, GroupError) else AbortedError(why))
+            self.monitor.fail(error if isinstance(error, GroupError) else AbortedError(why))
             self.close()
             raise
 
@@ -219,7 +218,7 @@ class Mesh:
             dial = self._new_dial(peer, kind, stream)
             self._bring_about([dial], wait)
         except RendezvousError as error:
-            raise AbortedError(f"{self.vigil.name(peer)}: {error}", [self._members[peer].rank]) from error
+            raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
         return dial.connection
 
     def _new_dial(self, peer: int, kind: Kind, stream: int) -> Dial:
@@ -239,20 +238,20 @@ class Mesh:
                     dial.refused_since is not None
                     and time.monotonic() - dial.refused_since > _REFUSED_SECONDS
                 ):
-                    self.vigil.lost(dial.peer, f"nothing listens at {dial.where} any more")
+                    self.monitor.lost(dial.peer, f"nothing listens at {dial.where} any more")
             self._look(wait)
 
         try:
             dial_all(dials, look, stands)
         except CollectiveTimeoutError as error:
             late = [dial for dial in dials if not dial.is_done]
-            names = "; ".join(f"{self.vigil.name(d.peer)} at {d.where}: {d.reason}" for d in late[:4])
+            names = "; ".join(f"{self.monitor.name(d.peer)} at {d.where}: {d.reason}" for d in late[:4])
             raise CollectiveTimeoutError(f"{error} ({names})", error.ranks) from error
 
     def _waiting(self, peer: int, doing: str, timeout: float | None) -> Wait:
         assert peer != self.rank, "there is no connection with oneself"
         limit = self._timeout if timeout is None else timeout
-        return Wait(self.vigil, f"making {doing}", lambda: [peer], limit)
+        return Wait(self.monitor, f"making {doing}", lambda: [peer], limit)
 
     @contextmanager
     def _one_dialer(self, wait: Wait) -> Iterator[None]:
@@ -287,7 +286,7 @@ class Mesh:
         raise self._gone()
 
     def _gone(self) -> GroupError:
-        return self.vigil.failure or AbortedError("the group was destroyed while a connection was made")
+        return self.monitor.failure or AbortedError("the group was destroyed while a connection was made")
 
     # ---- on the listener's thread -----------------------------------------------------------------------
 

@@ -19,8 +19,7 @@ from ...errors import StoreError, UsageError
 from ...rendezvous.assemble import GroupMeeting, loads
 from ...rendezvous.secret import job_secret
 from .interfaces import IPV4, IPV6, Interface, choose_here
-from .listener import Deliver, Listener
-from .listeners import acquire, release
+from .listener import Deliver, Listener, acquire, release
 from .opening import GROUP_SIZE, TOKEN_SIZE, Seat, derive_key
 
 

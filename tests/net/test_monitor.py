@@ -21,9 +21,7 @@ from fastcoll.core.members import Member
 from fastcoll.core.monitor import FAILED, LEFT, Wait
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
 from fastcoll.net.tcp import control as control_module
-from fastcoll.net.tcp.control import Control
-from fastcoll.net.tcp.notice import NOTICE_SIZE, Notice
-from fastcoll.net.tcp.vigil import NetVigil
+from fastcoll.net.tcp.control import NOTICE_SIZE, Control, NetMonitor, Notice
 from net.meshes import crew, elsewhere, nothing_left
 
 FIRST_RANK = 10  # global ranks differ from group ranks
@@ -35,7 +33,7 @@ class Network:
     def __init__(self, n: int) -> None:
         members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(n)]
         self.controls = [Control(n) for _ in range(n)]
-        self.vigils = [NetVigil(members, rank, self.controls[rank]) for rank in range(n)]
+        self.vigils = [NetMonitor(members, rank, self.controls[rank]) for rank in range(n)]
         self.ends: dict[tuple[int, int], socket.socket] = {}
         for a in range(n):
             for b in range(a):
@@ -158,7 +156,7 @@ def test_a_death_is_told_on_to_ranks_that_cannot_see_it() -> None:
         network.__init__(0)  # type: ignore[misc]
         members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(5)]
         network.controls = [Control(5) for _ in range(5)]
-        network.vigils = [NetVigil(members, rank, network.controls[rank]) for rank in range(5)]
+        network.vigils = [NetMonitor(members, rank, network.controls[rank]) for rank in range(5)]
         for rank in range(4):  # a line
             network.connect(rank, rank + 1)
         network.kill(4)
@@ -178,7 +176,7 @@ def test_an_abort_is_told_on_as_it_was() -> None:
         members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(4)]
         network = Network(0)
         network.controls = [Control(4) for _ in range(4)]
-        network.vigils = [NetVigil(members, rank, network.controls[rank]) for rank in range(4)]
+        network.vigils = [NetMonitor(members, rank, network.controls[rank]) for rank in range(4)]
         for rank in range(3):
             network.connect(rank, rank + 1)
         network.vigils[3].fail(AbortedError("enough", [13]))
@@ -195,7 +193,7 @@ def test_who_connects_late_hears_what_was_said(network: Network) -> None:
         late = Network(0)
         late.controls = [Control(2), Control(2)]
         members = [elsewhere(each) for each in crew(2)]
-        late.vigils = [NetVigil(members, rank, late.controls[rank]) for rank in range(2)]
+        late.vigils = [NetMonitor(members, rank, late.controls[rank]) for rank in range(2)]
         late.vigils[0].fail(AbortedError("gone"))
         late.connect(0, 1)
         assert "gone" in str(late.verdict(1))
@@ -268,7 +266,7 @@ def test_a_process_in_sight_that_was_killed() -> None:
     try:
         me = Member.here(0, 2, "tcp")
         other = replace(me, rank=1, pid=child.pid, start_time=processes._status(child.pid)[1])
-        vigil = NetVigil([me, other], 0, Control(2))
+        vigil = NetMonitor([me, other], 0, Control(2))
         assert vigil.verdict([1], "testing") is None
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
@@ -286,7 +284,7 @@ def test_a_process_in_sight_that_left_before_it_ended() -> None:
     me = Member.here(0, 2, "tcp")
     other = replace(me, rank=1, pid=child.pid, start_time=processes._status(child.pid)[1])
     control = Control(2)
-    vigil = NetVigil([me, other], 0, control)
+    vigil = NetMonitor([me, other], 0, control)
     assert vigil.verdict([], "testing") is None
     child.communicate(b"\n")
     control.heard[1] = Notice(LEFT, 1)
