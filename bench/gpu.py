@@ -145,7 +145,7 @@ def rank_of(how: str) -> int:
     import cupy
 
     import fastcoll as dist
-    from fastcoll.api.registry import groups
+    from fastcoll.api.groups import groups
     from fastcoll.gpu import choice
     from fastcoll.gpu.staging import StagedCarrier
 

@@ -39,18 +39,7 @@ from .api.collectives import (
     scan,
     scatter,
 )
-from .api.default_group import destroy_process_group, get_node_local_rank, init_process_group, world
-from .api.multigpu import all_gather_multigpu, all_reduce_multigpu, broadcast_multigpu, reduce_multigpu
-from .api.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from .api.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from .api.registry import (
+from .api.groups import (
     GroupMember,
     get_backend,
     get_backend_config,
@@ -62,7 +51,18 @@ from .api.registry import (
     group,
     is_initialized,
 )
+from .api.multigpu import all_gather_multigpu, all_reduce_multigpu, broadcast_multigpu, reduce_multigpu
+from .api.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from .api.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
+from .api.world import destroy_process_group, get_node_local_rank, init_process_group, world
 from .core.group import ProcessGroup
 from .core.reduce_op import ReduceOp, reduce_op
 from .core.work import Work

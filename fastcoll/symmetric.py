@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .api.registry import Group, member_of
+from .api.groups import Group, member_of
 from .core.arguments import positive_seconds, whole, wholes
 from .core.group import ProcessGroup
 from .core.memory import SymmetricMemory, memory_of

@@ -14,7 +14,7 @@ from recorder import Recorder, finished
 
 import fastcoll as dist
 from fastcoll.api.backends import parse_backend
-from fastcoll.api.registry import groups
+from fastcoll.api.groups import groups
 from fastcoll.errors import NotInitializedError, UsageError
 
 X, Y = object(), object()

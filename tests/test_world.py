@@ -248,7 +248,7 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
         return Rendezvous(opened[-1], 0, 2, "here")
 
     load(parse_backend(None))  # or importing Numba would take all of the time
-    monkeypatch.setattr("fastcoll.api.default_group.meet", meet_again)
+    monkeypatch.setattr("fastcoll.api.world.meet", meet_again)
     with pytest.raises(RendezvousError, match="file:///x leads to a job in which rank 0 has started before"):
         dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=0.3)
     assert len(opened) > 1
@@ -259,9 +259,7 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
 
 def meet_in(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every init_method lead to `store`."""
-    monkeypatch.setattr(
-        "fastcoll.api.default_group.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here")
-    )
+    monkeypatch.setattr("fastcoll.api.world.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here"))
 
 
 class Unclosed(dist.PrefixStore):

@@ -20,7 +20,7 @@ from ..core.arguments import positive_seconds
 from ..core.reduce_op import ReduceOp
 from ..core.work import Async, Sync, Timeout, Work
 from ..errors import UsageError
-from .registry import Group, group_rank, groups, member_of
+from .groups import Group, group_rank, groups, member_of
 
 
 class _Immutable(Protocol):

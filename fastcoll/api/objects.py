@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..core.group import ProcessGroup
 from ..core.signature import OBJECT_BYTES, OBJECT_SIZES
 from ..errors import UnavailableError, UsageError
-from .registry import Group, group_rank, member_of
+from .groups import Group, group_rank, member_of
 
 _FAILED = -1
 

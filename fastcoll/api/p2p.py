@@ -13,7 +13,7 @@ from typing import Any
 from ..core.group import ProcessGroup
 from ..core.work import Timeout, Work
 from ..errors import UsageError
-from .registry import Group, group_rank, groups, member_of
+from .groups import Group, group_rank, groups, member_of
 
 
 def send(

@@ -20,9 +20,9 @@ from ..core.work import Timeout
 from ..errors import MismatchError, UnavailableError, UsageError
 from ..rendezvous.waiting import fetch_for
 from .backends import Backend, BackendChoice, load, parse_backend
-from .default_group import current_job
+from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
 from .job import Job
-from .registry import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
+from .world import current_job
 
 _log = logging.getLogger("fastcoll")
 Made = ProcessGroup | NonMember

@@ -235,7 +235,7 @@ def main(task: int, *outcomes: int) -> int:
     """One rank: the function, and what came of it; returns the exit code."""
     from numba import cloudpickle
 
-    from ..api.default_group import world
+    from ..api.world import world
 
     outcome = outcomes[int(os.environ["RANK"])]
     try:

@@ -169,15 +169,15 @@ def _proof() -> tuple[Any, str]:
 
 
 def _registration() -> tuple[Any, str]:
-    from fastcoll.api import default_group
+    from fastcoll.api import world
 
-    return default_group, "join"
+    return world, "join"
 
 
 def _new_group() -> tuple[Any, str]:
-    from fastcoll.api import default_group
+    from fastcoll.api import world
 
-    return default_group.Job, "settle"
+    return world.Job, "settle"
 
 
 # Where a starting rank is killed: right after this function.

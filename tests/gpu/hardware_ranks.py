@@ -19,7 +19,7 @@ import oracle
 
 import fastcoll as dist
 from fastcoll import ReduceOp
-from fastcoll.api.registry import groups
+from fastcoll.api.groups import groups
 from fastcoll.gpu.ipc.limits import HAND_OVER_ABOVE
 
 Array = np.ndarray[Any, Any]

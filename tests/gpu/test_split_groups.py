@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import fastcoll as dist
-from fastcoll.api.registry import groups
+from fastcoll.api.groups import groups
 
 NCCL = "cpu:shm,cuda:nccl"
 

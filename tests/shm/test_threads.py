@@ -10,7 +10,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import MismatchError, ReduceOp
-from fastcoll.api.default_group import current_job
+from fastcoll.api.world import current_job
 from fastcoll.p2p.mailbox import Mailbox
 
 LATE = 0.2

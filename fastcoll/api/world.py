@@ -38,9 +38,9 @@ from ..rendezvous.join import join, registered
 from ..rendezvous.waiting import LateWarning
 from . import backends
 from .backends import BackendChoice, Make, parse_backend
+from .groups import Group, NonMember, groups
 from .job import Job, has_left, times_settled
 from .leaving import ExitHook, close, leave
-from .registry import Group, NonMember, groups
 
 _log = logging.getLogger("fastcoll")
 
