@@ -91,27 +91,26 @@ def meet(init_method: str, rank: int, world_size: int, timeout: float, group_nam
     """
     if has_handler(init_method):
         return _ask(init_method, rank, world_size, timeout)
+    from . import ways  # with sockets
+
     method = parse(init_method, rank, world_size)
-    match method.scheme:
-        case "env":
-            from .ways import meet_by_environment
+    its_rank, size = method.rank, method.world_size
+    if method.scheme == "env":
+        found = ways.meet_by_environment(its_rank, size, timeout)
+    elif method.scheme == "tcp" and not method.is_multicast:
+        source = f"init_method {method.url!r}"
+        found = ways.meet_at_address(method.host, method.port, its_rank, size, timeout, source)
+    elif size is None:
+        raise UsageError(
+            f"init_method {method.url!r} needs the world size: pass world_size=..., or write ?world_size=4 behind "
+            "the URL"
+        )
+    elif method.scheme == "file":
+        found = ways.meet_in_file(method.path, its_rank, size, timeout, group_name)
+    else:
+        from .multicast import meet_by_multicast
 
-            found = meet_by_environment(method.rank, method.world_size, timeout)
-        case "file":
-            from .ways import meet_in_file
-
-            size = _needed_size(method)
-            found = meet_in_file(method.path, method.rank, size, timeout, group_name)
-        case _ if method.is_multicast:
-            from .multicast import meet_by_multicast
-
-            size = _needed_size(method)
-            found = meet_by_multicast(method.host, method.port, method.rank, size, timeout, group_name)
-        case _:
-            from .ways import meet_at_address
-
-            source = f"init_method {method.url!r}"
-            found = meet_at_address(method.host, method.port, method.rank, method.world_size, timeout, source)
+        found = meet_by_multicast(method.host, method.port, its_rank, size, timeout, group_name)
     found.store.set_timeout(timeout)
     return found
 
@@ -131,15 +130,6 @@ def _ask(url: str, rank: int, world_size: int, timeout: float) -> Rendezvous:
     store, rank, world_size = adopted(answer[0]), whole("rank", answer[1]), whole("world_size", answer[2])
     check_rank(rank, world_size)
     return Rendezvous(store, rank, world_size, "", answers)
-
-
-def _needed_size(method: InitMethod) -> int:
-    if method.world_size is None:
-        raise UsageError(
-            f"init_method {method.url!r} needs the world size: pass world_size=..., or write ?world_size=4 behind "
-            "the URL"
-        )
-    return method.world_size
 
 
 @dataclass(frozen=True)
@@ -177,7 +167,7 @@ def parse(url: str, rank: int, world_size: int) -> InitMethod:
         UsageError: an unknown scheme or query, a missing host, port or path, or a rank or world size
             that is out of range or differs between URL and argument.
     """
-    from urllib.parse import urlsplit
+    from urllib.parse import parse_qsl, unquote, urlsplit
 
     try:
         parts = urlsplit(url)
@@ -187,54 +177,36 @@ def parse(url: str, rank: int, world_size: int) -> InitMethod:
     if parts.scheme not in SCHEMES or not url.startswith(f"{parts.scheme}://"):
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise UsageError(f"init_method {url!r} has no known scheme; there are {known}")
-    query = _query(url, parts.query)
-    chosen_rank = _merged(url, "rank", query.get("rank"), None if rank == -1 else rank)
-    chosen_size = _merged(
-        url, "world_size", query.get("world_size"), None if world_size == -1 else world_size
-    )
-    _check(chosen_rank, chosen_size)
-    path = _path(url, parts.netloc, parts.path) if parts.scheme == "file" else ""
+    numbers = {name: number for name, number in (("rank", rank), ("world_size", world_size)) if number != -1}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        _add_number(numbers, url, name, value)
+    chosen_rank, chosen_size = numbers.get("rank"), numbers.get("world_size")
+    # As far as they are known yet.
+    check_rank(chosen_rank or 0, max(chosen_rank or 0, 0) + 1 if chosen_size is None else chosen_size)
+    path = ""
+    if parts.scheme == "file":
+        path = unquote(parts.path)
+        if parts.netloc not in ("", "localhost"):
+            raise UsageError(
+                f"init_method {url!r} names the host {parts.netloc!r}; a path begins with file:///"
+            )
+        if not path.startswith("/") or path.endswith("/"):
+            raise UsageError(
+                f"init_method {url!r} needs the absolute path of a file, as in file:///mnt/nfs/shared"
+            )
     if parts.scheme == "tcp" and (not parts.hostname or port is None):
         raise UsageError(f"init_method {url!r} needs a host and a port, as in tcp://10.1.1.20:23456")
     return InitMethod(url, parts.scheme, chosen_rank, chosen_size, parts.hostname or "", port or 0, path)
 
 
-def _query(url: str, text: str) -> dict[str, int]:
-    from urllib.parse import parse_qsl
-
-    values: dict[str, int] = {}
-    for name, value in parse_qsl(text, keep_blank_values=True):
-        if name not in ("rank", "world_size"):
-            raise UsageError(
-                f"init_method {url!r} has the unknown query {name!r}; rank and world_size are known"
-            )
-        if not value.isdecimal():
-            raise UsageError(f"init_method {url!r}: {name} must be a whole number, got {value!r}")
-        values[name] = int(value)
-    return values
-
-
-def _merged(url: str, name: str, in_url: int | None, given: int | None) -> int | None:
-    if in_url is not None and given is not None and in_url != given:
+def _add_number(numbers: dict[str, int], url: str, name: str, value: str) -> None:
+    """Enter what the URL's query says, which must be what was passed."""
+    if name not in ("rank", "world_size"):
+        raise UsageError(f"init_method {url!r} has the unknown query {name!r}; rank and world_size are known")
+    if not value.isdecimal():
+        raise UsageError(f"init_method {url!r}: {name} must be a whole number, got {value!r}")
+    given = numbers.setdefault(name, int(value))
+    if given != int(value):
         raise UsageError(
-            f"{name}={given} was passed, but init_method {url!r} has {name}={in_url}; drop one of them"
+            f"{name}={given} was passed, but init_method {url!r} has {name}={int(value)}; drop one of them"
         )
-    return in_url if given is None else given
-
-
-def _check(rank: int | None, world_size: int | None) -> None:
-    """Refuse what is out of range, as far as it is known yet."""
-    check_rank(rank or 0, world_size if world_size is not None else max(rank or 0, 0) + 1)
-
-
-def _path(url: str, host: str, quoted: str) -> str:
-    from urllib.parse import unquote
-
-    path = unquote(quoted)
-    if host not in ("", "localhost"):
-        raise UsageError(f"init_method {url!r} names the host {host!r}; a path begins with file:///")
-    if not path.startswith("/") or path.endswith("/"):
-        raise UsageError(
-            f"init_method {url!r} needs the absolute path of a file, as in file:///mnt/nfs/shared"
-        )
-    return path

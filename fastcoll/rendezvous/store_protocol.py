@@ -10,13 +10,13 @@ than the opening is kept before it is right, and nothing longer than a header be
 from __future__ import annotations
 
 import heapq
-import hmac
 import itertools
 import os
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ..errors import StoreError
+from .secret import PROOF_SIZE, is_proof
 from .table import CHANGING, Op, Request, Table
 from .wire import (
     HEADER,
@@ -24,7 +24,6 @@ from .wire import (
     INSTANCE_SIZE,
     MAGIC,
     NONCE_SIZE,
-    PROOF_SIZE,
     PROTOCOL,
     Hello,
     ProtocolError,
@@ -34,7 +33,7 @@ from .wire import (
     check_request_header,
     decode_request,
     encode_frame,
-    proof,
+    prove,
 )
 
 OPENING_SECONDS = 5.0
@@ -156,8 +155,8 @@ class StoreServer:
             raise ProtocolError(f"turned away: {verdict.name.lower()} does not match")
         if self._secret:
             state.stage = Stage.PROVING
-            state.expected_proof = proof(self._secret, Role.CLIENT, client_bytes, server)
-            server += proof(self._secret, Role.SERVER, client_bytes, server)
+            state.expected_proof = prove(self._secret, Role.CLIENT, client_bytes, server)
+            server += prove(self._secret, Role.SERVER, client_bytes, server)
         else:
             _let_in(state)
         self.outbox.append((peer, server))
@@ -181,7 +180,7 @@ class StoreServer:
     def _prove(self, state: _Peer) -> bool:
         if len(state.buffer) < PROOF_SIZE:
             return False
-        if not hmac.compare_digest(_take(state.buffer, PROOF_SIZE), state.expected_proof):
+        if not is_proof(_take(state.buffer, PROOF_SIZE), state.expected_proof):
             raise ProtocolError("does not know the job's secret")
         _let_in(state)
         return True

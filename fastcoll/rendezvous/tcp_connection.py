@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import os
 import socket
 import time
 
 from ..errors import ResourceError, StoreError, StoreTimeoutError
 from .address import CURE, resolve, shown
+from .secret import PROOF_SIZE, is_proof
 from .table import Request
 from .waiting import LateWarning
 from .wire import (
     HEADER,
     HELLO,
     NONCE_SIZE,
-    PROOF_SIZE,
     Hello,
     ProtocolError,
     Role,
@@ -26,7 +25,7 @@ from .wire import (
     decode_answer,
     encode_request,
     frame_length,
-    proof,
+    prove,
 )
 
 # How much longer than the request's own timeout an answer may take before the server counts as stuck.
@@ -98,10 +97,10 @@ class TCPConnection:
         self._check(server, bool(secret))
         self.instance = server.instance
         if secret:
-            expected = proof(secret, Role.SERVER, mine, data)
-            if not hmac.compare_digest(self._receive(PROOF_SIZE, deadline), expected):
+            expected = prove(secret, Role.SERVER, mine, data)
+            if not is_proof(self._receive(PROOF_SIZE, deadline), expected):
                 raise StoreError(_other_secret(self._where))
-            self._send(proof(secret, Role.CLIENT, mine, data), deadline)
+            self._send(prove(secret, Role.CLIENT, mine, data), deadline)
 
     def _check(self, server: Hello, has_secret: bool) -> None:
         if server.verdict is Verdict.FULL:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import selectors
 import socket
 import threading
 import time
-import weakref
 from dataclasses import dataclass
 
 from .address import CURE, adopt_listener, listen, raise_limit, shown
@@ -64,7 +64,6 @@ class TCPServer:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name=f"fastcoll-store-{self.port}", daemon=True)
-        _close_in_forked_children(self)
         self._thread.start()
 
     def close(self, linger: float = 0.0) -> None:
@@ -76,6 +75,11 @@ class TCPServer:
         with contextlib.suppress(OSError):  # the thread may have seen it already, and ended
             self._wake_write.send(b"x")
         self._thread.join()
+        self._wake_write.close()
+
+    def close_inherited(self) -> None:
+        """In a child of fork: close the copies of all descriptors."""
+        self._close_descriptors()
         self._wake_write.close()
 
     def _run(self) -> None:
@@ -244,25 +248,48 @@ def _name(link: _Link) -> str:
         return "a connection that is gone"
 
 
-_servers: weakref.WeakSet[TCPServer] = weakref.WeakSet()
-_hook_installed = False
+_lock = threading.Lock()
+_shared: dict[tuple[str, int], TCPServer] = {}
+_uses: dict[TCPServer, int] = {}
 
 
-def _close_in_forked_children(server: TCPServer) -> None:
-    """See to it that a forked child drops its copies of the server's sockets.
+def serve(host: str, port: int, secret: bytes, share: bool, listening: int | None) -> TCPServer:
+    """A new server, or with `share` this process's earlier one on that port; `release` ends the use."""
+    _watch_forks()
+    with _lock:
+        server = _shared.get((host, port)) if share else None
+        if server is None:
+            server = TCPServer(host, port, secret, listening)
+            if share:
+                _shared[host, server.port] = server
+        _uses[server] = _uses.get(server, 0) + 1
+        return server
 
-    The child has no thread to serve them, and clients would not notice the parent's death while a
-    copy is open.
-    """
-    global _hook_installed
-    _servers.add(server)
-    if not _hook_installed:
-        os.register_at_fork(after_in_child=_drop_inherited)
-        _hook_installed = True
+
+def release(server: TCPServer, linger: float) -> None:
+    """End one use of a server; the last one closes it."""
+    with _lock:
+        _uses[server] -= 1
+        if _uses[server] > 0:
+            return
+        for key in [key for key, value in _shared.items() if value is server]:
+            del _shared[key]
+    server.close(linger)
+    _uses.pop(server, None)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Start anew in children of fork, where the lock may be held. Once a process."""
+    os.register_at_fork(after_in_child=_drop_inherited)
 
 
 def _drop_inherited() -> None:
-    for server in list(_servers):
-        server._close_descriptors()
-        server._wake_write.close()
-    _servers.clear()
+    """Close a forked child's copies of the sockets: no thread serves them there, and clients would not notice the
+    parent's death while a copy is open."""
+    global _lock
+    _lock = threading.Lock()
+    for server in _uses:
+        server.close_inherited()
+    _shared.clear()
+    _uses.clear()

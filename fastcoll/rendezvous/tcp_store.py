@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +15,7 @@ from .store import DEFAULT_TIMEOUT
 from .table import Request
 from .table_store import TableStore
 from .tcp_connection import LostError, TCPConnection, connect
-from .tcp_server import TCPServer
+from .tcp_server import release, serve
 from .wire import Status
 
 _ARRIVED, _ALL_HERE = "fastcoll/workers", "fastcoll/workers/all"
@@ -74,7 +72,7 @@ class TCPStore(TableStore):
         self._idle: list[TCPConnection] = []
         self._busy: set[TCPConnection] = set()
         self._server = (
-            _serve(host_name, port, self._secret, multi_tenant, master_listen_fd) if is_master else None
+            serve(host_name, port, self._secret, multi_tenant, master_listen_fd) if is_master else None
         )
         self.host = host_name
         self.port = port if self._server is None else self._server.port
@@ -107,7 +105,7 @@ class TCPStore(TableStore):
             connection.close()
         server, self._server = self._server, None
         if server is not None:
-            _leave(server, linger)
+            release(server, linger)
 
     def leave(self, linger: float) -> None:
         self.close(linger)
@@ -213,45 +211,3 @@ def _checked_arguments(host: Any, port: Any, world_size: Any, is_master: bool) -
 def _reachable(host: str) -> str:
     """Where to connect to for a server that listens on `host`: not on "all addresses"."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-_shared_lock = threading.Lock()
-_shared: weakref.WeakValueDictionary[tuple[str, int], TCPServer] = weakref.WeakValueDictionary()
-_users: weakref.WeakKeyDictionary[TCPServer, int] = weakref.WeakKeyDictionary()
-
-
-def _serve(host: str, port: int, secret: bytes, share: bool, listening: int | None) -> TCPServer:
-    """A new server, or with `share` this process's earlier one on that port."""
-    _watch_forks()
-    with _shared_lock:
-        server = _shared.get((host, port)) if share else None
-        if server is None:
-            server = TCPServer(host, port, secret, listening)
-            if share:
-                _shared[host, server.port] = server
-        _users[server] = _users.get(server, 0) + 1
-        return server
-
-
-@functools.cache
-def _watch_forks() -> None:
-    """Start anew in children of fork, where no server runs and the lock may be held. Once a process."""
-    os.register_at_fork(after_in_child=_drop_inherited)
-
-
-def _drop_inherited() -> None:
-    global _shared_lock
-    _shared_lock = threading.Lock()
-    _shared.clear()
-    _users.clear()
-
-
-def _leave(server: TCPServer, linger: float) -> None:
-    """End one use of a server; the last one closes it."""
-    with _shared_lock:
-        _users[server] -= 1
-        if _users[server] > 0:
-            return
-        for key in [key for key, value in _shared.items() if value is server]:
-            del _shared[key]
-    server.close(linger)

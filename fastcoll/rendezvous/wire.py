@@ -19,8 +19,6 @@ fields are each a 4-byte length and the bytes. This authenticates; it does not e
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import math
 import struct
 from collections.abc import Sequence
@@ -28,12 +26,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ..config import MOST_SECONDS
+from .secret import proof
 from .table import MAX_ANSWER, MAX_KEY, SHAPES, Op, Request
 
 MAGIC = b"FASTCOLL"
 PROTOCOL = 2
 HELLO = struct.Struct("!8sBBHI32s16s")
-PROOF_SIZE = 32
 NONCE_SIZE = 32
 INSTANCE_SIZE = 16
 HEADER = struct.Struct("!BxHId")
@@ -99,10 +97,9 @@ class Hello:
         return cls(role, nonce, bool(has_secret), Verdict(verdict), protocol, instance)
 
 
-def proof(secret: bytes, role: Role, client_hello: bytes, server_hello: bytes) -> bytes:
+def prove(secret: bytes, role: Role, client_hello: bytes, server_hello: bytes) -> bytes:
     """What the side of `role` sends to prove that it knows `secret`, on this connection only."""
-    label = b"fastcoll store, " + role.name.lower().encode() + b" to peer"
-    return hmac.digest(secret, label + client_hello + server_hello, hashlib.sha256)
+    return proof(secret, f"fastcoll store, {role.name.lower()} to peer", (client_hello, server_hello))
 
 
 def encode_frame(code: int, fields: Sequence[bytes], keys: int = 0, timeout: float = 0.0) -> bytes:

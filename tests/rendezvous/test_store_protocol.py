@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcoll.rendezvous import store_protocol
+from fastcoll.rendezvous.secret import PROOF_SIZE
 from fastcoll.rendezvous.store_protocol import FRAME_SECONDS, OPENING_SECONDS, StoreServer
 from fastcoll.rendezvous.table import SHAPES, Op, Request
 from fastcoll.rendezvous.wire import (
     HEADER,
     HELLO,
     MAX_BODY,
-    PROOF_SIZE,
     Hello,
     ProtocolError,
     Role,
@@ -28,7 +28,7 @@ from fastcoll.rendezvous.wire import (
     decode_request,
     encode_frame,
     encode_request,
-    proof,
+    prove,
 )
 
 SECRET = b"a secret"
@@ -372,27 +372,27 @@ def test_another_protocol_version_is_told_so() -> None:
     assert 1 in wire.dropped
 
 
-def prove(wire: Wire, peer: int, secret: bytes) -> bytes:
+def prove_as_client(wire: Wire, peer: int, secret: bytes) -> bytes:
     """Greet and prove as a client would; what came back after the opening and the server's proof."""
     mine = hello(secret=True)
     wire.connect(peer)
     wire.feed(peer, mine)
     answer = wire.take(peer)
     server, server_proof = answer[: HELLO.size], answer[HELLO.size :]
-    assert server_proof == proof(SECRET, Role.SERVER, mine, server)
-    wire.feed(peer, proof(secret, Role.CLIENT, mine, server))
+    assert server_proof == prove(SECRET, Role.SERVER, mine, server)
+    wire.feed(peer, prove(secret, Role.CLIENT, mine, server))
     return wire.take(peer)
 
 
 def test_who_knows_the_secret_is_let_in() -> None:
     wire = Wire(SECRET)
-    assert prove(wire, 1, SECRET) == b""
+    assert prove_as_client(wire, 1, SECRET) == b""
     assert wire.ask(1, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
 
 
 def test_a_wrong_secret_is_dropped() -> None:
     wire = Wire(SECRET)
-    prove(wire, 1, b"another")
+    prove_as_client(wire, 1, b"another")
     assert "does not know the job's secret" in wire.dropped[1]
 
 
@@ -409,7 +409,7 @@ def test_a_replayed_proof_is_dropped() -> None:
     mine = hello(secret=True)
     wire.connect(1)
     wire.feed(1, mine)
-    recorded = proof(SECRET, Role.CLIENT, mine, wire.take(1)[: HELLO.size])
+    recorded = prove(SECRET, Role.CLIENT, mine, wire.take(1)[: HELLO.size])
     wire.connect(2)
     wire.feed(2, mine)
     wire.feed(2, recorded)

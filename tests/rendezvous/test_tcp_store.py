@@ -16,7 +16,7 @@ import pytest
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.job import free_port
-from fastcoll.rendezvous import TCPStore, store_protocol, tcp_store
+from fastcoll.rendezvous import TCPStore, store_protocol, tcp_server
 from fastcoll.rendezvous.address import listen, port_holder
 from fastcoll.rendezvous.table import Op, Request
 from fastcoll.rendezvous.wire import HEADER, HELLO, Hello, Role, encode_request
@@ -410,7 +410,7 @@ def test_a_master_serves_at_a_socket_that_it_is_given() -> None:
 
 def test_a_forked_child_shares_no_server() -> None:
     """Not its parent's, which no thread serves there, even if the table of servers was locked at the fork."""
-    with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as store, tcp_store._shared_lock:
+    with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as store, tcp_server._lock:
         child = os.fork()
         if child == 0:
             signal.alarm(10)  # ends a child that waits for the lock

@@ -30,9 +30,9 @@ from ...kernels.reduce import Reducer
 from ...p2p.mailbox import Mailbox
 from ...p2p.mailing import Mailing
 from ...rendezvous import Store
+from ..tcp.control import NetMonitor
 from ..tcp.plans.shape import Limits, Shape
 from ..tcp.sizes import sizes_of
-from ..tcp.vigil import NetVigil
 from . import compiled as c
 from .agreement import Meeting, Prepared
 from .execution import Addressed, Execution, are_near
@@ -100,7 +100,7 @@ class MpiGroup(Mailing):
         self._library = library
         self._comm = comm
         self._control = MpiControl(library, comm, _NOTICE)
-        self.monitor = NetVigil(members, comm.rank, self._control)
+        self.monitor = NetMonitor(members, comm.rank, self._control)
         self.monitor.on_failure = self._stop
         self._meeting = Meeting(library, comm, dedicated, _MEET)
         self._requests = Requests(library, dedicated)

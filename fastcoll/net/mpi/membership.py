@@ -24,12 +24,10 @@ from ...core.members import Member
 from ...core.monitor import LEAVING
 from ...errors import StoreTimeoutError, UnavailableError, UsageError
 from ...rendezvous import HashStore, Rendezvous, Store, TCPStore
-from ...rendezvous.address import own_address
+from ...rendezvous.address import make_room, own_address
 from ...rendezvous.assemble import assemble
-from ...rendezvous.descriptors import make_room
 from ...rendezvous.detect import detect
-from ..tcp.control import Control
-from ..tcp.notice import NOTICE_SIZE, Notice, NoticeError
+from ..tcp.control import NOTICE_SIZE, Control, Notice, NoticeError
 from .library import Library, load
 from .requests import Requests
 
