@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.status import AGAIN, DONE, LATER
 from ..net.tcp import mail_words
 from ..net.tcp.mail_channels import MailChannels
-from ..p2p.channels import AGAIN, ANY, DONE, LATER, Ack, Channels, Header
+from ..p2p.channels import ANY, Ack, Channels, Header
 from ..p2p.transfers import Send
 from ..shm import channels as ring_words
 from ..shm import ring_kernels

@@ -15,11 +15,11 @@ import numpy as np
 
 from ..core.monitor import Vigil
 from ..core.operands import LARGEST_TAG
+from ..core.status import DONE, LATER
 from ..interop.arrays import Adopted
 from ..net.tcp.mail import Mail
 from ..net.tcp.mail_channels import MailChannels
 from ..net.tcp.mail_courier import MailCourier
-from ..p2p.channels import DONE, LATER
 from ..p2p.courier import Courier
 from ..p2p.mailbox import Mailbox
 from ..p2p.matching import Message

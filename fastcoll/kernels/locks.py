@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from ..core.status import DONE, LATER
 from .atomics import load_acquire, store_release, swap_if_equal, this_thread
 from .jit import entry, inlined
 from .pyobjects import Index, integer
 
-TAKEN, HELD = 1, 0
-
 
 @entry
 def seize(address: Index) -> int:
-    """Take the lock at an address: TAKEN, or HELD by another."""
-    return TAKEN if swap_if_equal(integer(address), 0, this_thread()) else HELD
+    """Take the lock at an address: DONE, or LATER if another thread holds it."""
+    return DONE if swap_if_equal(integer(address), 0, this_thread()) else LATER
 
 
 @inlined

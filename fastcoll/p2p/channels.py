@@ -14,13 +14,7 @@ from numpy.typing import NDArray
 
 from .transfers import Send
 
-# What a blocking call returns. Below DONE: received from rank -1 - status.
-DONE = 0
-AGAIN = 1  # nothing happened for 50 ms, or the bell rang
-LATER = 3  # the channels are taken; nothing was done
-WORKED = 4  # it took long, and gets on
-REFUSED = 5  # the receiver's array does not fit; the last ack says what it is
-OTHER = 6  # the courier has to go on with it
+# A blocking call returns a number of core/status.py, or one below DONE: received from rank -1 - status.
 
 # The events that `advance` returns. REST: what follows on GO.
 ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE, REST = range(2, 8)

@@ -18,10 +18,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..core.monitor import Vigil
+from ..core.status import AGAIN, DONE, LATER, REFUSED, WORKED
 from ..core.work import Work
 from ..errors import AbortedError, FastcollError, GroupError, NotInitializedError, UsageError
 from ..interop.arrays import Adopted
-from .channels import AGAIN, ANY, DONE, LATER, REFUSED, WORKED, Channels
+from .channels import ANY, Channels
 from .courier import Courier
 from .transfers import Array, Receive, Send, Transfer, kind_of
 

@@ -11,6 +11,7 @@ gathers the others': Rabenseifner's reduce-scatter and all-gather, here through 
 from __future__ import annotations
 
 from ..core import signature
+from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..kernels.atomics import call_reducer
 from ..kernels.copy import copy
 from ..kernels.jit import entry, inlined, kernel, locked_entry
@@ -34,10 +35,6 @@ from .border import (
 from .choosing import is_divided, stage
 from .dividing import divide, narrow, part_of
 from .rounds import (
-    AGAIN,
-    DONE,
-    LATER,
-    WORKED,
     await_all,
     begin,
     close_round,

@@ -12,13 +12,14 @@ of them read when it is complete: the next round waits for that.
 
 from __future__ import annotations
 
+from ..core.status import AGAIN, DIVIDED, DONE
 from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word
 from ..kernels.waiting import wait_for
 from .border import ITEMSIZE, NO_MESSAGE
 from .choosing import take_way
 from .layout import SLOTS
-from .rounds import AGAIN, DIVIDED, DONE, finish, meet, publish, table, ways_at
+from .rounds import finish, meet, publish, table, ways_at
 from .words import (
     CALLS_DIVIDED,
     FINISHED,

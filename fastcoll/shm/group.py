@@ -18,6 +18,7 @@ from ..core.monitor import Wait
 from ..core.operands import Array
 from ..core.operation import Call
 from ..core.reduce_op import ReduceOp
+from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, WORKED
 from ..core.work import Work
 from ..errors import AbortedError, ArrayError, GroupError
 from ..interop.arrays import Adopted
@@ -41,7 +42,7 @@ from .vigil import ShmVigil
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
-_UNDER_WAY = (rounds.AGAIN, rounds.WORKED, rounds.DIVIDED, rounds.MIXED)
+_UNDER_WAY = (AGAIN, WORKED, DIVIDED, MIXED)
 
 
 class ShmGroup(HeadStart):
@@ -121,13 +122,13 @@ class ShmGroup(HeadStart):
     ) -> bool:
         if code in _UNDER_WAY:
             code = self._carry_on(code, entry, args, tags, self.timeout if timeout is None else timeout)
-            if code == rounds.LATER:
+            if code == LATER:
                 raise AbortedError(f"{self._report.doing(entry.name)}: an array was changed meanwhile")
-        if code == rounds.MISMATCH:
+        if code == MISMATCH:
             difference = self._report.mismatch(self._from_all, self.gate.refusal)
             self._context.let_go()
             raise difference
-        return code == rounds.DONE
+        return code == DONE
 
     def _carry_on(self, code: int, entry: Entry, args: tuple[Any, ...], tags: int, limit: float) -> int:
         """Call an entry again until it has an end; returns how it ended."""
@@ -137,14 +138,14 @@ class ShmGroup(HeadStart):
             nonlocal wait
             self._context.words[words.LATE] = context[words.LATE]
             wait = wait or Wait(self.monitor, self._report.doing(entry.name), self._report.late, limit)
-            wait.look() if code == rounds.AGAIN else wait.worked()
+            wait.look() if code == AGAIN else wait.worked()
 
         while code in _UNDER_WAY:
-            if code == rounds.DIVIDED:
+            if code == DIVIDED:
                 self._lanes.run(entry, args, look)
-            elif code != rounds.MIXED:
+            elif code != MIXED:
                 look(code, self._context)
-            how = rounds.HELD if code == rounds.MIXED else rounds.RESUMED
+            how = rounds.HELD if code == MIXED else rounds.RESUMED
             code = entry.call(self._c | tags | how, *args)
         return code
 
@@ -327,7 +328,7 @@ class ShmGroup(HeadStart):
         # A signal handler that closes the group whose call it interrupted would wait for itself.
         turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         free = turn
-        while free and locks.seize.call(self._c + 8 * words.BUSY) == locks.HELD:
+        while free and locks.seize.call(self._c + 8 * words.BUSY) == LATER:
             free = time.monotonic() < deadline
             time.sleep(_POLL_SECONDS)
         self.monitor.leave()

@@ -20,13 +20,14 @@ import threading
 from collections.abc import Callable, Set
 from typing import Any, cast
 
+from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..core.work import ProgressQueue, Work
 from ..errors import AbortedError
 from ..interop.tensors import headers_for, plain_types
 from ..kernels.jit import Entry
 from . import words
 from .context import Context
-from .rounds import AGAIN, DONE, LATER, RESUMED, WORKED
+from .rounds import RESUMED
 from .short import ShortPaths
 
 # Nanoseconds that one wait of a head start may take. With a core for each rank, that core idles meanwhile: as long as

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..core.monitor import Vigil
+from ..core.status import AGAIN, DONE, WORKED
 from ..errors import AbortedError, GroupError
 from ..kernels.jit import Entry
 from . import rounds, words
@@ -27,7 +28,7 @@ from .segment import Segment
 # Bytes that a round has for each rank: a round's waits take as long as copying them.
 _SMALLEST_PIECE = 4 << 10
 _POLL_SECONDS = 1e-4
-_EARLY = (rounds.AGAIN, rounds.WORKED)
+_EARLY = (AGAIN, WORKED)
 
 Look = Callable[[int, Context], None]
 """`look(code, context)`: an entry came back early; raises when going on is hopeless."""
@@ -143,7 +144,7 @@ def drive(entry: Entry, context: Context, args: tuple[Any, ...], look: Look) -> 
     while code in _EARLY:
         look(code, context)
         code = entry.call(context.address | rounds.PREPARED | rounds.RESUMED, *args)
-    if code != rounds.DONE:
+    if code != DONE:
         raise AbortedError(f"{entry.name}: an array was changed meanwhile")
 
 

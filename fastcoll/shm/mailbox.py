@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 
 from ..core.monitor import Vigil
+from ..core.status import DONE
 from ..interop.arrays import Adopted
-from ..p2p.channels import ANY, DONE
+from ..p2p.channels import ANY
 from ..p2p.courier import Courier
 from ..p2p.mailbox import Mailbox as _Mailbox
 from ..p2p.transfers import Array

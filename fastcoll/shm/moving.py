@@ -7,6 +7,7 @@ same slot at once.
 from __future__ import annotations
 
 from ..core import signature
+from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..kernels import matching
 from ..kernels.jit import inlined, kernel, locked_entry
 from ..kernels.pointers import load_word
@@ -30,10 +31,6 @@ from .choosing import hand_out, is_divided, stage
 from .dividing import divide, narrow, part_of
 from .layout import INLINE
 from .rounds import (
-    AGAIN,
-    DONE,
-    LATER,
-    WORKED,
     await_peer,
     begin,
     close_round,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.status import DONE
 from ..kernels import locks, waiting
 from ..kernels.pointers import address_of
 from ..p2p.channels import Ack, Channels, Header
@@ -19,7 +20,7 @@ from .channels import ring_offset
 from .context import BUDGET
 from .layout import Layout
 from .rings import HEAD
-from .rounds import DONE, PREPARED, RESUMED
+from .rounds import PREPARED, RESUMED
 
 
 class RingChannels(Channels):
@@ -63,7 +64,7 @@ class RingChannels(Channels):
         self.table[words.BEHIND] = behind
 
     def seize(self) -> bool:
-        return locks.seize.call(self.address + 8 * words.BUSY) == locks.TAKEN
+        return locks.seize.call(self.address + 8 * words.BUSY) == DONE
 
     def let_go(self) -> None:
         self.table[words.BUSY] = 0

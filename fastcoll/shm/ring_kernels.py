@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from ..core import signature
 from ..core.operands import LARGEST_TAG
+from ..core.status import AGAIN, DONE, LATER, OTHER, REFUSED, WORKED
 from ..kernels.atomics import load_acquire, store_release
 from ..kernels.jit import entry, inlined, kernel, locked_entry
 from ..kernels.locks import seize_unless
 from ..kernels.pointers import load_word, store_word
 from ..kernels.polling import moved, rest
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
-from ..p2p.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, OTHER, REFUSED, TAKEN
+from ..p2p.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, TAKEN
 from ..p2p.transfers import DTYPE_BITS
 from .border import CALL, data_of, description, is_plain, nbytes_of
 from .channels import (
@@ -61,7 +62,7 @@ from .rings import (
     sees_header,
     write_ack,
 )
-from .rounds import AGAIN, DONE, LATER, PREPARED, RESUMED, WORKED, context_of
+from .rounds import PREPARED, RESUMED, context_of
 from .words import SHUT
 
 _MESSAGE = signature.code_of("message")

@@ -26,6 +26,7 @@ belongs to one call at a time, whose thread is named in BUSY from `take` until t
 from __future__ import annotations
 
 from ..core.signature import UNEVEN
+from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED
 from ..kernels.atomics import store_release, swap_if_equal, this_thread
 from ..kernels.jit import inlined, kernel
 from ..kernels.pointers import load_word, store_word
@@ -70,11 +71,6 @@ from .words import (
     TABLES,
     WROTE,
 )
-
-# What an entry returns. AGAIN: it waited long enough; WORKED: it did not wait, but worked long enough. LATER: nothing
-# was done, since the call needs Python's help or another thread's call is under way. DIVIDED: run it on the lanes, then
-# call again. MIXED: some ranks would divide the call and some would not; make it anew, HELD.
-DONE, AGAIN, MISMATCH, LATER, WORKED, DIVIDED, MIXED = range(7)
 
 # An entry takes the context's address with what Python knows about the call in the lowest bits.
 RESUMED = 1  # the call came back with AGAIN before and holds the context

@@ -16,6 +16,7 @@ from typing import Any
 from ..core import signature
 from ..core.group import ProcessGroup
 from ..core.reduce_op import ReduceOp
+from ..core.status import DONE, LATER
 from ..core.work import Work
 from ..interop.arrays import adopt
 from ..interop.tensors import header_of, headers_for, plain_types
@@ -23,7 +24,6 @@ from ..kernels.jit import Entry
 from ..p2p.channels import ANY
 from . import collectives, moving, ring_kernels
 from .mailbox import Mailbox
-from .rounds import DONE, LATER
 
 _all_reduce = collectives.all_reduce
 _reduce = collectives.reduce

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..core.memory import SymmetricMemory
 from ..core.monitor import Vigil, Wait
+from ..core.status import DONE
 from ..errors import (
     AbortedError,
     FastcollError,
@@ -30,7 +31,6 @@ from ..kernels.pointers import address_of
 from . import segment as shared
 from .context import BUDGET, Context
 from .layout import CHANNELS, SymmetricLayout
-from .rounds import DONE
 from .segment import Segment
 from .symmetric_kernels import await_signal, copy_bytes, count_signal
 from .symmetric_table import SymmetricTable

@@ -12,6 +12,7 @@ took as long as the ordinary one.
 from __future__ import annotations
 
 from ..core import signature
+from ..core.status import AGAIN, DONE, WORKED
 from ..kernels.atomics import call_reducer, load_acquire, swap_if_equal
 from ..kernels.copy import copy
 from ..kernels.jit import entry, inlined, kernel
@@ -20,7 +21,7 @@ from ..kernels.pointers import load_word, store_word
 from ..kernels.pyobjects import Index, integer
 from ..kernels.waiting import wait_for
 from .border import CODE, ITEMSIZE, REDUCER
-from .rounds import AGAIN, DONE, WORKED, await_all, close_round, finish, meet, publish, table, time_is_up
+from .rounds import await_all, close_round, finish, meet, publish, table, time_is_up
 from .symmetric_table import ID, START, STRIDE
 from .words import DID, GIVES, RANK, READ, SIZE, SOURCES, WROTE
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from fastcoll import ReduceOp
 from fastcoll.core import signature
+from fastcoll.core.status import AGAIN, DONE, MISMATCH, WORKED
 from fastcoll.kernels import waiting
 from fastcoll.kernels.reduce import reducer
 from fastcoll.net.tcp import engine, words
@@ -148,12 +149,12 @@ class Engines:
             resumed = rank in under_way
             status = self.go_on(rank, prepared) if resumed else self.begin(rank, prepared, arrays)
             under_way.add(rank)
-            if status not in (words.AGAIN, words.WORKED):
+            if status not in (AGAIN, WORKED):
                 under_way.discard(rank)
                 results[rank].append(status)
-                if status == words.MISMATCH:
+                if status == MISMATCH:
                     engine.after_mismatch.call(self.contexts[rank].address)
-                failed = status not in (words.DONE, words.MISMATCH)
+                failed = status not in (DONE, MISMATCH)
                 if failed or len(results[rank]) == len(programs[rank]):
                     waiting_ranks.discard(rank)
             if not waiting_ranks:

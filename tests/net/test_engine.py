@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fastcoll.core.status import AGAIN, DONE, GARBLED, GONE, MISMATCH, WORKED
 from fastcoll.kernels import waiting
 from fastcoll.kernels.sockets import CLOSED
 from fastcoll.net.tcp import engine, words
@@ -16,7 +17,7 @@ def begin(engines: Engines, call: Call, ranks: list[int]) -> list[Part]:
     """The parts of all ranks, of which some have begun."""
     parts = [call.of(engines, rank) for rank in range(engines.size)]
     for rank in ranks:
-        assert engines.begin(rank, parts[rank].prepared, parts[rank].arrays) == words.WORKED
+        assert engines.begin(rank, parts[rank].prepared, parts[rank].arrays) == WORKED
     return parts
 
 
@@ -24,7 +25,7 @@ def sweep(engines: Engines, parts: list[Part], rank: int, turns: int = 100) -> i
     """Let a rank go on until its call is over; the last status."""
     for _ in range(turns):
         status = engines.go_on(rank, parts[rank].prepared)
-        if status not in (words.AGAIN, words.WORKED):
+        if status not in (AGAIN, WORKED):
             break
     return status
 
@@ -38,7 +39,7 @@ def test_nothing_is_given_up_while_a_rank_has_not_come() -> None:
     with Engines(3) as engines:
         parts = begin(engines, Call("all_reduce", 7), [0, 1])
         carry_all(engines)
-        assert sweep(engines, parts, 0) == words.WORKED
+        assert sweep(engines, parts, 0) == WORKED
         numbers = engines.contexts[0].headers()[:, words.NUMBER]
         assert numbers.tolist() == [1, 1, 0]
         assert engines.contexts[0].under_way
@@ -50,13 +51,13 @@ def test_whom_a_sleeping_engine_waits_for_is_known() -> None:
         context.words[words.PATIENT_SWEEPS] = 0
         context.words[words.PATIENCE + waiting.BUDGET] = 1 << 40
         part = Call("barrier", 0).of(engines, 0)
-        assert engines.begin(0, part.prepared, part.arrays) == words.AGAIN
+        assert engines.begin(0, part.prepared, part.arrays) == AGAIN
         assert context.waited_for == [1, 2, 3]
         for rank in (1, 3):
             other = Call("barrier", 0).of(engines, rank)
             engines.begin(rank, other.prepared, other.arrays)
         carry_all(engines)
-        assert engines.go_on(0, part.prepared) == words.AGAIN
+        assert engines.go_on(0, part.prepared) == AGAIN
         assert context.waited_for == [2]
 
 
@@ -71,7 +72,7 @@ def test_a_connection_that_ends_is_named(count: int) -> None:
                 for rank in range(3):
                     sweep(engines, parts, rank, turns=1)
         engines.cut(0, 2)
-        assert sweep(engines, parts, 0, FREE) == words.GONE
+        assert sweep(engines, parts, 0, FREE) == GONE
         assert engines.contexts[0][words.PEER] == 2
         assert engines.contexts[0][words.ERROR] < 0
         assert engines.contexts[0].under_way
@@ -82,11 +83,11 @@ def test_what_a_peer_sent_before_it_ended_counts() -> None:
         parts = begin(engines, Call("all_reduce", 7), [0, 1])
         carry_all(engines)
         engines.cut(0, 1)
-        assert [sweep(engines, parts, rank) for rank in (0, 1)] == [words.DONE] * 2
+        assert [sweep(engines, parts, rank) for rank in (0, 1)] == [DONE] * 2
         assert all(part.is_right() for part in parts)
         late = Call("barrier", 0).of(engines, 0)
         status = engines.begin(0, late.prepared, late.arrays)
-        assert (sweep(engines, [late], 0) if status == words.WORKED else status) == words.GONE
+        assert (sweep(engines, [late], 0) if status == WORKED else status) == GONE
         assert engines.contexts[0][words.ERROR] in (CLOSED, -32)
 
 
@@ -99,7 +100,7 @@ def test_a_header_that_no_rank_sends(word: int, value: int) -> None:
         header[words.NUMBER], header[words.HEAD_CALL] = 1, parts[1].prepared.call
         header[word] = value
         engines.write(1, 0, header.tobytes() + b"x" * max(0, value if value == 3 else 0))
-        assert sweep(engines, parts, 0) == words.GARBLED
+        assert sweep(engines, parts, 0) == GARBLED
         assert engines.contexts[0][words.PEER] == 1
         assert engines.contexts[0].under_way
 
@@ -111,7 +112,7 @@ def test_a_call_that_did_not_match_is_under_way_until_its_headers_are_read() -> 
         for rank, part in enumerate(parts):
             engines.begin(rank, part.prepared, part.arrays)
         carry_all(engines)
-        assert sweep(engines, parts, 0) == words.MISMATCH
+        assert sweep(engines, parts, 0) == MISMATCH
         assert engines.contexts[0].under_way
         engine.after_mismatch.call(engines.contexts[0].address)
         assert not engines.contexts[0].under_way
@@ -125,15 +126,15 @@ def test_bytes_of_the_next_call_are_kept_when_the_calls_differ() -> None:
         for rank, part in enumerate(wrong):
             engines.begin(rank, part.prepared, part.arrays)
         engines.carry(0, 1)
-        assert sweep(engines, wrong, 1) == words.MISMATCH
+        assert sweep(engines, wrong, 1) == MISMATCH
         engine.after_mismatch.call(engines.contexts[1].address)
         engines.begin(1, right[1].prepared, right[1].arrays)
         carry_all(engines)
-        assert sweep(engines, wrong, 0) == words.MISMATCH
+        assert sweep(engines, wrong, 0) == MISMATCH
         engine.after_mismatch.call(engines.contexts[0].address)
         kept = int(engines.contexts[0]._kept[words.HAVE][1])
         assert 0 < kept <= words.header_bytes(2) + 750
         engines.begin(0, right[0].prepared, right[0].arrays)
         carry_all(engines)
-        assert [sweep(engines, right, rank) for rank in (0, 1)] == [words.DONE] * 2
+        assert [sweep(engines, right, rank) for rank in (0, 1)] == [DONE] * 2
         assert all(part.is_right() for part in right)

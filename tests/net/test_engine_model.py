@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.net.tcp import words
+from fastcoll.core.status import DONE, MISMATCH
 from net.engine_calls import OPERATIONS, Call
 from net.engines import Engines
 
@@ -42,11 +42,11 @@ def check(engines: Engines, rounds: Sequence[Sequence[Call]]) -> None:
     before = [[[x.copy() for x in part.arrays] for part in mine] for mine in parts]
     results = engines.run([[(part.prepared, part.arrays) for part in mine] for mine in parts])
     for number, calls in enumerate(rounds):
-        wanted = words.DONE if _match(calls) else words.MISMATCH
+        wanted = DONE if _match(calls) else MISMATCH
         assert [result[number] for result in results] == [wanted] * n, calls
         for rank in range(n):
             part = parts[rank][number]
-            assert part.is_right() if wanted == words.DONE else part.is_untouched(before[rank][number]), (
+            assert part.is_right() if wanted == DONE else part.is_untouched(before[rank][number]), (
                 f"rank {rank}, {calls[rank]}"
             )
     assert engines.nothing_left()

@@ -12,6 +12,7 @@ from together import together
 
 from fastcoll import config
 from fastcoll.core.reduce_op import ReduceOp
+from fastcoll.core.status import DONE
 from fastcoll.errors import (
     AbortedError,
     ArrayError,
@@ -154,7 +155,7 @@ def test_an_exception_after_a_call_is_complete_does_no_harm(monkeypatch: pytest.
 
         def then_interrupted(context: int, *rest: object) -> int:
             code = run(context, *rest)
-            if context & ~words.RESUMED == address and code == words.DONE:
+            if context & ~words.RESUMED == address and code == DONE:
                 raise KeyboardInterrupt
             return code
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fastcoll.core.status import AGAIN, DONE, LATER, MISMATCH, WORKED
 from fastcoll.shm import head_start
 from fastcoll.shm.head_start import BROKEN, FINISHED, GO_ON, HAND_OVER
-from fastcoll.shm.rounds import AGAIN, DONE, LATER, MISMATCH, WORKED
 
 FIRST, SECOND, PROGRESS, ASIDE, CLOSER = THREADS = range(1, 6)
 FREE, HANDED_OVER = 0, -1

@@ -20,8 +20,9 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import AbortedError, UsageError
+from fastcoll.core.status import AGAIN, DONE, LATER, WORKED
 from fastcoll.shm import context, head_start, words
-from fastcoll.shm.rounds import AGAIN, DONE, HELD, LATER, RESUMED, WORKED
+from fastcoll.shm.rounds import HELD, RESUMED
 
 FILES = {module.__file__ for module in (context, head_start)}
 AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # what Python looks at signals after

@@ -8,6 +8,7 @@ It comes back within 50 ms, with its state in the context, whenever it can't go 
 
 from __future__ import annotations
 
+from ...core.status import AGAIN, DONE, WORKED
 from ...kernels.jit import entry, inlined, kernel
 from ...kernels.pointers import load_word, store_word
 from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at, word_at
@@ -17,7 +18,7 @@ from . import words as w
 from .meet import GOES_ON, compare, exchange, forget_frames, keep_rest, list_missing, write_headers
 from .plans.table import FIRST_ARRAY
 from .rows import begin_phase, list_waiting, sweep
-from .words import AGAIN, DONE, IDLE, MEET, RESUMED, RUN, STAGE, WORKED
+from .words import IDLE, MEET, RESUMED, RUN, STAGE
 
 _POLL_MS = 50
 

@@ -21,6 +21,7 @@ from ...core.operands import Array, divide
 from ...core.operation import Call
 from ...core.processes import cores_of
 from ...core.reduce_op import ReduceOp
+from ...core.status import AGAIN, DONE, GARBLED, GONE, MISMATCH, WORKED
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError
 from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
@@ -126,7 +127,7 @@ class TcpGroup(ShortPaths, Mailing):
             if not prepared.ready:
                 self._make_ready(prepared, timeout)
             code = engine.collective.call(self._context.address, prepared.address, arrays)
-            if code != words.DONE:
+            if code != DONE:
                 self._go_on(code, prepared, arrays, timeout)
         except BaseException as error:
             self._torn(error, prepared)
@@ -210,14 +211,14 @@ class TcpGroup(ShortPaths, Mailing):
         """What follows when the engine comes back early."""
         doing = self._doing()
         wait = Wait(self.monitor, doing, self._late, self.timeout if timeout is None else timeout)
-        while code in (words.AGAIN, words.WORKED):
-            wait.look() if code == words.AGAIN else wait.worked()
+        while code in (AGAIN, WORKED):
+            wait.look() if code == AGAIN else wait.worked()
             code = engine.collective.call(self._context.address | words.RESUMED, prepared.address, arrays)
-        if code == words.MISMATCH:
+        if code == MISMATCH:
             raise self._mismatch()
-        if code == words.GONE:
+        if code == GONE:
             self._raise_lost(doing)
-        if code == words.GARBLED:
+        if code == GARBLED:
             peer = self._context[words.PEER]
             raise AbortedError(
                 f"{self.monitor.name(peer)} sent what no rank sends in {doing}; the ranks' libraries or settings "

@@ -12,11 +12,12 @@ from functools import partial
 import numpy as np
 
 from ...core.monitor import Vigil
+from ...core.status import DONE, LATER, UNMINDED
 from ...errors import GroupError
 from ...interop.arrays import Adopted
 from ...kernels.pointers import address_of
 from ...kernels.waiting import IDLE, PATIENCE_WORDS
-from ...p2p.channels import ANY, DONE, LATER
+from ...p2p.channels import ANY
 from ...p2p.mailbox import Mailbox
 from ...p2p.transfers import Array, Receive, kind_of
 from . import mail_answers, mail_kernels
@@ -80,7 +81,7 @@ class Mail(Mailbox):
             status = mail_kernels.send.call(self.wire.address, *arguments)
             if status == DONE:
                 return True
-            if status == mail_kernels.UNMINDED:
+            if status == UNMINDED:
                 self._mind_answers()
                 return True
             if status == LATER:

@@ -9,13 +9,14 @@ can be called again with the same arguments.
 
 from __future__ import annotations
 
+from ...core.status import AGAIN, DONE, LATER, OTHER, REFUSED, UNMINDED, WORKED
 from ...kernels.atomics import store_release
 from ...kernels.jit import entry, inlined, kernel
 from ...kernels.locks import seize_unless
 from ...kernels.pointers import load_word, store_word
 from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at, word_at
 from ...kernels.sockets import READABLE, WRITABLE
-from ...p2p.channels import AGAIN, ANY, DONE, GO, LATER, OTHER, REFUSED, TAKEN, WORKED
+from ...p2p.channels import ANY, GO, TAKEN
 from .mail_answers import defer, note_taken, note_turn, send_deferred, wants_minding
 from .mail_frames import (
     EAGER,
@@ -69,7 +70,6 @@ from .mail_words import (
 RESUMED, ORDERED = 1, 2
 _TAGS = 3
 _LOOK_ELSEWHERE = 16  # tries
-UNMINDED = 8  # what `send` returns when it is DONE, without a tag, and somebody should mind answers
 
 
 @inlined

@@ -18,6 +18,7 @@ frame is the beginning of the peer's next one, and is kept.
 from __future__ import annotations
 
 from ...core.signature import UNEVEN
+from ...core.status import DONE, GARBLED, GONE, MISMATCH
 from ...kernels.copy import copy, move
 from ...kernels.jit import inlined, kernel
 from ...kernels.pointers import load_word, store_word
@@ -27,12 +28,9 @@ from .plans.table import BUFFER, COLUMNS, NBYTES, OFFSET, PEER
 from .words import (
     ATTACHED,
     CALL,
-    DONE,
     ERROR,
     FDS,
     FRAME,
-    GARBLED,
-    GONE,
     HAVE,
     HEAD_ATTACHED,
     HEAD_BALANCE,
@@ -185,10 +183,10 @@ def compare(c, d):
             store_word(c, w.PEER, rank)
             return GARBLED
         if not _agrees(c, d, rank):
-            result = w.MISMATCH
+            result = MISMATCH
         balance += load_word(head, HEAD_BALANCE)
-    if result == w.MISMATCH or balance != 0:
-        return w.MISMATCH
+    if result == MISMATCH or balance != 0:
+        return MISMATCH
     for rank in range(size):
         attached = load_word(_header(c, rank), HEAD_ATTACHED)
         if rank != load_word(c, RANK) and attached != load_word(load_word(d, ATTACHED), rank):

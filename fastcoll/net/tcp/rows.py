@@ -7,6 +7,7 @@ cache. Large rows are divided among the streams to the peer, in the same way on 
 
 from __future__ import annotations
 
+from ...core.status import DONE
 from ...kernels.atomics import call_reducer
 from ...kernels.copy import copy, move
 from ...kernels.jit import inlined, kernel
@@ -30,7 +31,7 @@ from .plans.table import (
     SEND,
     SOURCE,
 )
-from .words import CODE, DONE, FDS, ITEMSIZE, REDUCER, STREAMS
+from .words import CODE, FDS, ITEMSIZE, REDUCER, STREAMS
 
 PIECE = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
 DIVIDED = 128 << 10  # rows from so many bytes on are divided among the streams; plans have up to 256 KiB

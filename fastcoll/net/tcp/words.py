@@ -57,14 +57,6 @@ SIZES = 8  # where everybody sends to everybody: bytes given to each peer, then 
 # ---- stages -------------------------------------------------------------------------------------------
 IDLE, MEET, RUN = 0, 1, 2
 
-# ---- what the engine returns --------------------------------------------------------------------------
-DONE = 0
-AGAIN = 1  # nothing moved for a while
-WORKED = 2  # a while has passed, and data moves
-MISMATCH = 3  # the calls of the ranks differ; all of them see that
-GONE = 4  # the connection to PEER is over
-GARBLED = 5  # PEER has sent what no rank of this group sends
-
 RESUMED = 1  # tag of the context's address: go on with the call under way
 
 
