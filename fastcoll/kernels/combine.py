@@ -13,8 +13,7 @@ from llvmlite import ir
 from numba import types
 
 from ..core.reduce_op import BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
-from .elements import Half
-from .vectors import like, shuffled, splat
+from .elements import Half, like, shuffled, splat
 
 Combine = Callable[[ir.IRBuilder, ir.Value, ir.Value], Any]
 Divide = Callable[..., Any]

@@ -16,10 +16,9 @@ from numba.extending import intrinsic, is_jitted
 from ..core.reduce_op import ReduceOp
 from ..errors import UsageError
 from .combine import Combine
-from .elements import Element, computed_as, element_of, reducer_signature
+from .elements import WORD, Element, computed_as, element_of, reducer_signature
+from .fold import Operands, Registers, Shape, Tile, shapes, stream
 from .jit import c_function, users_function
-from .stream import Operands, Registers, Shape, Tile, shapes, stream
-from .vectors import WORD
 
 
 def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> CFunc:

@@ -10,20 +10,193 @@
 
 An `Element` says it in LLVM's types. Loads and stores claim no alignment: an array may start anywhere, and x86 and Arm
 vectors do not mind.
+
+Halves are widened to float32 exactly and rounded back to nearest-even, every NaN to the one quiet NaN: LLVM may swap
+an addition's operands in one loop and not in another, and x86 hands on the first NaN's sign and payload, so that the
+ranks' bits would differ. Where the processor converts float16 itself (F16C on x86, every 64-bit Arm), LLVM does it;
+elsewhere the same is done with integers, after F. Giesen, https://gist.github.com/rygorous/2156668. bfloat16 always
+goes by integers, as x86's vcvtneps2bf16 flushes subnormals; a vector of them is widened to its even lanes followed by
+its odd ones, as a shift and a mask are cheaper than keeping the order, and rounding undoes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
+from numba.core import config
 from numba.extending import models, register_model
 
-from . import half
-from .vectors import constant, shaped
+# ---- values of several lanes: an LLVM vector or, for one lane, a scalar; what is here takes both ---------
+
+WORD = ir.IntType(64)
+
+
+def shaped(lane: ir.Type, width: int) -> ir.Type:
+    """The type of `width` lanes."""
+    return lane if width == 1 else ir.VectorType(lane, width)
+
+
+def like(lane: ir.Type, value: ir.Value) -> ir.Type:
+    """The type of as many lanes as `value` has."""
+    return ir.VectorType(lane, value.type.count) if isinstance(value.type, ir.VectorType) else lane
+
+
+def constant(number: int, value: ir.Value) -> ir.Constant:
+    """An integer in every lane of a type like `value`'s."""
+    if isinstance(value.type, ir.VectorType):
+        return ir.Constant(value.type, [number] * value.type.count)
+    return ir.Constant(value.type, number)
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, value: ir.Value) -> Any:
+    """A scalar in as many lanes as `value` has."""
+    if not isinstance(value.type, ir.VectorType):
+        return scalar
+    undefined = ir.Constant(like(scalar.type, value), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
+    return shuffled(builder, first, undefined, [0] * value.type.count)
+
+
+def shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> Any:
+    """The named lanes of two vectors, `b`'s counted on from `a`'s."""
+    chosen = list(lanes)
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(chosen)), chosen))
+
+
+# ---- halves as bits --------------------------------------------------------------------------------------
+
+_U16, _U32, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+def converts_in_hardware() -> bool:
+    """Whether code that Numba makes here may use the processor's float16 conversions."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return platform.machine() in ("aarch64", "arm64")
+    if config.CPU_FEATURES is not None:
+        return "+f16c" in config.CPU_FEATURES.split(",")
+    if config.CPU_NAME not in (None, "host"):
+        return False
+    return bool(llvm.get_host_cpu_features().get("f16c", False))
+
+
+def _floats(builder: ir.IRBuilder, bits: ir.Value) -> Any:
+    return builder.bitcast(bits, like(_FLOAT, bits))
+
+
+def _bits(builder: ir.IRBuilder, value: ir.Value) -> Any:
+    return builder.bitcast(value, like(_U32, value))
+
+
+def widen_float16_in_hardware(builder: ir.IRBuilder, bits: ir.Value) -> Any:
+    """float16 bits as a float32, by the processor."""
+    return builder.fpext(builder.bitcast(bits, like(ir.HalfType(), bits)), like(_FLOAT, bits))
+
+
+def round_float16_in_hardware(builder: ir.IRBuilder, value: ir.Value) -> Any:
+    """A float32 rounded to float16 bits, by the processor."""
+    rounded = builder.bitcast(builder.fptrunc(value, like(ir.HalfType(), value)), like(_U16, value))
+    return _or_nan(builder, value, rounded, 0x7E00)
+
+
+_REBIAS = (127 - 15) << 23
+_SMALLEST_NORMAL = (127 - 14) << 23  # 2**-14 as float32 bits; below it float16 is subnormal
+_OVERFLOW = (127 + 16) << 23  # 2**16: from here on it is infinity
+_HALF = 126 << 23  # 0.5: added to a tiny float32 it rounds at float16's last subnormal bit
+_INFINITY = 0x7F800000
+
+
+def widen_float16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
+    """float16 bits as a float32, by integers; NaNs become quiet."""
+    wide = builder.zext(bits, like(_U32, bits))
+
+    def u32(number: int) -> ir.Constant:
+        return constant(number, wide)
+
+    sign = builder.shl(builder.and_(wide, u32(0x8000)), u32(16))
+    body = builder.shl(builder.and_(wide, u32(0x7FFF)), u32(13))
+    normal = builder.add(body, u32(_REBIAS))
+    shifted = _floats(builder, builder.add(body, u32(_SMALLEST_NORMAL)))
+    subnormal = _bits(builder, builder.fsub(shifted, _floats(builder, u32(_SMALLEST_NORMAL))))
+    special = builder.or_(body, u32(_INFINITY))
+    nan = builder.or_(special, u32(0x400000))
+    result = builder.select(builder.icmp_unsigned("<", body, u32(0x400 << 13)), subnormal, normal)
+    result = builder.select(builder.icmp_unsigned(">=", body, u32(0x7C00 << 13)), special, result)
+    result = builder.select(builder.icmp_unsigned(">", body, u32(0x7C00 << 13)), nan, result)
+    return _floats(builder, builder.or_(result, sign))
+
+
+def round_float16(builder: ir.IRBuilder, value: ir.Value) -> Any:
+    """A float32 rounded to float16 bits, by integers."""
+    bits = _bits(builder, value)
+
+    def u32(number: int) -> ir.Constant:
+        return constant(number, bits)
+
+    sign = builder.and_(bits, u32(0x80000000))
+    body = builder.xor(bits, sign)
+    shifted = builder.fadd(_floats(builder, body), _floats(builder, u32(_HALF)))
+    subnormal = builder.sub(_bits(builder, shifted), u32(_HALF))
+    normal = builder.lshr(builder.sub(_rounding_up(builder, body, 13), u32(_REBIAS)), u32(13))
+    result = builder.select(builder.icmp_unsigned("<", body, u32(_SMALLEST_NORMAL)), subnormal, normal)
+    result = builder.select(builder.icmp_unsigned(">=", body, u32(_OVERFLOW)), u32(0x7C00), result)
+    result = builder.or_(result, builder.lshr(sign, u32(16)))
+    return _or_nan(builder, value, builder.trunc(result, like(_U16, value)), 0x7E00)
+
+
+def widen_bfloat16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
+    """bfloat16 bits as a float32."""
+    if not isinstance(bits.type, ir.VectorType):
+        return builder.bitcast(builder.shl(builder.zext(bits, _U32), ir.Constant(_U32, 16)), _FLOAT)
+    pairs = builder.bitcast(bits, ir.VectorType(_U32, bits.type.count // 2))
+    even = builder.shl(pairs, constant(16, pairs))
+    odd = builder.and_(pairs, constant(0xFFFF0000, pairs))
+    return _floats(builder, shuffled(builder, even, odd, range(bits.type.count)))
+
+
+def round_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> Any:
+    """A float32 rounded to bfloat16 bits."""
+    bits = _bits(builder, value)
+    bits = _or_nan(builder, value, _rounding_up(builder, bits, 16), 0x7FC00000)
+    if not isinstance(bits.type, ir.VectorType):
+        return builder.trunc(builder.lshr(bits, constant(16, bits)), _U16)
+    middle, end = bits.type.count // 2, bits.type.count
+    even = shuffled(builder, bits, bits, range(middle))
+    odd = shuffled(builder, bits, bits, range(middle, end))
+    low = builder.lshr(even, constant(16, even))
+    pairs = builder.or_(low, builder.and_(odd, constant(0xFFFF0000, odd)))
+    return builder.bitcast(pairs, ir.VectorType(_U16, end))
+
+
+def _or_nan(builder: ir.IRBuilder, value: ir.Value, rounded: ir.Value, nan: int) -> Any:
+    """`rounded`, or the bits `nan` where `value` is not a number."""
+    return builder.select(builder.fcmp_unordered("uno", value, value), constant(nan, rounded), rounded)
+
+
+def _rounding_up(builder: ir.IRBuilder, bits: ir.Value, dropped: int) -> Any:
+    """`bits` plus what makes dropping the low bits round to nearest, ties to even."""
+    odd = builder.and_(builder.lshr(bits, constant(dropped, bits)), constant(1, bits))
+    return builder.add(bits, builder.add(odd, constant((1 << (dropped - 1)) - 1, bits)))
+
+
+if converts_in_hardware():
+    CONVERSIONS = {
+        "float16": (widen_float16_in_hardware, round_float16_in_hardware),
+        "bfloat16": (widen_bfloat16, round_bfloat16),
+    }
+else:
+    CONVERSIONS = {"float16": (widen_float16, round_float16), "bfloat16": (widen_bfloat16, round_bfloat16)}
+
+WIDTHS = {"float16": 16, "bfloat16": 32}
+"""Numbers that are best converted together: as float32 a register of AVX-512, or the two of the even and odd lanes."""
+
+
+# ---- elements --------------------------------------------------------------------------------------------
 
 _BYTE = ir.IntType(8)
 
@@ -92,8 +265,8 @@ class Element:
 def element_of(element: types.Type) -> Element:
     """The lanes of a numeric type in memory."""
     if isinstance(element, Half):
-        widen, narrow = half.CONVERSIONS[element.format]
-        width = half.WIDTHS[element.format]
+        widen, narrow = CONVERSIONS[element.format]
+        width = WIDTHS[element.format]
         return Element(ir.IntType(16), ir.FloatType(), 2, width, widen=widen, narrow=narrow)
     if isinstance(element, types.Boolean):
         return Element(_BYTE, _BYTE, 1, _REGISTER, widen=_truth)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..core import signature
 from .jit import inlined
-from .pointers import load_word
+from .primitives import load_word
 
 _STEP, _FIRST, _SECOND = map(np.uint64, (signature.STEP, signature.FIRST, signature.SECOND))
 _30, _27, _31, _32 = map(np.uint64, (30, 27, 31, 32))

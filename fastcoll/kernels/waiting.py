@@ -1,18 +1,26 @@
-"""How a kernel waits for a shared word: spin, then yield, then sleep, and back to Python in time.
+"""How a kernel waits for shared words: spin, then yield, then sleep, and back to Python in time; and a word as a lock.
 
-The table `Patience` lives in a group's private context, so that the mode (dedicated cores or
-oversubscribed) is the same for all ranks of the group. A wait that runs out of budget returns False;
-the kernel then returns AGAIN, Python looks at signals, deadlines and dead peers, and calls the kernel
-again, which resumes where it stopped.
+The patience table lies in a group's private context, so that the mode (dedicated cores or oversubscribed) is the same
+for all ranks of the group. A wait that runs out of budget comes back with False, and its entry with AGAIN: Python
+looks at signals, deadlines and dead peers, and calls the entry again, which resumes where it stopped.
+
+`wait_for` waits for one word. Whoever polls several things has one word more in the table, and rests in between:
+
+    turn = 0
+    while not (something moved):
+        if not rest(table, turn):
+            return AGAIN
+        turn += 1
 """
 
 from __future__ import annotations
 
 from numba import types
 
-from .atomics import load_acquire, pause
-from .jit import inlined, kernel
-from .pointers import load_word, store_word
+from ..core.status import DONE, LATER
+from .jit import entry, inlined, kernel
+from .primitives import load_acquire, load_word, pause, store_release, store_word, swap_if_equal, this_thread
+from .pyobjects import Index, integer
 
 # Words of the patience table.
 SPINS = 0  # polls with `pause` before the first yield
@@ -27,7 +35,7 @@ _CLOCK_MONOTONIC = 1
 _SHORT_NAP = 50_000  # ns; Linux adds its timer slack of 50 us, so a late word costs about 0.1 ms
 _LONG_NAP = 1_000_000  # ns; after 20 budgets (1 s): a waiting rank then uses about 2 % of a core
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+yield_core = types.ExternalFunction("sched_yield", types.int32())
 _nanosleep = types.ExternalFunction("nanosleep", types.int32(types.int64, types.int64))
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 
@@ -52,7 +60,7 @@ def wait_slowly(patience, word, want):
     """The part of `wait_for` after spinning; a function of its own so that spinning is inlined."""
     if load_word(patience, IDLE) == 0:
         for _ in range(load_word(patience, YIELDS)):
-            _sched_yield()
+            yield_core()
             if load_acquire(word) >= want:
                 return True
     end = now(patience) + load_word(patience, BUDGET)
@@ -76,3 +84,61 @@ def wait_for(patience, word, want):
             if load_acquire(word) >= want:
                 return True
     return wait_slowly(patience, word, want)
+
+
+# ---- polling -------------------------------------------------------------------------------------------
+
+END = PATIENCE_WORDS  # when the budget of the wait under way is spent
+POLLING_WORDS = PATIENCE_WORDS + 1
+
+
+@kernel
+def doze(table, first):
+    """Sleep for a moment; False when the budget, which begins with the `first` sleep, is spent."""
+    if first:
+        store_word(table, END, now(table) + load_word(table, BUDGET))
+    nap(table)
+    if now(table) < load_word(table, END):
+        return True
+    store_word(table, IDLE, load_word(table, IDLE) + 1)
+    return False
+
+
+@inlined
+def rest(table, turn):
+    """The idle moment number `turn` since something moved; False: go back to Python."""
+    awake = 0 if load_word(table, IDLE) else load_word(table, SPINS) + load_word(table, YIELDS)
+    if turn >= awake:
+        return doze(table, turn == awake)
+    if turn < load_word(table, SPINS):
+        pause()
+    else:
+        yield_core()
+    return True
+
+
+@inlined
+def moved(table):
+    """Something moved: the next wait spins again."""
+    store_word(table, IDLE, 0)
+
+
+# ---- a lock: 0 when free, else the thread that holds it --------------------------------------------------
+
+
+@entry
+def seize(address: Index) -> int:
+    """Take the lock at an address: DONE, or LATER if another thread holds it."""
+    return DONE if swap_if_equal(integer(address), 0, this_thread()) else LATER
+
+
+@inlined
+def seize_unless(lock, word):
+    """Take the lock at an address, unless it is held or the word at another is set; whether it was taken."""
+    if load_acquire(word) != 0 or not swap_if_equal(lock, 0, this_thread()):
+        return False
+    # Whoever held the lock may have set the word since, before letting go.
+    if load_acquire(word) != 0:
+        store_release(lock, 0)
+        return False
+    return True

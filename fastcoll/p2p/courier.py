@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..kernels.pointers import address_of
+from ..kernels.primitives import address_of
 from . import channels as events
 from .channels import MISFIT, TAKEN, Ack, Channels
 from .matching import Book, Message

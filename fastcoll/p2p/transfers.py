@@ -14,7 +14,7 @@ from ..core.monitor import Vigil, Wait
 from ..core.operands import OBJECTS_TAG
 from ..core.work import Work
 from ..errors import MismatchError
-from ..kernels.pointers import address_of
+from ..kernels.primitives import address_of
 
 if TYPE_CHECKING:
     from ..interop.arrays import Adopted

@@ -12,7 +12,7 @@ each goes from 0 to its value once, so a half-written entry is one that does not
 from __future__ import annotations
 
 from ..kernels.jit import inlined, kernel
-from ..kernels.pointers import load_word, store_word
+from ..kernels.primitives import load_word, store_word
 from ..kernels.pyobjects import (
     ALIGNED,
     CONTIGUOUS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kernels.polling import POLLING_WORDS
+from ..kernels.waiting import POLLING_WORDS
 from .choosing import choosing_words
 from .layout import Layout
 

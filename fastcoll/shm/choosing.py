@@ -25,10 +25,9 @@ WAYS further on. That does concern the peers, so a call's line tells it, and tho
 
 from __future__ import annotations
 
-from ..kernels.clock import ticks
 from ..kernels.copy import copy, stream
 from ..kernels.jit import inlined, kernel
-from ..kernels.pointers import load_word, store_word
+from ..kernels.primitives import load_word, store_word, ticks
 
 LAG, WAY, ROW, NBYTES, STARTED, SPENT, TOOK, LAST_ROW, LAST_WAY, ROWS = range(10)
 

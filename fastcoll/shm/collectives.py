@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
-from ..kernels.atomics import call_reducer
 from ..kernels.copy import copy
 from ..kernels.jit import entry, inlined, kernel, locked_entry
 from ..kernels.matching import shape_of
-from ..kernels.pointers import load_word, store_word
+from ..kernels.primitives import call_reducer, load_word, store_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from .border import (
     CALL,

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import AbortedError
 from ..kernels import waiting
-from ..kernels.pointers import address_of
+from ..kernels.primitives import address_of
 from . import words
 from .border import MEMO_PROBES, WHAT_WORDS, memo_place
 from .layout import ONE_SHOT_LIMIT, Layout

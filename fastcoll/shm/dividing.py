@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from ..core.status import AGAIN, DIVIDED, DONE
 from ..kernels.jit import inlined, kernel
-from ..kernels.pointers import load_word, store_word
+from ..kernels.primitives import load_word, store_word
 from ..kernels.waiting import wait_for
 from .border import ITEMSIZE, NO_MESSAGE
 from .choosing import take_way

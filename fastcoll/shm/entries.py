@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..kernels import locks
+from ..kernels import waiting
 from ..kernels.jit import Entry
 from . import collectives, moving, ring_kernels, symmetric_kernels
 
 ENTRIES: tuple[Entry, ...] = (
-    locks.seize,
+    waiting.seize,
     collectives.barrier,
     collectives.all_reduce,
     collectives.reduce,

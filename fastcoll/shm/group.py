@@ -22,7 +22,7 @@ from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, WORKED
 from ..core.work import Work
 from ..errors import AbortedError, ArrayError, GroupError
 from ..interop.arrays import Adopted
-from ..kernels import locks
+from ..kernels import waiting
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
 from ..p2p.transfers import kind_of
@@ -328,7 +328,7 @@ class ShmGroup(HeadStart):
         # A signal handler that closes the group whose call it interrupted would wait for itself.
         turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         free = turn
-        while free and locks.seize.call(self._c + 8 * words.BUSY) == LATER:
+        while free and waiting.seize.call(self._c + 8 * words.BUSY) == LATER:
             free = time.monotonic() < deadline
             time.sleep(_POLL_SECONDS)
         self.monitor.leave()

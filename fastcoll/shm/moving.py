@@ -10,7 +10,7 @@ from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..kernels import matching
 from ..kernels.jit import inlined, kernel, locked_entry
-from ..kernels.pointers import load_word
+from ..kernels.primitives import load_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from .border import (
     CALL,

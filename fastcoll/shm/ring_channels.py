@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.status import DONE
-from ..kernels import locks, waiting
-from ..kernels.pointers import address_of
+from ..kernels import waiting
+from ..kernels.primitives import address_of
 from ..p2p.channels import Ack, Channels, Header
 from ..p2p.transfers import Send
 from . import channels as words
@@ -64,7 +64,7 @@ class RingChannels(Channels):
         self.table[words.BEHIND] = behind
 
     def seize(self) -> bool:
-        return locks.seize.call(self.address + 8 * words.BUSY) == DONE
+        return waiting.seize.call(self.address + 8 * words.BUSY) == DONE
 
     def let_go(self) -> None:
         self.table[words.BUSY] = 0

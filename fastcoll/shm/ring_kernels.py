@@ -11,12 +11,10 @@ from __future__ import annotations
 from ..core import signature
 from ..core.operands import LARGEST_TAG
 from ..core.status import AGAIN, DONE, LATER, OTHER, REFUSED, WORKED
-from ..kernels.atomics import load_acquire, store_release
 from ..kernels.jit import entry, inlined, kernel, locked_entry
-from ..kernels.locks import seize_unless
-from ..kernels.pointers import load_word, store_word
-from ..kernels.polling import moved, rest
+from ..kernels.primitives import load_acquire, load_word, store_release, store_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
+from ..kernels.waiting import moved, rest, seize_unless
 from ..p2p.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, TAKEN
 from ..p2p.transfers import DTYPE_BITS
 from .border import CALL, data_of, description, is_plain, nbytes_of

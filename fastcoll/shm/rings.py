@@ -25,10 +25,9 @@ channels.py, from which everything is resumable.
 
 from __future__ import annotations
 
-from ..kernels.atomics import load_acquire, store_release
 from ..kernels.copy import copy, prefetch, prefetch_to_write, stream
 from ..kernels.jit import inlined, kernel
-from ..kernels.pointers import load_word, store_word
+from ..kernels.primitives import load_acquire, load_word, store_release, store_word
 from .channels import (
     ACK_KIND,
     ACK_NBYTES,

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 from ..core.signature import UNEVEN
 from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED
-from ..kernels.atomics import store_release, swap_if_equal, this_thread
 from ..kernels.jit import inlined, kernel
-from ..kernels.pointers import load_word, store_word
+from ..kernels.primitives import load_word, store_release, store_word, swap_if_equal, this_thread
 from ..kernels.waiting import BUDGET, IDLE, now, wait_for
 from .choosing import (
     LAG,

@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..interop.arrays import Array
 from ..kernels import waiting
-from ..kernels.pointers import address_of
+from ..kernels.primitives import address_of
 from . import segment as shared
 from .context import BUDGET, Context
 from .layout import CHANNELS, SymmetricLayout

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from ..core import signature
 from ..core.status import AGAIN, DONE, WORKED
-from ..kernels.atomics import call_reducer, load_acquire, swap_if_equal
 from ..kernels.copy import copy
 from ..kernels.jit import entry, inlined, kernel
 from ..kernels.matching import weigh
-from ..kernels.pointers import load_word, store_word
+from ..kernels.primitives import call_reducer, load_acquire, load_word, store_word, swap_if_equal
 from ..kernels.pyobjects import Index, integer
 from ..kernels.waiting import wait_for
 from .border import CODE, ITEMSIZE, REDUCER

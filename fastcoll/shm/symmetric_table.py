@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.atomics import load_acquire
 from ..kernels.jit import kernel
-from ..kernels.pointers import address_of, load_word
+from ..kernels.primitives import address_of, load_acquire, load_word
 from .words import SYMMETRIC
 
 START, NBYTES, ID, STRIDE = range(4)

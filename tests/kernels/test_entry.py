@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from fastcoll.kernels import pyobjects
-from fastcoll.kernels.atomics import swap_if_equal, this_thread
 from fastcoll.kernels.jit import entry
-from fastcoll.kernels.pointers import address_of, load_word
+from fastcoll.kernels.primitives import address_of, load_word, swap_if_equal, this_thread
 from fastcoll.kernels.pyobjects import Index, PyObject, half_word_at, integer, object_at, word_at
 
 

@@ -9,21 +9,21 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fastcoll.kernels import half
-from fastcoll.kernels.vectors import shaped
+from fastcoll.kernels import elements
+from fastcoll.kernels.elements import shaped
 
 FLOAT16 = np.dtype("float16")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SINGLE = np.dtype(np.float32)
 CONVERSIONS = [
-    pytest.param(FLOAT16, half.widen_float16, half.round_float16, id="float16"),
-    pytest.param(BFLOAT16, half.widen_bfloat16, half.round_bfloat16, id="bfloat16"),
+    pytest.param(FLOAT16, elements.widen_float16, elements.round_float16, id="float16"),
+    pytest.param(BFLOAT16, elements.widen_bfloat16, elements.round_bfloat16, id="bfloat16"),
     pytest.param(
         FLOAT16,
-        half.widen_float16_in_hardware,
-        half.round_float16_in_hardware,
+        elements.widen_float16_in_hardware,
+        elements.round_float16_in_hardware,
         id="float16-hardware",
-        marks=pytest.mark.skipif(not half.converts_in_hardware(), reason="this processor has no F16C"),
+        marks=pytest.mark.skipif(not elements.converts_in_hardware(), reason="this processor has no F16C"),
     ),
 ]
 
@@ -126,8 +126,8 @@ def test_every_nan_becomes_the_same_nan(dtype, widen, round_, width):
     ],
 )
 def test_hardware_is_used_where_compiled_code_may(monkeypatch, machine, name, features, host, answer):
-    monkeypatch.setattr(half.platform, "machine", lambda: machine)
-    monkeypatch.setattr(half.config, "CPU_NAME", name)
-    monkeypatch.setattr(half.config, "CPU_FEATURES", features)
-    monkeypatch.setattr(half.llvm, "get_host_cpu_features", lambda: host)
-    assert half.converts_in_hardware() is answer
+    monkeypatch.setattr(elements.platform, "machine", lambda: machine)
+    monkeypatch.setattr(elements.config, "CPU_NAME", name)
+    monkeypatch.setattr(elements.config, "CPU_FEATURES", features)
+    monkeypatch.setattr(elements.llvm, "get_host_cpu_features", lambda: host)
+    assert elements.converts_in_hardware() is answer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fastcoll.core import signature
 from fastcoll.kernels import matching
 from fastcoll.kernels.jit import entry
-from fastcoll.kernels.pointers import address_of
+from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
 
 NBYTES = st.one_of(st.integers(-1, 9), st.integers(-1, 1 << 48))

@@ -14,7 +14,7 @@ from numba.core import config
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.kernels import custom, jit, reduce
 from fastcoll.kernels.elements import Half, element_of, reducer_signature
-from fastcoll.kernels.stream import FEW, TILE, shapes
+from fastcoll.kernels.fold import FEW, TILE, shapes
 
 needs_vectors = pytest.mark.skipif(
     config.CPU_NAME is not None, reason="NUMBA_CPU_NAME may name a processor without vectors"

@@ -12,7 +12,7 @@ import pytest
 import fastcoll as dist
 from fastcoll import ArrayError, ReduceOp, UsageError
 from fastcoll.kernels.jit import entry
-from fastcoll.kernels.pointers import address_of
+from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 from fastcoll.shm import words
 from fastcoll.shm.border import MEMO_PROBES, description, memo_place

@@ -10,7 +10,7 @@ import pytest
 import fastcoll as dist
 from fastcoll.core import signature
 from fastcoll.kernels.jit import entry
-from fastcoll.kernels.pointers import address_of
+from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
 from fastcoll.shm import choosing, words
 

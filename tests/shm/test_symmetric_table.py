@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fastcoll.kernels.jit import entry
-from fastcoll.kernels.pointers import address_of
+from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
 from fastcoll.shm.layout import CHANNELS, LINE, PAGE, SymmetricLayout
 from fastcoll.shm.symmetric_table import ID, STRIDE, SymmetricTable, find_row

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ...interop.arrays import Adopted, Array
-from ...kernels.pointers import address_of
+from ...kernels.primitives import address_of
 from ...p2p.courier import Courier
 from ...p2p.matching import Message
 from ...p2p.transfers import Receive

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.status import AGAIN, DONE, LATER, OTHER, REFUSED
-from ...kernels.pointers import address_of
+from ...kernels.primitives import address_of
 from ...p2p.channels import ACKED, ANY, ARRIVED, ENTERED, HEADER, TAKEN, Ack, Channels, Header
 from ...p2p.transfers import Send
 from . import compiled as words

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...core.reduce_op import ReduceOp
-from ...kernels.pointers import address_of
+from ...kernels.primitives import address_of
 from ...kernels.reduce import Reducer, reducer
 from . import compiled
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...core.operands import Array
 from ...kernels import waiting
-from ...kernels.pointers import address_of
+from ...kernels.primitives import address_of
 from . import words
 from .dissemination import dissemination
 from .plans.shape import MEET_RANKS, Limits, default_limits

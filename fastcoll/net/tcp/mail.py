@@ -15,7 +15,7 @@ from ...core.monitor import Vigil
 from ...core.status import DONE, LATER, UNMINDED
 from ...errors import GroupError
 from ...interop.arrays import Adopted
-from ...kernels.pointers import address_of
+from ...kernels.primitives import address_of
 from ...kernels.waiting import IDLE, PATIENCE_WORDS
 from ...p2p.channels import ANY
 from ...p2p.mailbox import Mailbox

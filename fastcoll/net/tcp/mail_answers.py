@@ -15,9 +15,15 @@ and 7.4, 32 KiB 21.4 and 17.3 (AMD EPYC).
 from __future__ import annotations
 
 from ...core.status import AGAIN, DONE
-from ...kernels.atomics import load_acquire, store_release, swap_if_equal, this_thread
 from ...kernels.jit import entry, inlined, kernel
-from ...kernels.pointers import load_word, store_word
+from ...kernels.primitives import (
+    load_acquire,
+    load_word,
+    store_release,
+    store_word,
+    swap_if_equal,
+    this_thread,
+)
 from ...kernels.pyobjects import Index, integer
 from ...kernels.waiting import nap, now
 from ...p2p.channels import TAKEN

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ...core.monitor import Vigil
 from ...core.status import DONE
 from ...errors import AbortedError, GroupError, PeerDiedError
-from ...kernels import locks, waiting
-from ...kernels.pointers import address_of
+from ...kernels import waiting
+from ...kernels.primitives import address_of
 from ...kernels.sockets import CLOSED
 from ...p2p.channels import Ack, Channels, Header
 from ...p2p.transfers import Send
@@ -193,7 +193,7 @@ class MailChannels(Channels):
         self.table[words.BEHIND] = behind
 
     def seize(self) -> bool:
-        if locks.seize.call(self.address + 8 * words.BUSY) != DONE:
+        if waiting.seize.call(self.address + 8 * words.BUSY) != DONE:
             return False
         if self.table[words.DEFERRED] and mail_answers.flush.call(self.address) != DONE:
             self.let_go()

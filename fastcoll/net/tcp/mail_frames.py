@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from ...kernels.copy import copy, move
 from ...kernels.jit import inlined, kernel
-from ...kernels.pointers import load_word, store_word
+from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import receive_some, send_some
 from ...p2p.channels import GO, TAKEN
 from .mail_words import (

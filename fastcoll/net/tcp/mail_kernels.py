@@ -10,12 +10,11 @@ can be called again with the same arguments.
 from __future__ import annotations
 
 from ...core.status import AGAIN, DONE, LATER, OTHER, REFUSED, UNMINDED, WORKED
-from ...kernels.atomics import store_release
 from ...kernels.jit import entry, inlined, kernel
-from ...kernels.locks import seize_unless
-from ...kernels.pointers import load_word, store_word
+from ...kernels.primitives import load_word, store_release, store_word
 from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at, word_at
 from ...kernels.sockets import READABLE, WRITABLE
+from ...kernels.waiting import seize_unless
 from ...p2p.channels import ANY, GO, TAKEN
 from .mail_answers import defer, note_taken, note_turn, send_deferred, wants_minding
 from .mail_frames import (

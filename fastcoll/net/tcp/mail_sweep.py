@@ -6,9 +6,8 @@ the rest one poll(2) says which connections are ready.
 
 from __future__ import annotations
 
-from ...kernels.atomics import load_acquire
 from ...kernels.jit import inlined, kernel
-from ...kernels.pointers import load_word, store_word
+from ...kernels.primitives import load_acquire, load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, wait_ready
 from ...kernels.waiting import BUDGET, now
 from ...p2p.channels import ACK_SPACE, ACKED, ARRIVED, ENTERED, HEADER, TAKEN

@@ -21,7 +21,7 @@ from ...core.signature import UNEVEN
 from ...core.status import DONE, GARBLED, GONE, MISMATCH
 from ...kernels.copy import copy, move
 from ...kernels.jit import inlined, kernel
-from ...kernels.pointers import load_word, store_word
+from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some
 from . import words as w
 from .plans.table import BUFFER, COLUMNS, NBYTES, OFFSET, PEER

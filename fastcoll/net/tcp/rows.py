@@ -8,10 +8,9 @@ cache. Large rows are divided among the streams to the peer, in the same way on 
 from __future__ import annotations
 
 from ...core.status import DONE
-from ...kernels.atomics import call_reducer
 from ...kernels.copy import copy, move
 from ...kernels.jit import inlined, kernel
-from ...kernels.pointers import load_word, store_word
+from ...kernels.primitives import call_reducer, load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some
 from . import words as w
 from .meet import GOES_ON, gone

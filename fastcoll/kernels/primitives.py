@@ -1,25 +1,57 @@
-"""Shared words: loads, stores and fences that the compiler may not move, on 64-bit words at integer addresses.
+"""What kernels are made of: words at integer addresses, shared or private, calls by address, the processor's clock.
 
-Every word that another process writes goes through `load_acquire`; every word that publishes data goes
-through `store_release`. LLVM hoists plain loads out of spin loops. Addresses must be multiples of 8.
+Kernels take addresses only, so one compiled kernel serves every dtype. LLVM hoists plain loads out of spin loops, so
+every word that another process writes goes through `load_acquire`, and every word that publishes data through
+`store_release`. Addresses must be multiples of 8.
 """
 
 from __future__ import annotations
 
 import platform
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .jit import inlined
+from .pyobjects import word_at
 
 _WORD = ir.IntType(64)
 
 
 def _pointer(builder, address):
     return builder.inttoptr(address, _WORD.as_pointer())
+
+
+@intrinsic
+def _store(typing_context, address, value):
+    def emit(context, builder, signature, args):
+        builder.store(args[1], _pointer(builder, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@inlined
+def load_word(base, index):
+    """Word `index` of the private int64 table at address `base`."""
+    return word_at(base + 8 * index)
+
+
+@inlined
+def store_word(base, index, value):
+    """Write word `index` of the private int64 table at address `base`."""
+    _store(base + 8 * index, value)
+
+
+def address_of(x: np.ndarray) -> int:
+    """The address of `x`'s first element."""
+    return int(x.ctypes.data)
+
+
+# ---- shared words ---------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -78,6 +110,9 @@ def pause(typing_context):
     return types.void(), emit
 
 
+# ---- calls by address, and the clock ---------------------------------------------------------------------
+
+
 @intrinsic
 def call_reducer(typing_context, function, op, dst, srcs, n, count):
     """Call the compiled reducer at address `function` (see kernels/reduce.py) with the other arguments."""
@@ -88,3 +123,27 @@ def call_reducer(typing_context, function, op, dst, srcs, n, count):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), emit
+
+
+@intrinsic
+def call_foreign(typing_context, function, a, b, c):
+    """Call `int function(void *a, void *b, void *c)`; an address and an int64 are passed alike."""
+
+    def emit(context, builder, signature, args):
+        kind = ir.FunctionType(ir.IntType(32), [_WORD] * 3)
+        result = builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return builder.sext(result, _WORD)
+
+    return types.int64(*[types.int64] * 4), emit
+
+
+@intrinsic
+def ticks(typing_context):
+    """The time now, in ticks since some moment; takes about 10 ns."""
+
+    def emit(context, builder, signature, args):
+        kind = ir.FunctionType(ir.IntType(64), [])
+        read = cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter")
+        return builder.call(read, [])
+
+    return types.int64(), emit
