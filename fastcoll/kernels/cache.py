@@ -116,6 +116,12 @@ class _Files(IndexDataCacheFile):
     Numba writes the index first; another process may read the old code in between.
     """
 
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except (AttributeError, ImportError):  # of a version whose types lay elsewhere
+            return {}
+
     def _save_data(self, name: str, data: Any) -> None:
         super()._save_data(name, (self._source_stamp, data))
 

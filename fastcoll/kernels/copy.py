@@ -7,20 +7,18 @@ reading another core's dirty lines is slow, and for arrays that are larger than 
 
 from __future__ import annotations
 
-import platform
-
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from .jit import inlined, kernel
+from .jit import inlined, instruction, kernel, llvm_function
+from .primitives import HALF_WORD, IS_X86, WORD, pointer
 
 LINE = 64
 
 _memcpy = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 _memmove = types.ExternalFunction("memmove", types.int64(types.int64, types.int64, types.int64))
-_VECTOR = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
+_BYTE = ir.IntType(8)
+_VECTOR = ir.VectorType(WORD, LINE // 8)
 
 
 @inlined
@@ -37,64 +35,41 @@ def move(dst, src, nbytes):
 
 
 def _emit_prefetch(builder, address, write):
-    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    to_all_caches, data = ir.Constant(word, 3), ir.Constant(word, 1)
-    builder.call(prefetch, [builder.inttoptr(address, byte), ir.Constant(word, write), to_all_caches, data])
+    kinds = [_BYTE.as_pointer(), *[HALF_WORD] * 3]
+    fetch = llvm_function(builder, "llvm.prefetch.p0i8", ir.VoidType(), *kinds)
+    to_all_caches, data = HALF_WORD(3), HALF_WORD(1)
+    builder.call(fetch, [pointer(builder, address, _BYTE), HALF_WORD(write), to_all_caches, data])
 
 
-@intrinsic
-def prefetch(typing_context, address):
+@instruction(types.void)
+def prefetch(builder, address):
     """Begin to fetch the cache line at an address, any address, which will be read soon."""
-
-    def emit(context, builder, signature, args):
-        _emit_prefetch(builder, args[0], 0)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
+    _emit_prefetch(builder, address, 0)
 
 
-@intrinsic
-def prefetch_to_write(typing_context, address):
+@instruction(types.void)
+def prefetch_to_write(builder, address):
     """Begin to take the cache line at an address, any address, from other cores: it will be written soon."""
-
-    def emit(context, builder, signature, args):
-        _emit_prefetch(builder, args[0], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
+    _emit_prefetch(builder, address, 1)
 
 
-@intrinsic
-def _stream_line(typing_context, dst, src):
+@instruction(types.void)
+def _stream_line(builder, dst, src):
     """Copy LINE bytes past the caches to `dst`, a multiple of LINE."""
-
-    def emit(context, builder, signature, args):
-        line = builder.load(builder.inttoptr(args[1], _VECTOR))
-        line.align = 1
-        store = builder.store(line, builder.inttoptr(args[0], _VECTOR))
-        store.align = LINE
-        one = ir.Constant(ir.IntType(32), 1)
-        store.set_metadata("nontemporal", builder.module.add_metadata([one]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    line = builder.load(pointer(builder, src, _VECTOR))
+    line.align = 1
+    store = builder.store(line, pointer(builder, dst, _VECTOR))
+    store.align = LINE
+    store.set_metadata("nontemporal", builder.module.add_metadata([HALF_WORD(1)]))
 
 
-@intrinsic
-def _streamed(typing_context):
+@instruction(types.void)
+def _streamed(builder):
     """Order non-temporal stores before all later ones, which on x86 a release store alone does not."""
-
-    def emit(context, builder, signature, args):
-        if platform.machine() in ("x86_64", "AMD64"):
-            fence = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, fence, "llvm.x86.sse.sfence"), [])
-        else:
-            builder.fence("release")
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    if IS_X86:
+        builder.call(llvm_function(builder, "llvm.x86.sse.sfence", ir.VoidType()), [])
+    else:
+        builder.fence("release")
 
 
 @kernel

@@ -19,11 +19,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import numba
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
+from numba.extending import intrinsic
 
 from .cache import KernelCache, Telling
 from .pyobjects import index, pyobject
@@ -87,9 +90,7 @@ class Linked(CPUDispatcher):
 
     def get_call_template(self, args, kws):
         plain = types.unliteral
-        return super().get_call_template(
-            tuple(map(plain, args)), {name: plain(kind) for name, kind in kws.items()}
-        )
+        return super().get_call_template(tuple(map(plain, args)), {k: plain(v) for k, v in kws.items()})
 
     def add_overload(self, cres):
         self.overloads[tuple(cres.signature.args)] = cres  # and nothing for Python to call
@@ -117,6 +118,34 @@ def kernel(function: Callable[..., Any]) -> Any:
 def users_function(function: Callable[..., Any]) -> Any:
     """What a user wrote, to be part of a kernel; it may use all of Numba."""
     return numba.njit(**_FLAGS, forceinline=True, no_cfunc_wrapper=True)(function)
+
+
+def instruction(returns: types.Type) -> Callable[[Callable[..., Any]], Any]:
+    """A helper of int64 arguments, whose LLVM instructions the decorated `emit(builder, *values)` adds."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        signature = inspect.signature(emit)
+        made = returns(*[types.int64] * (len(signature.parameters) - 1))
+
+        def define(typing_context, *args):
+            def generate(context, builder, signature, values):
+                value = emit(builder, *values)
+                return context.get_dummy_value() if value is None else value
+
+            return made, generate
+
+        define.__signature__ = signature  # type: ignore[attr-defined]  # Numba folds a call's arguments by it
+        return intrinsic(define)
+
+    return decorate
+
+
+def llvm_function(builder: ir.IRBuilder, name: str, returns: ir.Type, *kinds: ir.Type) -> Any:
+    """One of LLVM's own functions."""
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(returns, kinds), name)
+
+
+# ---- what Python calls -----------------------------------------------------------------------------------
 
 
 class Entry:

@@ -12,26 +12,36 @@ import platform
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from .jit import inlined
-from .pyobjects import word_at
+from .jit import inlined, instruction, llvm_function
 
-_WORD = ir.IntType(64)
+WORD = ir.IntType(64)
+HALF_WORD = ir.IntType(32)
 
 
-def _pointer(builder, address):
-    return builder.inttoptr(address, _WORD.as_pointer())
+def pointer(builder: ir.IRBuilder, address: ir.Value, lane: ir.Type = WORD) -> ir.Value:
+    """An address as LLVM's pointer to a type."""
+    return builder.inttoptr(address, lane.as_pointer())
 
 
-@intrinsic
-def _store(typing_context, address, value):
-    def emit(context, builder, signature, args):
-        builder.store(args[1], _pointer(builder, args[0]))
-        return context.get_dummy_value()
+# ---- private words --------------------------------------------------------------------------------------
 
-    return types.void(types.int64, types.int64), emit
+
+@instruction(types.int64)
+def word_at(builder, address):
+    """The 64-bit field at an address."""
+    return builder.load(pointer(builder, address))
+
+
+@instruction(types.int64)
+def half_word_at(builder, address):
+    """The 32-bit field at an address, without its sign."""
+    return builder.zext(builder.load(pointer(builder, address, HALF_WORD)), WORD)
+
+
+@instruction(types.void)
+def _store(builder, address, value):
+    builder.store(value, pointer(builder, address))
 
 
 @inlined
@@ -54,36 +64,23 @@ def address_of(x: np.ndarray) -> int:
 # ---- shared words ---------------------------------------------------------------------------------------
 
 
-@intrinsic
-def load_acquire(typing_context, address):
+@instruction(types.int64)
+def load_acquire(builder, address):
     """The word at `address`; what its writer stored before is visible after."""
-
-    def emit(context, builder, signature, args):
-        return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8)
-
-    return types.int64(types.int64), emit
+    return builder.load_atomic(pointer(builder, address), "acquire", 8)
 
 
-@intrinsic
-def store_release(typing_context, address, value):
+@instruction(types.void)
+def store_release(builder, address, value):
     """Write the word at `address`; all earlier writes are visible to whoever reads it."""
-
-    def emit(context, builder, signature, args):
-        builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    builder.store_atomic(value, pointer(builder, address), "release", 8)
 
 
-@intrinsic
-def swap_if_equal(typing_context, address, expected, value):
+@instruction(types.boolean)
+def swap_if_equal(builder, address, expected, value):
     """Write `value` to the word at `address` if it holds `expected`; whether it did. Acquires what it took."""
-
-    def emit(context, builder, signature, args):
-        pointer = _pointer(builder, args[0])
-        return builder.extract_value(builder.cmpxchg(pointer, args[1], args[2], "acq_rel", "monotonic"), 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), emit
+    found = builder.cmpxchg(pointer(builder, address), expected, value, "acq_rel", "monotonic")
+    return builder.extract_value(found, 1)
 
 
 _pthread_self = types.ExternalFunction("pthread_self", types.int64())
@@ -95,55 +92,35 @@ def this_thread():
     return _pthread_self()
 
 
-@intrinsic
-def pause(typing_context):
+# ---- the processor, and calls by address ------------------------------------------------------------------
+
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+@instruction(types.void)
+def pause(builder):
     """Tell the core that this is a spin loop (x86 `pause`, Arm `yield`)."""
-
-    def emit(context, builder, signature, args):
-        if platform.machine() in ("x86_64", "AMD64"):
-            hint = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, hint, "llvm.x86.sse2.pause"), [])
-        else:
-            builder.asm(ir.FunctionType(ir.VoidType(), []), "yield", "", [], side_effect=True)
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    if IS_X86:
+        builder.call(llvm_function(builder, "llvm.x86.sse2.pause", ir.VoidType()), [])
+    else:
+        builder.asm(ir.FunctionType(ir.VoidType(), []), "yield", "", [], side_effect=True)
 
 
-# ---- calls by address, and the clock ---------------------------------------------------------------------
+@instruction(types.int64)
+def ticks(builder):
+    """The processor's clock, for comparing durations on one machine, in an unknown unit; takes about 10 ns."""
+    return builder.call(llvm_function(builder, "llvm.readcyclecounter", WORD), [])
 
 
-@intrinsic
-def call_reducer(typing_context, function, op, dst, srcs, n, count):
+@instruction(types.void)
+def call_reducer(builder, function, op, dst, srcs, n, count):
     """Call the compiled reducer at address `function` (see kernels/reduce.py) with the other arguments."""
-
-    def emit(context, builder, signature, args):
-        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), emit
+    kind = ir.FunctionType(ir.VoidType(), [WORD] * 5)
+    builder.call(pointer(builder, function, kind), [op, dst, srcs, n, count])
 
 
-@intrinsic
-def call_foreign(typing_context, function, a, b, c):
-    """Call `int function(void *a, void *b, void *c)`; an address and an int64 are passed alike."""
-
-    def emit(context, builder, signature, args):
-        kind = ir.FunctionType(ir.IntType(32), [_WORD] * 3)
-        result = builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return builder.sext(result, _WORD)
-
-    return types.int64(*[types.int64] * 4), emit
-
-
-@intrinsic
-def ticks(typing_context):
-    """The time now, in ticks since some moment; takes about 10 ns."""
-
-    def emit(context, builder, signature, args):
-        kind = ir.FunctionType(ir.IntType(64), [])
-        read = cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter")
-        return builder.call(read, [])
-
-    return types.int64(), emit
+@instruction(types.int64)
+def call_foreign(builder, function, a, b, c):
+    """Call `int function(void *a, void *b, void *c)` of a C library; an address and an int64 are passed alike."""
+    kind = ir.FunctionType(HALF_WORD, [WORD] * 3)
+    return builder.sext(builder.call(pointer(builder, function, kind), [a, b, c]), WORD)

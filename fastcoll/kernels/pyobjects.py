@@ -45,6 +45,7 @@ PyObject = Any
 Index = int
 """Annotates a parameter of an entry that takes an integer."""
 
+
 _WORD = ir.IntType(64)
 
 
@@ -99,27 +100,6 @@ def integer(typing_context, value):
 
 
 @intrinsic
-def word_at(typing_context, address):
-    """The 64-bit field at an address."""
-
-    def emit(context, builder, signature, args):
-        return builder.load(builder.inttoptr(args[0], _WORD.as_pointer()))
-
-    return types.int64(types.int64), emit
-
-
-@intrinsic
-def half_word_at(typing_context, address):
-    """The 32-bit field at an address, without its sign."""
-
-    def emit(context, builder, signature, args):
-        half = builder.load(builder.inttoptr(args[0], ir.IntType(32).as_pointer()))
-        return builder.zext(half, _WORD)
-
-    return types.int64(types.int64), emit
-
-
-@intrinsic
 def release_gil(typing_context):
     """Give the GIL up: no object may be looked at before `take_gil`, which takes the result."""
 
@@ -146,35 +126,19 @@ def _layout_is_known() -> bool:
     word = ctypes.c_int64.from_address
     half = ctypes.c_uint32.from_address
     arrays: list[np.ndarray[Any, Any]] = [
-        np.zeros(3, np.float32),
-        np.zeros((2, 3))[1:],
-        np.zeros((4, 5), np.int16)[:, ::2],
-        np.array(1, np.uint8),
+        np.zeros(3, np.float32), np.zeros((2, 3))[1:], np.zeros((4, 5), np.int16)[:, ::2], np.array(1, np.uint8),
         np.zeros(0),
-    ]
+    ]  # fmt: skip
     arrays[0].flags.writeable = False
     for x in arrays:
-        ndim = half(id(x) + NDIM).value
         shape = [word(word(id(x) + SHAPE).value + 8 * k).value for k in range(x.ndim)]
-        flags = half(id(x) + FLAGS).value
-        known = [id(type(x)), id(x.dtype), x.ctypes.data, x.ndim, list(x.shape), x.flags.num]
-        found = [
-            word(id(x) + TYPE).value,
-            word(id(x) + DESCR).value,
-            word(id(x) + DATA).value,
-            ndim,
-            shape,
-            flags,
-        ]
-        if known != found:
+        found = [word(id(x) + field).value for field in (TYPE, DESCR, DATA)]
+        found += [half(id(x) + NDIM).value, half(id(x) + FLAGS).value, *shape]
+        if found != [id(type(x)), id(x.dtype), x.ctypes.data, x.ndim, x.flags.num, *x.shape]:
             return False
     items = (arrays[0], None)
-    return word(id(items) + LENGTH).value == 2 and [
-        word(id(items) + ITEMS + 8 * k).value for k in (0, 1)
-    ] == [
-        id(arrays[0]),
-        id(None),
-    ]
+    places = [word(id(items) + place).value for place in (LENGTH, ITEMS, ITEMS + 8)]
+    return places == [2, id(arrays[0]), id(None)]
 
 
 if not _layout_is_known():

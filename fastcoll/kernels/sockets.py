@@ -11,7 +11,7 @@ import errno
 from numba import types
 
 from .jit import inlined, kernel
-from .pyobjects import half_word_at
+from .primitives import half_word_at
 
 CLOSED = -(1 << 20)  # below every -errno
 

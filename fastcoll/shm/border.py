@@ -12,7 +12,7 @@ each goes from 0 to its value once, so a half-written entry is one that does not
 from __future__ import annotations
 
 from ..kernels.jit import inlined, kernel
-from ..kernels.primitives import load_word, store_word
+from ..kernels.primitives import half_word_at, load_word, store_word, word_at
 from ..kernels.pyobjects import (
     ALIGNED,
     CONTIGUOUS,
@@ -25,8 +25,6 @@ from ..kernels.pyobjects import (
     SHAPE,
     TYPE,
     WRITEABLE,
-    half_word_at,
-    word_at,
 )
 from .rounds import PREPARED, table
 from .words import GIVEN, MEMO, MEMO_ENTRIES, MEMO_WORDS, NDARRAY, NONE, RANK, SIZE, TUPLE

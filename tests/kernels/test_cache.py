@@ -48,11 +48,10 @@ def copy_of_the_kernels(folder: Path) -> Path:
     """Sources that a test may edit."""
     sources = folder / "sources"
     (sources / "fastcoll" / "kernels").mkdir(parents=True)
+    (sources / "fastcoll" / "core").mkdir()
     (sources / "fastcoll" / "__init__.py").touch()
-    for file in [
-        *map(PACKAGE.joinpath, ("config.py", "errors.py", "reduce_op.py", "supported.py")),
-        *(PACKAGE / "kernels").glob("*.py"),
-    ]:
+    others = ("config.py", "errors.py", "core/__init__.py", "core/reduce_op.py", "supported.py")
+    for file in [*map(PACKAGE.joinpath, others), *(PACKAGE / "kernels").glob("*.py")]:
         (sources / file.relative_to(PACKAGE.parent)).write_bytes(file.read_bytes())
     return sources
 
@@ -88,9 +87,8 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Use]]:
     for file in sources.rglob("*.py"):
         os.utime(file, (1, 1))
     found["touched"] = first_uses(sources, 1)
-    constants = (
-        sources / "fastcoll" / "reduce_op.py"
-    )  # the kernels have the values, the file is none of theirs
+    # The kernels have the values, the file is none of theirs.
+    constants = sources / "fastcoll" / "core" / "reduce_op.py"
     text = constants.read_text()
     constants.write_text(text.replace("PRODUCT, MIN, MAX, BAND", "PRODUCT, MAX, MIN, BAND"))
     assert constants.read_text() != text

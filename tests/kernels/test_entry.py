@@ -9,8 +9,15 @@ import pytest
 
 from fastcoll.kernels import pyobjects
 from fastcoll.kernels.jit import entry
-from fastcoll.kernels.primitives import address_of, load_word, swap_if_equal, this_thread
-from fastcoll.kernels.pyobjects import Index, PyObject, half_word_at, integer, object_at, word_at
+from fastcoll.kernels.primitives import (
+    address_of,
+    half_word_at,
+    load_word,
+    swap_if_equal,
+    this_thread,
+    word_at,
+)
+from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 
 
 @entry

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from ...core.status import AGAIN, DONE, WORKED
 from ...kernels.jit import entry, inlined, kernel
-from ...kernels.primitives import load_word, store_word
-from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at, word_at
+from ...kernels.primitives import load_word, store_word, word_at
+from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at
 from ...kernels.sockets import wait_ready
 from ...kernels.waiting import BUDGET, now
 from . import words as w

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from ...core.status import AGAIN, DONE, LATER, OTHER, REFUSED, UNMINDED, WORKED
 from ...kernels.jit import entry, inlined, kernel
-from ...kernels.primitives import load_word, store_release, store_word
-from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at, word_at
+from ...kernels.primitives import load_word, store_release, store_word, word_at
+from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at
 from ...kernels.sockets import READABLE, WRITABLE
 from ...kernels.waiting import seize_unless
 from ...p2p.channels import ANY, GO, TAKEN
