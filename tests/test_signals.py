@@ -117,7 +117,7 @@ def test_a_handler_while_a_call_waits_for_another_threads(rank, world_size, alar
         return
     thread = threading.Thread(target=dist.all_reduce, args=(first,))
     thread.start()
-    while not dist.group.WORLD._is_busy():
+    while not dist.group.WORLD.gate.is_busy():
         time.sleep(1e-3)
     heard = alarm(lambda: dist.all_reduce(np.ones(3)), then=tmp_path / "heard")
     dist.all_reduce(second[::2])
@@ -158,7 +158,7 @@ def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_pa
         raise TypeError("of the handler's own")
 
     def send_when_it_waits():
-        while not group._is_busy():
+        while not group.gate.is_busy():
             time.sleep(1e-3)
         os.kill(os.getpid(), signal.SIGALRM)
         (tmp_path / "sent").touch()

@@ -29,7 +29,7 @@ from fastcoll import (
     symmetric,
 )
 from fastcoll.kernels import waiting
-from fastcoll.shm import words
+from fastcoll.shm import context_layout as words
 from fastcoll.shm.segment import Segment
 from fastcoll.testing.leaks import Footprint
 
@@ -426,7 +426,7 @@ def test_abort_and_destroy_end_a_wait(rank, world_size):
         errors: list[BaseException] = []
         waiter = threading.Thread(target=note, args=(errors, symmetric.wait, x, 1 - rank))
         waiter.start()
-        while not dist.group.WORLD._is_busy():
+        while not dist.group.WORLD.gate.is_busy():
             pass
         dist.barrier() if end == "destroy" else None
         if end == "abort":
@@ -516,7 +516,7 @@ def test_ctrl_c_ends_a_wait_and_the_group_goes_on(rank, world_size):
     x = symmetric.zeros(3)
 
     def interrupt():
-        while not dist.group.WORLD._is_busy():
+        while not dist.group.WORLD.gate.is_busy():
             pass
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 

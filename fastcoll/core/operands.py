@@ -18,6 +18,7 @@ from ..errors import ArrayError, MismatchError, UsageError
 from ..interop.arrays import Adopted
 from ..interop.dtypes import rounded, widened
 from .arguments import wholes
+from .partition import pieces
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 from .signature import dtype_code
 
@@ -229,12 +230,6 @@ def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) 
         )
     width = math.prod(x.shape[1:])
     return pieces(x, [size * width for size in sizes])
-
-
-def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """Views of so many elements each, one after the other; of a host array or one on a GPU."""
-    flat, end = x.reshape(-1), 0
-    return [flat[end : (end := end + size)] for size in sizes]
 
 
 def sum_for(op: ReduceOp) -> ReduceOp:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.group import ProcessGroup
-from ..core.operands import check_apart, pieces
+from ..core.operands import check_apart
+from ..core.partition import pieces
 from ..core.reduce_op import AVG, ReduceOp
 from ..core.work import Work
 from ..errors import UsageError

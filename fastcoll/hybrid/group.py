@@ -24,6 +24,7 @@ from ..core.group import ProcessGroup
 from ..core.members import Member
 from ..core.operands import Array, divide, sum_for
 from ..core.operation import Call
+from ..core.partition import cut, shares
 from ..core.reduce_op import AVG, ReduceOp
 from ..core.topology import Topology
 from ..core.work import Work
@@ -276,7 +277,7 @@ class HybridGroup(TcpGroup):
         under_way: list[tuple[list[Array], Work | None]] = []
         flat, rails = x.reshape(-1), self._topology.rails
         items = max(rails, rails * SEGMENT // x.itemsize)
-        segments = [flat[start : start + items] for start in range(0, flat.size, items)]
+        segments = cut(flat, items)
         for segment in segments:
             parts = self._parts_of(segment)
             own = parts[self._topology.local_rank]
@@ -300,7 +301,7 @@ class HybridGroup(TcpGroup):
 
     def _parts_of(self, segment: Array) -> list[Array]:
         """A segment's part of each rank on this node; surplus ranks have none."""
-        parts = np.array_split(segment, self._topology.rails)
+        parts = shares(segment, self._topology.rails)
         return parts + [segment[:0]] * (self._local.size - len(parts))
 
     def _divide(self, x: Array, op: ReduceOp) -> None:

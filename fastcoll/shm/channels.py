@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..kernels.waiting import POLLING_WORDS
-from .choosing import choosing_words
+from .autotune import table_words
 from .layout import Layout
 
 # Words of a mailbox's private table, behind the polling table.
@@ -20,9 +20,9 @@ BEHIND = (
 )  # not 0: operations are posted or under way, or the end has come; blocking ones come after them
 CONTEXT = BELL + 9  # address of the group's context, whose memo knows the dtypes
 GIVEN = BELL + 10  # bytes of the array of a PREPARED call
-CHOOSING = BELL + 11  # the table of choosing.py, for the operations SENDS and RECEIVES
+CHOOSING = BELL + 11  # the table of autotune.py, for the operations SENDS and RECEIVES
 SENDS, RECEIVES = range(2)
-MAILBOX_WORDS = CHOOSING + choosing_words(2)
+MAILBOX_WORDS = CHOOSING + table_words(2)
 
 # Words of a channel, what a rank keeps about one peer. Positions count bytes since the ring was made.
 OUT = 0  # address of the ring to the peer
@@ -54,7 +54,7 @@ ACKS_GIVEN = 25
 IN_ACKS_TAKEN = 26  # the peer's ACKS_TAKEN as last seen
 WATCHED = 27  # not 0: a posted receive may match a message of this peer; set from Python
 OWED = 28  # acks that wait for space; set from Python
-OUT_WAY = 29  # CLOSE or PAST (choosing.py): how the message that enters is written
+OUT_WAY = 29  # CLOSE or PAST (autotune.py): how the message that enters is written
 IN_WAY = 30  # and how the one that arrives is
 CHANNEL_WORDS = 32
 

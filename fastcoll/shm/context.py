@@ -1,4 +1,8 @@
-"""A group's private context: the table of words that its entries read and keep their state in."""
+"""A group's private context: the table of words that its entries read and keep their state in; and what it tells.
+
+Everything that is said of the call under way is read from the call lines, which stay as they are until every rank has
+compared them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import AbortedError
+from ..core import signature
+from ..core.operands import Array
+from ..errors import AbortedError, MismatchError
 from ..kernels import waiting
 from ..kernels.primitives import address_of
-from . import words
-from .border import MEMO_PROBES, WHAT_WORDS, memo_place
+from . import context_layout as at
+from . import layout
 from .layout import ONE_SHOT_LIMIT, Layout
+from .segment import Segment
+from .validate import MEMO_PROBES, WHAT_WORDS, memo_place
 
 BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
 
@@ -24,7 +32,7 @@ BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals,
 _DEDICATED = (2000, 200)
 _OVERSUBSCRIBED = (0, 1000)
 
-_BUDGET = words.PATIENCE + waiting.BUDGET
+_BUDGET = at.PATIENCE + waiting.BUDGET
 _HANDED_OVER = -1  # in BUSY, no thread's number: the progress thread will go on with the call
 
 
@@ -68,20 +76,20 @@ class Context:
     """The context of one rank, and typed access to the words that Python needs."""
 
     def __init__(self, base: int, layout: Layout, rank: int, cores: int) -> None:
-        values = np.zeros(words.TABLES + words.TABLES_A_RANK * layout.size, np.int64)
-        values[words.RANK] = rank
-        values[words.SIZE] = layout.size
-        values[words.SECTIONS] = base + layout.section(0)
-        values[words.STRIDE] = layout.stride
-        values[words.SLOTS_AT] = layout.slots_at
-        values[words.SLOT] = layout.slot
-        values[words.LATE] = -1
-        values[words.LANES] = 1
-        values[words.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
-        values[words.NDARRAY], values[words.TUPLE], values[words.NONE] = id(np.ndarray), id(tuple), id(None)
+        values = np.zeros(at.TABLES + at.TABLES_A_RANK * layout.size, np.int64)
+        values[at.RANK] = rank
+        values[at.SIZE] = layout.size
+        values[at.SECTIONS] = base + layout.section(0)
+        values[at.STRIDE] = layout.stride
+        values[at.SLOTS_AT] = layout.slots_at
+        values[at.SLOT] = layout.slot
+        values[at.LATE] = -1
+        values[at.LANES] = 1
+        values[at.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
+        values[at.NDARRAY], values[at.TUPLE], values[at.NONE] = id(np.ndarray), id(tuple), id(None)
         spins, yields = patience(layout.size, cores)
-        values[words.PATIENCE + waiting.SPINS] = spins
-        values[words.PATIENCE + waiting.YIELDS] = yields
+        values[at.PATIENCE + waiting.SPINS] = spins
+        values[at.PATIENCE + waiting.YIELDS] = yields
         values[_BUDGET] = BUDGET
         self.words = values
         self.address = address_of(values)
@@ -93,14 +101,14 @@ class Context:
 
     def table(self, which: int) -> list[int]:
         """A table of a word a rank."""
-        size = self[words.SIZE]
-        start = words.TABLES + which * size
+        size = self[at.SIZE]
+        start = at.TABLES + which * size
         found: list[int] = self.words[start : start + size].tolist()
         return found
 
     def go_one_shot(self, limit: int) -> None:
         """Let reductions of up to `limit` bytes go one-shot from now on; on all ranks between the same two calls."""
-        self.words[words.ONE_SHOT] = limit
+        self.words[at.ONE_SHOT] = limit
 
     def wait_no_longer_than(self, nanoseconds: int) -> None:
         """Have entries come back after so long a wait; another thread's call then does too, without harm."""
@@ -112,25 +120,25 @@ class Context:
 
     def hand_over(self) -> None:
         """This thread's call goes on on another one."""
-        self.words[words.BUSY] = _HANDED_OVER
+        self.words[at.BUSY] = _HANDED_OVER
 
     def take_over(self) -> None:
         """Go on with a call that was handed over."""
-        self.words[words.BUSY] = threading.get_ident()
+        self.words[at.BUSY] = threading.get_ident()
 
     def take_back(self) -> None:
         """End a call that was handed over and that nobody will go on with, if there is one."""
-        if self[words.BUSY] == _HANDED_OVER:
-            self.words[words.BUSY] = 0
+        if self[at.BUSY] == _HANDED_OVER:
+            self.words[at.BUSY] = 0
 
     def let_go(self) -> None:
         """End the call of this thread, if there is one."""
         if self.is_mine():
-            self.words[words.BUSY] = 0
+            self.words[at.BUSY] = 0
 
     def is_mine(self) -> bool:
         """Whether a call of this very thread is under way."""
-        return self[words.BUSY] == threading.get_ident()
+        return self[at.BUSY] == threading.get_ident()
 
     def remember(self, operation: int, dtype: np.dtype[Any], op: Any, what: What) -> None:
         """Let entries find a description by themselves, unless the memo is full; None for `op`: a moving operation.
@@ -141,9 +149,80 @@ class Context:
             self._kept.append((dtype, op, what))
             key = (id(dtype), 0 if op is None else id(op), operation)
             for probe in range(MEMO_PROBES):
-                start = words.MEMO + words.MEMO_WORDS * memo_place.py_func(*key, probe)
-                entry = self.words[start : start + words.MEMO_WORDS]
+                start = at.MEMO + at.MEMO_WORDS * memo_place.py_func(*key, probe)
+                entry = self.words[start : start + at.MEMO_WORDS]
                 if entry[3] == 0:
                     entry[3] = what.address
                     entry[1], entry[2], entry[0] = key[1], key[2], key[0]
                     return
+
+
+class Report:
+    """What one rank can say about its group's current call. Nothing here blocks but `mismatch`."""
+
+    def __init__(
+        self, segment: Segment, context: Context, rank: int, ranks: Sequence[int], group: str
+    ) -> None:
+        self._segment = segment
+        self._context = context
+        self._rank = rank
+        self._ranks = ranks
+        self._group = group
+
+    def doing(self, entry: str) -> str:
+        """The call under way, for messages; `entry` is its name while it has not been published."""
+        number = self._context[at.CALLS]
+        line = self._line(self._rank)
+        told = line[layout.SEQUENCE] == number
+        what = signature.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else entry
+        return f"{what}, call {number} of group {self._group!r}"
+
+    def late(self) -> list[int]:
+        """The group ranks that have not arrived at the call under way, or else whom the kernel waits for."""
+        number = self._context[at.CALLS]
+        late = [rank for rank in self._everybody() if self._line(rank)[layout.SEQUENCE] < number]
+        waits_for = late or [self._context[at.LATE]]
+        return [rank for rank in waits_for if rank != self._rank]
+
+    def mismatch(self, share: signature.Share, refusal: str) -> MismatchError:
+        """What each rank called. Every rank of a mismatch is here, so they can tell one another more.
+
+        Args:
+            refusal: why this rank's call was refused, if it was.
+        """
+        number = self._context[at.CALLS]
+        sizes = self._context.table(at.GIVES + 1), self._context.table(at.TAKES + 1)
+        heads = [self._call_and_shape(rank) for rank in self._everybody()]
+        if error := signature.refused(heads, self._ranks, refusal, share, number, self._group):
+            return error
+
+        def tables() -> Sequence[signature.Sizes]:
+            return [(gives, takes) for gives, takes in share(np.array(sizes, np.int64)).tolist()]
+
+        in_symmetric = signature.OPERATIONS[heads[0][0] & 0xFF].startswith("symmetric:")
+        describe = describe_places if in_symmetric else signature.describe_sizes
+        text = signature.describe_mismatch(heads, self._ranks, tables, describe)
+        return signature.mismatch(text, number, self._group)
+
+    def _everybody(self) -> range:
+        return range(self._segment.layout.size)
+
+    def _line(self, rank: int) -> Array:
+        """The words of a rank's line of the current call."""
+        start = self._segment.word(rank, layout.LINE * (self._context[at.CALLS] % 2))
+        return self._segment.words[start : start + layout.PAYLOAD]
+
+    def _call_and_shape(self, rank: int) -> tuple[int, int]:
+        line = self._line(rank)
+        return int(line[layout.CALL]), int(line[layout.SHAPE])
+
+
+def describe_places(tables: Sequence[signature.Sizes], ranks: Sequence[int]) -> str:
+    """Where in symmetric memory each rank's array lies, which it says instead of sizes (symmetric_kernels.py)."""
+    places = [(gives[0], gives[1]) for gives, _ in tables]
+    names = {memory: f"array {number}" for number, memory in enumerate(dict.fromkeys(m for m, _ in places))}
+    said = [
+        f"rank {rank} gave what begins {offset} bytes into symmetric {names[memory]}"
+        for rank, (memory, offset) in zip(ranks, places, strict=True)
+    ]
+    return "; ".join([*said[:8], "give the same slice of the same symmetric array on all ranks"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ..kernels import waiting
 from ..kernels.jit import Entry
-from . import collectives, moving, ring_kernels, symmetric_kernels
+from . import movement as moving
+from . import reductions as collectives
+from . import ring_kernels, symmetric_kernels
 
 ENTRIES: tuple[Entry, ...] = (
     waiting.seize,

@@ -27,13 +27,15 @@ from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
 from ..p2p.transfers import kind_of
 from ..rendezvous import Store
-from . import collectives, moving, rounds, words
-from .context import Context, What, kept, patience
+from . import context_layout as words
+from . import movement as moving
+from . import reductions as collectives
+from . import rounds
+from .context import Context, Report, What, kept, patience
 from .head_start import HeadStart
 from .lanes import Lanes
 from .mailbox import Mailbox
 from .meeting import meet
-from .report import Report
 from .segment import Segment
 from .short import is_refusal
 from .symmetric import NOTE_BYTES, ShmMemory, SymmetricArrays

@@ -25,7 +25,7 @@ from ..core.work import ProgressQueue, Work
 from ..errors import AbortedError
 from ..interop.tensors import headers_for, plain_types
 from ..kernels.jit import Entry
-from . import words
+from . import context_layout as words
 from .context import Context
 from .rounds import RESUMED
 from .short import ShortPaths

@@ -1,9 +1,10 @@
 """Lanes: several threads of a rank that share its large calls, where there are cores for them.
 
-A lane is a context of its own, with control words and slots of its own in every section. A divided call (dividing.py)
-is one ordinary call in every lane, each with its part of every block; lanes never wait for one another, so the
-protocol is that of rounds.py, and results are the same bits. Lane 0 is driven by the thread that makes the call, the
-others by threads that sleep between two calls. Whether dividing pays is found out while the program runs (choosing.py).
+A lane is a context of its own, with control words and slots of its own in every section. A divided call
+(lane_kernels.py) is one ordinary call in every lane, each with its part of every block; lanes never wait for one
+another, so the protocol is that of rounds.py, and results are the same bits. Lane 0 is driven by the thread that makes
+the call, the others by threads that sleep between two calls. Whether dividing pays is found out while the program runs
+(autotune.py).
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from ..core.monitor import Vigil
 from ..core.status import AGAIN, DONE, WORKED
 from ..errors import AbortedError, GroupError
 from ..kernels.jit import Entry
-from . import rounds, words
-from .border import ITEMSIZE
+from . import context_layout as at
+from . import rounds
 from .context import Context, kept
 from .layout import LANE_CONTROL, LANES, MAX_LANES, Layout
 from .segment import Segment
+from .validate import ITEMSIZE
 
 # Bytes that a round has for each rank: a round's waits take as long as copying them.
 _SMALLEST_PIECE = 4 << 10
@@ -73,9 +75,9 @@ class Lanes:
             for k, lane in enumerate(contexts)
             if k > 0
         ]
-        context.words[words.LANES] = max(1, len(contexts))
+        context.words[at.LANES] = max(1, len(contexts))
         for k, lane in enumerate(contexts):
-            context.words[words.LANE_CONTEXTS + k] = lane.address
+            context.words[at.LANE_CONTEXTS + k] = lane.address
 
     @classmethod
     def of(
@@ -100,7 +102,7 @@ class Lanes:
         Raises:
             GroupError: whatever `look` raises; the others still use the arrays then, until `settle`.
         """
-        what = self._contexts[0][words.GIVEN]
+        what = self._contexts[0][at.GIVEN]
         args = kept(entry.name, args, ctypes.c_int64.from_address(what + 8 * ITEMSIZE).value)
         for helper in self._helpers:
             helper.start(entry, args)
@@ -130,11 +132,11 @@ def _context(segment: Segment, rank: int, cores: int, lane: int, lanes: int) -> 
     layout = segment.layout
     context = Context(segment.address, layout, rank, cores // lanes)
     control = LANES + lane * LANE_CONTROL
-    context.words[words.SECTIONS] += control
-    context.words[words.SLOTS_AT] = layout.lane_slots_at(lane, lanes) - control
-    context.words[words.SLOT] = layout.lane_slot(lanes)
-    context.words[words.LANE] = lane + 1
-    context.words[words.LANES] = lanes
+    context.words[at.SECTIONS] += control
+    context.words[at.SLOTS_AT] = layout.lane_slots_at(lane, lanes) - control
+    context.words[at.SLOT] = layout.lane_slot(lanes)
+    context.words[at.LANE] = lane + 1
+    context.words[at.LANES] = lanes
     return context
 
 

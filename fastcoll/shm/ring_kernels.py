@@ -1,7 +1,7 @@
 """What Python calls to move messages through the rings: compiled functions that run without the GIL.
 
 `m` is the address of a mailbox's table (channels.py). `send` and `receive` carry one blocking call from begin to
-end; they take the table with the tags of rounds.py, look at their arguments as border.py has it, and hold BUSY
+end; they take the table with the tags of rounds.py, look at their arguments as validate.py has it, and hold BUSY
 until they are DONE. `begin`, `accept` and `acknowledge` set things going that `advance` then carries on for all
 peers at once. All come back within 0.1 s, and can be called again with the same arguments.
 """
@@ -17,7 +17,7 @@ from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, 
 from ..kernels.waiting import moved, rest, seize_unless
 from ..p2p.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, TAKEN
 from ..p2p.transfers import DTYPE_BITS
-from .border import CALL, data_of, description, is_plain, nbytes_of
+from .autotune import CLOSE, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
 from .channels import (
     ACK_VERDICT,
     BEHIND,
@@ -47,7 +47,7 @@ from .channels import (
     UNACKED,
     WATCHED,
 )
-from .choosing import CLOSE, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
+from .context_layout import SHUT
 from .rings import (
     ACKS_TAKEN,
     NEVER_FULL,
@@ -61,7 +61,7 @@ from .rings import (
     write_ack,
 )
 from .rounds import PREPARED, RESUMED, context_of
-from .words import SHUT
+from .validate import CALL, data_of, description, is_plain, nbytes_of
 
 _MESSAGE = signature.code_of("message")
 

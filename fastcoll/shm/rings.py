@@ -28,6 +28,7 @@ from __future__ import annotations
 from ..kernels.copy import copy, prefetch, prefetch_to_write, stream
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_acquire, load_word, store_release, store_word
+from .autotune import PAST
 from .channels import (
     ACK_KIND,
     ACK_NBYTES,
@@ -58,7 +59,6 @@ from .channels import (
     RING,
     SENT,
 )
-from .choosing import PAST
 from .layout import LINE, RING_HEADER
 
 # Byte offsets in a ring's control words.

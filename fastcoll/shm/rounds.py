@@ -30,46 +30,8 @@ from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_word, store_release, store_word, swap_if_equal, this_thread
 from ..kernels.waiting import BUDGET, IDLE, now, wait_for
-from .choosing import (
-    LAG,
-    SMALLEST,
-    TOOK,
-    choose_among,
-    choose_none,
-    is_divided,
-    learn,
-    measure,
-    start_clock,
-    stop_clock,
-    ways_of,
-)
-from .layout import BALANCE, CALL, CONSUMED, INLINE, LINE, PAYLOAD, PUBLISHED, SEQUENCE, SHAPE, SLOTS, TIME
-from .words import (
-    BUSY,
-    CALLS,
-    CHOOSING,
-    FINISHED,
-    LANE,
-    LANES,
-    LARGEST,
-    LATE,
-    MET,
-    PATIENCE,
-    PENDING,
-    RANK,
-    READ,
-    ROUND,
-    SECTIONS,
-    SEEN,
-    SHUT,
-    SINCE,
-    SIZE,
-    SLOT,
-    SLOTS_AT,
-    STRIDE,
-    TABLES,
-    WROTE,
-)
+from . import autotune, layout
+from . import context_layout as at
 
 # An entry takes the context's address with what Python knows about the call in the lowest bits.
 RESUMED = 1  # the call came back with AGAIN before and holds the context
@@ -77,7 +39,7 @@ PREPARED = 2  # the arrays have been adopted, and GIVEN is the call's descriptio
 HELD = 4  # this thread has the context from the call before; and the call is not to be divided
 TAGS = 7
 
-# Bytes of a call from which on it may be divided, where a class of choosing.py begins. To hand a call to a lane's
+# Bytes of a call from which on it may be divided, where a class of autotune.py begins. To hand a call to a lane's
 # thread and to wait for it takes 20 to 50 us, to copy so much 47 to 90 (a rank with two lanes on 2 cores of an EPYC).
 SMALLEST_DIVIDED = 2 << 20
 LARGEST_ITEM = 4 << 10  # bytes of an element of a divided call
@@ -91,45 +53,45 @@ def context_of(handle):
 
 @inlined
 def ways_at(c):
-    """Address of the table of choosing.py."""
-    return c + 8 * CHOOSING
+    """Address of the table of autotune.py."""
+    return c + 8 * at.CHOOSING
 
 
 @inlined
 def table(c, which):
     """Address of a table of a word a rank: addresses and bytes of what this rank gives and takes, and SOURCES."""
-    return c + 8 * (TABLES + which * load_word(c, SIZE))
+    return c + 8 * (at.TABLES + which * load_word(c, at.SIZE))
 
 
 @inlined
 def section(c, rank):
     """Address of a rank's section."""
-    return load_word(c, SECTIONS) + rank * load_word(c, STRIDE)
+    return load_word(c, at.SECTIONS) + rank * load_word(c, at.STRIDE)
 
 
 @inlined
 def slot_of(c, rank, step):
     """Address of a rank's slot of round `step` of the call."""
-    place = (load_word(c, ROUND) + step) % SLOTS
-    return section(c, rank) + load_word(c, SLOTS_AT) + place * load_word(c, SLOT)
+    place = (load_word(c, at.ROUND) + step) % layout.SLOTS
+    return section(c, rank) + load_word(c, at.SLOTS_AT) + place * load_word(c, at.SLOT)
 
 
 @inlined
 def line_of(c, rank):
     """Address of a rank's line of the current call."""
-    return section(c, rank) + LINE * (load_word(c, CALLS) % 2)
+    return section(c, rank) + layout.LINE * (load_word(c, at.CALLS) % 2)
 
 
 @inlined
 def place_of(c, rank, step, inline):
     """Where the payload of a round lies: in the call line itself when all of it fits there."""
-    return line_of(c, rank) + 8 * PAYLOAD if inline else slot_of(c, rank, step)
+    return line_of(c, rank) + 8 * layout.PAYLOAD if inline else slot_of(c, rank, step)
 
 
 @inlined
 def fits_inline(nbytes):
     """Whether a whole payload travels in the call line."""
-    return nbytes <= INLINE
+    return nbytes <= layout.INLINE
 
 
 @inlined
@@ -138,16 +100,16 @@ def take(handle):
     if handle & (RESUMED | HELD):
         return True
     c = context_of(handle)
-    if handle & PREPARED == 0 and load_word(c, SHUT) | load_word(c, PENDING) != 0:
+    if handle & PREPARED == 0 and load_word(c, at.SHUT) | load_word(c, at.PENDING) != 0:
         return False
-    return swap_if_equal(c + 8 * BUSY, 0, this_thread())
+    return swap_if_equal(c + 8 * at.BUSY, 0, this_thread())
 
 
 @inlined
 def give_up(handle):
     """Leave the call to Python, as if it had never been seen."""
     if handle & (RESUMED | HELD) == 0:
-        store_release(context_of(handle) + 8 * BUSY, 0)
+        store_release(context_of(handle) + 8 * at.BUSY, 0)
     return LATER
 
 
@@ -155,35 +117,37 @@ def give_up(handle):
 def begin(handle, operation, nbytes, itemsize):
     """The call has the context and its arguments are in order: number it, unless it resumes.
 
-    The rest is for choosing the way of its data (choosing.py): how much there is, and the size of its elements, 0
+    The rest is for choosing the way of its data (autotune.py): how much there is, and the size of its elements, 0
     where they are only moved.
     """
     c = context_of(handle)
-    store_word(c, SINCE, 0)
+    store_word(c, at.SINCE, 0)
     if handle & RESUMED == 0:
-        store_word(c, CALLS, load_word(c, CALLS) + 1)
-        store_word(c, PATIENCE + IDLE, 0)
-        store_word(c, LATE, load_word(c, RANK))
-        if load_word(c, LANE) == 0:
-            choose_none(ways_at(c))
-            if nbytes >= SMALLEST:
-                plain = ways_of(nbytes, load_word(c, SLOT), itemsize == 0)
+        store_word(c, at.CALLS, load_word(c, at.CALLS) + 1)
+        store_word(c, at.PATIENCE + IDLE, 0)
+        store_word(c, at.LATE, load_word(c, at.RANK))
+        if load_word(c, at.LANE) == 0:
+            autotune.choose_none(ways_at(c))
+            if nbytes >= autotune.SMALLEST:
+                plain = autotune.ways_of(nbytes, load_word(c, at.SLOT), itemsize == 0)
                 divided = plain if _can_be_divided(c, handle, nbytes, itemsize) else 0
-                choose_among(ways_at(c), operation, nbytes, plain, divided, 1)
+                autotune.choose_among(ways_at(c), operation, nbytes, plain, divided, 1)
 
 
 @inlined
 def _can_be_divided(c, handle, nbytes, itemsize):
-    some = load_word(c, LANES) > 1 and handle & HELD == 0
+    some = load_word(c, at.LANES) > 1 and handle & HELD == 0
     return some and nbytes >= SMALLEST_DIVIDED and itemsize <= LARGEST_ITEM
 
 
 @kernel
 def _wait_for_all(c, offset, want):
     """Wait until every peer's word at this offset of its section is at least `want`."""
-    for peer in range(load_word(c, SIZE)):
-        if peer != load_word(c, RANK) and not wait_for(c + 8 * PATIENCE, section(c, peer) + offset, want):
-            store_word(c, LATE, peer)
+    for peer in range(load_word(c, at.SIZE)):
+        if peer != load_word(c, at.RANK) and not wait_for(
+            c + 8 * at.PATIENCE, section(c, peer) + offset, want
+        ):
+            store_word(c, at.LATE, peer)
             return AGAIN
     return DONE
 
@@ -191,68 +155,70 @@ def _wait_for_all(c, offset, want):
 @inlined
 def open_slot(c):
     """Wait until the slot of the round to be written next is free."""
-    want = load_word(c, ROUND) + load_word(c, WROTE) - SLOTS + 1
-    if load_word(c, SEEN) >= want:
+    want = load_word(c, at.ROUND) + load_word(c, at.WROTE) - layout.SLOTS + 1
+    if load_word(c, at.SEEN) >= want:
         return DONE
-    if _wait_for_all(c, CONSUMED, want) != DONE:
+    if _wait_for_all(c, layout.CONSUMED, want) != DONE:
         return AGAIN
-    store_word(c, SEEN, want)
+    store_word(c, at.SEEN, want)
     return DONE
 
 
 @inlined
 def publish(c, call, shape, balance):
     """Make what was written for this round visible to the peers."""
-    wrote = load_word(c, WROTE)
+    wrote = load_word(c, at.WROTE)
     if wrote == 0:
-        line = line_of(c, load_word(c, RANK))
-        store_word(line, CALL, call)
-        store_word(line, SHAPE, shape)
-        store_word(line, BALANCE, balance)
-        store_word(line, TIME, _time_word(c))
-        store_release(line + 8 * SEQUENCE, load_word(c, CALLS))
+        line = line_of(c, load_word(c, at.RANK))
+        store_word(line, layout.CALL, call)
+        store_word(line, layout.SHAPE, shape)
+        store_word(line, layout.BALANCE, balance)
+        store_word(line, layout.TIME, _time_word(c))
+        store_release(line + 8 * layout.SEQUENCE, load_word(c, at.CALLS))
     else:
-        store_release(section(c, load_word(c, RANK)) + PUBLISHED, load_word(c, ROUND) + wrote + 1)
-    store_word(c, WROTE, wrote + 1)
+        store_release(
+            section(c, load_word(c, at.RANK)) + layout.PUBLISHED, load_word(c, at.ROUND) + wrote + 1
+        )
+    store_word(c, at.WROTE, wrote + 1)
 
 
 @inlined
 def _time_word(c):
     """What a call line says of time: how long the last call took, and in bit 0 whether this one is divided."""
-    return load_word(ways_at(c), TOOK) << 1 | is_divided(ways_at(c))
+    return load_word(ways_at(c), autotune.TOOK) << 1 | autotune.is_divided(ways_at(c))
 
 
 @kernel
 def _meet(c, call, shape, balance):
     """Wait until every rank has begun this call, and compare the calls."""
-    stop_clock(ways_at(c))
+    autotune.stop_clock(ways_at(c))
     same = True
     largest = shape
     mine = _time_word(c)
     took, mixed = mine, 0
-    for peer in range(load_word(c, SIZE)):
-        if peer == load_word(c, RANK):
+    for peer in range(load_word(c, at.SIZE)):
+        if peer == load_word(c, at.RANK):
             continue
         line = line_of(c, peer)
-        if not wait_for(c + 8 * PATIENCE, line + 8 * SEQUENCE, load_word(c, CALLS)):
-            store_word(c, LATE, peer)
+        if not wait_for(c + 8 * at.PATIENCE, line + 8 * layout.SEQUENCE, load_word(c, at.CALLS)):
+            store_word(c, at.LATE, peer)
             return AGAIN
-        theirs = load_word(line, SHAPE)
-        same &= load_word(line, CALL) == call and (theirs == shape or call & UNEVEN != 0)
-        balance += load_word(line, BALANCE)
+        theirs = load_word(line, layout.SHAPE)
+        same &= load_word(line, layout.CALL) == call and (theirs == shape or call & UNEVEN != 0)
+        balance += load_word(line, layout.BALANCE)
         largest = max(largest, theirs)
-        took = max(took, load_word(line, TIME))
-        mixed |= load_word(line, TIME) ^ mine
-    store_word(c, SEEN, max(load_word(c, SEEN), load_word(c, ROUND)))
-    store_word(c, LARGEST, largest)
+        took = max(took, load_word(line, layout.TIME))
+        mixed |= load_word(line, layout.TIME) ^ mine
+    store_word(c, at.SEEN, max(load_word(c, at.SEEN), load_word(c, at.ROUND)))
+    store_word(c, at.LARGEST, largest)
     same &= balance == 0
     if same and mixed & 1 == 0:
-        store_word(c, MET, 1)
-        learn(ways_at(c), took >> 1)
-        start_clock(ways_at(c))
+        store_word(c, at.MET, 1)
+        autotune.learn(ways_at(c), took >> 1)
+        autotune.start_clock(ways_at(c))
         return DONE
-    store_word(c, READ, SLOTS)  # more rounds than anybody wrote: none is taken for a later call's
-    choose_none(ways_at(c))
+    store_word(c, at.READ, layout.SLOTS)  # more rounds than anybody wrote: none is taken for a later call's
+    autotune.choose_none(ways_at(c))
     _wind_up(c)
     return (
         MIXED if same else MISMATCH
@@ -262,7 +228,7 @@ def _meet(c, call, shape, balance):
 @inlined
 def meet(c, call, shape, balance):
     """Wait until every rank has begun this call, and compare the calls, once."""
-    if load_word(c, MET):
+    if load_word(c, at.MET):
         return DONE
     return _meet(c, call, shape, balance)
 
@@ -270,15 +236,15 @@ def meet(c, call, shape, balance):
 @inlined
 def may_write(c, total):
     """Whether the next thing to do is to write a round, of `total`; else one is to be read."""
-    wrote = load_word(c, WROTE)
-    return wrote < total and wrote <= load_word(c, READ) + load_word(ways_at(c), LAG)
+    wrote = load_word(c, at.WROTE)
+    return wrote < total and wrote <= load_word(c, at.READ) + load_word(ways_at(c), autotune.LAG)
 
 
 @inlined
 def await_all(c):
     """Wait until every peer has published the round to be read next."""
-    read = load_word(c, READ)
-    return DONE if read == 0 else _wait_for_all(c, PUBLISHED, load_word(c, ROUND) + read + 1)
+    read = load_word(c, at.READ)
+    return DONE if read == 0 else _wait_for_all(c, layout.PUBLISHED, load_word(c, at.ROUND) + read + 1)
 
 
 @inlined
@@ -286,41 +252,41 @@ def await_peer(c, peer, step):
     """Wait until one peer has published round `step` of the call."""
     if step == 0:
         return DONE
-    if wait_for(c + 8 * PATIENCE, section(c, peer) + PUBLISHED, load_word(c, ROUND) + step + 1):
+    if wait_for(c + 8 * at.PATIENCE, section(c, peer) + layout.PUBLISHED, load_word(c, at.ROUND) + step + 1):
         return DONE
-    store_word(c, LATE, peer)
+    store_word(c, at.LATE, peer)
     return AGAIN
 
 
 @inlined
 def close_round(c, total):
     """A round, of `total`, is read: go on to the next; whether that was the last one."""
-    read = load_word(c, READ) + 1
-    store_word(c, READ, read)
+    read = load_word(c, at.READ) + 1
+    store_word(c, at.READ, read)
     if read < total:
-        store_release(section(c, load_word(c, RANK)) + CONSUMED, load_word(c, ROUND) + read)
+        store_release(section(c, load_word(c, at.RANK)) + layout.CONSUMED, load_word(c, at.ROUND) + read)
     return read == total
 
 
 @inlined
 def finish(c):
     """The call is complete on this rank."""
-    measure(ways_at(c))
+    autotune.measure(ways_at(c))
     _wind_up(c)
-    store_release(c + 8 * FINISHED, load_word(c, CALLS))
-    store_release(c + 8 * BUSY, 0)
+    store_release(c + 8 * at.FINISHED, load_word(c, at.CALLS))
+    store_release(c + 8 * at.BUSY, 0)
     return DONE
 
 
 @inlined
 def _wind_up(c):
     """Make the context ready for the next call."""
-    store_word(c, ROUND, load_word(c, ROUND) + load_word(c, READ))
-    store_release(section(c, load_word(c, RANK)) + CONSUMED, load_word(c, ROUND))
-    store_word(c, WROTE, 0)
-    store_word(c, READ, 0)
-    store_word(c, MET, 0)
-    store_word(c, LATE, -1)
+    store_word(c, at.ROUND, load_word(c, at.ROUND) + load_word(c, at.READ))
+    store_release(section(c, load_word(c, at.RANK)) + layout.CONSUMED, load_word(c, at.ROUND))
+    store_word(c, at.WROTE, 0)
+    store_word(c, at.READ, 0)
+    store_word(c, at.MET, 0)
+    store_word(c, at.LATE, -1)
 
 
 @inlined
@@ -335,10 +301,10 @@ def time_is_up(c):
 
     Python then sees signals, the deadline and an abort, though no wait was long.
     """
-    if load_word(c, SINCE) == 0:
-        store_word(c, SINCE, now(c + 8 * PATIENCE))
+    if load_word(c, at.SINCE) == 0:
+        store_word(c, at.SINCE, now(c + 8 * at.PATIENCE))
         return False
-    if now(c + 8 * PATIENCE) <= load_word(c, SINCE) + load_word(c, PATIENCE + BUDGET):
+    if now(c + 8 * at.PATIENCE) <= load_word(c, at.SINCE) + load_word(c, at.PATIENCE + BUDGET):
         return False
-    store_word(c, LATE, load_word(c, RANK))
+    store_word(c, at.LATE, load_word(c, at.RANK))
     return True

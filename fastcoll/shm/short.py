@@ -1,6 +1,6 @@
 """The synchronous path: a collective on arrays that need no preparation is one compiled call, and nothing else.
 
-Each method tries that first. The entry itself finds out whether it can do the call (border.py), and says LATER
+Each method tries that first. The entry itself finds out whether it can do the call (validate.py), and says LATER
 where it cannot: arrays of other kinds, a dtype or reduce operation seen for the first time, wrong arguments, a
 group that failed, operations that are queued. Then the general path in group.py has it.
 
@@ -22,7 +22,9 @@ from ..interop.arrays import adopt
 from ..interop.tensors import header_of, headers_for, plain_types
 from ..kernels.jit import Entry
 from ..p2p.channels import ANY
-from . import collectives, moving, ring_kernels
+from . import movement as moving
+from . import reductions as collectives
+from . import ring_kernels
 from .mailbox import Mailbox
 
 _all_reduce = collectives.all_reduce

@@ -32,8 +32,7 @@ from . import segment as shared
 from .context import BUDGET, Context
 from .layout import CHANNELS, SymmetricLayout
 from .segment import Segment
-from .symmetric_kernels import await_signal, copy_bytes, count_signal
-from .symmetric_table import SymmetricTable
+from .symmetric_kernels import SymmetricTable, await_signal, copy_bytes, count_signal
 
 NOTE_BYTES = 1024
 _COPY_BYTES = 64 << 20  # a few ms, after which Python sees signals

@@ -30,10 +30,11 @@ def work_over_lanes_until_death(
 
 
 def _prefer_lanes() -> None:
-    from fastcoll.shm import choosing, words
+    from fastcoll.shm import autotune
+    from fastcoll.shm import context_layout as at
 
     context = dist.GroupMember.WORLD._context.words
-    assert context[words.LANES] == 2
-    rows = context[words.CHOOSING + choosing.ROWS : words.MEMO].reshape(-1, choosing.ROW_WORDS)
+    assert context[at.LANES] == 2
+    rows = context[at.CHOOSING + autotune.ROWS : at.MEMO].reshape(-1, autotune.ROW_WORDS)
     rows[:] = 1 << 40
-    rows[:, 0], rows[:, 1], rows[:, 2 + choosing.WAYS] = 1001, choosing.WAYS, 1
+    rows[:, 0], rows[:, 1], rows[:, 2 + autotune.WAYS] = 1001, autotune.WAYS, 1

@@ -187,7 +187,7 @@ def test_close_while_another_thread_is_in_a_call() -> None:
         everybody(made, total)
 
         def close_when_called() -> None:
-            while not made[0]._is_busy():
+            while not made[0].gate.is_busy():
                 time.sleep(1e-3)
             made[0].close()
 

@@ -11,7 +11,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError
-from fastcoll.shm import words
+from fastcoll.shm import context_layout as words
 
 COUNTS = (1, 5000, 1_000_001)  # in the call line; one slot; several rounds of all slots
 

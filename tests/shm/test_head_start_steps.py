@@ -21,7 +21,8 @@ import pytest
 import fastcoll as dist
 from fastcoll import AbortedError, UsageError
 from fastcoll.core.status import AGAIN, DONE, LATER, WORKED
-from fastcoll.shm import context, head_start, words
+from fastcoll.shm import context, head_start
+from fastcoll.shm import context_layout as words
 from fastcoll.shm.rounds import HELD, RESUMED
 
 FILES = {module.__file__ for module in (context, head_start)}

@@ -17,13 +17,14 @@ import pytest
 import fastcoll as dist
 from fastcoll import MismatchError, ReduceOp, config
 from fastcoll.core import signature
-from fastcoll.shm import choosing, layout, rounds, words
+from fastcoll.shm import autotune, layout, rounds
+from fastcoll.shm import context_layout as at
 from fastcoll.shm.lanes import Lanes, lanes_for
 
 EDGE = rounds.SMALLEST_DIVIDED // 4  # float32 of the smallest call that is divided
 LARGE = 3 * EDGE + 1009
 TURNS = 2 * 3  # calls in which each of three ways is tried, plain and divided
-MANY_TURNS = 2 * choosing.WAYS
+MANY_TURNS = 2 * autotune.WAYS
 LAYOUT = layout.plan(2, 4 << 20)
 
 
@@ -40,7 +41,7 @@ def group_of(lanes: int, timeout: float | None = None) -> Iterator[dist.ProcessG
         if before is not None:
             os.environ["FASTCOLL_LANES"] = before
         config.forget()
-    assert group._context[words.LANES] == lanes
+    assert group._context[at.LANES] == lanes
     try:
         yield group
     finally:
@@ -49,16 +50,16 @@ def group_of(lanes: int, timeout: float | None = None) -> Iterator[dist.ProcessG
 
 def divided(group):
     """How many calls of the group were divided so far."""
-    return group._context[words.CALLS_DIVIDED]
+    return group._context[at.CALLS_DIVIDED]
 
 
 def divide_next(group, operation, nbytes=4 * LARGE):
     """Have the next calls of this operation and size be divided; on all ranks between the same two calls."""
-    start = words.CHOOSING + choosing.ROWS
-    rows = group._context.words[start : words.MEMO].reshape(-1, choosing.ROW_WORDS)
-    row = rows[signature.code_of(operation) * choosing.CLASSES + choosing._class_of.py_func(nbytes)]
+    start = at.CHOOSING + autotune.ROWS
+    rows = group._context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)
+    row = rows[signature.code_of(operation) * autotune.CLASSES + autotune._class_of.py_func(nbytes)]
     row[:] = 1 << 40
-    row[0], row[1], row[2 + choosing.WAYS] = 4 * MANY_TURNS + 1, choosing.WAYS, 1
+    row[0], row[1], row[2 + autotune.WAYS] = 4 * MANY_TURNS + 1, autotune.WAYS, 1
 
 
 def helpers():
@@ -111,12 +112,12 @@ def test_reduce_scatter_in_all_its_forms(rank, world_size, lanes):
 
 
 @pytest.mark.ranks(1, 2, 4, timeout=60)
-@pytest.mark.parametrize(("lanes", "nbytes"), [(3, rounds.SMALLEST_DIVIDED), (2, choosing.LARGE)])
+@pytest.mark.parametrize(("lanes", "nbytes"), [(3, rounds.SMALLEST_DIVIDED), (2, autotune.LARGE)])
 def test_moves(rank, world_size, lanes, nbytes):
     count = nbytes // 4 // world_size + 1009
     xs = inputs(world_size, count)
     every = np.concatenate(xs)
-    ways = choosing.ways_of.py_func(nbytes, LAYOUT.slot, True)
+    ways = autotune.ways_of.py_func(nbytes, LAYOUT.slot, True)
     with group_of(lanes) as group:
         for turn in range(2 * ways):
             root = turn % world_size
@@ -522,7 +523,7 @@ def test_without_cores_for_them_there_are_none(rank, world_size):
         group = dist.new_group()
     finally:
         os.sched_setaffinity(0, before)
-    assert group._context[words.LANES] == 1
+    assert group._context[at.LANES] == 1
     group.close()
 
 

@@ -7,9 +7,9 @@ import numpy as np
 from fastcoll.kernels.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
+from fastcoll.shm.context_layout import SYMMETRIC
 from fastcoll.shm.layout import CHANNELS, LINE, PAGE, SymmetricLayout
-from fastcoll.shm.symmetric_table import ID, STRIDE, SymmetricTable, find_row
-from fastcoll.shm.words import SYMMETRIC
+from fastcoll.shm.symmetric_kernels import ID, STRIDE, SymmetricTable, find_row
 
 
 class Owner:

@@ -10,7 +10,8 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import config
-from fastcoll.shm import thresholds, words
+from fastcoll.shm import context_layout as words
+from fastcoll.shm import thresholds
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ...core.carrier import StreamCall
-from ...core.operands import pieces
+from ...core.partition import pieces
 from ...core.reduce_op import PREMUL_SUM, ReduceOp
 from ...core.signature import Signature
 from ...errors import ArrayError

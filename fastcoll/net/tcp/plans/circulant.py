@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from .parts import Span, divided
+from ....core.partition import Span, even
 from .shape import Shape, array
 from .table import SCRATCH, Plan, Rows
 
@@ -27,7 +27,7 @@ def _rounds(size: int) -> list[tuple[int, int]]:
 def all_reduce(shape: Shape) -> Plan:
     """reduce_scatter, then all_gather, in place: 2 log2 n rounds, 2 (n - 1)/n of the array in and out."""
     rows, x, size, rank = Rows(), array(0), shape.size, shape.rank
-    blocks = divided(shape.total, size, shape.itemsize)
+    blocks = even(shape.total, size, shape.itemsize)
     rounds = _rounds(size)
     for phase, (step, count) in enumerate(reversed(rounds)):
         for span in _around(blocks, rank + step, count):

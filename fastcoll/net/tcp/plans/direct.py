@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .parts import Segments, Span, divided, segments
+from ....core.partition import Segments, Span, even
+from .parts import segments
 from .shape import Shape, array
 from .table import SCRATCH, Place, Plan, Rows
 
@@ -67,7 +68,7 @@ def all_reduce(shape: Shape) -> Plan:
     if shape.size == 2:
         return _all_reduce_of_two(shape)
     rows, x = Rows(), array(0)
-    blocks = divided(shape.total, shape.size, shape.itemsize)
+    blocks = even(shape.total, shape.size, shape.itemsize)
     reduction = _Reduction(shape, [x] * shape.size, blocks)
     for k in range(reduction.segments.number):
         reduction.collect(rows, k)
@@ -88,7 +89,7 @@ def _spread(shape: Shape, rows: Rows, phase: int, blocks: Sequence[Span], parts:
 def _all_reduce_of_two(shape: Shape) -> Plan:
     """Two ranks: each reduces one half as it arrives, without scratch."""
     rows, x, peer = Rows(), array(0), 1 - shape.rank
-    blocks = divided(shape.total, 2, shape.itemsize)
+    blocks = even(shape.total, 2, shape.itemsize)
     parts = segments(blocks, shape.itemsize, shape.limits, 1)
     for k in range(parts.number):
         own, theirs = (parts.of(blocks[rank], k) for rank in (shape.rank, peer))
@@ -102,7 +103,7 @@ def _all_reduce_of_two(shape: Shape) -> Plan:
 def reduce(shape: Shape) -> Plan:
     """As reduce_scatter, and each rank sends the root what it has reduced: 2 (n - 1)/n of the array into the root."""
     rows, x = Rows(), array(1)
-    blocks = divided(shape.total, shape.size, shape.itemsize)
+    blocks = even(shape.total, shape.size, shape.itemsize)
     reduction = _Reduction(shape, [x] * shape.size, blocks)
     parts = reduction.segments
     for k in range(parts.number):
@@ -143,7 +144,7 @@ def broadcast(shape: Shape) -> Plan:
     """The root sends each other rank a block, which that sends on to the rest: all links carry at most the array."""
     rows, x = Rows(), array(0)
     takers = [rank for rank in range(shape.size) if rank != shape.root]
-    blocks = dict(zip(takers, divided(shape.total, len(takers), shape.itemsize), strict=True))
+    blocks = dict(zip(takers, even(shape.total, len(takers), shape.itemsize), strict=True))
     parts = segments(list(blocks.values()), shape.itemsize, shape.limits, shape.size - 1)
     for k in range(parts.number):
         for taker, block in blocks.items():

@@ -10,7 +10,7 @@ Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations
 
 from __future__ import annotations
 
-from .parts import Span
+from ....core.partition import Span
 from .shape import Shape, array
 from .table import SCRATCH, Place, Plan, Rows
 

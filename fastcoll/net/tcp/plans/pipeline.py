@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ....core.partition import Span, even
 from .circulant import gather_spans
-from .parts import Span, divided, segments
+from .parts import segments
 from .shape import Shape, array
 from .table import Plan, Rows
 
@@ -48,7 +49,7 @@ def scatter_circulant(shape: Shape) -> Plan:
 def _scattered(shape: Shape) -> tuple[Rows, list[Span], int]:
     """The rows by which each rank gets a block, the block of each rank, and how many phases that takes."""
     rows = Rows()
-    blocks = divided(shape.total, shape.size, shape.itemsize)
+    blocks = even(shape.total, shape.size, shape.itemsize)
     steps = (shape.size - 1).bit_length()
     _scatter(shape, rows, blocks, steps)
     return rows, [blocks[(rank - shape.root) % shape.size] for rank in range(shape.size)], steps

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .parts import Span, divided
+from ....core.partition import Span, even
 from .shape import Shape, array
 from .table import SCRATCH, Place, Plan, Rows
 
@@ -18,10 +18,10 @@ from .table import SCRATCH, Place, Plan, Rows
 def all_reduce(shape: Shape) -> Plan:
     """One half of the array goes around each way: 2 (n - 1) steps, 2 (n - 1)/n of the array in and out."""
     rows = Rows()
-    for half, way in zip(divided(shape.total, 2, shape.itemsize), (1, -1), strict=True):
+    for half, way in zip(even(shape.total, 2, shape.itemsize), (1, -1), strict=True):
         blocks = [
             Span(half.offset + block.offset, block.nbytes)
-            for block in divided(half.nbytes, shape.size, shape.itemsize)
+            for block in even(half.nbytes, shape.size, shape.itemsize)
         ]
         _reduce_around(shape, rows, blocks, way)
         _gather_around(shape, rows, blocks, way)
@@ -56,7 +56,7 @@ def reduce_scatter(shape: Shape) -> Plan:
 def reduce(shape: Shape) -> Plan:
     """As reduce_scatter, then the blocks go to the root: n - 1 steps and the root's n - 1 receives."""
     rows, size, rank = Rows(), shape.size, shape.rank
-    blocks = divided(shape.total, size, shape.itemsize)
+    blocks = even(shape.total, size, shape.itemsize)
     longest, own = blocks[0].nbytes, blocks[rank]
     result = (array(0), own.offset) if shape.is_root else (SCRATCH, 2 * longest)
     sources = [(array(1), block.offset) for block in blocks]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .parts import Span, divided, segments
+from ....core.partition import Span, even
+from .parts import segments
 from .shape import Shape, array
 from .table import SCRATCH, Place, Plan, Rows
 
@@ -34,7 +35,7 @@ def direct(shape: Shape) -> Plan:
     operands when the call is ordered, so that it is rounded once, and from the one before it else.
     """
     rows = Rows()
-    blocks = divided(shape.total, shape.size, shape.itemsize)
+    blocks = even(shape.total, shape.size, shape.itemsize)
     parts = segments(blocks, shape.itemsize, shape.limits, 3 * shape.size)
     for k in range(parts.number):
         spans = [parts.of(block, k) for block in blocks]

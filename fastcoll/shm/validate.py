@@ -26,8 +26,8 @@ from ..kernels.pyobjects import (
     TYPE,
     WRITEABLE,
 )
-from .rounds import PREPARED, table
-from .words import GIVEN, MEMO, MEMO_ENTRIES, MEMO_WORDS, NDARRAY, NONE, RANK, SIZE, TUPLE
+from . import context_layout as at
+from . import rounds as r
 
 # Words of What, the description of a call that depends on (operation, dtype, reduce operation) only.
 CALL, REDUCER, CODE, ITEMSIZE = range(4)
@@ -41,14 +41,14 @@ MEMO_PROBES = 8  # places where a description may be
 @inlined
 def memo_place(dtype, op, operation, probe):
     """The entry to look at first, second, ... for a dtype and a reduce operation at these addresses."""
-    return ((dtype >> 4) + (op >> 4) * 7 + operation * 37 + probe) & (MEMO_ENTRIES - 1)
+    return ((dtype >> 4) + (op >> 4) * 7 + operation * 37 + probe) & (at.MEMO_ENTRIES - 1)
 
 
 @kernel
 def _recall(c, operation, dtype, op):
     """The address of the description of a call; 0 if it is not known."""
     for probe in range(MEMO_PROBES):
-        entry = c + 8 * (MEMO + MEMO_WORDS * memo_place(dtype, op, operation, probe))
+        entry = c + 8 * (at.MEMO + at.MEMO_WORDS * memo_place(dtype, op, operation, probe))
         if load_word(entry, 0) == dtype and load_word(entry, 1) == op and load_word(entry, 2) == operation:
             return load_word(entry, 3)
     return 0
@@ -57,9 +57,9 @@ def _recall(c, operation, dtype, op):
 @inlined
 def description(c, handle, operation, x, op):
     """The description of a call on the array at x (op: 0 for a call that only moves data); 0: ask Python."""
-    if handle & PREPARED:
-        return load_word(c, GIVEN)
-    if word_at(x + TYPE) != load_word(c, NDARRAY):
+    if handle & r.PREPARED:
+        return load_word(c, at.GIVEN)
+    if word_at(x + TYPE) != load_word(c, at.NDARRAY):
         return 0
     return _recall(c, operation, word_at(x + DESCR), op)
 
@@ -67,21 +67,21 @@ def description(c, handle, operation, x, op):
 @inlined
 def is_plain(c, handle, x, flags):
     """Whether x is an ndarray, contiguous and aligned, with these flags besides."""
-    if handle & PREPARED:
+    if handle & r.PREPARED:
         return True
     flags |= CONTIGUOUS | ALIGNED
-    return word_at(x + TYPE) == load_word(c, NDARRAY) and half_word_at(x + FLAGS) & flags == flags
+    return word_at(x + TYPE) == load_word(c, at.NDARRAY) and half_word_at(x + FLAGS) & flags == flags
 
 
 @inlined
 def is_like(handle, x, y):
     """Whether two arrays have the same dtype."""
-    return handle & PREPARED != 0 or word_at(x + DESCR) == word_at(y + DESCR)
+    return handle & r.PREPARED != 0 or word_at(x + DESCR) == word_at(y + DESCR)
 
 
 @inlined
 def is_rank(c, root):
-    return 0 <= root < load_word(c, SIZE)
+    return 0 <= root < load_word(c, at.SIZE)
 
 
 @inlined
@@ -103,7 +103,7 @@ def nbytes_of(x, what):
 @inlined
 def has_none(c, holder):
     """Whether a list was left out."""
-    return holder == load_word(c, NONE)
+    return holder == load_word(c, at.NONE)
 
 
 @kernel
@@ -112,35 +112,35 @@ def list_blocks(c, handle, which, holder, like, what, flags):
 
     `like` is an array of the same dtype. False: ask Python. None in a PREPARED tuple is no message.
     """
-    if word_at(holder + TYPE) == load_word(c, TUPLE):
+    if word_at(holder + TYPE) == load_word(c, at.TUPLE):
         return _list_items(c, handle, which, holder, like, what, flags)
     if not (is_plain(c, handle, holder, flags) and is_like(handle, holder, like)):
         return False
-    size = load_word(c, SIZE)
+    size = load_word(c, at.SIZE)
     nbytes = nbytes_of(holder, what)
     if half_word_at(holder + NDIM) == 0 or word_at(word_at(holder + SHAPE)) % size != 0:
         return False
     for peer in range(size):
-        store_word(table(c, which), peer, data_of(holder) + peer * (nbytes // size))
-        store_word(table(c, which + 1), peer, nbytes // size)
+        store_word(r.table(c, which), peer, data_of(holder) + peer * (nbytes // size))
+        store_word(r.table(c, which + 1), peer, nbytes // size)
     return True
 
 
 @inlined
 def _list_items(c, handle, which, holder, like, what, flags):
-    size = load_word(c, SIZE)
+    size = load_word(c, at.SIZE)
     if word_at(holder + LENGTH) != size:
         return False
     for peer in range(size):
         item = word_at(holder + ITEMS + 8 * peer)
-        if handle & PREPARED != 0 and item == load_word(c, NONE):
-            store_word(table(c, which + 1), peer, NO_MESSAGE)
+        if handle & r.PREPARED != 0 and item == load_word(c, at.NONE):
+            store_word(r.table(c, which + 1), peer, NO_MESSAGE)
             continue
         if not (is_plain(c, handle, item, flags) and is_like(handle, item, like)):
             return False
-        store_word(table(c, which), peer, data_of(item))
-        store_word(table(c, which + 1), peer, nbytes_of(item, what))
-    return handle & PREPARED != 0 or flags & WRITEABLE == 0 or _are_disjoint(c, which)
+        store_word(r.table(c, which), peer, data_of(item))
+        store_word(r.table(c, which + 1), peer, nbytes_of(item, what))
+    return handle & r.PREPARED != 0 or flags & WRITEABLE == 0 or _are_disjoint(c, which)
 
 
 @inlined
@@ -151,8 +151,8 @@ def _overlap(a, a_bytes, b, b_bytes):
 @kernel
 def _are_disjoint(c, which):
     """Whether no two blocks of a table share memory. 64 ranks: 2,016 comparisons, some 1 us."""
-    blocks, sizes = table(c, which), table(c, which + 1)
-    for peer in range(1, load_word(c, SIZE)):
+    blocks, sizes = r.table(c, which), r.table(c, which + 1)
+    for peer in range(1, load_word(c, at.SIZE)):
         block, nbytes = load_word(blocks, peer), load_word(sizes, peer)
         for other in range(peer):
             if _overlap(block, nbytes, load_word(blocks, other), load_word(sizes, other)):
@@ -164,34 +164,34 @@ def _are_disjoint(c, which):
 def list_one(c, which, peer, address, nbytes):
     """Fill the tables: a message for one rank only."""
     list_none(c, which)
-    store_word(table(c, which), peer, address)
-    store_word(table(c, which + 1), peer, nbytes)
+    store_word(r.table(c, which), peer, address)
+    store_word(r.table(c, which + 1), peer, nbytes)
 
 
 @inlined
 def list_none(c, which):
     """Fill the tables: no messages."""
-    for peer in range(load_word(c, SIZE)):
-        store_word(table(c, which + 1), peer, NO_MESSAGE)
+    for peer in range(load_word(c, at.SIZE)):
+        store_word(r.table(c, which + 1), peer, NO_MESSAGE)
 
 
 @inlined
 def list_same(c, which, address, nbytes):
     """Fill the tables: the same for every rank."""
-    for peer in range(load_word(c, SIZE)):
-        store_word(table(c, which), peer, address)
-        store_word(table(c, which + 1), peer, nbytes)
+    for peer in range(load_word(c, at.SIZE)):
+        store_word(r.table(c, which), peer, address)
+        store_word(r.table(c, which + 1), peer, nbytes)
 
 
 @kernel
 def are_apart(c, handle, address, nbytes, which, own):
     """Whether an array shares no memory with the blocks of a table but, if `own`, is this rank's block itself."""
-    if handle & PREPARED:
+    if handle & r.PREPARED:
         return True
-    blocks, sizes = table(c, which), table(c, which + 1)
-    for peer in range(load_word(c, SIZE)):
+    blocks, sizes = r.table(c, which), r.table(c, which + 1)
+    for peer in range(load_word(c, at.SIZE)):
         block = load_word(blocks, peer)
-        same = own and peer == load_word(c, RANK) and block == address
+        same = own and peer == load_word(c, at.RANK) and block == address
         if not same and _overlap(address, nbytes, block, load_word(sizes, peer)):
             return False
     return True
@@ -201,6 +201,6 @@ def are_apart(c, handle, address, nbytes, which, own):
 def largest_of(c, which):
     """Bytes of the largest block of a table."""
     largest = 0
-    for peer in range(load_word(c, SIZE)):
-        largest = max(largest, load_word(table(c, which + 1), peer))
+    for peer in range(load_word(c, at.SIZE)):
+        largest = max(largest, load_word(r.table(c, which + 1), peer))
     return largest

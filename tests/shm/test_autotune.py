@@ -1,4 +1,4 @@
-"""choosing.py: which way a call's data goes, learnt from made-up times, and the same on all ranks in a real run."""
+"""autotune.py: which way a call's data goes, learnt from made-up times, and the same on all ranks in a real run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fastcoll.core import signature
 from fastcoll.kernels.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
-from fastcoll.shm import choosing, words
+from fastcoll.shm import autotune
+from fastcoll.shm import context_layout as at
 
 SLOT = 256 << 10
 LARGE = 1 << 20  # bytes, several rounds
@@ -21,13 +22,13 @@ ALL_REDUCE = signature.code_of("all_reduce")
 
 @entry
 def choose(t: Index, operation: Index, nbytes: Index, ways: Index, stride: Index) -> int:
-    choosing.choose(integer(t), integer(operation), integer(nbytes), integer(ways), integer(stride))
+    autotune.choose(integer(t), integer(operation), integer(nbytes), integer(ways), integer(stride))
     return 0
 
 
 @entry
 def choose_among(t: Index, operation: Index, nbytes: Index, plain: Index, divided: Index) -> int:
-    choosing.choose_among(
+    autotune.choose_among(
         integer(t), integer(operation), integer(nbytes), integer(plain), integer(divided), 1
     )
     return 0
@@ -36,8 +37,8 @@ def choose_among(t: Index, operation: Index, nbytes: Index, plain: Index, divide
 @entry
 def learn(t: Index, took: Index) -> int:
     """What happens when all ranks have begun the call."""
-    choosing.learn(integer(t), integer(took))
-    choosing.start_clock(integer(t))
+    autotune.learn(integer(t), integer(took))
+    autotune.start_clock(integer(t))
     return 0
 
 
@@ -45,7 +46,7 @@ class Learner:
     """A rank that chooses ways for calls whose times are made up."""
 
     def __init__(self):
-        self.table = np.zeros(choosing.choosing_words(len(signature.OPERATIONS)), np.int64)
+        self.table = np.zeros(autotune.table_words(len(signature.OPERATIONS)), np.int64)
         self.took = 0
 
     def call(self, times, nbytes=LARGE, operation=ALL_REDUCE):
@@ -53,8 +54,8 @@ class Learner:
         at = address_of(self.table)
         choose.call(at, operation, nbytes, len(times), 1)
         learn.call(at, self.took)
-        way = int(self.table[choosing.WAY])
-        self.took = times[way] if self.table[choosing.ROW] else 0
+        way = int(self.table[autotune.WAY])
+        self.took = times[way] if self.table[autotune.ROW] else 0
         return way
 
     def run(self, number, times, **options):
@@ -65,19 +66,19 @@ class Learner:
         at = address_of(self.table)
         choose_among.call(at, ALL_REDUCE, LARGE, len(plain), len(divided))
         learn.call(at, self.took)
-        way = int(self.table[choosing.WAY])
-        self.took = plain[way] if way < choosing.WAYS else divided[way - choosing.WAYS]
-        return way >= choosing.WAYS
+        way = int(self.table[autotune.WAY])
+        self.took = plain[way] if way < autotune.WAYS else divided[way - autotune.WAYS]
+        return way >= autotune.WAYS
 
 
-@pytest.mark.parametrize("ways", [2, 3, choosing.WAYS])
+@pytest.mark.parametrize("ways", [2, 3, autotune.WAYS])
 def test_every_way_is_tried_and_the_fastest_is_found(ways):
     for fastest in range(ways):
         times = [1000 + 100 * way for way in range(ways)]
         times[fastest] = 500
         went = Learner().run(2000, times)
-        assert set(went[: choosing.TRIES * ways + 1]) == set(range(ways))
-        after = went[(choosing.TRIES + 1) * ways :]
+        assert set(went[: autotune.TRIES * ways + 1]) == set(range(ways))
+        after = went[(autotune.TRIES + 1) * ways :]
         assert after.count(fastest) > len(after) * 0.9
         assert set(after[1000:]) == set(range(ways))  # the others are tried now and then
 
@@ -94,14 +95,14 @@ def test_a_way_that_has_become_slow_is_left(factor):
     assert went[-50:].count(1) <= 2
 
 
-@pytest.mark.parametrize("ways", [3, choosing.WAYS])
+@pytest.mark.parametrize("ways", [3, autotune.WAYS])
 def test_calls_are_divided_where_that_is_faster_and_not_where_it_is_slower(ways):
     for factor in (0.6, 1.0, 1.5):
         learner = Learner()
         plain = [1000 + 100 * way for way in range(ways)]
         went = [learner.call_of_lanes(plain, [int(factor * time) for time in plain]) for _ in range(2000)]
-        tried, after = went[: choosing.TRIES * 2 * ways + 1], went[500:]
-        assert tried.count(True) >= choosing.TRIES * ways
+        tried, after = went[: autotune.TRIES * 2 * ways + 1], went[500:]
+        assert tried.count(True) >= autotune.TRIES * ways
         share = sum(after) / len(after)
         assert share > 0.9 if factor < 1 else share < 0.1
         assert 0 < share < 1  # the other is tried now and then
@@ -113,13 +114,13 @@ def test_a_call_that_cannot_be_divided_goes_the_best_plain_way_or_the_best_ways_
         learner.call_of_lanes([1000] * 3, [900, 900, 500])
     at = address_of(learner.table)
     choose_among.call(at, ALL_REDUCE, LARGE, 3, 0)
-    assert learner.table[choosing.WAY] == 2
+    assert learner.table[autotune.WAY] == 2
 
 
 def test_a_way_that_has_become_fast_is_found():
     learner = Learner()
     learner.run(500, [1000, 800, 900])
-    went = learner.run(3 * choosing.RARELY * 3, [1000, 800, 100])
+    went = learner.run(3 * autotune.RARELY * 3, [1000, 800, 100])
     assert went[-100:].count(2) > 90
 
 
@@ -151,10 +152,10 @@ def test_sizes_and_operations_learn_by_themselves():
 
 
 def test_classes_cover_all_sizes():
-    found = [choosing._class_of.py_func(choosing.SMALLEST << k) for k in range(40)]
+    found = [autotune._class_of.py_func(autotune.SMALLEST << k) for k in range(40)]
     assert found[0] == 0
     assert sorted(found) == found
-    assert set(found) == set(range(choosing.CLASSES))
+    assert set(found) == set(range(autotune.CLASSES))
 
 
 def test_ranks_that_see_the_same_choose_the_same():
@@ -164,7 +165,7 @@ def test_ranks_that_see_the_same_choose_the_same():
         times = random.integers(500, 1500, 3).tolist()
         assert first.call(times) == second.call(times)
     assert (
-        first.table[choosing.ROWS :: choosing.ROW_WORDS] == second.table[choosing.ROWS :: choosing.ROW_WORDS]
+        first.table[autotune.ROWS :: autotune.ROW_WORDS] == second.table[autotune.ROWS :: autotune.ROW_WORDS]
     ).all()
 
 
@@ -173,8 +174,8 @@ def test_ranks_that_see_the_same_choose_the_same():
 
 def rows(group):
     """What a rank has learnt."""
-    start = words.CHOOSING + choosing.ROWS
-    return group._context.words[start : words.MEMO].reshape(-1, choosing.ROW_WORDS)
+    start = at.CHOOSING + autotune.ROWS
+    return group._context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)
 
 
 def everybodys(group, x):
@@ -214,7 +215,7 @@ def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size):
         if rank == 1:
             time.sleep(0.5)
         group.all_reduce(x)
-    took = int(group._context.words[words.CHOOSING + choosing.TOOK])
+    took = int(group._context.words[at.CHOOSING + autotune.TOOK])
     waited = 0.3 * ticks_a_second() * (1 << 20) / x.nbytes
     group.close()
     assert usual > 0
@@ -223,7 +224,7 @@ def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size):
 
 @entry
 def clock() -> int:
-    return choosing.ticks()
+    return autotune.ticks()
 
 
 def ticks_a_second():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.signature import OPERATIONS
 from ..kernels.waiting import PATIENCE_WORDS
-from .choosing import choosing_words
+from .autotune import table_words
 from .layout import MAX_LANES
 
 RANK = 0
@@ -28,7 +28,7 @@ PENDING = 17  # operations queued or under way on the progress thread; synchrono
 GIVEN = 18  # address of the description of a PREPARED call
 NDARRAY, TUPLE, NONE = 19, 20, 21  # addresses of Python's numpy.ndarray, tuple and None
 MET = 22  # 1: the calls of all ranks have been compared
-SYMMETRIC = 23  # address of the table of symmetric arrays (symmetric_table.py); 0: there are none
+SYMMETRIC = 23  # address of the table of symmetric arrays (symmetric_kernels.py); 0: there are none
 DID = 24  # bytes of this rank's part of a call in symmetric memory that are done
 LANE = 25  # 0: the group's own context; else which lane's it is, counted from 1
 LANES = 26  # how many lanes large calls can be divided among; 1: they are not
@@ -37,9 +37,9 @@ FINISHED = 28  # number of the last call that is complete (release)
 LANE_CONTEXTS = 29  # addresses of the contexts of all lanes
 PATIENCE = LANE_CONTEXTS + MAX_LANES  # the table of kernels/waiting.py
 FIXED_WORDS = PATIENCE + PATIENCE_WORDS
-# Behind them: the table of choosing.py, the memo of descriptions (border.py), five tables of a word a rank.
+# Behind them: the table of autotune.py, the memo of descriptions (validate.py), five tables of a word a rank.
 CHOOSING = FIXED_WORDS
-MEMO = CHOOSING + choosing_words(len(OPERATIONS))
+MEMO = CHOOSING + table_words(len(OPERATIONS))
 MEMO_ENTRIES = 128
 MEMO_WORDS = (
     4  # of an entry: dtype's address, reduce operation's address, operation's code, description's address

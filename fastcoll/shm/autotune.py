@@ -44,7 +44,7 @@ TRIES = 2  # of each way at the beginning
 OFTEN, RARELY = 16, 64  # calls between two tries of another way: at first, and later
 
 
-def choosing_words(operations: int) -> int:
+def table_words(operations: int) -> int:
     """Words of a table for so many operations."""
     return ROWS + ROW_WORDS * CLASSES * operations
 

@@ -15,27 +15,13 @@ from __future__ import annotations
 from ..core.status import AGAIN, DIVIDED, DONE
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_word, store_word
+from ..kernels.twins import start_of
 from ..kernels.waiting import wait_for
-from .border import ITEMSIZE, NO_MESSAGE
-from .choosing import take_way
+from . import context_layout as at
+from . import rounds as r
+from . import validate as v
+from .autotune import take_way
 from .layout import SLOTS
-from .rounds import finish, meet, publish, table, ways_at
-from .words import (
-    CALLS_DIVIDED,
-    FINISHED,
-    GIVEN,
-    LANE,
-    LANE_CONTEXTS,
-    LANES,
-    LATE,
-    MET,
-    ONE_SHOT,
-    PATIENCE,
-    RANK,
-    READ,
-    SIZE,
-    WROTE,
-)
 
 UNIT = 64  # elements; parts are multiples of so many, so that no two lanes write one cache line
 
@@ -43,19 +29,19 @@ UNIT = 64  # elements; parts are multiples of so many, so that no two lanes writ
 @inlined
 def part_of(c, what, nbytes):
     """Where in a block of nbytes this lane's part begins, and its bytes; all of it in the group's own context."""
-    if load_word(c, LANE) == 0:
+    if load_word(c, at.LANE) == 0:
         return 0, nbytes
-    unit = UNIT * load_word(what, ITEMSIZE)
-    each = -(-nbytes // (unit * load_word(c, LANES))) * unit
-    start = min(nbytes, (load_word(c, LANE) - 1) * each)
-    return start, min(each, nbytes - start)
+    unit = UNIT * load_word(what, v.ITEMSIZE)
+    lane, lanes = load_word(c, at.LANE) - 1, load_word(c, at.LANES)
+    start = start_of(nbytes, lanes, lane, unit)
+    return start, start_of(nbytes, lanes, lane + 1, unit) - start
 
 
 @kernel
 def _narrow(c, which, what):
-    blocks, sizes = table(c, which), table(c, which + 1)
-    for peer in range(load_word(c, SIZE)):
-        if load_word(sizes, peer) != NO_MESSAGE:
+    blocks, sizes = r.table(c, which), r.table(c, which + 1)
+    for peer in range(load_word(c, at.SIZE)):
+        if load_word(sizes, peer) != v.NO_MESSAGE:
             start, nbytes = part_of(c, what, load_word(sizes, peer))
             store_word(blocks, peer, load_word(blocks, peer) + start)
             store_word(sizes, peer, nbytes)
@@ -64,42 +50,42 @@ def _narrow(c, which, what):
 @inlined
 def narrow(c, which, what):
     """Have the tables `which` and `which + 1` hold this lane's parts of the blocks."""
-    if load_word(c, LANE) != 0:
+    if load_word(c, at.LANE) != 0:
         _narrow(c, which, what)
 
 
 @inlined
 def _lane(c, lane):
     """Address of a lane's context."""
-    return load_word(c, LANE_CONTEXTS + lane)
+    return load_word(c, at.LANE_CONTEXTS + lane)
 
 
 @inlined
 def _hand_over(c, what):
-    store_word(c, CALLS_DIVIDED, load_word(c, CALLS_DIVIDED) + 1)
-    for k in range(load_word(c, LANES)):
+    store_word(c, at.CALLS_DIVIDED, load_word(c, at.CALLS_DIVIDED) + 1)
+    for k in range(load_word(c, at.LANES)):
         lane = _lane(c, k)
-        store_word(lane, GIVEN, what)
-        store_word(lane, ONE_SHOT, load_word(c, ONE_SHOT))
-        take_way(ways_at(lane), ways_at(c))
+        store_word(lane, at.GIVEN, what)
+        store_word(lane, at.ONE_SHOT, load_word(c, at.ONE_SHOT))
+        take_way(r.ways_at(lane), r.ways_at(c))
 
 
 @kernel
 def divide(c, what, call, shape, balance):
     """Meet, and return DIVIDED; resumed after that, wait for the lanes."""
-    if load_word(c, WROTE) == 0:
-        publish(c, call, shape, balance)
-    if load_word(c, MET) == 0:
-        waited = meet(c, call, shape, balance)
+    if load_word(c, at.WROTE) == 0:
+        r.publish(c, call, shape, balance)
+    if load_word(c, at.MET) == 0:
+        waited = r.meet(c, call, shape, balance)
         if waited != DONE:
             return waited
         _hand_over(c, what)
         return DIVIDED
-    for k in range(load_word(c, LANES)):
+    for k in range(load_word(c, at.LANES)):
         lane = _lane(c, k)
-        if not wait_for(c + 8 * PATIENCE, lane + 8 * FINISHED, load_word(c, CALLS_DIVIDED)):
-            late = load_word(lane, LATE)
-            store_word(c, LATE, load_word(c, RANK) if late < 0 else late)
+        if not wait_for(c + 8 * at.PATIENCE, lane + 8 * at.FINISHED, load_word(c, at.CALLS_DIVIDED)):
+            late = load_word(lane, at.LATE)
+            store_word(c, at.LATE, load_word(c, at.RANK) if late < 0 else late)
             return AGAIN
-    store_word(c, READ, SLOTS)
-    return finish(c)
+    store_word(c, at.READ, SLOTS)
+    return r.finish(c)

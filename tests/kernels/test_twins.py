@@ -1,4 +1,4 @@
-"""kernels/matching.py says what core/signature.py says."""
+"""kernels/twins.py says what core/signature.py and core/partition.py say."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastcoll.core import signature
-from fastcoll.kernels import matching
+from fastcoll.core import partition, signature
+from fastcoll.kernels import twins
 from fastcoll.kernels.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
@@ -18,12 +18,17 @@ WORDS = st.lists(NBYTES, min_size=1, max_size=9)
 
 @entry
 def balance(rank: Index, size: Index, gives: Index, takes: Index) -> int:
-    return matching.balance(integer(rank), integer(size), integer(gives), integer(takes))
+    return twins.balance(integer(rank), integer(size), integer(gives), integer(takes))
 
 
 @entry
 def shape_of(sizes: Index, size: Index) -> int:
-    return matching.shape_of(integer(sizes), integer(size))
+    return twins.shape_of(integer(sizes), integer(size))
+
+
+@entry
+def start_of(total: Index, parts: Index, k: Index, unit: Index) -> int:
+    return twins.start_of(integer(total), integer(parts), integer(k), integer(unit))
 
 
 @settings(max_examples=200, deadline=None)
@@ -42,3 +47,10 @@ def test_balances(data):
 @example([8, 8, 8])
 def test_shapes(sizes):
     assert shape_of.call(address_of(np.array(sizes, np.int64)), len(sizes)) == signature.shape_of(sizes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 40), st.integers(1, 64), st.integers(1, 4096), st.data())
+def test_starts_of_parts(total, parts, unit, data):
+    k = data.draw(st.integers(0, parts))
+    assert start_of.call(total, parts, k, unit) == partition.start_of(total, parts, k, unit)

@@ -1,4 +1,4 @@
-"""border.py: which calls compiled code takes by itself, and that those it leaves to Python give the same results."""
+"""validate.py: which calls compiled code takes by itself, and that those it leaves to Python give the same results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fastcoll import ArrayError, ReduceOp, UsageError
 from fastcoll.kernels.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
-from fastcoll.shm import words
-from fastcoll.shm.border import MEMO_PROBES, description, memo_place
+from fastcoll.shm import context_layout as at
 from fastcoll.shm.context import Context, What
 from fastcoll.shm.layout import PAGE, Layout
+from fastcoll.shm.validate import MEMO_PROBES, description, memo_place
 
 N = 6  # elements of a block
 HEADER = np.zeros(PAGE // 8, np.int64)  # of a segment without sections
@@ -260,7 +260,7 @@ def test_arrays_that_overlap(rank, world_size):
 @pytest.mark.ranks(2)
 def test_more_dtypes_and_operations_than_the_memo_holds(rank, world_size):
     """What has no place goes through Python, with the same result."""
-    kinds = [np.dtype((np.void, n)) for n in range(1, words.MEMO_ENTRIES + 40)]
+    kinds = [np.dtype((np.void, n)) for n in range(1, at.MEMO_ENTRIES + 40)]
     for _ in range(2):
         for dtype in kinds:
             x = np.full(dtype.itemsize, rank + 1, np.uint8).view(dtype)
@@ -313,14 +313,14 @@ def test_the_memo_finds_what_it_was_told_and_nothing_else():
 def test_a_full_memo_keeps_what_it_has():
     context = Context(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
     dtype, whats = np.dtype("f8"), []
-    ops = [Op() for _ in range(3 * words.MEMO_ENTRIES)]
+    ops = [Op() for _ in range(3 * at.MEMO_ENTRIES)]
     for n, op in enumerate(ops):
         whats.append(What(n, 8))
         context.remember(1, dtype, op, whats[-1])
     x = np.zeros(1)
     found = [recall.call(context.address, 1, x, op) for op in ops]
     assert all(address in (0, what.address) for address, what in zip(found, whats, strict=True))
-    assert sum(address != 0 for address in found) > words.MEMO_ENTRIES // 2
+    assert sum(address != 0 for address in found) > at.MEMO_ENTRIES // 2
     for op, address in zip(ops, found, strict=True):
         context.remember(1, dtype, op, What(0, 8))  # told again, as by another thread: the first one stays
         assert address == 0 or recall.call(context.address, 1, x, op) == address

@@ -1,4 +1,4 @@
-"""The balance of a call's sizes (core/signature.py), compiled."""
+"""Pure functions of core/signature.py and core/partition.py, compiled."""
 
 from __future__ import annotations
 
@@ -48,3 +48,9 @@ def shape_of(sizes, size):
         total += nbytes
         mixed += weigh(peer, peer, nbytes)
     return total if even else -1 - (mixed & 0x3FFFFFFFFFFFFFFF)
+
+
+@inlined
+def start_of(total, parts, k, unit):
+    """Where part k of `total` begins if all are equally long, in whole units, but for the last ones."""
+    return min(total, k * -(-total // (parts * unit)) * unit)

@@ -1,0 +1,326 @@
+"""The collectives of a segment that move data and do not look at it; entries as in reductions.py.
+
+Here a round waits for single peers, in an order that differs from rank to rank, so that not all copy out of the
+same slot at once.
+"""
+
+from __future__ import annotations
+
+from ..core import signature
+from ..core.status import AGAIN, DONE, LATER, WORKED
+from ..kernels import twins
+from ..kernels.jit import inlined, kernel, locked_entry
+from ..kernels.primitives import load_word
+from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
+from . import context_layout as at
+from . import layout
+from . import rounds as r
+from . import validate as v
+from .autotune import hand_out, is_divided, stage
+from .lane_kernels import divide, narrow, part_of
+
+
+@inlined
+def _balance_of(c):
+    return twins.balance(
+        load_word(c, at.RANK), load_word(c, at.SIZE), r.table(c, at.GIVES + 1), r.table(c, at.TAKES + 1)
+    )
+
+
+_BROADCAST = signature.code_of("broadcast")
+_ALL_GATHER = signature.code_of("all_gather")
+_GATHER = signature.code_of("gather")
+_SCATTER = signature.code_of("scatter")
+_ALL_TO_ALL = signature.code_of("all_to_all")
+
+
+@locked_entry
+def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
+    """Copy the array of rank src into everybody's."""
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    c = r.context_of(h)
+    x, root = object_at(tensor), integer(src)
+    what = v.description(c, h, _BROADCAST, x, 0)
+    here = load_word(c, at.RANK) == root
+    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, 0 if here else WRITEABLE):
+        return r.give_up(h)
+    nbytes, call = v.nbytes_of(x, what), load_word(what, v.CALL) | root << signature.ROOT_SHIFT
+    r.begin(h, _BROADCAST, nbytes, 0)
+    if is_divided(r.ways_at(c)):
+        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
+    start, nbytes = part_of(c, what, nbytes)
+    return take_gil(release_gil(), _broadcast(c, v.data_of(x) + start, nbytes, call, root))
+
+
+@kernel
+def _broadcast(c, x, nbytes, call, root):
+    rank = load_word(c, at.RANK)
+    inline = r.fits_inline(nbytes)
+    chunk = load_word(c, at.SLOT)
+    total = r.rounds_of(nbytes, chunk)
+    while True:
+        if r.may_write(c, total):
+            if rank == root:
+                if r.open_slot(c) != DONE:
+                    return AGAIN
+                step = load_word(c, at.WROTE)
+                left = nbytes - step * chunk
+                stage(r.ways_at(c), r.place_of(c, root, step, inline), x + step * chunk, left, chunk)
+            r.publish(c, call, nbytes, 0)
+            continue
+        waited = r.meet(c, call, nbytes, 0)
+        if waited != DONE:
+            return waited
+        if rank != root:
+            step = load_word(c, at.READ)
+            if r.await_peer(c, root, step) != DONE:
+                return AGAIN
+            start = step * chunk
+            place = r.place_of(c, root, step, inline)
+            hand_out(r.ways_at(c), x + start, place, min(chunk, nbytes - start))
+        if r.close_round(c, total):
+            return r.finish(c)
+        if r.time_is_up(c):
+            return WORKED
+
+
+@locked_entry
+def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
+    """Copy every rank's array into block r of everybody's `outputs`: a tuple of arrays, or one in equal parts."""
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    c = r.context_of(h)
+    x = object_at(tensor)
+    what = v.description(c, h, _ALL_GATHER, x, 0)
+    if what == 0 or not v.is_plain(c, h, x, 0):
+        return r.give_up(h)
+    if not v.list_blocks(c, h, at.TAKES, object_at(outputs), x, what, WRITEABLE):
+        return r.give_up(h)
+    nbytes = v.nbytes_of(x, what)
+    v.list_same(c, at.GIVES, v.data_of(x), nbytes)
+    if not _own_fits(c) or not v.are_apart(c, h, v.data_of(x), nbytes, at.TAKES, True):
+        return r.give_up(h)
+    r.begin(h, _ALL_GATHER, nbytes * load_word(c, at.SIZE), 0)
+    if is_divided(r.ways_at(c)):
+        return take_gil(release_gil(), divide(c, what, load_word(what, v.CALL), nbytes, _balance_of(c)))
+    start, nbytes = part_of(c, what, nbytes)
+    narrow(c, at.GIVES, what)
+    narrow(c, at.TAKES, what)
+    return take_gil(release_gil(), _all_gather(c, v.data_of(x) + start, nbytes, load_word(what, v.CALL)))
+
+
+@inlined
+def _own_fits(c):
+    """Whether this rank gives itself what it takes from itself."""
+    rank = load_word(c, at.RANK)
+    return load_word(r.table(c, at.GIVES + 1), rank) == load_word(r.table(c, at.TAKES + 1), rank)
+
+
+@kernel
+def _all_gather(c, x, nbytes, call):
+    rank = load_word(c, at.RANK)
+    size = load_word(c, at.SIZE)
+    chunk = load_word(c, at.SLOT)
+    outs, sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
+    balance = _balance_of(c)
+    total = r.rounds_of(v.largest_of(c, at.TAKES), chunk)
+    while True:
+        if r.may_write(c, total):
+            if r.open_slot(c) != DONE:
+                return AGAIN
+            step = load_word(c, at.WROTE)
+            left = nbytes - step * chunk
+            place = r.place_of(c, rank, step, r.fits_inline(nbytes))
+            stage(r.ways_at(c), place, x + step * chunk, left, chunk)
+            r.publish(c, call, nbytes, balance)
+            continue
+        waited = r.meet(c, call, nbytes, balance)
+        if waited != DONE:
+            return waited
+        step = load_word(c, at.READ)
+        start = step * chunk
+        for turn in range(size):
+            peer = (rank + turn) % size
+            part = min(chunk, load_word(sizes, peer) - start)
+            if part <= 0:
+                continue
+            out = load_word(outs, peer) + start
+            if peer == rank:
+                hand_out(r.ways_at(c), out, x + start, part)
+                continue
+            if r.await_peer(c, peer, step) != DONE:
+                return AGAIN
+            hand_out(
+                r.ways_at(c), out, r.place_of(c, peer, step, r.fits_inline(load_word(sizes, peer))), part
+            )
+        if r.close_round(c, total):
+            return r.finish(c)
+        if r.time_is_up(c):
+            return WORKED
+
+
+@locked_entry
+def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> int:
+    """Copy rank r's array into block r of rank dst's `outputs`, which are None elsewhere."""
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    c = r.context_of(h)
+    outs, x, root = object_at(outputs), object_at(tensor), integer(dst)
+    here = load_word(c, at.RANK) == root
+    what = v.description(c, h, _GATHER, x, 0)
+    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, 0) or here == v.has_none(c, outs):
+        return r.give_up(h)
+    v.list_one(c, at.GIVES, root, v.data_of(x), v.nbytes_of(x, what))
+    if here:
+        if not v.list_blocks(c, h, at.TAKES, outs, x, what, WRITEABLE):
+            return r.give_up(h)
+        if not _own_fits(c) or not v.are_apart(c, h, v.data_of(x), v.nbytes_of(x, what), at.TAKES, True):
+            return r.give_up(h)
+    else:
+        v.list_none(c, at.TAKES)
+    r.begin(h, _GATHER, _largest(c) * load_word(c, at.SIZE), 0)
+    return take_gil(
+        release_gil(), _exchange_or_divide(c, what, 1, load_word(what, v.CALL) | root << signature.ROOT_SHIFT)
+    )
+
+
+@locked_entry
+def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> int:
+    """Copy block r of rank src's `blocks`, which are None elsewhere, into rank r's `output`."""
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    c = r.context_of(h)
+    out, items, root = object_at(output), object_at(blocks), integer(src)
+    here = load_word(c, at.RANK) == root
+    what = v.description(c, h, _SCATTER, out, 0)
+    if (
+        what == 0
+        or not v.is_rank(c, root)
+        or not v.is_plain(c, h, out, WRITEABLE)
+        or here == v.has_none(c, items)
+    ):
+        return r.give_up(h)
+    v.list_one(c, at.TAKES, root, v.data_of(out), v.nbytes_of(out, what))
+    if here:
+        if not v.list_blocks(c, h, at.GIVES, items, out, what, 0):
+            return r.give_up(h)
+        if not _own_fits(c) or not v.are_apart(c, h, v.data_of(out), v.nbytes_of(out, what), at.GIVES, True):
+            return r.give_up(h)
+    else:
+        v.list_none(c, at.GIVES)
+    r.begin(h, _SCATTER, _largest(c) * load_word(c, at.SIZE), 0)
+    return take_gil(
+        release_gil(),
+        _exchange_or_divide(
+            c, what, load_word(c, at.SIZE) - 1, load_word(what, v.CALL) | root << signature.ROOT_SHIFT
+        ),
+    )
+
+
+@locked_entry
+def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObject) -> int:
+    """Copy block p of every rank's `blocks` into block r of rank p's `outputs`; `like` is one of the arrays."""
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    c = r.context_of(h)
+    x = object_at(like)
+    what = v.description(c, h, _ALL_TO_ALL, x, 0)
+    if what == 0:
+        return r.give_up(h)
+    if not v.list_blocks(c, h, at.GIVES, object_at(blocks), x, what, 0):
+        return r.give_up(h)
+    if not v.list_blocks(c, h, at.TAKES, object_at(outputs), x, what, WRITEABLE) or not _own_fits(c):
+        return r.give_up(h)
+    for peer in range(load_word(c, at.SIZE)):
+        given, nbytes = (load_word(r.table(c, at.GIVES), peer), load_word(r.table(c, at.GIVES + 1), peer))
+        if not v.are_apart(c, h, given, nbytes, at.TAKES, False):
+            return r.give_up(h)
+    r.begin(h, _ALL_TO_ALL, _largest(c) * load_word(c, at.SIZE), 0)
+    return take_gil(
+        release_gil(), _exchange_or_divide(c, what, load_word(c, at.SIZE) - 1, load_word(what, v.CALL))
+    )
+
+
+@inlined
+def _largest(c):
+    """Bytes of the largest block that this rank gives or takes."""
+    return max(v.largest_of(c, at.GIVES), v.largest_of(c, at.TAKES))
+
+
+@inlined
+def _piece_of(c, src, dst, step, nbytes, spread, piece):
+    """Where in src's slot, or in its call line if it fits, the piece for rank dst lies."""
+    place = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
+    room = layout.INLINE // spread & -8
+    inline = nbytes <= room
+    return r.place_of(c, src, step, inline) + place * (room if inline else piece)
+
+
+@inlined
+def _exchange_or_divide(c, what, spread, call):
+    if is_divided(r.ways_at(c)):
+        return divide(c, what, call, _largest(c), _balance_of(c))
+    narrow(c, at.GIVES, what)
+    narrow(c, at.TAKES, what)
+    return _exchange(c, spread, call)
+
+
+@kernel
+def _exchange(c, spread, call):
+    """Copy what the tables give to what the tables take; all sizes are free.
+
+    `spread` pieces share a slot: 1 when a rank sends to one rank only, else the number of other ranks.
+    """
+    rank = load_word(c, at.RANK)
+    size = load_word(c, at.SIZE)
+    spread = max(1, spread)
+    piece = load_word(c, at.SLOT) // spread & -64
+    sends, send_sizes = r.table(c, at.GIVES), r.table(c, at.GIVES + 1)
+    receives, receive_sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
+    largest = _largest(c)
+    balance = _balance_of(c)
+    while True:
+        # How many rounds there are, ranks learn at the meeting.
+        total = r.rounds_of(load_word(c, at.LARGEST) if load_word(c, at.MET) else largest, piece)
+        if r.may_write(c, total):
+            if r.open_slot(c) != DONE:
+                return AGAIN
+            step = load_word(c, at.WROTE)
+            for peer in range(size):
+                nbytes = load_word(send_sizes, peer)
+                left = nbytes - step * piece
+                if peer != rank and left > 0:
+                    place = _piece_of(c, rank, peer, step, nbytes, spread, piece)
+                    stage(r.ways_at(c), place, load_word(sends, peer) + step * piece, left, piece)
+            r.publish(c, call, largest, balance)
+            continue
+        if load_word(c, at.MET) == 0:
+            waited = r.meet(c, call, largest, balance)
+            if waited != DONE:
+                return waited
+            continue  # there may be more rounds than this rank knew of
+        step = load_word(c, at.READ)
+        start = step * piece
+        for turn in range(size):
+            peer = (rank + turn) % size
+            nbytes = load_word(receive_sizes, peer)
+            part = min(piece, nbytes - start)
+            if part <= 0:
+                continue
+            out = load_word(receives, peer) + start
+            if peer == rank:
+                hand_out(r.ways_at(c), out, load_word(sends, peer) + start, part)
+                continue
+            if r.await_peer(c, peer, step) != DONE:
+                return AGAIN
+            hand_out(r.ways_at(c), out, _piece_of(c, peer, rank, step, nbytes, spread, piece), part)
+        if r.close_round(c, total):
+            return r.finish(c)
+        if r.time_is_up(c):
+            return WORKED

@@ -1,0 +1,297 @@
+"""The reducing collectives of a segment and the barrier, each one compiled call that runs without the GIL.
+
+An entry takes the context (rounds.py, with its tags), Python objects and integers, and returns DONE, AGAIN or
+WORKED (call again with the same arguments and RESUMED), MISMATCH or LATER. It looks at its arguments first
+(validate.py) and then runs rounds. All reduce in rank order, so every rank gets the same bits.
+
+Algorithms: one-shot (every rank reduces everything), and two-shot (each rank reduces its slice, then
+gathers the others': Rabenseifner's reduce-scatter and all-gather, here through staged slots).
+"""
+
+from __future__ import annotations
+
+from ..core import signature
+from ..core.status import AGAIN, DONE, LATER, WORKED
+from ..kernels.copy import copy
+from ..kernels.jit import entry, inlined, kernel, locked_entry
+from ..kernels.primitives import call_reducer, load_word, store_word
+from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
+from ..kernels.twins import shape_of, start_of
+from . import context_layout as at
+from . import rounds as r
+from . import validate as v
+from .autotune import is_divided, stage
+from .lane_kernels import divide, narrow, part_of
+from .symmetric_kernels import SMALLEST as SYMMETRIC_SMALLEST
+from .symmetric_kernels import all_reduce_in_place, find_row
+
+_ALL_REDUCE = signature.code_of("all_reduce")
+_REDUCE = signature.code_of("reduce")
+_SCAN = signature.code_of("scan")
+_EXSCAN = signature.code_of("exscan")
+_REDUCE_SCATTER = signature.code_of("reduce_scatter")
+
+
+@inlined
+def _reduce(c, what, dst, n, nbytes):
+    """dst = the first n sources, reduced."""
+    count = nbytes // load_word(what, v.ITEMSIZE)
+    call_reducer(load_word(what, v.REDUCER), load_word(what, v.CODE), dst, r.table(c, at.SOURCES), n, count)
+
+
+@inlined
+def _whole(nbytes, itemsize):
+    """The part of nbytes that is whole elements."""
+    return nbytes - nbytes % itemsize
+
+
+@inlined
+def _shape_of_blocks(c):
+    return shape_of(r.table(c, at.GIVES + 1), load_word(c, at.SIZE))
+
+
+@entry
+def barrier(handle: Index, call: Index) -> int:
+    """Wait for every rank."""
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    r.begin(h, 0, 0, 0)
+    c = r.context_of(h)
+    if r.may_write(c, 1):
+        r.publish(c, integer(call), 0, 0)
+    waited = r.meet(c, integer(call), 0, 0)
+    if waited != DONE:
+        return waited
+    r.close_round(c, 1)
+    return r.finish(c)
+
+
+@kernel
+def _one_shot(c, dst, src, nbytes, what, call, first, last):
+    """Everybody publishes src; a rank with first < last reduces the ranks first..last-1 into dst."""
+    rank = load_word(c, at.RANK)
+    inline = r.fits_inline(nbytes)
+    chunk = _whole(load_word(c, at.SLOT), load_word(what, v.ITEMSIZE))
+    total = r.rounds_of(nbytes, chunk)
+    while True:
+        if r.may_write(c, total):
+            if r.open_slot(c) != DONE:
+                return AGAIN
+            step = load_word(c, at.WROTE)
+            stage(
+                r.ways_at(c),
+                r.place_of(c, rank, step, inline),
+                src + step * chunk,
+                nbytes - step * chunk,
+                chunk,
+            )
+            r.publish(c, call, nbytes, 0)
+            continue
+        waited = r.meet(c, call, nbytes, 0)
+        if waited != DONE:
+            return waited
+        if first < last:
+            if r.await_all(c) != DONE:
+                return AGAIN
+            step = load_word(c, at.READ)
+            start = step * chunk
+            for peer in range(first, last):
+                place = src + start if peer == rank else r.place_of(c, peer, step, inline)
+                store_word(r.table(c, at.SOURCES), peer - first, place)
+            _reduce(c, what, dst + start, last - first, min(chunk, nbytes - start))
+        if r.close_round(c, total):
+            return r.finish(c)
+        if r.time_is_up(c):
+            return WORKED
+
+
+@kernel
+def _two_shot(c, dst, src, nbytes, what, call, keep):
+    """Rounds in pairs: each rank reduces its slice of a chunk, then ranks with `keep` gather all slices."""
+    rank = load_word(c, at.RANK)
+    size = load_word(c, at.SIZE)
+    itemsize = load_word(what, v.ITEMSIZE)
+    chunk = _whole(load_word(c, at.SLOT), itemsize)
+    total = 2 * r.rounds_of(nbytes, chunk)
+    while True:
+        step = load_word(c, at.READ)
+        start = step // 2 * chunk
+        part = min(chunk, nbytes - start)
+        low = start_of(part, size, rank, itemsize)
+        high = start_of(part, size, rank + 1, itemsize)
+        mine = r.slot_of(c, rank, step)
+        if load_word(c, at.WROTE) == step:
+            if r.open_slot(c) != DONE:
+                return AGAIN
+            if step % 2 == 0:
+                stage(r.ways_at(c), mine, src + start, low, low)
+                stage(r.ways_at(c), mine + high, src + start + high, part - high, part - high)
+            else:
+                for peer in range(size):
+                    place = src + start if peer == rank else r.slot_of(c, peer, step - 1)
+                    store_word(r.table(c, at.SOURCES), peer, place + low)
+                _reduce(c, what, mine + low, size, high - low)
+            r.publish(c, call, nbytes, 0)
+        waited = r.meet(c, call, nbytes, 0)
+        if waited != DONE:
+            return waited
+        if r.await_all(c) != DONE:
+            return AGAIN
+        if step % 2 and keep:
+            for peer in range(size):
+                begins = start_of(part, size, peer, itemsize)
+                ends = start_of(part, size, peer + 1, itemsize)
+                copy(dst + start + begins, r.slot_of(c, peer, step) + begins, ends - begins)
+        if r.close_round(c, total):
+            return r.finish(c)
+        if r.time_is_up(c):
+            return WORKED
+
+
+@locked_entry
+def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
+    """Reduce an array over all ranks, in place."""
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    c = r.context_of(h)
+    x = object_at(tensor)
+    what = v.description(c, h, _ALL_REDUCE, x, object_at(op))
+    if what == 0 or not v.is_plain(c, h, x, WRITEABLE):
+        return r.give_up(h)
+    data, nbytes, call = v.data_of(x), v.nbytes_of(x, what), load_word(what, v.CALL)
+    size = load_word(c, at.SIZE)
+    if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
+        row = find_row(c, data, nbytes)
+        if row != 0:
+            r.begin(h, _ALL_REDUCE, 0, 0)
+            return take_gil(release_gil(), all_reduce_in_place(c, data, nbytes, what, call, row))
+    r.begin(h, _ALL_REDUCE, nbytes, load_word(what, v.ITEMSIZE))
+    if is_divided(r.ways_at(c)):
+        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
+    start, nbytes = part_of(c, what, nbytes)
+    data += start
+    if size <= 2 or nbytes <= load_word(c, at.ONE_SHOT):
+        return take_gil(release_gil(), _one_shot(c, data, data, nbytes, what, call, 0, size))
+    return take_gil(release_gil(), _two_shot(c, data, data, nbytes, what, call, True))
+
+
+@locked_entry
+def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst: Index) -> int:
+    """Reduce over all ranks into `output` of rank dst (which may be the tensor itself)."""
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    c = r.context_of(h)
+    out, x, root = object_at(output), object_at(tensor), integer(dst)
+    here = load_word(c, at.RANK) == root
+    what = v.description(c, h, _REDUCE, x, object_at(op))
+    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, WRITEABLE if here else 0):
+        return r.give_up(h)
+    nbytes, call = v.nbytes_of(x, what), load_word(what, v.CALL) | root << signature.ROOT_SHIFT
+    r.begin(h, _REDUCE, nbytes, load_word(what, v.ITEMSIZE))
+    if is_divided(r.ways_at(c)):
+        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
+    start, nbytes = part_of(c, what, nbytes)
+    dst, src = v.data_of(out) + start, v.data_of(x) + start
+    size = load_word(c, at.SIZE)
+    if size <= 2 or nbytes <= load_word(c, at.ONE_SHOT):
+        return take_gil(release_gil(), _one_shot(c, dst, src, nbytes, what, call, 0, size if here else 0))
+    return take_gil(release_gil(), _two_shot(c, dst, src, nbytes, what, call, here))
+
+
+@locked_entry
+def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclusive: Index) -> int:
+    """Reduce ranks 0..rank (exclusive: 0..rank-1) into `output`; exclusive leaves rank 0's untouched."""
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    c = r.context_of(h)
+    out, x = object_at(output), object_at(tensor)
+    operation = _EXSCAN if integer(exclusive) else _SCAN
+    what = v.description(c, h, operation, x, object_at(op))
+    if what == 0 or not v.is_plain(c, h, x, WRITEABLE):
+        return r.give_up(h)
+    nbytes, call = v.nbytes_of(x, what), load_word(what, v.CALL)
+    r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE))
+    if is_divided(r.ways_at(c)):
+        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
+    start, nbytes = part_of(c, what, nbytes)
+    last = load_word(c, at.RANK) + (0 if integer(exclusive) else 1)
+    return take_gil(
+        release_gil(), _one_shot(c, v.data_of(out) + start, v.data_of(x) + start, nbytes, what, call, 0, last)
+    )
+
+
+@locked_entry
+def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObject) -> int:
+    """Reduce block r of every rank into `output` of rank r; a tuple of arrays, or one array of equal blocks.
+
+    The blocks' sizes must be the same on all ranks.
+    """
+    h = integer(handle)
+    if not r.take(h):
+        return LATER
+    c = r.context_of(h)
+    out = object_at(output)
+    what = v.description(c, h, _REDUCE_SCATTER, out, object_at(op))
+    if what == 0 or not v.is_plain(c, h, out, WRITEABLE):
+        return r.give_up(h)
+    if not v.list_blocks(c, h, at.GIVES, object_at(blocks), out, what, 0):
+        return r.give_up(h)
+    nbytes = v.nbytes_of(out, what)
+    if nbytes != load_word(r.table(c, at.GIVES + 1), load_word(c, at.RANK)):
+        return r.give_up(h)
+    if not v.are_apart(c, h, v.data_of(out), nbytes, at.GIVES, True):
+        return r.give_up(h)
+    r.begin(h, _REDUCE_SCATTER, v.largest_of(c, at.GIVES), load_word(what, v.ITEMSIZE))
+    if is_divided(r.ways_at(c)):
+        return take_gil(release_gil(), divide(c, what, load_word(what, v.CALL), _shape_of_blocks(c), 0))
+    start, _ = part_of(c, what, nbytes)
+    narrow(c, at.GIVES, what)
+    return take_gil(release_gil(), _reduce_scatter(c, v.data_of(out) + start, what))
+
+
+@kernel
+def _reduce_scatter(c, dst, what):
+    """A slot holds a piece for each of the other ranks."""
+    rank = load_word(c, at.RANK)
+    size = load_word(c, at.SIZE)
+    call = load_word(what, v.CALL)
+    blocks, sizes = r.table(c, at.GIVES), r.table(c, at.GIVES + 1)
+    shape = _shape_of_blocks(c)
+    longest = v.largest_of(c, at.GIVES)
+    piece = _whole(load_word(c, at.SLOT) // max(1, size - 1), load_word(what, v.ITEMSIZE))
+    total = r.rounds_of(longest, piece)
+    while True:
+        if r.may_write(c, total):
+            if r.open_slot(c) != DONE:
+                return AGAIN
+            step = load_word(c, at.WROTE)
+            start = step * piece
+            mine = r.slot_of(c, rank, step)
+            for turn in range(1, size):
+                peer = (rank + turn) % size
+                left = load_word(sizes, peer) - start
+                stage(r.ways_at(c), mine + (turn - 1) * piece, load_word(blocks, peer) + start, left, piece)
+            r.publish(c, call, shape, 0)
+            continue
+        waited = r.meet(c, call, shape, 0)
+        if waited != DONE:
+            return waited
+        if r.await_all(c) != DONE:
+            return AGAIN
+        step = load_word(c, at.READ)
+        start = step * piece
+        part = min(piece, load_word(sizes, rank) - start)
+        if part > 0:
+            for peer in range(size):
+                place = r.slot_of(c, peer, step) + ((rank - peer) % size - 1) * piece
+                own = load_word(blocks, rank) + start
+                store_word(r.table(c, at.SOURCES), peer, own if peer == rank else place)
+            _reduce(c, what, dst + start, size, part)
+        if r.close_round(c, total):
+            return r.finish(c)
+        if r.time_is_up(c):
+            return WORKED
