@@ -1,10 +1,9 @@
 """Compiled kernels on disk: valid for one state of the sources, compiled by one process and loaded by the others.
 
-Three things that Numba's own cache lacks. It looks only at the file of the outermost function, in older versions only
-at its modification time, and would go on running the old code of an edited helper, or with the old value of another
-module's constant. It numbers the signatures of a function in one index file, so that two processes that compile two of
-them at once can leave one's code under the other's name. And all ranks that miss the same code compile it at the same
-time.
+Numba's own cache looks only at the file of the outermost function, and would go on running the old code of an edited
+helper, or with the old value of another module's constant. It numbers the signatures of a function in one index file,
+so that two processes that compile two of them at once can leave one's code under the other's name. And all ranks that
+miss the same code compile it at the same time.
 """
 
 from __future__ import annotations
@@ -23,12 +22,9 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from ..errors import ResourceError
 
 _log = logging.getLogger("fastcoll")
-_LONGEST_COMPILATION = 60.0
-"""Seconds to wait for another process's compilation before doing it oneself; on a laptop it takes one or two."""
-_SILENT = 1.0
-"""Seconds of compilation after which a word is due."""
-_AGAIN = 5.0
-"""Seconds until the next word about the same kernel."""
+_LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation; on a laptop it takes one or two
+_SILENT = 1.0  # s of compilation after which a word is due
+_AGAIN = 5.0  # s until the next word about the same kernel
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OTHER_ROOMS = {"bench", "gpu", "launch", "testing", "torch"}
 """No module with kernels for this cache may import these (tests/test_import.py)."""
@@ -154,8 +150,8 @@ class KernelCache(FunctionCache):
             super().__init__(function)
         except RuntimeError as error:
             raise ResourceError(
-                f"compiled kernels cannot be kept: neither {_PACKAGE} nor the user's cache directory is "
-                "writable; set NUMBA_CACHE_DIR to a writable directory"
+                f"compiled kernels cannot be kept: neither {_PACKAGE} nor the user's cache directory is writable; set "
+                "NUMBA_CACHE_DIR to a writable directory"
             ) from error
         name = self._impl.filename_base + suffix
         ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]

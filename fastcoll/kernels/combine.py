@@ -35,23 +35,19 @@ def division_of(element: types.Type) -> Divide | None:
     if isinstance(element, types.Float | types.Complex | Half):
         return _divide_floats
     if element.bitwidth == 64:
-        return _divide_signed if element.signed else _divide_unsigned
+        return _divide_words(element.signed)
     wide = ir.FloatType() if element.bitwidth <= 16 else ir.DoubleType()
     return _by_reciprocal(wide, element.signed)
 
 
-def _smaller_float(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
-    return _first_if_ordered(builder, "<=", a, b)
-
-
-def _larger_float(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
-    return _first_if_ordered(builder, ">=", a, b)
-
-
-def _first_if_ordered(builder: ir.IRBuilder, relation: str, a: ir.Value, b: ir.Value) -> Any:
+def _first_float_if(relation: str) -> Combine:
     """As `numpy.minimum` and `maximum`: the first of equals, and a NaN rather than a number."""
-    wins = builder.or_(builder.fcmp_ordered(relation, a, b), builder.fcmp_unordered("uno", a, a))
-    return builder.select(wins, a, b)
+
+    def choose(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
+        wins = builder.or_(builder.fcmp_ordered(relation, a, b), builder.fcmp_unordered("uno", a, a))
+        return builder.select(wins, a, b)
+
+    return choose
 
 
 def _first_if(relation: str, signed: bool) -> Combine:
@@ -78,12 +74,9 @@ def _divide_floats(builder: ir.IRBuilder, value: ir.Value, n: ir.Value) -> Any:
     return builder.fdiv(value, splat(builder, builder.sitofp(n, lane), value))
 
 
-def _divide_signed(builder: ir.IRBuilder, value: ir.Value, n: ir.Value) -> Any:
-    return builder.sdiv(value, splat(builder, n, value))
-
-
-def _divide_unsigned(builder: ir.IRBuilder, value: ir.Value, n: ir.Value) -> Any:
-    return builder.udiv(value, splat(builder, n, value))
+def _divide_words(signed: bool) -> Divide:
+    divide = ir.IRBuilder.sdiv if signed else ir.IRBuilder.udiv
+    return lambda builder, value, n: divide(builder, value, splat(builder, n, value))
 
 
 def _by_reciprocal(wide: ir.Type, signed: bool) -> Divide:
@@ -109,7 +102,12 @@ _B = ir.IRBuilder
 _INTEGER: dict[int, Combine] = {SUM: _B.add, PRODUCT: _B.mul, BAND: _B.and_, BOR: _B.or_, BXOR: _B.xor}
 _SIGNED = _INTEGER | {MIN: _first_if("<=", True), MAX: _first_if(">=", True)}
 _UNSIGNED = _INTEGER | {MIN: _first_if("<=", False), MAX: _first_if(">=", False)}
-_FLOAT: dict[int, Combine] = {SUM: _B.fadd, PRODUCT: _B.fmul, MIN: _smaller_float, MAX: _larger_float}
+_FLOAT: dict[int, Combine] = {
+    SUM: _B.fadd,
+    PRODUCT: _B.fmul,
+    MIN: _first_float_if("<="),
+    MAX: _first_float_if(">="),
+}
 _COMPLEX: dict[int, Combine] = {SUM: _B.fadd, PRODUCT: _multiply_complex}
 _BOOL: dict[int, Combine] = {
     **dict.fromkeys((SUM, MAX, BOR), _B.or_),

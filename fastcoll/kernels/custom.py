@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types as python_types
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,12 @@ def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> C
     Raises:
         UsageError: Numba cannot compile the function for this dtype.
     """
-    assert op.function is not None
-    function = _jitted(op.function)
+    function: Any = op.function
+    if not is_jitted(function):  # a ufunc or builtin is called through a lambda
+        given = function
+        function = users_function(
+            given if isinstance(given, python_types.FunctionType) else lambda a, b: given(a, b)
+        )
 
     def reduce(op, dst, srcs, n, count):
         _fold_by(function, dst, srcs, n, count)
@@ -43,15 +46,6 @@ def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> C
             f"{op!r}: Numba cannot compile the function {op.name!r} for elements of dtype {dtype}; "
             f"it must take two of them and return one. Numba says: {error}"
         ) from error
-
-
-def _jitted(function: Callable[[Any, Any], Any]) -> Any:
-    """The function as Numba can call it; a ufunc or builtin is called through a lambda."""
-    if is_jitted(function):
-        return function
-    if isinstance(function, python_types.FunctionType):
-        return users_function(function)
-    return users_function(lambda a, b: function(a, b))
 
 
 @intrinsic
@@ -81,10 +75,9 @@ def _fold_by(typing_context, function, dst, srcs, n, count):
 
 
 class _OneByOne(Registers):
-    """Registers that are combined element by element, in a loop of fixed length that LLVM vectorises.
-
-    The loop touches two private arrays and nothing else, so LLVM has no overlap to check; where the function is simple
-    they end up in registers.
+    """Registers that are combined element by element, in a loop of fixed length that LLVM vectorises: it touches two
+    private arrays and nothing else, so there is no overlap to check; where the function is simple they end up in
+    registers.
     """
 
     def __init__(

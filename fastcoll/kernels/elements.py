@@ -214,8 +214,8 @@ class Half(types.Type):
 
 @register_model(Half)
 class _HalfModel(models.PrimitiveModel):
-    def __init__(self, data_model_manager, half_type):
-        super().__init__(data_model_manager, half_type, ir.IntType(16))
+    def __init__(self, manager, half_type):
+        super().__init__(manager, half_type, ir.IntType(16))
 
 
 def computed_as(element: types.Type) -> types.Type:
@@ -228,28 +228,30 @@ def reducer_signature(element: types.Type) -> Any:
     return types.void(types.int64, types.CPointer(element), types.int64, types.int64, types.int64)
 
 
-def _unchanged(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def unchanged(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return value
 
 
 @dataclass(frozen=True)
 class Element:
-    """What LLVM needs to know of a dtype."""
+    """What LLVM needs to know of a dtype.
+
+    Attributes:
+        stored, computed: a lane in memory and in a register.
+        size: bytes of a lane in memory.
+        width: lanes that are loaded, computed and stored together: as many as fill an AVX-512 register.
+        lanes: of an element.
+        widen: from memory to registers; it may change the order of lanes.
+        narrow: from registers to memory; the inverse of `widen`, also in the lanes' order.
+    """
 
     stored: ir.Type
-    """A lane in memory."""
     computed: ir.Type
-    """A lane in a register."""
     size: int
-    """Bytes of a lane in memory."""
     width: int
-    """Lanes that are loaded, computed and stored together: as many as fill an AVX-512 register."""
     lanes: int = 1
-    """Lanes of an element."""
-    widen: Callable[[ir.IRBuilder, ir.Value], Any] = _unchanged
-    """From memory to registers; it may change the order of lanes."""
-    narrow: Callable[[ir.IRBuilder, ir.Value], Any] = _unchanged
-    """From registers to memory; the inverse of `widen`, also in the lanes' order."""
+    widen: Callable[[ir.IRBuilder, ir.Value], Any] = unchanged
+    narrow: Callable[[ir.IRBuilder, ir.Value], Any] = unchanged
 
     def load(self, builder: ir.IRBuilder, address: ir.Value, width: int) -> Any:
         """`width` lanes at an address."""

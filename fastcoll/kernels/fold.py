@@ -12,9 +12,8 @@ There is a loop nest for each operation of a dtype, chosen by its code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from llvmlite import ir
 from numba import types
@@ -23,7 +22,7 @@ from numba.extending import intrinsic
 
 from ..core.reduce_op import AVG, SUM
 from .combine import Combine, division_of, operations_of
-from .elements import WORD, Element, element_of, shaped
+from .elements import WORD, Element, element_of, shaped, unchanged
 
 TILE = 256
 """Bytes of a source's largest tile in memory. On a 2-core Zen 4 EPYC 128, 256 and 512 were within 10 % of one another
@@ -34,23 +33,18 @@ FEW = 16
 
 
 class Tile(Protocol):
-    """A way to compute some successive elements; each method adds instructions to `builder`."""
+    """A way to compute some successive elements, of so many bytes: `start` takes the first source's, which are at an
+    address, `take` combines them with the next source's, `finish` writes the result; each adds instructions.
+    """
 
     nbytes: int
-    """Bytes of these elements in an array."""
 
-    def start(self, builder: ir.IRBuilder, address: ir.Value) -> None:
-        """Take the first source's elements, which are at `address`."""
-
-    def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
-        """Combine what was taken with the next source's elements."""
-
-    def finish(self, builder: ir.IRBuilder, address: ir.Value) -> None:
-        """Write the result."""
+    def start(self, builder: ir.IRBuilder, address: ir.Value) -> None: ...
+    def take(self, builder: ir.IRBuilder, address: ir.Value) -> None: ...
+    def finish(self, builder: ir.IRBuilder, address: ir.Value) -> None: ...
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """The values of a reducer's arguments."""
 
     dst: ir.Value
@@ -82,8 +76,7 @@ def _reduce_tile(builder: ir.IRBuilder, tile: Tile, operands: Operands, offset: 
     tile.finish(builder, builder.add(operands.dst, offset))
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """How many lanes a tile has: registers of so many each."""
 
     width: int
@@ -97,18 +90,8 @@ def shapes(element: Element) -> list[Shape]:
     return [Shape(element.width, many), Shape(element.width), Shape(few), Shape(element.lanes)]
 
 
-def as_it_is(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """What most operations do to a fold at its end."""
-    return value
-
-
 class Registers:
-    """A tile of vector registers.
-
-    Args:
-        combine: adds the instructions that fold a source's register into what was taken.
-        end: those that turn the fold into the result.
-    """
+    """A tile of vector registers; `combine` folds a source into what was taken, `end` makes the result of it."""
 
     def __init__(
         self,
@@ -116,7 +99,7 @@ class Registers:
         element: Element,
         shape: Shape,
         combine: Combine,
-        end: Callable[[ir.IRBuilder, ir.Value], Any] = as_it_is,
+        end: Callable[[ir.IRBuilder, ir.Value], Any] = unchanged,
     ) -> None:
         self.nbytes = shape.registers * shape.width * element.size
         self._element, self._shape, self._combine, self._end = element, shape, combine, end
@@ -188,7 +171,7 @@ def fold(typing_context, op, dst, srcs, n, count):
 def _ways(kind: types.Type, n: ir.Value) -> dict[int, tuple[Combine, Callable[..., Any]]]:
     """What each operation of a type does to two values, and what to the fold at its end."""
     ways: dict[int, tuple[Combine, Callable[..., Any]]] = {
-        code: (combine, as_it_is) for code, combine in operations_of(kind).items()
+        code: (combine, unchanged) for code, combine in operations_of(kind).items()
     }
     divide = division_of(kind)
     if divide is not None:

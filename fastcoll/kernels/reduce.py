@@ -25,14 +25,11 @@ from .jit import c_function
 
 
 class Reducer(NamedTuple):
-    """A compiled reduction of one dtype."""
+    """A compiled reduction of one dtype: the C function's address, its first argument, and bytes of an element."""
 
     address: int
-    """Of the C function."""
     code: int
-    """Its first argument."""
     itemsize: int
-    """Bytes of an element."""
 
 
 _reducers: dict[tuple[ReduceOp | int, np.dtype[Any]], Reducer] = {}
@@ -104,12 +101,8 @@ def memory_type(op: ReduceOp, dtype: np.dtype[Any]) -> types.Type:
         return Half(dtype.name)
     if dtype.isbuiltin != 2 and dtype.kind in _KINDS and dtype.itemsize <= (16 if dtype.kind == "c" else 8):
         return from_dtype(dtype)
-    if dtype.names is not None and op.function is not None:
-        return _record(dtype)
-    raise ArrayError(f"{op!r} cannot reduce dtype {dtype}; {_cure(dtype)}")
-
-
-def _record(dtype: np.dtype[Any]) -> types.Type:
+    if dtype.names is None or op.function is None:
+        raise ArrayError(f"{op!r} cannot reduce dtype {dtype}; {_cure(dtype)}")
     try:
         return from_dtype(dtype)
     except (NotImplementedError, TypeError, NumbaError) as error:
