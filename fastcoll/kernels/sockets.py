@@ -16,7 +16,6 @@ from .primitives import half_word_at
 CLOSED = -(1 << 20)  # below every -errno
 
 READABLE, WRITABLE = 0x1, 0x4  # POLLIN, POLLOUT
-POLL_BYTES = 8  # struct pollfd: int fd; short events; short revents
 
 _NOT_NOW = (errno.EAGAIN, errno.EINTR)
 _FLAGS = 0x4040  # MSG_DONTWAIT | MSG_NOSIGNAL

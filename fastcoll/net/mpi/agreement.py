@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core import signature
-from ...kernels.pointers import address_of
+from ...kernels.primitives import address_of
 from ..tcp.sizes import Sizes
 from . import compiled as c
 from .library import Library

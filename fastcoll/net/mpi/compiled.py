@@ -35,14 +35,11 @@ A call, of which the first three words travel:
 from __future__ import annotations
 
 from ...core.signature import UNEVEN
-from ...kernels.atomics import call_reducer
 from ...kernels.copy import copy
-from ...kernels.foreign import call_foreign, yield_core
 from ...kernels.jit import entry, inlined, kernel
-from ...kernels.pointers import load_word, store_word
-from ...kernels.polling import POLLING_WORDS, moved, rest
-from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at, word_at
-from ...kernels.waiting import BUDGET, now
+from ...kernels.primitives import call_foreign, call_reducer, load_word, store_word, word_at
+from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at
+from ...kernels.waiting import BUDGET, POLLING_WORDS, moved, now, rest, yield_core
 
 MODE, TEST, BELL, FLAG, COUNT, STATUS = range(POLLING_WORDS, POLLING_WORDS + 6)
 SLOTS = STATUS + 16

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels import waiting
-from ...kernels.pointers import address_of
+from ...kernels.primitives import address_of
 from . import compiled as words
 from .library import Library
 
