@@ -86,7 +86,7 @@ def reduce() -> dict[str, Any]:
     import cupy
 
     from fastcoll.core.reduce_op import ReduceOp
-    from fastcoll.kernels.cuda.reduce import cuda_reducer
+    from fastcoll.kernels.cuda.reducers import cuda_reducer
 
     # Not random: that needs cuRAND, which no extra installs.
     a, b = (cupy.arange(REDUCE_BYTES // 4, dtype="f4") % prime for prime in (997, 1009))
@@ -110,7 +110,7 @@ def launch() -> dict[str, Any]:
     import cupy
 
     from fastcoll.core.reduce_op import ReduceOp
-    from fastcoll.kernels.cuda.reduce import cuda_reducer
+    from fastcoll.kernels.cuda.reducers import cuda_reducer
 
     x, y = cupy.ones(4, "f4"), cupy.ones(4, "f4")
     stream, sum_of = cupy.cuda.get_current_stream(), cuda_reducer(ReduceOp.SUM, x.dtype)
@@ -146,11 +146,11 @@ def rank_of(how: str) -> int:
 
     import fastcoll as dist
     from fastcoll.api.groups import groups
-    from fastcoll.gpu import choice
-    from fastcoll.gpu.staging import StagedCarrier
+    from fastcoll.gpu import auto
+    from fastcoll.gpu.staged import StagedCarrier
 
     if how == "staged":
-        choice.carrier_for = lambda backend, group: StagedCarrier(group)
+        auto.carrier_for = lambda backend, group: StagedCarrier(group)
     dist.init_process_group("shm", timeout=120)
     x = cupy.ones(ALL_REDUCE_BYTES // 4, "f4")
     times = []

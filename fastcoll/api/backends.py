@@ -124,7 +124,7 @@ def _why_unavailable(name: str) -> str | None:
 
         return why_unavailable()
     if name == Backend.NCCL:
-        from ..gpu.nccl import library as nccl_library
+        from ..gpu.nccl import bindings as nccl_library
 
         return nccl_library.why_unavailable()
     return None
@@ -261,7 +261,7 @@ def load(choice: BackendChoice) -> Make:
     name = choice.by_device.get("cuda", choice.by_device["cpu"])
 
     def make_devices(group: ProcessGroup) -> DeviceCarrier:
-        from ..gpu.choice import carrier_for  # with the first array on a GPU, and CuPy
+        from ..gpu.auto import carrier_for  # with the first array on a GPU, and CuPy
 
         return carrier_for(name, group)
 

@@ -50,9 +50,9 @@ def all_reduce_multigpu(
     g = member_of(group, "all_reduce_multigpu")
     if g is None:
         return None
-    from ..gpu import multi
+    from ..gpu import several
 
-    return multi.all_reduce(g, tensor_list, op, async_op)
+    return several.all_reduce(g, tensor_list, op, async_op)
 
 
 # fmt: off
@@ -90,9 +90,9 @@ def reduce_multigpu(
     g = member_of(group, "reduce_multigpu")
     if g is None:
         return None
-    from ..gpu import multi
+    from ..gpu import several
 
-    return multi.reduce(g, tensor_list, group_rank(g, "dst", dst, None), op, dst_tensor, async_op)
+    return several.reduce(g, tensor_list, group_rank(g, "dst", dst, None), op, dst_tensor, async_op)
 
 
 # fmt: off
@@ -124,9 +124,9 @@ def broadcast_multigpu(
     g = member_of(group, "broadcast_multigpu")
     if g is None:
         return None
-    from ..gpu import multi
+    from ..gpu import several
 
-    return multi.broadcast(g, tensor_list, group_rank(g, "src", src, None), src_tensor, async_op)
+    return several.broadcast(g, tensor_list, group_rank(g, "src", src, None), src_tensor, async_op)
 
 
 # fmt: off
@@ -162,6 +162,6 @@ def all_gather_multigpu(
     g = member_of(group, "all_gather_multigpu")
     if g is None:
         return None
-    from ..gpu import multi
+    from ..gpu import several
 
-    return multi.all_gather(g, output_tensor_lists, input_tensor_list, async_op)
+    return several.all_gather(g, output_tensor_lists, input_tensor_list, async_op)

@@ -1,7 +1,7 @@
 """Carrier: what carries operations out, for arrays of one kind.
 
-Every ProcessGroup is the carrier of its host arrays. Arrays on GPUs have one of their own in each group (see
-fastcoll/gpu/), with the same hooks. A hook checks what it can without talking to peers (UsageError, ArrayError) and
+Every ProcessGroup is the carrier of its host arrays. Arrays on GPUs have a DeviceCarrier in each group (see
+fastcoll/gpu/). A hook checks what it can without talking to peers (UsageError, ArrayError) and
 must not block; the call that it returns blocks, raises GroupError or MismatchError, and leaves the arrays of a failed
 call undefined. What only queues work on a GPU returns a StreamCall instead.
 """
@@ -10,26 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import GroupError
 from ..interop.arrays import Adopted
-from .operation import Call, Operation
+from .operation import COMPOSITIONS, Call, Operation
 from .reduce_op import ReduceOp
 from .work import Work
 
 A = TypeVar("A")
 """The arrays of a carrier: contiguous ndarrays, or DeviceArrays."""
-
-
-def _coalesced(xs: Sequence[Any]) -> list[Adopted]:
-    return [Adopted(x) for x in xs]
-
-
-def _lists(operation: Operation) -> list[list[Adopted]]:
-    size = len(operation.outputs) // len(operation.inputs)
-    outs = _coalesced(operation.outputs)
-    return [outs[start : start + size] for start in range(0, len(outs), size)]
 
 
 _HOOKS: dict[str, Callable[[Any, Operation], Call]] = {
@@ -43,8 +33,6 @@ _HOOKS: dict[str, Callable[[Any, Operation], Call]] = {
     "gather": lambda c, o: c._plan_gather(o.outputs or None, o.inputs[0], o.root),
     "scatter": lambda c, o: c._plan_scatter(o.outputs[0], o.inputs or None, o.root),
     "all_to_all": lambda c, o: c._plan_all_to_all(o.outputs, o.inputs),
-    "all_reduce_coalesced": lambda c, o: c._plan_all_reduce_coalesced(_coalesced(o.outputs), o.op, o.parts),
-    "all_gather_coalesced": lambda c, o: c._plan_all_gather_coalesced(_lists(o), _coalesced(o.inputs)),
 }
 
 
@@ -124,18 +112,38 @@ class StreamCall(ABC):
         self.start("a call on a GPU", ()).wait()
 
 
-class DeviceCarrier(Carrier[Any]):
+class Messages(Protocol):
+    """Messages of arrays on GPUs."""
+
+    def isend(self, x: Adopted, dst: int, tag: int) -> Work:
+        """Post a message. Complete when the receiver has taken it."""
+
+    def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
+        """Post a receive, from any rank when src is None; the result is the sender's rank."""
+
+    def send(self, x: Adopted, dst: int, tag: int) -> None:
+        """As `isend` and waiting for it; to oneself, returns once the message is buffered."""
+
+    def recv(self, x: Adopted, src: int | None, tag: int) -> int:
+        """As `irecv` and waiting for it."""
+
+
+class DeviceCarrier(ABC):
     """What carries operations on the arrays of GPUs out, in one group."""
 
-    def _plan_all_reduce_coalesced(
-        self, xs: Sequence[Adopted], op: ReduceOp, parts: Sequence[int] = ()
-    ) -> Call:
-        arrays = tuple(x.array for x in xs)
-        return self.plan(Operation("all_reduce_coalesced", arrays, arrays, op, parts=tuple(parts)))
+    natively: frozenset[str] = frozenset((*_HOOKS, *COMPOSITIONS))
 
-    def _plan_all_gather_coalesced(self, lists: Sequence[Sequence[Adopted]], xs: Sequence[Adopted]) -> Call:
-        outs = tuple(out.array for outs in lists for out in outs)
-        return self.plan(Operation("all_gather_coalesced", outs, tuple(x.array for x in xs)))
+    @property
+    @abstractmethod
+    def messages(self) -> Messages:
+        """What carries messages out."""
+
+    @abstractmethod
+    def plan(self, operation: Operation, timeout: float | None = None) -> Call:
+        """What carries an operation out: a call that blocks, or a StreamCall.
+
+        Checks what it can without talking to peers (UsageError, ArrayError); does not block.
+        """
 
     @abstractmethod
     def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:
@@ -168,3 +176,7 @@ class DeviceCarrier(Carrier[Any]):
     @abstractmethod
     def abort(self) -> None:
         """The group has failed: end what is under way, from any thread, without waiting."""
+
+    @abstractmethod
+    def close(self, reason: GroupError | None) -> None:
+        """Release everything; `reason` says why when it is not an orderly end. Called once."""

@@ -203,7 +203,7 @@ class ProcessGroup(Carrier[Array]):
     def planned(self, operation: Operation, timeout: float | None = None) -> Call:
         """What carries an operation on arrays in host memory, or on GPUs, out; or a composition of what it can do."""
         arrays = operation.inputs or operation.outputs
-        carrier: Carrier[Any] = self
+        carrier: Carrier[Any] | DeviceCarrier = self
         if arrays and type(arrays[0]) is not np.ndarray:
             carrier = self.devices()
         if operation.kind not in COMPOSITIONS or operation.kind in carrier.natively:
@@ -452,7 +452,8 @@ class ProcessGroup(Carrier[Array]):
         dst = self.checked_rank("dst", dst)
         self.gate.check_usable()
         x = self.adopt(tensor, writable=False)
-        self._carrier(x.array)._send(x, dst, checked_tag(tag))
+        send = self.devices().messages.send if self._on_gpu(x) else self._send
+        send(x, dst, checked_tag(tag))
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         """Receive into `tensor` from `src`, or from whoever sends first; returns the sender's rank.
@@ -463,7 +464,8 @@ class ProcessGroup(Carrier[Array]):
         src = self.checked_src(src)
         self.gate.check_usable()
         x = self.adopt(tensor, writable=True)
-        return self._carrier(x.array)._recv(x, src, checked_tag(tag))
+        recv = self.devices().messages.recv if self._on_gpu(x) else self._recv
+        return recv(x, src, checked_tag(tag))
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
@@ -473,7 +475,8 @@ class ProcessGroup(Carrier[Array]):
         """All of `isend` but the posting, which the result does; `dst` is checked."""
         self.gate.check_usable()
         x = self.adopt(tensor, writable=False)
-        return partial(self._carrier(x.array)._isend, x, dst, checked_tag(tag))
+        isend = self.devices().messages.isend if self._on_gpu(x) else self._isend
+        return partial(isend, x, dst, checked_tag(tag))
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
         """`recv` that returns a Work at once; the Work's result is the sender's rank."""
@@ -483,7 +486,8 @@ class ProcessGroup(Carrier[Array]):
         """All of `irecv` but the posting, which the result does; `src` is checked."""
         self.gate.check_usable()
         x = self.adopt(tensor, writable=True)
-        return partial(self._carrier(x.array)._irecv, x, src, checked_tag(tag))
+        irecv = self.devices().messages.irecv if self._on_gpu(x) else self._irecv
+        return partial(irecv, x, src, checked_tag(tag))
 
     def send_objects(self, data: Array, dst: int) -> None:
         """`send` of contiguous bytes or sizes of objects, which no receive of an array takes."""
@@ -551,11 +555,11 @@ class ProcessGroup(Carrier[Array]):
             self.gate.closed = True
             self.gate.queue.close()
             if self._device_carrier is not None:
-                self._device_carrier._close(self.gate.failure)
+                self._device_carrier.close(self.gate.failure)
             self._close(self.gate.failure)
 
-    def _carrier(self, x: Any) -> Carrier[Any]:
-        return self if type(x) is np.ndarray else self.devices()
+    def _on_gpu(self, x: Adopted) -> bool:
+        return type(x.array) is not np.ndarray
 
     def checked_src(self, src: int | None) -> int | None:
         """The rank that a receive is from, if it is one; None: any."""

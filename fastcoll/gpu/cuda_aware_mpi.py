@@ -23,16 +23,15 @@ from ..core.operation import Call, Operation
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..core.work import Work
 from ..interop.arrays import Adopted, Array
-from . import choice
-from .array import DeviceArray
-from .movers import scratch
+from . import auto
+from .device_array import DeviceArray, must_be_copied, parts, scratch
 from .runtime import runtime
-from .staged_mail import arrays_of
-from .staging import StagedCarrier, _checked
+from .staged import StagedCarrier, checked
+from .staged_mail import StagedMail, arrays_of
 from .transit import Transit, laid_out
 
 MOST_SOURCES = 64
-"""Arrays that a kernel reduces (kernels/cuda/reduce.py)."""
+"""Arrays that a kernel reduces (kernels/cuda/reducers.py)."""
 
 Arrays = Sequence[DeviceArray]
 Block = tuple[int, int]
@@ -65,8 +64,12 @@ class MpiCarrier(StagedCarrier):
         assert isinstance(group, TakesGpus)
         self._memory = DeviceMemory(self._transit)
         self._direct: Any = group  # what it takes of GPUs, its annotations do not say
-        self._device = 0  # of the last message
-        group.take_gpus(self._memory, lambda: runtime().on(self._device))
+        self._messages = MpiMessages(group, self._transit, self._mail)
+        group.take_gpus(self._memory, lambda: runtime().on(self._messages.device))
+
+    @property
+    def messages(self) -> MpiMessages:
+        return self._messages
 
     # ---- collectives ---------------------------------------------------------------------------------
 
@@ -74,7 +77,7 @@ class MpiCarrier(StagedCarrier):
         kind, outputs, inputs, op, root, _ = operation
         if kind == "reduce" and root != self._group.rank:
             outputs = ()
-        plain = None if op is None else _checked(op, inputs[0].dtype)
+        plain = None if op is None else checked(op, inputs[0].dtype)
         by_kernels = op is None or (op.function is None and self._group.size <= MOST_SOURCES)
         if kind in ("scan", "exscan") or not by_kernels:
             return super().plan(operation, timeout)
@@ -132,62 +135,63 @@ class MpiCarrier(StagedCarrier):
     def _scaled(self, xs: Arrays, op: ReduceOp | None) -> DeviceArray:
         """Copies, one after the other, scaled for PREMUL_SUM if there are kernels."""
         flat = self._memory.lay_out(xs)
-        if op is not None and op.code == PREMUL_SUM and choice.has_kernels():
+        if op is not None and op.code == PREMUL_SUM and auto.has_kernels():
             self._memory.scale(flat, op.factor)
         return flat
 
     def _apart(self, inputs: Arrays, outputs: Arrays) -> list[DeviceArray]:
         """The inputs, copied where they share memory with outputs; this rank's own two may be the very same."""
-        rank = self._group.rank
+        return [
+            self._memory.lay_out([x]) if must_be_copied(k, inputs, outputs, self._group.rank) else x
+            for k, x in enumerate(inputs)
+        ]
 
-        def clashes(k: int, x: DeviceArray) -> bool:
-            return any(
-                x.overlaps(out)
-                and not (
-                    x.address == out.address
-                    and (len(inputs) == 1 or k == rank)
-                    and (len(outputs) == 1 or j == rank)
-                )
-                for j, out in enumerate(outputs)
-            )
 
-        return [self._memory.lay_out([x]) if clashes(k, x) else x for k, x in enumerate(inputs)]
+class MpiMessages:
+    """Messages of arrays on GPUs: as they are, where they are large, else staged.
 
-    # ---- point to point ------------------------------------------------------------------------------
+    Attributes:
+        device: the GPU of the last message.
+    """
+
+    def __init__(self, group: ProcessGroup, transit: Transit, staged: StagedMail) -> None:
+        self._group, self._transit, self._staged = group, transit, staged
+        self._direct: Any = group
+        self.device = 0
 
     def _suits(self, x: Adopted, peer: int | None) -> bool:
         """Whether a message, to rank `peer` or to be received, may go without the host."""
         return bool(x.array.nbytes > self._direct.least_on_gpus) and peer != self._group.rank
 
-    def _send(self, x: Adopted, dst: int, tag: int) -> None:
+    def send(self, x: Adopted, dst: int, tag: int) -> None:
         if not self._suits(x, dst):
-            super()._send(x, dst, tag)
+            self._staged.send(x, dst, tag)
             return
         with self._transit.in_use(arrays_of([x])):
             self._group._send(Adopted(self._ready(x.array, "send")), dst, tag)
 
-    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
+    def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         if not self._suits(x, dst):
-            return super()._isend(x, dst, tag)
+            return self._staged.isend(x, dst, tag)
         with self._transit.in_use(arrays_of([x])):
             return self._group._isend(Adopted(self._ready(x.array, "isend")), dst, tag)
 
-    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
+    def recv(self, x: Adopted, src: int | None, tag: int) -> int:
         if not self._suits(x, src):
-            return super()._recv(x, src, tag)
+            return self._staged.recv(x, src, tag)
         with self._transit.in_use(arrays_of([x])):
             return self._group._recv(self._landing(x), src, tag)
 
-    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
+    def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
         if not self._suits(x, src):
-            return super()._irecv(x, src, tag)
+            return self._staged.irecv(x, src, tag)
         with self._transit.in_use(arrays_of([x])):
             return self._group._irecv(self._landing(x), src, tag)
 
     def _ready(self, x: Any, name: str) -> Array:
         """An ndarray that stands for an array, once its stream has come here; its elements may not be touched."""
-        self._device = x.device
-        self.await_marks(self.mark([x]), name)
+        self.device = x.device
+        self._transit.await_marks(self._transit.mark([x]), name)
         flat: Array = np.asarray(_Bytes(x)).view(x.dtype)
         return flat
 
@@ -264,9 +268,9 @@ class DeviceMemory:
         return memory.ptr, memory
 
     def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Reducing | None:
-        if not choice.has_kernels() or any(address % dtype.alignment for address, _ in blocks):
+        if not auto.has_kernels() or any(address % dtype.alignment for address, _ in blocks):
             return None
-        from ..kernels.cuda.reduce import cuda_reducer
+        from ..kernels.cuda.reducers import cuda_reducer
 
         return Reducing(cuda_reducer(op, dtype), dtype.itemsize)
 
@@ -294,13 +298,7 @@ class DeviceMemory:
 
     def scale(self, x: DeviceArray, factor: Any) -> None:
         """Multiply an array by a number, in place."""
-        from ..kernels.cuda.scale import scale
+        from ..kernels.cuda.packing import scale
 
         scale(x.address, x.address, x.size, x.dtype, factor, self._stream)
         runtime().wait_stream(self._stream)
-
-
-def parts(flat: DeviceArray, xs: Sequence[DeviceArray]) -> list[DeviceArray]:
-    """The parts of a flat array that are as long as others."""
-    end = 0
-    return [flat[end : (end := end + x.size)] for x in xs]

@@ -13,7 +13,7 @@ from typing import Any
 from ..core.group import ProcessGroup
 from ..core.work import Work
 from ..interop.arrays import Adopted, Array
-from .array import DeviceArray
+from .device_array import DeviceArray
 from .transit import Marks, Transit, laid_out
 
 

@@ -1,22 +1,36 @@
-"""StreamWork, the handle of what was queued on a GPU, and Own, the stream where it is queued.
+"""StreamWork, the handle of what was queued on a GPU; Own, the stream where it is queued; Watcher, which ends it.
 
 A StreamWork ends when its event is past; until then it keeps alive what the GPU uses. Everybody may ask the event, but
-only the watcher (stream_watch.py) ends a StreamWork, and so calls its callbacks.
+only the Watcher ends a StreamWork, which calls its callbacks, and asks whether the rest can still end: dead peers,
+errors, the deadline. The thread starts with the first Work and ends some seconds after the last one.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..core.work import Timeout, Work, refuse_to_block, seconds
-from ..errors import CollectiveTimeoutError, FastcollError
-from .array import DeviceArray, current_stream
+from ..core.work import ENDLESS, Timeout, Work, _here, is_progressing, refuse_to_block, seconds
+from ..errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError
+from .device_array import DeviceArray, current_stream
 
-_NAP = 0.0005
+_ASK = 0.0005
 """Seconds between two questions of a thread that waits for the GPU."""
+_NAP, _LONG_NAP = 0.0005, 0.01
+"""Seconds between two looks at the events: while the oldest Work is younger than _YOUNG, and later."""
+_YOUNG = 0.1
+_LOOK = 0.05
+"""Seconds between two looks at peers and errors, as elsewhere (watch.py)."""
+_MOST = 64
+"""Works outstanding before a call waits: the driver's queue takes some 1024 launches, and whoever finds it full blocks
+inside CUDA, where the watcher may block behind it. An estimate: a small call queues about ten."""
+_IDLE = 5.0
+_GIVE_UP = 5.0
+"""Seconds that the GPU has to end what was broken off; then its memory is kept until the group is closed."""
 
 
 class Own:
@@ -67,6 +81,7 @@ class StreamWork(Work):
 
     def __init__(self, describe: str, own: Own, arrays: Sequence[DeviceArray], result: Any = None) -> None:
         super().__init__(describe)
+        self.describe = describe
         self.began = time.monotonic()
         self._own = own
         self._arrays: Sequence[DeviceArray] = arrays
@@ -88,12 +103,17 @@ class StreamWork(Work):
             UsageError: with a timeout, in a Work's callback before this operation is complete.
             FastcollError: whatever ended the operation.
         """
-        self._queue_now()
         if timeout is None:
             self._order()
-        elif not self._is_over():
-            refuse_to_block(f"waiting for {self._describe}")
-            self._block(seconds(timeout, 0.0))
+        elif not self.is_completed():
+            refuse_to_block(f"waiting for {self.describe}")
+            limit = seconds(timeout, 0.0)
+            end = time.monotonic() + limit
+            while not self.is_completed():
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise CollectiveTimeoutError(f"{self.describe} is not complete after {limit:g} s")
+                self._done.wait(min(_ASK, left))
         if self._error is not None:
             raise self._error.with_traceback(None)
         return True
@@ -102,35 +122,23 @@ class StreamWork(Work):
         runtime = self._own.runtime
         with self._event_in_use() as event:
             if event is not None:
-                for stream in waiting_streams(self._arrays, self._own.device):
+                for stream in {_waiting_stream(x, self._own.device) for x in self._arrays}:
                     runtime.order(stream, event)  # blocks while the stream's queue is full
-
-    def _block(self, limit: float) -> None:
-        end = time.monotonic() + limit
-        while not self._is_over():
-            left = end - time.monotonic()
-            if left <= 0:
-                raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
-            self._done.wait(min(_NAP, left))
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Asks the GPU; never blocks."""
-        self._queue_now()
-        return self._is_over()
+        if self._ended:
+            return True
+        # An error of CUDA is the watcher's to tell.
+        with suppress(FastcollError):
+            return self.is_past()
+        return False
 
     def is_success(self) -> bool:
         """Whether the operation has ended well. Asks the GPU; never blocks."""
         return self.is_completed() and self._error is None
 
-    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Call `callback(work)` once complete, on the group's watching thread, or now if it already is."""
-        self._queue_now()
-        super().add_done_callback(callback)
-
-    def _queue_now(self) -> None:
-        """For Works that are queued together with others, later."""
-
-    def _queued(self, event: int, kept: Any) -> None:
+    def queued(self, event: int, kept: Any) -> None:
         """The event stands for all of it; `kept` stays alive until it is past."""
         self._event, self._kept, self._users = event, kept, 1
 
@@ -160,20 +168,12 @@ class StreamWork(Work):
         if unused:
             self._own.put_back(event)
 
-    def _is_over(self) -> bool:
-        if self._done.is_set():
-            return True
-        # An error of CUDA is the watcher's to tell.
-        with suppress(FastcollError):
-            return self._is_past()
-        return False
-
-    def _is_past(self) -> bool:
+    def is_past(self) -> bool:
         """Whether the GPU is past it."""
         with self._event_in_use() as event:
             return event is None or bool(self._own.runtime.is_past(event))
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """The GPU is past it: its memory and event are free."""
         with self._condition:
             event, self._event = self._event, None
@@ -181,7 +181,7 @@ class StreamWork(Work):
             self._leave(event)
         self._arrays, self._kept = (), None
 
-    def _settle(self, error: BaseException | None = None) -> None:
+    def settle(self, error: BaseException | None = None) -> None:
         """End the Work, unless it has ended."""
         with self._condition:
             if self._settled:
@@ -191,14 +191,147 @@ class StreamWork(Work):
         self._finish(self._result, error)
 
 
-def waiting_streams(arrays: Sequence[DeviceArray], device: int) -> set[int]:
-    """The streams that must wait before their libraries use the arrays again."""
-    return {_waiting_stream(x, device) for x in arrays}
-
-
 def _waiting_stream(x: DeviceArray, device: int) -> int:
-    owner = (
-        x.owner[1] if isinstance(x.owner, tuple) else x.owner
-    )  # of a packed copy: its memory and the array
+    """The stream that must wait before the array's library uses it again."""
+    # A packed copy has two owners: its memory and the array.
+    owner = x.owner[1] if isinstance(x.owner, tuple) else x.owner
     # Of other libraries the stream that the array came with is the best that is known.
     return current_stream(owner, device, x.stream)
+
+
+class Watcher:
+    """Looks after the Works of one carrier, oldest first, as their stream ends them.
+
+    Args:
+        name: of the group.
+        timeout: seconds that a Work may take once those before it have ended.
+        look: why waiting is in vain, or None; gets the oldest Work's description. An error that a Work may still
+            outrun counts when it is seen twice.
+        fail: fails the group, and with it all outstanding Works by `break_off`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: float,
+        look: Callable[[str], GroupError | None],
+        fail: Callable[[GroupError], None],
+    ) -> None:
+        self._name, self._timeout, self._look, self._fail = name, timeout, look, fail
+        self._works: deque[StreamWork] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._broken_at: float | None = None
+
+    @property
+    def outstanding(self) -> int:
+        """How many Works have not ended on the GPU."""
+        return len(self._works)
+
+    def add(self, work: StreamWork) -> None:
+        """Look after a Work from now on."""
+        with self._changed:
+            idle = not self._works
+            self._works.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"fastcoll-gpu-{self._name}", daemon=True
+                )
+                self._thread.start()
+            elif idle:
+                self._changed.notify_all()
+
+    def await_room(self) -> None:
+        """Block while too much is outstanding, and not broken off; never on a thread that carries operations out."""
+        if len(self._works) >= _MOST and not is_progressing():
+            with self._changed:
+                self._changed.wait_for(self._has_room, ENDLESS)
+
+    def _has_room(self) -> bool:
+        return len(self._works) < _MOST or self._thread is None or self._broken_at is not None
+
+    def break_off(self, error: GroupError) -> None:
+        """All outstanding Works end with `error`; their memory stays until the GPU is past them."""
+        with self._changed:
+            self._broken_at = self._broken_at or time.monotonic()
+            works = list(self._works)
+            self._changed.notify_all()
+        for work in works:
+            work.settle(error)
+
+    def drain(self) -> None:
+        """Block until nothing is outstanding; what hangs is ended by its timeout."""
+        if threading.current_thread() is not self._thread:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._works or self._thread is None, ENDLESS)
+
+    def close(self) -> None:
+        """End the thread, and let go of what was given up. Closing twice is fine."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_GIVE_UP)
+        while self._works:
+            self._works.popleft().let_go()
+
+    def _run(self) -> None:
+        _here.progress = True
+        try:
+            self._watch()
+        finally:
+            with self._changed:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+                self._changed.notify_all()
+
+    def _watch(self) -> None:
+        next_look, suspect = 0.0, None
+        while (oldest := self._oldest()) is not None:
+            try:
+                if oldest.is_past():
+                    self._end(oldest)
+                    continue
+                now = time.monotonic()
+                if self._broken_at is not None and now > self._broken_at + _GIVE_UP:
+                    return
+                if now >= next_look and self._broken_at is None:
+                    next_look = now + _LOOK
+                    suspect = self._judge(oldest, now, suspect)
+            except FastcollError as error:  # of CUDA, which has no way back
+                self._fail(AbortedError(f"{oldest.describe}: {error}"))
+                return
+            time.sleep(_NAP if time.monotonic() - oldest.began < _YOUNG else _LONG_NAP)
+
+    def _oldest(self) -> StreamWork | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._works or self._closed, _IDLE)
+            if self._works:
+                return self._works[0]
+            self._thread = None
+            return None
+
+    def _end(self, work: StreamWork) -> None:
+        work.let_go()
+        with self._changed:
+            self._works.popleft()
+            if self._works:
+                self._works[0].began = time.monotonic()
+            self._changed.notify_all()
+        work.settle()
+
+    def _judge(self, work: StreamWork, now: float, suspect: StreamWork | None) -> StreamWork | None:
+        """Fail the group if the Work cannot end; the Work if it is to be seen so once more."""
+        found = self._look(work.describe)
+        if found is None and now - work.began >= self._timeout:
+            found = CollectiveTimeoutError(
+                f"{work.describe} is not complete after {self._timeout:g} s: a rank has not called it or has called "
+                "something else, or a GPU is busy"
+            )
+        elif found is not None and suspect is not work:
+            return work
+        if found is not None:
+            self._fail(found)
+        return None

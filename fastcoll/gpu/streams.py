@@ -8,38 +8,78 @@ A carrier works on one GPU, that of its group's first array, and has a stream of
     outputs       that were packed are unpacked there
     event         what the StreamWork, and through it the arrays' streams, wait for
 
-What a subclass does:
-
-    _plan_*       return self._queued(arrays, work, prepare): all arrays that are read or written, and the two functions
-    _trouble()    asked every 50 ms while something is outstanding: why it cannot end, or None
-    _break_off()  the group has failed: end what runs on the GPU; from any thread, at most once
-    _release()    the group is closed and nothing runs any more
-
 An error of `work` or `prepare` other than a UsageError fails the group, as the peers count on this rank. A UsageError
-must be one that all ranks raise. The watcher fails the group (`_fail`, which tells the peers) when a peer is dead, a
-call takes longer than the group's timeout, or `_trouble` says so; then `_break_off` is called.
+must be one that all ranks raise. The watcher fails the group (`fail`, which tells the peers) when a peer is dead, a
+call takes longer than the group's timeout, or `trouble` says so; then `break_off` is called.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
-from typing import Any, cast
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from ..core import signature
 from ..core.carrier import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
+from ..core.operation import Operation
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
 from ..interop.arrays import Adopted
-from .array import DeviceArray
-from .border import OnDevice, adopt
+from .device_array import DeviceArray, OnDevice, adopt, parts
 from .runtime import runtime
-from .stream_watch import Watcher
-from .stream_work import Own, StreamWork
+from .stream_work import Own, StreamWork, Watcher
+
+_name = cache(str)  # of a dtype, which takes NumPy 5 us
+
+
+class Compared(NamedTuple):
+    """What the ranks compare of a call.
+
+    Attributes:
+        call, shape: as core/signature.py says.
+        gives, takes: bytes for each rank and from each, -1 for no message; empty where `shape` says it all.
+    """
+
+    call: int
+    shape: int
+    gives: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, operation: Operation, size: int) -> Compared:
+        """An operation's, in a group of some size."""
+        kind, outs, ins, op, root, parts = operation
+        given, taken, absent = sizes_of(ins), sizes_of(outs), (-1,) * size
+        if kind.endswith("_coalesced"):
+            parts = parts or tuple(x.size for x in ins)
+        kind = kind.removesuffix("_coalesced")
+        word = _word(kind, (outs or ins)[0].dtype, parts) | root << signature.ROOT_SHIFT
+        word |= (0 if op is None else op.code) << signature.OP_SHIFT
+        if kind == "all_gather":
+            return cls(word, 0, (sum(given),) * size, tuple(sum(taken[r::size]) for r in range(size)))
+        if kind == "gather":
+            return cls(word, 0, tuple(given[0] if r == root else -1 for r in range(size)), taken or absent)
+        if kind == "scatter":
+            return cls(word, 0, given or absent, tuple(taken[0] if r == root else -1 for r in range(size)))
+        if kind == "all_to_all":
+            return cls(word, 0, given, taken)
+        coalesced = operation.kind == "all_reduce_coalesced"
+        return cls(word, sum(given) if coalesced else signature.shape_of(given))
+
+
+@lru_cache(maxsize=1024)
+def _word(kind: str, dtype: np.dtype[Any], parts: tuple[int, ...]) -> int:
+    return signature.encode(kind, dtype, parts=parts)
+
+
+def sizes_of(arrays: Sequence[DeviceArray]) -> tuple[int, ...]:
+    """Bytes of each."""
+    return tuple(x.nbytes for x in arrays)
 
 
 class Turn:
@@ -60,42 +100,67 @@ class Turn:
         self.kept.append(memory)
         return DeviceArray(memory.ptr, dtype, (size,), self.device, self.stream, memory)
 
+    def scratch_like(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
+        """As `scratch`, for copies of arrays of one dtype, one after the other."""
+        return self.scratch(sum(x.size for x in arrays), arrays[0].dtype)
+
+    def copied(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
+        """Copies of arrays, one after the other."""
+        whole = self.scratch_like(arrays)
+        self.copy_each(parts(whole, arrays), arrays)
+        return whole
+
+    def copy_each(self, dsts: Sequence[DeviceArray], srcs: Sequence[DeviceArray]) -> None:
+        for dst, src in zip(dsts, srcs, strict=True):
+            self.copy(dst, src)
+
     def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
         """Copy an array to another of its size; nothing to do for the same memory."""
         if dst.address != src.address:
             self.runtime.copy(dst.address, src.address, src.nbytes, self.stream)
 
 
-Queue = Callable[[Turn], None]
+class QueuedCall(StreamCall):
+    """A call that is queued.
 
-_name = cache(str)  # of a dtype, which takes NumPy 5 us
+    Args:
+        arrays: all that it reads or writes; one at least.
+    """
 
+    def __init__(self, carrier: StreamCarrier, arrays: Sequence[DeviceArray]) -> None:
+        self.carrier, self.arrays = carrier, arrays
 
-class _Queued(StreamCall):
-    def __init__(
-        self,
-        carrier: StreamCarrier,
-        arrays: Sequence[DeviceArray],
-        work: Queue,
-        prepare: Callable[[], None] | None,
-    ) -> None:
-        self._carrier, self._arrays, self._work, self._prepare = carrier, arrays, work, prepare
+    @abstractmethod
+    def prepare(self, name: str) -> None:
+        """What comes before, and may block."""
+
+    @abstractmethod
+    def work(self, turn: Turn) -> None:
+        """Queue the call on the turn's stream; an error of it fails the group, if it is no UsageError."""
+
+    def handle(self, describe: str, own: Own) -> StreamWork:
+        """The call's Work, after `prepare`."""
+        return StreamWork(describe, own, self.arrays)
 
     def start(self, name: str, owners: Sequence[Adopted]) -> StreamWork:
-        def work(turn: Turn) -> None:
-            self._work(turn)
-            for owner in owners:
-                cast(OnDevice, owner).unpack(turn.stream)
-
-        carrier = self._carrier
-        with carrier._in_turn(name):
-            if self._prepare is not None:
-                with carrier._failing(name):
-                    self._prepare()
-            handle = StreamWork(
-                carrier._describe(name, self._arrays), carrier._own(self._arrays), self._arrays
-            )
-            carrier._queue([handle], self._arrays, work)
+        carrier, arrays = self.carrier, self.arrays
+        with carrier.in_turn(name):
+            self.prepare(name)
+            own = carrier.own(arrays)
+            handle, turn = self.handle(carrier.describe(name, arrays), own), Turn(own, arrays)
+            with own.runtime.on(own.device):
+                try:
+                    with carrier.failing(handle.describe):
+                        own.follow({x.stream for x in arrays})
+                        self.work(turn)
+                        for owner in owners:
+                            cast(OnDevice, owner).unpack(turn.stream)
+                finally:
+                    # Also what was queued in part uses memory.
+                    event = own.event()
+                    own.runtime.record(event, own.stream)
+                    handle.queued(event, turn.kept)
+                    carrier.watcher.add(handle)
             return handle
 
 
@@ -104,31 +169,35 @@ class StreamCarrier(DeviceCarrier):
 
     Args:
         group: whose arrays are carried; its CPU backend tells of dead peers.
+
+    Attributes:
+        lane: the carrier's stream on its GPU, once there is one.
+        broken: whether the group has failed, and what runs on the GPU was ended.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._runtime = runtime()
-        self._watcher = Watcher(group.name, group.timeout, self._look, self._fail)
-        self._lane: Own | None = None
+        self.group = group
+        self.runtime = runtime()
+        self.watcher = Watcher(group.name, group.timeout, self.look, self.fail)
+        self.lane: Own | None = None
+        self.broken = False
         self._lane_lock = threading.Lock()
         self._turn = threading.RLock()
         self._inside = False
         self._count = 0
-        self._broken = False
         self._breaking = threading.Lock()
 
     @abstractmethod
-    def _trouble(self) -> GroupError | None:
-        """Why what is outstanding cannot end, as the carrier sees it."""
+    def trouble(self) -> GroupError | None:
+        """Why what is outstanding cannot end, as the carrier sees it; asked every 50 ms meanwhile."""
 
     @abstractmethod
-    def _break_off(self) -> None:
-        """End what runs on the GPU, without waiting for it."""
+    def break_off(self) -> None:
+        """The group has failed: end what runs on the GPU, without waiting for it; from any thread, at most once."""
 
     @abstractmethod
-    def _release(self) -> None:
-        """Give back what the carrier has. `_break_off` may have been called before."""
+    def release(self) -> None:
+        """The group is closed, and nothing runs any more: give everything back. `break_off` may have been called."""
 
     # ---- arrays --------------------------------------------------------------------------------------
 
@@ -140,47 +209,36 @@ class StreamCarrier(DeviceCarrier):
     def _device_of(self, arrays: Sequence[DeviceArray]) -> int:
         """The GPU that arrays are on, which must be that of the group's earlier ones; empty ones are anywhere."""
         device = next((x.device for x in arrays if x.size), None)
-        if self._lane is None:
+        if self.lane is None:
             return arrays[0].device if device is None else device
-        if device not in (None, self._lane.device):
+        if device not in (None, self.lane.device):
             raise ArrayError(
-                f"the group {self._group.name} works on GPU {self._lane.device}, that of its first array, and this "
+                f"the group {self.group.name} works on GPU {self.lane.device}, that of its first array, and this "
                 f"array is on GPU {device}; put it there, or make another group for this GPU"
             )
-        return self._lane.device
+        return self.lane.device
 
     # ---- queueing ------------------------------------------------------------------------------------
 
-    def _queued(
-        self, arrays: Sequence[DeviceArray], work: Queue, prepare: Callable[[], None] | None = None
-    ) -> StreamCall:
-        """The call that queues `work`.
-
-        Args:
-            arrays: all that it reads or writes; one at least.
-            work: queues on the turn's stream; an error of it fails the group, if it is no UsageError.
-            prepare: what comes before, and may block.
-        """
-        return _Queued(self, arrays, work, prepare)
-
-    def _own(self, arrays: Sequence[DeviceArray]) -> Own:
+    def own(self, arrays: Sequence[DeviceArray]) -> Own:
         """The carrier's stream on the arrays' GPU; made with the first ones."""
         device = self._device_of(arrays)
         with self._lane_lock:  # not in turn, as messages are not
-            if self._lane is None:
-                self._lane = Own(self._runtime, device)
-            return self._lane
+            if self.lane is None:
+                self.lane = Own(self.runtime, device)
+            return self.lane
 
-    def _describe(self, name: str, arrays: Sequence[DeviceArray]) -> str:
+    def describe(self, name: str, arrays: Sequence[DeviceArray]) -> str:
+        """The next call, for messages."""
         self._count += 1
         x = arrays[0]
         return f"{name}({_name(x.dtype)}, {x.size} elements) on GPU {self._device_of(arrays)}, call {self._count}"
 
     @contextmanager
-    def _in_turn(self, name: str) -> Iterator[None]:
+    def in_turn(self, name: str) -> Iterator[None]:
         """Calls are queued one after the other; a signal handler cannot come in between."""
-        self._watcher.await_room()
-        self._group.gate.check_usable()  # which may have ended meanwhile
+        self.watcher.await_room()
+        self.group.gate.check_usable()  # which may have ended meanwhile
         with self._turn:
             if self._inside:
                 raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
@@ -191,71 +249,58 @@ class StreamCarrier(DeviceCarrier):
                 self._inside = False
 
     @contextmanager
-    def _failing(self, name: str) -> Iterator[None]:
+    def failing(self, name: str) -> Iterator[None]:
         """An error that the peers know nothing of fails the group."""
         try:
             yield
         except UsageError:
             raise
         except GroupError as error:
-            self._fail(error)
+            self.fail(error)
             raise
         except FastcollError as error:
-            self._fail(self._failed(name, error))
-            assert self._group.failure is not None
-            raise self._group.failure.with_traceback(None) from error
+            self.fail_with(name, error)
+            assert self.group.failure is not None
+            raise self.group.failure.with_traceback(None) from error
         except BaseException as error:
-            self._fail(self._failed(name, error))
+            self.fail_with(name, error)
             raise
-
-    def _failed(self, name: str, error: BaseException) -> AbortedError:
-        here = self._group.ranks[self._group.rank]
-        return AbortedError(f"{name} failed on rank {here}: {type(error).__name__}: {error}", [here])
-
-    def _queue(self, works: Sequence[StreamWork], arrays: Sequence[DeviceArray], work: Queue) -> None:
-        """Queue `work`, whose end is that of all `works`; in turn."""
-        own = self._own(arrays)
-        turn = Turn(own, arrays)
-        with self._runtime.on(own.device):
-            try:
-                with self._failing(works[0]._describe):
-                    own.follow({x.stream for x in arrays})
-                    work(turn)
-            finally:
-                # Also what was queued in part uses memory.
-                for handle in works:
-                    event = own.event()
-                    self._runtime.record(event, own.stream)
-                    handle._queued(event, turn.kept)
-                    self._watcher.add(handle)
 
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
-    def _look(self, doing: str) -> GroupError | None:
-        group = self._group
-        return group.failure or self._trouble() or group.monitor.verdict([], doing)
+    def look(self, doing: str) -> GroupError | None:
+        """Why waiting is in vain, or None."""
+        group = self.group
+        return group.failure or self.trouble() or group.monitor.verdict([], doing)
 
-    def _fail(self, error: GroupError) -> None:
-        """Fail the group with what is under way here."""
-        self._group.fail(error)
+    def fail(self, error: GroupError) -> None:
+        """Fail the group with what is under way here, and tell the peers."""
+        self.group.fail(error)
         self.abort()
+
+    def fail_with(self, name: str, error: BaseException) -> None:
+        """As `fail`, with any error of an operation."""
+        here = self.group.ranks[self.group.rank]
+        self.fail(AbortedError(f"{name} failed on rank {here}: {type(error).__name__}: {error}", [here]))
 
     def abort(self) -> None:
         with self._breaking:
-            first, self._broken = not self._broken, True
+            first, self.broken = not self.broken, True
         if first:
-            self._break_off()
-        self._watcher.break_off(
-            self._group.failure or AbortedError(f"the group {self._group.name} was aborted")
-        )
+            self.break_off()
+        self.watcher.break_off(self.why_broken())
 
-    def _close(self, reason: GroupError | None) -> None:
+    def why_broken(self) -> GroupError:
+        """What ends the Works of a group that has failed."""
+        return self.group.failure or AbortedError(f"the group {self.group.name} was aborted")
+
+    def close(self, reason: GroupError | None) -> None:
         if reason is not None:
             self.abort()
-        self._watcher.drain()
-        self._release()
-        self._watcher.close()
-        if self._lane is not None:
+        self.watcher.drain()
+        self.release()
+        self.watcher.close()
+        if self.lane is not None:
             # A GPU that failed gives nothing back.
-            with suppress(FastcollError) if self._broken else nullcontext():
-                self._lane.end()
+            with suppress(FastcollError) if self.broken else nullcontext():
+                self.lane.end()

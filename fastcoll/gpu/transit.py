@@ -1,5 +1,7 @@
 """Transit: what moves between a GPU and pinned host memory, on streams of its own, for one group.
 
+Pinned memory and events are used again: pinning costs more than a copy of the same size.
+
 The host waits for an array's stream before it copies anything, and gives up like any other wait: at the group's
 timeout, or when the group fails. So copies, once queued, end by themselves, and their memory can be used again.
 """
@@ -16,13 +18,16 @@ import numpy as np
 from ..core.group import ProcessGroup
 from ..errors import CollectiveTimeoutError, NotInitializedError
 from ..interop.arrays import Array
-from .array import DeviceArray
-from .pinned import PinnedPool
-from .runtime import runtime
+from .device_array import DeviceArray
+from .runtime import Runtime, runtime
 
 _SPINS = 50
 _NAPS = (1e-5, 1e-3)  # seconds between two looks at an event: the first, and at most
 _CLOSE_SECONDS = 5.0
+
+LEAST = 4096
+KEPT = 64 << 20
+"""Bytes that a pool keeps for later; what is larger is pinned for one call. Not measured on hardware."""
 
 Marks = list[tuple[int, int]]
 """Events, each behind its GPU."""
@@ -59,6 +64,51 @@ class Events:
         for device, event in ended:
             with runtime().on(device):
                 runtime().end_event(event)
+
+
+class PinnedPool:
+    """Buffers by size, of powers of two. Thread-safe.
+
+    Attributes:
+        kept: bytes that nobody uses now.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.kept = 0
+        self._runtime = runtime
+        self._free: dict[int, list[Array]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def take(self, nbytes: int) -> Array:
+        """A buffer of at least so many bytes; for `give`, or to be dropped."""
+        size = max(LEAST, 1 << (nbytes - 1).bit_length()) if nbytes else LEAST
+        with self._lock:
+            if free := self._free.get(size):
+                self.kept -= size
+                return free.pop()
+        return self._runtime.pinned(size)
+
+    def give(self, buffer: Array) -> None:
+        """Take a buffer back that nothing uses any more."""
+        with self._lock:
+            if not self._closed and self.kept + buffer.nbytes <= KEPT:
+                self.kept += buffer.nbytes
+                self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+    @contextmanager
+    def lent(self, nbytes: int) -> Iterator[Array]:
+        """A buffer for a block of code that has ended its copies when it ends; after an error it is dropped."""
+        buffer = self.take(nbytes)
+        yield buffer
+        self.give(buffer)
+
+    def close(self) -> None:
+        """Release what is free, and keep nothing from now on."""
+        with self._lock:
+            self._closed = True
+            self._free.clear()
+            self.kept = 0
 
 
 class Transit:

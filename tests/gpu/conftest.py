@@ -10,7 +10,7 @@ from unittest import mock
 import numba
 import pytest
 
-from fastcoll.gpu import choice
+from fastcoll.gpu import auto
 
 from .fake_runtime import FakeRuntime
 
@@ -35,7 +35,7 @@ def prompt_gpu() -> Iterator[FakeRuntime]:
 
 def _installed(fake: FakeRuntime) -> Iterator[FakeRuntime]:
     # Where numba-cuda is installed, kernels for a real GPU would be compiled; the simulator's run on the fake's memory.
-    kernels = nullcontext() if numba.config.ENABLE_CUDASIM else mock.patch.object(choice, "has_kernels", bool)
+    kernels = nullcontext() if numba.config.ENABLE_CUDASIM else mock.patch.object(auto, "has_kernels", bool)
     with fake.installed(), kernels:
         yield fake
         if fake.left():

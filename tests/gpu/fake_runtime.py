@@ -117,7 +117,7 @@ class FakeRuntime:
         if not numba.config.ENABLE_CUDASIM:
             yield
             return
-        from fastcoll.kernels.cuda import launch
+        from fastcoll.kernels.cuda import kernel as launch
 
         before = launch._Simulated.__call__
         call = getattr(before, "real", before)  # not that of another FakeRuntime

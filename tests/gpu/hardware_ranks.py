@@ -20,7 +20,7 @@ import oracle
 import fastcoll as dist
 from fastcoll import ReduceOp
 from fastcoll.api.groups import groups
-from fastcoll.gpu.ipc.limits import HAND_OVER_ABOVE
+from fastcoll.gpu.ipc.backend import HAND_OVER_ABOVE
 
 Array = np.ndarray[Any, Any]
 

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from fastcoll.kernels.cuda import fold, ipc, launch, move, scale
-from fastcoll.kernels.cuda.launch import _BLOCKS, THREADS
+from fastcoll.kernels.cuda import kernel as launch
+from fastcoll.kernels.cuda import packing, reducers, steps
+from fastcoll.kernels.cuda.kernel import _BLOCKS, THREADS
 
-MODULES = (fold, ipc, scale, move)
+MODULES = (reducers, steps, packing)
 
 
 class Cuda(threading.local):
@@ -45,7 +46,7 @@ def _run(kernel: Any, items: int, stream: int, *words: int) -> None:
     function = kernel._kernel.fn
     blocks = min(-(-items // THREADS), _BLOCKS)
     args = _arguments(words, kernel._words, kernel._tuples)
-    if function.__module__ == ipc.__name__:
+    if function.__module__ == steps.__name__:
         assert blocks == 1, "threads of different blocks cannot wait for one another"
         _run_block(function, args)
         return

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from net.groups import everybody, groups
 
-from fastcoll.gpu.ipc import memory as ipc_memory
-from fastcoll.gpu.ipc.carrier import IpcCarrier
-from fastcoll.gpu.staging import StagedCarrier
+from fastcoll.gpu.ipc import regions
+from fastcoll.gpu.ipc.backend import IpcCarrier
+from fastcoll.gpu.staged import StagedCarrier
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
@@ -81,15 +81,15 @@ def world(size: int, timeout: float = 20.0, slot: int = SLOT) -> Iterator[Ranks]
             yield ranks
         ranks.close()
         for fallback in staged:
-            fallback._close(None)
+            fallback.close(None)
         # What a failed group's kernels may still use is lost on purpose.
         lost = ("a peer", "pinned") if any(group.failure for group in made) else ()
         deadline = time.monotonic() + 10
         while left := [name for name in fake.left() if not name.startswith(("shareable", *lost))]:
             assert time.monotonic() < deadline, left
             time.sleep(0.01)
-        ipc_memory._kept.clear()
-        ipc_memory._lost.clear()
+        regions._kept.clear()
+        regions._lost.clear()
 
 
 def gpu(x: Array) -> FakeArray:

@@ -13,8 +13,8 @@ from typing import Any
 from messages.worlds import Rank, RingWorld
 
 from fastcoll.errors import AbortedError, GroupError
-from fastcoll.gpu.nccl.carrier import NcclCarrier
-from fastcoll.gpu.nccl.mail import NcclMail
+from fastcoll.gpu.nccl.backend import NcclCarrier
+from fastcoll.gpu.nccl.messages import NcclMessages
 from fastcoll.interop.arrays import Adopted
 
 from .nccl_world import Meeting, Ranks, ThreadGroup, fakes
@@ -69,10 +69,10 @@ class MailRanks(Ranks):
         for group in self.groups:
             group.serve_gpus(NcclCarrier)
 
-    def mail(self, rank: int) -> NcclMail:
+    def mail(self, rank: int) -> NcclMessages:
         """A rank's messages."""
         carrier: Any = self.groups[rank].devices()
-        mail: NcclMail = carrier._mail
+        mail: NcclMessages = carrier.messages
         return mail
 
     def close(self) -> None:

@@ -26,10 +26,11 @@ from together import together
 
 from fastcoll.core.group import ProcessGroup
 from fastcoll.core.monitor import Vigil
+from fastcoll.core.operation import Operation
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import AbortedError, GroupError, PeerDiedError
-from fastcoll.gpu.nccl import library as nccl_library
-from fastcoll.gpu.nccl.carrier import NcclCarrier
+from fastcoll.gpu.nccl import bindings
+from fastcoll.gpu.nccl.backend import NcclCarrier
 from fastcoll.interop.arrays import Adopted
 
 from .fake_array import FakeArray
@@ -113,11 +114,14 @@ class ThreadGroup(ProcessGroup):
         self.monitor = ThreadVigil(meeting)
         self._calls = 0
 
-    def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Any:
+    def plan(self, operation: Operation, timeout: float | None = None) -> Any:
+        if operation.kind != "all_gather":
+            return lambda: None
+
         def call() -> None:
             self._calls += 1
-            rows = self._meeting.exchange(self._calls, self.rank, np.array(x))
-            for out, row in zip(outs, rows, strict=True):
+            rows = self._meeting.exchange(self._calls, self.rank, np.array(operation.inputs[0]))
+            for out, row in zip(operation.outputs, rows, strict=True):
                 out[...] = row
 
         return call
@@ -212,9 +216,9 @@ def fakes(
     """GPUs and NCCL, where fastcoll looks for them; at the end as `world` says."""
     gpu = StrictRuntime(devices=devices, prompt=prompt)
     nccl = FakeNccl(gpu, version)
-    binding = nccl_library.Library(nccl)
-    with gpu.installed(), kernels(gpu), mock.patch.object(nccl_library, "library", return_value=binding):
-        with mock.patch.object(nccl_library, "cupy"):
+    binding = bindings.Library(nccl)
+    with gpu.installed(), kernels(gpu), mock.patch.object(bindings, "library", return_value=binding):
+        with mock.patch.object(bindings, "cupy"):
             yield gpu, nccl
         assert nccl.violations == []
         assert all(comm.ended or comm.aborted for comm in nccl.comms)
@@ -241,18 +245,17 @@ def assert_ends(work: Any, kind: type[GroupError], text: str) -> None:
 @contextmanager
 def kernels(gpu: FakeRuntime) -> Iterator[None]:
     """What `kernels.cuda` has of use to carriers."""
-    reducing, moving = ModuleType("reduce"), ModuleType("move")
+    reducing, moving = ModuleType("reducers"), ModuleType("packing")
     reducing.MOST_SOURCES = 4  # type: ignore[attr-defined]
     reducing.cuda_reducer = lambda op, dtype: _Reducer(gpu, op, dtype)  # type: ignore[attr-defined]
     moving.pack = lambda dst, src, stream: gpu.queue(  # type: ignore[attr-defined]
         "pack", stream, lambda: _bytes_at(dst, _viewed(src).nbytes).__setitem__(..., _packed(src))
     )
     moving.unpack = lambda dst, src, stream: gpu.queue("unpack", stream, lambda: _unpack(dst, src))  # type: ignore[attr-defined]
-    scaling = ModuleType("scale")
-    scaling.scale = lambda dst, src, count, dtype, factor, stream: gpu.queue(  # type: ignore[attr-defined]
+    moving.scale = lambda dst, src, count, dtype, factor, stream: gpu.queue(  # type: ignore[attr-defined]
         "scale", stream, lambda: _scale(dst, src, count, dtype, factor)
     )
-    names = {f"fastcoll.kernels.cuda.{module.__name__}": module for module in (reducing, moving, scaling)}
+    names = {f"fastcoll.kernels.cuda.{module.__name__}": module for module in (reducing, moving)}
     package = ModuleType("fastcoll.kernels.cuda")
     package.__path__ = []
     # Not mock.patch.dict, which takes away at its end whatever was imported meanwhile: Numba's modules, which cannot be

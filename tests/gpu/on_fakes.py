@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fastcoll
-from fastcoll.gpu import choice, chosen
+from fastcoll.gpu import auto
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
@@ -59,7 +59,7 @@ def _posted(op: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> 
 
 def pytest_configure(config: pytest.Config) -> None:
     # What ranks in processes of their own can do without a GPU.
-    chosen.choose = lambda facts, one_node: choice.STAGED
+    auto.choose = lambda facts, one_node: auto.STAGED
     installed = FAKE.installed()
     installed.__enter__()
     config.add_cleanup(lambda: installed.__exit__(None, None, None))

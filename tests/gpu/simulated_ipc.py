@@ -11,11 +11,11 @@ import oracle
 import pytest
 
 from fastcoll import ReduceOp
+from fastcoll.core.operation import Operation
 from fastcoll.errors import ArrayError
-from fastcoll.gpu.choice import carrier_for
-from fastcoll.gpu.ipc import carrier as ipc
-from fastcoll.gpu.ipc.calls import IpcCall
-from fastcoll.gpu.ipc.carrier import IpcCarrier
+from fastcoll.gpu.auto import carrier_for
+from fastcoll.gpu.ipc import schedules
+from fastcoll.gpu.ipc.backend import IpcCall, IpcCarrier
 from fastcoll.gpu.streams import StreamCarrier
 
 from .ipc_world import Ranks, gpu, world
@@ -53,7 +53,7 @@ def test_all_reduce_of_every_operation_and_dtype(ranks: Ranks) -> None:
 @pytest.mark.parametrize("count", [0, 1, 255, 257, 900])
 def test_sizes_around_a_slot_both_ways(ranks: Ranks, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for one_shot in (True, False):
-        monkeypatch.setattr(ipc, "is_one_shot", lambda size, nbytes, one_shot=one_shot: one_shot)
+        monkeypatch.setattr(schedules, "is_one_shot", lambda size, nbytes, one_shot=one_shot: one_shot)
         inputs = ranks.each(lambda rank: oracle.values(rank, count, F4))
         arrays = [x.copy() for x in inputs]
         ranks.run(lambda group, arrays=arrays: group.all_reduce(gpu(arrays[group.rank])))
@@ -210,14 +210,14 @@ def test_ranks_that_share_a_gpu_of_one_node_choose_it(backend: str) -> None:
             ranks.run(lambda group: group.all_reduce(gpu(arrays[group.rank])))
             assert (arrays[0] == want).all()
         for group in ranks.groups:
-            assert isinstance(group.devices()._chosen, IpcCarrier)
+            assert isinstance(group.devices().chosen, IpcCarrier)
 
 
 class Fallback(StreamCarrier):
     """Notes what is handed over to it."""
 
-    def __getattribute__(self, name: str) -> Any:
-        return (lambda *args: (name, *args)) if name.startswith("_plan_") else super().__getattribute__(name)
+    def plan(self, operation: Operation, timeout: float | None = None) -> Any:
+        return operation
 
 
 Fallback.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
@@ -232,14 +232,16 @@ def test_what_nccl_does_better_is_handed_over() -> None:
         )
         x, y = small.array, large.array
         op = ReduceOp.SUM
-        assert carrier._plan_all_reduce(y, op) == ("_plan_all_reduce", y, op, ())
-        assert carrier._plan_reduce(y, y, op, 0)[0] == "_plan_reduce"
-        assert carrier._plan_broadcast(y, 0)[0] == "_plan_broadcast"
-        assert carrier._plan_all_gather([y, y], y)[0] == "_plan_all_gather"
-        assert carrier._plan_reduce_scatter(y, [y, y], op)[0] == "_plan_reduce_scatter"
-        assert carrier._plan_all_reduce_coalesced([large], op)[0] == "_plan_all_reduce_coalesced"
-        assert (
-            carrier._plan_all_gather_coalesced([[large, large]], [large])[0] == "_plan_all_gather_coalesced"
-        )
-        assert isinstance(carrier._plan_all_reduce(x, op), IpcCall)
-        assert isinstance(carrier._plan_gather(None, y, 1), IpcCall), "ranks do not know each other's sizes"
+        for operation in [
+            Operation("all_reduce", (y,), (y,), op),
+            Operation("reduce", (y,), (y,), op),
+            Operation("broadcast", (y,), (y,)),
+            Operation("all_gather", (y, y), (y,)),
+            Operation("reduce_scatter", (y,), (y, y), op),
+            Operation("all_reduce_coalesced", (y,), (y,), op),
+            Operation("all_gather_coalesced", (y, y), (y,)),
+        ]:
+            assert carrier.plan(operation) is operation
+        assert isinstance(carrier.plan(Operation("all_reduce", (x,), (x,), op)), IpcCall)
+        gathers = Operation("gather", (), (y,), root=1)
+        assert isinstance(carrier.plan(gathers), IpcCall), "ranks do not know each other's sizes"

@@ -21,12 +21,11 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
-from fastcoll.gpu.ipc import memory as ipc_memory
-from fastcoll.gpu.ipc import queue as ipc_queue
-from fastcoll.gpu.ipc.carrier import IpcCarrier
-from fastcoll.gpu.staging import StagedCarrier
-from fastcoll.kernels.cuda import ipc as kernels
-from fastcoll.kernels.cuda import ipc_page as at
+from fastcoll.gpu.ipc import regions
+from fastcoll.gpu.ipc.backend import IpcCarrier
+from fastcoll.gpu.staged import StagedCarrier
+from fastcoll.kernels.cuda import page as at
+from fastcoll.kernels.cuda import steps as kernels
 
 from .fake_runtime import FakeRuntime
 from .ipc_simulator import concurrent_kernels
@@ -136,14 +135,14 @@ def test_a_call_that_a_failed_peer_may_have_spoilt_has_failed(monkeypatch: pytes
         for work in works:
             assert work.wait(timeout=20)
         # Its own stream is through, but rank 0 has failed the group before this rank looks.
-        monkeypatch.setattr(ranks.carrier(1), "_look", lambda doing: None)
+        monkeypatch.setattr(ranks.carrier(1), "look", lambda doing: None)
         ranks.groups[0].abort("spoilt")
         vigil = ranks.groups[1].monitor
         deadline = time.monotonic() + 10
         while ranks.groups[1].failure is None and vigil.verdict([], "") is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        ranks.carrier(1)._judge(2)
+        ranks.carrier(1).judge(2)
         assert "spoilt" in str(ranks.groups[1].failure)
 
 
@@ -177,7 +176,7 @@ def test_a_rank_without_kernels_is_no_use_to_any() -> None:
 
 
 def test_a_function_that_cannot_be_compiled_leaves_the_group_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda.reduce import CudaReducer
+    from fastcoll.kernels.cuda.reducers import CudaReducer
 
     def fail(self: Any, n: int) -> None:
         raise UsageError("Numba cannot compile the function")
@@ -202,7 +201,7 @@ def test_streams_wait_where_the_driver_lets_them_and_are_ended(monkeypatch: pyte
 
         def wait(stream: int, address: int, word: int) -> None:
             def until() -> None:
-                from fastcoll.kernels.cuda.flags import load_acquire, nap
+                from fastcoll.kernels.cuda.steps import load_acquire, nap
 
                 while load_acquire(address) < word:
                     nap()
@@ -210,7 +209,7 @@ def test_streams_wait_where_the_driver_lets_them_and_are_ended(monkeypatch: pyte
             waited.append(word)
             ranks.fake.queue("wait", stream, until)
 
-        monkeypatch.setattr(ipc_queue, "waits_of_streams", lambda device: wait)
+        monkeypatch.setattr(regions, "waits_of_streams", lambda device: wait)
         arrays = [np.ones(700, F4), np.ones(700, F4)]
         ranks.run(lambda group: group.all_reduce(gpu(arrays[group.rank])))
         assert (arrays[0] == 2).all()
@@ -240,7 +239,7 @@ def test_memory_is_used_again_once_all_ranks_have_left() -> None:
                 works = everybody(made, lambda g: g.all_reduce(gpu(np.ones(3, F4)), async_op=True))
                 assert all(work.wait(timeout=20) for work in works)
         assert len([left for left in fake.left() if left.startswith("shareable")]) == 2
-        ipc_memory._kept.clear()
+        regions._kept.clear()
 
 
 def test_a_rank_leaves_when_its_peers_have_read_what_it_gave() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from results import results_in
 
 TESTS = Path(__file__).parents[1]
-SUITE = ("conformance", "test_p2p.py", "gpu/test_multi.py")
+SUITE = ("conformance", "test_p2p.py", "gpu/test_several.py")
 
 
 def suite(*options: str) -> str:

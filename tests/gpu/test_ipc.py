@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from fastcoll.core import signature
-from fastcoll.gpu.ipc.limits import is_one_shot
-from fastcoll.kernels.cuda import ipc_page as at
+from fastcoll.gpu.ipc.schedules import is_one_shot
+from fastcoll.kernels.cuda import page as at
 
 TESTS = Path(__file__).parents[1]
 

@@ -1,4 +1,4 @@
-"""The protocol of fastcoll/kernels/cuda/ipc.py and ipc_plans.py as a model, explored over every schedule.
+"""The protocol of fastcoll/kernels/cuda/steps.py and gpu/ipc/schedules.py as a model, explored over every schedule.
 
 A rank is a list of atomic actions; any rank may take its next one. A slot that is being written holds TORN, and a read
 takes two actions, so a slot that is written while somebody reads it is caught wherever that can happen. A rank may be
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fastcoll.gpu.ipc.plans import slot_of
+from fastcoll.gpu.ipc.schedules import slot_of
 
 TORN = (-1, -1)
 LAST = 99

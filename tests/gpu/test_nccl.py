@@ -11,8 +11,9 @@ import oracle
 import pytest
 
 from fastcoll import ReduceOp
+from fastcoll.core.operation import Operation
 from fastcoll.errors import ArrayError, UnavailableError
-from fastcoll.gpu.nccl import reduce as nccl_reduce
+from fastcoll.gpu.nccl import blocks
 
 from .nccl_world import Ranks, world
 
@@ -69,8 +70,8 @@ def test_nan_goes_on_through_min_and_max(ranks: Ranks) -> None:
 
 
 def test_large_arrays_go_in_pieces_and_are_divided(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_reduce, "SCRATCH", 4000)
-    monkeypatch.setattr(nccl_reduce, "DIVIDED", 100)
+    monkeypatch.setattr(blocks, "SCRATCH", 4000)
+    monkeypatch.setattr(blocks, "DIVIDED", 100)
     everybody = inputs(ranks, 3001, np.dtype("i2"))
     hosts = [x.copy() for x in everybody]
     ranks.run(lambda rank, group: group.all_reduce(ranks.array(rank, hosts[rank])))
@@ -207,8 +208,8 @@ def test_all_to_all_of_different_sizes(ranks: Ranks) -> None:
         group.all_to_all(takes, gives)
 
     ranks.run(does)
-    for r, blocks in enumerate(outs):
-        for p, block in enumerate(blocks):
+    for r, row in enumerate(outs):
+        for p, block in enumerate(row):
             oracle.assert_same(block, given[p][r])
 
 
@@ -279,7 +280,7 @@ def test_the_hooks_take_outputs_that_overlap_inputs(
     ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than the public calls do, which give the same array twice; on others than the root nothing is written."""
-    monkeypatch.setattr(nccl_reduce, "SCRATCH", 4)  # in several pieces
+    monkeypatch.setattr(blocks, "SCRATCH", 4)  # in several pieces
     bases = [[oracle.values(r, 14, np.dtype(name), k) for r in range(ranks.size)] for k in range(2)]
     before = [[x.copy() for x in xs] for xs in bases]
 
@@ -288,9 +289,9 @@ def test_the_hooks_take_outputs_that_overlap_inputs(
             ranks.array(rank, bases[k][rank])
             return group.adopt(ranks.array(rank, bases[k][rank][start : start + 12]), writable=True).array
 
-        carrier: Any = group._carrier(taken(0, 0))
-        carrier._plan_reduce(taken(0, 1), taken(0, 0), ReduceOp.SUM, 0)()
-        carrier._plan_scan(taken(1, 1), taken(1, 0), ReduceOp.SUM, False)()
+        plan = group.devices().plan
+        plan(Operation("reduce", (taken(0, 1),), (taken(0, 0),), ReduceOp.SUM))()
+        plan(Operation("scan", (taken(1, 1),), (taken(1, 0),), ReduceOp.SUM))()
 
     ranks.run(does)
     for rank in range(ranks.size):

@@ -9,8 +9,8 @@ import fastcoll as dist
 from fastcoll.api.backends import parse_backend
 from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import AbortedError, UnavailableError, UsageError
-from fastcoll.gpu.nccl import library as nccl_library
-from fastcoll.gpu.nccl.library import Library
+from fastcoll.gpu.nccl import bindings
+from fastcoll.gpu.nccl.bindings import Library
 
 from .fake_array import FakeArray
 from .fake_nccl import FakeNccl
@@ -19,14 +19,14 @@ from .nccl_world import fakes
 
 
 def test_nccl_alone_has_the_default_backend_for_host_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(bindings, "why_unavailable", lambda: None)
     assert str(parse_backend("NCCL")) == "cpu:auto,cuda:nccl"
     assert dist.is_nccl_available()
     assert dist.is_backend_available("nccl")
 
 
 def test_nccl_that_is_not_there_is_refused_with_the_command() -> None:
-    if (why := nccl_library.why_unavailable()) is None:
+    if (why := bindings.why_unavailable()) is None:
         pytest.skip("NCCL is there")
     assert not dist.is_nccl_available()
     with pytest.raises(UnavailableError, match="backend 'nccl' is not available here") as caught:
@@ -38,11 +38,11 @@ def test_nccl_that_is_not_there_is_refused_with_the_command() -> None:
 
 def test_nccl_without_cupy_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
-        raise UnavailableError(f"arrays on GPUs need CuPy: {nccl_library.INSTALL}")
+        raise UnavailableError(f"arrays on GPUs need CuPy: {bindings.INSTALL}")
 
     found = Library(FakeNccl(FakeRuntime()))
-    monkeypatch.setattr(nccl_library, "library", lambda: found)
-    monkeypatch.setattr(nccl_library, "cupy", missing)
+    monkeypatch.setattr(bindings, "library", lambda: found)
+    monkeypatch.setattr(bindings, "cupy", missing)
     with pytest.raises(UnavailableError, match=r"pip install 'fastcoll\[cuda12\]'"):
         parse_backend("nccl")
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fastcoll import ReduceOp
+from fastcoll.core.operation import Operation
 from fastcoll.errors import (
     AbortedError,
     ArrayError,
@@ -20,7 +21,7 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
-from fastcoll.gpu.nccl.seats import Seat, check_seats
+from fastcoll.gpu.nccl.communicator import Seat, check_seats
 
 from .nccl_world import Ranks, ThreadGroup, assert_ends, ones, world
 
@@ -146,9 +147,9 @@ def test_destroying_with_a_call_that_nobody_joins_ends_in_time() -> None:
 
 
 def test_destroying_does_not_wait_for_peers_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.gpu.nccl import comm as nccl_comm
+    from fastcoll.gpu.nccl import communicator
 
-    monkeypatch.setattr(nccl_comm, "_FINALIZE_SECONDS", 0.05)
+    monkeypatch.setattr(communicator, "_FINALIZE_SECONDS", 0.05)
     with world(2) as ranks:
         meet(ranks)
         ranks.groups[0].close()
@@ -156,7 +157,7 @@ def test_destroying_does_not_wait_for_peers_that_do_not(monkeypatch: pytest.Monk
 
 
 def test_an_interrupted_call_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.gpu.nccl.comm import Communicator
+    from fastcoll.gpu.nccl.communicator import Communicator
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -172,7 +173,7 @@ def test_an_interrupted_call_fails_the_group(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_signal_handler_may_not_use_the_group_whose_call_it_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fastcoll.gpu.nccl.comm import Communicator
+    from fastcoll.gpu.nccl.communicator import Communicator
 
     with world(1) as ranks:
         meet(ranks)
@@ -250,7 +251,7 @@ def test_a_call_may_be_part_of_one_of_the_groups_own() -> None:
 
     def does(rank: int, group: ThreadGroup) -> None:
         x = group.adopt(ranks.array(rank, hosts[rank]), writable=True)
-        call: Any = group._carrier(x.array)._plan_all_reduce(x.array, ReduceOp.SUM)
+        call: Any = group.planned(Operation("all_reduce", (x.array,), (x.array,), ReduceOp.SUM))
         group.run("outer", lambda: call.start("inner", ())._join(), (), False)
         assert hosts[rank].tolist() == [2, 2, 2]
 

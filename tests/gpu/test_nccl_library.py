@@ -17,9 +17,9 @@ from together import together
 from fastcoll import ReduceOp
 from fastcoll.core.reduce_op import AVG, MAX, MIN, PRODUCT, SUM
 from fastcoll.errors import AbortedError, UnavailableError
-from fastcoll.gpu.nccl import library as nccl_library
-from fastcoll.gpu.nccl.comm import Communicator
-from fastcoll.gpu.nccl.library import Library, NcclError, reduction
+from fastcoll.gpu.nccl import bindings
+from fastcoll.gpu.nccl.bindings import Library, NcclError, reduction
+from fastcoll.gpu.nccl.communicator import Communicator
 
 from .fake_nccl import FakeNccl
 from .fake_runtime import FakeRuntime
@@ -51,16 +51,16 @@ def test_without_the_extra_the_error_names_the_command(monkeypatch: pytest.Monke
         raise OSError("no such file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    nccl_library.library.cache_clear()
+    bindings.library.cache_clear()
     with pytest.raises(
         UnavailableError, match=r"NCCL is not installed \(no such file\): pip install 'fastcoll"
     ):
-        nccl_library.library()
+        bindings.library()
 
 
 def test_errors_have_ncclss_own_words() -> None:
     library = Library(fake())
-    library.check(nccl_library.IN_PROGRESS, "waiting")
+    library.check(bindings.IN_PROGRESS, "waiting")
     with pytest.raises(NcclError, match=r"NCCL 2.20.5: flying failed with status 3: error 3; what it was"):
         library.check(3, "flying")
 
@@ -92,9 +92,9 @@ def test_what_nccl_reduces() -> None:
 def real() -> Iterator[Library]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_SOCKET_IFNAME", "lo")  # an id is the address of a socket
-        nccl_library.library.cache_clear()
+        bindings.library.cache_clear()
         try:
-            yield nccl_library.library()
+            yield bindings.library()
         except UnavailableError as error:
             pytest.skip(str(error))
 
@@ -102,7 +102,7 @@ def real() -> Iterator[Library]:
 @pytest.fixture(scope="module")
 def header() -> str:
     """The wheel's nccl.h, without comments."""
-    library = nccl_library._in_wheel()
+    library = bindings._in_wheel()
     if library is None:
         pytest.skip("NCCL is not installed as a wheel, which brings nccl.h")
     text = Path(library).parents[1].joinpath("include", "nccl.h").read_text()
@@ -116,7 +116,7 @@ def in_c(declared: str) -> Any:
     kind = declared.split()[0]
     if "*" in declared or kind in ("ncclComm_t", "cudaStream_t"):
         return ctypes.c_void_p
-    others = {"int": ctypes.c_int, "size_t": ctypes.c_size_t, "ncclUniqueId": nccl_library.UniqueId}
+    others = {"int": ctypes.c_int, "size_t": ctypes.c_size_t, "ncclUniqueId": bindings.UniqueId}
     enums = ("ncclResult_t", "ncclDataType_t", "ncclRedOp_t", "ncclScalarResidence_t")
     return (others | dict.fromkeys(enums, ctypes.c_int))[kind]
 
@@ -124,7 +124,7 @@ def in_c(declared: str) -> Any:
 def test_every_signature_is_that_of_the_header(real: Library, header: str) -> None:
     prototypes = re.findall(r"^(ncclResult_t|const char\*)\s+(nccl\w+)\(([^)]*)\);", header, re.MULTILINE)
     declared = {name: (result, parameters) for result, name, parameters in prototypes}
-    for name in nccl_library._SIGNATURES | nccl_library._TEXTS:
+    for name in bindings._SIGNATURES | bindings._TEXTS:
         result, parameters = declared[name]
         function = getattr(real.calls, name)
         kinds = [in_c(each.strip()) for each in parameters.split(",") if each.strip() not in ("", "void")]
@@ -134,13 +134,13 @@ def test_every_signature_is_that_of_the_header(real: Library, header: str) -> No
 
 def test_every_number_is_that_of_the_header(header: str) -> None:
     numbers = {name: int(value) for name, value in re.findall(r"\bnccl(\w+)\s*=\s*(\d+)", header)}
-    assert (numbers["Success"], numbers["InProgress"]) == (nccl_library.SUCCESS, nccl_library.IN_PROGRESS)
-    assert {name: numbers[name.capitalize()] for name in nccl_library._DTYPES} == nccl_library._DTYPES
+    assert (numbers["Success"], numbers["InProgress"]) == (bindings.SUCCESS, bindings.IN_PROGRESS)
+    assert {name: numbers[name.capitalize()] for name in bindings._DTYPES} == bindings._DTYPES
     names = {SUM: "Sum", PRODUCT: "Prod", MAX: "Max", MIN: "Min", AVG: "Avg"}
-    assert {op: numbers[name] for op, name in names.items()} == nccl_library._OPS
+    assert {op: numbers[name] for op, name in names.items()} == bindings._OPS
     defined = dict(re.findall(r"#define (NCCL_\w+) (\w+)", header))
-    assert int(defined["NCCL_UNIQUE_ID_BYTES"]) == nccl_library.UNIQUE_ID_BYTES
-    config = nccl_library.Config.non_blocking()
+    assert int(defined["NCCL_UNIQUE_ID_BYTES"]) == bindings.UNIQUE_ID_BYTES
+    config = bindings.Config.non_blocking()
     assert int(defined["NCCL_API_MAGIC"], 16) == config.magic
     (fields,) = re.findall(r"struct ncclConfig_v\d+ \{(.*?)\}", header, re.DOTALL)
     declared = re.findall(r"([\w ]+) (\w+);", fields)[: len(config._fields_)]
@@ -154,9 +154,9 @@ def test_every_number_is_that_of_the_header(header: str) -> None:
 
 
 def test_the_real_library_answers_without_a_gpu(real: Library) -> None:
-    assert real.version >= nccl_library.OLDEST
+    assert real.version >= bindings.OLDEST
     first, second = real.unique_id(), real.unique_id()
-    assert len(first) == len(second) == nccl_library.UNIQUE_ID_BYTES
+    assert len(first) == len(second) == bindings.UNIQUE_ID_BYTES
     assert first != second
     with pytest.raises(NcclError, match=rf"NCCL {real.name}: flying failed with status 5: invalid usage"):
         real.check(5, "flying")
@@ -165,8 +165,8 @@ def test_the_real_library_answers_without_a_gpu(real: Library) -> None:
 def test_every_function_of_the_real_library_can_be_called_without_a_gpu(real: Library) -> None:
     """With no communicator or a wrong rank, which each of them refuses before it looks for a GPU, or finds none."""
     word, sum_of_floats = ctypes.c_uint64(), (7, 0)
-    identity = nccl_library.UniqueId.from_buffer_copy(real.unique_id())
-    config = nccl_library.Config.non_blocking()
+    identity = bindings.UniqueId.from_buffer_copy(real.unique_id())
+    config = bindings.Config.non_blocking()
     none = no_stream = None
     no_array = (none, 1)
     refused: dict[str, tuple[Any, ...]] = {
@@ -192,7 +192,7 @@ def test_every_function_of_the_real_library_can_be_called_without_a_gpu(real: Li
         "ncclGroupStart": (),
         "ncclGroupEnd": (),
     }
-    assert set(refused | accepted) == set(nccl_library._SIGNATURES)
+    assert set(refused | accepted) == set(bindings._SIGNATURES)
     for name, arguments in refused.items():
         status = getattr(real.calls, name)(*arguments)
         with pytest.raises(NcclError, match=f"NCCL {real.name}: {name} failed with status {status}: [a-z]"):

@@ -15,8 +15,8 @@ import pytest
 from fastcoll import ReduceOp
 from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError, UsageError
-from fastcoll.gpu import stream_watch
-from fastcoll.gpu.array import DeviceArray
+from fastcoll.gpu import stream_work
+from fastcoll.gpu.device_array import DeviceArray
 from fastcoll.gpu.stream_work import Own, StreamWork
 
 from .fake_array import FakeArray
@@ -199,7 +199,7 @@ def broken_gpu() -> None:
 
 
 def test_memory_of_what_does_not_end_is_given_up(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_watch, "_GIVE_UP", 0.05)
+    monkeypatch.setattr(stream_work, "_GIVE_UP", 0.05)
     group, stream = prompt.groups[0], prompt.gpu.new_stream(0)
     held = Held(prompt, stream)
     work = group.all_reduce(FakeArray(np.ones(2, np.float32), stream), async_op=True)
@@ -213,7 +213,7 @@ def test_memory_of_what_does_not_end_is_given_up(prompt: Ranks, monkeypatch: pyt
 
 
 def test_the_watching_thread_ends(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_watch, "_IDLE", 0.02)
+    monkeypatch.setattr(stream_work, "_IDLE", 0.02)
     group = prompt.groups[0]
     for _ in range(2):
         work = group.all_reduce(FakeArray(np.ones(2, np.float32)), async_op=True)
@@ -228,9 +228,7 @@ def test_the_watching_thread_ends(prompt: Ranks, monkeypatch: pytest.MonkeyPatch
 def test_a_work_may_outrun_the_death_of_a_peer() -> None:
     """What was queued before a peer died may still end; only what has not by the next look is in vain."""
     failed: list[GroupError] = []
-    watcher = stream_watch.Watcher(
-        "g", 10.0, lambda doing: AbortedError(f"{doing} is in vain"), failed.append
-    )
+    watcher = stream_work.Watcher("g", 10.0, lambda doing: AbortedError(f"{doing} is in vain"), failed.append)
     work, other = StreamWork("one", Own(FakeRuntime(), 0), ()), StreamWork("two", Own(FakeRuntime(), 0), ())
     suspect = watcher._judge(work, work.began, None)
     assert watcher._judge(other, other.began, suspect) is other
@@ -249,7 +247,7 @@ def test_a_failure_is_seen_as_soon_as_the_gpu_is_past_it(monkeypatch: pytest.Mon
         finish(*args)
 
     monkeypatch.setattr(StreamWork, "_finish", late)
-    work._settle(AbortedError("in vain"))
+    work.settle(AbortedError("in vain"))
     assert work.is_completed()
 
 
@@ -259,11 +257,11 @@ def test_the_watcher_is_not_kept_by_who_orders_a_full_stream(monkeypatch: pytest
     work = StreamWork("one", own, [DeviceArray(0, np.dtype("f4"), (0,), 0, 0, None)])
     event = own.event()
     gpu.record(event, own.stream)
-    work._queued(event, None)
+    work.queued(event, None)
 
     def order(stream: int, event: int) -> None:
         """What the watcher does while this blocks."""
-        watcher = threading.Thread(target=lambda: seen.append(work._is_past()) or work._let_go())
+        watcher = threading.Thread(target=lambda: seen.append(work.is_past()) or work.let_go())
         watcher.start()
         watcher.join(20)
         assert own.event() != event, "another Work got the event that is in use"
@@ -277,11 +275,11 @@ def test_the_watcher_is_not_kept_by_who_orders_a_full_stream(monkeypatch: pytest
 def test_a_gpu_is_chosen_by_the_watcher() -> None:
     gpu = FakeRuntime(devices=2)
     own, failed = Own(gpu, 1), []
-    watcher = stream_watch.Watcher("g", 10.0, lambda doing: None, failed.append)
+    watcher = stream_work.Watcher("g", 10.0, lambda doing: None, failed.append)
     work, event = StreamWork("one", own, ()), own.event()
     with gpu.on(1):
         gpu.record(event, own.stream)
-    work._queued(event, None)
+    work.queued(event, None)
     watcher.add(work)
     assert_set(work._done)
     watcher.close()
@@ -290,7 +288,7 @@ def test_a_gpu_is_chosen_by_the_watcher() -> None:
 
 
 def test_calls_wait_while_too_much_is_outstanding(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_watch, "_MOST", 2)
+    monkeypatch.setattr(stream_work, "_MOST", 2)
     group, stream, begun = prompt.groups[0], prompt.gpu.new_stream(0), []
     held = Held(prompt, stream)
 
@@ -313,7 +311,7 @@ def test_calls_wait_while_too_much_is_outstanding(prompt: Ranks, monkeypatch: py
 
 
 def test_an_abort_ends_the_wait_for_room(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_watch, "_MOST", 1)
+    monkeypatch.setattr(stream_work, "_MOST", 1)
     group, stream = prompt.groups[0], prompt.gpu.new_stream(0)
     held = Held(prompt, stream)
     group.all_reduce(FakeArray(np.ones(2, np.float32), stream), async_op=True)

@@ -15,7 +15,7 @@ from gpu.fake_runtime import FakeRuntime
 
 import fastcoll as dist
 from fastcoll import ReduceOp
-from fastcoll.gpu import cuda_aware_mpi, segments, staging
+from fastcoll.gpu import cuda_aware_mpi, staged
 from fastcoll.kernels.reduce import reducer
 from fastcoll.net.mpi import backend, execution
 from fastcoll.net.mpi import library as mpi_library
@@ -279,8 +279,7 @@ def test_ranks_must_agree_where_the_arrays_are(rank, world_size, count, group):
 def test_one_library_that_is_not_cuda_aware_is_enough_for_staging(rank, world_size, gpu, monkeypatch):
     """In rows, whole, and in segments."""
     make_aware(monkeypatch, rank != 1)
-    for module in (segments, staging):
-        monkeypatch.setattr(module, "SEGMENT", 100_000)
+    monkeypatch.setattr(staged, "SEGMENT", 100_000)
     group = dist.new_group()
     for count in (3, 10_000, 50_000):
         x = np.full(count, float(rank))
@@ -293,7 +292,7 @@ def test_one_library_that_is_not_cuda_aware_is_enough_for_staging(rank, world_si
             x[:] = -1
             dist.recv(FakeArray(x), 0, group=group)
             assert (x == sum(range(world_size))).all()
-    assert type(group.devices()) is staging.StagedCarrier
+    assert type(group.devices()) is staged.StagedCarrier
     dist.destroy_process_group(group)
 
 

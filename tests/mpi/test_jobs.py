@@ -97,7 +97,7 @@ def test_fake_gpus_with_a_library_that_is_cuda_aware(folder: Path) -> None:
     status, output = run(
         python_with("mpich", folder), 2, "tests/mpi/rank.py", "-q", "--color=no", "-p", "gpu.on_fakes",
         "-p", "mpi.cuda_aware", "-k", quick, *ON_GPUS,
-        PYTHONPATH=str(ROOT / "tests"), NUMBA_ENABLE_CUDASIM="1",
+        PYTHONPATH=f"{ROOT / 'tests'}{os.pathsep}{ROOT}", NUMBA_ENABLE_CUDASIM="1",
     )  # fmt: skip
     expect_passed(15, status, output)
 

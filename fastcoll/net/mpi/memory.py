@@ -1,6 +1,6 @@
 """Memory: where the arrays of a call lie, and what a rank does there by itself. The host's is here.
 
-That of GPUs (fastcoll/gpu/mpi.py) is given to MPI_Isend and MPI_Irecv alone. All CUDA-aware libraries take it
+That of GPUs (gpu/cuda_aware_mpi.py) is given to MPI_Isend and MPI_Irecv alone. All CUDA-aware libraries take it
 there, but Open MPI's non-blocking collective operations read it as the host's and crash
 (https://github.com/open-mpi/ompi/issues/9845), and the blocking ones know no deadline.
 """

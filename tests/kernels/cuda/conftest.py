@@ -75,7 +75,7 @@ def device() -> type[Placed]:
 @pytest.fixture(scope="session")
 def cuda_reduce(device: type[Placed]) -> Callable[..., Array]:
     """Reduce `sources` on the device into a new array, or into the copy number `into`."""
-    from fastcoll.kernels.cuda.reduce import cuda_reducer
+    from fastcoll.kernels.cuda.reducers import cuda_reducer
 
     def reduce(
         op: Any, sources: Sequence[Array], into: int | None = None, shifts: Sequence[int] | None = None

@@ -63,7 +63,7 @@ def test_records_for_argmax(cuda_reduce, dtype):
 
 
 def test_records_without_fields_have_nothing_to_reduce(device):
-    from fastcoll.kernels.cuda.reduce import cuda_reducer
+    from fastcoll.kernels.cuda.reducers import cuda_reducer
 
     cuda_reducer(ReduceOp.custom(lambda a, b: a), np.dtype([])).launch(
         0, [0, 0], 3

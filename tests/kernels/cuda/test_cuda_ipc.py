@@ -13,7 +13,7 @@ import oracle
 import pytest
 
 from fastcoll.core import signature
-from fastcoll.kernels.cuda import ipc_page as at
+from fastcoll.kernels.cuda import page as at
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ class Rank:
         return device(words)
 
     def launch(self, name: str, *words: int) -> None:
-        from fastcoll.kernels.cuda import ipc
+        from fastcoll.kernels.cuda import steps as ipc
 
         ipc.compiled(getattr(ipc, name))(1, 0, self._page.address, *words)
 
@@ -127,7 +127,7 @@ def test_who_has_come_has_come_whatever_the_host_says(device) -> None:
 
 
 def test_poison_is_no_arrival(device) -> None:
-    from fastcoll.kernels.cuda.flags import POISON
+    from fastcoll.kernels.cuda.steps import POISON
 
     steps = {at.rank_words(rank) + at.STEP: POISON for rank in range(2)}
     rank = Rank(device, steps)
@@ -155,7 +155,7 @@ def test_saying_and_announcing_wait_for_nobody(device) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_arrays_are_scaled_as_numpy_does(device, dtype) -> None:
-    from fastcoll.kernels.cuda.scale import scale
+    from fastcoll.kernels.cuda.packing import scale
 
     x = oracle.values(1, 37, dtype)
     factor = np.array([1.7 - 0.3j if dtype.kind == "c" else 1.7]).astype(dtype)

@@ -44,7 +44,7 @@ def table(dtype) -> np.ndarray:
 
 
 def test_copies_move_bytes_whatever_they_mean(device):
-    from fastcoll.kernels.cuda.move import copy
+    from fastcoll.kernels.cuda.packing import copy
 
     for count, shift in ((0, 0), (1, 0), (500, 0), (500, 3), (16, 1)):
         source = np.random.default_rng(count).integers(0, 256, count, np.uint8)
@@ -56,7 +56,7 @@ def test_copies_move_bytes_whatever_they_mean(device):
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pack_and_unpack(device, name, dtype):
-    from fastcoll.kernels.cuda.move import pack, unpack
+    from fastcoll.kernels.cuda.packing import pack, unpack
 
     whole = table(dtype)
     view = VIEWS[name](whole)
@@ -73,7 +73,7 @@ def test_pack_and_unpack(device, name, dtype):
 
 
 def test_dimensions_are_merged(device):
-    from fastcoll.kernels.cuda.move import coalesced
+    from fastcoll.kernels.cuda.packing import coalesced
 
     assert coalesced((3, 1, 4, 5), (80, 7, 20, 4)) == ((60,), (4,))
     assert coalesced((3, 4, 5), (160, 20, 4)) == ((3, 20), (160, 4))
@@ -82,7 +82,7 @@ def test_dimensions_are_merged(device):
 
 
 def test_too_small_a_place_is_refused(device):
-    from fastcoll.kernels.cuda.move import pack
+    from fastcoll.kernels.cuda.packing import pack
 
     whole = table("f4")
     with pytest.raises(ArrayError, match="dst has 4 bytes, and the call is for 128"):

@@ -170,7 +170,7 @@ def test_an_average_of_integers_is_truncated_towards_zero(cuda_reduce):
 
 
 def test_addresses_will_do(device):
-    from fastcoll.kernels.cuda.reduce import cuda_reducer
+    from fastcoll.kernels.cuda.reducers import cuda_reducer
 
     sources = inputs(2, 50, np.dtype("f4"))
     placed, result = [device(x) for x in sources], device(np.zeros_like(sources[0]))
@@ -202,7 +202,7 @@ class Described:
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(device, dst, srcs, error, match):
-    from fastcoll.kernels.cuda.reduce import cuda_reducer
+    from fastcoll.kernels.cuda.reducers import cuda_reducer
 
     with pytest.raises(error, match=match):
         cuda_reducer(ReduceOp.SUM, np.dtype("f4")).launch(dst, srcs, 4)
@@ -220,7 +220,7 @@ def test_wrong_arguments_are_refused_before_anything_runs(device, dst, srcs, err
     ],
 )
 def test_undefined_pairs_are_refused_as_on_the_cpu(device, op, dtype, match):
-    from fastcoll.kernels.cuda.reduce import cuda_reducer
+    from fastcoll.kernels.cuda.reducers import cuda_reducer
 
     with pytest.raises(ArrayError, match=match):
         cuda_reducer(op, np.dtype(dtype))

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def ptx(op: ReduceOp, dtype: Any, n: int) -> str:
-    from fastcoll.kernels.cuda.launch import compile_ptx
-    from fastcoll.kernels.cuda.reduce import CudaReducer
+    from fastcoll.kernels.cuda.kernel import compile_ptx
+    from fastcoll.kernels.cuda.reducers import CudaReducer
 
     text, name = compile_ptx(CudaReducer(op, np.dtype(dtype)).kernel(n), 4, (n,), HOPPER)
     assert f".entry {name}(" in text
@@ -70,15 +70,16 @@ def test_records_compile_also_unaligned_ones(dtype: Any) -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_packing_moves_16_bytes_at_once(packing: bool) -> None:
-    from fastcoll.kernels.cuda.launch import compile_ptx
-    from fastcoll.kernels.cuda.move import mover
+    from fastcoll.kernels.cuda.kernel import compile_ptx
+    from fastcoll.kernels.cuda.packing import mover
 
     text, _ = compile_ptx(mover(16, 3, packing), 3, (3, 3), HOPPER)
     assert text.count("ld.global.v2.u64") == text.count("st.global.v2.u64") > 0
 
 
 def test_a_launch_passes_the_words_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import launch, reduce
+    from fastcoll.kernels.cuda import kernel as launch
+    from fastcoll.kernels.cuda import reducers as reduce
 
     library = Library([HOPPER])
     monkeypatch.setattr(launch, "driver", lambda: Driver(library))
@@ -100,7 +101,8 @@ def test_a_launch_passes_the_words_in_a_row(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("dtype", [*oracle.FLOATS, *oracle.HALVES, *oracle.COMPLEX], ids=str)
 def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import launch, scale
+    from fastcoll.kernels.cuda import kernel as launch
+    from fastcoll.kernels.cuda import packing as scale
 
     library = Library([HOPPER])
     monkeypatch.setattr(launch, "driver", lambda: Driver(library))
@@ -115,7 +117,8 @@ def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], monkeypatch: pytest
 
 
 def test_a_compiler_that_fails_is_an_extra_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import launch, reduce
+    from fastcoll.kernels.cuda import kernel as launch
+    from fastcoll.kernels.cuda import reducers as reduce
 
     def fail(*args: Any) -> Any:
         raise AttributeError("module 'numpy' has no attribute 'row_stack'")
@@ -131,7 +134,8 @@ def test_a_compiler_that_fails_is_an_extra_that_is_not_there(monkeypatch: pytest
 
 
 def test_devices_of_several_kinds_share_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import launch, reduce
+    from fastcoll.kernels.cuda import kernel as launch
+    from fastcoll.kernels.cuda import reducers as reduce
 
     library = Library([HOPPER, (8, 6)])
     monkeypatch.setattr(launch, "driver", lambda: Driver(library))
@@ -145,7 +149,8 @@ def test_devices_of_several_kinds_share_ptx(monkeypatch: pytest.MonkeyPatch) -> 
     [lambda a, b: a.none + b, lambda a: a, lambda a, b: None, lambda a, b: (a, b), lambda a, b: a + 1j * b],
 )
 def test_what_numba_cannot_compile_is_refused_by_name(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import launch, reduce
+    from fastcoll.kernels.cuda import kernel as launch
+    from fastcoll.kernels.cuda import reducers as reduce
 
     monkeypatch.setattr(launch, "driver", lambda: Driver(Library()))
     reducer = reduce.CudaReducer(ReduceOp.custom(function, "odd"), np.dtype("f4"))

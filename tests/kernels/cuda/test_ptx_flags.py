@@ -13,7 +13,8 @@ from fastcoll.kernels.cuda.driver import Driver
 @pytest.fixture
 def ptx(compiler):
     """Compiles one of ipc.py's kernels."""
-    from fastcoll.kernels.cuda import ipc, launch
+    from fastcoll.kernels.cuda import kernel as launch
+    from fastcoll.kernels.cuda import steps as ipc
 
     def compile(name: str) -> str:
         kernel = getattr(ipc, name)

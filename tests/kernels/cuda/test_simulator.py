@@ -46,7 +46,7 @@ def test_without_the_extra_the_error_names_the_command() -> None:
     code = (
         "import sys; sys.modules['numba_cuda'] = None\n"
         "from fastcoll.errors import UnavailableError\n"
-        "try:\n    import fastcoll.kernels.cuda.reduce\n"
+        "try:\n    import fastcoll.kernels.cuda.reducers\n"
         "except UnavailableError as error:\n    print(error)"
     )
     done = run("-c", code)
@@ -72,8 +72,8 @@ try:
     import fastcoll.kernels.cuda.toolkit
 except UnavailableError as error:
     print(error)
-from fastcoll.gpu import choice
-print("kernels:", choice.has_kernels())
+from fastcoll.gpu import auto
+print("kernels:", auto.has_kernels())
 """
 
 

@@ -1,0 +1,213 @@
+"""The carriers of GPU arrays for a group: which one it is, and AutoCarrier, which finds out with the first call.
+
+| backend       | the ranks                                                      | carrier |
+|---------------|----------------------------------------------------------------|---------|
+| nccl          | any                                                            | NCCL    |
+| shm, auto     | on one node, each can map the memory of all the others' GPUs   | IPC     |
+| shm, auto     | otherwise, each with a GPU of its own, and all with NCCL       | NCCL    |
+| shm, auto     | otherwise                                                      | staging |
+| mpi           | each with an MPI library that is CUDA-aware                    | MPI     |
+| mpi, others   | otherwise                                                      | staging |
+
+Only ranks that have an array know their GPU, so with shm and auto the first collective call on arrays of GPUs begins
+with an agreement over the CPU backend. It and what is called before it has ended block the host until the result is on
+the GPU; later calls are the chosen carrier's own. Messages always go through the host: they are no calls of all ranks,
+so nobody could know whether the peer has chosen already.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..core.carrier import DeviceCarrier, Messages, StreamCall
+from ..core.group import ProcessGroup
+from ..core.operation import Call, Operation
+from ..errors import GroupError, MismatchError, UnavailableError
+from ..interop.arrays import Adopted
+from .device_array import adopt
+from .runtime import runtime
+from .staged import StagedCarrier
+
+_log = logging.getLogger("fastcoll")
+
+IPC, NCCL, STAGED = "ipc", "nccl", "staged"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank knows of its GPU.
+
+    Attributes:
+        gpu: its UUID; equal for ranks that share a GPU.
+        nccl: whether NCCL can be used.
+        kernels: whether our kernels can be used.
+        reaches_all: whether it can map the memory of every other rank's GPU.
+    """
+
+    gpu: bytes
+    nccl: bool
+    kernels: bool
+    reaches_all: bool = False
+
+
+def choose(facts: Sequence[Facts], one_node: bool) -> str:
+    """The carrier for the backends shm and auto: IPC, NCCL or STAGED; the same on all ranks.
+
+    Args:
+        facts: of each rank.
+        one_node: whether the ranks share a node.
+    """
+    if one_node and all(rank.kernels and rank.reaches_all for rank in facts):
+        return IPC
+    return NCCL if suits_nccl(facts) else STAGED
+
+
+def suits_nccl(facts: Sequence[Facts]) -> bool:
+    """Whether each rank has a GPU of its own, as NCCL wants it, and NCCL."""
+    return all(rank.nccl for rank in facts) and len({rank.gpu for rank in facts}) == len(facts)
+
+
+def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
+    """The carrier of GPU arrays for a group and the backend that was asked for: that of "cuda", or else of "cpu".
+
+    Raises:
+        UnavailableError: the backend is nccl, which is not there.
+    """
+    if backend == "nccl":
+        from .nccl.backend import NcclCarrier
+
+        return NcclCarrier(group)
+    if backend in ("shm", "auto"):
+        return AutoCarrier(group)
+    if backend != "mpi":
+        return StagedCarrier(group)
+    from .cuda_aware_mpi import MpiCarrier, TakesGpus
+
+    aware = isinstance(group, TakesGpus) and group.cuda_aware
+    carrier = MpiCarrier(group) if aware else StagedCarrier(group)
+    _log.info("arrays on GPUs of group %r: %s", group.name, type(carrier).__name__)
+    return carrier
+
+
+# ---- the agreement of all ranks --------------------------------------------------------------------------
+
+
+def agree(group: ProcessGroup, device: int) -> list[Facts]:
+    """What every rank knows of the GPU that its first array is on; collective, inside a call of the group."""
+    from .nccl.bindings import why_unavailable
+
+    uuid = runtime().uuid(device)
+    rows = group.rows_of_all(np.array([why_unavailable() is None, has_kernels(), *uuid], np.uint8))
+    facts = [Facts(row[2:].tobytes(), bool(row[0]), bool(row[1])) for row in rows]
+    # A GPU that CUDA_VISIBLE_DEVICES hides is not reached.
+    visible = {runtime().uuid(number): number for number in range(runtime().count())}
+    reaches = all(f.gpu in visible and runtime().can_reach(device, visible[f.gpu]) for f in facts)
+    answers = group.rows_of_all(np.array([reaches], np.uint8))
+    return [replace(rank, reaches_all=bool(row[0])) for rank, row in zip(facts, answers, strict=True)]
+
+
+def on_one_node(group: ProcessGroup) -> bool:
+    """Whether all ranks of a group share a node."""
+    members = group.monitor.members
+    return all(member.same_node(members[0]) for member in members)
+
+
+@cache
+def has_kernels() -> bool:
+    """Whether our kernels can be used; if not, the log says why, once."""
+    try:
+        from ..kernels.cuda import toolkit  # noqa: F401
+    except (UnavailableError, ImportError) as error:  # the second: another thread was told why
+        _log.info("no kernels for arrays on GPUs: %s", error)
+        return False
+    return True
+
+
+class AutoCarrier(DeviceCarrier):
+    """See this module's docstring."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._staged = StagedCarrier(group)
+        self._carriers: list[DeviceCarrier] = [self._staged]  # what builds on others first
+        self.chosen: DeviceCarrier | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def messages(self) -> Messages:
+        return self._staged.messages
+
+    def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:
+        return adopt(x, writable=writable, what=what)
+
+    def plan(self, operation: Operation, timeout: float | None = None) -> Call:
+        # What is queued began before the choice, and must stay ahead.
+        if self.chosen is not None and not self._group.gate.queue.pending:
+            return self.chosen.plan(operation, timeout)
+        name, arrays = operation.kind, [*operation.inputs, *operation.outputs]
+        marks = self._staged.mark(arrays)
+
+        def call() -> None:
+            with self._staged.whole(name, arrays):
+                chosen = self.chosen or self._choose(name, next((x.device for x in arrays if x.size), 0))
+                self._staged.await_marks(marks, name)
+                planned = chosen.plan(operation, timeout)
+                if isinstance(planned, StreamCall):
+                    planned.start(name, ())._join()  # may be on the progress thread
+                else:
+                    planned()
+
+        return call
+
+    def _choose(self, name: str, device: int) -> DeviceCarrier:
+        """Agree with all ranks; collective, inside a call of the group."""
+        group = self._group
+        try:
+            facts = agree(group, device)
+        except MismatchError as error:
+            text = f"{error} (an all_gather of uint8 begins the group's first call with arrays on GPUs, here {name})"
+            raise MismatchError(text) from None
+        kind = choose(facts, on_one_node(group))
+        chosen: DeviceCarrier = self._staged
+        if kind == NCCL or (kind == IPC and suits_nccl(facts)):
+            from .nccl.backend import NcclCarrier
+
+            chosen = self._add(NcclCarrier(group))
+        if kind == IPC:
+            from .ipc.backend import IpcCarrier
+
+            carrier = IpcCarrier(group, chosen)
+            if reason := carrier.meet(device):  # on all ranks alike
+                carrier.close(None)
+                _log.info("arrays on GPUs of group %r cannot be shared: %s", group.name, reason)
+            else:
+                chosen = self._add(carrier)
+        _log.info("arrays on GPUs of group %r: %s", group.name, type(chosen).__name__)
+        self.chosen = chosen
+        return chosen
+
+    def _add(self, carrier: DeviceCarrier) -> DeviceCarrier:
+        with self._lock:
+            self._carriers.insert(0, carrier)
+        if self._group.failure is not None:
+            carrier.abort()
+        return carrier
+
+    def abort(self) -> None:
+        with self._lock:
+            carriers = list(self._carriers)
+        for carrier in carriers:
+            carrier.abort()
+
+    def close(self, reason: GroupError | None) -> None:
+        with self._lock:
+            carriers = list(self._carriers)
+        for carrier in carriers:
+            carrier.close(reason)

@@ -1,0 +1,298 @@
+"""DeviceArray: an array in the memory of a GPU as the carriers use it, whichever library made it; and `adopt`.
+
+A DeviceArray stands where ndarrays do in core: dtype, shape, size, nbytes, reshape(-1) and slices of what is flat.
+Views keep the caller's array alive. Any library's array becomes one, or is refused with the cure. A strided array is
+packed by a kernel on its own stream, into memory of CuPy's pool; `finish` writes it back where the call had to write.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArrayError
+from ..interop.arrays import Adopted
+from ..interop.dtypes import dtype_of
+from ..kernels.cuda.addresses import dense_strides
+from .runtime import cupy, runtime
+
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged (dlpack.h)
+
+
+class DeviceArray:
+    """A dense array on a GPU, in C order.
+
+    Attributes:
+        address: of its first element.
+        dtype, shape, size, nbytes: as an ndarray's.
+        device: the GPU's number in this process.
+        stream: the handle of the stream that the caller's library works on there; what wrote the array precedes on it.
+        owner: what keeps the memory alive: the caller's array, or memory of the runtime.
+    """
+
+    __slots__ = ("address", "device", "dtype", "nbytes", "owner", "shape", "size", "stream")
+
+    def __init__(
+        self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], device: int, stream: int, owner: Any
+    ) -> None:
+        self.address = address
+        self.dtype = dtype
+        self.shape = shape
+        self.size = prod(shape)
+        self.nbytes = self.size * dtype.itemsize
+        self.device = device
+        self.stream = stream
+        self.owner = owner
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def reshape(self, length: int) -> DeviceArray:
+        """All elements in a row; -1 is the only length."""
+        assert length == -1
+        return self._view(self.address, self.size)
+
+    def __getitem__(self, part: slice) -> DeviceArray:
+        """Elements of a flat array, one after the other."""
+        start, stop, step = part.indices(self.size)
+        assert step == 1
+        return self._view(self.address + start * self.dtype.itemsize, max(stop - start, 0))
+
+    def _view(self, address: int, size: int) -> DeviceArray:
+        return DeviceArray(address, self.dtype, (size,), self.device, self.stream, self.owner)
+
+    def overlaps(self, other: DeviceArray) -> bool:
+        """Whether the two share memory."""
+        return (
+            self.device == other.device
+            and self.address < other.address + other.nbytes
+            and other.address < self.address + self.nbytes
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.dtype} array of shape {self.shape} on GPU {self.device}"
+
+
+def joined(arrays: Sequence[DeviceArray]) -> DeviceArray | None:
+    """The arrays as one, if each begins where the one before ends."""
+    first, end = arrays[0], arrays[0].address
+    for x in arrays:
+        if x.address != end:
+            return None
+        end += x.nbytes
+    size = sum(x.size for x in arrays)
+    return DeviceArray(first.address, first.dtype, (size,), first.device, first.stream, first.owner)
+
+
+def parts(whole: DeviceArray, like: Sequence[DeviceArray]) -> list[DeviceArray]:
+    """Parts of a flat array, one after the other, as large as others are."""
+    end = 0
+    return [whole[end : (end := end + x.size)] for x in like]
+
+
+def must_be_copied(k: int, ins: Sequence[DeviceArray], outs: Sequence[DeviceArray], rank: int) -> bool:
+    """Whether input k shares memory with an output; a rank's own two, or the only ones, may be the very same."""
+    own = len(ins) == 1 or k == rank
+    return any(
+        ins[k].overlaps(out) and not (own and (len(outs) == 1 or j == rank) and ins[k].address == out.address)
+        for j, out in enumerate(outs)
+    )
+
+
+class Described:
+    """What a library says of its array, before anything is packed.
+
+    Attributes:
+        strides: in bytes; None where the array is dense and in C order.
+        read_only: whether it may only be read.
+    """
+
+    __slots__ = ("array", "read_only", "strides")
+
+    def __init__(self, array: DeviceArray, strides: tuple[int, ...] | None, read_only: bool) -> None:
+        self.array = array
+        self.strides = None if strides == dense_strides(array.shape, array.dtype.itemsize) else strides
+        self.read_only = read_only
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """For the kernels that pack and unpack."""
+        x = self.array
+        return {
+            "shape": x.shape,
+            "typestr": f"|V{x.dtype.itemsize}",
+            "data": (x.address, self.read_only),
+            "strides": self.strides,
+            "version": 3,
+        }
+
+
+def describe(x: Any, what: str, device_at: Any) -> Described:
+    """What is known of a GPU array, without touching its data.
+
+    Args:
+        x: a torch.Tensor, or anything with `__cuda_array_interface__` or DLPack.
+        what: the argument's name, for messages.
+        device_at: tells the number of the GPU that an address belongs to.
+
+    Raises:
+        ArrayError: it is an array of another device, or of a kind that cannot be used.
+        UnavailableError: DLPack without CuPy, which reads it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _of_torch(torch, x, what)
+    if not hasattr(x, "__cuda_array_interface__"):
+        x = _through_dlpack(x, what)
+    said = x.__cuda_array_interface__
+    if said.get("mask") is not None:
+        raise ArrayError(f"{what} has a mask, which would be ignored; give the array without it")
+    address, read_only = said["data"]
+    dtype = x.dtype if isinstance(getattr(x, "dtype", None), np.dtype) else np.dtype(said["typestr"])
+    shape = tuple(said["shape"])
+    # An empty array has no memory, and so no GPU to ask for; CuPy's has one all the same.
+    device = device_at(address) if prod(shape) else int(getattr(getattr(x, "device", None), "id", 0))
+    # CuPy is asked: it names the stream of the current GPU, which need not be that of the array.
+    stream = current_stream(x, device, said.get("stream") or 0)
+    array = DeviceArray(address, dtype, shape, device, stream, x)
+    return Described(array, said.get("strides"), read_only)
+
+
+def _of_torch(torch: Any, x: Any, what: str) -> Described:
+    if x.device.type != "cuda":
+        raise ArrayError(
+            f"{what} is on the device {x.device}; arrays in host memory and on CUDA GPUs are taken"
+        )
+    x = x.detach()
+    if x.is_conj() or x.is_neg():
+        raise ArrayError(f"{what} is a conjugated or negated view; give x.resolve_conj().resolve_neg()")
+    dtype = dtype_of(str(x.dtype).removeprefix("torch."), x.element_size())
+    strides = tuple(step * dtype.itemsize for step in x.stride())
+    array = DeviceArray(
+        x.data_ptr(), dtype, tuple(x.shape), x.device.index, current_stream(x, x.device.index), x
+    )
+    return Described(array, strides, False)
+
+
+def _through_dlpack(x: Any, what: str) -> Any:
+    kind, number = x.__dlpack_device__()
+    if kind not in _DLPACK_CUDA:
+        raise ArrayError(
+            f"{what} is on a device of DLPack's type {int(kind)}, number {number}; arrays in host memory and on CUDA "
+            "GPUs are taken"
+        )
+    return cupy().from_dlpack(x)
+
+
+def current_stream(x: Any, device: int, unknown: int = 0) -> int:
+    """The handle of the stream that the library of `x` works on now on a GPU; `unknown` for other libraries."""
+    library = type(x).__module__.partition(".")[0]
+    if library == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    if library == "cupy":
+        return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
+    return unknown
+
+
+class OnDevice(Adopted):
+    """An array of a GPU as the carriers use it.
+
+    Attributes:
+        array: a dense DeviceArray: the caller's own memory, or a packed copy of it.
+    """
+
+    __slots__ = ("_strided",)
+
+    array: Any  # a DeviceArray, where that of a host array is an ndarray
+
+    def __init__(self, array: DeviceArray, strided: Described | None = None) -> None:
+        super().__init__(array)  # type: ignore[arg-type]
+        self._strided = strided
+
+    def unpack(self, stream: int) -> None:
+        """Queue, on a stream of the array's GPU, the copy of a packed writable array back; nothing for any other."""
+        if self._strided is not None:
+            from ..kernels.cuda.packing import unpack
+
+            with runtime().on(self.array.device):
+                unpack(self._strided, self.array.address, stream)
+
+    def finish(self) -> None:
+        """As `unpack`, and wait for it."""
+        if self._strided is None:
+            return
+        # Not on the array's own stream, whose later work may wait for what this thread is to do next.
+        with runtime().on(self.array.device):
+            stream = runtime().new_stream(self.array.device)
+            try:
+                self.unpack(stream)
+                runtime().wait_stream(stream)
+            finally:
+                runtime().end_stream(stream)
+
+
+def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:
+    """Take an array on a GPU in.
+
+    Args:
+        x: the caller's array, of any number of dimensions.
+        writable: whether the call writes into it.
+        what: the argument's name, for messages.
+
+    Raises:
+        ArrayError: it cannot be used, or is read-only where the call writes.
+        UnavailableError: an extra is missing.
+    """
+    said = describe(x, what, runtime().device_at)
+    array = said.array
+    if array.dtype.hasobject:
+        raise ArrayError(
+            f"{what} is a {array}, whose elements are Python objects; give it a fixed-size dtype"
+        )
+    if writable and said.read_only:
+        raise ArrayError(
+            f"{what} is a read-only {array}, and the result goes there; give a writable copy of it"
+        )
+    if said.strides is None or array.size == 0:
+        return OnDevice(array)
+    if writable and _may_overlap(array.shape, said.strides, array.dtype.itemsize):
+        raise ArrayError(
+            f"{what} is a {array} with strides {said.strides}, so that elements share memory, and the result goes "
+            "there; give a copy of it"
+        )
+    return OnDevice(_packed(said), said if writable else None)
+
+
+def _packed(said: Described) -> DeviceArray:
+    from ..kernels.cuda.packing import pack
+
+    array = said.array
+    memory = runtime().allocate(array.nbytes, array.device, array.stream)
+    with runtime().on(array.device):
+        pack(memory.ptr, said, array.stream)
+    # The caller's array stays too: the kernel that reads it is only queued.
+    return DeviceArray(
+        memory.ptr, array.dtype, array.shape, array.device, array.stream, (memory, array.owner)
+    )
+
+
+def _may_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether two elements may share memory: some stride does not step over all of the smaller ones' extent."""
+    extent = itemsize
+    for stride, length in sorted((abs(step), n) for step, n in zip(strides, shape, strict=True)):
+        if length > 1:
+            if stride < extent:
+                return True
+            extent += (length - 1) * stride
+    return False
+
+
+def scratch(size: int, dtype: np.dtype[Any], device: int, stream: int, owner: Any = None) -> DeviceArray:
+    """GPU memory for a stream; `owner` is the array that tells its library."""
+    memory = runtime().allocate(size * dtype.itemsize, device, stream)
+    return DeviceArray(memory.ptr, dtype, (size,), device, stream, (memory, owner))

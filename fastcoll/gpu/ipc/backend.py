@@ -1,0 +1,346 @@
+"""IpcCarrier: GPU arrays of ranks on one node, by kernels over memory that all of them map (CUDA IPC).
+
+Ranks may share a GPU, or have GPUs that reach each other. A call is queued as its schedule says (schedules.py): copies
+into this rank's slots, kernels that say so and wait for the peers (kernels/cuda/steps.py), reductions straight from
+the peers' slots, in rank order. The host waits for nobody. So a mismatch is found when the host has gone on, and fails
+the group.
+
+Where ranks share a GPU, only one of their processes runs there at a time, and a kernel that polls uses up its
+process's time slice. So there, if the driver can, the stream waits for the word before the kernel does: nothing runs
+then, and the GPU can turn to another process. The kernel finds the word there; it alone orders memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core import signature
+from ...core.carrier import DeviceCarrier, Messages
+from ...core.group import ProcessGroup
+from ...core.monitor import FAILED
+from ...core.operation import Call, Operation
+from ...core.reduce_op import PREMUL_SUM, ReduceOp
+from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, UnavailableError
+from ...kernels.cuda import page as at
+from ...kernels.cuda.packing import scale
+from ...kernels.cuda.reducers import CudaReducer, cuda_reducer
+from ..device_array import DeviceArray, must_be_copied, parts
+from ..stream_work import Own, StreamWork
+from ..streams import Compared, QueuedCall, StreamCarrier, Turn, sizes_of
+from . import schedules
+from .regions import Line, Shared, ready
+
+Arrays = Sequence[DeviceArray]
+
+HAND_OVER_ABOVE = 8 << 20
+"""Bytes of a call that NCCL does better where each rank has a GPU of its own: vLLM's default (max_size of
+CustomAllreduce, vllm/distributed/device_communicators/custom_all_reduce.py)."""
+
+SLOT = 16 << 20
+"""Bytes of a slot, of which a rank and group have four. Each slot filled costs an exchange: some 10 us where ranks have
+a GPU each, but a change of processes where they share one, 50 us to a time slice of about 2 ms."""
+
+_HANDED_OVER = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
+
+
+class _Facts:
+    """What a schedule is made of: bytes of an operation's arrays, and who takes part."""
+
+    def __init__(self, operation: Operation, rank: int, size: int) -> None:
+        self.kind = operation.kind.removesuffix("_coalesced")
+        self.rank, self.size, self.root = rank, size, operation.root
+        self.itemsize: int = (operation.outputs or operation.inputs)[0].dtype.itemsize
+        self.given, self.taken = sizes_of(operation.inputs), sizes_of(operation.outputs)
+        self.nbytes = sum(self.given)
+        if self.kind == "all_gather":
+            self.taken = tuple(sum(self.taken[r::size]) for r in range(size))
+        self.one_shot = self.kind != "all_reduce" or schedules.is_one_shot(size, self.nbytes)
+
+    @property
+    def volume(self) -> int:
+        """Bytes that count where calls are handed over."""
+        return sum(self.taken) if self.kind == "all_gather" else self.nbytes
+
+    @property
+    def parts(self) -> int:
+        """Parts of a slot, each of which holds an element at least; 0 where nothing is reduced."""
+        if self.kind in ("reduce", "scan", "exscan") or (self.kind == "all_reduce" and self.one_shot):
+            return 1
+        return self.size if self.kind in ("all_reduce", "reduce_scatter") else 0
+
+
+def _all_reduce(f: _Facts, slot: int) -> schedules.Schedule:
+    make = schedules.one_shot if f.one_shot else schedules.two_shot
+    return make(f.rank, f.size, f.nbytes, f.itemsize, slot)
+
+
+_SCHEDULES: dict[str, Callable[[_Facts, int], schedules.Schedule]] = {
+    "all_reduce": _all_reduce,
+    "reduce": lambda f, slot: schedules.one_shot(f.rank, f.size, f.nbytes, f.itemsize, slot, (f.root,)),
+    "scan": lambda f, slot: schedules.scan(f.rank, f.size, f.nbytes, f.itemsize, slot, False),
+    "exscan": lambda f, slot: schedules.scan(f.rank, f.size, f.nbytes, f.itemsize, slot, True),
+    "reduce_scatter": lambda f, slot: schedules.reduce_scatter(f.rank, f.size, f.given, f.itemsize, slot),
+    "broadcast": lambda f, slot: schedules.broadcast(f.rank, f.size, f.nbytes, slot, f.root),
+    "all_gather": lambda f, slot: schedules.all_gather(f.rank, f.size, f.taken, slot),
+    "gather": lambda f, slot: schedules.gather(f.rank, f.size, f.taken or f.given, slot, f.root),
+    "scatter": lambda f, slot: schedules.scatter(f.rank, f.size, f.given or f.taken, slot, f.root),
+    "all_to_all": lambda f, slot: schedules.all_to_all(f.rank, f.size, f.given, f.taken, slot),
+}
+"""For slots of so many bytes."""
+
+
+class IpcCarrier(StreamCarrier):
+    """See this module's docstring.
+
+    Args:
+        group: whose ranks are on one node, at most MOST_RANKS.
+        fallback: carries messages; and large calls, if it queues on streams too (NCCL).
+        slot: bytes of a slot; ranks that differ take the smallest.
+    """
+
+    def __init__(self, group: ProcessGroup, fallback: DeviceCarrier, slot: int = SLOT) -> None:
+        super().__init__(group)
+        self._fallback = fallback
+        self._hand_over_above = HAND_OVER_ABOVE if isinstance(fallback, StreamCarrier) else None
+        self._slot_wanted = slot
+        self._shared: Shared | None = None
+        self._line: Line | None = None
+        self._calls = 0
+
+    @property
+    def messages(self) -> Messages:
+        return self._fallback.messages
+
+    def meet(self, device: int) -> str:
+        """Map the peers' memory; collective, inside a call of the group. Without it the first call does so.
+
+        Returns:
+            Why this cannot be done, on all ranks alike; nothing if it is.
+        """
+        if self.group.size > at.MOST_RANKS:
+            return f"{self.group.size} ranks are more than {at.MOST_RANKS}"
+        wait, lacking = ready(device)
+        shared, reason = Shared.meet(self.group, self.runtime, device, self._slot_wanted, lacking)
+        if shared is not None:
+            wait = wait if shared.shares_gpu else None
+            self._line = Line(shared, self.runtime, device, self.group.rank, self.group.size, wait)
+            self.lane = self.lane or Own(self.runtime, device)
+            self._shared = shared
+        return reason
+
+    # ---- collectives ---------------------------------------------------------------------------------
+
+    def plan(self, operation: Operation, timeout: float | None = None) -> Call:
+        facts = _Facts(operation, self.group.rank, self.group.size)
+        above = self._hand_over_above
+        if above is not None and facts.kind in _HANDED_OVER and facts.volume > above:
+            return self._fallback.plan(operation, timeout)
+        if facts.parts:
+            slot = self._slot_wanted if self._shared is None else self._shared.slot
+            if facts.itemsize > slot // facts.parts:
+                raise ArrayError(
+                    f"an element has {facts.itemsize} bytes; reductions on GPUs take {slot // facts.parts} here"
+                )
+        return IpcCall(self, operation, facts)
+
+    def slot(self, arrays: Arrays) -> int:
+        """Bytes of a slot; the first call meets the peers here."""
+        if self._shared is not None:
+            return self._shared.slot
+        with self.failing("mapping the memory of the peers' GPUs"):
+            reason = self.meet(self.own(arrays).device)
+        if self._shared is None:
+            raise UnavailableError(
+                f"the ranks cannot map the memory of each other's GPUs: {reason}; containers must share their IPC "
+                "namespace, and GPUs reach each other; or use the backend tcp, which stages through the host"
+            )
+        return self._shared.slot
+
+    def next(self) -> int:
+        """The number of the next call."""
+        self._calls += 1
+        return self._calls
+
+    def run(
+        self,
+        stream: int,
+        number: int,
+        schedule: schedules.Schedule,
+        said: signature.Signature,
+        ins: Arrays,
+        outs: Arrays,
+        reducer: CudaReducer | None,
+    ) -> None:
+        """See Line."""
+        assert self._line is not None
+        self._line.run(stream, number, schedule, said, ins, outs, reducer)
+
+    # ---- when things go wrong, and the end -----------------------------------------------------------
+
+    def judge(self, number: int) -> None:
+        """The GPU is past a call: fail the group if the call has not gone as it should.
+
+        A rank that fails the group tells the peers before its streams go on (`abort`), so what it wrote over meanwhile
+        is seen here as its failure.
+        """
+        vigil = self.group.monitor
+        error = self.group.failure or self._stopped(number)
+        if error is None and FAILED in vigil._states():
+            error = vigil.verdict([], f"call {number} of the group {self.group.name!r} on a GPU")
+        if error is not None:
+            self.fail(error)
+
+    def _stopped(self, number: int) -> GroupError | None:
+        """Why nothing is said any more since a call up to this one."""
+        if self._shared is None:
+            return None
+        words = self._shared.control
+        stopped = int(words[at.STOPPED // 8])
+        if not 0 < stopped <= number:
+            return None
+        group = self.group
+        if words[at.WHY // 8] != at.MISMATCH:
+            return AbortedError(f"call {stopped} of the group {group.name!r} on a GPU was broken off")
+        lines = words[at.SAID // 8 :][: at.LINE_WORDS * group.size].reshape(group.size, at.LINE_WORDS)
+        said = [(int(line[at.CALL // 8]), int(line[at.SHAPE // 8])) for line in lines]
+        text = signature.describe_mismatch(said, group.ranks)
+        return AbortedError(f"on a GPU {signature.mismatch(text, stopped, group.name)}")
+
+    def trouble(self) -> GroupError | None:
+        return self._stopped(self._calls)
+
+    def fail(self, error: GroupError) -> None:
+        if isinstance(error, CollectiveTimeoutError) and (late := self._late()):
+            names = ", ".join(map(str, late))
+            error = CollectiveTimeoutError(f"{error}; not begun on rank {names}", late)
+        super().fail(error)
+
+    def _late(self) -> list[int]:
+        """The ranks that have not begun the call under way."""
+        if self._shared is None:
+            return []
+        arrived = self._shared.control[at.ARRIVED // 8 :][: self.group.size].tolist()
+        here = arrived[self.group.rank]
+        return [rank for rank, last in zip(self.group.ranks, arrived, strict=True) if last < here]
+
+    def break_off(self) -> None:
+        if self._line is not None:
+            self._line.stop(lambda: self.watcher.outstanding == 0)
+
+    def release(self) -> None:
+        if self._shared is None or self._line is None or self.lane is None:
+            return
+        if self.broken or self.group.failure is not None:
+            self._shared.lose()
+        else:
+            vigil = self.group.monitor
+            self._line.say_bye(self.lane.stream)
+            self._shared.close(lambda: vigil.verdict([], "leaving") is not None)
+        self._shared = self._line = None
+
+
+class _IpcWork(StreamWork):
+    """A StreamWork that looks whether the ranks agreed before it says that it is over.
+
+    Args:
+        number: of the call.
+        judge: is told the number when the GPU is past it; fails the group if the call has not gone as it should.
+    """
+
+    def __init__(
+        self, describe: str, own: Own, arrays: Arrays, number: int, judge: Callable[[int], None]
+    ) -> None:
+        super().__init__(describe, own, arrays)
+        self._number, self._judge = number, judge
+
+    def is_past(self) -> bool:
+        past = super().is_past()
+        if past and not self._ended:
+            self._judge(self._number)
+        return past
+
+
+class IpcCall(QueuedCall):
+    """A collective.
+
+    Raises:
+        ArrayError: arrays that cannot be reduced.
+    """
+
+    def __init__(self, carrier: IpcCarrier, operation: Operation, facts: _Facts) -> None:
+        self._ins, self._outs = list(operation.inputs), list(operation.outputs)
+        super().__init__(carrier, [*self._ins, *self._outs])
+        self._ipc, self._facts, self._op = carrier, facts, operation.op
+        self._is_coalesced = operation.kind.endswith("_coalesced")
+        self._scales = self._op is not None and self._op.code == PREMUL_SUM
+        plain = operation._replace(op=ReduceOp.SUM) if self._scales else operation
+        said = Compared.of(plain, facts.size)
+        balance = signature.balance(facts.rank, said.gives, said.takes) & at.BALANCE_MASK
+        self._said = signature.Signature(said.call, said.shape, balance)
+        self._reducer = None if plain.op is None else _reducer(operation.op, plain.op, self.arrays)
+        self._schedule: schedules.Schedule = ()
+        self._number = 0
+
+    def prepare(self, name: str) -> None:
+        self._schedule = _SCHEDULES[self._facts.kind](self._facts, self._ipc.slot(self.arrays))
+        # Before anything is queued, as a function that cannot be compiled is refused; on all ranks alike.
+        if self._reducer is not None:
+            sources = {len(item.srcs) for item in self._schedule if isinstance(item, schedules.Fold)}
+            with self._ipc.runtime.on(self._ipc.own(self.arrays).device):
+                for n in sources or {self._facts.size}:
+                    self._reducer.prepare(n)
+        self._number = self._ipc.next()
+
+    def handle(self, describe: str, own: Own) -> StreamWork:
+        return _IpcWork(describe, own, self.arrays, self._number, self._ipc.judge)
+
+    def work(self, turn: Turn) -> None:
+        if self._is_coalesced:
+            self._work_together(turn)
+        else:
+            self._run(turn, [self._input(turn, k) for k in range(len(self._ins))], self._outs)
+
+    def _work_together(self, turn: Turn) -> None:
+        """A call on arrays that are laid one after another in memory of the turn's own."""
+        flat = turn.copied(self._ins)
+        if self._op is not None:
+            lists, flats = [self._outs], [flat]
+        else:
+            size = self._facts.size
+            lists = [self._outs[rank::size] for rank in range(size)]
+            flats = [turn.scratch_like(xs) for xs in lists]
+        self._run(turn, [self._scaled(turn, flat) if self._scales else flat], flats)
+        for one, xs in zip(flats, lists, strict=True):
+            turn.copy_each(xs, parts(one, xs))
+
+    def _run(self, turn: Turn, ins: Arrays, outs: Arrays) -> None:
+        self._ipc.run(turn.stream, self._number, self._schedule, self._said, ins, outs, self._reducer)
+
+    def _input(self, turn: Turn, k: int) -> DeviceArray:
+        """Input k as the schedule may use it: scaled for PREMUL_SUM, and apart from the outputs but its own."""
+        x = self._ins[k]
+        if self._scales:
+            return self._scaled(turn, x)
+        return turn.copied([x]) if must_be_copied(k, self._ins, self._outs, self._facts.rank) else x
+
+    def _scaled(self, turn: Turn, x: DeviceArray) -> DeviceArray:
+        assert self._op is not None
+        result = turn.scratch(x.size, x.dtype)
+        scale(result.address, x.address, x.size, x.dtype, self._op.factor, turn.stream)
+        return result
+
+
+def _reducer(op: ReduceOp | None, plain: ReduceOp, arrays: Arrays) -> CudaReducer:
+    dtype: np.dtype[Any] = arrays[0].dtype
+    if op is not plain and dtype.kind in "biu":
+        raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {dtype}; scale it beforehand")
+    reducer = cuda_reducer(plain, dtype)
+    for x in arrays:
+        if x.size and x.dtype.names is None and x.address % x.dtype.alignment:
+            raise ArrayError(
+                f"a {x} lies at {x.address:#x}, which is not aligned to {x.dtype.alignment} bytes; give a copy of it"
+            )
+    return reducer

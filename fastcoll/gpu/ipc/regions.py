@@ -1,0 +1,353 @@
+"""The memory of GPUs that the ranks of one node share, mapped by all of them (CUDA IPC), and what is queued on it.
+
+Each rank's region is a page of words (kernels/cuda/page.py) and SLOTS slots. Freeing memory that a peer has still
+mapped is undefined (CUDA Runtime API, cudaIpcOpenMemHandle), and that a peer has unmapped it cannot be said in that
+memory. So a region is never freed: when all ranks have said BYE, the process's next group on this GPU takes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...core.group import ProcessGroup
+from ...core.signature import Signature
+from ...errors import FastcollError
+from ...kernels.cuda import page as at
+from ...kernels.cuda import steps as kernels
+from ...kernels.cuda.driver import driver
+from ...kernels.cuda.reducers import CudaReducer
+from ...kernels.cuda.steps import POISON
+from ...kernels.cuda.toolkit import SIMULATED
+from ..device_array import DeviceArray
+from .schedules import IN, SLOT, SLOTS, Fold, Last, Move, Place, Schedule, Step, slot_of
+
+Array = np.ndarray[Any, Any]
+WaitValue = Callable[[int, int, int], None]
+
+# CUDA shares whole blocks of 2 MiB; memory that is no multiple of it might lie in one with somebody else's.
+_BLOCK = 2 << 20
+_BYE_SECONDS, _BYE_NAP = 5.0, 0.001
+_HANDLE = 64  # bytes of a cudaIpcMemHandle_t
+_NOTE = np.dtype([("handle", f"V{_HANDLE}"), ("gpu", "V16"), ("slot", "i8"), ("error", "S256")])
+_POISON_EVERY = 0.005  # seconds: what a slow peer writes meanwhile is written over again
+_POISON_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory that `export` takes, of one GPU."""
+
+    device: int
+    nbytes: int
+    address: int
+    size: int
+    """Ranks of the group that used it."""
+
+    def is_free(self, runtime: Any) -> bool:
+        """Whether all ranks that used it have said BYE."""
+        words = runtime.pinned(at.PAGE)
+        stream = runtime.new_stream(self.device)
+        try:
+            runtime.to_host(words, self.address, stream)
+            runtime.wait_stream(stream)
+        finally:
+            runtime.end_stream(stream)
+        byes = words.view(np.int64)[[(at.rank_words(r) + at.BYE) // 8 for r in range(self.size)]]
+        return bool(byes.all())
+
+
+_kept: list[Region] = []
+_turn = threading.Lock()
+
+
+def _region(runtime: Any, device: int, nbytes: int, size: int) -> Region:
+    """One that all ranks of an earlier group have left, or a new one."""
+    with _turn:
+        for old in _kept:
+            if (old.device, old.nbytes) == (device, nbytes) and old.is_free(runtime):
+                _kept.remove(old)
+                return Region(device, nbytes, old.address, size)
+    return Region(device, nbytes, runtime.allocate_shareable(nbytes, device), size)
+
+
+class Shared:
+    """One rank's region and its peers'.
+
+    Attributes:
+        page: the address of this rank's page.
+        slot: bytes of a slot.
+        shares_gpu: whether two ranks of the group are on one GPU.
+        control: the control words.
+    """
+
+    def __init__(self, runtime: Any, rank: int, device: int, slot: int, region: Region) -> None:
+        self.page, self.slot, self.shares_gpu = region.address, slot, False
+        self.control: Array = runtime.pinned(at.CONTROL_BYTES).view(np.int64)
+        self.control[:] = 0
+        self._runtime, self._rank, self._region = runtime, rank, region
+        self._bases: list[int] = [0] * region.size
+        self._header: Array = runtime.pinned(at.LINES + at.RANK_BYTES * region.size).view(np.int64)
+
+    @classmethod
+    def meet(
+        cls, group: ProcessGroup, runtime: Any, device: int, slot: int, lacking: str = ""
+    ) -> tuple[Shared | None, str]:
+        """Make a region, and map those of all ranks; collective, inside a call of the group.
+
+        Args:
+            slot: bytes of a slot; the smallest of any rank's is taken.
+            lacking: why this rank cannot take part.
+
+        Returns:
+            The memory; or None and why it cannot be had, on all ranks alike.
+        """
+        note = np.zeros(1, _NOTE)
+        note["slot"], note["error"] = slot, lacking.encode()[:256]
+        region = None
+        try:
+            nbytes = -(-(at.PAGE + SLOTS * slot) // _BLOCK) * _BLOCK
+            region = _region(runtime, device, nbytes, group.size)
+            with runtime.on(device):
+                note["handle"] = np.void(runtime.export(region.address))
+            note["gpu"] = np.void(runtime.uuid(device))
+        except FastcollError as error:
+            note["error"] = str(error).encode()[:256]
+        notes = _gathered(group, note)
+        reason = _first_error(group, notes)
+        if region is None or reason:
+            _keep(region, unused=True)
+            return None, reason
+        shared = cls(runtime, group.rank, device, int(notes["slot"].min()), region)
+        shared.shares_gpu = len(set(notes["gpu"].tolist())) < group.size
+        with runtime.on(device):
+            reason = _first_error(group, _gathered(group, shared._mapped(notes)))
+            if reason:
+                shared._unmap()
+                _keep(region, unused=True)
+                return None, reason
+        return shared, ""
+
+    def _mapped(self, notes: Array) -> Array:
+        """Map the peers' regions and fill this rank's page; what a peer may write comes after its next message."""
+        note = np.zeros(1, _NOTE)
+        try:
+            for peer, handle in enumerate(notes["handle"]):
+                own = peer == self._rank
+                self._bases[peer] = (
+                    self.page if own else self._runtime.open(bytes(handle), self._region.device)
+                )
+            self._fill()
+        except FastcollError as error:
+            note["error"] = str(error).encode()[:256]
+        return note
+
+    def _fill(self) -> None:
+        size, words = self._region.size, self._header
+        words[:] = 0
+        words[at.SIZE // 8] = size
+        words[at.RANK // 8] = self._rank
+        words[at.CONTROL // 8] = self.control.ctypes.data
+        words[at.PEERS // 8 :][:size] = self._bases
+        stream = self._runtime.new_stream(self._region.device)
+        try:
+            self._runtime.to_device(self.page, words.view(np.uint8), stream)
+            self._runtime.wait_stream(stream)
+        finally:
+            self._runtime.end_stream(stream)
+
+    def slot_of(self, rank: int, index: int) -> int:
+        """The address of a rank's slot."""
+        return self._bases[rank] + at.PAGE + index * self.slot
+
+    def close(self, is_vain: Callable[[], bool]) -> None:
+        """Unmap the peers' regions. This rank has said BYE, and no kernel of it uses them.
+
+        Waits a while for the peers' BYE: the memory ends with this process, which may end next.
+
+        Args:
+            is_vain: whether a peer will never say it.
+        """
+        end = time.monotonic() + _BYE_SECONDS
+        while not (self._region.is_free(self._runtime) or is_vain() or time.monotonic() > end):
+            time.sleep(_BYE_NAP)
+        with self._runtime.on(self._region.device):
+            self._unmap()
+        _keep(self._region)
+
+    def lose(self) -> None:
+        """Kernels that hang may still use all of it, the pinned words too: keep it until the process ends."""
+        _lost.append(self)
+
+    def _unmap(self) -> None:
+        for peer, base in enumerate(self._bases):
+            if peer != self._rank and base:
+                with suppress(FastcollError):
+                    self._runtime.shut(base)
+        self._bases = [0] * len(self._bases)
+
+
+_lost: list[Shared] = []
+
+
+def _keep(region: Region | None, unused: bool = False) -> None:
+    if region is not None:
+        with _turn:
+            _kept.append(Region(region.device, region.nbytes, region.address, 0) if unused else region)
+
+
+def _gathered(group: ProcessGroup, note: Array) -> Array:
+    """Every rank's note."""
+    mine = note.view(np.uint8)
+    return group.rows_of_all(mine).reshape(-1).view(_NOTE)
+
+
+def _first_error(group: ProcessGroup, notes: Sequence[Any] | Array) -> str:
+    """What a rank could not do, or nothing."""
+    for rank, note in zip(group.ranks, notes, strict=True):
+        if note["error"]:
+            return f"rank {rank}: {note['error'].decode(errors='replace')}"
+    return ""
+
+
+def ready(device: int) -> tuple[WaitValue | None, str]:
+    """Compile the kernels, before any rank counts on this one.
+
+    Returns:
+        `wait(stream, address, value)` of the driver, if it has it for a GPU; and why there are no kernels, or nothing.
+    """
+    try:
+        for kernel in (kernels.meet, kernels.announce, kernels.step, kernels.say):
+            kernels.compiled(kernel)
+        return waits_of_streams(device), ""
+    except Exception as error:  # Numba lets errors of many kinds through
+        return None, f"{type(error).__name__}: {error}"
+
+
+def waits_of_streams(device: int) -> WaitValue | None:
+    """`wait(stream, address, value)` of the driver, if it has it for a GPU."""
+    if SIMULATED or not driver().can_wait(device):
+        return None
+    return driver().wait_value
+
+
+class Line:
+    """What one rank queues.
+
+    Args:
+        shared: the memory.
+        runtime: CUDA's.
+        device: the GPU.
+        rank, ranks: this one's number, and how many the group has.
+        wait: what lets a stream wait for a word, where ranks share a GPU and the driver has it; else kernels poll.
+    """
+
+    def __init__(
+        self, shared: Shared, runtime: Any, device: int, rank: int, ranks: int, wait: WaitValue | None
+    ) -> None:
+        self._shared, self._runtime, self._device = shared, runtime, device
+        self._rank, self._ranks, self._wait = rank, ranks, wait
+        self._meet, self._announce = kernels.compiled(kernels.meet), kernels.compiled(kernels.announce)
+        self._step, self._say = kernels.compiled(kernels.step), kernels.compiled(kernels.say)
+        if wait is not None:
+            # Made now: pinning memory or making a stream may wait for the GPU, and that for the poison.
+            self._poisoned: np.ndarray[Any, Any] = runtime.pinned(at.RANK_BYTES * ranks)
+            self._poisoned.view(np.int64)[:] = POISON
+            self._poisoning: int = runtime.new_stream(device)
+
+    def run(
+        self,
+        stream: int,
+        number: int,
+        schedule: Schedule,
+        said: Signature,
+        ins: Sequence[DeviceArray],
+        outs: Sequence[DeviceArray],
+        reducer: CudaReducer | None,
+    ) -> None:
+        """Queue what a schedule says; the GPU is the current one.
+
+        Args:
+            number: of the call, from 1.
+            said: what is compared at the meeting.
+            ins, outs: the arrays that the schedule's places name.
+            reducer: for its folds.
+        """
+
+        def address(place: Place) -> int:
+            kind, index, offset = place
+            if kind < SLOT:
+                return (ins if kind == IN else outs)[index].address + offset
+            return self._shared.slot_of(index, slot_of(number, kind - SLOT)) + offset
+
+        for item in schedule:
+            if isinstance(item, Move):
+                dst, src = address(item.dst), address(item.src)
+                if dst != src:
+                    self._runtime.copy(dst, src, item.nbytes, stream)
+            elif isinstance(item, Fold):
+                assert reducer is not None
+                count = item.nbytes // (outs or ins)[0].dtype.itemsize
+                reducer.launch(address(item.dst), [address(src) for src in item.srcs], count, stream)
+            elif isinstance(item, Step):
+                self._take_step(stream, number, item.number, said)
+            else:
+                assert isinstance(item, Last)
+                self._say(1, stream, self._shared.page, at.STEP, number << at.STEP_BITS | at.LAST_STEP)
+
+    def _take_step(self, stream: int, number: int, step: int, said: Signature) -> None:
+        page = self._shared.page
+        if step == 0:
+            if self._wait is not None:
+                self._announce(1, stream, page, number, *said)
+                self._await(stream, at.LINE * (number % 2) + at.SEQUENCE, number)
+            self._meet(1, stream, page, number, *said)
+            return
+        assert step < at.LAST_STEP
+        word = number << at.STEP_BITS | step
+        if self._wait is not None:
+            self._say(1, stream, page, at.STEP, word)
+            self._await(stream, at.STEP, word)
+        self._step(1, stream, page, word)
+
+    def _await(self, stream: int, offset: int, word: int) -> None:
+        assert self._wait is not None
+        for peer in range(self._ranks):
+            if peer != self._rank:
+                self._wait(stream, self._shared.page + at.rank_words(peer) + offset, word)
+
+    def say_bye(self, stream: int) -> None:
+        """This rank uses its peers' memory no more; blocks until that is said. Nothing may be queued here after it."""
+        with self._runtime.on(self._device):
+            self._say(1, stream, self._shared.page, at.BYE, 1)
+            self._runtime.wait_stream(stream)
+            if self._wait is not None:
+                self._runtime.end_stream(self._poisoning)
+
+    def stop(self, is_over: Callable[[], bool]) -> None:
+        """End all waiting on this rank's streams, without waiting for it; from any thread.
+
+        Args:
+            is_over: whether nothing waits any more.
+        """
+        self._shared.control[at.STOP // 8] = 1
+        if self._wait is not None:
+            threading.Thread(
+                target=self._poison, args=(is_over,), name="fastcoll-gpu-poison", daemon=True
+            ).start()
+
+    def _poison(self, is_over: Callable[[], bool]) -> None:
+        """Streams that wait look at nothing but their words."""
+        end = time.monotonic() + _POISON_SECONDS
+        with self._runtime.on(self._device):
+            while not is_over() and time.monotonic() < end:
+                self._runtime.to_device(self._shared.page + at.LINES, self._poisoned, self._poisoning)
+                self._runtime.wait_stream(self._poisoning)
+                time.sleep(_POISON_EVERY)
+            self._runtime.end_stream(self._poisoning)

@@ -1,0 +1,202 @@
+"""NcclCarrier: GPU arrays by NCCL, one GPU a rank.
+
+The communicator is made with the first collective call, over the group's CPU backend. Calls are queued (streams.py) and
+the host goes on. What NCCL lacks is put together from what it has (blocks.py). Messages are matched by the CPU backend,
+and go by communicators of their own (messages.py).
+
+NCCL compares nothing: calls that do not match hang, or end with wrong data. A comparison meets all ranks on the host,
+which a call on GPUs otherwise does not; so each rank makes it where a call is the first of its kind: operation, dtype,
+sizes, reduction and root. All ranks take a call for new alike, if their calls match. In gather, scatter and all_to_all
+a rank does not know others' sizes, so there the kind is without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ...core import signature
+from ...core.group import ProcessGroup
+from ...core.operation import Call, Operation
+from ...errors import AbortedError, GroupError, MismatchError
+from ..device_array import DeviceArray
+from ..stream_work import Own
+from ..streams import Compared, QueuedCall, StreamCarrier, Turn, sizes_of
+from . import bindings
+from .blocks import Kernels, Moves, Native, reductions
+from .communicator import Communicator, Patience, exchanged, make_communicator
+from .messages import NcclMessages
+
+_MOST_KINDS = 10_000
+_ALL_KNOW_SIZES = ("all_gather", "all_gather_coalesced", "all_reduce_coalesced")
+
+
+def _all_reduce_each(moves: Moves, o: Operation, how: Any) -> None:
+    for x in o.outputs:
+        how.all_reduce(moves, x)
+
+
+def _all_gather_each(moves: Moves, o: Operation, how: Any) -> None:
+    for k, x in enumerate(o.inputs):
+        moves.all_gather(o.outputs[k * moves.size :][: moves.size], x)
+
+
+_QUEUES: dict[str, Callable[[Moves, Operation, Any], None]] = {
+    "all_reduce": _all_reduce_each,
+    "reduce": lambda moves, o, how: how.reduce(moves, o.outputs[0], o.inputs[0], o.root),
+    "scan": lambda moves, o, how: how.scan(moves, o.outputs[0], o.inputs[0], False),
+    "exscan": lambda moves, o, how: how.scan(moves, o.outputs[0], o.inputs[0], True),
+    "reduce_scatter": lambda moves, o, how: how.reduce_scatter(moves, o.outputs[0], o.inputs),
+    "broadcast": lambda moves, o, how: moves.broadcast(o.outputs[0], o.root),
+    "all_gather": _all_gather_each,
+    "gather": lambda moves, o, how: moves.gather(o.outputs or None, o.inputs[0], o.root),
+    "scatter": lambda moves, o, how: moves.scatter(o.outputs[0], o.inputs or None, o.root),
+    "all_to_all": lambda moves, o, how: moves.all_to_all(o.outputs, o.inputs),
+    "all_reduce_coalesced": _all_reduce_each,
+    "all_gather_coalesced": _all_gather_each,
+}
+"""What queues an operation on flat arrays; the last argument is how a reducing one reduces."""
+
+
+class NcclCarrier(StreamCarrier):
+    """See this module's docstring.
+
+    Raises:
+        UnavailableError: there is no NCCL, or no GPU.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._library = bindings.library()
+        super().__init__(group)
+        self._comm: Communicator | None = None
+        self._messages = NcclMessages(self, self._library)
+        self._hows: dict[Any, Native | Kernels] = {}
+        self._kinds: set[tuple[int, ...]] = set()
+        self._compared = 0
+
+    @property
+    def messages(self) -> NcclMessages:
+        return self._messages
+
+    # ---- collectives ---------------------------------------------------------------------------------
+
+    def plan(self, operation: Operation, timeout: float | None = None) -> Call:
+        outs, ins = (tuple(x.reshape(-1) for x in arrays) for arrays in (operation.outputs, operation.inputs))
+        return _NcclCall(self, operation._replace(outputs=outs, inputs=ins), self._how(operation))
+
+    def _how(self, operation: Operation) -> Native | Kernels | None:
+        """How a reducing operation reduces."""
+        op = operation.op
+        if op is None:
+            return None
+        dtype, scans = operation.outputs[0].dtype, operation.kind in ("scan", "exscan")
+        make = Kernels if scans else reductions
+        if op.factor is not None:  # each call may have another
+            return make(op, dtype, self.group.size)
+        key = (op, dtype, scans)
+        if key not in self._hows:
+            self._hows[key] = make(op, dtype, self.group.size)
+        return self._hows[key]
+
+    def compare(self, operation: Operation, said: Compared) -> None:
+        """Compare the ranks' calls, if this one is the first of its kind; blocks then.
+
+        Raises:
+            MismatchError: they differ; on all ranks, which go on.
+        """
+        self._compared += 1
+        sizes = sizes_of(operation.outputs) if operation.kind in _ALL_KNOW_SIZES else ()
+        kind = (said.call, said.shape, *sizes)
+        if kind in self._kinds:
+            return
+        group = self.group
+        balance = signature.balance(group.rank, said.gives, said.takes)
+        rows = exchanged(group, np.array([self._compared, said.call, said.shape, balance], np.int64))
+        heads = signature.comparable([(int(call), int(shape)) for call, shape in rows[:, 1:3]])
+        counts = rows[:, 0].tolist()
+        if len(set(heads)) > 1:
+            raise self._mismatch(signature.describe_differences(heads, group.ranks))
+        if len(set(counts)) > 1:
+            text = ", ".join(f"rank {r} its call {n}" for r, n in zip(group.ranks, counts, strict=True))
+            raise self._mismatch(
+                f"{signature.describe(*heads[0])} is {text}: a rank has left out a call before"
+            )
+        if rows[:, 3].sum():
+            tables = exchanged(group, np.array([said.gives, said.takes], np.int64))
+            each = [(gives.tolist(), takes.tolist()) for gives, takes in tables]
+            raise self._mismatch(signature.describe_mismatch(heads, group.ranks, lambda: each))
+        if len(self._kinds) < _MOST_KINDS:  # the same on all ranks
+            self._kinds.add(kind)
+
+    def _mismatch(self, text: str) -> MismatchError:
+        return signature.mismatch(text, self._compared, f"{self.group.name} on GPUs")
+
+    # ---- the communicator ----------------------------------------------------------------------------
+
+    def communicator(self, arrays: Sequence[DeviceArray]) -> Communicator:
+        """The group's; made with the first collective call, on the arrays' GPU."""
+        if self._comm is None:
+            device, patience = self.own(arrays).device, Patience(self.group, self.look)
+            self._comm = make_communicator(self.group, self._library, self.runtime, device, patience)
+        return self._comm
+
+    @property
+    def splits(self) -> bool:
+        return self._comm is not None and not self.broken
+
+    def split(self, group: ProcessGroup | None) -> NcclCarrier | None:
+        assert self._comm is not None
+        assert self.lane is not None
+        with self.in_turn("new_group"), self.failing("new_group"):
+            self.watcher.drain()  # NCCL might deadlock if anything were under way
+            with self.runtime.on(self.lane.device):
+                comm = self._comm.split(None if group is None else group.rank)
+        if group is None or comm is None:
+            return None
+        made = NcclCarrier(group)
+        comm.ask(Patience(group, made.look))
+        made._comm, made.lane = comm, Own(self.runtime, self.lane.device)
+        return made
+
+    def trouble(self) -> GroupError | None:
+        found = None if self._comm is None else self._comm.trouble()
+        return None if found is None else AbortedError(str(found))
+
+    def break_off(self) -> None:
+        if self._comm is not None:
+            self._comm.abort()
+        self._messages.break_off(self.why_broken())
+
+    def release(self) -> None:
+        self._messages.close()
+        if self._comm is not None:
+            self._comm.close()
+
+
+class _NcclCall(QueuedCall):
+    """An operation on flat arrays."""
+
+    def __init__(self, carrier: NcclCarrier, operation: Operation, how: Native | Kernels | None) -> None:
+        outs, ins = operation.outputs, operation.inputs
+        super().__init__(carrier, (*ins, *outs) if len(ins) == 1 else (*outs, *ins))
+        self._nccl, self._operation, self._how = carrier, operation, how
+        self._said = Compared.of(operation, carrier.group.size)
+
+    def prepare(self, name: str) -> None:
+        with self.carrier.failing(name):
+            self._nccl.compare(self._operation, self._said)
+            self._nccl.communicator(self.arrays)
+
+    def work(self, turn: Turn) -> None:
+        group = self.carrier.group
+        doing = _doing(self._said.call, self._said.shape, group.name)
+        moves = Moves(self._nccl.communicator(self.arrays), turn, group.rank, group.size, doing)
+        _QUEUES[self._operation.kind](moves, self._operation, self._how)
+
+
+@lru_cache(maxsize=1024)
+def _doing(word: int, shape: int, group: str) -> str:
+    return f"{signature.describe(word, shape)} in group {group!r} on a GPU"

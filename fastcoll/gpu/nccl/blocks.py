@@ -1,0 +1,357 @@
+"""Blocks between the ranks of a NCCL communicator, on a stream: Moves of bytes, and reductions.
+
+NCCL's own operations are taken where they fit. All ranks must choose the same ones, so a choice depends on the sizes,
+which all know, and never on where this rank's arrays lie: what does not lie as NCCL wants it goes through scratch
+memory. Arrays are flat; inputs and outputs may overlap. Empty blocks are left out, on both sides. Reductions are by
+
+    Native    NCCL's own: it adds in an order of its own, float16 and bfloat16 rounded at each step
+    Kernels   every operation and dtype, in rank order: what all ranks have is gathered, and reduced on each GPU
+
+Large arrays go by Kernels in pieces, so that scratch memory stays bounded; each rank reduces its part of a piece, and
+the parts are gathered. Both are made when a call is planned, and refuse there what means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ...core.reduce_op import AVG, PREMUL_SUM, ReduceOp
+from ...errors import ArrayError, UnavailableError
+from ...kernels.reduce import memory_type, refuse_undefined
+from ..device_array import DeviceArray, joined, parts
+from ..streams import Turn
+from .bindings import dtype_code, reduction
+from .communicator import Communicator
+
+Arrays = Sequence[DeviceArray]
+
+SCRATCH = 64 << 20
+"""Bytes of the pieces of all ranks that are gathered at a time. Not measured."""
+DIVIDED = 256 << 10
+"""Bytes from which each rank reduces a part, in groups of more than two: that moves 2/n of the bytes, in two rounds
+instead of one. Not measured."""
+
+
+class Moves:
+    """The moves of one call.
+
+    Args:
+        comm: the communicator.
+        turn: the call's.
+        doing: the call, for messages.
+    """
+
+    def __init__(self, comm: Communicator, turn: Turn, rank: int, size: int, doing: str) -> None:
+        self.comm, self.turn, self.rank, self.size, self.doing = comm, turn, rank, size, doing
+
+    def broadcast(self, x: DeviceArray, root: int) -> None:
+        """x = the root's x."""
+        if x.nbytes:
+            with self.comm.group(self.doing):
+                self.comm.broadcast(x.address, x.address, x.nbytes, root, self.turn.stream)
+
+    def all_gather(self, outs: Arrays, x: DeviceArray) -> None:
+        """outs[r] = rank r's x, of any sizes."""
+        if len({out.nbytes for out in outs}) > 1:
+            self._all_gather_uneven(outs, x)
+        elif x.nbytes:
+            whole = joined(outs)
+            target = whole or self.turn.scratch_like(outs)
+            if whole is not None:
+                x = self._apart(x, outs, outs[self.rank])
+            with self.comm.group(self.doing):
+                self.comm.all_gather(x.address, target.address, x.nbytes, self.turn.stream)
+            if whole is None:
+                self.turn.copy_each(outs, parts(target, outs))
+
+    def _all_gather_uneven(self, outs: Arrays, x: DeviceArray) -> None:
+        x = self._apart(x, outs, outs[self.rank])
+        with self.comm.group(self.doing):
+            for root, out in enumerate(outs):
+                if out.nbytes:
+                    src = x.address if root == self.rank else out.address
+                    self.comm.broadcast(src, out.address, out.nbytes, root, self.turn.stream)
+
+    def gather(self, outs: Arrays | None, x: DeviceArray, root: int) -> None:
+        """On the root outs[r] = rank r's x."""
+        if outs is None:
+            with self.comm.group(self.doing):
+                self._send(x, root)
+            return
+        self.copy(outs[root], x)  # before others' arrive, which may overlap x
+        with self.comm.group(self.doing):
+            for peer in self._peers():
+                self._recv(outs[peer], peer)
+
+    def scatter(self, out: DeviceArray, blocks: Arrays | None, root: int) -> None:
+        """out = the root's blocks[rank]."""
+        with self.comm.group(self.doing):
+            if blocks is None:
+                self._recv(out, root)
+            else:
+                for peer in self._peers():
+                    self._send(blocks[peer], peer)
+        if blocks is not None:
+            self.copy(out, blocks[root])  # after all are sent, which may overlap out
+
+    def all_to_all(self, outs: Arrays, blocks: Arrays) -> None:
+        """outs[r] = rank r's blocks[rank], of any sizes."""
+        if _meet(outs, blocks):
+            blocks = parts(self.turn.copied(blocks), blocks)
+        with self.comm.group(self.doing):
+            for peer in self._peers():
+                self._send(blocks[peer], peer)
+                self._recv(outs[peer], peer)
+        self.copy(outs[self.rank], blocks[self.rank])
+
+    # ---- inside this rank ----------------------------------------------------------------------------
+
+    def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
+        """Copy an array, also to where it overlaps."""
+        if dst.address != src.address and dst.overlaps(src):
+            src = self.turn.copied((src,))
+        self.turn.copy(dst, src)
+
+    def _apart(self, x: DeviceArray, outs: Arrays, own: DeviceArray) -> DeviceArray:
+        """x, or a copy where it overlaps `outs` and is not the very place `own`."""
+        if x.address == own.address or not _meet(outs, (x,)):
+            return x
+        return self.turn.copied((x,))
+
+    def _peers(self) -> list[int]:
+        """The others, beginning after this rank, so that not all turn to one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _send(self, x: DeviceArray, peer: int) -> None:
+        if x.nbytes:
+            self.comm.send(x.address, x.nbytes, peer, self.turn.stream)
+
+    def _recv(self, x: DeviceArray, peer: int) -> None:
+        if x.nbytes:
+            self.comm.recv(x.address, x.nbytes, peer, self.turn.stream)
+
+
+def _meet(some: Arrays, others: Arrays) -> bool:
+    """Whether any of some arrays shares memory with any of others."""
+    (start, end), (other_start, other_end) = _extent(some), _extent(others)
+    if start >= other_end or other_start >= end:
+        return False
+    return any(x.overlaps(y) for x in some for y in others)
+
+
+def _extent(arrays: Arrays) -> tuple[int, int]:
+    there = [x for x in arrays if x.nbytes]
+    if not there:
+        return 0, 0
+    return min(x.address for x in there), max(x.address + x.nbytes for x in there)
+
+
+def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernels:
+    """How `size` ranks reduce arrays of a dtype. Takes some 30 us: keep it.
+
+    Raises:
+        ArrayError: there is no such operation for this dtype.
+        UnavailableError: our kernels are needed, and an extra is missing; or the group is too large for them.
+    """
+    check(op, dtype)
+    how = reduction(op, dtype)
+    if how is None or (op.code == PREMUL_SUM and complex(op.factor).imag):
+        return Kernels(op, dtype, size)
+    return Native(op, dtype, how)
+
+
+def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
+    """Refuse what means nothing for a dtype, as the CPU backends do."""
+    if op.code == PREMUL_SUM and dtype.kind in "biu":
+        raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {dtype}; scale it beforehand")
+    memory_type(op, dtype)
+    refuse_undefined(op, dtype)
+
+
+class Native:
+    """NCCL's own reductions.
+
+    Args:
+        how: as `bindings.reduction` says.
+    """
+
+    def __init__(self, op: ReduceOp, dtype: np.dtype[Any], how: tuple[int, int, int]) -> None:
+        self._op, self._dtype = op, dtype
+        self._number, self._code, self._parts = how
+
+    def all_reduce(self, moves: Moves, x: DeviceArray) -> None:
+        if x.size:
+            with self._group(moves) as how:
+                moves.comm.all_reduce(x.address, x.address, x.size * self._parts, how, moves.turn.stream)
+
+    def reduce(self, moves: Moves, out: DeviceArray, x: DeviceArray, root: int) -> None:
+        if x.size:
+            with self._target(moves, out, (x,), x.address, root) as target, self._group(moves) as how:
+                self._reduce(moves, target, x, how, root)
+
+    def reduce_scatter(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
+        if len({block.size for block in blocks}) > 1:
+            self._uneven(moves, out, blocks)
+        elif out.size:
+            whole = joined(blocks) or moves.turn.copied(blocks)
+            place = whole.address + moves.rank * out.nbytes
+            with _apart(moves, out, (whole,), place) as target, self._group(moves) as how:
+                count = out.size * self._parts
+                moves.comm.reduce_scatter(whole.address, target.address, count, how, moves.turn.stream)
+
+    def _uneven(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
+        place = blocks[moves.rank].address
+        with _apart(moves, out, blocks, place) as target, self._group(moves) as how:
+            for root, block in enumerate(blocks):
+                if block.size:
+                    self._reduce(moves, target if root == moves.rank else None, block, how, root)
+
+    def _reduce(
+        self, moves: Moves, out: DeviceArray | None, x: DeviceArray, how: tuple[int, int], root: int
+    ) -> None:
+        to = 0 if out is None else out.address
+        moves.comm.reduce(x.address, to, x.size * self._parts, how, root, moves.turn.stream)
+
+    @contextmanager
+    def _target(
+        self, moves: Moves, out: DeviceArray, inputs: Arrays, place: int, root: int
+    ) -> Iterator[DeviceArray | None]:
+        """Where the root's result can be written."""
+        if moves.rank != root:
+            yield None
+            return
+        with _apart(moves, out, inputs, place) as target:
+            yield target
+
+    @contextmanager
+    def _group(self, moves: Moves) -> Iterator[tuple[int, int]]:
+        """An operation of NCCL's; its datatype and operation."""
+        with self._how(moves) as how, moves.comm.group(moves.doing):
+            yield how
+
+    @contextmanager
+    def _how(self, moves: Moves) -> Iterator[tuple[int, int]]:
+        if self._op.code != PREMUL_SUM:
+            yield self._number, self._code
+            return
+        dtype, factor = self._dtype, self._op.factor
+        if self._parts == 2:
+            dtype, factor = np.dtype(f"f{dtype.itemsize // 2}"), complex(factor).real
+        assert dtype_code(dtype) == self._number
+        with moves.comm.premultiplied_sum(factor, dtype) as code:
+            yield self._number, code
+
+
+class Kernels:
+    """Reductions by our kernels; see this module's docstring."""
+
+    def __init__(self, op: ReduceOp, dtype: np.dtype[Any], size: int) -> None:
+        from ...kernels.cuda.reducers import MOST_SOURCES, cuda_reducer
+
+        check(op, dtype)
+        if op.code == AVG and size > MOST_SOURCES:
+            raise UnavailableError(
+                f"{op!r} of {dtype} on GPUs takes groups of up to {MOST_SOURCES} ranks, this one has {size}; use SUM, "
+                "and divide afterwards"
+            )
+        self._op, self._dtype, self._most = op, dtype, MOST_SOURCES
+        self._reducer = cuda_reducer(ReduceOp.SUM if op.code == PREMUL_SUM else op, dtype)
+
+    def all_reduce(self, moves: Moves, x: DeviceArray) -> None:
+        source = self._scaled(moves.turn, x)
+        for piece, out in zip(_pieces(source, moves.size), _pieces(x, moves.size), strict=True):
+            if moves.size > 2 and piece.nbytes >= DIVIDED:
+                self._divided(moves, out, piece)
+            else:
+                self._fold(moves.turn, out, self._gathered(moves, piece))
+
+    def _divided(self, moves: Moves, out: DeviceArray, x: DeviceArray) -> None:
+        blocks, outs = _shares(x, moves.size), _shares(out, moves.size)
+        self.reduce_scatter(moves, outs[moves.rank], blocks, scale=False)
+        moves.all_gather(outs, outs[moves.rank])
+
+    def reduce(self, moves: Moves, out: DeviceArray, x: DeviceArray, root: int) -> None:
+        here = moves.rank == root
+        x = self._scaled(moves.turn, x)
+        if here and out.address != x.address and out.overlaps(x):
+            x = moves.turn.copied((x,))
+        for piece, to in zip(_pieces(x, moves.size), _pieces(out, moves.size), strict=True):
+            room = self._room(moves, [piece] * moves.size) if here else None
+            moves.gather(room, piece, root)
+            if room is not None:
+                self._fold(moves.turn, to, room)
+
+    def scan(self, moves: Moves, out: DeviceArray, x: DeviceArray, exclusive: bool) -> None:
+        """out = reduction of x over ranks 0..rank, or 0..rank-1, where rank 0's out stays."""
+        x = self._scaled(moves.turn, x)
+        if out.address != x.address and out.overlaps(x):
+            x = moves.turn.copied((x,))
+        count = moves.rank + (not exclusive)
+        for piece, to in zip(_pieces(x, moves.size), _pieces(out, moves.size), strict=True):
+            everybody = self._gathered(moves, piece)
+            if count:
+                self._fold(moves.turn, to, everybody[:count])
+
+    def reduce_scatter(self, moves: Moves, out: DeviceArray, blocks: Arrays, scale: bool = True) -> None:
+        if scale:
+            blocks = [self._scaled(moves.turn, block) for block in blocks]
+        room = self._room(moves, [out] * moves.size)
+        moves.all_to_all(room, blocks)
+        self._fold(moves.turn, out, room)
+
+    def _gathered(self, moves: Moves, x: DeviceArray) -> list[DeviceArray]:
+        """Every rank's x, in scratch memory."""
+        room = self._room(moves, [x] * moves.size)
+        moves.all_gather(room, x)
+        return room
+
+    def _room(self, moves: Moves, like: Arrays) -> list[DeviceArray]:
+        return parts(moves.turn.scratch_like(like), like)
+
+    def _fold(self, turn: Turn, out: DeviceArray, srcs: Arrays) -> None:
+        """out = reduction of the sources, which are apart from it, in rank order."""
+        launch: Callable[..., None] = self._reducer.launch
+        addresses = [x.address for x in srcs]
+        launch(out.address, addresses[: self._most], out.size, turn.stream)
+        for start in range(self._most, len(addresses), self._most - 1):
+            more = addresses[start : start + self._most - 1]
+            launch(out.address, [out.address, *more], out.size, turn.stream)
+
+    def _scaled(self, turn: Turn, x: DeviceArray) -> DeviceArray:
+        """x, or x times PREMUL_SUM's factor, in scratch memory."""
+        if self._op.code != PREMUL_SUM or not x.size:
+            return x
+        from ...kernels.cuda.packing import scale
+
+        scaled = turn.scratch(x.size, x.dtype)
+        scale(scaled.address, x.address, x.size, x.dtype, self._op.factor, turn.stream)
+        return scaled
+
+
+def _pieces(x: DeviceArray, size: int) -> list[DeviceArray]:
+    """Parts of a flat array of which all ranks' fit into SCRATCH."""
+    length = max(SCRATCH // (size * x.dtype.itemsize) // size * size, size)
+    return [x[start : start + length] for start in range(0, x.size, length)]
+
+
+def _shares(x: DeviceArray, size: int) -> list[DeviceArray]:
+    """A part for each rank; the first ones may have an element more."""
+    short, more = divmod(x.size, size)
+    ends = [rank * short + min(rank, more) for rank in range(size + 1)]
+    return [x[start:end] for start, end in pairwise(ends)]
+
+
+@contextmanager
+def _apart(moves: Moves, out: DeviceArray, inputs: Arrays, place: int) -> Iterator[DeviceArray]:
+    """Where a result can be written: `out`, or scratch memory for it where it overlaps inputs but not at `place`."""
+    if out.address == place or not any(out.overlaps(x) for x in inputs):
+        yield out
+        return
+    scratch = moves.turn.scratch(out.size, out.dtype)
+    yield scratch
+    moves.turn.copy(out, scratch)

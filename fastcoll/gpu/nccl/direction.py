@@ -1,0 +1,253 @@
+"""Direction: this rank's end of the messages from one rank to another, with a communicator and a stream of its own.
+
+Its jobs run one after the other on a thread of its own, and may block there: nothing but this direction waits for them.
+Message is the Work of one of these messages, from when it is posted:
+
+    posted -> claimed by whoever carries it on -> queued on a GPU -> over
+                                               -> over (an error, nothing to move, or moved through the host)
+
+What is posted can be claimed once (messages.py), and only who has claimed it queues or ends it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from ...core.work import ENDLESS, ProgressQueue, Work, refuse_to_block
+from ...errors import AbortedError, FastcollError, GroupError
+from ..device_array import DeviceArray, OnDevice
+from ..stream_work import Own, StreamWork, Watcher
+from ..streams import StreamCarrier
+from ..transit import Events, Marks
+from .bindings import Library
+from .communicator import Communicator, Patience
+
+_SENDER, _RECEIVER = 0, 1  # ranks of the communicator
+
+
+class Message(StreamWork):
+    """A send or a receive. Until it is queued `wait()` blocks the host; then it orders streams, as any StreamWork's.
+
+    Args:
+        describe: as operations of the CPU backend are described.
+        own: a stream on the array's GPU.
+        item: the array, adopted; let go when the message is over.
+        kind: tag and dtype, as in p2p/.
+        marks: where its stream was when the message was posted.
+        number: this rank's own.
+    """
+
+    def __init__(self, describe: str, own: Own, item: OnDevice, kind: int, marks: Marks, number: int) -> None:
+        super().__init__(describe, own, [item.array])
+        self.item: Any = item
+        self.kind, self.marks, self.number = kind, marks, number
+        self._begun = threading.Event()
+
+    @property
+    def array(self) -> DeviceArray:
+        """What is moved, until it is over."""
+        array: DeviceArray = self.item.array
+        return array
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Kind and bytes."""
+        return self.kind, self.array.nbytes
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is queued, or over."""
+        return self._begun.is_set() or self._ended
+
+    def comes_from(self, source: int) -> None:
+        """Say whose message a receive gets; before it is queued or ends."""
+        self._result = source
+
+    def queued_on(self, own: Own, event: int, kept: Any, error: BaseException | None) -> None:
+        """It is queued on a stream, or in part, which ends it with `error`; the rest as `queued`."""
+        self._own, self.began = own, time.monotonic()
+        self.queued(event, kept)
+        if error is not None:
+            self.settle(error)
+        self._begun.set()
+
+    def _order(self) -> None:
+        if not self.has_begun:
+            refuse_to_block(f"waiting for {self.describe}")
+            self._begun.wait(ENDLESS)
+        super()._order()
+
+    def is_past(self) -> bool:
+        return self.has_begun and super().is_past()
+
+    def settle(self, error: BaseException | None = None) -> None:
+        super().settle(error)
+        self._begun.set()
+        if self._event is None:
+            self.let_go()
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.item = None
+
+
+class Direction:
+    """See this module's docstring.
+
+    Args:
+        carrier: the group's.
+        peer: the other rank; this one itself for messages to oneself, which need no communicator.
+        sending: whether messages go to the peer.
+        events: where the messages' marks are given back.
+    """
+
+    def __init__(
+        self, carrier: StreamCarrier, library: Library, peer: int, sending: bool, events: Events
+    ) -> None:
+        assert carrier.lane is not None
+        group = carrier.group
+        name = f"{group.name}-{'to' if sending else 'from'}-{peer}"
+        self._carrier, self._library, self._group = carrier, library, group
+        self._peer, self._sending, self._events = peer, sending, events
+        self._device = carrier.lane.device
+        self._comm: Communicator | None = None
+        self._lane: Own | None = None
+        self._watcher = Watcher(name, group.timeout, self._look, carrier.fail)
+        self._jobs = ProgressQueue(name)
+        self._ending: Work | None = None
+
+    def submit(self, message: Message, job: Callable[[], None]) -> None:
+        """Do a job on the direction's thread."""
+        self._jobs.submit(message.describe, job)
+
+    # ---- on the direction's thread -------------------------------------------------------------------
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the communicator is there."""
+        return self._comm is not None
+
+    def move(self, message: Message, identity: bytes) -> None:
+        """Queue a message, after its peer has agreed; the first time make the communicator, which blocks.
+
+        Args:
+            identity: the communicator's, the first time.
+
+        Raises:
+            NcclError, GroupError: it cannot be done.
+        """
+        comm, x = self._communicator(identity), message.array
+
+        def work(own: Own, kept: list[Any]) -> None:
+            with comm.group(message.describe):
+                if self._sending:
+                    comm.send(x.address, x.nbytes, _RECEIVER, own.stream)
+                else:
+                    comm.recv(x.address, x.nbytes, _SENDER, own.stream)
+            if not self._sending:
+                message.item.unpack(own.stream)
+
+        self._queue([message], work)
+
+    def copy(self, sent: Message, received: Message) -> None:
+        """Queue a message to oneself."""
+
+        def work(own: Own, kept: list[Any]) -> None:
+            src, dst = sent.array, received.array
+            if dst.overlaps(src):
+                src = _copied(own, src, kept)
+            own.runtime.copy(dst.address, src.address, src.nbytes, own.stream)
+            received.item.unpack(own.stream)
+
+        self._queue([sent, received], work)
+
+    def buffer(self, message: Message, take: Callable[[DeviceArray], None]) -> None:
+        """Queue a copy of an array, in memory of its own, which `take` gets before the message counts as queued."""
+        self._queue([message], lambda own, kept: take(_copied(own, message.array, kept)))
+
+    def _communicator(self, identity: bytes) -> Communicator:
+        if self._comm is None:
+            place = _SENDER if self._sending else _RECEIVER
+            patience = Patience(self._group, lambda doing: self._group.monitor.verdict([self._peer], doing))
+            with self._carrier.runtime.on(self._device):
+                self._comm = Communicator.make(self._library, 2, place, identity, patience)
+            if self._carrier.broken:  # meanwhile, when there was nothing to abort yet
+                self._comm.abort()
+        return self._comm
+
+    def _queue(self, messages: Sequence[Message], work: Callable[[Own, list[Any]], None]) -> None:
+        """Queue work behind what the arrays' streams held when the messages were posted; its end is theirs."""
+        if self._lane is None:
+            self._lane = Own(self._carrier.runtime, self._device)  # here, as making one may wait for the GPU
+        own, error = self._lane, None
+        kept: list[Any] = []
+        with own.runtime.on(own.device):
+            try:
+                with self._carrier.failing(messages[0].describe):
+                    for message in messages:
+                        marks, message.marks = message.marks, []
+                        for device, event in marks:
+                            own.runtime.order(own.stream, event)
+                            self._events.give(device, [event])
+                    work(own, kept)
+            except BaseException as problem:
+                error = problem
+                raise
+            finally:
+                # Also what was queued in part uses memory.
+                for message in messages:
+                    event = own.event()
+                    own.runtime.record(event, own.stream)
+                    message.queued_on(own, event, kept, error)
+                    self._watcher.add(message)
+
+    # ---- when things go wrong, and the end -----------------------------------------------------------
+
+    def _look(self, doing: str) -> GroupError | None:
+        found = None if self._comm is None else self._comm.trouble()
+        if found is not None and self._group.failure is None:
+            return AbortedError(f"{doing}: {found}")
+        return self._group.failure or self._group.monitor.verdict([], doing)
+
+    def break_off(self, error: GroupError) -> None:
+        """End what runs on the GPU, and its Works with `error`; from any thread."""
+        if self._comm is not None:
+            self._comm.abort()
+        self._watcher.break_off(error)
+
+    def finish(self) -> None:
+        """Block until all jobs are done and the GPU is through."""
+        self._jobs.submit("the end of messages", lambda: None)._join()
+        self._watcher.drain()
+
+    def disconnect(self) -> None:
+        """Begin to end the communicator. It waits for the peer, which does the same, for some seconds at most."""
+
+        def end() -> None:
+            if self._comm is not None:
+                self._comm.close()
+
+        self._ending = self._jobs.submit("the end", end)
+
+    def close(self) -> None:
+        """Give everything back, after `finish` and `disconnect`."""
+        if self._ending is not None:
+            self._ending._join()
+        self._jobs.close()
+        self._watcher.close()
+        if self._lane is not None:
+            # A GPU that failed gives nothing back.
+            with suppress(FastcollError) if self._carrier.broken else nullcontext():
+                self._lane.end()
+
+
+def _copied(own: Own, x: DeviceArray, kept: list[Any]) -> DeviceArray:
+    """A copy of an array, queued on a stream, in memory that `kept` keeps."""
+    memory = own.runtime.allocate(x.nbytes, own.device, own.stream)
+    kept.append(memory)
+    own.runtime.copy(memory.ptr, x.address, x.nbytes, own.stream)
+    return DeviceArray(memory.ptr, x.dtype, x.shape, own.device, own.stream, memory)

@@ -1,0 +1,254 @@
+"""Loads and stores at addresses of device memory, a tuple of lanes at a time; and the bits of floats.
+
+    load(address) -> lanes          store(address, lanes)
+
+`accesses` makes them for a lane's type. Those of 16 bytes are one instruction, `ld.global.v4.u32` or `v2.u64`, and
+need an address that is a multiple of 16. It is written in PTX: LLVM takes vectors of small integers apart. The loads
+may move and be merged, as no kernel writes what it reads again; so they do not serve to wait for a word of a peer.
+
+float16 is converted by the processor, bfloat16 by integers; products are not fused. Every NaN is rounded to one quiet
+NaN, as on the CPU (kernels/half.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from .toolkit import SIMULATED, device
+
+VECTOR = 16
+"""Bytes of the widest access."""
+
+Accesses = tuple[Callable[..., Any], Callable[..., Any]]
+
+_ADDRESS = "{{ .reg .u64 a; cvta.to.global.u64 a, ${}; "
+
+
+def size_of(kind: Any) -> int:
+    """Bytes of a lane of a Numba number type."""
+    return int(kind.bitwidth) // 8
+
+
+@cache
+def accesses(kind: Any, lanes: int, whole: bool) -> Accesses:
+    """`load` and `store` of `lanes` successive numbers of a type; `whole`: as one access of VECTOR bytes."""
+    if SIMULATED:
+        return _simulated(kind, lanes, whole)
+    return _vectors(kind, lanes) if whole else _scalars(kind, lanes)
+
+
+def _simulated(kind: Any, lanes: int, whole: bool) -> Accesses:
+    dtype = np.dtype(str(kind))
+    alignment = VECTOR if whole else dtype.itemsize
+    memory = ctypes.c_ubyte * (lanes * dtype.itemsize)
+
+    def view(address):
+        assert address % alignment == 0, f"an access of {alignment} bytes at {address:#x}"
+        return np.frombuffer(memoryview(memory.from_address(int(address))), dtype)
+
+    def load(address):
+        return tuple(view(address))
+
+    def store(address, values):
+        assert all(type(value) is dtype.type for value in values), f"{values} stored as {dtype}"
+        view(address)[:] = values
+
+    return load, store
+
+
+def _scalars(kind: Any, lanes: int) -> Accesses:
+    from numba.cuda.extending import intrinsic
+
+    pack, size = types.UniTuple(kind, lanes), size_of(kind)
+
+    def place(context: Any, builder: Any, address: Any, lane: int) -> Any:
+        pointer = context.get_data_type(kind).as_pointer()
+        return builder.inttoptr(builder.add(address, ir.Constant(address.type, lane * size)), pointer)
+
+    @intrinsic
+    def load(typing_context, address):
+        def emit(context, builder, signature, args):
+            values = [builder.load(place(context, builder, args[0], lane)) for lane in range(lanes)]
+            return context.make_tuple(builder, pack, values)
+
+        return pack(types.int64), emit
+
+    @intrinsic
+    def store(typing_context, address, values):
+        def emit(context, builder, signature, args):
+            for lane in range(lanes):
+                builder.store(builder.extract_value(args[1], lane), place(context, builder, args[0], lane))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, pack), emit
+
+    return load, store
+
+
+def _vectors(kind: Any, lanes: int) -> Accesses:
+    from numba.cuda.extending import intrinsic
+
+    pack, words = types.UniTuple(kind, lanes), _Words(kind)
+    assert lanes * size_of(kind) == VECTOR
+
+    @intrinsic
+    def load(typing_context, address):
+        def emit(context, builder, signature, args):
+            lane = context.get_value_type(kind)
+            return context.make_tuple(
+                builder, pack, words.taken_apart(builder, words.load(builder, *args), lane)
+            )
+
+        return pack(types.int64), emit
+
+    @intrinsic
+    def store(typing_context, address, values):
+        def emit(context, builder, signature, args):
+            values = [builder.extract_value(args[1], lane) for lane in range(lanes)]
+            words.store(builder, args[0], words.put_together(builder, values))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, pack), emit
+
+    return load, store
+
+
+class _Words:
+    """VECTOR bytes in registers: two of 64 bits for numbers of 8 bytes, else four of 32."""
+
+    def __init__(self, kind: Any) -> None:
+        self._lane = ir.IntType(int(kind.bitwidth))
+        self._word = ir.IntType(max(32, self._lane.width))
+        self._count = VECTOR * 8 // self._word.width
+        self._suffix = f"v{self._count}.u{self._word.width}"
+        self._register = "l" if self._word.width == 64 else "r"
+
+    def load(self, builder: Any, address: Any) -> list[Any]:
+        n = self._count
+        targets = ", ".join(f"${i}" for i in range(n))
+        code = _ADDRESS.format(n) + f"ld.global.{self._suffix} {{{targets}}}, [a]; }}"
+        kind = ir.FunctionType(ir.LiteralStructType([self._word] * n), [address.type])
+        constraints = ",".join([f"={self._register}"] * n + ["l"])
+        loaded = builder.asm(kind, code, constraints, [address], False)
+        return [builder.extract_value(loaded, i) for i in range(n)]
+
+    def store(self, builder: Any, address: Any, values: list[Any]) -> None:
+        n = self._count
+        sources = ", ".join(f"${i + 1}" for i in range(n))
+        code = _ADDRESS.format(0) + f"st.global.{self._suffix} [a], {{{sources}}}; }}"
+        kind = ir.FunctionType(ir.VoidType(), [address.type, *[self._word] * n])
+        constraints = ",".join(["l"] + [self._register] * n + ["~{memory}"])
+        builder.asm(kind, code, constraints, [address, *values], True)
+
+    def taken_apart(self, builder: Any, values: list[Any], lane: Any) -> list[Any]:
+        """The lanes in some words, lowest address first."""
+        shifts = range(0, self._word.width, self._lane.width)
+        return [
+            builder.bitcast(
+                builder.trunc(builder.lshr(value, ir.Constant(self._word, shift)), self._lane), lane
+            )
+            for value in values
+            for shift in shifts
+        ]
+
+    def put_together(self, builder: Any, values: list[Any]) -> list[Any]:
+        """The inverse of `taken_apart`."""
+        wide = [builder.zext(builder.bitcast(value, self._lane), self._word) for value in values]
+        each = len(wide) // self._count
+        words = []
+        for first in range(0, len(wide), each):
+            word = wide[first]
+            for i in range(1, each):
+                shift = ir.Constant(self._word, i * self._lane.width)
+                word = builder.or_(word, builder.shl(wide[first + i], shift))
+            words.append(word)
+        return words
+
+
+# ---- bits ------------------------------------------------------------------------------------------------
+
+_HALF_NAN, _BFLOAT_NAN = 0x7E00, 0x7FC0
+
+if SIMULATED:
+
+    def _bits(x):
+        return np.float32(x).view(np.uint32)
+
+    def _float(bits):
+        return np.uint32(bits).view(np.float32)
+
+    def widen_float16(bits):
+        return np.float32(np.uint16(bits).view(np.float16))
+
+    def _round_float16(x):
+        return np.float16(x).view(np.uint16)
+
+    def product32(a, b):
+        return a * b
+
+    product64 = product32
+
+    def lane_of(kind):
+        dtype = np.dtype(str(kind))
+        return lambda word: np.int64(word).reshape(1).view(dtype)[0]
+
+else:
+    from numba.cuda import libdevice
+
+    @device
+    def _bits(x):
+        return types.uint32(libdevice.float_as_int(x))
+
+    @device
+    def _float(bits):
+        return libdevice.int_as_float(types.int32(bits))
+
+    @device
+    def widen_float16(bits):
+        return libdevice.half2float(types.int16(bits))
+
+    @device
+    def _round_float16(x):
+        return types.uint16(libdevice.float2half_rn(x))
+
+    @device
+    def product32(a, b):
+        return libdevice.fmul_rn(a, b)
+
+    @device
+    def product64(a, b):
+        return libdevice.dmul_rn(a, b)
+
+    def lane_of(kind):
+        """A function that makes a number of a Numba type, uint16 or a float, of the low bits of a word."""
+        if kind == types.float64:
+            return device(lambda word: libdevice.longlong_as_double(word))
+        if kind == types.float32:
+            return device(lambda word: _float(types.uint32(word)))
+        return device(lambda word: kind(word))
+
+
+@device
+def round_float16(x):
+    """The nearest float16, ties to even, as bits."""
+    return _round_float16(x) if x == x else types.uint16(_HALF_NAN)
+
+
+@device
+def widen_bfloat16(bits):
+    """A bfloat16 as a float32."""
+    return _float(types.uint32(types.uint32(bits) << 16))
+
+
+@device
+def round_bfloat16(x):
+    """The nearest bfloat16, ties to even, as bits."""
+    bits = _bits(x)
+    return types.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) if x == x else types.uint16(_BFLOAT_NAN)

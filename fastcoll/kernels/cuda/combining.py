@@ -1,0 +1,265 @@
+"""How a dtype's elements lie in device memory and in registers, and what operations, also users' own, do to them.
+
+| dtype             | lanes in memory      | computed as           |
+|-------------------|----------------------|-----------------------|
+| ints, floats      | one                  | the same              |
+| complex           | two of its float     | the same              |
+| bool              | a uint8              | 0 or 1                |
+| float16, bfloat16 | a uint16             | float32, rounded once |
+
+A *group* is the tuple of an element's lanes; every function here takes and returns groups, as operations of one lane
+and of two are put together alike (reducers.py). Elements of structured dtypes have a kernel of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+from numba import from_dtype, types
+
+from ...core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from . import accesses as bits
+from .toolkit import SIMULATED, cuda, device
+
+
+@dataclass(frozen=True)
+class Element:
+    """What kernels need to know of a dtype."""
+
+    lane: Any
+    """Numba's type of a lane in memory."""
+    computed: Any
+    """Numba's type of a lane in registers."""
+    lanes: int = 1
+    """Lanes of an element."""
+    widen: Callable[..., Any] | None = None
+    """From memory to registers; None where nothing changes."""
+    narrow: Callable[..., Any] | None = None
+    """From registers to memory."""
+
+
+def element_of(dtype: np.dtype[Any]) -> Element:
+    """The lanes of a numeric dtype."""
+    if dtype.name == "float16":
+        return _half(bits.widen_float16, bits.round_float16)
+    if dtype.name == "bfloat16":
+        return _half(bits.widen_bfloat16, bits.round_bfloat16)
+    if dtype.kind == "b":
+        return Element(types.uint8, types.uint8, widen=_truth)
+    if dtype.kind == "c":
+        part = types.float32 if dtype.itemsize == 8 else types.float64
+        return Element(part, part, lanes=2)
+    kind = getattr(types, f"{'uint' if dtype.kind == 'u' else 'int'}{dtype.itemsize * 8}", None)
+    kind = getattr(types, f"float{dtype.itemsize * 8}") if dtype.kind == "f" else kind
+    return Element(kind, kind)
+
+
+def _half(widen: Callable[..., Any], narrow: Callable[..., Any]) -> Element:
+    return Element(types.uint16, types.float32, widen=_each(widen), narrow=_each(narrow))
+
+
+def _each(function: Callable[..., Any]) -> Any:
+    return device(lambda a: (function(a[0]),))
+
+
+@device
+def _truth(a):
+    """1 for any byte but 0."""
+    return (types.uint8(1 if a[0] != 0 else 0),)
+
+
+def combination(code: int, element: Element, kind: str) -> Any:
+    """What an operation does to two groups; a code that names no other (as PREMUL_SUM's) means SUM.
+
+    Args:
+        code: of a predefined operation that the dtype has.
+        element: the dtype's element.
+        kind: the dtype's kind, "f" for bfloat16.
+    """
+    if kind == "c":
+        return _multiply_complex(element.computed) if code == PRODUCT else _add_complex
+    table = _BOOL if kind == "b" else _NUMBERS
+    return _wrapped(table.get(code, table[SUM]), element.computed)
+
+
+def _wrapped(function: Callable[..., Any], kind: Any) -> Any:
+    """One lane; integers wrap, as Numba computes small ones with 64 bits."""
+    scalar = device(function)
+    return device(lambda a, b: (kind(scalar(a[0], b[0])),))
+
+
+@device
+def _add_complex(a, b):
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _multiply_complex(part: Any) -> Any:
+    times = bits.product32 if part == types.float32 else bits.product64
+
+    @device
+    def multiply(a, b):
+        return times(a[0], b[0]) - times(a[1], b[1]), times(a[0], b[1]) + times(a[1], b[0])
+
+    return multiply
+
+
+def _smaller(a, b):
+    """As `numpy.minimum`: the first of equals, and a NaN rather than a number."""
+    return a if a <= b or a != a else b
+
+
+def _larger(a, b):
+    return a if a >= b or a != a else b
+
+
+def _either(a, b):
+    return a | b
+
+
+def _both(a, b):
+    return a & b
+
+
+_NUMBERS: dict[int, Callable[..., Any]] = {
+    SUM: lambda a, b: a + b,
+    PRODUCT: lambda a, b: a * b,
+    MIN: _smaller,
+    MAX: _larger,
+    BAND: _both,
+    BOR: _either,
+    BXOR: lambda a, b: a ^ b,
+}
+_BOOL: dict[int, Callable[..., Any]] = {
+    **dict.fromkeys((SUM, MAX, BOR), _either),
+    **dict.fromkeys((PRODUCT, MIN, BAND), _both),
+    BXOR: lambda a, b: a ^ b,
+}
+
+
+def ending(code: int, element: Element, n: int) -> Any:
+    """What is done to the combined group at the end: AVG divides by n; None where nothing is."""
+    if code != AVG:
+        return None
+    kind = element.computed
+    if isinstance(kind, types.Float):
+        divisor = kind(n)
+        if element.lanes == 2:
+            return device(lambda a: (kind(a[0] / divisor), kind(a[1] / divisor)))
+        return device(lambda a: (kind(a[0] / divisor),))
+    wide = types.int64 if kind.signed else types.uint64
+    number, up = wide(n), wide(n - 1 if kind.signed else 0)
+    none = wide(0)
+    # Truncated towards zero: the floor, but of negative numbers the ceiling.
+    return device(lambda a: (kind((wide(a[0]) + (up if a[0] < 0 else none)) // number),))
+
+
+# ---- users' own ------------------------------------------------------------------------------------------
+
+
+def combination_by(function: Callable[[Any, Any], Any], element: Element, kind: str) -> Any:
+    """A function of two scalars for groups of lanes; what it returns is converted as by an assignment.
+
+    It gets booleans for bool (`kind` "b"), complex numbers for complex ("c"), float32 for float16 and bfloat16.
+    """
+    scalar, part = device(_plain(function)), element.computed
+    if kind == "b":
+        combine = device(lambda a, b: (part(1 if scalar(a[0] != 0, b[0] != 0) else 0),))
+    elif kind == "c":
+        combine = _of_complex(scalar, types.complex64 if part == types.float32 else types.complex128)
+    else:
+        combine = device(lambda a, b: (part(scalar(a[0], b[0])),))
+    if not SIMULATED:
+        # Before it is nested: Numba tries twice at each level until it reports an error, for a minute in all.
+        combine.compile_device((types.UniTuple(part, element.lanes),) * 2)
+    return combine
+
+
+def _of_complex(scalar: Any, whole: Any) -> Any:
+    @device
+    def combine(a, b):
+        value = whole(scalar(whole(complex(a[0], a[1])), whole(complex(b[0], b[1]))))
+        return value.real, value.imag
+
+    return combine
+
+
+def _plain(function: Callable[[Any, Any], Any]) -> Any:
+    """The function as Python wrote it, also of one jitted for the CPU; a ufunc or builtin through a lambda."""
+    python = getattr(function, "py_func", function)
+    return python if isinstance(python, FunctionType) else lambda a, b: function(a, b)
+
+
+def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) -> Any:
+    """As the kernels of reducers.py, one record at a time.
+
+    The function gets private copies, which it may write to. Their fields are aligned, also where those in memory are
+    not, as numba-cuda compiles nothing else. (Numba's own simulator knows no alignment of local arrays.)
+    """
+    aligned = np.dtype([(name, field[0]) for name, field in (dtype.fields or {}).items()], align=True)
+    record, size = from_dtype(aligned), dtype.itemsize
+    combine = device(_plain(function))
+    read, write, named = _moves(dtype, aligned)
+
+    def reduce(dst, head, packs, count, srcs):
+        taken = named(cuda.local.array(1, record) if SIMULATED else cuda.local.array(1, record, 16))
+        new = named(cuda.local.array(1, record) if SIMULATED else cuda.local.array(1, record, 16))
+        index = cuda.grid(1)
+        while index < count:
+            at = index * size
+            read(taken, srcs[0] + at)
+            for source in range(1, len(srcs)):
+                read(new, srcs[source] + at)
+                taken[0] = combine(taken[0], new[0])
+            write(taken, dst + at)
+            index += cuda.gridsize(1)
+
+    return reduce
+
+
+def _moves(dtype: np.dtype[Any], aligned: np.dtype[Any]) -> tuple[Any, Any, Any]:
+    """Copies between an address and an array of one record, both ways, and the array with fields as attributes."""
+    bytes_of = [
+        (there[1] + i, here[1] + i)
+        for there, here in zip((dtype.fields or {}).values(), (aligned.fields or {}).values(), strict=True)
+        for i in range(there[0].itemsize)
+    ]
+    if not SIMULATED:
+        return _copy(bytes_of, True), _copy(bytes_of, False), device(lambda array: array)
+
+    def read(array, address):
+        for there, here in bytes_of:
+            ctypes.memmove(array.ctypes.data + here, int(address) + there, 1)
+
+    def write(array, address):
+        for there, here in bytes_of:
+            ctypes.memmove(int(address) + there, array.ctypes.data + here, 1)
+
+    return read, write, lambda array: array.view(np.recarray)
+
+
+def _copy(bytes_of: list[tuple[int, int]], inwards: bool) -> Any:
+    from llvmlite import ir
+    from numba.cuda.extending import intrinsic
+
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(64)
+
+    @intrinsic
+    def copy(typing_context, array, address):
+        def emit(context, builder, signature, args):
+            data = context.make_array(array)(context, builder, args[0]).data
+            private, memory = builder.bitcast(data, byte), builder.inttoptr(args[1], byte)
+            for offset, place in bytes_of:
+                there = builder.gep(memory, [ir.Constant(word, offset)])
+                here = builder.gep(private, [ir.Constant(word, place)])
+                src, dst = (there, here) if inwards else (here, there)
+                builder.store(builder.load(src), dst)
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64), emit
+
+    return copy

@@ -1,0 +1,178 @@
+"""Moving bytes on a GPU: copies, strided arrays packed into contiguous ones and unpacked again, and scaled copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import gcd, prod
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from ...core.reduce_op import PRODUCT, ReduceOp
+from .accesses import VECTOR, accesses, lane_of, size_of
+from .addresses import address_of, layout_of
+from .combining import combination, element_of
+from .kernel import Kernel
+from .reducers import cuda_reducer
+from .toolkit import cuda, device
+
+_BYTE = np.dtype(np.uint8)
+_WORDS = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
+
+
+def copy(dst: Any, src: Any, nbytes: int, stream: int = 0) -> None:
+    """Copy bytes between two places of device memory, also a peer's that is mapped here; does not wait.
+
+    Args:
+        dst: a device address, or a contiguous array with `__cuda_array_interface__`.
+        src: likewise, apart from `dst`.
+        nbytes: how many bytes.
+        stream: the handle of a CUDA stream of the current device.
+    """
+    cuda_reducer(ReduceOp.BOR, _BYTE).launch(dst, [src], nbytes, stream)
+
+
+def pack(dst: Any, src: Any, stream: int = 0) -> None:
+    """Copy a strided array into contiguous memory, in C order; does not wait.
+
+    Args:
+        dst: a device address, or a contiguous array with `__cuda_array_interface__`.
+        src: an array with `__cuda_array_interface__`, of any strides and number of dimensions.
+        stream: the handle of a CUDA stream of the current device.
+
+    Raises:
+        ArrayError: `dst` is too small or not contiguous, or an address is not aligned to its elements.
+    """
+    _move(dst, "dst", src, "src", True, stream)
+
+
+def unpack(dst: Any, src: Any, stream: int = 0) -> None:
+    """The inverse of `pack`: contiguous memory into an array of any strides whose elements do not overlap."""
+    _move(src, "src", dst, "dst", False, stream)
+
+
+def _move(dense: Any, dense_name: str, strided: Any, strided_name: str, packing: bool, stream: int) -> None:
+    address, shape, strides, itemsize = layout_of(strided, strided_name)
+    nbytes = itemsize * prod(shape)
+    if nbytes == 0:
+        return
+    contiguous = address_of(dense, nbytes, dense_name)
+    extents, steps = _with_run(*coalesced((*shape, itemsize), (*strides, 1)))
+    word = gcd(VECTOR, extents[-1], contiguous, address, *steps[:-1])
+    extents, steps = coalesced((*extents[:-1], extents[-1] // word), (*steps[:-1], word))
+    kernel = _mover(word, len(extents), packing)
+    items = nbytes // word
+    kernel(items, stream, contiguous, address, items, *extents, *steps)
+
+
+def coalesced(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same elements in the same order with as few dimensions as there can be, and one at least."""
+    extents: list[int] = []
+    steps: list[int] = []
+    for extent, step in zip(shape, strides, strict=True):
+        if extent == 1:
+            continue
+        if extents and steps[-1] == extent * step:
+            extents[-1] *= extent
+            steps[-1] = step
+        else:
+            extents.append(extent)
+            steps.append(step)
+    return (tuple(extents), tuple(steps)) if extents else ((1,), (0,))
+
+
+def _with_run(extents: tuple[int, ...], steps: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Dimensions in bytes, of which the last is a run of bytes one after another."""
+    return (extents, steps) if steps[-1] == 1 else ((*extents, 1), (*steps, 1))
+
+
+@cache
+def _mover(word: int, dimensions: int, packing: bool) -> Any:
+    return Kernel(mover(word, dimensions, packing), 3, (dimensions, dimensions))
+
+
+def mover(word: int, dimensions: int, packing: bool) -> Callable[..., None]:
+    """The kernel, as Python, that moves words of some bytes, a thread one after another."""
+    if word == VECTOR:
+        load, store = accesses(types.uint64, 2, True)
+    else:
+        load, store = accesses(_WORDS[word], 1, False)
+    offset = _offset(dimensions)
+
+    def move(dense, strided, count, extents, steps):
+        index = cuda.grid(1)
+        while index < count:
+            there = strided + offset(index, extents, steps)
+            if packing:
+                store(dense + index * word, load(there))
+            else:
+                store(there, load(dense + index * word))
+            index += cuda.gridsize(1)
+
+    return move
+
+
+@cache
+def _offset(dimensions: int) -> Any:
+    """A function for an element's offset in bytes from its number in C order."""
+    if dimensions == 1:
+        return device(lambda index, extents, steps: index * steps[0])
+    outer, last = _offset(dimensions - 1), dimensions - 1
+
+    @device
+    def offset(index, extents, steps):
+        rest = index // extents[last]
+        return outer(rest, extents[:last], steps[:last]) + (index - rest * extents[last]) * steps[last]
+
+    return offset
+
+
+def scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: Any, stream: int) -> None:
+    """dst = src * factor; does not wait.
+
+    Args:
+        dst, src: device addresses, the same or apart, aligned to the elements.
+        count: elements.
+        dtype: float or complex, also bfloat16.
+        factor: a number. It goes with the launch: pinned memory for it would be released on a thread that may not wait.
+        stream: the handle of a CUDA stream of the current device.
+    """
+    if count:
+        _scaler(dtype)(count, stream, dst, src, count, *_words(factor, dtype))
+
+
+def _words(factor: Any, dtype: np.dtype[Any]) -> list[int]:
+    """The bits of a number's lanes."""
+    number = np.zeros(1, dtype)
+    number[0] = factor
+    words: list[int] = number.view(f"i{size_of(element_of(dtype).lane)}").tolist()
+    return words
+
+
+@cache
+def _scaler(dtype: np.dtype[Any]) -> Any:
+    return Kernel(scaler(dtype), 3, (element_of(dtype).lanes,))
+
+
+def scaler(dtype: np.dtype[Any]) -> Callable[..., None]:
+    """The kernel, as Python, an element at a time; `factor` is a tuple of words, one a lane."""
+    element = element_of(dtype)
+    load, store = accesses(element.lane, element.lanes, False)
+    size = size_of(element.lane) * element.lanes
+    widen = element.widen or device(lambda a: a)
+    narrow = element.narrow or device(lambda a: a)
+    times = combination(PRODUCT, element, "c" if element.lanes == 2 else "f")
+    lane = lane_of(element.lane)
+    one = device(lambda words: (lane(words[0]),))
+    lanes = device(lambda words: (lane(words[0]), lane(words[1]))) if element.lanes == 2 else one
+
+    def multiply(dst, src, count, factor):
+        by = widen(lanes(factor))
+        index = cuda.grid(1)
+        while index < count:
+            store(dst + index * size, narrow(times(widen(load(src + index * size)), by)))
+            index += cuda.gridsize(1)
+
+    return multiply

@@ -1,0 +1,299 @@
+"""Reducers for arrays on a GPU: the operations and dtypes of kernels/reduce.py, in rank order and in one pass.
+
+The bits are those of the CPU's reducers, but for two things. A NaN that SUM, AVG or PRODUCT makes of float32, float64
+or complex numbers has another sign and payload (MIN and MAX hand on its bits, float16 and bfloat16 have one NaN).
+And in a custom operation's function NVVM fuses a * b + c, which rounds once.
+
+A reduction is a kernel, each thread of which takes 16 bytes of every source through registers:
+
+    kernel(dst, head, packs, count, srcs)
+
+`srcs` is a tuple of n addresses. The first `head` elements and those after the packs are taken one by one. `dst` is one
+of the sources or apart from all: a thread reads all sources' elements before it writes any.
+
+Functions over many lanes and over many sources are put together from two of half the size, so that the code that
+results has no loop over either and stays in registers, and the simulator runs the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.reduce_op import NAMES, ReduceOp
+from ...errors import ArrayError, UsageError
+from ..reduce import kind_of, memory_type, refuse_undefined
+from .accesses import VECTOR, accesses, size_of
+from .addresses import address_of
+from .combining import Element, combination, combination_by, element_of, ending, records_kernel
+from .kernel import CompilationError, Kernel
+from .toolkit import cuda, device
+
+MOST_SOURCES = 64
+"""More make the straight-line code of a kernel, and so its compilation, long; a node has fewer GPUs."""
+
+_compiling = threading.Lock()
+
+
+class CudaReducer:
+    """A reduction of one operation and dtype; its kernels are compiled at the first launch with so many sources."""
+
+    def __init__(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
+        self._op, self._dtype = op, dtype
+        memory_type(op, dtype)
+        refuse_undefined(op, dtype)
+        structured = dtype.names is not None
+        self._itemsize = dtype.itemsize
+        lane = dtype.itemsize if structured else size_of(element_of(dtype).lane)
+        self._misaligned = 0 if structured else lane - 1
+        self._per_pack = 0 if structured else VECTOR // dtype.itemsize
+        self._kernels: dict[int, Callable[..., None]] = {}
+
+    def launch(self, dst: Any, srcs: Sequence[Any], count: int, stream: int = 0) -> None:
+        """Reduce n arrays of `count` elements into `dst`, one of them or apart from all; does not wait.
+
+        Args:
+            dst: a device address, or a contiguous array with `__cuda_array_interface__`.
+            srcs: likewise, in rank order.
+            count: elements.
+            stream: the handle of a CUDA stream of the current device; what wrote the sources must precede on it.
+
+        Raises:
+            ArrayError: an array is not contiguous, too small or not aligned to its elements.
+            UsageError: no sources or more than MOST_SOURCES, another device is current, or a custom operation's
+                function cannot be compiled.
+            UnavailableError: there is no GPU.
+        """
+        nbytes = count * self._itemsize
+        if nbytes == 0:
+            return
+        kernel = self._kernels.get(len(srcs)) or self._compile(len(srcs))
+        to = address_of(dst, nbytes, "dst")
+        addresses = [address_of(src, nbytes, "a source") for src in srcs]
+        bits = to
+        for address in addresses:
+            bits |= address
+        head = 0 if not bits & (VECTOR - 1) else self._head(to, addresses, count, bits)
+        packs = (count - head) // self._per_pack if self._per_pack else 0
+        items = max(packs // unroll(len(addresses)), count - packs * self._per_pack, 1)
+        kernel(items, stream, to, head, packs, count, *addresses)
+
+    def prepare(self, n: int) -> None:
+        """Compile the kernel for n sources now; raises what `launch` would."""
+        if n not in self._kernels:
+            self._compile(n)
+
+    def _head(self, dst: int, srcs: list[int], count: int, bits: int) -> int:
+        """Elements until all arrays are at multiples of 16 bytes: all, if they never are together."""
+        if bits & self._misaligned:
+            raise ArrayError(
+                f"{self._dtype} arrays on a GPU must be aligned to {self._misaligned + 1} bytes, got addresses "
+                f"{', '.join(hex(address) for address in (dst, *srcs))}; give copies"
+            )
+        ahead = -dst % VECTOR
+        if ahead % self._itemsize or any((src - dst) % VECTOR for src in srcs):
+            return count
+        return min(count, ahead // self._itemsize)
+
+    def _compile(self, n: int) -> Callable[..., None]:
+        if not 0 < n <= MOST_SOURCES:
+            raise UsageError(f"a reduction on a GPU takes 1 to {MOST_SOURCES} arrays, got {n}")
+        with _compiling:
+            if n not in self._kernels:
+                self._kernels[n] = _custom_errors(
+                    self._op, self._dtype, lambda: Kernel(self.kernel(n), 4, (n,))
+                )
+            return self._kernels[n]
+
+    def kernel(self, n: int) -> Callable[..., None]:
+        """The kernel for n sources, as Python; see above."""
+        op, dtype, kind = self._op, self._dtype, kind_of(self._dtype)
+        if dtype.names is not None:
+            assert op.function is not None
+            return records_kernel(op.function, dtype)
+        element = element_of(dtype)
+        if op.function is not None:
+            combine = combination_by(op.function, element, kind)
+        else:
+            combine = combination(op.code, element, kind)
+        return kernel_of(Fold(element, combine, ending(op.code, element, n)), n)
+
+
+def _custom_errors(op: ReduceOp, dtype: np.dtype[Any], compile: Callable[[], Any]) -> Any:
+    if op.function is None:
+        return compile()
+    try:
+        return compile()
+    except CompilationError as error:
+        said = error.__cause__
+    except UsageError:
+        raise
+    except Exception as error:  # Numba lets errors of many kinds through
+        said = error
+    raise UsageError(
+        f"{op!r}: Numba cannot compile the function {op.name!r} for CUDA and elements of dtype {dtype}; "
+        f"it must take two of them and return one. Numba says: {said}"
+    ) from said
+
+
+def cuda_reducer(op: ReduceOp, dtype: np.dtype[Any]) -> CudaReducer:
+    """The reduction by `op` of arrays of `dtype` on a GPU; PREMUL_SUM adds what was multiplied before.
+
+    A custom operation stays compiled, and its ReduceOp alive, until the process ends.
+
+    Raises:
+        ArrayError: there is no such operation for this dtype.
+    """
+    return _custom(op, dtype) if op.function is not None else _predefined(op.code, dtype)
+
+
+@cache
+def _custom(op: ReduceOp, dtype: np.dtype[Any]) -> CudaReducer:
+    return CudaReducer(op, dtype)
+
+
+@cache
+def _predefined(code: int, dtype: np.dtype[Any]) -> CudaReducer:
+    return CudaReducer(ReduceOp(NAMES[code], code), dtype)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What is done to elements."""
+
+    element: Element
+    combine: Callable[..., Any]
+    """Of two groups."""
+    end: Callable[..., Any] | None
+    """Of the combined group."""
+
+
+def unroll(n: int) -> int:
+    """Packs of every source that a thread has in flight. Unmeasured: it keeps 64 bytes a thread on their way."""
+    return max(1, 4 // n)
+
+
+def kernel_of(fold: Fold, n: int) -> Callable[..., None]:
+    """The kernel for n sources, as Python."""
+    element = fold.element
+    lanes, group = VECTOR // size_of(element.lane), element.lanes
+    size, per_pack = size_of(element.lane) * group, lanes // group
+    ahead = unroll(n)
+    many = _transfer(fold, n, lanes, True, ahead)
+    wide = _transfer(fold, n, lanes, True, 1)
+    one = _transfer(fold, n, group, False, 1)
+
+    def reduce(dst, head, packs, count, srcs):
+        step = cuda.gridsize(1)
+        start = head * size
+        pack = cuda.grid(1)
+        while pack + (ahead - 1) * step < packs:
+            many(dst, srcs, start + pack * VECTOR, step * VECTOR)
+            pack += ahead * step
+        while pack < packs:
+            wide(dst, srcs, start + pack * VECTOR, 0)
+            pack += step
+        taken = packs * per_pack
+        index = cuda.grid(1)
+        while index < count - taken:
+            one(dst, srcs, (index if index < head else index + taken) * size, 0)
+            index += step
+
+    return reduce
+
+
+def _transfer(fold: Fold, n: int, lanes: int, whole: bool, ahead: int) -> Any:
+    """A function that reduces lanes at some bytes from the arrays' beginnings, at `ahead` places a gap apart.
+
+    What is at all places is read before any is written, so that the loads are under way together.
+    """
+    load, store = accesses(fold.element.lane, lanes, whole)
+    value = _reduction(fold, n, lanes, load)
+    values, write = _values(value, ahead), _writes(store, lanes, ahead)
+    return device(lambda dst, srcs, at, gap: write(dst + at, gap, values(srcs, at, gap)))
+
+
+def _values(value: Any, ahead: int) -> Any:
+    if ahead == 1:
+        return device(lambda srcs, at, gap: value(srcs, at))
+    half = ahead // 2
+    some = _values(value, half)
+    return device(lambda srcs, at, gap: some(srcs, at, gap) + some(srcs, at + half * gap, gap))
+
+
+def _writes(store: Any, lanes: int, ahead: int) -> Any:
+    if ahead == 1:
+        return device(lambda address, gap, values: store(address, values))
+    half = ahead // 2
+    some, middle = _writes(store, lanes, half), lanes * half
+
+    @device
+    def write(address, gap, values):
+        some(address, gap, values[:middle])
+        some(address + half * gap, gap, values[middle:])
+
+    return write
+
+
+def _reduction(fold: Fold, n: int, lanes: int, load: Any) -> Any:
+    """A function that combines lanes of all sources, some bytes from their beginnings."""
+    group = fold.element.lanes
+    widen = _chain(lanes, group, fold.element.widen)
+    finish = _chain(lanes, group, fold.end, fold.element.narrow)
+    if n == 1:
+        return device(lambda srcs, at: finish(widen(load(srcs[0] + at))))
+    rest = _taking(load, widen, _lanewise(fold.combine, lanes // group, group))(n - 1)
+    return device(lambda srcs, at: finish(rest(widen(load(srcs[0] + at)), srcs[1:], at)))
+
+
+def _taking(load: Any, widen: Any, combine: Any) -> Callable[[int], Any]:
+    """Makes functions that combine what was taken with some more sources, in order."""
+
+    @cache
+    def take(sources: int) -> Any:
+        if sources == 1:
+            return device(lambda taken, srcs, at: combine(taken, widen(load(srcs[0] + at))))
+        half = sources // 2
+        first, second = take(half), take(sources - half)
+        return device(lambda taken, srcs, at: second(first(taken, srcs[:half], at), srcs[half:], at))
+
+    return take
+
+
+def _lanewise(combine: Any, parts: int, group: int) -> Any:
+    """`combine` for tuples of `parts` groups."""
+    if parts == 1:
+        return combine
+    half = parts // 2 * group
+    part = _lanewise(combine, parts // 2, group)
+    return device(lambda a, b: part(a[:half], b[:half]) + part(a[half:], b[half:]))
+
+
+def _chain(lanes: int, group: int, *functions: Callable[..., Any] | None) -> Any:
+    """Functions of a group one after another, for tuples of lanes."""
+    chained = device(lambda a: a)
+    for function in functions:
+        if function is not None:
+            chained = _after(chained, _mapped(function, lanes // group, group))
+    return chained
+
+
+def _after(first: Any, second: Any) -> Any:
+    return device(lambda a: second(first(a)))
+
+
+def _mapped(function: Any, parts: int, group: int) -> Any:
+    """`function` for tuples of `parts` groups."""
+    if parts == 1:
+        return function
+    half = parts // 2 * group
+    part = _mapped(function, parts // 2, group)
+    return device(lambda a: part(a[:half]) + part(a[half:]))

@@ -1,0 +1,149 @@
+"""Which carrier serves a group: the choice as such, and the agreement of ranks inside their first call."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from net.groups import everybody, groups
+
+from fastcoll import ReduceOp
+from fastcoll.core.carrier import StreamCall
+from fastcoll.core.work import Work
+from fastcoll.errors import FastcollError, GroupError, MismatchError
+from fastcoll.gpu import auto
+from fastcoll.gpu.auto import IPC, NCCL, STAGED, AutoCarrier, Facts, choose
+from fastcoll.gpu.staged import StagedCarrier
+
+from .fake_array import FakeArray
+
+
+def rank(gpu, nccl=True, kernels=True, reaches_all=True):
+    return Facts(gpu.encode(), nccl, kernels, reaches_all)
+
+
+@pytest.mark.parametrize(
+    ("facts", "one_node", "wanted"),
+    [
+        ([rank("a"), rank("a")], True, IPC),
+        ([rank("a"), rank("b")], True, IPC),
+        ([rank("a")], True, IPC),
+        ([rank("a"), rank("b", reaches_all=False)], True, NCCL),
+        ([rank("a"), rank("b", kernels=False)], True, NCCL),
+        ([rank("a"), rank("b")], False, NCCL),
+        ([rank("a"), rank("a")], False, STAGED),
+        ([rank("a"), rank("b", nccl=False)], False, STAGED),
+        ([rank("a", kernels=False), rank("a")], True, STAGED),
+        ([rank("a", nccl=False), rank("b", reaches_all=False)], True, STAGED),
+    ],
+)
+def test_choose(facts, one_node, wanted):
+    assert choose(facts, one_node) == wanted
+
+
+def test_backends_that_need_no_agreement(gpu):
+    with groups(1) as (group,):
+        assert isinstance(auto.carrier_for("tcp", group), StagedCarrier)
+        assert isinstance(auto.carrier_for("gloo", group), StagedCarrier)
+        assert isinstance(auto.carrier_for("mpi", group), StagedCarrier)
+        assert isinstance(auto.carrier_for("auto", group), AutoCarrier)
+
+
+def test_every_rank_says_what_it_knows_of_its_gpu(two_gpus):
+    gpu = two_gpus
+    with groups(2) as made:
+        same = everybody(made, lambda g: auto.agree(g, 1))
+        assert [each.gpu for each in same[0]] == [gpu.uuid(1)] * 2
+        assert same[0] == same[1]
+        assert all(each.reaches_all for each in same[0])
+        gpu.apart.add((1, 0))
+        facts, _ = everybody(made, lambda g: auto.agree(g, g.rank))
+        assert [each.reaches_all for each in facts] == [True, False]
+        assert auto.on_one_node(made[0])
+
+
+class Queueing(StagedCarrier):
+    """Stands for a carrier that queues on streams: it notes who started calls, and is through at once."""
+
+    started: list[str]
+
+    def plan(self, operation, timeout=None):
+        return Started(self)
+
+
+class Started(StreamCall):
+    def __init__(self, carrier):
+        self.carrier = carrier
+
+    def start(self, name, owners):
+        self.carrier.started.append(f"{name} {len(owners)}")
+        work = Work(name)
+        work._finish()
+        return work
+
+
+@pytest.fixture
+def queueing(monkeypatch):
+    """Groups whose ranks choose a Queueing carrier."""
+    monkeypatch.setattr(auto, "choose", lambda facts, one_node: NCCL)
+    monkeypatch.setattr(Queueing, "started", [], raising=False)
+    monkeypatch.setattr("fastcoll.gpu.nccl.backend.NcclCarrier", Queueing)
+
+
+@pytest.mark.usefixtures("gpu", "queueing")
+def test_later_calls_are_the_chosen_carriers_own():
+    with groups(1) as (group,):
+        group.serve_gpus(lambda g: auto.carrier_for("auto", g))
+        x = FakeArray(np.ones(3))
+        group.all_reduce(x, async_op=True).wait()
+        group.all_reduce(x)
+        # The owners of the first are finished by the call that chose.
+        assert Queueing.started == ["all_reduce 0", "all_reduce 1"]
+
+
+@pytest.mark.usefixtures("gpu", "queueing")
+def test_calls_stay_behind_those_that_wait_for_the_choice():
+    with groups(1) as (group,):
+        group.serve_gpus(lambda g: auto.carrier_for("auto", g))
+        x = FakeArray(np.ones(3))
+        group.all_reduce(x)
+        go_on = threading.Event()
+        group.gate.queue.submit("holding", go_on.wait)
+        second = group.all_reduce(x, async_op=True)
+        assert len(Queueing.started) == 1
+        go_on.set()
+        second.wait()
+        assert len(Queueing.started) == 2
+
+
+@pytest.mark.usefixtures("gpu")
+def test_ranks_that_differ_in_their_first_call_may_try_again():
+    with groups(2) as made:
+        for group in made:
+            group.serve_gpus(lambda g: auto.carrier_for("auto", g))
+        xs = [np.ones(3), np.ones(3)]
+        results = everybody(made, lambda g: g.all_reduce(FakeArray(xs[0])) if g.rank == 0 else g.barrier())
+        assert [type(result) for result in results] == [MismatchError] * 2
+        assert "here all_reduce" in str(results[0])
+        assert everybody(made, lambda g: g.all_reduce(FakeArray(xs[g.rank]), ReduceOp.MAX)) == [None, None]
+        assert isinstance(made[0].devices().chosen, StagedCarrier)
+
+
+def test_a_rank_that_cannot_say_ends_the_call_on_all(two_gpus, monkeypatch):
+    with groups(2) as made:
+        for group in made:
+            group.serve_gpus(lambda g: auto.carrier_for("auto", g))
+        uuid = two_gpus.uuid
+
+        def fail(device):
+            if device == 1:
+                raise FastcollError("CUDA: asking a GPU's name failed")
+            return uuid(device)
+
+        monkeypatch.setattr(two_gpus, "uuid", fail)
+        xs = [np.ones(3), np.ones(3)]
+        two_gpus.place(xs[1], 1)
+        results = everybody(made, lambda g: g.all_reduce(FakeArray(xs[g.rank])))
+        assert isinstance(results[0], GroupError)
+        assert "asking a GPU's name" in str(results[1])

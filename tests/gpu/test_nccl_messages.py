@@ -1,0 +1,513 @@
+"""Messages between GPUs by a fake NCCL: ranks are threads, each with a fake GPU, and real mailboxes between them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator
+from ctypes import byref, c_void_p
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from together import together
+
+from fastcoll.errors import CollectiveTimeoutError, MismatchError, UsageError
+from fastcoll.gpu.nccl.bindings import Config, Library, UniqueId
+from fastcoll.gpu.nccl.communicator import Seat
+from fastcoll.gpu.nccl.messages import STAGED, Letter
+
+from .fake_nccl import FakeNccl
+from .fake_runtime import FakeRuntime
+from .nccl_mail_world import MailRanks, mail_world
+
+Array = np.ndarray[Any, Any]
+F4 = np.dtype(np.float32)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[MailRanks]:
+    with mail_world(request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[MailRanks]:
+    with mail_world(2) as made:
+        yield made
+
+
+def filled(value: float, count: int = 5, dtype: Any = F4) -> Array:
+    return np.full(count, value, dtype)
+
+
+def made(ranks: MailRanks) -> int:
+    """How many ends of communicators there are."""
+    return ranks.nccl.calls.count("ncclCommInitRankConfig")
+
+
+# ---- what arrives ----------------------------------------------------------------------------------------
+
+
+def test_send_and_recv_around_a_ring(ranks: MailRanks) -> None:
+    hosts = [oracle.values(rank, 1000, F4) for rank in range(ranks.size)]
+    got = [np.zeros_like(host) for host in hosts]
+
+    def does(rank: int, group: Any) -> None:
+        right, left = (rank + 1) % ranks.size, (rank - 1) % ranks.size
+        x, y = ranks.array(rank, hosts[rank]), ranks.array(rank, got[rank])
+        if rank == 0:
+            group.send(x, right, 3)
+            assert group.recv(y, left, 3) == left
+        else:
+            assert group.recv(y, None, 3) == left
+            group.send(x, right, 3)
+
+    ranks.run(does)
+    for rank in range(ranks.size):
+        oracle.assert_same(got[rank], hosts[rank - 1])
+
+
+@pytest.mark.parametrize("dtype", [*oracle.MOVABLE[-3:], np.dtype(ml_dtypes.bfloat16)], ids=str)
+def test_every_dtype_is_moved(pair: MailRanks, dtype: np.dtype) -> None:
+    sent, got = oracle.values(0, 9, dtype), np.zeros(9, dtype)
+
+    def does(rank: int, group: Any) -> None:
+        if rank == 0:
+            group.send(pair.array(0, sent), 1)
+        else:
+            group.recv(pair.array(1, got), 0)
+
+    pair.run(does)
+    oracle.assert_same(got, sent)
+
+
+def test_ranks_that_all_send_first(ranks: MailRanks) -> None:
+    """Each to all others, several messages, taken by tags in another order than sent."""
+    tags = (4, 0, 9)
+    got = {
+        key: filled(-1)
+        for key in itertools.product(range(ranks.size), range(ranks.size), tags)
+        if key[0] != key[1]
+    }
+
+    def does(rank: int, group: Any) -> None:
+        peers = [peer for peer in range(ranks.size) if peer != rank]
+        sends = [
+            group.isend(ranks.array(rank, filled(100 * rank + 10 * peer + tag)), peer, tag)
+            for tag in tags
+            for peer in peers
+        ]
+        receives = [
+            group.irecv(ranks.array(rank, got[peer, rank, tag]), peer, tag)
+            for tag in reversed(tags)
+            for peer in peers
+        ]
+        for work in (*receives, *sends):
+            assert work.wait()
+
+    ranks.run(does)
+    for (source, rank, tag), host in got.items():
+        assert host.tolist() == [100 * source + 10 * rank + tag] * 5
+
+
+def test_each_direction_has_one_communicator_and_messages_keep_their_order(pair: MailRanks) -> None:
+    got = [filled(0) for _ in range(20)]
+
+    def does(rank: int, group: Any) -> None:
+        if rank == 0:
+            works = [group.isend(pair.array(0, filled(k)), 1, 7) for k in range(20)]
+        else:
+            works = [group.irecv(pair.array(1, x), 0, 7) for x in got]
+        for work in works:
+            work.wait()
+
+    pair.run(does)
+    before = made(pair)
+    pair.run(does)
+    assert [x[0] for x in got] == list(range(20))
+    assert made(pair) == before <= 4
+
+
+def test_any_source_says_who_it_was(ranks: MailRanks) -> None:
+    got = [filled(-1) for _ in range(ranks.size - 1)]
+    sources = []
+
+    def does(rank: int, group: Any) -> None:
+        if rank:
+            group.send(ranks.array(rank, filled(rank)), 0, 1)
+            return
+        works = [group.irecv(ranks.array(0, host), None, 1) for host in got]
+        sources.extend(work.source_rank() for work in works)
+
+    ranks.run(does)
+    assert sorted(sources) == list(range(1, ranks.size))
+    assert [host[0] for host in got] == sources
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (1, 3, 2, 0), (2, 0, 3, 1)])
+def test_batches_in_any_order(ranks: MailRanks, order: tuple[int, ...]) -> None:
+    got = [[filled(-1), filled(-1)] for _ in range(ranks.size)]
+
+    def does(rank: int, group: Any) -> None:
+        right, left = (rank + 1) % ranks.size, (rank - 1) % ranks.size
+        ops = [
+            lambda: group.isend(ranks.array(rank, filled(rank)), right, 1),
+            lambda: group.isend(ranks.array(rank, filled(rank + 50)), left, 2),
+            lambda: group.irecv(ranks.array(rank, got[rank][0]), left, 1),
+            lambda: group.irecv(ranks.array(rank, got[rank][1]), right, 2),
+        ]
+        mine = order if rank else tuple(reversed(order))
+        for work in [ops[place]() for place in mine]:
+            work.wait()
+
+    ranks.run(does)
+    for rank, (first, second) in enumerate(got):
+        assert (first == (rank - 1) % ranks.size).all()
+        assert (second == (rank + 1) % ranks.size + 50).all()
+
+
+def test_strided_and_empty_arrays(pair: MailRanks) -> None:
+    sent, got = oracle.values(0, 12, F4).reshape(4, 3), np.zeros((4, 3), F4)
+
+    def does(rank: int, group: Any) -> None:
+        base = (sent, got)[rank]
+        column, empty = pair.array(rank, base[:, 1]), pair.array(rank, np.zeros(0, F4))
+        if rank == 0:
+            group.send(column, 1)
+            group.send(empty, 1)
+        else:
+            assert group.recv(column, 0) == 0
+            assert group.recv(empty, None) == 0
+
+    pair.run(does)
+    oracle.assert_same(got[:, 1].copy(), sent[:, 1].copy())
+    assert not got[:, ::2].any()
+
+
+def test_messages_and_collectives_at_the_same_time(ranks: MailRanks) -> None:
+    sums, got = [filled(1) for _ in range(ranks.size)], [filled(0) for _ in range(ranks.size)]
+
+    def does(rank: int, group: Any) -> None:
+        right, left = (rank + 1) % ranks.size, (rank - 1) % ranks.size
+        works = [
+            group.isend(ranks.array(rank, filled(rank)), right),
+            group.all_reduce(ranks.array(rank, sums[rank]), async_op=True),
+            group.irecv(ranks.array(rank, got[rank]), left),
+        ]
+        for work in works:
+            work.wait()
+
+    ranks.run(does)
+    assert [int(host[0]) for host in got] == [(rank - 1) % ranks.size for rank in range(ranks.size)]
+    assert all((host == ranks.size).all() for host in sums)
+
+
+# ---- to oneself ------------------------------------------------------------------------------------------
+
+
+def test_to_oneself(pair: MailRanks) -> None:
+    base, copied, got, last = np.arange(9, dtype=F4), filled(3), filled(0), filled(0)
+
+    def does(rank: int, group: Any) -> None:
+        if rank:
+            return
+        x = pair.array(0, copied)
+        group.send(x, 0, 5)  # of a copy
+        group.send(pair.array(0, np.zeros(0, F4)), 0, 6)
+        pair.gpu.settle()
+        copied[:] = 9
+        assert group.recv(pair.array(0, got), None, 5) == 0
+        assert group.recv(pair.array(0, np.zeros(0, F4)), 0, 6) == 0
+        receive = group.irecv(pair.array(0, base[1:6]), 0)
+        send = group.isend(pair.array(0, base[0:5]), 0)
+        assert send.wait(timeout=20)
+        assert receive.source_rank() == 0
+        last[:] = base[1:6]
+
+    before = made(pair)
+    pair.run(does)
+    assert (got == 3).all()
+    assert last.tolist() == [0, 1, 2, 3, 4]  # they overlap
+    assert made(pair) == before
+
+
+def test_to_oneself_of_another_size(pair: MailRanks) -> None:
+    def does(rank: int, group: Any) -> None:
+        if rank == 0:
+            send = group.isend(pair.array(0, filled(1, 4)), 0)
+            with pytest.raises(MismatchError, match=r"the array on rank 0.* holds \(float32, 5 elements\)"):
+                group.recv(pair.array(0, filled(1, 5)), 0)
+            with pytest.raises(
+                MismatchError, match=r"the message from rank 0.* holds \(float32, 4 elements\)"
+            ):
+                send.wait()
+
+    pair.run(does)
+
+
+# ---- streams ---------------------------------------------------------------------------------------------
+
+
+def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: MailRanks) -> None:
+    gates = [threading.Event(), threading.Event()]
+    hosts, seen = [filled(1), filled(0)], filled(-1)
+
+    def does(rank: int, group: Any) -> None:
+        gpu = pair.gpu
+        stream = gpu.new_stream(rank)
+        x = pair.array(rank, hosts[rank], stream)
+
+        def gated() -> None:
+            assert gates[rank].wait(20)
+            hosts[rank][:] = 10 + rank
+
+        gpu.queue("kernel", stream, gated)
+        work = group.isend(x, 1) if rank == 0 else group.irecv(x, 0)
+        work.wait()  # of streams, as the gates are still shut
+        with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0\.01 s"):
+            work.wait(timeout=0.01)
+        assert not work.is_completed()
+        later = (lambda: hosts[0].fill(77)) if rank == 0 else (lambda: seen.__setitem__(..., hosts[1]))
+        gpu.queue("kernel", stream, later)
+        if rank == 0:
+            gates[0].set()
+            with pytest.raises(CollectiveTimeoutError):  # as the receiver's gate is still shut
+                work.wait(timeout=0.1)
+            gates[1].set()
+        assert work.wait(timeout=20)
+        assert work.is_success()
+        gpu.end_stream(stream)
+
+    pair.run(does)
+    assert (seen == 10).all()
+    assert (hosts[0] == 77).all()
+
+
+def test_what_was_queued_after_a_message_was_posted_is_not_waited_for(pair: MailRanks) -> None:
+    """Else two ranks whose streams go on with each other's messages would wait for ever."""
+    got = [filled(0), filled(0)]
+
+    def does(rank: int, group: Any) -> None:
+        stream = pair.gpu.new_stream(rank)
+        x = pair.array(rank, filled(rank + 1), stream)
+        send = group.isend(x, 1 - rank)
+        gate = threading.Event()
+        pair.gpu.queue("kernel", stream, lambda: void(gate.wait(20)))
+        other = pair.gpu.new_stream(rank)
+        receive = group.irecv(pair.array(rank, got[rank], other), 1 - rank)
+        assert receive.wait(timeout=10)
+        gate.set()
+        send.wait()
+        pair.gpu.end_stream(stream)
+        pair.gpu.end_stream(other)
+
+    pair.run(does)
+    assert [host[0] for host in got] == [2, 1]
+
+
+def test_works_call_back_and_can_be_awaited(pair: MailRanks) -> None:
+    got, seen = filled(0), []
+
+    async def awaited(work: Any) -> Any:
+        return await work
+
+    def does(rank: int, group: Any) -> None:
+        if rank == 0:
+            work = group.isend(pair.array(0, filled(4)), 1)
+            work.add_done_callback(lambda done: seen.append(done.is_success()))
+            assert asyncio.run(awaited(work)) is None
+        else:
+            assert asyncio.run(awaited(group.irecv(pair.array(1, got), None))) == 0
+            assert (got == 4).all()
+
+    pair.run(does)
+    assert seen == [True]
+
+
+def test_a_callback_may_not_wait_for_messages_but_post_them(pair: MailRanks) -> None:
+    got, refusals = filled(0), []
+    posted: list[Any] = []
+    done = threading.Event()
+
+    def does(rank: int, group: Any) -> None:
+        if rank == 0:
+            group.send(pair.array(0, filled(0)), 1)
+            assert done.wait(20)
+            group.send(pair.array(0, filled(1)), 1, 3)
+            return
+
+        def again(_: Any) -> None:
+            with pytest.raises(UsageError, match="a Work's callback may not wait") as caught:
+                group.recv(pair.array(1, got), 0)
+            refusals.append(caught.value)
+            posted.append(group.irecv(pair.array(1, got), 0, 3))
+            with pytest.raises(UsageError, match=r"waiting for recv from rank 0 .*, tag 3.*may not wait"):
+                posted[0].wait()
+            done.set()
+
+        group.irecv(pair.array(1, filled(0)), 0).add_done_callback(again)
+        assert done.wait(20)
+        posted[0].wait(timeout=20)
+
+    pair.run(does)
+    assert len(refusals) == 1
+    assert (got == 1).all()
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other", [filled(0, 6), filled(0, 5, "i4"), np.zeros(0, F4)], ids=["size", "dtype", "empty"]
+)
+def test_a_message_that_does_not_fit_raises_on_both_sides_and_the_group_goes_on(
+    pair: MailRanks, other: Array
+) -> None:
+    got = filled(0)
+
+    def does(rank: int, group: Any) -> str:
+        if rank == 0:
+            with pytest.raises(MismatchError, match=r"^send to rank 1 .*: the message from rank 0") as caught:
+                group.send(pair.array(0, filled(1)), 1, 2)
+            group.send(pair.array(0, filled(2)), 1, 2)
+        else:
+            with pytest.raises(MismatchError, match=r"^recv from rank 0 .*: the array on rank 1") as caught:
+                group.recv(pair.array(1, other.copy()), 0, 2)
+            group.recv(pair.array(1, got), 0, 2)
+        return str(caught.value)
+
+    for text in pair.run(does):
+        assert "holds (float32, 5 elements)" in text
+        assert f"({other.dtype}, {other.size} elements)" in text
+        assert "both must have the same dtype and number of elements. The message was dropped" in text
+    assert (got == 2).all()
+
+
+@pytest.mark.parametrize("on_gpu", [0, 1])
+def test_arrays_on_the_host_and_on_a_gpu_do_not_fit(pair: MailRanks, on_gpu: int) -> None:
+    def does(rank: int, group: Any) -> str:
+        x = pair.array(rank, filled(rank)) if rank == on_gpu else filled(rank)
+        with pytest.raises(MismatchError) as caught:
+            group.send(x, 1, 8) if rank == 0 else group.recv(x, 0, 8)
+        y = pair.array(rank, filled(rank))
+        group.send(y, 1, 8) if rank == 0 else group.recv(y, 0, 8)
+        return str(caught.value)
+
+    for text in pair.run(does):
+        assert "holds an array on a GPU" in text
+        assert "holds (float32, 5 elements)" in text
+        assert "both must be on GPUs, or both in host memory" in text
+
+
+# ---- through the host ------------------------------------------------------------------------------------
+
+
+def test_ranks_that_share_a_gpu_go_through_the_host() -> None:
+    got = [filled(0), filled(0)]
+
+    def does(rank: int, group: Any) -> None:
+        x, y = ranks.array(rank, filled(rank + 1)), ranks.array(rank, got[rank])
+        works = [group.isend(x, 1 - rank), group.irecv(y, 1 - rank)]
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+
+    with mail_world(2, devices=1) as ranks:
+        ranks.run(does)
+        assert made(ranks) == 0
+    assert [host[0] for host in got] == [2, 1]
+
+
+def test_each_pair_of_ranks_decides_for_itself() -> None:
+    """Ranks 0 and 1 share a GPU, rank 2 has one of its own."""
+    got = {(a, b): filled(-1) for a in range(3) for b in range(3) if a != b}
+
+    def does(rank: int, group: Any) -> None:
+        peers = [peer for peer in range(3) if peer != rank]
+        works = [group.isend(ranks.array(rank, filled(10 * rank + peer)), peer) for peer in peers]
+        works += [group.irecv(ranks.array(rank, got[peer, rank]), peer) for peer in peers]
+        for work in works:
+            work.wait()
+
+    with mail_world(3) as ranks:
+        uuid = ranks.gpu.uuid
+        ranks.gpu.uuid = lambda device: uuid(max(device, 1))  # type: ignore[method-assign]
+        ranks.run(does)
+        assert made(ranks) == 8  # four directions
+    assert all((host == 10 * a + b).all() for (a, b), host in got.items())
+
+
+def test_the_mailbox_goes_on_while_a_message_waits_for_a_stream() -> None:
+    """Staged receives wait for the array's stream elsewhere."""
+    gate = threading.Event()
+    got = [filled(0), filled(0)]
+
+    def does(rank: int, group: Any) -> None:
+        if rank == 0:
+            for tag in (1, 2):
+                group.isend(ranks.array(0, filled(tag)), 1, tag)
+            group.recv(ranks.array(0, filled(0)), 1, 3)
+            return
+        stream = ranks.gpu.new_stream(0)
+        ranks.gpu.queue("kernel", stream, lambda: void(gate.wait(20)))
+        late = group.irecv(ranks.array(1, got[0], stream), 0, 1)
+        group.isend(filled(0), 1, 4)  # by the same mailbox
+        group.recv(filled(0), 1, 4)
+        assert not late.is_completed()
+        gate.set()
+        group.recv(ranks.array(1, got[1]), 0, 2)
+        late.wait()
+        group.send(ranks.array(1, filled(0)), 0, 3)
+        ranks.gpu.end_stream(stream)
+
+    with mail_world(2, devices=1) as ranks:
+        ranks.run(does)
+    assert [host[0] for host in got] == [1, 2]
+
+
+def test_letters() -> None:
+    seat = Seat(b"g" * 16, b"h" * 8, 22005, True, b"\1" * 128)
+    letter = Letter(3, 5 << 22 | 12, 1 << 40, seat, STAGED)
+    assert Letter.from_array(letter.to_array()) == letter
+
+
+# ---- what the fake finds ---------------------------------------------------------------------------------
+
+
+def test_the_fake_finds_two_ranks_that_send_first() -> None:
+    gpu = FakeRuntime(devices=2)
+    nccl: Any = FakeNccl(gpu)
+    identity = UniqueId.from_buffer_copy(Library(nccl).unique_id())
+    hosts, streams, ends = [filled(1), filled(2)], [gpu.new_stream(0), gpu.new_stream(1)], []
+    for rank in range(2):
+        with gpu.on(rank):
+            handle, config = c_void_p(), Config.non_blocking()
+            nccl.ncclCommInitRankConfig(byref(handle), 2, identity, rank, byref(config))
+            ends.append(handle)
+    first = ends[0]
+    for rank in range(2):
+        with gpu.on(rank):
+            nccl.ncclGroupStart()
+            nccl.ncclSend(hosts[rank].ctypes.data, 20, 1, 1 - rank, ends[rank], streams[rank])
+            nccl.ncclGroupEnd()
+
+    def run(stream: int) -> None:
+        try:
+            gpu.wait_stream(stream)
+        finally:
+            while ends:
+                nccl.ncclCommAbort(ends.pop())
+
+    errors = together(*[lambda stream=stream: run(stream) for stream in streams])
+    assert any("both ranks of a communicator send first" in str(error) for error in errors)
+    nccl.ncclGroupStart()
+    with pytest.raises(AssertionError, match="after the end of a communicator"):
+        nccl.ncclSend(hosts[0].ctypes.data, 20, 1, 1, first, streams[0])
+
+
+def void(_: object) -> None:
+    """Drop a result."""

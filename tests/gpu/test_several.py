@@ -1,0 +1,282 @@
+"""Several arrays of each rank: on the host, and on one and two fake GPUs, where Numba's simulator runs kernels.
+
+Those on GPUs are called "simulated"; test_conformance.py runs them, with the simulator. Ranks are threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+
+import numba
+import numpy as np
+import oracle
+import pytest
+from net.groups import everybody, groups
+
+import fastcoll
+from fastcoll import ReduceOp
+from fastcoll.core.carrier import StreamCall
+from fastcoll.errors import ArrayError, MismatchError, UsageError
+from fastcoll.gpu import several
+from fastcoll.gpu.staged import StagedCarrier
+from fastcoll.net.tcp.group import TcpGroup
+
+from .fake_array import FakeArray
+from .fake_runtime import FakeRuntime
+
+SIMULATED = pytest.mark.skipif(
+    not numba.config.ENABLE_CUDASIM, reason="needs Numba's simulator (NUMBA_ENABLE_CUDASIM=1)"
+)
+
+
+class Place:
+    """Puts arrays somewhere: on the host, or on GPUs in turn."""
+
+    def __init__(self, fake: FakeRuntime | None, gpus: int, carrier: type[StagedCarrier] = StagedCarrier):
+        self.fake, self.gpus, self.carrier = fake, gpus, carrier
+
+    def put(self, x, gpu=0):
+        if self.fake is None:
+            return x
+        if x.size:
+            base = x if x.base is None else x.base
+            self.fake.place(base, gpu % self.gpus)
+        return FakeArray(x)
+
+    @contextlib.contextmanager
+    def groups(self, n: int) -> Iterator[list[TcpGroup]]:
+        with groups(n) as made:
+            for group in made:
+                group.serve_gpus(self.carrier)
+            yield made
+
+    def everybody(self, made, call: Callable):
+        results = everybody(made, call)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        if self.fake is not None:
+            self.fake.settle()
+
+
+KEPT: list[object] = []
+
+
+class Queueing(StagedCarrier):
+    """What queues on a stream does the same there at once, and unpacks on it, as streams.py does."""
+
+    def plan(self, operation, timeout=None):
+        return Queued(super().plan(operation, timeout), self)
+
+
+class Queued(StreamCall):
+    def __init__(self, call, carrier):
+        self.call, self.carrier = call, carrier
+
+    def start(self, name, owners):
+        self.call()
+        KEPT.append(owners)  # until the stream is through
+        stream = self.carrier._transit.stream(0, "up")
+        for owner in owners:
+            owner.unpack(stream)
+        return fastcoll.Work(name)
+
+    def __call__(self):
+        raise AssertionError("started by the group")
+
+
+@pytest.fixture(
+    params=[
+        "host",
+        pytest.param("simulated-1", marks=SIMULATED),
+        pytest.param("simulated-2", marks=SIMULATED),
+        pytest.param("simulated-queueing", marks=SIMULATED),
+    ]
+)
+def place(request, monkeypatch) -> Iterator[Place]:
+    """Where arrays lie."""
+    if request.param == "host":
+        yield Place(None, 1)
+        return
+    monkeypatch.setattr(fastcoll.Work, "wait", lambda work: True)
+    fake = FakeRuntime(devices=2)
+    with fake.installed():
+        queueing = request.param.endswith("queueing")
+        yield Place(fake, 1 if request.param.endswith("1") else 2, Queueing if queueing else StagedCarrier)
+        KEPT.clear()
+        gc.collect()
+        assert fake.left() == []
+
+
+def inputs(n, many, count, dtype):
+    return [[oracle.values(10 * r + j, count, np.dtype(dtype)) for j in range(many)] for r in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [("SUM", "f4"), ("AVG", "f4"), ("AVG", "i4"), ("MAX", "i4"), ("PREMUL_SUM", "f4"), ("custom", "f4")],
+)
+def test_all_reduce(place, op, dtype):
+    n, many = 2, 3
+    given = inputs(n, many, 5, dtype)
+    flat = [x for mine in given for x in mine]
+    if op == "PREMUL_SUM":
+        how, want = ReduceOp.PREMUL_SUM(2.0), sum(flat) * 2
+    elif op == "custom":
+        how, want = ReduceOp.custom(lambda a, b: a), flat[0]
+    else:
+        how, want = getattr(ReduceOp, op), oracle.reduced(flat, getattr(ReduceOp, op))
+    with place.groups(n) as made:
+        place.everybody(
+            made,
+            lambda g: several.all_reduce(
+                g, [place.put(x, k) for k, x in enumerate(given[g.rank])], how, False
+            ),
+        )
+    for x in flat:
+        np.testing.assert_allclose(x, want, rtol=1e-5)
+
+
+def test_reduce_writes_one_array_only(place):
+    given = inputs(2, 2, 9, "f8")
+    before = [[x.copy() for x in mine] for mine in given]
+    want = oracle.reduced([x for mine in given for x in mine], ReduceOp.SUM)
+    for mine in given:
+        mine[0].flags.writeable = False
+    with place.groups(2) as made:
+        place.everybody(
+            made,
+            lambda g: several.reduce(
+                g, [place.put(x, k) for k, x in enumerate(given[g.rank])], 1, ReduceOp.SUM, 1, False
+            ),
+        )
+    np.testing.assert_allclose(given[1][1], want)
+    for r, j in ((0, 0), (0, 1), (1, 0)):
+        assert (given[r][j] == before[r][j]).all()
+
+
+def test_broadcast(place):
+    given = inputs(2, 3, 9, "i2")
+    want = given[1][2].copy()
+    given[1][2].flags.writeable = False
+    with place.groups(2) as made:
+        place.everybody(
+            made,
+            lambda g: several.broadcast(
+                g, [place.put(x, k) for k, x in enumerate(given[g.rank])], 1, 2, False
+            ),
+        )
+    assert all((x == want).all() for mine in given for x in mine)
+
+
+def test_all_gather(place):
+    given = inputs(2, 2, 5, "c8")
+    outs = [[[np.zeros(5, "c8") for _ in range(4)] for _ in range(2)] for _ in range(2)]
+    with place.groups(2) as made:
+        place.everybody(
+            made,
+            lambda g: several.all_gather(
+                g,
+                [[place.put(out, k) for out in outputs] for k, outputs in enumerate(outs[g.rank])],
+                [place.put(x, k) for k, x in enumerate(given[g.rank])],
+                False,
+            ),
+        )
+    flat = [x for mine in given for x in mine]
+    for mine in outs:
+        for outputs in mine:
+            assert all((out == x).all() for out, x in zip(outputs, flat, strict=True))
+
+
+def test_strided_arrays_and_asynchronous_calls(place):
+    rooms = [np.arange(24.0).reshape(2, 12) + g for g in range(2)]
+    want = sum(room[k, ::3] for room in rooms for k in range(2))
+    gaps = [room[:, 1::3].copy() for room in rooms]
+    with place.groups(2) as made:
+
+        def call(g):
+            xs = [place.put(rooms[g.rank][k, ::3], 0) for k in range(2)]
+            work = several.all_reduce(g, xs, ReduceOp.SUM, True)
+            if place.fake is None or place.carrier is StagedCarrier:
+                work._join()
+
+        place.everybody(made, call)
+    for room, gap in zip(rooms, gaps, strict=True):
+        assert (room[:, ::3] == want).all()
+        assert (room[:, 1::3] == gap).all()
+
+
+def test_streams_of_all_arrays_are_followed_and_wait(place):
+    if place.fake is None:
+        pytest.skip("no streams")
+    fake, xs = place.fake, [np.zeros(4), np.zeros(4)]
+    fake.place(xs[1], 1)
+    streams = [fake.new_stream(0), fake.new_stream(1)]
+    seen = []
+    with place.groups(1) as (group,):
+        for device, (x, stream) in enumerate(zip(xs, streams, strict=True)):
+            with fake.on(device):
+                fake.queue("kernel", stream, lambda x=x, device=device: x.fill(device + 1))
+        several.all_reduce(
+            group, [FakeArray(x, s) for x, s in zip(xs, streams, strict=True)], ReduceOp.SUM, False
+        )
+        for device, (x, stream) in enumerate(zip(xs, streams, strict=True)):
+            with fake.on(device):
+                fake.queue("kernel", stream, lambda x=x: seen.append(x.tolist()))
+            fake.end_stream(stream)
+    assert seen == [[3.0] * 4] * 2
+
+
+def test_wrong_calls(place):
+    put = place.put
+    with place.groups(2) as made:
+        g = made[0]
+        x, y = np.ones(3), np.ones(3)
+        for call, message in (
+            (lambda: several.all_reduce(g, [], ReduceOp.SUM, False), "one at least"),
+            (lambda: several.all_reduce(g, put(x), ReduceOp.SUM, False), "must be a list"),
+            (
+                lambda: several.all_reduce(g, [put(x), put(np.ones(4))], ReduceOp.SUM, False),
+                "same dtype and number",
+            ),
+            (lambda: several.reduce(g, [put(x), put(y)], 0, ReduceOp.SUM, 2, False), "dst_tensor is 2"),
+            (lambda: several.broadcast(g, [put(x), put(y)], 2, 0, False), "ranks 0..1"),
+            (lambda: several.all_gather(g, [[put(x)]], [put(x), put(y)], False), "1 lists for 2"),
+            (
+                lambda: several.all_gather(g, [[put(x)] * 3] * 2, [put(x), put(y)], False),
+                "must have 4 arrays",
+            ),
+        ):
+            with pytest.raises(UsageError, match=message):
+                call()
+        if place.fake is not None:
+            with pytest.raises(ArrayError, match="both be on GPUs"):
+                several.all_reduce(g, [put(x), y], ReduceOp.SUM, False)
+        xs = [[np.full(3 + r, 1.0) for _ in range(2)] for r in range(2)]
+        results = everybody(
+            made, lambda g: several.all_reduce(g, [put(x) for x in xs[g.rank]], ReduceOp.SUM, False)
+        )
+        assert [type(result) for result in results] == [MismatchError] * 2
+        assert all((x == 1).all() for mine in xs for x in mine)
+
+
+@pytest.mark.ranks(2)
+def test_the_public_functions(rank, world_size):
+    xs = [np.full(3, 10.0 * rank), np.full(3, 10.0 * rank + 1)]
+    fastcoll.all_reduce_multigpu(xs)
+    assert all((x == 22).all() for x in xs)
+    fastcoll.all_reduce_multigpu(xs[:1], ReduceOp.AVG)
+    assert (xs[0] == 22).all()
+    fastcoll.reduce_multigpu(xs, 1, dst_tensor=1)
+    assert (xs[1] == (88 if rank == 1 else 22)).all()
+    xs[1][:] = rank
+    fastcoll.broadcast_multigpu(xs, src=1, src_tensor=1)
+    assert all((x == 1).all() for x in xs)
+    outs = [[np.zeros(3) for _ in range(4)] for _ in range(2)]
+    work = fastcoll.all_gather_multigpu(
+        outs, [np.full(3, 2.0 * rank), np.full(3, 2.0 * rank + 1)], async_op=True
+    )
+    work.wait()
+    assert all([out[0] for out in mine] == [0, 1, 2, 3] for mine in outs)
