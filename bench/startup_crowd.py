@@ -10,7 +10,6 @@ of members is as long as that of a real job, and no one can see anyone's process
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import resource
@@ -31,10 +30,9 @@ from fastcoll.api.job import Job, times_settled
 from fastcoll.core import members as members_module
 from fastcoll.core.members import Member
 from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_connection
-from fastcoll.rendezvous.compact import compact, expand
+from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.rendezvous.join import join
 from fastcoll.rendezvous.table import Op, Request
-from fastcoll.rendezvous.waiting import fetch_for
 from fastcoll.rendezvous.wire import HEADER, encode_request, frame_length
 
 RANKS_PER_NODE = 8
@@ -123,19 +121,14 @@ def _prepare() -> None:
 def _meet(store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Any:
     """The default group's meeting as far as the store sees it: rank 0 lays down terms, each tells where it
     listens, rank 0 puts the addresses together, all read them. Nobody listens or is dialed."""
-    store_place, places = f"net/place/{rank}", [f"net/place/{each}" for each in range(len(members))]
-    if rank == 0:
-        store.set("net/group", b"x" * 128)
-    else:
-        fetch_for(store, ["net/group"], members, timeout, "meeting")
     node = rank // RANKS_PER_NODE
     address = f"10.{node // 65536}.{node // 256 % 256}.{node % 256}"
-    store.set(store_place, json.dumps([["eth0"], [address], [30_000 + (rank * 31) % 30_000]]))
-    if rank == 0:
-        records = fetch_for(store, places, members, timeout, "meeting", crowd=1)
-        store.set("net/all", compact([json.loads(record) for record in records]))
-    else:
-        expand(fetch_for(store, ["net/all"], members, timeout, "meeting")[0], len(members) * 4096)
+    with GroupMeeting(store, members, rank, timeout, "meeting") as meeting:
+        if rank == 0:
+            meeting.say("terms", b"x" * 128)
+        else:
+            meeting.hear("terms")
+        meeting.assemble([["eth0"], [address], [30_000 + (rank * 31) % 30_000]])
 
 
 def _start(rank: int, size: int, store: TCPStore) -> Job:

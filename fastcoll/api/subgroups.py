@@ -260,9 +260,6 @@ def _is_agreed(
     """Wait until the ranks `asked` have said what they ask for; False: they have made another group without this rank.
 
     They cannot have where a communicator `splits`, for which members wait for all others too.
-
-    Raises:
-        MismatchError: they ask for something else.
     """
     answers = _answers(job, key, asked, limit, f"new_group({ranks})")
     own = _digest(json.dumps([ranks, backend]))

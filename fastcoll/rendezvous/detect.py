@@ -164,11 +164,7 @@ def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
 
 
 def _agreed(readings: list[_Reading], what: str) -> int | None:
-    """The value that all readings share.
-
-    Raises:
-        UsageError: two of them differ.
-    """
+    """The value that all readings share."""
     said = [
         (getattr(reading.source, what), value)
         for reading in readings

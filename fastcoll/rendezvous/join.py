@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass
 from ..core.members import Member
 from ..core.processes import ProcessId, read_process, this_process
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
-from .assemble import MOVED, Ending, Meeting, member_key
-from .compact import compact, expand, pack, unpack
+from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
 from .store import Store, listed
 from .waiting import fetch_for
 

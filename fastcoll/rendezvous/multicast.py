@@ -103,11 +103,7 @@ class _Candidate:
             self._late.look(f"{self._myself().where} at {self._where}", self._missing)
 
     def lead(self, address: str, rank: int | None) -> Rendezvous:
-        """Offer a store until the world is full.
-
-        Raises:
-            MovedError: another leads.
-        """
+        """Offer a store until the world is full."""
         store = TCPStore(address, 0, is_master=True, timeout=self._timeout)
         try:
             self._address, self._port = address, store.port
@@ -122,11 +118,7 @@ class _Candidate:
             self._address, self._port = "", 0
 
     def follow(self, offer: Announcement, rank: int | None) -> Rendezvous:
-        """Go to the store of another.
-
-        Raises:
-            MovedError: there is nothing, or no place, or it was called off.
-        """
+        """Go to the store of another."""
         try:
             store = TCPStore(offer.address, offer.port, timeout=min(self._left(), _CONNECT_SECONDS))
         except StoreTimeoutError as error:

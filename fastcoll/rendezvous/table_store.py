@@ -39,9 +39,6 @@ class TableStore(Store):
         """Carry out `request` and return its answer, or the first key that is still missing in the end.
 
         Blocks for `request.timeout` seconds while keys of a GET or WAIT are missing.
-
-        Raises:
-            StoreError: the table refused, or cannot be reached.
         """
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -149,9 +146,6 @@ class TableStore(Store):
         Args:
             limit: the timeout of the call that this is a part of; None: the store's.
             deadline: when that has passed; None: `limit` seconds from now.
-
-        Raises:
-            StoreTimeoutError: keys of a GET or WAIT are still missing then.
         """
         if self._closed:
             raise StoreError(f"this {type(self).__name__} is closed")

@@ -21,12 +21,12 @@ from fastcoll.net.tcp import listener as listening
 from fastcoll.net.tcp.dial import Dial, dial_all
 from fastcoll.net.tcp.interfaces import Interface
 from fastcoll.net.tcp.listener import Listener, acquire, release
-from fastcoll.net.tcp.opening import OPENING_SIZE, PROOF_SIZE, Kind, Opening, Role, Seat, Verdict
+from fastcoll.net.tcp.opening import OPENING_SIZE, PROOF_SIZE, Endpoint, Kind, Opening, Role, Verdict
 from net.meshes import nothing_left
 
 LO = Interface("lo", "127.0.0.1")
 KEY = b"k" * 32
-SEATS = [Seat(b"g" * 16, rank, 2, KEY, False) for rank in range(2)]
+SEATS = [Endpoint(b"g" * 16, rank, 2, KEY, False) for rank in range(2)]
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def listener(arrived: list[tuple[Opening, socket.socket]]) -> Iterator[Listener]
             connection.close()
 
 
-def dial(listener: Listener, seat: Seat = SEATS[0]) -> Dial:
-    return Dial(seat, 1, Kind.DATA, 0, LO, LO.address, listener.ports[0])
+def dial(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
+    return Dial(endpoint, 1, Kind.DATA, 0, LO, LO.address, listener.ports[0])
 
 
 def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket]]) -> None:
@@ -128,7 +128,7 @@ def test_a_port_scan_is_dropped(listener, arrived) -> None:
 
 
 def test_another_secret_is_refused_at_once(listener, arrived) -> None:
-    stranger = Seat(SEATS[0].group, 0, 2, b"another" * 4, False)
+    stranger = Endpoint(SEATS[0].group, 0, 2, b"another" * 4, False)
     with pytest.raises(Exception, match="FASTCOLL_SECRET"):
         dial_all([dial(listener, stranger)], deadline(5))
     comes_through(listener, arrived)
@@ -208,7 +208,7 @@ def test_a_group_that_cannot_take_a_connection_harms_no_other(listener, arrived,
     def fail(*_: object) -> None:
         raise ValueError("no room")
 
-    other = [Seat(b"h" * 16, rank, 2, KEY, False) for rank in range(2)]
+    other = [Endpoint(b"h" * 16, rank, 2, KEY, False) for rank in range(2)]
     listener.join(other[1], fail)
     one = dial(listener, other[0])
     dial_all([one], deadline(10))

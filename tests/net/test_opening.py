@@ -13,12 +13,12 @@ from fastcoll.net.tcp.opening import (
     PROOF_SIZE,
     Answering,
     Dialing,
+    Endpoint,
     Kind,
     Opening,
     OpeningError,
     RefusedError,
     Role,
-    Seat,
     Turned,
     Verdict,
     derive_key,
@@ -26,10 +26,10 @@ from fastcoll.net.tcp.opening import (
 
 GROUP = b"g" * 16
 KEY = derive_key(b"secret", b"t" * 16)
-SEATS = {rank: Seat(GROUP, rank, 4, KEY, True) for rank in range(4)}
+SEATS = {rank: Endpoint(GROUP, rank, 4, KEY, True) for rank in range(4)}
 
 
-def find(group: bytes, rank: int) -> Seat | None:
+def find(group: bytes, rank: int) -> Endpoint | None:
     return SEATS.get(rank) if group == GROUP else None
 
 
@@ -148,9 +148,9 @@ def test_another_version_is_told_so(field: int, value: bytes, verdict: str) -> N
 
 def test_the_caller_names_both_versions() -> None:
     caller = dialing()
-    seat = SEATS[2]
+    endpoint = SEATS[2]
     answer = dataclasses.replace(
-        Opening.from_bytes(caller.opening, Role.DIALS).answer(seat, Verdict.VERSION), version=b"9.9.9"
+        Opening.from_bytes(caller.opening, Role.DIALS).answer(endpoint, Verdict.VERSION), version=b"9.9.9"
     )
     with pytest.raises(RefusedError, match=r"fastcoll 9\.9\.9 .* this rank"):
         caller.take(answer.to_bytes())
@@ -183,7 +183,7 @@ def test_what_was_recorded_is_of_no_use_later() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"group": b"h" * 16}, {"size": 5}, {"rank": 2}])
-def test_a_seat_that_is_not_here(changes: dict[str, object]) -> None:
+def test_a_endpoint_that_is_not_here(changes: dict[str, object]) -> None:
     with pytest.raises(OpeningError, match="not here"):
         Answering(find).take(dialing(**changes).opening)
 

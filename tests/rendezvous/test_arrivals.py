@@ -9,8 +9,7 @@ import pytest
 
 from fastcoll.errors import StoreError, StoreTimeoutError, UsageError
 from fastcoll.rendezvous import HashStore
-from fastcoll.rendezvous.assemble import MET, Ending, MovedError
-from fastcoll.rendezvous.compact import compact
+from fastcoll.rendezvous.assemble import MET, Ending, MovedError, compact
 from fastcoll.rendezvous.join import Arrival, FullError, arrive, assign, call_off
 
 HERE = rf"pid {os.getpid()} on {os.uname().nodename}"

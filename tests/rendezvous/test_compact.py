@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastcoll.core.members import Member
 from fastcoll.core.processes import ProcessId
 from fastcoll.errors import StoreError
-from fastcoll.rendezvous.compact import compact, expand, pack, unpack
+from fastcoll.rendezvous.assemble import compact, expand, pack, unpack
 
 ME = Member.here(0, 1, "shm")
 

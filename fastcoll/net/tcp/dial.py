@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from ...errors import RendezvousError
 from ...rendezvous.address import shown
 from .interfaces import Interface, family_of, tune
-from .opening import Dialing, Kind, OpeningError, RefusedError, Seat
+from .opening import Dialing, Endpoint, Kind, OpeningError, RefusedError
 
 _LOOK_SECONDS = 0.05
 _RETRY_FIRST, _RETRY_MOST = 0.01, 0.25
@@ -26,7 +26,7 @@ class Dial:
     """One connection to a peer, in the making.
 
     Args:
-        seat: this rank's in the group.
+        endpoint: this rank's in the group.
         peer: group rank of the other end.
         kind, stream: of the connection.
         source: which of this machine's addresses it leaves from.
@@ -39,7 +39,14 @@ class Dial:
     """
 
     def __init__(
-        self, seat: Seat, peer: int, kind: Kind, stream: int, source: Interface, address: str, port: int
+        self,
+        endpoint: Endpoint,
+        peer: int,
+        kind: Kind,
+        stream: int,
+        source: Interface,
+        address: str,
+        port: int,
     ) -> None:
         self.peer = peer
         self.where = f"{shown(address, port)} from {source}"
@@ -47,7 +54,7 @@ class Dial:
         self.refused_since: float | None = None
         self.is_done = False
         self._source, self._address, self._port = source, address, port
-        self._renew: Callable[[], Dialing] = lambda: Dialing(seat, peer, kind, stream)
+        self._renew: Callable[[], Dialing] = lambda: Dialing(endpoint, peer, kind, stream)
         self._pause, self._not_before = _RETRY_FIRST, 0.0
         self._socket: socket.socket | None = None
         self._dialing: Dialing | None = None

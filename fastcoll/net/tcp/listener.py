@@ -24,7 +24,7 @@ from ...errors import ResourceError
 from ...rendezvous.address import shown
 from ...rendezvous.secret import warn_if_open
 from .interfaces import Interface, family_of, tune
-from .opening import Answering, Opening, OpeningError, Seat, Turned
+from .opening import Answering, Endpoint, Opening, OpeningError, Turned
 
 logger = logging.getLogger("fastcoll")
 
@@ -61,7 +61,7 @@ class Listener:
 
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._sockets: list[socket.socket] = []
-        self._seats: dict[tuple[bytes, int], tuple[Seat, Deliver]] = {}
+        self._endpoints: dict[tuple[bytes, int], tuple[Endpoint, Deliver]] = {}
         self._pending: dict[int, _Pending] = {}
         self._blamed: set[str] = set()
         self._paused_until = 0.0
@@ -79,13 +79,13 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name="fastcoll-listener", daemon=True)
         self._thread.start()
 
-    def join(self, seat: Seat, deliver: Deliver) -> None:
+    def join(self, endpoint: Endpoint, deliver: Deliver) -> None:
         """From now on hand connections for this group to `deliver`."""
-        self._seats[seat.group, seat.rank] = (seat, deliver)
+        self._endpoints[endpoint.group, endpoint.rank] = (endpoint, deliver)
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, endpoint: Endpoint) -> None:
         """Drop connections for this group from now on."""
-        self._seats.pop((seat.group, seat.rank), None)
+        self._endpoints.pop((endpoint.group, endpoint.rank), None)
 
     def close(self) -> None:
         """Stop, and end the thread. Closing twice is fine."""
@@ -150,7 +150,7 @@ class Listener:
                 connection.close()
                 continue
             deadline = time.monotonic() + OPENING_SECONDS
-            pending = _Pending(connection, str(address[0]), Answering(self._seat), deadline)
+            pending = _Pending(connection, str(address[0]), Answering(self._endpoint), deadline)
             self._pending[connection.fileno()] = pending
             self._selector.register(connection, selectors.EVENT_READ)
 
@@ -168,8 +168,8 @@ class Listener:
         for each in self._sockets:
             self._selector.register(each, selectors.EVENT_READ)
 
-    def _seat(self, group: bytes, rank: int) -> Seat | None:
-        entry = self._seats.get((group, rank))
+    def _endpoint(self, group: bytes, rank: int) -> Endpoint | None:
+        entry = self._endpoints.get((group, rank))
         return None if entry is None else entry[0]
 
     def _serve(self, pending: _Pending) -> None:
@@ -195,7 +195,7 @@ class Listener:
     def _hand_over(self, pending: _Pending) -> None:
         theirs = pending.answering.theirs
         assert theirs is not None, "it was read before its proof"
-        entry = self._seats.get((theirs.group, theirs.peer))
+        entry = self._endpoints.get((theirs.group, theirs.peer))
         self._forget(pending)
         if entry is None:  # the group has gone meanwhile
             pending.socket.close()

@@ -227,7 +227,9 @@ class Mesh:
         turn = (min(self.rank, peer) + stream) % len(self._roster.interfaces)
         place = self._roster.places[peer]
         source = self._roster.interfaces[turn]
-        return Dial(self._roster.seat, peer, kind, stream, source, place.addresses[turn], place.ports[turn])
+        return Dial(
+            self._roster.endpoint, peer, kind, stream, source, place.addresses[turn], place.ports[turn]
+        )
 
     def _bring_about(
         self, dials: Sequence[Dial], wait: Wait, stands: Callable[[Dial], None] = lambda _: None

@@ -75,7 +75,7 @@ class Verdict(IntEnum):
 
 
 @dataclass(frozen=True)
-class Seat:
+class Endpoint:
     """A rank's place in one group, and what proves it.
 
     Attributes:
@@ -138,11 +138,11 @@ class Opening:
             version, nonce,
         )  # fmt: skip
 
-    def answer(self, seat: Seat, verdict: Verdict) -> Opening:
-        """What the rank of `seat` answers."""
+    def answer(self, endpoint: Endpoint, verdict: Verdict) -> Opening:
+        """What the rank of `endpoint` answers."""
         return Opening(
-            Role.ANSWERS, self.kind, self.stream, seat.group, seat.rank, self.rank, seat.size,
-            seat.has_secret, verdict,
+            Role.ANSWERS, self.kind, self.stream, endpoint.group, endpoint.rank, self.rank, endpoint.size,
+            endpoint.has_secret, verdict,
         )  # fmt: skip
 
 
@@ -183,15 +183,15 @@ class Dialing:
     """The side that dials.
 
     Args:
-        seat: this rank's.
+        endpoint: this rank's.
         peer: the group rank that is dialed.
         kind, stream: of the connection.
     """
 
-    def __init__(self, seat: Seat, peer: int, kind: Kind, stream: int) -> None:
-        self._seat = seat
+    def __init__(self, endpoint: Endpoint, peer: int, kind: Kind, stream: int) -> None:
+        self._endpoint = endpoint
         self._mine = Opening(
-            Role.DIALS, kind, stream, seat.group, seat.rank, peer, seat.size, seat.has_secret
+            Role.DIALS, kind, stream, endpoint.group, endpoint.rank, peer, endpoint.size, endpoint.has_secret
         )
         self.opening = self._mine.to_bytes()
         self._buffer = b""
@@ -215,9 +215,9 @@ class Dialing:
         if self.wants:
             return b""
         theirs, given = self._buffer[:OPENING_SIZE], self._buffer[OPENING_SIZE:]
-        if not is_proof(given, prove(self._seat.key, Role.ANSWERS, self.opening, theirs)):
+        if not is_proof(given, prove(self._endpoint.key, Role.ANSWERS, self.opening, theirs)):
             raise RefusedError(_SECRETS)
-        return prove(self._seat.key, Role.DIALS, self.opening, theirs)
+        return prove(self._endpoint.key, Role.DIALS, self.opening, theirs)
 
     def _check(self, theirs: Opening) -> None:
         if theirs.protocol != PROTOCOL or theirs.version != VERSION:
@@ -240,13 +240,13 @@ class Answering:
     """The side that is dialed.
 
     Args:
-        find: the seat in the group of a given name that is of a given rank; None: it is not here.
+        find: the endpoint in the group of a given name that is of a given rank; None: it is not here.
 
     Attributes:
         theirs: the dialing side's opening, once it has come.
     """
 
-    def __init__(self, find: Callable[[bytes, int], Seat | None]) -> None:
+    def __init__(self, find: Callable[[bytes, int], Endpoint | None]) -> None:
         self._find = find
         self._buffer = b""
         self._expected = b""
@@ -272,17 +272,17 @@ class Answering:
         theirs = Opening.from_bytes(self._buffer, Role.DIALS)
         if theirs.protocol != PROTOCOL or theirs.version != VERSION:
             verdict = Verdict.PROTOCOL if theirs.protocol != PROTOCOL else Verdict.VERSION
-            nobody = Seat(theirs.group, theirs.peer, theirs.size, b"", False)
+            nobody = Endpoint(theirs.group, theirs.peer, theirs.size, b"", False)
             raise Turned("another version of fastcoll", theirs.answer(nobody, verdict).to_bytes())
-        seat = self._find(theirs.group, theirs.peer)
-        if seat is None or theirs.size != seat.size or theirs.rank == seat.rank:
+        endpoint = self._find(theirs.group, theirs.peer)
+        if endpoint is None or theirs.size != endpoint.size or theirs.rank == endpoint.rank:
             raise OpeningError("it is for a group or a rank that is not here")
-        if theirs.has_secret != seat.has_secret:
-            answer = theirs.answer(seat, Verdict.SECRET).to_bytes()
+        if theirs.has_secret != endpoint.has_secret:
+            answer = theirs.answer(endpoint, Verdict.SECRET).to_bytes()
             raise Turned("it and this rank do not both have a secret", answer)
-        mine = theirs.answer(seat, Verdict.WELCOME).to_bytes()
-        self._expected = prove(seat.key, Role.DIALS, self._buffer, mine)
-        reply = mine + prove(seat.key, Role.ANSWERS, self._buffer, mine)
+        mine = theirs.answer(endpoint, Verdict.WELCOME).to_bytes()
+        self._expected = prove(endpoint.key, Role.DIALS, self._buffer, mine)
+        reply = mine + prove(endpoint.key, Role.ANSWERS, self._buffer, mine)
         self.theirs, self._buffer, self.wants = theirs, b"", PROOF_SIZE
         return reply
 

@@ -20,7 +20,7 @@ from ...rendezvous.assemble import GroupMeeting, loads
 from ...rendezvous.secret import job_secret
 from .interfaces import IPV4, IPV6, Interface, choose_here
 from .listener import Deliver, Listener, acquire, release
-from .opening import GROUP_SIZE, TOKEN_SIZE, Seat, derive_key
+from .opening import GROUP_SIZE, TOKEN_SIZE, Endpoint, derive_key
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,7 @@ class _Terms:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Terms:
-        """What `to_bytes` made.
-
-        Raises:
-            StoreError: anything else.
-        """
+        """What `to_bytes` made."""
         record = loads(data)
         try:
             group, token = bytes.fromhex(record["group"]), bytes.fromhex(record["token"])
@@ -95,14 +91,14 @@ class Roster:
     """What this rank needs to reach the others and to be reached.
 
     Attributes:
-        seat: its own place in the group.
+        endpoint: its own place in the group.
         interfaces: this machine's addresses that the group uses.
         places: where each rank listens.
         streams: data connections with each peer for large messages.
         listener: where this one does; `leave` lets go of it.
     """
 
-    seat: Seat
+    endpoint: Endpoint
     interfaces: list[Interface]
     places: list[Place]
     streams: int
@@ -110,7 +106,7 @@ class Roster:
 
     def leave(self) -> None:
         """Accept no more connections for this group."""
-        self.listener.leave(self.seat)
+        self.listener.leave(self.endpoint)
         release(self.listener)
 
 
@@ -138,11 +134,11 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
         terms = _Terms.from_bytes(meeting.hear("terms"))
         interfaces = choose_here(store, members, terms.family)
     secret = job_secret()
-    seat = Seat(terms.group, rank, len(members), derive_key(secret, terms.token), bool(secret))
+    endpoint = Endpoint(terms.group, rank, len(members), derive_key(secret, terms.token), bool(secret))
     listener = acquire(interfaces)
-    roster = Roster(seat, interfaces, [], terms.streams, listener)
+    roster = Roster(endpoint, interfaces, [], terms.streams, listener)
     try:
-        listener.join(seat, deliver)
+        listener.join(endpoint, deliver)
         mine = asdict(Place.of(listener, interfaces))
         records = meeting.assemble(mine, lambda records: _check_numbers(members, records))
         roster.places.extend(map(Place.from_record, records))
