@@ -309,7 +309,6 @@ def _failure(record: bytes) -> FastcollError:
 
 P = TypeVar("P", bound=ProcessId)
 
-_MAX_BYTES_PER_RECORD = 4096
 _TYPES: Mapping[str, type] = {"int": int, "str": str}
 
 
@@ -355,7 +354,7 @@ def unpack(kind: type[P], data: bytes, count: int) -> list[P]:
     Raises:
         StoreError: it is anything else.
     """
-    columns = expand(data, count * _MAX_BYTES_PER_RECORD)
+    columns = expand(data, count * _MOST_BYTES)
     # `from __future__ import annotations` makes the declared types texts.
     expected = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
     try:

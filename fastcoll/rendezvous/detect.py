@@ -27,22 +27,11 @@ class Source:
     local_size: str
 
 
+_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 TORCH = Source("environment", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-OPEN_MPI = Source(
-    "Open MPI",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
+OPEN_MPI = Source("Open MPI", *(f"OMPI_COMM_WORLD_{what}" for what in _WORLD))
 HYDRA = Source("MPICH/Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-MVAPICH = Source(
-    "MVAPICH",
-    "MV2_COMM_WORLD_RANK",
-    "MV2_COMM_WORLD_SIZE",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-)
+MVAPICH = Source("MVAPICH", *(f"MV2_COMM_WORLD_{what}" for what in _WORLD))
 SLURM = Source("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 MPI_SOURCES = (OPEN_MPI, HYDRA, MVAPICH)
 
@@ -165,11 +154,8 @@ def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
 
 def _agreed(readings: list[_Reading], what: str) -> int | None:
     """The value that all readings share."""
-    said = [
-        (getattr(reading.source, what), value)
-        for reading in readings
-        if (value := getattr(reading, what)) is not None
-    ]
+    readings = [reading for reading in readings if getattr(reading, what) is not None]
+    said = [(getattr(reading.source, what), getattr(reading, what)) for reading in readings]
     for variable, value in said[1:]:
         if value != said[0][1]:
             raise UsageError(

@@ -33,7 +33,7 @@ class Network:
     def __init__(self, n: int) -> None:
         members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(n)]
         self.controls = [Control(n) for _ in range(n)]
-        self.vigils = [NetMonitor(members, rank, self.controls[rank]) for rank in range(n)]
+        self.monitors = [NetMonitor(members, rank, self.controls[rank]) for rank in range(n)]
         self.ends: dict[tuple[int, int], socket.socket] = {}
         for a in range(n):
             for b in range(a):
@@ -58,7 +58,7 @@ class Network:
 
     def verdict(self, rank: int, needed: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
         self.controls[rank].look(again=True)
-        return self.vigils[rank].verdict(needed, "all_reduce, call 7")
+        return self.monitors[rank].verdict(needed, "all_reduce, call 7")
 
     def close(self) -> None:
         for end in self.ends.values():
@@ -94,11 +94,11 @@ def test_a_half_closed_connection_is_one_too(network: Network) -> None:
 
 
 def test_who_left_in_order_is_missed_only_where_needed(network: Network) -> None:
-    network.vigils[2].leave()
+    network.monitors[2].leave()
     network.controls[2].close()
     assert network.verdict(0, (1,)) is None
-    assert network.vigils[0].has_left(2)
-    assert not network.vigils[0].has_left(1)
+    assert network.monitors[0].has_left(2)
+    assert not network.monitors[0].has_left(1)
     found = network.verdict(0, (1, 2))
     assert isinstance(found, AbortedError)
     assert (found.ranks, "rank 12" in str(found), "left the group" in str(found)) == ((12,), True, True)
@@ -106,16 +106,16 @@ def test_who_left_in_order_is_missed_only_where_needed(network: Network) -> None
 
 def test_leaving_while_notices_are_unread_is_no_reset(network: Network) -> None:
     """A socket that is closed with unread data resets its connection, and what it sent may be lost."""
-    network.vigils[0].leave()
-    network.vigils[2].leave()
+    network.monitors[0].leave()
+    network.monitors[2].leave()
     network.controls[2].close()
     assert network.verdict(0) is None
-    assert network.vigils[0].has_left(2)
+    assert network.monitors[0].has_left(2)
     assert network.controls[0].lost == {2: "it closed the connection"}
 
 
 def test_an_abort_is_told_with_its_reason(network: Network) -> None:
-    network.vigils[1].fail(AbortedError("rank 11 aborted the group: no more money"))
+    network.monitors[1].fail(AbortedError("rank 11 aborted the group: no more money"))
     network.kill(1)
     for rank in (0, 2):
         found = network.verdict(rank)
@@ -126,7 +126,7 @@ def test_an_abort_is_told_with_its_reason(network: Network) -> None:
 
 
 def test_a_rank_that_came_too_late_is_blamed_and_not_who_noticed(network: Network) -> None:
-    network.vigils[0].fail(CollectiveTimeoutError("barrier: rank 12 did not arrive within 3 s", [12]))
+    network.monitors[0].fail(CollectiveTimeoutError("barrier: rank 12 did not arrive within 3 s", [12]))
     network.controls[0].close()
     for rank, kind in ((1, CollectiveTimeoutError), (2, AbortedError)):  # a timeout for all but the late
         found = network.verdict(rank)
@@ -140,7 +140,7 @@ def test_survivors_that_are_gone_first_hide_nobody(network: Network) -> None:
     """Rank 1 sees the death of 2, fails and goes, before 0 looks, whose connection with 2 still stands."""
     network.ends[2, 1].close()
     seen = network.verdict(1)
-    network.vigils[1].fail(seen)
+    network.monitors[1].fail(seen)
     network.controls[1].close()
     found = network.verdict(0)
     assert isinstance(found, PeerDiedError)
@@ -156,7 +156,7 @@ def test_a_death_is_told_on_to_ranks_that_cannot_see_it() -> None:
         network.__init__(0)  # type: ignore[misc]
         members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(5)]
         network.controls = [Control(5) for _ in range(5)]
-        network.vigils = [NetMonitor(members, rank, network.controls[rank]) for rank in range(5)]
+        network.monitors = [NetMonitor(members, rank, network.controls[rank]) for rank in range(5)]
         for rank in range(4):  # a line
             network.connect(rank, rank + 1)
         network.kill(4)
@@ -166,7 +166,7 @@ def test_a_death_is_told_on_to_ranks_that_cannot_see_it() -> None:
             assert isinstance(found, PeerDiedError), rank
             assert found.ranks == (14,)
             texts.append(str(found))
-            network.vigils[rank].fail(found)
+            network.monitors[rank].fail(found)
             network.controls[rank].close()
         assert max(map(len, texts)) < 200, "each passes on what it heard, without wrapping it up"
 
@@ -176,15 +176,15 @@ def test_an_abort_is_told_on_as_it_was() -> None:
         members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(4)]
         network = Network(0)
         network.controls = [Control(4) for _ in range(4)]
-        network.vigils = [NetMonitor(members, rank, network.controls[rank]) for rank in range(4)]
+        network.monitors = [NetMonitor(members, rank, network.controls[rank]) for rank in range(4)]
         for rank in range(3):
             network.connect(rank, rank + 1)
-        network.vigils[3].fail(AbortedError("enough", [13]))
+        network.monitors[3].fail(AbortedError("enough", [13]))
         for rank in (2, 1, 0):
             found = network.verdict(rank)
             assert isinstance(found, AbortedError)
             assert str(found) == f"{members[3]} failed the group: enough; all_reduce, call 7"
-            network.vigils[rank].fail(found)
+            network.monitors[rank].fail(found)
         network.close()
 
 
@@ -193,27 +193,27 @@ def test_who_connects_late_hears_what_was_said(network: Network) -> None:
         late = Network(0)
         late.controls = [Control(2), Control(2)]
         members = [elsewhere(each) for each in crew(2)]
-        late.vigils = [NetMonitor(members, rank, late.controls[rank]) for rank in range(2)]
-        late.vigils[0].fail(AbortedError("gone"))
+        late.monitors = [NetMonitor(members, rank, late.controls[rank]) for rank in range(2)]
+        late.monitors[0].fail(AbortedError("gone"))
         late.connect(0, 1)
         assert "gone" in str(late.verdict(1))
         late.close()
 
 
 def test_a_broken_data_connection_counts_unless_the_rank_says_why(network: Network) -> None:
-    network.vigils[0].lost(2, "it closed the data connection")
+    network.monitors[0].lost(2, "it closed the data connection")
     assert isinstance(network.verdict(0), PeerDiedError)
     assert "it closed the data connection" in str(network.verdict(0))
-    network.vigils[2].leave()
+    network.monitors[2].leave()
     network.controls[0].look(again=True)
     assert network.verdict(0) is None
-    assert network.vigils[0].has_left(2)
+    assert network.monitors[0].has_left(2)
 
 
 def test_the_first_failure_stays(network: Network) -> None:
     first = AbortedError("first")
-    network.vigils[0].fail(first)
-    network.vigils[0].fail(AbortedError("second"))
+    network.monitors[0].fail(first)
+    network.monitors[0].fail(AbortedError("second"))
     network.kill(2)
     assert network.verdict(0) is first
     network.controls[1].look(again=True)
@@ -223,10 +223,10 @@ def test_the_first_failure_stays(network: Network) -> None:
 def test_a_notice_may_come_in_pieces(network: Network) -> None:
     data = Notice(LEFT, 2).to_bytes()
     for place in range(0, NOTICE_SIZE, 100):
-        assert not network.vigils[0].has_left(2)
+        assert not network.monitors[0].has_left(2)
         network.ends[2, 0].send(data[place : place + 100])
         network.controls[0].look(again=True)
-    assert network.vigils[0].has_left(2)
+    assert network.monitors[0].has_left(2)
 
 
 @pytest.mark.parametrize("data", [b"x" * NOTICE_SIZE, b"\xff" * 4000, Notice(FAILED, 0).to_bytes()[:-1]])
@@ -239,19 +239,19 @@ def test_what_is_no_notice_ends_the_connection(network: Network, data: bytes) ->
 def test_looks_are_rare_unless_asked_for(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "_LOOK_AGAIN_SECONDS", 60.0)
     network.controls[0].look(again=True)
-    network.vigils[2].leave()
-    assert not network.vigils[0].has_left(2)
+    network.monitors[2].leave()
+    assert not network.monitors[0].has_left(2)
     network.controls[0].look(again=True)
-    assert network.vigils[0].has_left(2)
+    assert network.monitors[0].has_left(2)
 
 
 def test_a_look_in_the_middle_of_another_does_no_harm(network: Network) -> None:
     """As from a signal handler, or another thread: it returns and finds what is known."""
     control = network.controls[0]
     control._looking = True
-    network.vigils[2].leave()
+    network.monitors[2].leave()
     control.look(again=True)
-    assert not network.vigils[0].has_left(2)
+    assert not network.monitors[0].has_left(2)
     control._looking = False
     with control._lock:
         thread = threading.Thread(target=control.look, args=(True,))
@@ -266,11 +266,11 @@ def test_a_process_in_sight_that_was_killed() -> None:
     try:
         me = Member.here(0, 2, "tcp")
         other = replace(me, rank=1, pid=child.pid, start_time=processes._status(child.pid)[1])
-        vigil = NetMonitor([me, other], 0, Control(2))
-        assert vigil.verdict([1], "testing") is None
+        monitor = NetMonitor([me, other], 0, Control(2))
+        assert monitor.verdict([1], "testing") is None
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
-        found = vigil.verdict([1], "testing")
+        found = monitor.verdict([1], "testing")
         assert isinstance(found, PeerDiedError)
         assert str(found) == f"{other} died; testing"
         processes.forget([me, other])
@@ -284,17 +284,17 @@ def test_a_process_in_sight_that_left_before_it_ended() -> None:
     me = Member.here(0, 2, "tcp")
     other = replace(me, rank=1, pid=child.pid, start_time=processes._status(child.pid)[1])
     control = Control(2)
-    vigil = NetMonitor([me, other], 0, control)
-    assert vigil.verdict([], "testing") is None
+    monitor = NetMonitor([me, other], 0, control)
+    assert monitor.verdict([], "testing") is None
     child.communicate(b"\n")
     control.heard[1] = Notice(LEFT, 1)
-    assert vigil.verdict([], "testing") is None
-    assert isinstance(vigil.verdict([1], "testing"), AbortedError)
+    assert monitor.verdict([], "testing") is None
+    assert isinstance(monitor.verdict([1], "testing"), AbortedError)
     processes.forget([me, other])
 
 
-def test_a_wait_raises_what_the_vigil_finds(network: Network) -> None:
-    wait = Wait(network.vigils[0], "barrier", lambda: [1, 2], 30.0)
+def test_a_wait_raises_what_the_monitor_finds(network: Network) -> None:
+    wait = Wait(network.monitors[0], "barrier", lambda: [1, 2], 30.0)
     wait.look()
     network.kill(2)
     network.controls[0].look(again=True)

@@ -12,9 +12,10 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from typing import TypeVar
 
 from ...core.members import Member
 from ...core.monitor import Wait
@@ -33,6 +34,7 @@ _LOOK_SECONDS = 0.05
 # A rank tells where it listens when it does, until it lets go of the group, of which it tells too.
 _REFUSED_SECONDS = 2.0
 
+K = TypeVar("K", bound=Hashable)
 OnMail = Callable[[int, socket.socket], None]
 """Takes a connection from a group rank, whose messages come on it; on the listener's thread, must not block."""
 
@@ -122,10 +124,7 @@ class Mesh:
             if self.rank > peer:
                 self._await(lambda: (peer, stream) in self._data, wait)
             else:
-                with self._one_dialer(wait):
-                    if (peer, stream) not in self._data:
-                        made = self._dial(peer, Kind.DATA, stream, wait)
-                        self._keep(made, lambda: self._data.update({(peer, stream): made}))
+                self._dial_once(self._data, (peer, stream), peer, Kind.DATA, stream, wait)
             found = self._data[peer, stream]
         return found.fileno()
 
@@ -137,10 +136,7 @@ class Mesh:
         """
         if peer not in self._mail:
             wait = self._waiting(peer, f"a connection for messages to {self.monitor.name(peer)}", timeout)
-            with self._one_dialer(wait):
-                if peer not in self._mail:
-                    made = self._dial(peer, Kind.MAIL, 0, wait)
-                    self._keep(made, lambda: self._mail.update({peer: made}))
+            self._dial_once(self._mail, peer, peer, Kind.MAIL, 0, wait)
         return self._mail[peer]
 
     def on_mail(self, callback: OnMail) -> None:
@@ -255,12 +251,16 @@ class Mesh:
         limit = self._timeout if timeout is None else timeout
         return Wait(self.monitor, f"making {doing}", lambda: [peer], limit)
 
-    @contextmanager
-    def _one_dialer(self, wait: Wait) -> Iterator[None]:
+    def _dial_once(
+        self, table: dict[K, socket.socket], key: K, peer: int, kind: Kind, stream: int, wait: Wait
+    ) -> None:
+        """Enter a new connection into a table, unless another thread has done so meanwhile."""
         while not self._dialing.acquire(timeout=_LOOK_SECONDS):
             self._look(wait)
         try:
-            yield
+            if key not in table:
+                made = self._dial(peer, kind, stream, wait)
+                self._keep(made, lambda: table.update({key: made}))
         finally:
             self._dialing.release()
 
@@ -314,6 +314,3 @@ class Mesh:
 
     def _connections(self) -> list[socket.socket]:
         return [*self._data.values(), *self._mail.values(), *self._mail_in]
-
-
-__all__ = ["ALL_CONTROL", "Mesh", "OnMail", "control_peers"]
