@@ -95,7 +95,7 @@ def script(rank: int, size: int) -> list[Step]:
     else:
         joining = [Step("GET", "members", times=blocks), Step("ADD"), Step("SET", sets="list")]
         meeting = [Step("SET", sets="group"), Step("SET", sets="places"), Step("GET", "places", times=blocks)]
-        meeting += [Step("SET", sets="all"), Step("ADD")]
+        meeting += [Step("ADD"), Step("SET", sets="all"), Step("ADD")]
     return [step for step in (*start, *joining, *meeting) for _ in range(step.times)]
 
 
