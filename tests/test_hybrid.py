@@ -255,7 +255,7 @@ def test_messages_take_shared_memory_inside_a_node(rank: int, world_size: int, s
                 dist.send(sent, peer)
             assert (got == peer).all()
             got[:] = -1
-    assert not group._near_mail.wire.is_ready(peer)
+    assert not group.pipe.is_ready(peer)
 
 
 class Interrupted(Exception):
@@ -274,8 +274,8 @@ def test_a_receive_is_interrupted_and_all_are_told(
         raise Interrupted
 
     def interrupt_once_it_waits() -> None:
-        channels = group._mail._channels
-        while not (channels._near.table[ring_words.BUSY] or channels._far.table[mail_words.BUSY]):
+        near, far = group._local.pipe.table, group.pipe.table
+        while not (near[ring_words.BUSY] or far[mail_words.BUSY]):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGALRM)
 

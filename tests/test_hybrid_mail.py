@@ -66,7 +66,7 @@ def test_blocking_calls_of_both_kinds_at_once(world: NodeWorld) -> None:
     threads = {peer: threading.Thread(target=me.recv, args=(got[peer], peer)) for peer in got}
     for thread in threads.values():
         thread.start()
-    until(lambda: all(table[busy] != 0 for table, busy in me._busy_words()))
+    until(lambda: all(me.busy_pipes()))
     for peer in (FAR, NEAR):
         world.ranks[peer].send(np.full(4, float(peer)), 0)
         threads[peer].join(DEADLINE)
@@ -74,13 +74,13 @@ def test_blocking_calls_of_both_kinds_at_once(world: NodeWorld) -> None:
 
 
 def test_blocking_calls_of_both_kinds_give_way_to_posted_ones(world: NodeWorld) -> None:
-    """They are handed over to the courier, both of them, and go on."""
+    """They are handed over to the engine, both of them, and go on."""
     me = world.ranks[0]
     got = {peer: np.zeros(4) for peer in (NEAR, FAR)}
     threads = [threading.Thread(target=me.recv, args=(got[peer], peer, 1)) for peer in got]
     for thread in threads:
         thread.start()
-    until(lambda: all(table[busy] != 0 for table, busy in me._busy_words()))
+    until(lambda: all(me.busy_pipes()))
     early = [me.irecv(np.zeros(4), peer, 2) for peer in (NEAR, FAR, None)]
     for peer in (3, FAR, NEAR):
         world.ranks[peer].send(np.full(4, float(peer)), 0, 2)

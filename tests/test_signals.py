@@ -204,7 +204,7 @@ def test_a_handler_may_close_the_group_while_a_receive_waits(
     rank, world_size, alarm, monkeypatch, tmp_path, outer
 ):
     """It does not wait for the call that it interrupted."""
-    monkeypatch.setattr("fastcoll.p2p.mailbox._CLOSE_SECONDS", 60)
+    monkeypatch.setattr("fastcoll.p2p.engine._CLOSE_SECONDS", 60)
     group = dist.new_group()
     for _ in range(2):
         (group.recv if rank == 0 else group.send)(np.zeros(1), 1 - rank)

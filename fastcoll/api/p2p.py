@@ -86,6 +86,8 @@ def isend(
         UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
+    if group is None and group_dst is None and dst is not None:
+        return groups.world.isend(tensor, dst, tag)
     g = groups.world if group is None else member_of(group, "isend")
     return None if g is None else g.isend(tensor, group_rank(g, "dst", dst, group_dst), tag)
 
@@ -105,6 +107,8 @@ def irecv(
         UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
+    if group is None and group_src is None:
+        return groups.world.irecv(tensor, src, tag)
     g = groups.world if group is None else member_of(group, "irecv")
     if g is None:
         return None

@@ -163,15 +163,23 @@ class Wait:
         doing: what is waited for, for messages: "all_reduce(float32, 4 elements, op=SUM), call 12".
         late: returns the group ranks that have not arrived.
         timeout: seconds.
+        started: when it began, by time.monotonic; None: now.
 
     Attributes:
         hint: returns what else may be the matter, behind a semicolon.
     """
 
-    def __init__(self, vigil: Vigil, doing: str, late: Callable[[], list[int]], timeout: float) -> None:
+    def __init__(
+        self,
+        vigil: Vigil,
+        doing: str,
+        late: Callable[[], list[int]],
+        timeout: float,
+        started: float | None = None,
+    ) -> None:
         self._vigil, self._doing, self._late = vigil, doing, late
         self._timeout = timeout
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         self._warn_after: float = config.get("FASTCOLL_WARN_AFTER")
         self._seen = False
         self.hint: Callable[[], str] = str

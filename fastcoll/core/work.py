@@ -43,6 +43,11 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+def forks() -> int:
+    """How many forks are between this process and the one that imported this file."""
+    return _forks
+
+
 def seconds(timeout: Timeout, default: float) -> float:
     """A timeout as seconds: a number of seconds, a timedelta, or None for the default; ENDLESS at the most.
 
@@ -92,6 +97,7 @@ class Work(Future[Any]):
     _result: Any = None
     _error: BaseException | None = None
     _state = PENDING
+    _noted_by: Unheard | None = None
 
     def __init__(self, describe: str = "operation") -> None:
         self._describe = describe
@@ -136,10 +142,11 @@ class Work(Future[Any]):
             AbortedError: another process, from which this one was forked, has the operation under way.
             FastcollError: whatever ended the operation.
         """
-        limit = seconds(timeout, ENDLESS)
+        limit = ENDLESS if timeout is None else seconds(timeout, ENDLESS)
         if not self._ended:
             self._refuse_in_child()
-            refuse_to_block(f"waiting for {self._describe}")
+            if is_progressing():
+                refuse_to_block(f"waiting for {self._describe}")
             if not self._await_end(limit):
                 raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
         self._join()
@@ -269,6 +276,8 @@ class Work(Future[Any]):
             with made["_lock"]:
                 for waiter in made.get("_listeners", ()):
                     waiter.add_result(self) if error is None else waiter.add_exception(self)
+        if self._noted_by is not None:
+            self._noted_by.ended(self)
         if "_callbacks" in made:
             self._call_back()
 
@@ -346,7 +355,9 @@ class Unheard:
         """Count an operation in; returns it. `heard`: nobody needs to hear of its end, so it cannot be lost."""
         self._works[work] = None
         work._heard = work._heard or heard
-        work.add_done_callback(self._ended)
+        work._noted_by = self
+        if work._ended:  # perhaps before it was noted
+            self.ended(work)
         return work
 
     def under_way(self) -> list[Work]:
@@ -361,7 +372,8 @@ class Unheard:
             if work._error is not None and not work._heard
         ]
 
-    def _ended(self, work: Work) -> None:
+    def ended(self, work: Work) -> None:
+        """An operation has ended. Twice is fine."""
         if work._error is None:
             self._works.pop(work, None)
             return

@@ -73,6 +73,7 @@ class _Incoming(Adopted):
     """Host memory that a message is received into; `finish` brings it to the GPU."""
 
     __slots__ = ("_buffer", "_marks", "_target", "_transit")
+    owes = True
 
     def __init__(self, transit: Transit, target: Adopted, marks: Marks | None = None) -> None:
         (x,) = arrays_of([target])

@@ -22,10 +22,11 @@ import numpy as np
 from .. import config
 from ..core.group import ProcessGroup
 from ..core.members import Member
-from ..core.operands import Array, divide, sum_for
+from ..core.operands import LARGEST_TAG, Array, divide, sum_for
 from ..core.operation import Call
 from ..core.partition import cut, shares
 from ..core.reduce_op import AVG, ReduceOp
+from ..core.status import DONE, LATER
 from ..core.topology import Topology
 from ..core.work import Work
 from ..errors import AbortedError, GroupError, MismatchError
@@ -33,11 +34,11 @@ from ..net.tcp import words
 from ..net.tcp.group import TcpGroup
 from ..net.tcp.mesh import Mesh
 from ..net.tcp.plans.shape import MEET_RANKS
+from ..p2p.pipe import Pipe
 from ..rendezvous import PrefixStore, Store
 from ..rendezvous.assemble import GroupMeeting
+from ..shm import ring_kernels
 from ..shm.group import ShmGroup
-from ..shm.ring_channels import RingChannels
-from .mail import NodeMail
 
 DIRECT = 512 << 10
 """Bytes up to which groups of at most MEET_RANKS ranks take the direct way. all_reduce on two hosts of two ranks, nodes
@@ -139,17 +140,15 @@ class HybridGroup(TcpGroup):
         self._parts = list(parts)  # before anything that can fail the group, which aborts them
         self._direct = DIRECT if len(members) <= MEET_RANKS else 0
         super().__init__(name, members, timeout, mesh, crowd)
-        rings = local._mailbox._channels
-        assert isinstance(rings, RingChannels)
-        self._mail = self._near_mail = NodeMail(
-            self._mail.wire,
-            rings,
-            topology.local,
-            partial(local._what, "message"),
-            mesh.rank,
-            self.monitor,
-            timeout,
-        )
+        self._rings = local.pipe.address
+        self._places = {peer: place for place, peer in enumerate(topology.local) if peer != mesh.rank}
+
+    def _routes(self) -> list[tuple[Pipe, int]]:
+        near: Pipe = self._local.pipe
+        routes = super()._routes()
+        for place, peer in enumerate(self._topology.local):
+            routes[peer] = (near, place)
+        return routes
 
     # ---- operations ----------------------------------------------------------------------------------
 
@@ -241,14 +240,46 @@ class HybridGroup(TcpGroup):
 
         return self._through_nodes(self._meeting("all_gather", [*outs, x], sizes, parts=parts), work)
 
+    # ---- messages ------------------------------------------------------------------------------------
+
+    def learn(self, dtype: np.dtype[Any]) -> None:
+        self._local.learn(dtype)
+
+    def _place(self, peer: Any, tag: Any) -> int | None:
+        """The place of a rank of this node; None: it is on another, or the arguments are not those of a plain call."""
+        if type(peer) is not int or type(tag) is not int or not 0 <= tag <= LARGEST_TAG:
+            return None
+        return self._places.get(peer)
+
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
-        if not self._near_mail.send_near(tensor, dst, tag):
-            super().send(tensor, dst, tag)
+        place = self._place(dst, tag)
+        if place is None:
+            return super().send(tensor, dst, tag)
+        try:
+            status = ring_kernels.send.call(self._rings, place, tensor, tag, -1)
+            if status == DONE:
+                return None
+            if status != LATER:
+                return self.messages.resume_send(status, tensor, dst, tag)
+        except BaseException as error:
+            self.messages.torn(error, "send")
+            raise
+        return ProcessGroup.send(self, tensor, dst, tag)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
-        if src is not None and self._near_mail.receive_near(tensor, src, tag):
-            return src
-        return super().recv(tensor, src, tag)
+        place = self._place(src, tag)
+        if place is None:
+            return super().recv(tensor, src, tag)
+        try:
+            status = ring_kernels.receive.call(self._rings, place, tensor, tag, -1)
+            if status < DONE:
+                return int(src)  # type: ignore[arg-type]
+            if status != LATER:
+                return self.messages.resume_receive(status, tensor, src, tag)
+        except BaseException as error:
+            self.messages.torn(error, "recv")
+            raise
+        return ProcessGroup.recv(self, tensor, src, tag)
 
     # ---- reducing through nodes ----------------------------------------------------------------------
 
@@ -330,7 +361,7 @@ class HybridGroup(TcpGroup):
             part.abort(str(self.failure))
 
     def _close(self, reason: GroupError | None) -> None:
-        self._mail.close(reason)  # before the segment that its messages pass is gone
+        self.messages.close(reason)  # before the segment that its messages pass is gone
         for part in self._parts:
             part.close(self.monitor.farewell)
         super()._close(reason)

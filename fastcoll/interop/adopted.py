@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,15 @@ class Adopted:
         """Where the result goes: the caller's array."""
         return self.array if self._owner is None else self._owner
 
+    @property
+    def owes(self) -> bool:
+        """Whether `finish` has anything to do."""
+        return self._owner is not None
+
+    def put(self, address: int, nbytes: int) -> None:
+        """Copy so many bytes at an address to the beginning of the array."""
+        ctypes.memmove(self.array.ctypes.data, address, nbytes)
+
     def finish(self) -> Any:
         """Write the packed copy of a writable array back; nothing to do for any other.
 
@@ -49,6 +59,7 @@ class Renewed(Adopted):
     """An immutable array, for which the call returns a new one."""
 
     __slots__ = ("_renew",)
+    owes = True
 
     def __init__(self, array: Array, renew: Callable[[Array], Any]) -> None:
         super().__init__(array)

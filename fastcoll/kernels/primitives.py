@@ -61,6 +61,11 @@ def address_of(x: np.ndarray) -> int:
     return int(x.ctypes.data)
 
 
+def cells_of(table: np.ndarray) -> memoryview:
+    """The words of a table one after the other: Python reads and writes one in a third of NumPy's time."""
+    return memoryview(table.reshape(-1))  # type: ignore[arg-type]
+
+
 # ---- shared words ---------------------------------------------------------------------------------------
 
 

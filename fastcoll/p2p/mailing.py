@@ -1,36 +1,47 @@
-"""Mailing: the part of a group whose messages are a Mailbox's, and which fails as its vigil and its mailbox do."""
+"""Mailing: the part of a group whose messages are an Engine's, and which fails as its monitor and that engine do."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
 
 from ..core.group import ProcessGroup
 from ..core.work import Work
 from ..errors import AbortedError, GroupError
 from ..interop.arrays import Adopted
-from .mailbox import Mailbox
+from .engine import Engine
 
 
 class Mailing(ProcessGroup):
-    """Point-to-point through `_mail`, and failing; for groups to inherit from."""
+    """Point-to-point through `messages`, and failing; for groups to inherit from."""
 
-    _mail: Mailbox
+    messages: Engine
+
+    def learn(self, dtype: np.dtype[Any]) -> None:
+        """Let short cuts know a dtype, where these have a memory."""
 
     def _send(self, x: Adopted, dst: int, tag: int) -> None:
-        self._mail.send(x, dst, tag)
+        self.learn(x.array.dtype)
+        self.messages.send(x, dst, tag)
 
     def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
-        return self._mail.recv(x, src, tag)
+        self.learn(x.array.dtype)
+        return self.messages.recv(x, src, tag)
 
     def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        return self.gate.unheard.note(self._mail.isend(x, dst, tag))
+        self.learn(x.array.dtype)
+        return self.gate.unheard.note(self.messages.isend(x, dst, tag))
 
     def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        return self.gate.unheard.note(self._mail.irecv(x, src, tag))
+        self.learn(x.array.dtype)
+        return self.gate.unheard.note(self.messages.irecv(x, src, tag))
 
     def may_wait(self) -> bool:
-        return super().may_wait() and not self._mail.is_entered()
+        return super().may_wait() and not self.messages.is_entered()
 
     def is_in_vain(self, work: Work) -> bool:
-        return self._mail.is_in_vain(work)
+        return self.messages.is_in_vain(work)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
@@ -40,4 +51,4 @@ class Mailing(ProcessGroup):
 
     def fail(self, error: GroupError) -> None:
         self.monitor.fail(error)
-        self._mail.abort()
+        self.messages.abort()

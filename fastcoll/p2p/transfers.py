@@ -1,10 +1,14 @@
-"""One posted send or receive: the Work that its caller holds, and what the courier needs to carry it out."""
+"""One send or receive: the Work that its caller holds, and what the engine needs to carry it out.
+
+Making one takes 0.3 us; what only a longer life needs (its kind, its deadline) is made when it is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import time
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +18,8 @@ from ..core.monitor import Vigil, Wait
 from ..core.operands import OBJECTS_TAG
 from ..core.work import Work
 from ..errors import MismatchError
+from ..interop.adopted import Adopted
 from ..kernels.primitives import address_of
-
-if TYPE_CHECKING:
-    from ..interop.arrays import Adopted
 
 Array = NDArray[Any]
 
@@ -86,106 +88,188 @@ def unfit(doing: str, receiver: str, array: Held, sender: str, message: Held) ->
     )
 
 
+class Driver(Protocol):
+    """What a Transfer needs of the engine that carries it out.
+
+    Attributes:
+        forks: as in core/work.py, when it was made.
+        timeout: seconds that an operation may take.
+    """
+
+    rank: int
+    vigil: Vigil
+    timeout: float
+    forks: int
+
+    def await_end(self, transfer: Transfer, limit: float) -> bool:
+        """Block until a transfer has ended, at most so many seconds; whether it has."""
+
+    def poll(self) -> None:
+        """Let messages get on as far as they can without waiting."""
+
+    def call_back(self, transfer: Transfer) -> None:
+        """Have the callbacks of a transfer that has ended called."""
+
+
 class Transfer(Work):
     """A send or a receive under way. Equal only to itself.
 
     Attributes:
+        array: the caller's, or its packed copy.
         peer: the other group rank; None for a receive from any.
-        kind, nbytes, address: of the caller's array, which `array` keeps alive.
-        watch: its deadline and the peers it needs.
+        posted: when, by time.monotonic.
     """
 
-    def __init__(
-        self, name: str, array: Array, peer: int | None, tag: int, vigil: Vigil, timeout: float, rank: int
-    ) -> None:
-        self.peer = peer
-        self.kind = kind_of(tag, array.dtype)
-        self.nbytes = array.nbytes
-        self.array = array
-        self.address = address_of(array)
-        what = f"{name}, objects" if tag == OBJECTS_TAG else f"{name}, tag {tag}"
-        # A message to a rank that is leaving may still be taken there. What comes in vain while this one is leaving,
-        # leaving.py sees, and ends without failing the group.
-        taker = peer if peer is not None and isinstance(self, Send) else rank
-        self.watch = Wait(vigil, what, _needed(vigil, peer, rank, taker), timeout)
-        self._vigil = vigil
-        self._rank = rank
-        super().__init__(what)
+    outputs: list[Any] = []  # noqa: RUF012  (messages have none, and nobody adds any)
+    _kind = -1
+    _watch: Wait | None = None
 
-    @property
-    def tag(self) -> int:
-        """The message's tag."""
-        return tag_of(self.kind)
+    def __init__(self, engine: Driver, array: Array, peer: int | None, tag: int) -> None:
+        self._engine = engine
+        self.array = array
+        self.peer = peer
+        self.tag = tag
+        self.posted = time.monotonic()
 
     @property
     def name(self) -> str:
         """What it is, for messages."""
-        return self._describe
+        raise NotImplementedError
 
-    def fits(self, kind: int, nbytes: int) -> bool:
-        """Whether the other side has the same dtype and size."""
-        return self.kind == kind and self.nbytes == nbytes
+    @property
+    def _describe(self) -> str:  # type: ignore[override]
+        return f"{self.name}, objects" if self.tag == OBJECTS_TAG else f"{self.name}, tag {self.tag}"
 
-    def finish_array(self) -> None:
-        """Write a packed copy back to the caller's array; nothing to do for a send."""
+    @property
+    def _forks(self) -> int:  # type: ignore[override]
+        return self._engine.forks
+
+    @property
+    def kind(self) -> int:
+        """The word that must be equal on both sides."""
+        if self._kind < 0:
+            self._kind = kind_of(self.tag, self.array.dtype)
+        return self._kind
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.array.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where the array lies."""
+        return address_of(self.array)
+
+    @property
+    def watch(self) -> Wait:
+        """Its deadline, and the peers that it needs."""
+        if self._watch is None:
+            vigil, timeout = self._engine.vigil, self._engine.timeout
+            self._watch = Wait(vigil, self._describe, self._needed, timeout, self.posted)
+        return self._watch
+
+    def _needed(self) -> list[int]:
+        """The ranks that it waits for."""
+        vigil, rank = self._engine.vigil, self._engine.rank
+        # A message to a rank that is leaving may still be taken there. What comes in vain while this one is leaving,
+        # api/leaving.py sees, and ends without failing the group.
+        if vigil.is_leaving(self.peer if self.peer is not None and isinstance(self, Send) else rank):
+            return []
+        if self.peer is not None:
+            return [self.peer]
+        # Hopeless only when all have left; the own rank could still send from another thread, but a rank that waits
+        # for nobody else is taken for stuck.
+        others = [other for other in range(len(vigil.members)) if other != rank] or [rank]
+        return [other for other in others if not vigil.has_left(other)] or others
+
+    # ---- as a Work ---------------------------------------------------------------------------------
+
+    def _await_end(self, limit: float) -> bool:
+        return self._engine.await_end(self, limit)
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not; it gets on by this. Never blocks."""
+        if not self._ended:
+            self._engine.poll()
+        return self._ended
+
+    def _call_back(self) -> None:
+        self._engine.call_back(self)
+
+    def call_back(self) -> None:
+        """Call the callbacks, on the thread that does."""
+        super()._call_back()
 
 
 class Send(Transfer):
-    """A message to `peer`; `buffered`: complete as soon as it is posted, the array is a copy."""
+    """A message to `peer`.
 
-    def __init__(
-        self,
-        array: Array,
-        peer: int,
-        tag: int,
-        vigil: Vigil,
-        timeout: float,
-        rank: int,
-        buffered: bool = False,
-    ) -> None:
-        super().__init__(f"send to {vigil.name(peer)}", array, peer, tag, vigil, timeout, rank)
-        self.peer: int = peer
-        self.buffered = buffered
-        self.needs_message = peer == rank  # whose receive may never be posted
+    Attributes:
+        buffered: complete as soon as it is posted; the array is a copy.
+    """
+
+    peer: int
+    buffered = False
+
+    @property
+    def name(self) -> str:
+        return f"send to {self._engine.vigil.name(self.peer)}"
+
+    @property
+    def needs_message(self) -> bool:  # type: ignore[override]
+        """To oneself: its receive may never be posted."""
+        return self.peer == self._engine.rank
 
     def misfit(self, kind: int, nbytes: int) -> MismatchError:
         """The receiver asked for something else."""
-        here, there = self._vigil.name(self._rank), self._vigil.name(self.peer)
-        return refused(self.name, here, (self.kind, self.nbytes), there, (kind, nbytes))
+        vigil = self._engine.vigil
+        here, there = vigil.name(self._engine.rank), vigil.name(self.peer)
+        return refused(self._describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
 
 
 class Receive(Transfer):
-    """A message wanted from `peer`, or from any rank."""
+    """A message wanted from `peer`, or from any rank.
+
+    Args:
+        adopted: what is owed to the caller's array at the end; None: nothing.
+    """
 
     needs_message = True
 
     def __init__(
-        self, adopted: Adopted, peer: int | None, tag: int, vigil: Vigil, timeout: float, rank: int
+        self, engine: Driver, array: Array, peer: int | None, tag: int, adopted: Adopted | None = None
     ) -> None:
-        source = "any rank" if peer is None else vigil.name(peer)
-        super().__init__(f"recv from {source}", adopted.array, peer, tag, vigil, timeout, rank)
+        super().__init__(engine, array, peer, tag)
         self._adopted = adopted
+
+    @property
+    def name(self) -> str:
+        return f"recv from {'any rank' if self.peer is None else self._engine.vigil.name(self.peer)}"
+
+    def fits(self, kind: int, nbytes: int) -> bool:
+        """Whether a message has the dtype and size of the array."""
+        return self.kind == kind and self.nbytes == nbytes
 
     def misfit(self, source: int, kind: int, nbytes: int) -> MismatchError:
         """The message is something else."""
-        here, there = self._vigil.name(self._rank), self._vigil.name(source)
-        return unfit(self.name, here, (self.kind, self.nbytes), there, (kind, nbytes))
+        vigil = self._engine.vigil
+        here, there = vigil.name(self._engine.rank), vigil.name(source)
+        return unfit(self._describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
 
-    def finish_array(self) -> None:
-        self._adopted.finish()
+    def put(self, address: int, nbytes: int) -> None:
+        """Copy the beginning of the message, which was kept, to where it belongs."""
+        if self._adopted is None:
+            ctypes.memmove(self.address, address, nbytes)
+        else:
+            self._adopted.put(address, nbytes)
 
+    @property
+    def owes(self) -> bool:
+        """Whether `finish` has anything to do, which may take long."""
+        return self._adopted is not None and self._adopted.owes
 
-def _needed(vigil: Vigil, peer: int | None, rank: int, taker: int) -> Callable[[], list[int]]:
-    """The ranks that a transfer waits for, as Wait asks for them; none while `taker` is leaving."""
-    others = [other for other in range(len(vigil.members)) if other != rank] or [rank]
-
-    def needed() -> list[int]:
-        if vigil.is_leaving(taker):
-            return []
-        if peer is not None:
-            return [peer]
-        # Hopeless only when all have left; the own rank could still send from another thread, but a
-        # rank that waits for nobody else is taken for stuck.
-        return [other for other in others if not vigil.has_left(other)] or others
-
-    return needed
+    def finish(self) -> None:
+        """Give the caller what is owed to it."""
+        if self._adopted is not None:
+            self._adopted.finish()

@@ -15,12 +15,12 @@ RING = BELL + 4  # bytes of a ring, a power of two
 TURN = BELL + 5  # the rank to serve first, so that nobody starves
 SOURCE = BELL + 6  # receive from any: the rank chosen plus 1, 0 before
 BUSY = BELL + 7  # not 0: a thread drives the rings
-BEHIND = (
-    BELL + 8
-)  # not 0: operations are posted or under way, or the end has come; blocking ones come after them
+BEHIND = BELL + 8  # not 0: operations are under way, or the end has come; blocking calls come after them
 CONTEXT = BELL + 9  # address of the group's context, whose memo knows the dtypes
-GIVEN = BELL + 10  # bytes of the array of a PREPARED call
-CHOOSING = BELL + 11  # the table of autotune.py, for the operations SENDS and RECEIVES
+STORED = BELL + 10  # not 0: messages wait for a receive, so that none may be armed
+TOLD = BELL + 11  # events that `advance` has told
+EVENT = BELL + 12  # the last of them
+CHOOSING = BELL + 13  # the table of autotune.py, for the operations SENDS and RECEIVES
 SENDS, RECEIVES = range(2)
 MAILBOX_WORDS = CHOOSING + table_words(2)
 
@@ -35,12 +35,11 @@ OUT_NBYTES = 6
 OUT_KIND = 7
 SENT = 8  # messages begun
 ACKS_READ = 9
-SENDING = 10  # 1 while a blocking send is under way
 ACK_NUMBER = 11  # the last ack read
 ACK_VERDICT = 12
 ACK_NBYTES = 13
 ACK_KIND = 14
-UNACKED = 15  # how many messages in the ring have no ack yet; set from Python
+ARMED_KIND = 15  # of the receive that the kernels may complete by themselves; -1: none
 IN = 16  # address of the ring from the peer
 IN_HEAD = 17  # the peer's HEAD as last seen
 IN_TAIL = 18
@@ -52,11 +51,13 @@ IN_KIND = 23
 RECEIVED = 24  # messages begun
 ACKS_GIVEN = 25
 IN_ACKS_TAKEN = 26  # the peer's ACKS_TAKEN as last seen
-WATCHED = 27  # not 0: a posted receive may match a message of this peer; set from Python
+WATCHED = 27  # how many posted receives may match a message of this peer
 OWED = 28  # acks that wait for space; set from Python
 OUT_WAY = 29  # CLOSE or PAST (autotune.py): how the message that enters is written
 IN_WAY = 30  # and how the one that arrives is
-CHANNEL_WORDS = 32
+ARMED_TO = 31  # address of the armed receive's array
+ARMED_NBYTES = 32
+CHANNEL_WORDS = 40
 
 
 def ring_offset(layout: Layout, src: int, dst: int) -> int:

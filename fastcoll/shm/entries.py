@@ -22,6 +22,8 @@ ENTRIES: tuple[Entry, ...] = (
     moving.all_to_all,
     ring_kernels.send,
     ring_kernels.receive,
+    ring_kernels.post_send,
+    ring_kernels.post_receive,
     ring_kernels.begin,
     ring_kernels.accept,
     ring_kernels.acknowledge,

@@ -19,12 +19,13 @@ from ..core.operands import Array
 from ..core.operation import Call
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, WORKED
-from ..core.work import Work
 from ..errors import AbortedError, ArrayError, GroupError
-from ..interop.arrays import Adopted
 from ..kernels import waiting
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
+from ..p2p.engine import Engine
+from ..p2p.mailing import Mailing
+from ..p2p.pipe import Pipe
 from ..p2p.transfers import kind_of
 from ..rendezvous import Store
 from . import context_layout as words
@@ -34,8 +35,8 @@ from . import rounds
 from .context import Context, Report, What, kept, patience
 from .head_start import HeadStart
 from .lanes import Lanes
-from .mailbox import Mailbox
 from .meeting import meet
+from .pipe import RingPipe
 from .segment import Segment
 from .short import is_refusal
 from .symmetric import NOTE_BYTES, ShmMemory, SymmetricArrays
@@ -47,7 +48,7 @@ _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
 _UNDER_WAY = (AGAIN, WORKED, DIVIDED, MIXED)
 
 
-class ShmGroup(HeadStart):
+class ShmGroup(HeadStart, Mailing):
     """Collectives and point-to-point between the ranks of one node, through POSIX shared memory."""
 
     backend = "shm"
@@ -101,10 +102,12 @@ class ShmGroup(HeadStart):
         self._lanes = Lanes.of(name, self._context, segment, rank, cores, lanes, self.monitor, self.fail)
         self._report = Report(segment, self._context, rank, self.ranks, name)
         modes = patience(segment.layout.size, cores)
-        self._mailbox = Mailbox(
-            segment.address, segment.layout, rank, self.monitor, timeout, modes, self._context.address
+        self.pipe = RingPipe(
+            segment.address, segment.layout, rank, self.monitor, modes, self._context.address
         )
-        self._m = self._mailbox.address
+        routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(segment.layout.size)]
+        self.messages = Engine(routes, rank, self.monitor, timeout)
+        self._m = self.pipe.address
         self._symmetric = SymmetricArrays(
             self.ranks, rank, timeout, self.monitor, self._context, modes, self.gate.check_usable, self.fail
         )
@@ -171,10 +174,6 @@ class ShmGroup(HeadStart):
         elif is_refusal(error):
             return
         raise
-
-    def fail(self, error: GroupError) -> None:
-        self.monitor.fail(error)
-        self._mailbox.abort()
 
     def _stop(self) -> None:
         """The group has failed, wherever that was found: leave the synchronous path from now on."""
@@ -277,25 +276,8 @@ class ShmGroup(HeadStart):
 
     # ---- point to point ------------------------------------------------------------------------------
 
-    def _send(self, x: Adopted, dst: int, tag: int) -> None:
-        self._what("message", x.array.dtype)
-        self._mailbox.send(x, dst, tag)
-
-    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
-        self._what("message", x.array.dtype)
-        return self._mailbox.recv(x, src, tag)
-
-    def _isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        return self.gate.unheard.note(self._mailbox.isend(x, dst, tag))
-
-    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        return self.gate.unheard.note(self._mailbox.irecv(x, src, tag))
-
-    def may_wait(self) -> bool:
-        return super().may_wait() and not self._mailbox.is_entered()
-
-    def is_in_vain(self, work: Work) -> bool:
-        return self._mailbox.is_in_vain(work)
+    def learn(self, dtype: np.dtype[Any]) -> None:
+        self._what("message", dtype)
 
     # ---- symmetric arrays ----------------------------------------------------------------------------
 
@@ -314,16 +296,10 @@ class ShmGroup(HeadStart):
 
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
-    def abort(self, reason: str = "abort() was called") -> None:
-        """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
-        if self.gate.closed:
-            return
-        self.fail(AbortedError(f"{self.monitor.name(self.rank)} aborted the group {self.name}: {reason}"))
-
     def _close(self, reason: GroupError | None) -> None:
         self._context.words[words.SHUT] = 1
         self._context.take_back()
-        self._mailbox.close(reason)
+        self.messages.close(reason)
         # A call under way was aborted and ends within moments. One that a killed thread has left behind is
         # not worth waiting for: then the mapping stays until the process ends.
         deadline = time.monotonic() + _CLOSE_SECONDS

@@ -1,9 +1,10 @@
 """What Python calls to move messages through the rings: compiled functions that run without the GIL.
 
 `m` is the address of a mailbox's table (channels.py). `send` and `receive` carry one blocking call from begin to
-end; they take the table with the tags of rounds.py, look at their arguments as validate.py has it, and hold BUSY
-until they are DONE. `begin`, `accept` and `acknowledge` set things going that `advance` then carries on for all
-peers at once. All come back within 0.1 s, and can be called again with the same arguments.
+end, `post_send` and `post_receive` begin one that is posted; they take BUSY. Their `word` is the tag, and `size` -1,
+where they are to look at the array themselves as validate.py has it; else they are its kind and its bytes. `begin`,
+`accept` and `acknowledge` set things going that `advance` then carries on for all peers at once. All come back within
+0.1 s.
 """
 
 from __future__ import annotations
@@ -12,14 +13,37 @@ from ..core import signature
 from ..core.operands import LARGEST_TAG
 from ..core.status import AGAIN, DONE, LATER, OTHER, REFUSED, WORKED
 from ..kernels.jit import entry, inlined, kernel, locked_entry
-from ..kernels.primitives import load_acquire, load_word, store_release, store_word
+from ..kernels.primitives import (
+    load_acquire,
+    load_word,
+    store_release,
+    store_word,
+    swap_if_equal,
+    this_thread,
+)
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from ..kernels.waiting import moved, rest, seize_unless
-from ..p2p.channels import ACK_SPACE, ACKED, ANY, ARRIVED, ENTERED, HEADER, TAKEN
+from ..p2p.pipe import (
+    ACK_SPACE,
+    ACKED,
+    ANY,
+    ARMED,
+    ARRIVED,
+    ENTERED,
+    EVENTS,
+    HEADER,
+    RECEIVED,
+    TAKEN,
+)
+from ..p2p.pipe import NOTHING as NO_EVENT
 from ..p2p.transfers import DTYPE_BITS
 from .autotune import CLOSE, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
 from .channels import (
     ACK_VERDICT,
+    ACKS_READ,
+    ARMED_KIND,
+    ARMED_NBYTES,
+    ARMED_TO,
     BEHIND,
     BELL,
     BUSY,
@@ -27,7 +51,7 @@ from .channels import (
     CHANNELS,
     CHOOSING,
     CONTEXT,
-    GIVEN,
+    EVENT,
     IN_END,
     IN_KIND,
     IN_NBYTES,
@@ -37,38 +61,40 @@ from .channels import (
     OUT_HEAD,
     OWED,
     RANK,
-    RECEIVED,
     RECEIVES,
-    SENDING,
+    RING,
     SENDS,
+    SENT,
     SIZE,
     SOURCE,
+    STORED,
+    TOLD,
     TURN,
-    UNACKED,
     WATCHED,
 )
+from .channels import RECEIVED as MESSAGES
 from .context_layout import SHUT
 from .rings import (
     ACKS_TAKEN,
     NEVER_FULL,
+    PIECES_A_RING,
     accept_message,
     begin_message,
+    frame_of,
     has_ack_space,
+    has_arrived,
+    has_room,
     pull,
     push,
     read_ack,
     sees_header,
     write_ack,
 )
-from .rounds import PREPARED, RESUMED, context_of
 from .validate import CALL, data_of, description, is_plain, nbytes_of
 
 _MESSAGE = signature.code_of("message")
 
-# What `advance` returns, besides AGAIN_ALL: peer * EVENTS + event.
-NOTHING, MOVED = 0, 1
-EVENTS = 8
-AGAIN_ALL = -1
+NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
 
 _PIECES_A_CALL = 2048  # at most 128 MiB, 20 ms, between two looks at signals
 
@@ -96,10 +122,12 @@ def _choose(m, operation, nbytes, smallest, stride):
 
 @entry
 def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Index) -> int:
-    """Make a message the one that enters the ring to `peer`; `advance` moves it. None may be entering."""
+    """Make a message the one that enters the ring to `peer`; `advance` moves the rest of it. None may be entering."""
     m = integer(mailbox)
+    channel = _channel(m, integer(peer))
     way = _known_way(m, SENDS, integer(nbytes), SMALLEST)
-    begin_message(_channel(m, integer(peer)), integer(address), integer(nbytes), integer(kind), way)
+    begin_message(channel, integer(address), integer(nbytes), integer(kind), way)
+    push(m, channel)
     return DONE
 
 
@@ -125,14 +153,9 @@ def acknowledge(
 
 
 @inlined
-def _take(h):
-    """Take the rings for a blocking call, unless it has them already."""
-    if h & RESUMED:
-        return True
-    m = context_of(h)
-    shut = load_word(load_word(m, CONTEXT), SHUT) if h & PREPARED == 0 else 0
-    # Whoever had them may have left a message half-way to the courier, which says so by BEHIND.
-    return shut == 0 and seize_unless(m + 8 * BUSY, m + 8 * BEHIND)
+def _is_shut(m, size):
+    """Whether a call that nobody has looked at may not go on."""
+    return size < 0 and load_word(load_word(m, CONTEXT), SHUT) != 0
 
 
 @inlined
@@ -142,17 +165,13 @@ def _let_go(m, status):
 
 
 @inlined
-def _message(h, x, word, flags):
-    """The bytes of an array, and the kind of its message; -1 bytes: ask Python.
-
-    `word` is the tag, or in a PREPARED call the kind.
-    """
-    m = context_of(h)
-    if h & PREPARED:
-        return load_word(m, GIVEN), word
+def _message(m, x, word, size, flags):
+    """The bytes of an array, and the kind of its message; -1 bytes: ask Python."""
+    if size >= 0:
+        return size, word
     c = load_word(m, CONTEXT)
-    what = description(c, h, _MESSAGE, x, 0)
-    if what == 0 or word < 0 or word > LARGEST_TAG or not is_plain(c, h, x, flags):
+    what = description(c, 0, _MESSAGE, x, 0)
+    if what == 0 or word < 0 or word > LARGEST_TAG or not is_plain(c, 0, x, flags):
         return -1, word
     return nbytes_of(x, what), word << DTYPE_BITS | load_word(what, CALL)
 
@@ -163,16 +182,16 @@ def _is_peer(m, rank):
 
 
 @locked_entry
-def send(handle: Index, dst: Index, tensor: PyObject, tag: Index) -> int:
+def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index) -> int:
     """Send an array, and wait until it is taken. DONE, AGAIN, REFUSED with the ack in the channel, or LATER.
 
     Only while no other message to this peer is entering or unacked.
     """
-    h = integer(handle)
-    if not _take(h):
+    m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
+    # Whoever had the rings may have left a message half-way to the engine, which says so by BEHIND.
+    if _is_shut(m, integer(size)) or not seize_unless(m + 8 * BUSY, m + 8 * BEHIND):
         return LATER
-    m, x, peer = context_of(h), object_at(tensor), integer(dst)
-    nbytes, kind = _message(h, x, integer(tag), 0)
+    nbytes, kind = _message(m, x, integer(word), integer(size), 0)
     if nbytes < 0 or not _is_peer(m, peer):
         return _let_go(m, LATER)
     status = take_gil(release_gil(), _send(m, _channel(m, peer), data_of(x), nbytes, kind))
@@ -181,9 +200,7 @@ def send(handle: Index, dst: Index, tensor: PyObject, tag: Index) -> int:
 
 @kernel
 def _send(m, channel, data, nbytes, kind):
-    if load_word(channel, SENDING) == 0:
-        begin_message(channel, data, nbytes, kind, _choose(m, SENDS, nbytes, SMALLEST, 1))
-        store_word(channel, SENDING, 1)
+    begin_message(channel, data, nbytes, kind, _choose(m, SENDS, nbytes, SMALLEST, 1))
     turn = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
@@ -194,7 +211,6 @@ def _send(m, channel, data, nbytes, kind):
                 moved(m)
                 continue
         elif read_ack(channel):
-            store_word(channel, SENDING, 0)
             conclude(m + 8 * CHOOSING)
             moved(m)
             return DONE if load_word(channel, ACK_VERDICT) == TAKEN else REFUSED
@@ -205,22 +221,21 @@ def _send(m, channel, data, nbytes, kind):
 
 
 @locked_entry
-def receive(handle: Index, src: Index, tensor: PyObject, tag: Index) -> int:
+def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index) -> int:
     """Receive the next message of a rank (or of ANY) into an array, and answer it.
 
     -1 - rank when done, AGAIN, WORKED, OTHER or LATER. Only while no other message of that rank is
-    arriving. Meanwhile word SOURCE holds the rank that was chosen, plus 1.
+    arriving. If it is not done, word SOURCE holds the rank that was chosen, plus 1.
     """
-    h = integer(handle)
-    if not _take(h):
+    m, x, source = integer(mailbox), object_at(tensor), integer(src)
+    if _is_shut(m, integer(size)) or not seize_unless(m + 8 * BUSY, m + 8 * BEHIND):
         return LATER
-    m, x, source = context_of(h), object_at(tensor), integer(src)
-    nbytes, kind = _message(h, x, integer(tag), WRITEABLE)
+    nbytes, kind = _message(m, x, integer(word), integer(size), WRITEABLE)
     if nbytes < 0 or not (source == ANY or _is_peer(m, source)):
         return _let_go(m, LATER)
-    if source == ANY and load_word(m, SOURCE) == 0:
-        event = take_gil(release_gil(), _advance(m, True))
-        if event == AGAIN_ALL:
+    if source == ANY:
+        event = take_gil(release_gil(), _advance(m, True, True))
+        if event == NO_EVENT:
             return AGAIN
         store_word(m, SOURCE, event // EVENTS + 1)
     peer = load_word(m, SOURCE) - 1 if source == ANY else source
@@ -247,7 +262,7 @@ def _receive(m, channel, data, nbytes, kind):
             moved(m)
             if load_word(channel, IN_TAIL) == load_word(channel, IN_END):
                 conclude(m + 8 * CHOOSING)
-                write_ack(channel, load_word(channel, RECEIVED), TAKEN, nbytes, kind)
+                write_ack(channel, load_word(channel, MESSAGES), TAKEN, nbytes, kind)
                 return DONE
             turn = 0
             pieces += 1
@@ -258,6 +273,73 @@ def _receive(m, channel, data, nbytes, kind):
     return WORKED
 
 
+@locked_entry
+def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index) -> int:
+    """Put a small array into the ring at once: the message's number, and BUSY stays taken; or LATER, negative."""
+    m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
+    if _is_shut(m, integer(size)) or not _is_peer(m, peer):
+        return -LATER
+    nbytes, kind = _message(m, x, integer(word), integer(size), 0)
+    frame = frame_of(nbytes)
+    if nbytes < 0 or frame > load_word(m, RING) // PIECES_A_RING:
+        return -LATER
+    if not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
+        return -LATER
+    channel = _channel(m, peer)
+    # Behind what enters, and what a peer reads late.
+    if load_word(channel, OUT_HEAD) == load_word(channel, OUT_END) and has_room(m, channel, frame):
+        begin_message(channel, data_of(x), nbytes, kind, _known_way(m, SENDS, nbytes, SMALLEST))
+        push(m, channel)
+        store_word(m, BEHIND, 1)
+        return load_word(channel, SENT)
+    return _let_go(m, -LATER)
+
+
+@locked_entry
+def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index) -> int:
+    """Receive a small message of a peer if it is there: DONE. Else let `advance` do so: ARMED, and BUSY stays taken.
+
+    Or LATER: where an earlier receive, or a message that is stored, may come before it.
+    """
+    m, x, peer = integer(mailbox), object_at(tensor), integer(src)
+    if _is_shut(m, integer(size)) or not _is_peer(m, peer):
+        return LATER
+    nbytes, kind = _message(m, x, integer(word), integer(size), WRITEABLE)
+    if nbytes < 0 or not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
+        return LATER
+    channel = _channel(m, peer)
+    if load_word(m, STORED) != 0 or load_word(channel, WATCHED) != 0:
+        return _let_go(m, LATER)
+    store_word(channel, ARMED_KIND, kind)
+    store_word(channel, ARMED_TO, data_of(x))
+    store_word(channel, ARMED_NBYTES, nbytes)
+    store_word(channel, WATCHED, 1)
+    idle = load_word(channel, IN_TAIL) == load_word(channel, IN_END)
+    if idle and sees_header(m, channel) and _takes_armed(m, channel):
+        return _let_go(m, DONE)
+    store_word(m, BEHIND, 1)
+    return ARMED
+
+
+@inlined
+def _takes_armed(m, channel):
+    """After a header was seen: receive the message whole, if it is the armed receive's, small, and all here."""
+    if load_word(channel, IN_KIND) != load_word(channel, ARMED_KIND):
+        return False
+    nbytes = load_word(channel, IN_NBYTES)
+    frame = frame_of(nbytes)
+    if nbytes != load_word(channel, ARMED_NBYTES) or frame > load_word(m, RING) // PIECES_A_RING:
+        return False
+    if not has_ack_space(channel) or not has_arrived(channel, load_word(channel, IN_TAIL) + frame):
+        return False
+    accept_message(channel, load_word(channel, ARMED_TO), CLOSE)
+    pull(m, channel)
+    write_ack(channel, load_word(channel, MESSAGES), TAKEN, nbytes, load_word(channel, IN_KIND))
+    store_word(channel, ARMED_KIND, -1)
+    store_word(channel, WATCHED, load_word(channel, WATCHED) - 1)
+    return True
+
+
 @inlined
 def _serve(m, channel, watched):
     """Move what can move between here and one peer; the first thing that concerns Python, or MOVED."""
@@ -266,7 +348,7 @@ def _serve(m, channel, watched):
         if load_word(channel, OUT_HEAD) == load_word(channel, OUT_END):
             return ENTERED
         event = MOVED
-    if load_word(channel, UNACKED) > 0 and read_ack(channel):
+    if load_word(channel, SENT) > load_word(channel, ACKS_READ) and read_ack(channel):
         return ACKED
     if load_word(channel, IN_TAIL) < load_word(channel, IN_END):
         if pull(m, channel):
@@ -274,23 +356,27 @@ def _serve(m, channel, watched):
                 return ARRIVED
             event = MOVED
     elif (watched or load_word(channel, WATCHED) > 0) and sees_header(m, channel):
-        return HEADER
+        return RECEIVED if _takes_armed(m, channel) else HEADER
     if load_word(channel, OWED) > 0 and has_ack_space(channel):
         return ACK_SPACE
     return event
 
 
 @entry
-def advance(mailbox: Index) -> int:
-    """Move all messages under way until one of them needs a decision: peer * EVENTS + event.
-
-    AGAIN_ALL: nothing to decide, but the bell rang or it is time to look at signals and deadlines.
-    """
-    return _advance(integer(mailbox), False)
+def advance(mailbox: Index, handled: Index, wait: Index) -> int:
+    """Move all messages under way until one of them needs a decision, as p2p/pipe.py has it."""
+    m = integer(mailbox)
+    if load_word(m, TOLD) > integer(handled):
+        return load_word(m, EVENT)
+    event = _advance(m, False, integer(wait) != 0)
+    if event != NO_EVENT:
+        store_word(m, EVENT, event)
+        store_word(m, TOLD, load_word(m, TOLD) + 1)
+    return event
 
 
 @kernel
-def _advance(m, watch_all):
+def _advance(m, watch_all, wait):
     size = load_word(m, SIZE)
     turn = 0
     rounds = 0
@@ -311,10 +397,10 @@ def _advance(m, watch_all):
             rounds += 1
             moved(m)
             continue
-        if load_acquire(m + 8 * BELL) != 0 or not rest(m, turn):
-            return AGAIN_ALL
+        if not wait or load_acquire(m + 8 * BELL) != 0 or not rest(m, turn):
+            return NO_EVENT
         turn += 1
-    return AGAIN_ALL
+    return NO_EVENT
 
 
 @entry

@@ -78,7 +78,7 @@ _LINES_AHEAD = 4  # of the next message
 
 
 @inlined
-def _frame(nbytes):
+def frame_of(nbytes):
     """Bytes of a frame with this payload."""
     return (FRAME_HEADER + nbytes + FRAME_UNIT - 1) & -FRAME_UNIT
 
@@ -108,7 +108,7 @@ def _copy(way, dst, src, nbytes):
 def begin_message(channel, address, nbytes, kind, way):
     head = load_word(channel, OUT_HEAD)
     store_word(channel, OUT_BODY, head + FRAME_HEADER)
-    store_word(channel, OUT_END, head + _frame(nbytes))
+    store_word(channel, OUT_END, head + frame_of(nbytes))
     store_word(channel, OUT_FROM, address)
     store_word(channel, OUT_NBYTES, nbytes)
     store_word(channel, OUT_KIND, kind)
@@ -117,7 +117,8 @@ def begin_message(channel, address, nbytes, kind, way):
 
 
 @inlined
-def _has_room(m, channel, nbytes):
+def has_room(m, channel, nbytes):
+    """Whether so many bytes more fit into the ring to the peer."""
     limit = load_word(channel, OUT_HEAD) + nbytes - load_word(m, RING)
     if load_word(channel, OUT_TAIL) >= limit:
         return True
@@ -130,7 +131,7 @@ def push(m, channel):
     """Put the next piece of the entering message into the ring, if there is room."""
     head = load_word(channel, OUT_HEAD)
     part = min(load_word(channel, OUT_END) - head, load_word(m, RING) // PIECES_A_RING)
-    if not _has_room(m, channel, part):
+    if not has_room(m, channel, part):
         return False
     ring = load_word(channel, OUT)
     body = load_word(channel, OUT_BODY)
@@ -172,7 +173,7 @@ def read_ack(channel):
 
 
 @inlined
-def _sees(channel, position):
+def has_arrived(channel, position):
     """Whether the ring holds bytes up to `position`."""
     if load_word(channel, IN_HEAD) >= position:
         return True
@@ -184,7 +185,7 @@ def _sees(channel, position):
 def sees_header(m, channel):
     """Read the header of the next message into the channel, if one is there."""
     tail = load_word(channel, IN_TAIL)
-    if not _sees(channel, tail + 1):
+    if not has_arrived(channel, tail + 1):
         return False
     place = _place(m, load_word(channel, IN), tail)
     for line in range(_LINES_AHEAD):
@@ -199,7 +200,7 @@ def accept_message(channel, address, way):
     """Let the message whose header was read arrive at `address` (0: drop its bytes)."""
     tail = load_word(channel, IN_TAIL)
     store_word(channel, IN_BODY, tail + FRAME_HEADER)
-    store_word(channel, IN_END, tail + _frame(load_word(channel, IN_NBYTES)))
+    store_word(channel, IN_END, tail + frame_of(load_word(channel, IN_NBYTES)))
     store_word(channel, IN_TO, address)
     store_word(channel, IN_WAY, way)
     store_word(channel, RECEIVED, load_word(channel, RECEIVED) + 1)
@@ -210,7 +211,7 @@ def pull(m, channel):
     """Take the next piece of the arriving message out of the ring, if it is there."""
     tail = load_word(channel, IN_TAIL)
     part = min(load_word(channel, IN_END) - tail, load_word(m, RING) // PIECES_A_RING)
-    if not _sees(channel, tail + part):
+    if not has_arrived(channel, tail + part):
         return False
     ring = load_word(channel, IN)
     body = load_word(channel, IN_BODY)

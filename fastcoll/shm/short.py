@@ -21,11 +21,11 @@ from ..core.work import Work
 from ..interop.arrays import adopt
 from ..interop.tensors import header_of, headers_for, plain_types
 from ..kernels.jit import Entry
-from ..p2p.channels import ANY
+from ..p2p.engine import Engine
+from ..p2p.pipe import ANY, ARMED
 from . import movement as moving
 from . import reductions as collectives
 from . import ring_kernels
-from .mailbox import Mailbox
 
 _all_reduce = collectives.all_reduce
 _reduce = collectives.reduce
@@ -39,6 +39,8 @@ _all_to_all = moving.all_to_all
 
 _send = ring_kernels.send
 _receive = ring_kernels.receive
+_post_send = ring_kernels.post_send
+_post_receive = ring_kernels.post_receive
 
 _FIRST_CALL = Entry._first_call.__code__
 
@@ -57,11 +59,11 @@ def is_refusal(error: BaseException) -> bool:
 
 
 class ShortPaths(ProcessGroup):
-    """A group whose context is at the address `_c`, and its mailbox's table at `_m`."""
+    """A group whose context is at the address `_c`, and its rings' table at `_m`."""
 
     _c: int
     _m: int
-    _mailbox: Mailbox
+    messages: Engine
     _ahead: int = 0
     """Nanoseconds that a wait of a head start may take; 0: asynchronous calls begin on the progress thread."""
 
@@ -261,36 +263,60 @@ class ShortPaths(ProcessGroup):
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
         try:
-            code = _send.call(self._m, dst, tensor, tag)
+            code = _send.call(self._m, dst, tensor, tag, -1)
             if code == DONE:
                 return None
             if code == LATER and type(tensor) in plain_types:
-                code = _send.call(self._m, dst, header_of(tensor), tag)
+                code = _send.call(self._m, dst, header_of(tensor), tag, -1)
             if code == DONE:
                 return None
             if code != LATER:
-                return self._mailbox.resume_send(code, adopt(tensor, writable=False).array, dst, tag)
+                return self.messages.resume_send(code, adopt(tensor, writable=False).array, dst, tag)
         except BaseException as error:
             self._torn_message(error, "send")
         return super().send(tensor, dst, tag)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         try:
-            code = _receive.call(self._m, ANY if src is None else src, tensor, tag)
+            code = _receive.call(self._m, ANY if src is None else src, tensor, tag, -1)
             if code < DONE:
                 return -1 - code
             if code == LATER and type(tensor) in plain_types:
-                code = _receive.call(self._m, ANY if src is None else src, header_of(tensor), tag)
+                code = _receive.call(self._m, ANY if src is None else src, header_of(tensor), tag, -1)
             if code < DONE:
                 return -1 - code
             if code != LATER:
-                return self._mailbox.resume_receive(code, adopt(tensor, writable=True).array, src, tag)
+                return self.messages.resume_receive(code, adopt(tensor, writable=True).array, src, tag)
         except BaseException as error:
             self._torn_message(error, "recv")
         return super().recv(tensor, src, tag)
 
+    def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
+        messages = self.messages
+        if not messages.inbox and type(dst) is int:
+            try:
+                number = _post_send.call(self._m, dst, tensor, tag, -1)
+                if number >= 0:
+                    return self.gate.unheard.note(messages.sent(number, tensor, dst, tag))
+            except BaseException as error:
+                self._torn_message(error, "isend")
+        return super().isend(tensor, dst, tag)
+
+    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
+        messages = self.messages
+        if not messages.inbox and type(src) is int:
+            try:
+                code = _post_receive.call(self._m, src, tensor, tag, -1)
+                if code == DONE:
+                    return messages.received(tensor, src, tag)
+                if code == ARMED:
+                    return self.gate.unheard.note(messages.armed(tensor, src, tag))
+            except BaseException as error:
+                self._torn_message(error, "irecv")
+        return super().irecv(tensor, src, tag)
+
     def _torn_message(self, error: BaseException, doing: str) -> None:
         """As `_torn`, for messages."""
-        self._mailbox.torn(error, doing)
+        self.messages.torn(error, doing)
         if not is_refusal(error):
             raise

@@ -319,37 +319,6 @@ def test_two_threads_on_each_side(worlds) -> None:
     worlds(2).run(program, program)
 
 
-def test_two_threads_that_both_found_the_turn_free(worlds) -> None:
-    """One gets it and waits for what the other brings about, so it must not keep the other waiting."""
-
-    class FoundFree:
-        def __init__(self, lock: Any) -> None:
-            self._lock = lock
-
-        def locked(self) -> bool:
-            return False
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._lock, name)
-
-        def __enter__(self) -> Any:
-            return self._lock.__enter__()
-
-        def __exit__(self, *rest: Any) -> Any:
-            return self._lock.__exit__(*rest)
-
-    me, peer = worlds(2).ranks
-    me.mailbox._turn = FoundFree(me.mailbox._turn)
-    threads = [threading.Thread(target=me.recv, args=(np.zeros(2), 1, tag)) for tag in (1, 2)]
-    threads[0].start()
-    until(me.is_blocked)
-    threads[1].start()
-    for tag in (2, 1):
-        peer.send(np.ones(2), 0, tag)
-        threads[tag - 1].join(DEADLINE)
-        assert not threads[tag - 1].is_alive()
-
-
 def test_a_callback_may_post_but_not_wait(worlds) -> None:
     world = worlds(2)
     me, peer = world.ranks
@@ -429,7 +398,7 @@ def test_from_any_goes_on_while_somebody_is_left(worlds) -> None:
     gone.vigil.leave()
     got = np.zeros(1)
     work = me.irecv(got, None, 1)
-    until(lambda: me.mailbox._courier._next_look > 0)
+    until(lambda: me.mailbox._next_look > 0)
     there.send(np.ones(1), 0, 1)
     assert work.result() == 2
     there.vigil.leave()
@@ -448,7 +417,7 @@ def test_a_dead_peer_is_named(worlds) -> None:
     peer.isend(np.array([6.0]), 0)
     peer.await_on_the_way(0, 1)
     posted = me.irecv(np.zeros(1), 1, 8)
-    until(lambda: me.mailbox._courier._next_look > 0)
+    until(lambda: me.mailbox._next_look > 0)
     began = time.monotonic()
     child.kill()
     with pytest.raises(PeerDiedError, match=f"rank 1 .*{child.pid}.*died.*recv from rank 1.*tag 8"):
@@ -494,7 +463,7 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
     assert main is not None
 
     def interrupt() -> None:
-        until(lambda: len(me.mailbox._courier.live) == 2 if pending else me.is_blocked())
+        until(lambda: len(me.mailbox._exchange.live) == 2 if pending else me.is_blocked())
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -17,16 +17,13 @@ import numpy as np
 from fastcoll.core.members import Member, dead_among
 from fastcoll.core.monitor import IN_ORDER, Vigil
 from fastcoll.core.work import Work
-from fastcoll.hybrid.mail import NodeMail
 from fastcoll.interop.arrays import adopt
 from fastcoll.net.tcp import mail_words
-from fastcoll.net.tcp.mail import Mail
-from fastcoll.net.tcp.mail_channels import MailChannels
-from fastcoll.p2p.mailbox import Mailbox
+from fastcoll.net.tcp.pipe import TcpPipe
+from fastcoll.p2p.engine import Engine
 from fastcoll.shm import channels as ring_words
 from fastcoll.shm.layout import Layout
-from fastcoll.shm.mailbox import Mailbox as ShmMailbox
-from fastcoll.shm.ring_channels import RingChannels
+from fastcoll.shm.pipe import RingPipe
 from fastcoll.shm.segment import Segment, new_name, unlink
 from fastcoll.shm.vigil import ShmVigil
 
@@ -37,7 +34,7 @@ DEADLINE = 60.0
 class Rank:
     """One rank's mailbox with the public arguments."""
 
-    def __init__(self, world: World, rank: int, vigil: Vigil, mailbox: Mailbox) -> None:
+    def __init__(self, world: World, rank: int, vigil: Vigil, mailbox: Engine) -> None:
         self.world, self.rank, self.vigil, self.mailbox = world, rank, vigil, mailbox
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
@@ -54,18 +51,18 @@ class Rank:
 
     def await_on_the_way(self, dst: int, count: int) -> None:
         """Wait until so many messages have gone out to `dst`, without an ack."""
-        courier = self.mailbox._courier
-        until(lambda: len(courier._unacked[dst]) == count and dst not in courier._entering)
+        peer = self.mailbox._exchange.peers[dst]
+        until(lambda: len(peer.unacked) == count and peer.entering is None)
 
     def is_blocked(self) -> bool:
         """Whether a blocking call is under way."""
-        return any(table[busy] != 0 for table, busy in self._busy_words())
+        return any(self.busy_pipes())
 
-    def _busy_words(self) -> list[tuple[Any, int]]:
-        channels: Any = self.mailbox._channels
-        if isinstance(self.mailbox, NodeMail):
-            return [(channels._near.table, ring_words.BUSY), (channels._far.table, mail_words.BUSY)]
-        return [(channels.table, (mail_words if isinstance(self.mailbox, Mail) else ring_words).BUSY)]
+    def busy_pipes(self) -> list[bool]:
+        """Of each pipe, whether a thread has it."""
+        pipes: Any = self.mailbox._pipes
+        words = [mail_words if isinstance(pipe, TcpPipe) else ring_words for pipe in pipes]
+        return [bool(pipe.table[module.BUSY]) for pipe, module in zip(pipes, words, strict=True)]
 
     def has_begun(self, dst: int) -> bool:
         """Whether a part of a message to `dst` has gone out."""
@@ -119,8 +116,8 @@ class World(ABC):
     def close(self) -> None:
         for rank in self.ranks:
             rank.mailbox.close(None)
-        left = [thread.name for thread in threading.enumerate() if thread.name == "fastcoll-mailbox"]
-        assert not left, "a mailbox's thread outlives it"
+        left = [thread.name for thread in threading.enumerate() if thread.name == "fastcoll-messages"]
+        assert not left, "an engine's thread outlives it"
         self._release()
 
 
@@ -138,11 +135,12 @@ class RingWorld(World):
     def _make(self, rank: int, timeout: float) -> Rank:
         segment = self._segment
         vigil = ShmVigil(segment, self.members, rank)
-        mailbox = ShmMailbox(segment.address, segment.layout, rank, vigil, timeout, (0, 100), 0)
-        return Rank(self, rank, vigil, mailbox)
+        pipe = RingPipe(segment.address, segment.layout, rank, vigil, (0, 100), 0)
+        routes: Any = [(pipe, peer) for peer in range(len(self.members))]
+        return Rank(self, rank, vigil, Engine(routes, rank, vigil, timeout))
 
     def has_begun(self, me: Rank, dst: int) -> bool:
-        return me.mailbox._channels.word(dst, ring_words.OUT_HEAD) > 0
+        return pipe_to(me, dst)[0].word(dst, ring_words.OUT_HEAD) > 0
 
     def _release(self) -> None:
         self._segment.close()
@@ -221,10 +219,12 @@ class WireWorld(World):
 
     def _make(self, rank: int, timeout: float) -> Rank:
         vigil = ListVigil(self._said, self.members, rank)
-        return Rank(self, rank, vigil, Mail(self.meshes[rank], vigil, timeout, 20))
+        pipe = TcpPipe(self.meshes[rank], vigil, 20_000)
+        routes: Any = [(pipe, peer) for peer in range(len(self.members))]
+        return Rank(self, rank, vigil, Engine(routes, rank, vigil, timeout))
 
     def has_begun(self, me: Rank, dst: int) -> bool:
-        return me.mailbox._channels.word(dst, mail_words.OUT_POSITION) > 0
+        return pipe_to(me, dst)[0].word(dst, mail_words.OUT_POSITION) > 0
 
     def _release(self) -> None:
         for mesh in self.meshes:
@@ -251,20 +251,27 @@ class NodeWorld(World):
     def _make(self, rank: int, timeout: float) -> Rank:
         vigil = ListVigil(self._said, self.members, rank)
         segment, local = self._segments[rank // 2], self._nodes[rank // 2]
-        rings = RingChannels(segment.address, segment.layout, rank % 2, (0, 100), 0)
-        wire = MailChannels(self.meshes[rank], vigil, 20_000)
-        return Rank(self, rank, vigil, NodeMail(wire, rings, local, lambda _: None, rank, vigil, timeout))
+        rings = RingPipe(segment.address, segment.layout, rank % 2, vigil, (0, 100), 0)
+        wire = TcpPipe(self.meshes[rank], vigil, 20_000)
+        routes: Any = [(wire, peer) for peer in range(len(self.members))]
+        for place, peer in enumerate(local):
+            routes[peer] = (rings, place)
+        return Rank(self, rank, vigil, Engine(routes, rank, vigil, timeout))
 
     def has_begun(self, me: Rank, dst: int) -> bool:
-        part, number = me.mailbox._channels._routes[dst]
-        word = ring_words.OUT_HEAD if me.mailbox._channels.is_near(dst) else mail_words.OUT_POSITION
-        return part.word(number, word) > 0
+        pipe, number = pipe_to(me, dst)
+        word = ring_words.OUT_HEAD if isinstance(pipe, RingPipe) else mail_words.OUT_POSITION
+        return bool(pipe.word(number, word) > 0)
 
     def _release(self) -> None:
         for segment in self._segments:
             segment.close()
         for mesh in self.meshes:
             mesh.close()
+
+
+def pipe_to(me: Rank, dst: int) -> tuple[Any, int]:
+    return me.mailbox._routes[dst]
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from messages.worlds import DEADLINE, Rank, WireWorld, pattern, tcp_pair, until
 
 from fastcoll.errors import AbortedError, GroupError, PeerDiedError
-from fastcoll.net.tcp import mail_channels
+from fastcoll.net.tcp import pipe
 from fastcoll.net.tcp.mail_frames import EAGER, MESSAGE, REST, TYPE_BITS, WINDOW
 from fastcoll.p2p.transfers import kind_of
 
@@ -149,17 +149,16 @@ def test_more_than_the_window_waits_at_its_sender(worlds: Worlds) -> None:
     count, nbytes = 3 * WINDOW // EAGER, EAGER + 100
     world = worlds()
     works = [world.ranks[0].isend(pattern(nbytes, tag), 1, tag) for tag in range(count)]
-    courier = world.ranks[1].mailbox._courier
+    peer = world.ranks[1].mailbox._exchange.peers[0]
     most = 0
     for tag in reversed(range(count)):
         got = np.zeros(nbytes, "u1")
         world.ranks[1].recv(got, 0, tag)
         assert (got == pattern(nbytes, tag)).all(), tag
-        most = max(most, courier._kept[0])  # type: ignore[attr-defined]
+        most = max(most, peer.kept)
     assert 0 < most <= WINDOW
     assert all(work.wait(DEADLINE) for work in works)
-    assert courier._kept == [0, 0]  # type: ignore[attr-defined]
-    assert courier._kept_messages == [0, 0]  # type: ignore[attr-defined]
+    assert (peer.kept, peer.kept_messages) == (0, 0)
 
 
 def test_a_small_message_passes_a_large_one_that_nobody_wants_yet(worlds: Worlds) -> None:
@@ -203,7 +202,7 @@ def test_messages_between_the_parts_of_another_one(worlds: Worlds) -> None:
 def test_a_connection_that_ends_without_a_reason_is_a_dead_peer(
     worlds: Worlds, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mail_channels, "_REASON_SECONDS", 0.2)
+    monkeypatch.setattr(pipe, "_REASON_SECONDS", 0.2)
     world = worlds()
     stranger = a_stranger(world)
     stranger.sendall(frame(MESSAGE, nbytes=100, attached=100) + bytes(50))
@@ -218,7 +217,7 @@ def test_a_connection_that_ends_without_a_reason_is_a_dead_peer(
 
 
 def test_a_reset_in_the_middle_of_a_send(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mail_channels, "_REASON_SECONDS", 0.2)
+    monkeypatch.setattr(pipe, "_REASON_SECONDS", 0.2)
     world = worlds()
     me, peer = world.ranks
     work = me.isend(np.zeros(20 << 20), 1)
@@ -262,7 +261,7 @@ def test_a_waiting_rank_sleeps(worlds: Worlds) -> None:
     """Receives that nobody answers cost no time of a core."""
     me = worlds().ranks[0]
     posted = me.irecv(np.zeros(1), 1, 1)
-    until(lambda: me.mailbox._courier._next_look > 0)
+    until(lambda: me.mailbox._next_look > 0)
     before = time.process_time()
     with pytest.raises(TimeoutError):
         posted.wait(1.0)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from messages.worlds import DEADLINE, Rank, WireWorld, pattern, tcp_pair, until
+from messages.worlds import DEADLINE, Rank, WireWorld, pattern, pipe_to, tcp_pair, until
 
 from fastcoll.errors import AbortedError, MismatchError
 from fastcoll.net.tcp import mail_answers
 from fastcoll.net.tcp import mail_words as words
 from fastcoll.net.tcp.mail_frames import EAGER, TYPE_BITS
-from fastcoll.p2p.channels import TAKEN
+from fastcoll.p2p.pipe import TAKEN
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def pair() -> Iterator[WireWorld]:
 
 
 def table(me: Rank) -> np.ndarray:
-    return me.mailbox.wire.table  # type: ignore[attr-defined,no-any-return]
+    return pipe_to(me, 1 - me.rank)[0].table  # type: ignore[no-any-return]
 
 
 def row(me: Rank) -> np.ndarray:
-    return me.mailbox.wire.rows[1 - me.rank]  # type: ignore[attr-defined,no-any-return]
+    return pipe_to(me, 1 - me.rank)[0].rows[1 - me.rank]  # type: ignore[no-any-return]
 
 
 def defers_next(me: Rank) -> None:
@@ -91,7 +91,7 @@ def test_whatever_else_follows_the_answer_is_sent(pair: WireWorld, what: str) ->
     sender.start()
     defers_next(second)
     second.recv(np.zeros(3), 0)
-    second.mailbox._mind_answers()  # type: ignore[attr-defined]  # not before: it would end after 20 ms
+    pipe_to(second, 0)[0]._mind_answers()  # not before: it would end after 20 ms
     ELSE[what](second)
     sender.join(DEADLINE)
     assert not sender.is_alive()
@@ -119,7 +119,7 @@ def test_a_blocking_receive_sends_the_answer_first(pair: WireWorld) -> None:
 
 
 def test_a_posted_send_gets_its_answer_ahead_of_a_message(pair: WireWorld) -> None:
-    """The courier meets it while nobody receives, and the message stays for whoever does."""
+    """The engine meets it while nobody receives, and the message stays for whoever does."""
     warm_up(pair)
     first, second = pair.ranks
     posted = first.isend(np.ones(3), 1)
@@ -172,7 +172,7 @@ def test_taking_turns_for_long(pair: WireWorld) -> None:
 
 def test_the_thread_ends_by_itself(pair: WireWorld) -> None:
     me = pair.ranks[0]
-    me.mailbox._mind_answers()  # type: ignore[attr-defined]
+    pipe_to(me, 1 - me.rank)[0]._mind_answers()
     until(lambda: not any(thread.name == "fastcoll-answers" for thread in threading.enumerate()))
     assert table(me)[words.MINDED] == 0
 
@@ -187,4 +187,4 @@ def test_an_answer_ahead_that_nobody_waits_for_is_garbage(pair: WireWorld) -> No
 
 
 def test_flushing_nothing_does_nothing(pair: WireWorld) -> None:
-    assert mail_answers.flush.call(pair.ranks[0].mailbox.wire.address) == 0  # type: ignore[attr-defined]
+    assert mail_answers.flush.call(pipe_to(pair.ranks[0], 1)[0].address) == 0

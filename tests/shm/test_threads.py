@@ -10,8 +10,6 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import MismatchError, ReduceOp
-from fastcoll.api.world import current_job
-from fastcoll.p2p.mailbox import Mailbox
 
 LATE = 0.2
 
@@ -177,48 +175,3 @@ def test_a_mismatch_of_sizes_has_the_number_of_its_call(rank, world_size):
         group.all_to_all([np.zeros(2 + (rank == 0)) for _ in outs], [np.zeros(2 + (rank == 0)) for _ in outs])
     dist.barrier()
     group.close()
-
-
-@pytest.mark.ranks(2)
-def test_a_call_that_found_nothing_before_it_meets_a_message_left_half_way(rank, monkeypatch):
-    """Thread B looks while A's large send is under way; then C's isend makes A leave its send to the courier."""
-    store, large = current_job().store, np.arange(1 << 20)
-    for _ in range(3):  # then A's goes the short way, which does not wait for other threads' turns
-        (dist.recv if rank else dist.send)(large[:1].copy(), 1 - rank)
-    if rank == 1:
-        store.get("B goes on")
-        got = np.zeros_like(large)
-        for tag in (1, 2, 3):
-            dist.recv(got, 0, tag=tag)
-            assert (got == large * tag).all()
-        return
-    looks, boxes = Mailbox._is_behind, []
-    looked, left = threading.Event(), threading.Event()
-
-    def look(self):
-        found = looks(self)
-        if threading.current_thread() is b and not looked.is_set():
-            boxes.append(self)
-            looked.set()
-            assert left.wait(30)
-        return found
-
-    monkeypatch.setattr(Mailbox, "_is_behind", look)
-    a = threading.Thread(target=dist.send, args=(large, 1), kwargs={"tag": 1})
-    strided = np.repeat(large * 2, 2)[::2]  # no call of the short way
-    b = threading.Thread(target=dist.send, args=(strided, 1), kwargs={"tag": 2})
-    a.start()
-    time.sleep(0.2)  # until A waits for space, which nothing tells
-    b.start()
-    assert looked.wait(30)
-    work = dist.isend(large * 3, 1, tag=3)
-    deadline = time.monotonic() + 30
-    while not boxes[0]._courier.busy:
-        assert time.monotonic() < deadline
-    left.set()
-    store.set("B goes on", b"")
-    for thread in (a, b):
-        thread.join(30)
-        assert not thread.is_alive()
-    assert work is not None
-    assert work.wait(30)

@@ -6,7 +6,7 @@ data has come with the meeting. A synchronous call on small plain arrays that wa
 Every wait comes back every 50 ms to look at signals, the clock and the peers.
 
 A call on arrays in the memory of GPUs is another one than that on the host's, and nothing of theirs is in a row.
-Messages are those of the p2p room over channels of MPI (mail.py).
+Messages are those of the p2p room over a pipe of MPI (pipe.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from ...core.reduce_op import ReduceOp
 from ...core.work import Work
 from ...errors import AbortedError, GroupError
 from ...kernels.reduce import Reducer
-from ...p2p.mailbox import Mailbox
+from ...p2p.engine import Engine
 from ...p2p.mailing import Mailing
+from ...p2p.pipe import Pipe
 from ...rendezvous import Store
 from ..tcp.control import NetMonitor
 from ..tcp.plans.shape import Limits, Shape
@@ -36,11 +37,11 @@ from ..tcp.sizes import sizes_of
 from . import compiled as c
 from .agreement import Meeting, Prepared
 from .execution import Addressed, Execution, are_near
-from .landing import Landing, MpiCourier
+from .landing import Landing
 from .library import Library, load
-from .mail import INSIDE, MpiChannels, Tags
 from .membership import MpiControl, lay_down, make_comm
 from .memory import Block, HostMemory, Memory
+from .pipe import INSIDE, MpiPipe, Tags
 from .requests import Requests, abandon
 
 _CLOSE_SECONDS = 5.0
@@ -113,9 +114,9 @@ class MpiGroup(Mailing):
         self._wait: Wait | None = None
         self._limit = timeout
         self._moving = False
-        self._channels = MpiChannels(library, comm, Tags(*_MAIL), dedicated)
-        courier = MpiCourier(self._channels, comm.rank)
-        self._mail = Mailbox(self._channels, courier, comm.rank, self.monitor, timeout)
+        self.pipe = MpiPipe(library, comm, Tags(*_MAIL), dedicated)
+        routes: list[tuple[Pipe, int]] = [(self.pipe, rank) for rank in range(comm.size)]
+        self.messages = Engine(routes, comm.rank, self.monitor, timeout)
 
     def _execution(self, memory: Memory) -> Execution:
         return Execution(self._library, self._comm, self._requests, _MOVE, self._look, memory)
@@ -332,7 +333,7 @@ class MpiGroup(Mailing):
             current: a context in which their GPU is the thread's current one, for the threads that carry messages.
         """
         self._gpus = self._execution(memory)
-        self._channels.current = current
+        self.pipe.current = current
 
     def landing(self, view: Array, finish: Callable[[Array | None], None]) -> Landing:
         """What a receive takes for an array on a GPU; the arguments are those of Landing.
@@ -354,7 +355,7 @@ class MpiGroup(Mailing):
         self.gate.failure = self.monitor.failure
 
     def _close(self, reason: GroupError | None) -> None:
-        self._mail.close(reason)
+        self.messages.close(reason)
         # A call under way was aborted and ends within moments; a signal handler's own call never does.
         turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         self.monitor.leave()

@@ -25,13 +25,15 @@ from ...core.status import AGAIN, DONE, GARBLED, GONE, MISMATCH, WORKED
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError
 from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
+from ...p2p.engine import Engine
 from ...p2p.mailing import Mailing
+from ...p2p.pipe import Pipe
 from ...rendezvous import Store
 from . import engine, words
 from .context import NetContext, Prepared, limits_for
 from .control import NetMonitor
-from .mail import Mail
 from .mesh import Mesh
+from .pipe import TcpPipe
 from .plans.choose import plan_for
 from .plans.shape import MEET_RANKS, Shape
 from .plans.table import COLUMNS, Plan
@@ -43,6 +45,7 @@ _CLOSE_SECONDS = 5.0
 _MOST_PREPARED = 1024
 # Sweeps in vain before a thread sleeps: some 50 us where every rank has a core of its own.
 _DEDICATED, _OVERSUBSCRIBED = 50, 1
+_TRY = 1000  # ns that a sweep of messages in vain takes, about
 # How long a rank whose peer has closed the connection waits for the reason, which travels on another one.
 _REASON_SECONDS = 2.0
 
@@ -52,7 +55,6 @@ class TcpGroup(ShortPaths, Mailing):
 
     backend = "tcp"
     monitor: NetMonitor
-    _mail: Mail
 
     @classmethod
     def make(
@@ -86,9 +88,14 @@ class TcpGroup(ShortPaths, Mailing):
         patience = _patience(crowd, members[mesh.rank])
         self._limits = limits_for(self.size)
         self._context = NetContext(self.size, mesh.rank, self._limits, mesh.streams, patience)
-        self._mail = Mail(mesh, self.monitor, timeout, patience)
+        self.pipe = TcpPipe(mesh, self.monitor, patience * _TRY)
+        self.messages = Engine(self._routes(), mesh.rank, self.monitor, timeout)
         self._remembering = threading.Lock()
         self._releases_later = False  # closed in the middle of a call
+
+    def _routes(self) -> list[tuple[Pipe, int]]:
+        """How messages get to each rank."""
+        return [(self.pipe, rank) for rank in range(self.size)]
 
     # ---- a call ----------------------------------------------------------------------------------
 
@@ -345,7 +352,7 @@ class TcpGroup(ShortPaths, Mailing):
     # ---- the end ---------------------------------------------------------------------------------
 
     def _close(self, reason: GroupError | None) -> None:
-        self._mail.close(reason)
+        self.messages.close(reason)
         # A call under way was aborted and ends within moments. One that a signal handler has interrupted ends after
         # the handler, and then releases the connections itself.
         inside = self.gate.is_inside()

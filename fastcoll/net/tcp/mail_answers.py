@@ -26,7 +26,7 @@ from ...kernels.primitives import (
 )
 from ...kernels.pyobjects import Index, integer
 from ...kernels.waiting import nap, now
-from ...p2p.channels import TAKEN
+from ...p2p.pipe import TAKEN
 from .mail_frames import answer
 from .mail_sweep import row_of
 from .mail_words import (

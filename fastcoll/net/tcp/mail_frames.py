@@ -24,7 +24,7 @@ from ...kernels.copy import copy, move
 from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import receive_some, send_some
-from ...p2p.channels import GO, TAKEN
+from ...p2p.pipe import GO, TAKEN
 from .mail_words import (
     ACK_AHEAD,
     ACK_BUFFER,
@@ -59,6 +59,7 @@ from .mail_words import (
     REST_NBYTES,
     REST_NUMBER,
     SENT,
+    UNACKED,
 )
 
 FRAME = 32
@@ -94,6 +95,8 @@ def _note_ack(row, ack, ahead):
     store_word(row, ACK_VERDICT, type_of(ack))
     store_word(row, ACK_NBYTES, load_word(ack, NBYTES))
     store_word(row, ACK_KIND, load_word(ack, KIND))
+    if type_of(ack) != GO:
+        store_word(row, UNACKED, load_word(row, UNACKED) - 1)
     return type_of(ack)
 
 
@@ -119,16 +122,22 @@ def begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahea
 
 
 @inlined
+def _count_sent(row):
+    store_word(row, SENT, load_word(row, SENT) + 1)
+    store_word(row, UNACKED, load_word(row, UNACKED) + 1)
+
+
+@inlined
 def begin_message(row, address, nbytes, kind, attached):
     """Make a message the one that enters."""
-    store_word(row, SENT, load_word(row, SENT) + 1)
+    _count_sent(row)
     begin_frame(row, MESSAGE, load_word(row, SENT), kind, nbytes, address, attached, 0)
 
 
 @inlined
 def begin_with_answer(row, address, nbytes, kind, attached):
     """As `begin_message`, with the answer to the message that was read last ahead of it."""
-    store_word(row, SENT, load_word(row, SENT) + 1)
+    _count_sent(row)
     begin_frame(row, MESSAGE, load_word(row, SENT), kind, nbytes, address, attached, FRAME)
     write_ack(
         load_word(row, OUT_BUFFER),
@@ -239,7 +248,7 @@ def read_header(row):
     frame = load_word(row, IN_BUFFER) + load_word(row, IN_USED)
     type_of_frame = type_of(frame)
     number = load_word(frame, TYPE) >> TYPE_BITS
-    if type_of_frame == TAKEN:
+    if type_of_frame == TAKEN and load_word(row, UNACKED) > 0:
         store_word(row, IN_USED, load_word(row, IN_USED) + FRAME)
         return _note_ack(row, frame, 1)
     if type_of_frame == MESSAGE:

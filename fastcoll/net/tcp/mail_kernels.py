@@ -1,10 +1,8 @@
 """What Python calls to move messages over connections: compiled functions that run without the GIL.
 
 `m` is the address of a mail's table (mail_words.py). `send` and `receive` carry one blocking call from begin to
-end, and hold BUSY until they are DONE; their first argument is the table with RESUMED, if the call came back
-before, or ORDERED, if it comes from Python, which minds the answers itself. `begin`, `rest`, `accept` and
-`acknowledge` set things going that `advance` then carries on for all peers at once. All come back within 0.1 s, and
-can be called again with the same arguments.
+end, and hold BUSY unless they are DONE. `begin`, `rest`, `accept` and `acknowledge` set things going that `advance`
+then carries on for all peers at once. All come back within 0.1 s.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from ...kernels.primitives import load_word, store_release, store_word, word_at
 from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at
 from ...kernels.sockets import READABLE, WRITABLE
 from ...kernels.waiting import seize_unless
-from ...p2p.channels import ANY, GO, TAKEN
+from ...p2p.pipe import ANY, EVENTS, GO, NOTHING, TAKEN
 from .mail_answers import defer, note_taken, note_turn, send_deferred, wants_minding
 from .mail_frames import (
     EAGER,
@@ -34,7 +32,7 @@ from .mail_frames import (
     read_ack,
     read_header,
 )
-from .mail_sweep import AGAIN_ALL, EVENTS, PIECES_A_CALL, idle, row_of, sweep
+from .mail_sweep import PIECES_A_CALL, idle, row_of, sweep
 from .mail_words import (
     ACK_AHEAD,
     ACK_NUMBER,
@@ -45,6 +43,7 @@ from .mail_words import (
     BEHIND,
     BUSY,
     DEFERRED,
+    EVENT,
     IDLE,
     IN_ATTACHED,
     IN_FD,
@@ -64,21 +63,10 @@ from .mail_words import (
     SENT,
     SOURCE,
     TAKING,
+    TOLD,
 )
 
-RESUMED, ORDERED = 1, 2
-_TAGS = 3
 _LOOK_ELSEWHERE = 16  # tries
-
-
-@inlined
-def _take(h):
-    """Take the connections for a blocking call, unless it has them already."""
-    if h & RESUMED:
-        return True
-    m = h & ~_TAGS
-    # Whoever had them may have left a message half-way to the courier, which says so by BEHIND.
-    return seize_unless(m + 8 * BUSY, m + 8 * BEHIND)
 
 
 @inlined
@@ -91,24 +79,24 @@ def _let_go(m, status):
 
 
 @entry
-def send(handle: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
+def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
     """Send a contiguous array of `size` bytes, and wait until it is taken: DONE, AGAIN, WORKED, REFUSED or LATER.
 
     Or UNMINDED. Only while no other message to this peer is entering or unacked.
     """
-    h = integer(handle)
-    if not _take(h):
+    m = integer(mail)
+    # Whoever had them may have left a message half-way to the engine, which says so by BEHIND.
+    if not seize_unless(m + 8 * BUSY, m + 8 * BEHIND):
         return LATER
-    m = h & ~_TAGS
     row = row_of(m, integer(dst))
     if load_word(row, OUT_FD) < 0:
         return _let_go(m, LATER)
     if load_word(m, DEFERRED) != integer(dst) + 1 and not send_deferred(m):
-        return AGAIN
+        return _let_go(m, LATER)
     status = _send(m, row, integer(dst), word_at(object_at(tensor) + DATA), integer(size), integer(word))
     if status != DONE:
         return status
-    return _let_go(m, UNMINDED if h & _TAGS == 0 and wants_minding(m, row) else DONE)
+    return _let_go(m, UNMINDED if wants_minding(m, row) else DONE)
 
 
 @inlined
@@ -144,8 +132,7 @@ def _ahead_fd(row):
 @kernel
 def _send(m, row, peer, data, nbytes, kind):
     attached = min(nbytes, EAGER)
-    if load_word(row, SENDING) == 0:
-        _begin_send(m, row, peer, data, nbytes, kind, attached)
+    _begin_send(m, row, peer, data, nbytes, kind, attached)
     turn = 0
     pieces = 0
     while pieces < PIECES_A_CALL:
@@ -176,23 +163,22 @@ def _send(m, row, peer, data, nbytes, kind):
 
 
 @entry
-def receive(handle: Index, src: Index, tensor: PyObject, size: Index, word: Index) -> int:
+def receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index) -> int:
     """Receive the next message of a rank (or of ANY) into a contiguous array of `size` bytes, and answer it.
 
     -1 - rank when done, AGAIN, WORKED, OTHER or LATER. Only while no other message of that rank is
-    arriving. Meanwhile word SOURCE holds the rank that was chosen, plus 1.
+    arriving. If it is not done, word SOURCE holds the rank that was chosen, plus 1.
     """
-    h, source = integer(handle), integer(src)
-    if not _take(h):
+    m, source = integer(mail), integer(src)
+    if not seize_unless(m + 8 * BUSY, m + 8 * BEHIND):
         return LATER
-    m = h & ~_TAGS
     if source == load_word(m, RANK):
         return _let_go(m, LATER)
     if not send_deferred(m):
-        return AGAIN
-    if source == ANY and load_word(m, SOURCE) == 0:
-        event = sweep(m, True)
-        if event == AGAIN_ALL:
+        return _let_go(m, LATER)
+    if source == ANY:
+        event = sweep(m, True, True)
+        if event == NOTHING:
             return AGAIN
         store_word(m, SOURCE, event // EVENTS + 1)
     peer = load_word(m, SOURCE) - 1 if source == ANY else source
@@ -292,9 +278,10 @@ def _receive(m, row, peer, data, nbytes, kind):
 
 @entry
 def begin(mail: Index, peer: Index, address: Index, nbytes: Index, kind: Index, attached: Index) -> int:
-    """Make a message the one that enters, with its first `attached` bytes; `advance` moves it."""
+    """Make a message the one that enters, with its first `attached` bytes; `advance` moves the rest of it."""
     row = row_of(integer(mail), integer(peer))
     begin_message(row, integer(address), integer(nbytes), integer(kind), integer(attached))
+    push(row)
     return DONE
 
 
@@ -322,9 +309,13 @@ def acknowledge(mail: Index, peer: Index, number: Index, verdict: Index, nbytes:
 
 
 @entry
-def advance(mail: Index) -> int:
-    """Move all messages under way until one of them needs a decision: peer * EVENTS + event.
-
-    AGAIN_ALL: nothing to decide, but the bell rang or it is time to look at signals and deadlines.
-    """
-    return sweep(integer(mail), False)
+def advance(mail: Index, handled: Index, wait: Index) -> int:
+    """Move all messages under way until one of them needs a decision, as p2p/pipe.py has it."""
+    m = integer(mail)
+    if load_word(m, TOLD) > integer(handled):
+        return load_word(m, EVENT)
+    event = sweep(m, False, integer(wait) != 0)
+    if event != NOTHING:
+        store_word(m, EVENT, event)
+        store_word(m, TOLD, load_word(m, TOLD) + 1)
+    return event

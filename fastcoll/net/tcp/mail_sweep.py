@@ -10,10 +10,10 @@ from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_acquire, load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, wait_ready
 from ...kernels.waiting import BUDGET, now
-from ...p2p.channels import ACK_SPACE, ACKED, ARRIVED, ENTERED, HEADER, TAKEN
-from ...p2p.channels import REST as REST_HERE
+from ...p2p.pipe import ACK_SPACE, ACKED, ARRIVED, ENTERED, EVENTS, HEADER, TAKEN
+from ...p2p.pipe import NOTHING as NO_EVENT
+from ...p2p.pipe import REST as REST_HERE
 from .mail_frames import (
-    GARBLED,
     MESSAGE,
     has_ack,
     has_answer_ahead,
@@ -48,10 +48,7 @@ from .mail_words import (
     WATCHED,
 )
 
-# What `advance` returns, besides AGAIN_ALL: peer * EVENTS + event.
-NOTHING, MOVED = 0, 1
-EVENTS = 16
-AGAIN_ALL = -1
+NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
 
 PIECES_A_CALL = 512  # at most 128 MiB, 30 ms, between two looks at signals
 _EVENTS_AT, _REVENTS_AT = 32, 48  # bits of a pollfd
@@ -119,17 +116,8 @@ def _header(row):
     if header == 0:
         return NOTHING
     if header == TAKEN:
-        return _acked_ahead(row)
+        return ACKED
     return HEADER if header == MESSAGE else REST_HERE
-
-
-@inlined
-def _acked_ahead(row):
-    """After an answer was read that came ahead of a message."""
-    if load_word(row, UNACKED) == 0:
-        store_word(row, IN_GONE, GARBLED)
-        return NOTHING
-    return ACKED
 
 
 @inlined
@@ -219,7 +207,7 @@ def _serve_in(row, events, watch_all):
 
 
 @kernel
-def sweep(m, watch_all):
+def sweep(m, watch_all, wait):
     size = load_word(m, SIZE)
     turn = 0
     for _ in range(PIECES_A_CALL):
@@ -232,12 +220,12 @@ def sweep(m, watch_all):
                 break
             count = _list(m, row_of(m, peer), peer, count, watch_all)
         if here == size:
-            ready = 0
-            while ready == 0:
+            ready = 0 if wait else wait_ready(load_word(m, POLLFDS), count, 0)
+            while ready == 0 and wait:
                 ready = _wait(m, count, turn)
                 turn += 1
-            if ready < 0:
-                return AGAIN_ALL
+            if ready <= 0:
+                return NO_EVENT
         elif count > 0:
             # Those whose turn it is before that one go first, if they can.
             wait_ready(load_word(m, POLLFDS), count, 0)
@@ -251,7 +239,7 @@ def sweep(m, watch_all):
                 store_word(m, TURN, peer + 1)
                 return peer * EVENTS + event
         turn = 0 if event == MOVED else turn
-    return AGAIN_ALL
+    return NO_EVENT
 
 
 @kernel

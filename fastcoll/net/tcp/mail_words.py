@@ -17,9 +17,7 @@ SPIN = BELL + 8  # ns that a waiting thread tries again before it sleeps
 SINCE = BELL + 9  # when the wait under way began, in ns
 POLLFDS = BELL + 10  # address: what poll(2) is given
 OWNERS = BELL + 11  # address: of each pollfd, 2 * peer + side
-BEHIND = (
-    BELL + 12
-)  # not 0: operations are posted or under way, or the end has come; blocking ones come after them
+BEHIND = BELL + 12  # not 0: operations are under way, or the end has come; blocking calls come after them
 # Of mail_answers.py:
 DEFERRED = BELL + 13  # the rank whose message was taken and not answered yet, plus 1; 0: none
 DEFERRALS = BELL + 14  # how often there was one
@@ -27,7 +25,9 @@ MINDED = BELL + 15  # not 0: a thread sees to it that no answer stays deferred
 STOP = BELL + 16  # not 0: that thread is to end
 LAST_TAKEN = BELL + 17  # the rank whose message the last blocking receive took, plus 1; 0 after a send
 TAKEN_AT = BELL + 18  # when that was, in ns
-MAIL_WORDS = BELL + 19
+TOLD = BELL + 19  # events that `advance` has told
+EVENT = BELL + 20  # the last of them
+MAIL_WORDS = BELL + 21
 
 # Words of a row. The way out, by the connection that this rank has dialed:
 OUT_FD = 0  # -1: there is none yet
@@ -39,7 +39,7 @@ OUT_STAGED = 5  # how many of them lie in the buffer
 OUT_FROM = 6  # address of the payload
 SENDING = 7  # a blocking send is under way: 1 with its first part, 2 with its rest
 SENT = 8  # number of the last message begun
-UNACKED = 9  # how many messages have no ack yet; set from Python
+UNACKED = 9  # how many messages have no ack yet, but perhaps GO
 ACK_BUFFER = 10  # address: acks received; bytes received, bytes read
 ACK_HAVE = 11
 ACK_USED = 12
@@ -75,5 +75,5 @@ TURNS_NEEDED = 39  # so many, and answers are deferred
 ACK_AHEAD = 40  # whether the last ack came ahead of a message
 ROW_WORDS = 48
 
-# IN_STAGE. The courier knows IDLE and ARRIVING, a blocking receive goes through all of them.
+# IN_STAGE. The engine knows IDLE and ARRIVING, a blocking receive goes through all of them.
 IDLE, ARRIVING, AWAITING_REST, REST_ARRIVING, ANSWERING = range(5)

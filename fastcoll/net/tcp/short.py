@@ -16,10 +16,13 @@ import numpy as np
 from ...core.group import ProcessGroup
 from ...core.operands import LARGEST_TAG, Array, sum_for
 from ...core.reduce_op import ReduceOp
+from ...core.status import DONE, LATER
 from ...core.work import Work
 from ...interop.tensors import header_of, headers_for, plain_types
+from ...p2p.engine import Engine
+from ...p2p.transfers import kind_of
 from .context import Prepared
-from .mail import Mail
+from .pipe import TcpPipe
 from .plans.choose import plan_for
 from .plans.shape import MEET_RANKS
 
@@ -32,7 +35,8 @@ class ShortPaths(ProcessGroup):
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
         super().__init__(name, ranks, rank, timeout)
         self._prepared: dict[Any, Prepared] = {}
-        self._mail: Mail
+        self.pipe: TcpPipe
+        self.messages: Engine
 
     @abstractmethod
     def _carry_out(self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None) -> None:
@@ -78,13 +82,31 @@ class ShortPaths(ProcessGroup):
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
         """Send to `dst`; returns when it has been received (to oneself: when it is buffered)."""
-        if not (self._is_message(tensor, dst, tag) and self._mail.try_send(tensor, dst, tag)):
-            super().send(tensor, dst, tag)
+        if self._is_message(tensor, dst, tag):
+            try:
+                status = self.pipe.send(tensor, dst, kind_of(tag, tensor.dtype))
+                if status == DONE:
+                    return None
+                if status != LATER:
+                    return self.messages.resume_send(status, tensor, dst, tag)
+            except BaseException as error:
+                self.messages.torn(error, "send")
+                raise
+        return super().send(tensor, dst, tag)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         """Receive from `src`, or from whoever sends first; the sender's rank."""
-        source = self._mail.try_recv(tensor, src, tag) if self._is_message(tensor, src, tag) else None
-        return super().recv(tensor, src, tag) if source is None else source
+        if self._is_message(tensor, src, tag):
+            try:
+                status = self.pipe.receive(tensor, src, kind_of(tag, tensor.dtype))  # type: ignore[arg-type]
+                if status < DONE:
+                    return -1 - status
+                if status != LATER:
+                    return self.messages.resume_receive(status, tensor, src, tag)
+            except BaseException as error:
+                self.messages.torn(error, "recv")
+                raise
+        return super().recv(tensor, src, tag)
 
     def _is_message(self, tensor: Any, peer: Any, tag: Any) -> bool:
         """Whether these are the arguments of a message that needs no look at it, in a group that is as it should be."""

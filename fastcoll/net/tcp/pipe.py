@@ -1,4 +1,4 @@
-"""Connections as channels for messages: each rank dials one to each peer that it sends to, at its first message."""
+"""Connections as a pipe for messages: each rank dials one to each peer that it sends to, at its first message."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.monitor import Vigil
-from ...core.status import DONE
+from ...core.status import DONE, UNMINDED
 from ...errors import AbortedError, GroupError, PeerDiedError
 from ...kernels import waiting
-from ...kernels.primitives import address_of
+from ...kernels.primitives import address_of, cells_of
 from ...kernels.sockets import CLOSED
-from ...p2p.channels import Ack, Channels, Header
+from ...p2p.pipe import TAKEN, Ack, Begun, Header, Pipe
 from ...p2p.transfers import Send
 from . import mail_answers, mail_kernels
 from . import mail_words as words
-from .mail_frames import ACKS, BUFFER, FRAME, GARBLED
-from .mail_sweep import EVENTS
+from .mail_frames import ACKS, BUFFER, EAGER, FRAME, GARBLED, WINDOW
 
 _BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
 # How long a rank whose peer has closed a connection waits for the reason, which travels on another one.
@@ -49,8 +48,10 @@ class Mesh(Protocol):
         """Give `callback` what peers dial."""
 
 
-class MailChannels(Channels):
-    """The state of all connections for messages that begin or end at one rank.
+class TcpPipe(Pipe):
+    """The connections for messages that begin or end at one rank.
+
+    Close it before the mesh.
 
     Args:
         mesh: the group's.
@@ -58,15 +59,16 @@ class MailChannels(Channels):
         spin: ns that a waiting thread tries again before it sleeps.
 
     Attributes:
-        spin: that.
         address: what the kernels take as `m`.
         table: the mail's words.
         rows: the peers' words.
     """
 
+    eager = EAGER
+    window = WINDOW
+
     def __init__(self, mesh: Mesh, vigil: Vigil, spin: int) -> None:
-        self.size = size = len(vigil.members)
-        self.spin = spin
+        size = len(vigil.members)
         self._mesh = mesh
         self._vigil = vigil
         self.rows = np.zeros((size, words.ROW_WORDS), np.int64)
@@ -77,28 +79,29 @@ class MailChannels(Channels):
         self._lost: dict[int, float] = {}
         self._lock = threading.Lock()  # the bell's descriptor, and what is kept of a connection
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.table = self._make_table(spin)
+        self.table = self._make_table(spin, size)
         self.address = address_of(self.table)
+        self._cells = cells_of(self.rows)
+        self._words = cells_of(self.table)
+        self._minder: threading.Thread | None = None
         mesh.on_mail(self._accepted)
 
-    def _make_table(self, spin: int) -> NDArray[np.int64]:
+    def _make_table(self, spin: int, size: int) -> NDArray[np.int64]:
         table = np.zeros(words.MAIL_WORDS, np.int64)
         table[waiting.BUDGET] = _BUDGET
         table[words.BELL_FD] = self._bell
         table[words.CHANNELS] = address_of(self.rows)
-        table[words.SIZE], table[words.RANK] = self.size, self._mesh.rank
+        table[words.SIZE], table[words.RANK] = size, self._mesh.rank
         table[words.SPIN] = spin
         table[words.POLLFDS], table[words.OWNERS] = map(address_of, self._pollfds)
         return table
 
-    def hurry(self, hurried: bool) -> None:
-        """Whether whoever drives the connections comes back as soon as nothing is ready; set by who has them."""
-        self.table[words.SPIN] = 0 if hurried else self.spin
-        self.table[waiting.BUDGET] = 0 if hurried else _BUDGET
-
     def word(self, peer: int, index: int) -> int:
         """A word of the row of `peer`."""
-        return int(self.rows[peer, index])
+        return self._cells[peer * words.ROW_WORDS + index]
+
+    def _set(self, peer: int, index: int, value: int) -> None:
+        self._cells[peer * words.ROW_WORDS + index] = value
 
     # ---- connections -----------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class MailChannels(Channels):
             self.rows[peer, word] = address_of(buffer)
 
     def check(self, peer: int | None) -> None:
-        for rank in range(self.size) if peer is None else (peer,):
+        for rank in range(len(self.rows)) if peer is None else (peer,):
             reason = self.word(rank, words.OUT_GONE) or self.word(rank, words.IN_GONE)
             if not reason or self._vigil.has_left(rank):
                 continue
@@ -164,7 +167,10 @@ class MailChannels(Channels):
         return bool(in_kernel or self.word(peer, words.IN_HAVE) > self.word(peer, words.IN_USED))
 
     def retire(self) -> None:
-        """Use no connection any more; the mesh closes them."""
+        """The mesh closes the connections."""
+        self._words[words.STOP] = 1
+        if self._minder is not None:
+            self._minder.join()
         self.rows[:, [words.OUT_FD, words.IN_FD]] = -1
         with self._lock:
             os.close(self._bell)
@@ -179,94 +185,101 @@ class MailChannels(Channels):
                 os.eventfd_write(self._bell, 1)
                 self.table[words.BELL] = 1
 
-    def has_rung(self) -> bool:
-        """Whether the bell waits for an answer."""
-        return bool(self.table[words.BELL] != 0)
-
     def silence_bell(self) -> None:
-        if self.has_rung():
-            self.table[words.BELL] = 0
+        if self._words[words.BELL]:
+            self._words[words.BELL] = 0
             with suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
 
     def set_behind(self, behind: bool) -> None:
-        self.table[words.BEHIND] = behind
+        self._words[words.BEHIND] = behind
 
     def seize(self) -> bool:
         if waiting.seize.call(self.address + 8 * words.BUSY) != DONE:
             return False
-        if self.table[words.DEFERRED] and mail_answers.flush.call(self.address) != DONE:
+        if self._words[words.DEFERRED] and mail_answers.flush.call(self.address) != DONE:
             self.let_go()
             return False
         return True
 
     def let_go(self) -> None:
-        self.table[words.BUSY] = 0
+        self._words[words.BUSY] = 0
 
     def is_mine(self) -> bool:
-        return int(self.table[words.BUSY]) == threading.get_ident()
+        return self._words[words.BUSY] == threading.get_ident()
 
-    # ---- a blocking call -------------------------------------------------------------------------
+    # ---- short cuts ------------------------------------------------------------------------------
 
-    def send(self, array: NDArray[Any], peer: int, kind: int, resumed: bool) -> int:
-        return mail_kernels.send.call(self._handle(resumed), peer, array, array.nbytes, kind)
+    def send(self, array: NDArray[Any], peer: int, kind: int) -> int:
+        status = mail_kernels.send.call(self.address, peer, array, array.nbytes, kind)
+        if status == UNMINDED:
+            self._mind_answers()
+            return DONE
+        return status
 
-    def receive(self, array: NDArray[Any], source: int, kind: int, resumed: bool) -> int:
-        return mail_kernels.receive.call(self._handle(resumed), source, array, array.nbytes, kind)
+    def receive(self, array: NDArray[Any], source: int, kind: int) -> int:
+        return mail_kernels.receive.call(self.address, source, array, array.nbytes, kind)
 
-    def _handle(self, resumed: bool) -> int:
-        return self.address | (mail_kernels.RESUMED if resumed else mail_kernels.ORDERED)
+    def _mind_answers(self) -> None:
+        """Start the thread that sends answers which stay deferred, unless there is one."""
+        with self._lock:
+            if not self._words[words.STOP] and (self._minder is None or not self._minder.is_alive()):
+                self._minder = threading.Thread(target=self._mind, name="fastcoll-answers", daemon=True)
+                self._minder.start()
 
-    def adopt_send(self, send: Send) -> bool:
-        self.rows[send.peer, words.SENDING] = 0
-        return self.word(send.peer, words.OUT_POSITION) < self.word(send.peer, words.OUT_END)
+    def _mind(self) -> None:
+        patience = np.zeros(waiting.PATIENCE_WORDS, np.int64)
+        patience[waiting.IDLE] = 1 << 30  # long naps
+        mail_answers.mind.call(self.address, address_of(patience))
 
-    def adopt_receive(self, peer: int | None) -> int | None:
-        source = int(self.table[words.SOURCE]) - 1 if peer is None else peer
-        self.table[words.SOURCE] = 0
-        return source if source >= 0 and self.word(source, words.IN_STAGE) != words.IDLE else None
+    def leave_send(self, peer: int) -> tuple[int, bool, bool]:
+        resting = self.word(peer, words.SENDING) == 2
+        self._set(peer, words.SENDING, 0)
+        return self.word(peer, words.SENT), self._is_entering(peer), resting
 
-    def take_stage(self, peer: int) -> int:
-        """How far an adopted receive is, as IN_STAGE says; from here on the courier sets it."""
-        stage = self.word(peer, words.IN_STAGE)
+    def leave_receive(self, source: int) -> Begun | None:
+        peer = self._words[words.SOURCE] - 1 if source < 0 else source
+        self._words[words.SOURCE] = 0
+        stage = self.word(peer, words.IN_STAGE) if peer >= 0 else words.IDLE
+        if stage == words.IDLE:
+            return None
         arriving = stage in (words.ARRIVING, words.REST_ARRIVING)
-        self.rows[peer, words.IN_STAGE] = words.ARRIVING if arriving else words.IDLE
-        return stage
-
-    def take_asking(self, peer: int) -> bool:
-        """Whether an adopted receive still has to say GO; from here on the courier does."""
+        self._set(peer, words.IN_STAGE, words.ARRIVING if arriving else words.IDLE)
         asking = self.word(peer, words.ASKING) != 0
-        self.rows[peer, words.ASKING] = 0
-        return asking
+        self._set(peer, words.ASKING, 0)
+        number = self.word(peer, words.TAKING)
+        whole = stage in (words.REST_ARRIVING, words.ANSWERING)
+        return Begun(peer, number, arriving, whole, asking)
 
-    # ---- the courier's steps ---------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
-    def advance(self) -> tuple[int, int] | None:
-        event = mail_kernels.advance.call(self.address)
-        return None if event < 0 else (event % EVENTS, event // EVENTS)
+    def advance(self, handled: int, wait: bool) -> int:
+        return mail_kernels.advance.call(self.address, handled, wait)
 
-    def begin(self, send: Send, attached: int) -> None:
-        mail_kernels.begin.call(self.address, send.peer, send.address, send.nbytes, send.kind, attached)
+    def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
+        mail_kernels.begin.call(self.address, peer, send.address, send.nbytes, send.kind, attached)
+        return self.word(peer, words.SENT), self._is_entering(peer)
 
-    def begin_rest(self, send: Send, number: int, attached: int) -> None:
-        """Make all but the first `attached` bytes of a message what enters."""
-        mail_kernels.rest.call(self.address, send.peer, send.address, send.nbytes, number, attached)
+    def _is_entering(self, peer: int) -> bool:
+        return self.word(peer, words.OUT_POSITION) < self.word(peer, words.OUT_END)
 
-    def last_sent(self, peer: int) -> int:
-        return self.word(peer, words.SENT)
+    def begin_rest(self, peer: int, send: Send, number: int, attached: int) -> None:
+        mail_kernels.rest.call(self.address, peer, send.address, send.nbytes, number, attached)
+
+    def taken(self, peer: int) -> int:
+        at = peer * words.ROW_WORDS + words.ACK_NUMBER
+        return self._cells[at] if self._cells[at + 1] == TAKEN else 0
 
     def last_ack(self, peer: int) -> Ack:
-        row = self.rows[peer, words.ACK_NUMBER : words.ACK_KIND + 1]
-        number, verdict, nbytes, kind = map(int, row)
-        return Ack(number, verdict, nbytes, kind)
+        at = peer * words.ROW_WORDS + words.ACK_NUMBER
+        return Ack(*self._cells[at : at + 4])
 
     def header(self, peer: int) -> Header:
-        row = self.rows[peer, words.IN_NUMBER : words.IN_ATTACHED + 1]
-        number, kind, nbytes, attached = map(int, row)
+        at = peer * words.ROW_WORDS + words.IN_NUMBER
+        number, kind, nbytes, attached = self._cells[at : at + 4]
         return Header(kind, nbytes, number, attached)
 
     def rest(self, peer: int) -> tuple[int, int]:
-        """Number and bytes of the rest whose header was read last."""
         return self.word(peer, words.REST_NUMBER), self.word(peer, words.REST_NBYTES)
 
     def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
@@ -275,18 +288,14 @@ class MailChannels(Channels):
     def acknowledge(self, peer: int, ack: Ack) -> bool:
         return mail_kernels.acknowledge.call(self.address, peer, *ack) == DONE
 
-    def watch(self, interest: NDArray[Any]) -> None:
-        self.rows[:, words.WATCHED] = interest
+    def watch(self, peer: int, count: int) -> None:
+        self._set(peer, words.WATCHED, count)
 
     def expect(self, peer: int, count: int) -> None:
-        """How many rests of a peer's messages have been asked for."""
-        self.rows[peer, words.EXPECTED] = count
-
-    def note_unacked(self, peer: int, count: int) -> None:
-        self.rows[peer, words.UNACKED] = count
+        self._set(peer, words.EXPECTED, count)
 
     def note_owed(self, peer: int, count: int) -> None:
-        self.rows[peer, words.OWED] = count
+        self._set(peer, words.OWED, count)
 
 
 def _is_local(connection: socket.socket) -> bool:

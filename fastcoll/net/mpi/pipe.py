@@ -1,9 +1,9 @@
-"""Messages between the ranks of a group over MPI: the channels of messages/channels.py.
+"""Messages between the ranks of a group over MPI: the pipe.
 
 Each message is a *letter*, five words and the message itself where that is short; a longer one follows in messages
 of MPI of its own once the receiver has chosen where to. The receiver answers with an *ack* of five words. MPI delivers
 what one rank sends another with one tag in order, so no other matching is left to it: matching tags, sources and sizes
-is messages/'s, the same as for every backend.
+is the engine's, the same as for every backend.
 
     letter  source, kind, nbytes, number, attached bytes that are inside the letter; then those bytes
     ack     source, number, verdict, nbytes, kind: each word has 8 bytes
@@ -20,11 +20,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...core.status import AGAIN, DONE, LATER, OTHER, REFUSED
+from ...errors import AbortedError, GroupError
 from ...kernels.primitives import address_of
-from ...p2p.channels import ACKED, ANY, ARRIVED, ENTERED, HEADER, TAKEN, Ack, Channels, Header
+from ...p2p.pipe import ACKED, ARRIVED, ENTERED, EVENTS, HEADER, NOTHING, Ack, Header, Pipe
 from ...p2p.transfers import Send
 from . import compiled as words
 from .execution import pieces
@@ -34,7 +33,7 @@ from .requests import Requests, abandon
 _HEAD = 5 * 8
 INSIDE = 1024 - _HEAD
 """Bytes of a message that travel inside its letter."""
-_NOTHING, _LETTER = -1, -2  # what a request is for, besides the events of messages/channels.py
+_NOBODY, _LETTER = -1, -2  # what a request is for, besides events
 _MOVING_SECONDS = 1.0  # a message that does not get on for so long waits for the other side
 
 
@@ -60,8 +59,8 @@ class _Posted(NamedTuple):
     keep: Any
 
 
-class MpiChannels(Channels):
-    """The contract is that of Channels.
+class MpiPipe(Pipe):
+    """To all ranks of a communicator; their numbers are their ranks there.
 
     Args:
         comm: the group's communicator.
@@ -72,7 +71,7 @@ class MpiChannels(Channels):
     """
 
     def __init__(self, library: Library, comm: Any, tags: Tags, dedicated: bool) -> None:
-        self.size, self._rank = comm.size, comm.rank
+        size, self._rank = comm.size, comm.rank
         self.current: Callable[[], AbstractContextManager[None]] = nullcontext
         self._library = library
         self._comm = comm
@@ -80,30 +79,21 @@ class MpiChannels(Channels):
         self._requests = Requests(library, dedicated)
         self._free = threading.Lock()
         self._owner = 0
-        self._behind = False
-        self._interest: NDArray[Any] = np.zeros(self.size, np.int64)
+        self._interest = [0] * size
+        self._told = 0  # events
+        self._event = NOTHING
         self._posted: list[_Posted] = []
         self._listening = False
         self._begun = 0.0
         self._events: deque[tuple[int, int]] = deque()
-        self._letters: list[deque[_Letter]] = [deque() for _ in range(self.size)]
-        self._taken = [_Letter(Header(0, 0, 0, 0), b"")] * self.size
-        self._is_taking = [False] * self.size
-        self._acks: list[deque[Ack]] = [deque() for _ in range(self.size)]
-        self._last_acks = [Ack(0, 0, 0, 0)] * self.size
-        self._sent = [0] * self.size
-        self._receiving: int | None = None  # whose message the blocking receive takes
+        self._letters: list[deque[_Letter]] = [deque() for _ in range(size)]
+        self._taken = [_Letter(Header(0, 0, 0, 0), b"")] * size
+        self._is_taking = [False] * size
+        self._acks: list[deque[Ack]] = [deque() for _ in range(size)]
+        self._last_acks = [Ack(0, 0, 0, 0)] * size
+        self._sent = [0] * size
 
     # ---- whose turn it is ------------------------------------------------------------------------
-
-    def ring_bell(self) -> None:
-        self._requests.ring()
-
-    def silence_bell(self) -> None:
-        self._requests.silence()
-
-    def set_behind(self, behind: bool) -> None:
-        self._behind = behind
 
     def seize(self) -> bool:
         if not self._free.acquire(blocking=False):
@@ -118,14 +108,19 @@ class MpiChannels(Channels):
     def is_mine(self) -> bool:
         return self._owner == threading.get_ident()
 
-    def is_ready(self, peer: int) -> bool:
-        return True
+    def ring_bell(self) -> None:
+        self._requests.ring()
 
-    def prepare(self, peer: int) -> None:
-        """Nothing: MPI connects by itself."""
+    def silence_bell(self) -> None:
+        self._requests.silence()
 
-    def check(self, peer: int | None) -> None:
-        """Nothing: what MPI finds wrong, waiting for it raises."""
+    def set_behind(self, behind: bool) -> None:
+        """Nothing: there are no short cuts."""
+
+    # ---- peers -----------------------------------------------------------------------------------
+
+    def garbled(self, peer: int) -> GroupError:
+        return AbortedError(f"rank {peer} of the communicator sent what is no message of fastcoll")
 
     def has_unread(self, peer: int) -> bool:
         return bool(self._letters[peer])
@@ -144,89 +139,56 @@ class MpiChannels(Channels):
         if left:
             abandon([posted.request for posted in left], [posted.keep for posted in left])
 
-    # ---- a blocking call -------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
-    def send(self, array: NDArray[Any], peer: int, kind: int, resumed: bool) -> int:
-        if not resumed:
-            if self._behind or not self.seize():
-                return LATER
-            self._listen()
-            self._post(array, address_of(array), peer, kind, array.nbytes)
-        if not self._await((ACKED, peer)):
-            return AGAIN
-        self._events.remove((ENTERED, peer))  # which comes first
-        if self._next_ack(peer).verdict != TAKEN:
-            return REFUSED
-        self.let_go()
-        return DONE
+    def advance(self, handled: int, wait: bool) -> int:
+        if self._told > handled:
+            return self._event
+        try:
+            event = self._next_event(wait)
+        except self._library.MPI.Exception as error:
+            raise AbortedError(f"carrying messages was interrupted by {error!r}") from error
+        if event != NOTHING:
+            self._event = event
+            self._told += 1
+        return event
 
-    def receive(self, array: NDArray[Any], source: int, kind: int, resumed: bool) -> int:
-        if not resumed:
-            if self._behind or not self.seize():
-                return LATER
-            self._receiving = None
-            self._listen()
-        if self._receiving is None:
-            sources = range(self.size) if source == ANY else (source,)
-            while not (there := [peer for peer in sources if self._letters[peer]]):
-                if not self._progress():
-                    return AGAIN
-            fitting = [p for p in there if self._letters[p][0].header[:2] == (kind, array.nbytes)]
-            if not fitting:
-                return OTHER
-            self._take_letter(fitting[0])
-            self._receiving = fitting[0]
-            self.accept(fitting[0], address_of(array), array.nbytes, array)
-        peer = self._receiving
-        if not self._await((ARRIVED, peer)):
-            return AGAIN
-        self._is_taking[peer] = False
-        self.acknowledge(peer, Ack(self.header(peer).number, TAKEN, array.nbytes, kind))
-        self.let_go()
-        return -1 - peer
-
-    def adopt_send(self, send: Send) -> bool:
-        if (ENTERED, send.peer) not in self._events:
-            return True
-        self._events.remove((ENTERED, send.peer))
-        return False
-
-    def adopt_receive(self, peer: int | None) -> int | None:
-        source, self._receiving = self._receiving, None
-        return source
-
-    def _await(self, event: tuple[int, int]) -> bool:
-        """Wait for an event and take it out; False after 50 ms in which nothing happened."""
-        while event not in self._events:
-            if not self._progress():
-                return False
-        self._events.remove(event)
-        return True
-
-    # ---- the courier's steps ---------------------------------------------------------------------
-
-    def advance(self) -> tuple[int, int] | None:
+    def _next_event(self, wait: bool) -> int:
         self._listen()
         while True:
             if self._events:
                 event, peer = self._events.popleft()
                 if event == ACKED:
-                    self._next_ack(peer)
+                    self._last_acks[peer] = self._acks[peer].popleft()
                 elif event == ARRIVED:
                     self._is_taking[peer] = False
-                return event, peer
-            for peer in range(self.size):
-                if self._letters[peer] and self._interest[peer] and not self._is_taking[peer]:
-                    self._take_letter(peer)
-                    return HEADER, peer
-            if not self._progress():
-                return None
+                return peer * EVENTS + event
+            for peer, letters in enumerate(self._letters):
+                if letters and self._interest[peer] and not self._is_taking[peer]:
+                    self._taken[peer] = letters.popleft()
+                    self._is_taking[peer] = True
+                    return peer * EVENTS + HEADER
+            if not self._progress(wait):
+                return NOTHING
 
-    def begin(self, send: Send, attached: int) -> None:
-        self._post(send.array, send.address, send.peer, send.kind, send.nbytes)
-
-    def last_sent(self, peer: int) -> int:
-        return self._sent[peer]
+    def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
+        """Send a letter, and the message behind it if it is long."""
+        nbytes, address = send.nbytes, send.address
+        inside = nbytes if nbytes <= INSIDE else 0
+        letter = np.empty(_HEAD + inside, np.uint8)
+        self._sent[peer] += 1
+        letter[:_HEAD].view(np.int64)[:] = (self._rank, send.kind, nbytes, self._sent[peer], inside)
+        ctypes.memmove(address_of(letter) + _HEAD, address, inside)
+        MPI = self._library.MPI
+        self._begun = time.monotonic()
+        with self.current(), self._library.lock:
+            posted = [self._comm.Isend([letter, MPI.BYTE], peer, self._tags.letter)]
+            posted += [
+                self._comm.Isend(self._bytes(piece), peer, self._tags.data)
+                for piece in pieces((address, nbytes - inside))
+            ]
+        self._posted += [_Posted(request, ENTERED, peer, (letter, send.array)) for request in posted]
+        return self._sent[peer], True
 
     def last_ack(self, peer: int) -> Ack:
         return self._last_acks[peer]
@@ -253,17 +215,11 @@ class MpiChannels(Channels):
         data = np.array([self._rank, *ack], np.int64)
         with self._library.lock:
             request = self._comm.Isend([data, self._library.MPI.BYTE], peer, self._tags.ack)
-        self._posted.append(_Posted(request, _NOTHING, peer, data))
+        self._posted.append(_Posted(request, _NOBODY, peer, data))
         return True
 
-    def watch(self, interest: NDArray[Any]) -> None:
-        self._interest = interest
-
-    def note_unacked(self, peer: int, count: int) -> None:
-        """Nothing: acks are always listened for."""
-
-    def note_owed(self, peer: int, count: int) -> None:
-        """Nothing: there is always space for an ack."""
+    def watch(self, peer: int, count: int) -> None:
+        self._interest[peer] = count
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -281,29 +237,14 @@ class MpiChannels(Channels):
             request = self._comm.Irecv([data, MPI.BYTE], MPI.ANY_SOURCE, tag)
         self._posted.append(_Posted(request, event, -1, data))
 
-    def _post(self, array: NDArray[Any], address: int, peer: int, kind: int, nbytes: int) -> None:
-        """Send a letter, and the message behind it if it is long."""
-        inside = nbytes if nbytes <= INSIDE else 0
-        letter = np.empty(_HEAD + inside, np.uint8)
-        self._sent[peer] += 1
-        letter[:_HEAD].view(np.int64)[:] = (self._rank, kind, nbytes, self._sent[peer], inside)
-        ctypes.memmove(address_of(letter) + _HEAD, address, inside)
-        MPI = self._library.MPI
-        self._begun = time.monotonic()
-        with self.current(), self._library.lock:
-            posted = [self._comm.Isend([letter, MPI.BYTE], peer, self._tags.letter)]
-            posted += [
-                self._comm.Isend(self._bytes(piece), peer, self._tags.data)
-                for piece in pieces((address, nbytes - inside))
-            ]
-        self._posted += [_Posted(request, ENTERED, peer, (letter, array)) for request in posted]
-
     def _bytes(self, piece: tuple[int, int]) -> list[Any]:
         MPI = self._library.MPI
         return [MPI.buffer.fromaddress(*piece), MPI.BYTE]
 
-    def _progress(self) -> bool:
+    def _progress(self, wait: bool) -> bool:
         """Wait until a request is complete, and deal with it; False after 50 ms without one, or when the bell rang."""
+        if not wait:
+            self._requests.ring()
         self._requests.load(self._requests.handles([posted.request for posted in self._posted]))
         with self.current():
             done = self._requests.poll(words.ANY | (words.BUSY if self._is_moving() else 0))
@@ -347,11 +288,3 @@ class MpiChannels(Channels):
     def _unannounced(self, peer: int) -> int:
         """How many acks of a peer have no event yet."""
         return len(self._acks[peer]) - self._events.count((ACKED, peer))
-
-    def _next_ack(self, peer: int) -> Ack:
-        self._last_acks[peer] = self._acks[peer].popleft()
-        return self._last_acks[peer]
-
-    def _take_letter(self, peer: int) -> None:
-        self._taken[peer] = self._letters[peer].popleft()
-        self._is_taking[peer] = True

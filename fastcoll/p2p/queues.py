@@ -1,4 +1,4 @@
-"""Which receive gets which message: MPI's rules, as a data structure without any memory or clock.
+"""Match queues, which receive gets which message: MPI's rules, as a data structure without any memory or clock.
 
 A receive matches the earliest message with its tag from its source, a message the earliest posted receive
 that wants it. What finds no partner is kept, in order: receives as *posted*, messages as *stored*.
@@ -6,10 +6,9 @@ that wants it. What finds no partner is kept, in order: receives as *posted*, me
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from .transfers import Receive, Send, tag_of
@@ -28,7 +27,7 @@ class Message:
         sender: the send to oneself that it belongs to.
         receive: the receive that has matched it.
         arrived: all that was attached is here.
-        complete: all of it is here.
+        complete: all of it is here, or on its way into the array.
     """
 
     source: int
@@ -49,23 +48,17 @@ class Message:
         return tag_of(self.kind)
 
 
-@dataclass(eq=False)
-class Book:
+class MatchQueues:
     """Receives without a message and messages without a receive.
 
     Attributes:
-        interest: per rank, how many posted receives a message of that rank could match.
         stored: how many messages wait for a receive.
     """
 
-    size: int
-    stored: int = 0
-    interest: NDArray[np.int64] = field(init=False)
-    _receives: dict[int, list[Receive]] = field(default_factory=dict)
-    _messages: dict[int, list[Message]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.interest = np.zeros(self.size, np.int64)
+    def __init__(self) -> None:
+        self.stored = 0
+        self._receives: dict[int, list[Receive]] = {}
+        self._messages: dict[int, list[Message]] = {}
 
     def post(self, receive: Receive) -> Message | None:
         """The message for a new receive; None: the receive is kept."""
@@ -78,7 +71,6 @@ class Book:
                 self.stored -= 1
                 return message
         self._receives.setdefault(receive.tag, []).append(receive)
-        self._count(receive, 1)
         return None
 
     def arrive(self, message: Message) -> Receive | None:
@@ -89,14 +81,7 @@ class Book:
                 del posted[index]
                 if not posted:
                     del self._receives[message.tag]
-                self._count(receive, -1)
                 return receive
         self._messages.setdefault(message.tag, []).append(message)
         self.stored += 1
         return None
-
-    def _count(self, receive: Receive, change: int) -> None:
-        if receive.peer is None:
-            self.interest += change
-        else:
-            self.interest[receive.peer] += change

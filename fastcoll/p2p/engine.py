@@ -1,0 +1,737 @@
+"""The progress engine of messages: send, recv, isend, irecv of one rank, carried on by whoever waits.
+
+Who drives. One thread at a time has the *turn*: the words BUSY of all pipes. Posting takes it if it is free, does all
+that can be done at once, and lets it go. Whoever waits for an operation takes it and drives everything that is under
+way until that operation has ended. The engine's own thread takes it only when operations are under way and nobody has
+driven for a millisecond; whoever waits gets the turn from it at once.
+
+Who writes what. With the turn: `_exchange`, and whatever the pipes keep. Without it, by any thread: `inbox`, posted
+operations in their order, whose end only the holder of the turn takes from; and `_sleepers`, who wait for the turn.
+Nobody's post is lost: a poster appends, and then tries to take the turn; a holder lets it go, and then looks at the
+inbox. One of them comes second and sees what the other did. Blocking calls on the pipes' compiled short cuts take BUSY
+unless the word BEHIND is set; posting sets it after appending, the holder clears it before its last look.
+
+Interrupts. A signal handler may run, and raise, between any two steps of the thread that drives. Nearly always that is
+when `advance` returns: nothing is half-done then, the pipe says the same event again, and handlers may even wait for
+messages themselves. An exception in the middle of an event's handling leaves the books torn, and fails the group.
+
+An operation's callbacks run on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from ..core.monitor import Vigil
+from ..core.status import DONE, LATER, REFUSED
+from ..core.work import ENDLESS, Work, forks
+from ..errors import AbortedError, FastcollError, GroupError, NotInitializedError, UsageError
+from ..interop.adopted import Adopted
+from .exchange import Exchange
+from .pipe import ANY, EVENTS, NOTHING, Pipe
+from .transfers import Array, Receive, Send, Transfer, kind_of
+
+_NAP = 1e-3  # seconds without progress after which the engine's thread drives
+_NAPS = 50  # of them without operations, before that thread sleeps
+_POLL = 5e-5
+_BUDGET = 0.05  # seconds that a pipe waits before somebody looks at signals, deadlines and peers
+_LOOK_EVERY = 64  # events, where there is always one
+_CLOSE_SECONDS = 5.0  # kernels come back within 0.1 s; longer means a thread killed while it had the turn
+_T = TypeVar("_T", bound=Transfer)
+
+
+class Engine:
+    """Messages between the ranks of a group. All ranks here are group ranks; all methods are thread-safe.
+
+    A send is complete when a receive has taken its message. Messages between two ranks with one tag
+    arrive in order, receives match in the order in which they were posted. A message that a receive
+    with its tag cannot hold (size, dtype) is dropped and raises on both sides; the engine stays usable.
+    Everything else that goes wrong, a peer's death or an operation not complete `timeout` seconds after it
+    was posted, fails the group.
+
+    Args:
+        routes: by rank, the pipe to it and its number there; whatever for this rank.
+        rank: this process's group rank.
+        vigil: the group's.
+        timeout: seconds that an operation may take.
+
+    Attributes:
+        inbox: posted operations that have not begun, in their order; a short cut may not post while there are any.
+    """
+
+    def __init__(self, routes: list[tuple[Pipe, int]], rank: int, vigil: Vigil, timeout: float) -> None:
+        self.rank, self.vigil, self.timeout = rank, vigil, timeout
+        self.forks = forks()
+        self._routes = routes
+        self._pipes = list(dict.fromkeys(pipe for pipe, _ in routes))
+        self._ranks = [{n: r for r, (p, n) in enumerate(routes) if p is pipe} for pipe in self._pipes]
+        self._is_single = len(self._pipes) == 1
+        self._exchange = Exchange(routes, rank)
+        self.inbox: deque[Transfer] = deque()
+        self._sleepers: deque[threading.Event] = deque()
+        self._handled = [0] * len(self._pipes)  # events
+        self._first = 0  # the pipe whose turn it is, of two
+        self._resting = False  # the turn's holder is in `advance`
+        self._nested = 0  # how often a signal handler has driven meanwhile
+        self._stamp = 0  # counts who has driven
+        self._wanted = False  # the engine's thread is to let go
+        self._look_in = _LOOK_EVERY
+        self._next_look = 0.0
+        self._closed = False
+        self._given_up: BaseException | None = None  # closed by a signal handler of the thread that drives
+        self._adopting = threading.RLock()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._asleep = True  # the engine's thread must be woken
+        self._called_back: deque[Transfer] = deque()
+
+    # ---- the four operations ----------------------------------------------------------------------
+
+    def send(self, x: Adopted, dst: int, tag: int) -> None:
+        """Send and wait until it is taken; to oneself, until it is buffered.
+
+        Raises:
+            MismatchError: the receiver's array has another size or dtype.
+            GroupError: a peer died, left or did not come in time.
+        """
+        array = x.array
+        if dst == self.rank:
+            send = Send(self, array.copy(), dst, tag)
+            send.buffered = True
+            self._post(send)
+            return
+        self._refuse_nesting("send")
+        self._prepare(dst)
+        pipe, number = self._routes[dst]
+        try:
+            status = pipe.send(array, number, kind_of(tag, array.dtype))
+            if status != DONE:
+                self.resume_send(status, array, dst, tag)
+        except BaseException as error:
+            self.torn(error, "send")
+            raise
+
+    def recv(self, x: Adopted, src: int | None, tag: int) -> int:
+        """Receive from `src`, or from any rank; returns the sender.
+
+        Raises:
+            MismatchError: the message has another size or dtype.
+            GroupError: a peer died, left or did not come in time.
+        """
+        self._refuse_nesting("recv")
+        status = LATER
+        try:
+            if src != self.rank and (src is not None or len(self._pipes) == 1):
+                pipe, number = self._pipes[0], ANY
+                if src is not None:
+                    pipe, number = self._routes[src]
+                status = pipe.receive(x.array, number, kind_of(tag, x.array.dtype))
+            if status >= DONE:
+                return self.resume_receive(status, x.array, src, tag, x)
+            x.finish()
+        except BaseException as error:
+            self.torn(error, "recv")
+            raise
+        return -1 - status if src is None else src
+
+    def isend(self, x: Adopted, dst: int, tag: int) -> Work:
+        """Post a message; the Work is complete when it is taken."""
+        if not self.inbox and dst != self.rank and self.vigil.failure is None:
+            try:
+                pipe, number = self._routes[dst]
+                sent = pipe.post_send(x.array, number, kind_of(tag, x.array.dtype))
+                if sent >= 0:
+                    return self.sent(sent, x.array, dst, tag)
+            except BaseException as error:
+                self.torn(error, "isend")
+                raise
+        return self._post(Send(self, x.array, dst, tag))
+
+    def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
+        """Post a receive; the Work's result is the sender."""
+        if not self.inbox and src not in (None, self.rank) and self.vigil.failure is None and not x.owes:
+            assert src is not None
+            try:
+                pipe, number = self._routes[src]
+                status = pipe.post_receive(x.array, number, kind_of(tag, x.array.dtype))
+                if status != LATER:
+                    return (self.received if status == DONE else self.armed)(x.array, src, tag)
+            except BaseException as error:
+                self.torn(error, "irecv")
+                raise
+        return self._post(Receive(self, x.array, src, tag, x))
+
+    # ---- short cuts that came back early ----------------------------------------------------------
+
+    def resume_send(self, status: int, array: Array, dst: int, tag: int) -> None:
+        """Go on with a blocking send whose short cut came back with `status`, which is not DONE."""
+        send = Send(self, array, dst, tag)
+        if status == REFUSED:
+            pipe, number = self._routes[dst]
+            ack = pipe.last_ack(number)
+            self._let_go(pipe)
+            raise send.misfit(ack.kind, ack.nbytes)
+        send.watch.hint = partial(self._crossing, dst)
+        self._finish_blocking(send, status)
+
+    def resume_receive(
+        self, status: int, array: Array, src: int | None, tag: int, adopted: Adopted | None = None
+    ) -> int:
+        """Go on with a blocking receive whose short cut came back with `status`, at least DONE; the sender."""
+        return int(self._finish_blocking(Receive(self, array, src, tag, adopted), status))
+
+    def _adopt(self, transfer: Transfer, pipe: Pipe) -> None:
+        """Go on with what a short cut has left half-way, which still has its pipe.
+
+        Another thread may do so at the same time with another pipe; nobody has the turn then.
+        """
+        try:
+            if self._closed:
+                raise _destroyed(transfer)
+            with self._adopting:
+                if isinstance(transfer, Send):
+                    self._exchange.adopt_send(transfer)
+                elif isinstance(transfer, Receive):
+                    self._exchange.adopt_receive(transfer, pipe)
+            for other in self._pipes:
+                other.set_behind(True)
+        finally:
+            pipe.let_go()
+
+    def _finish_blocking(self, transfer: Transfer, status: int) -> Any:
+        """Post a blocking operation, or go on with it, and wait for it; its result."""
+        try:
+            if status == LATER:
+                self._refuse_waiting(transfer)
+                self._post(transfer)
+            else:
+                pipe = self._pipes[0] if transfer.peer is None else self._routes[transfer.peer][0]
+                self._adopt(transfer, pipe)
+            self._await(transfer, ENDLESS)
+            return transfer.result()
+        except BaseException as error:
+            if not transfer._ended and not (status == LATER and isinstance(error, FastcollError)):
+                self._blame(error, transfer._describe)
+            raise
+
+    def _crossing(self, peer: int) -> str:
+        """What else may be the matter with a send that is not taken."""
+        pipe, number = self._routes[peer]
+        if not pipe.has_unread(number):
+            return ""
+        return (
+            f"; a message of {self.vigil.name(peer)} lies here, too, which no receive has taken: if both ranks wait "
+            "in send, neither goes on; let one of them receive first, or post both with isend or batch_isend_irecv"
+        )
+
+    def torn(self, error: BaseException, doing: str) -> None:
+        """After an exception between a short cut's return and what follows: fail if it was half-way."""
+        for pipe in self._pipes:
+            if pipe.is_mine():
+                self._blame(error, doing)
+                self._let_go(pipe)
+
+    def sent(self, number: int, array: Array, dst: int, tag: int) -> Work:
+        """A short cut has put the whole message `number` into its pipe, which it still has."""
+        send = Send(self, array, dst, tag)
+        self._exchange.note_sent(send, number)
+        self._let_go(self._routes[dst][0])
+        return send
+
+    def armed(self, array: Array, src: int, tag: int) -> Work:
+        """A short cut has armed a receive in its pipe, which it still has."""
+        receive = Receive(self, array, src, tag)
+        self._exchange.note_armed(receive)
+        self._let_go(self._routes[src][0])
+        return receive
+
+    def received(self, array: Array, src: int, tag: int) -> Work:
+        """A short cut has received a message at once."""
+        receive = Receive(self, array, src, tag)
+        receive._finish(src)
+        return receive
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    def is_in_vain(self, work: Work) -> bool:
+        """Whether nobody is left who could complete a posted operation that needs a message, or is one to this rank."""
+        # The inbox first: two operations of this rank may be made for each other.
+        if not isinstance(work, Transfer) or self.inbox or work not in self._exchange.live:
+            return False
+        peers = range(len(self.vigil.members)) if work.peer is None else (work.peer,)
+        return all(peer == self.rank or self.vigil.has_left(peer) for peer in peers)
+
+    def is_entered(self) -> bool:
+        """Whether messages cannot go on until this thread does: it is the engine's, or a signal handler in a call."""
+        return self._on_own_thread() or self._has_turn()
+
+    def abort(self) -> None:
+        """Have everything under way look at the group's state at once. From any thread."""
+        for pipe in self._pipes:
+            pipe.ring_bell()
+        self._wake()
+
+    def close(self, error: GroupError | None) -> None:
+        """End what is under way with `error`, and use the pipes no more. Closing twice is fine."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            for pipe in self._pipes:
+                pipe.set_behind(True)
+            thread = self._thread
+        self.abort()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_SECONDS)
+        end = error or AbortedError("the group was destroyed before the operation was complete")
+        held, deadline = False, time.monotonic() + _CLOSE_SECONDS
+        if self._has_turn():  # a signal handler, in the middle of the very call that it would wait for
+            self._given_up = end
+        while not self._has_turn() and not (held := self._seize()) and time.monotonic() < deadline:
+            for pipe in self._pipes:
+                pipe.ring_bell()
+            time.sleep(_POLL)
+        if held:
+            self._end_all(end)
+            for pipe in self._pipes:
+                pipe.retire()
+            for sleeper in list(self._sleepers):
+                sleeper.set()
+        self._hand_out()
+        self._run_callbacks()
+
+    # ---- the turn ---------------------------------------------------------------------------------
+
+    def _seize(self) -> bool:
+        """Take the turn, unless somebody has it."""
+        for count, pipe in enumerate(self._pipes):
+            if not pipe.seize():
+                for other in self._pipes[:count]:
+                    other.let_go()
+                return False
+        self._resting = False
+        return True
+
+    def _has_turn(self) -> bool:
+        """Whether this thread drives a pipe: then this is a signal handler, or a callback of an Adopted."""
+        return any(pipe.is_mine() for pipe in self._pipes)
+
+    def _release(self) -> None:
+        """Let the turn go; carry on what was posted meanwhile."""
+        if not self._exchange.is_busy and not self._closed:
+            for pipe in self._pipes:
+                pipe.set_behind(False)
+            if self.inbox or self._closed:
+                for pipe in self._pipes:
+                    pipe.set_behind(True)
+        for pipe in self._pipes:
+            pipe.let_go()
+        if self._exchange.ended:
+            self._hand_out()
+        if self.inbox or self._sleepers or self._asleep:
+            self._hand_on()
+
+    def _let_go(self, pipe: Pipe) -> None:
+        """As `_release`, of what a short cut has taken."""
+        pipe.let_go()
+        if self.inbox or self._sleepers or self._asleep:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """After letting go: see to what was posted meanwhile, and wake who waits for the turn."""
+        while self.inbox and self._is_ready(self.inbox[0]) and not self._closed and self._seize():
+            try:
+                self._turn(self._admit_posts)
+            finally:
+                for pipe in self._pipes:
+                    pipe.let_go()
+        if self._sleepers:
+            self._sleepers[0].set()
+        if self._asleep and (self._exchange.live or self.inbox):
+            self._wake()
+
+    def _sleep(self, end: float | None) -> None:
+        """Wait until the turn may be free."""
+        sleeper = threading.Event()
+        self._sleepers.append(sleeper)
+        try:
+            for pipe in self._pipes:
+                pipe.ring_bell()
+            sleeper.wait(_NAP if end is None else max(0.0, min(_NAP, end - time.monotonic())))
+        finally:
+            self._sleepers.remove(sleeper)
+
+    def _turn(self, step: Callable[..., None], *args: Any) -> None:
+        """Do something with the turn. Whatever goes wrong there ends every operation."""
+        try:
+            step(*args)
+        except BaseException as error:
+            if self._resting and not isinstance(error, GroupError):
+                raise  # a signal handler's, and nothing is half-done
+            self._blame(error, "carrying messages")
+            self._end_all(self.vigil.failure or error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _admit_posts(self) -> None:
+        self._resting = False
+        while self.inbox and self._is_ready(self.inbox[0]):
+            self._exchange.admit(self.inbox.popleft())
+        self._resting = True
+
+    # ---- driving ----------------------------------------------------------------------------------
+
+    def await_end(self, transfer: Transfer, limit: float) -> bool:
+        """Block until a transfer has ended, at most so many seconds; whether it has."""
+        if self._thread is not None and threading.get_ident() == self._thread.ident:
+            raise UsageError(f"waiting for {transfer._describe}: a Work's callback may not wait for messages")
+        return self._await(transfer, limit)
+
+    def _await(self, transfer: Transfer, limit: float) -> bool:
+        end = None if limit >= ENDLESS else time.monotonic() + limit
+        while not transfer._ended:
+            if not self._closed and self._seize():
+                try:
+                    self._turn(self._drive, transfer, end)
+                finally:
+                    self._release()
+            elif self._has_turn():
+                self._drive_nested(transfer, end)
+            elif self._given_up is not None:
+                self._end_all(self._given_up)
+            else:
+                self._sleep(end)
+            if self.inbox and not transfer._ended:
+                self._prepare_posts()
+            if end is not None and not transfer._ended and time.monotonic() >= end:
+                return False
+        return True
+
+    def _drive(self, transfer: Transfer, end: float | None) -> None:
+        """Carry on what is under way until a transfer has ended, or something needs to be done without the turn."""
+        self._stamp += 1
+        self._resting = True
+        while not transfer._ended and not self._exchange.ended and not self._closed:
+            if self.inbox:
+                if not self._is_ready(self.inbox[0]):
+                    return
+                self._admit_posts()
+            near = end is not None and end - time.monotonic() < _BUDGET
+            if not self._advance(not near):
+                self._look()
+                if near:
+                    assert end is not None
+                    if time.monotonic() >= end:
+                        return
+                    time.sleep(_POLL)
+
+    def _drive_nested(self, transfer: Transfer, end: float | None) -> None:
+        """In a signal handler whose thread has the turn: drive if nothing is half-done, which a blocking call is."""
+        if not self._resting:
+            raise UsageError(
+                f"waiting for {transfer._describe}: a signal handler may not wait for messages while its thread does"
+            )
+        self._nested += 1
+        try:
+            self._turn(self._drive, transfer, end)
+            self._hand_out()
+        finally:
+            self._resting = True
+
+    def poll(self) -> None:
+        """Let messages get on as far as they can without waiting."""
+        if self._closed or self.forks != forks() or self._on_own_thread():
+            return
+        if self._seize():
+            try:
+                self._turn(self._drive_at_once)
+            finally:
+                self._release()
+        elif not self._has_turn():
+            self._wanted = True
+            for pipe in self._pipes:
+                pipe.ring_bell()
+
+    def _drive_at_once(self) -> None:
+        self._stamp += 1
+        self._admit_posts()
+        while self._exchange.live and self._advance(False):
+            pass
+        if time.monotonic() >= self._next_look:
+            self._look()
+
+    def _advance(self, wait: bool) -> bool:
+        """Let bytes move, and deal with the next event; False: there was none."""
+        if self._is_single:
+            return self._advance_one(0, wait)
+        return self._advance_both() if wait else self._try_both()
+
+    def _try_both(self) -> bool:
+        """Let both pipes' bytes move, in turn, so that neither starves."""
+        for index in (self._first, 1 - self._first):
+            if self._advance_one(index, False):
+                self._first = 1 - index
+                return True
+        return False
+
+    def _advance_one(self, index: int, wait: bool) -> bool:
+        nested, pipe = self._nested, self._pipes[index]
+        event = pipe.advance(self._handled[index], wait)
+        self._resting = False  # before the next line: from here on handlers of signals do not drive
+        if self._nested != nested or self._closed:  # the event was dealt with, or is not to be
+            self._resting = True
+            return True
+        if event == NOTHING:
+            self._resting = True
+            pipe.silence_bell()
+            return False
+        self._exchange.on_event[event % EVENTS](self._ranks[index][event // EVENTS])
+        self._handled[index] += 1
+        self._resting = True
+        self._look_in -= 1
+        if self._look_in == 0:
+            self._look()
+        return True
+
+    def _advance_both(self) -> bool:
+        """Wait for both pipes: try them in turn, with naps in between."""
+        awaited = [any(self._needs(t, pipe) for t in self._exchange.live) for pipe in self._pipes]
+        if sum(awaited) == 1:
+            return self._advance_one(awaited.index(True), True)
+        start = now = time.monotonic()
+        while now - start < _BUDGET:
+            if self._try_both():
+                return True
+            if self.inbox or self._sleepers or self._closed or self.vigil.failure is not None:
+                return False
+            # As kernels/waiting.py has it: first others may run, then this thread sleeps.
+            time.sleep(0 if now - start < _POLL else _POLL)
+            now = time.monotonic()
+        return False
+
+    def _needs(self, transfer: Transfer, pipe: Pipe) -> bool:
+        return transfer.peer is None or (
+            transfer.peer != self.rank and self._routes[transfer.peer][0] is pipe
+        )
+
+    def _look(self) -> None:
+        """Look after the oldest operation of each kind with each peer; the others share its fate.
+
+        Raises:
+            GroupError: the peers or the clock make going on hopeless.
+        """
+        self._look_in = _LOOK_EVERY
+        now = time.monotonic()
+        if self.vigil.failure is not None:
+            raise self.vigil.failure.with_traceback(None)
+        if now < self._next_look:
+            return
+        self._next_look = now + _BUDGET
+        seen = set()
+        for transfer in list(self._exchange.live):
+            key = (type(transfer), transfer.peer)
+            if key not in seen:
+                seen.add(key)
+                transfer.watch.look()
+                if transfer.peer is None:
+                    for pipe in self._pipes:
+                        pipe.check(None)
+                elif transfer.peer != self.rank:
+                    pipe, number = self._routes[transfer.peer]
+                    pipe.check(number)
+
+    def _hand_out(self) -> None:
+        """Give received arrays what is owed to them. Without the turn, as it may take long."""
+        ended = self._exchange.ended
+        while ended:
+            try:
+                receive, source = ended.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                receive.finish()
+            except Exception as error:
+                receive._finish(None, error)
+            else:
+                receive._finish(source)
+
+    # ---- posting ----------------------------------------------------------------------------------
+
+    def _post(self, transfer: _T) -> _T:
+        """Begin an operation, here if nobody has the turn."""
+        if self.vigil.failure is not None:
+            raise self.vigil.failure
+        if self._closed:
+            raise NotInitializedError(f"{transfer._describe}: the group was destroyed; make a new one")
+        if not self.inbox and self._is_ready(transfer) and self._seize():
+            try:
+                for pipe in self._pipes:
+                    pipe.set_behind(True)
+                self._turn(self._admit, transfer)
+            finally:
+                self._release()
+            return transfer
+        self.inbox.append(transfer)
+        for pipe in self._pipes:
+            pipe.set_behind(True)
+            pipe.ring_bell()
+        if self._closed:  # meanwhile, perhaps after the inbox was emptied
+            self._end_all(_destroyed(transfer))
+        self._hand_on()
+        if not self._is_ready(transfer):
+            self._wake()
+        return transfer
+
+    def _admit(self, transfer: Transfer) -> None:
+        """Take an operation on, and do what can be done at once."""
+        self._stamp += 1
+        self._exchange.admit(transfer)
+        self._resting = True
+        while not transfer._ended and self._advance(False):
+            pass
+
+    def _is_ready(self, transfer: Transfer) -> bool:
+        """Whether the way to its peer is there."""
+        if not isinstance(transfer, Send) or transfer.peer == self.rank:
+            return True
+        pipe, number = self._routes[transfer.peer]
+        return pipe.is_ready(number)
+
+    def _prepare(self, dst: int) -> None:
+        """Make the way to a rank ready."""
+        pipe, number = self._routes[dst]
+        if not pipe.is_ready(number):
+            try:
+                pipe.prepare(number)
+            except BaseException as error:
+                self._blame(error, f"reaching {self.vigil.name(dst)}")
+                raise
+
+    def _prepare_posts(self) -> None:
+        """Make ready what new sends need; if that fails, the group has failed, which ends what was posted."""
+        for transfer in tuple(self.inbox):
+            if isinstance(transfer, Send) and not self._is_ready(transfer) and self.vigil.failure is None:
+                try:
+                    self._prepare(transfer.peer)
+                except Exception:
+                    break
+        if self.vigil.failure is not None and self._seize():
+            try:
+                self._end_all(self.vigil.failure)
+            finally:
+                self._release()
+
+    # ---- what is refused, and what goes wrong -----------------------------------------------------
+
+    def _refuse_nesting(self, name: str) -> None:
+        if self._has_turn():
+            raise UsageError(f"{name}: a signal handler may not wait for messages while its thread does")
+
+    def _refuse_waiting(self, transfer: Transfer) -> None:
+        if self._on_own_thread():
+            raise UsageError(
+                f"{transfer._describe}: a callback of a Work may not wait for messages while others are under way; "
+                "use isend or irecv there"
+            )
+
+    def _blame(self, error: BaseException, doing: str) -> None:
+        """After an error in the middle of a message the streams are torn: the group fails."""
+        if isinstance(error, UsageError):
+            return
+        if not isinstance(error, GroupError):
+            error = AbortedError(f"{doing} was interrupted by {error!r}")
+        self.vigil.fail(error)
+        self.abort()
+
+    def _end_all(self, error: BaseException) -> None:
+        """End every operation, under way or only posted, with an error."""
+        while self.inbox:
+            self._exchange.live[self.inbox.popleft()] = None
+        self._exchange.fail(error)
+
+    # ---- the engine's own thread ------------------------------------------------------------------
+
+    def call_back(self, transfer: Transfer) -> None:
+        """Have the callbacks of a transfer that has ended called, on the engine's thread."""
+        self._called_back.append(transfer)
+        self._wake()
+
+    def _run_callbacks(self) -> None:
+        while self._called_back:
+            try:
+                transfer = self._called_back.popleft()
+            except IndexError:
+                return
+            transfer.call_back()
+
+    def _wake(self) -> None:
+        """Have the engine's thread look at what is new; it starts with the first such thing."""
+        with self._changed:
+            if self._thread is None and not self._closed:
+                if not (self.inbox or self._exchange.live or self._called_back):
+                    return
+                thread = threading.Thread(target=self._run, name="fastcoll-messages", daemon=True)
+                thread.start()  # may fail, or be interrupted when it has begun
+                self._thread = thread
+            self._asleep = False
+            self._changed.notify_all()
+
+    def _on_own_thread(self) -> bool:
+        return self._thread is not None and threading.get_ident() == self._thread.ident
+
+    def _run(self) -> None:
+        idle, stamp = 0, -1
+        with self._changed:
+            if not self._on_own_thread():  # whoever started it was interrupted
+                return
+        while not self._closed:
+            self._run_callbacks()
+            if self.inbox and not self._is_ready(self.inbox[0]):
+                self._prepare_posts()
+                self._hand_on()
+            if not (self._exchange.live or self.inbox):
+                idle += 1
+            elif stamp == self._stamp and self._seize():  # nobody has driven for a while
+                idle = 0
+                try:
+                    self._turn(self._drive_unattended)
+                finally:
+                    self._release()
+                continue
+            else:
+                idle = 0
+            stamp = self._stamp
+            with self._changed:
+                if self._closed or self._called_back:
+                    continue
+                if idle > _NAPS:
+                    self._asleep = True
+                    if not (self._exchange.live or self.inbox):
+                        self._changed.wait(ENDLESS)
+                    self._asleep, idle = False, 0
+                else:
+                    self._changed.wait(_NAP)
+
+    def _drive_unattended(self) -> None:
+        """Carry on what is under way, until somebody wants the turn or something is to be done without it."""
+        self._wanted = False
+        self._resting = True
+        while self._exchange.live or self.inbox:
+            if self.inbox:
+                if not self._is_ready(self.inbox[0]):
+                    break
+                self._admit_posts()
+            if self._sleepers or self._wanted or self._closed or self._exchange.ended or self._called_back:
+                break
+            if not self._advance(True):
+                self._look()
+        self._stamp += 1
+
+
+def _destroyed(transfer: Transfer) -> AbortedError:
+    return AbortedError(f"{transfer._describe}: the group was destroyed before the operation was complete")

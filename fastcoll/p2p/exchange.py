@@ -1,0 +1,396 @@
+"""The messages under way between one rank and all others, and what becomes of them: no threads, no waiting.
+
+Pipes move the bytes and say what has happened; this decides, one event at a time. An operation is *live* from its
+admission to its end:
+
+    send      queued -> entering the pipe -> unacked (-> GO -> its rest entering -> unacked) -> done or refused
+    receive   posted -> matched, its message arriving (-> GO owed, its rest arriving) -> answered -> done
+
+What a pipe does not attach to a header (`eager`) goes from array to array and never needs memory of anybody. What a
+receiver has no array for it keeps: at most a `window` of each peer, since a sender that has so many bytes on the way
+attaches nothing.
+
+Whoever calls these methods holds the engine's turn (engine.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from ..kernels.primitives import address_of
+from . import pipe as events
+from .pipe import GO, MISFIT, TAKEN, Ack, Pipe
+from .queues import MatchQueues, Message
+from .transfers import Receive, Send, Transfer
+
+_LARGEST = 1 << 62
+
+
+class Peer:
+    """What is under way between this rank and another.
+
+    Attributes:
+        pipe, number: the way to it.
+        entering: the send whose message, or whose rest, enters the pipe.
+        interest: how many posted receives a message of it could match.
+        armed: one of them which the pipe completes by itself; the first that was posted.
+        credit: bytes that may still be attached to messages for which it has no receive.
+        attached: by number, how many bytes were attached to a message.
+        granted: messages whose rest was asked for.
+        kept, kept_messages: what is kept of its messages without a receive.
+        owed: answers that wait for space.
+    """
+
+    def __init__(self, pipe: Pipe, number: int) -> None:
+        self.pipe, self.number = pipe, number
+        self.queued: deque[Send] = deque()
+        self.rests: deque[tuple[int, Send, int]] = deque()
+        self.entering: Send | None = None
+        self.unacked: dict[int, Send] = {}
+        self.attached: dict[int, int] = {}
+        self.credit = pipe.window
+        self.interest = 0
+        self.armed: Receive | None = None
+        self.arriving: Message | None = None
+        self.granted: dict[int, Message] = {}
+        self.kept = self.kept_messages = 0
+        self.owed: deque[tuple[Message, int]] = deque()
+
+
+class Exchange:
+    """The operations of one rank that are under way.
+
+    Args:
+        routes: by rank, the pipe to it and its number there; that of this rank is never used.
+
+    Attributes:
+        peers: by rank.
+        live: operations without an end, oldest first.
+        ended: receives that have their message, and owe something to their callers' arrays.
+    """
+
+    def __init__(self, routes: list[tuple[Pipe, int]], rank: int) -> None:
+        self.peers = [Peer(*route) for route in routes]
+        self.live: dict[Transfer, None] = {}
+        self.ended: deque[tuple[Receive, int]] = deque()
+        self._rank = rank
+        self._queues = MatchQueues()
+        self.on_event: list[Callable[[int], None]] = [self._on_entered] * events.EVENTS
+        self.on_event[events.ACKED] = self._on_acked
+        self.on_event[events.HEADER] = self._on_header
+        self.on_event[events.ARRIVED] = self._on_arrived
+        self.on_event[events.ACK_SPACE] = self._answer
+        self.on_event[events.REST] = self._on_rest
+        self.on_event[events.RECEIVED] = self._on_received
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether blocking calls have to come behind what is known only here."""
+        return bool(self.live or self._queues.stored)
+
+    # ---- operations come in ------------------------------------------------------------------------
+
+    def admit(self, transfer: Transfer) -> None:
+        """Take a new operation on."""
+        self.live[transfer] = None
+        if isinstance(transfer, Receive):
+            message = self._queues.post(transfer)
+            if message is None:
+                self._count(transfer, 1)
+            else:
+                self._note_stored()
+                self._give(message, transfer)
+        elif isinstance(transfer, Send):
+            if transfer.peer == self._rank:
+                self._send_here(transfer)
+            else:
+                self.peers[transfer.peer].queued.append(transfer)
+                self._begin_next(self.peers[transfer.peer])
+
+    def note_sent(self, send: Send, number: int) -> None:
+        """A short cut has put a whole message into a pipe."""
+        self.live[send] = None
+        self.peers[send.peer].unacked[number] = send
+
+    def note_armed(self, receive: Receive) -> None:
+        """A short cut has armed a receive, before which there was none that a message of its peer could match."""
+        assert receive.peer is not None
+        peer = self.peers[receive.peer]
+        self.live[receive] = None
+        peer.armed = receive
+        peer.interest += 1
+
+    def adopt_send(self, send: Send) -> None:
+        """Go on with a blocking send that has begun."""
+        peer = self.peers[send.peer]
+        number, entering, resting = peer.pipe.leave_send(peer.number)
+        self.live[send] = None
+        if resting:
+            peer.unacked[number] = send
+        else:
+            self._note_begun(peer, send, min(send.nbytes, peer.pipe.eager), number)
+        if entering:
+            peer.entering = send
+
+    def adopt_receive(self, receive: Receive, pipe: Pipe) -> None:
+        """Go on with a blocking receive that has begun in a pipe, or not even that."""
+        source = events.ANY if receive.peer is None else self.peers[receive.peer].number
+        begun = pipe.leave_receive(source)
+        if begun is None:
+            self.admit(receive)
+            return
+        self.live[receive] = None
+        route = (pipe, begun.peer)
+        rank = next(r for r, p in enumerate(self.peers) if r != self._rank and (p.pipe, p.number) == route)
+        self._resume(receive, rank, begun)
+
+    def _resume(self, receive: Receive, source: int, begun: events.Begun) -> None:
+        peer = self.peers[source]
+        attached = min(receive.nbytes, peer.pipe.eager)
+        message = Message(source, receive.kind, receive.nbytes, begun.number, attached)
+        message.receive = receive
+        message.arrived = not begun.arriving or begun.whole
+        message.complete = begun.whole
+        if begun.arriving:
+            peer.arriving = message
+        if message.attached < message.nbytes and not message.complete:
+            self._grant(peer, message)
+        if begun.asking:
+            self._owe(message, GO)
+        if begun.whole and not begun.arriving:
+            self._owe(message, TAKEN)
+
+    def _send_here(self, send: Send) -> None:
+        message = Message(self._rank, send.kind, send.nbytes, attached=send.nbytes, address=send.address)
+        message.keep, message.arrived = send.array, True
+        if send.buffered:
+            self._end(send)
+        else:
+            message.sender = send
+        receive = self._match(message)
+        if receive is not None:
+            self._give(message, receive)
+
+    # ---- sending -----------------------------------------------------------------------------------
+
+    def _begin_next(self, peer: Peer) -> None:
+        while peer.entering is None:
+            if peer.rests:
+                number, send, attached = peer.rests.popleft()
+                peer.pipe.begin_rest(peer.number, send, number, attached)
+                peer.entering = send
+            elif peer.queued and len(peer.unacked) < peer.pipe.most_unacked:
+                send = peer.queued.popleft()
+                attached = min(send.nbytes, peer.pipe.eager)
+                if attached > peer.credit:
+                    attached = 0
+                number, entering = peer.pipe.begin(peer.number, send, attached)
+                # GO may come before all that is attached has entered.
+                self._note_begun(peer, send, attached, number)
+                peer.entering = send if entering else None
+            else:
+                break
+
+    def _note_begun(self, peer: Peer, send: Send, attached: int, number: int) -> None:
+        peer.attached[number] = attached
+        peer.credit -= attached
+        peer.unacked[number] = send
+
+    def _on_entered(self, rank: int) -> None:
+        peer = self.peers[rank]
+        peer.entering = None
+        self._begin_next(peer)
+
+    def _on_acked(self, rank: int) -> None:
+        peer = self.peers[rank]
+        number = peer.pipe.taken(peer.number)
+        if number and number in peer.unacked:
+            peer.credit += peer.attached.pop(number, 0)
+            self._end(peer.unacked.pop(number))
+        else:
+            self._on_other_ack(peer, peer.pipe.last_ack(peer.number))
+        if peer.rests or peer.queued:
+            self._begin_next(peer)
+
+    def _on_other_ack(self, peer: Peer, ack: Ack) -> None:
+        attached = peer.attached.pop(ack.number, None)
+        send = peer.unacked.get(ack.number)
+        if send is None or (ack.verdict == GO and (attached is None or attached >= send.nbytes)):
+            raise peer.pipe.garbled(peer.number)
+        peer.credit += attached or 0
+        if ack.verdict == GO:
+            peer.rests.append((ack.number, send, attached or 0))
+        else:
+            del peer.unacked[ack.number]
+            self._end(send, error=send.misfit(ack.kind, ack.nbytes))
+
+    # ---- receiving ---------------------------------------------------------------------------------
+
+    def _count(self, receive: Receive, change: int) -> None:
+        """A receive is posted, or matched."""
+        for rank in range(len(self.peers)) if receive.peer is None else (receive.peer,):
+            if rank != self._rank:
+                peer = self.peers[rank]
+                peer.interest += change
+                peer.pipe.watch(peer.number, peer.interest)
+
+    def _match(self, message: Message) -> Receive | None:
+        """The receive for a new message; None: the message is kept."""
+        peer = self.peers[message.source]
+        receive = peer.armed
+        if receive is not None and receive.tag == message.tag:
+            peer.armed = None
+            peer.pipe.disarm(peer.number)
+        else:
+            receive = self._queues.arrive(message)
+        if receive is None:
+            self._note_stored()
+        else:
+            self._count(receive, -1)
+        return receive
+
+    def _note_stored(self) -> None:
+        for pipe in {peer.pipe for peer in self.peers}:
+            pipe.note_stored(self._queues.stored)
+
+    def _on_received(self, rank: int) -> None:
+        peer = self.peers[rank]
+        receive, peer.armed = peer.armed, None
+        assert receive is not None
+        peer.interest -= 1  # as the pipe has counted by itself
+        self._end(receive, rank)
+
+    def _on_header(self, rank: int) -> None:
+        peer = self.peers[rank]
+        header = peer.pipe.header(peer.number)
+        sound = header.kind >= 0 and 0 <= header.nbytes < _LARGEST
+        if not sound or header.attached not in (0, min(header.nbytes, peer.pipe.eager)):
+            raise peer.pipe.garbled(peer.number)
+        message = Message(rank, header.kind, header.nbytes, header.number, header.attached)
+        receive = self._match(message)
+        target = 0
+        if receive is None:
+            self._keep(peer, message.attached, 1)
+            message.keep = np.empty(max(message.attached, 1), np.uint8)
+            target = message.address = address_of(message.keep)
+        else:
+            message.receive = receive
+            if receive.fits(message.kind, message.nbytes):
+                target = receive.address
+        peer.arriving = message
+        peer.pipe.accept(peer.number, target, message.attached, message)
+        if receive is not None:
+            self._ask(message, receive)
+
+    def _keep(self, peer: Peer, nbytes: int, messages: int) -> None:
+        """Count what is kept here of a peer's messages, or is no longer."""
+        peer.kept += nbytes
+        peer.kept_messages += messages
+        pipe = peer.pipe
+        if peer.kept > pipe.window + pipe.eager or peer.kept_messages > pipe.most_unacked + 1:
+            raise pipe.garbled(peer.number)
+
+    def _give(self, message: Message, receive: Receive) -> None:
+        """A message that was kept has its receive."""
+        if message.source != self._rank:
+            self._keep(self.peers[message.source], -message.attached, -1)
+            self._ask(message, receive)
+        message.receive = receive
+        if message.arrived:
+            self._settle(message, receive)
+
+    def _ask(self, message: Message, receive: Receive) -> None:
+        """Ask for the rest of a message, if there is one and the receive can hold it."""
+        if message.attached < message.nbytes and receive.fits(message.kind, message.nbytes):
+            message.receive = receive
+            self._grant(self.peers[message.source], message)
+            self._owe(message, GO)
+
+    def _grant(self, peer: Peer, message: Message) -> None:
+        peer.granted[message.number] = message
+        peer.pipe.expect(peer.number, len(peer.granted))
+
+    def _on_rest(self, rank: int) -> None:
+        peer = self.peers[rank]
+        number, nbytes = peer.pipe.rest(peer.number)
+        message = peer.granted.pop(number, None)
+        if message is None or message.receive is None or nbytes != message.nbytes - message.attached:
+            raise peer.pipe.garbled(peer.number)
+        peer.pipe.expect(peer.number, len(peer.granted))
+        message.complete = True
+        peer.arriving = message
+        peer.pipe.accept(peer.number, message.receive.address + message.attached, nbytes, message)
+
+    def _on_arrived(self, rank: int) -> None:
+        peer = self.peers[rank]
+        message, peer.arriving = peer.arriving, None
+        assert message is not None
+        message.arrived = True
+        if message.receive is not None:
+            self._settle(message, message.receive)
+
+    def _settle(self, message: Message, receive: Receive) -> None:
+        """All of a message that was under way is here, and it has its receive."""
+        fits = receive.fits(message.kind, message.nbytes)
+        if message.address and fits:
+            receive.put(message.address, message.attached)
+            message.address, message.keep = 0, None
+        if fits and message.attached < message.nbytes and not message.complete:
+            return  # its rest was asked for
+        if message.source != self._rank:
+            self._owe(message, TAKEN if fits else MISFIT)
+            return
+        self._conclude(message, receive)
+        if message.sender is not None:
+            error = None if fits else message.sender.misfit(receive.kind, receive.nbytes)
+            self._end(message.sender, error=error)
+
+    def _owe(self, message: Message, verdict: int) -> None:
+        """Answer a message, now or when there is space."""
+        peer = self.peers[message.source]
+        if peer.owed or not self._say(peer, message, verdict):
+            peer.owed.append((message, verdict))
+            peer.pipe.note_owed(peer.number, len(peer.owed))
+
+    def _answer(self, rank: int) -> None:
+        """Give the answers owed to a peer, as far as there is space."""
+        peer = self.peers[rank]
+        while peer.owed and self._say(peer, *peer.owed[0]):
+            peer.owed.popleft()
+        peer.pipe.note_owed(peer.number, len(peer.owed))
+
+    def _say(self, peer: Peer, message: Message, verdict: int) -> bool:
+        """Give an answer, after which a message without a rest is over; False: there is no space."""
+        receive = message.receive
+        assert receive is not None
+        ack = Ack(message.number, verdict, receive.nbytes, receive.kind)
+        if not peer.pipe.acknowledge(peer.number, ack):
+            return False
+        if verdict != GO:
+            self._conclude(message, receive)
+        return True
+
+    def _conclude(self, message: Message, receive: Receive) -> None:
+        if receive.fits(message.kind, message.nbytes):
+            self._end(receive, message.source)
+        else:
+            self._end(receive, error=receive.misfit(message.source, message.kind, message.nbytes))
+
+    # ---- and end -----------------------------------------------------------------------------------
+
+    def _end(self, transfer: Transfer, source: int | None = None, error: BaseException | None = None) -> None:
+        del self.live[transfer]
+        if error is None and isinstance(transfer, Receive) and transfer.owes:
+            assert source is not None
+            self.ended.append((transfer, source))
+        else:
+            transfer._finish(source, error)
+
+    def fail(self, error: BaseException) -> None:
+        """End every operation with an error; the pipes are not used any more."""
+        for transfer in list(self.live):
+            self.live.pop(transfer, None)
+            transfer._finish(None, error)

@@ -1,0 +1,230 @@
+"""What carries messages: a pipe from one rank to its peers. It moves bytes and tells what is there; it never decides.
+
+A message is a header and its bytes, of which the first `attached` follow at once; the rest follows when the receiver
+says GO. An ack with TAKEN or MISFIT ends it. One thread at a time drives a pipe, it holds the word BUSY. `advance`
+moves the bytes of everything under way and comes back with an *event* when a decision is needed; the engine
+(engine.py) decides, and the other methods carry that out.
+
+A pipe may have a compiled short cut for a blocking call (`send`, `receive`). It takes BUSY, and is over when it returns
+DONE; otherwise it leaves BUSY taken, and the engine goes on with the message where it stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from ..core.status import LATER
+from ..errors import GroupError
+from .transfers import Send
+
+ARMED = 16
+"""What `post_receive` returns, besides a status: `advance` completes the receive."""
+
+# The events of `advance`, which returns peer * EVENTS + event, or NOTHING. REST: what follows on GO has begun to
+# arrive. RECEIVED: the message for the armed receive has arrived and is acknowledged.
+EVENTS = 16
+NOTHING = -1
+ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE, REST, RECEIVED = range(2, 9)
+
+# Verdicts of an ack. GO: the receiver wants the rest of the message.
+TAKEN, MISFIT, GO = 1, 2, 3
+
+ANY = -(1 << 62)
+"""The source of a receive from any rank."""
+
+ENDLESS_BYTES = 1 << 62
+
+
+class Header(NamedTuple):
+    """What a message says of itself. `attached`: how many of its bytes follow without being asked for."""
+
+    kind: int
+    nbytes: int
+    number: int
+    attached: int
+
+
+class Ack(NamedTuple):
+    """An answer to message `number`; kind and nbytes are those of the receiver's array."""
+
+    number: int
+    verdict: int
+    nbytes: int
+    kind: int
+
+
+class Begun(NamedTuple):
+    """How far the short cut has got with a receive.
+
+    Attributes:
+        peer: whose message it is.
+        number: as in its header.
+        arriving: bytes of it are on their way into the array.
+        whole: no more than these are missing.
+        asking: GO is still to be said.
+    """
+
+    peer: int
+    number: int
+    arriving: bool
+    whole: bool
+    asking: bool
+
+
+class Pipe(Protocol):
+    """A rank's pipe to all peers that it reaches in one way; peers are numbers from 0.
+
+    Attributes:
+        eager: bytes of a message that are attached.
+        window: bytes that may be attached to messages which no receive has asked for yet.
+        most_unacked: messages to one peer without an ack; later ones wait.
+    """
+
+    eager: int = ENDLESS_BYTES
+    window: int = ENDLESS_BYTES
+    most_unacked: int = 1 << 16  # each costs the receiver 0.3 KiB
+
+    # ---- whose turn it is ------------------------------------------------------------------------
+
+    def seize(self) -> bool:
+        """Take the pipe for driving it, unless somebody has it. Never blocks."""
+
+    def let_go(self) -> None:
+        """The pipe is free for whoever wants to drive it next."""
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread has taken it."""
+
+    def ring_bell(self) -> None:
+        """Have the compiled code that drives the pipe come back at once. From any thread."""
+
+    def silence_bell(self) -> None:
+        """Answer the bell; look at what it may have rung for afterwards, never before."""
+
+    def set_behind(self, behind: bool) -> None:
+        """Whether short cuts must not be taken, since other operations come first."""
+
+    # ---- peers -----------------------------------------------------------------------------------
+
+    def is_ready(self, peer: int) -> bool:
+        """Whether messages to a peer can begin without `prepare`. Any thread."""
+        return True
+
+    def prepare(self, peer: int) -> None:
+        """Reach a peer; blocks. Any thread, the pipe need not be taken.
+
+        Raises:
+            GroupError: the peer died, or could not be reached in time.
+        """
+        return None
+
+    def check(self, peer: int | None) -> None:
+        """Look after the way to a peer (None: all).
+
+        Raises:
+            GroupError: it is broken, and nobody says why.
+        """
+        return None
+
+    def garbled(self, peer: int) -> GroupError:
+        """The error for a peer that sent what no rank sends."""
+
+    def has_unread(self, peer: int) -> bool:
+        """Whether a message of a peer has come that no receive has taken yet. Never blocks."""
+
+    def retire(self) -> None:
+        """Nobody drives the pipe any more; release what it has. Called once, by whoever has taken it."""
+
+    # ---- short cuts ------------------------------------------------------------------------------
+
+    def send(self, array: NDArray[Any], peer: int, kind: int) -> int:
+        """Send a contiguous array and wait until it is taken: DONE, AGAIN, WORKED, REFUSED or LATER."""
+        return LATER
+
+    def receive(self, array: NDArray[Any], source: int, kind: int) -> int:
+        """Receive the next message of a rank or of ANY: -1 - rank, AGAIN, WORKED, OTHER or LATER."""
+        return LATER
+
+    def post_send(self, array: NDArray[Any], peer: int, kind: int) -> int:
+        """Let all of a small message enter the pipe behind none: its number, and BUSY stays taken; else negative."""
+        return -LATER
+
+    def post_receive(self, array: NDArray[Any], source: int, kind: int) -> int:
+        """Receive a small message of a peer, if it is there: DONE. Else have `advance` do it: ARMED, BUSY stays taken.
+
+        Or LATER.
+        """
+        return LATER
+
+    def leave_send(self, peer: int) -> tuple[int, bool, bool]:
+        """Leave a send that has begun to the engine: its number, whether it enters, and whether that is its rest."""
+        raise AssertionError("this pipe has none")
+
+    def leave_receive(self, source: int) -> Begun | None:
+        """Leave a receive from a peer or ANY to the engine; None: it has not begun."""
+        raise AssertionError("this pipe has none")
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def advance(self, handled: int, wait: bool) -> int:
+        """Move what is under way: the next event; NOTHING after 50 ms without one, or when the bell rang.
+
+        An interrupt may come when this returns and lose what it says. So it says the same event again until `handled`,
+        how many events the caller has dealt with, counts that one.
+
+        Args:
+            wait: whether to wait for an event.
+        """
+
+    def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
+        """Let a message with its first `attached` bytes enter the pipe, in which none enters: its number, and whether
+        ENTERED is still to come."""
+
+    def begin_rest(self, peer: int, send: Send, number: int, attached: int) -> None:
+        """Let all but the first `attached` bytes of a message enter the pipe."""
+        raise AssertionError("this pipe has none")
+
+    def taken(self, peer: int) -> int:
+        """The number of the message that ACKED was about, if the answer was TAKEN; else 0."""
+        ack = self.last_ack(peer)
+        return ack.number if ack.verdict == TAKEN else 0
+
+    def last_ack(self, peer: int) -> Ack:
+        """The answer that ACKED was about."""
+
+    def header(self, peer: int) -> Header:
+        """The message of a peer that HEADER was about."""
+
+    def rest(self, peer: int) -> tuple[int, int]:
+        """Number and bytes of the rest that REST was about."""
+        raise AssertionError("this pipe has none")
+
+    def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
+        """Let the bytes that follow the header arrive at `address` (0: drop them); then comes ARRIVED.
+
+        `keep` has that memory; whoever drops the pipe before must let it live for as long as it may be written to.
+        """
+
+    def acknowledge(self, peer: int, ack: Ack) -> bool:
+        """Answer a message of a peer. False: no space; after ACK_SPACE call again with the same."""
+
+    def watch(self, peer: int, count: int) -> None:
+        """How many receives a message of a peer could match. While there are none, headers need not be read."""
+
+    def expect(self, peer: int, count: int) -> None:
+        """How many rests a peer was asked for."""
+        return None
+
+    def note_owed(self, peer: int, count: int) -> None:
+        """How many answers to a peer wait for space."""
+        return None
+
+    def note_stored(self, count: int) -> None:
+        """How many messages wait for a receive. Only while there are none a short cut may arm one."""
+        return None
+
+    def disarm(self, peer: int) -> None:
+        """The receive that a short cut has armed for a peer is matched here."""
+        return None

@@ -1,0 +1,176 @@
+"""The rings of a segment as a pipe for messages."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.monitor import Vigil
+from ..core.status import DONE
+from ..errors import AbortedError, GroupError
+from ..kernels import waiting
+from ..kernels.primitives import address_of, cells_of
+from ..p2p.pipe import TAKEN, Ack, Begun, Header, Pipe
+from ..p2p.transfers import Send
+from . import channels as words
+from . import ring_kernels
+from .channels import ring_offset
+from .context import BUDGET
+from .layout import Layout
+from .rings import HEAD
+
+
+class RingPipe(Pipe):
+    """The rings that begin or end at one rank; its peers' numbers are their ranks in the segment.
+
+    Args:
+        base: where the segment is mapped.
+        layout: the segment's.
+        rank: this process's.
+        vigil: of the segment's ranks.
+        patience: polls, then yields, before a waiting kernel sleeps.
+        context: address of the group's context.
+
+    Attributes:
+        address: what the kernels take as `m`.
+        table: the mailbox's words.
+        rows: the channels' words, a row a peer.
+    """
+
+    def __init__(
+        self, base: int, layout: Layout, rank: int, vigil: Vigil, patience: tuple[int, int], context: int
+    ) -> None:
+        self.rows = np.zeros((layout.size, words.CHANNEL_WORDS), np.int64)
+        self.rows[:, words.ARMED_KIND] = -1
+        self.table = np.zeros(words.MAILBOX_WORDS, np.int64)
+        self.address = address_of(self.table)
+        self._vigil = vigil
+        self._cells = cells_of(self.rows)
+        self._words = cells_of(self.table)
+        self.table[waiting.SPINS], self.table[waiting.YIELDS] = patience
+        self.table[waiting.BUDGET] = BUDGET
+        self.table[words.CHANNELS] = address_of(self.rows)
+        self.table[words.SIZE] = layout.size
+        self.table[words.RANK] = rank
+        self.table[words.RING] = layout.ring
+        self.table[words.CONTEXT] = context
+        for peer in [peer for peer in range(layout.size) if peer != rank]:
+            self.rows[peer, words.OUT] = base + ring_offset(layout, rank, peer)
+            self.rows[peer, words.IN] = base + ring_offset(layout, peer, rank)
+
+    def word(self, peer: int, index: int) -> int:
+        """A word of the channel to `peer`."""
+        return self._cells[peer * words.CHANNEL_WORDS + index]
+
+    def _set(self, peer: int, index: int, value: int) -> None:
+        self._cells[peer * words.CHANNEL_WORDS + index] = value
+
+    # ---- whose turn it is ------------------------------------------------------------------------
+
+    def seize(self) -> bool:
+        return waiting.seize.call(self.address + 8 * words.BUSY) == DONE
+
+    def let_go(self) -> None:
+        self._words[words.BUSY] = 0
+
+    def is_mine(self) -> bool:
+        return self._words[words.BUSY] == threading.get_ident()
+
+    def ring_bell(self) -> None:
+        self._words[words.BELL] = 1
+
+    def silence_bell(self) -> None:
+        self._words[words.BELL] = 0
+
+    def set_behind(self, behind: bool) -> None:
+        self._words[words.BEHIND] = behind
+
+    # ---- peers -----------------------------------------------------------------------------------
+
+    def garbled(self, peer: int) -> GroupError:
+        return AbortedError(
+            f"{self._vigil.name(peer)} wrote what is no message of fastcoll into shared memory",
+            [self._vigil.members[peer].rank],
+        )
+
+    def has_unread(self, peer: int) -> bool:
+        head = ctypes.c_int64.from_address(self.word(peer, words.IN) + HEAD)
+        return head.value > self.word(peer, words.IN_TAIL)
+
+    def retire(self) -> None:
+        ring_kernels.retire.call(self.address)
+
+    # ---- short cuts ------------------------------------------------------------------------------
+
+    def send(self, array: NDArray[Any], peer: int, kind: int) -> int:
+        return ring_kernels.send.call(self.address, peer, array, kind, array.nbytes)
+
+    def receive(self, array: NDArray[Any], source: int, kind: int) -> int:
+        return ring_kernels.receive.call(self.address, source, array, kind, array.nbytes)
+
+    def post_send(self, array: NDArray[Any], peer: int, kind: int) -> int:
+        return ring_kernels.post_send.call(self.address, peer, array, kind, array.nbytes)
+
+    def post_receive(self, array: NDArray[Any], source: int, kind: int) -> int:
+        return ring_kernels.post_receive.call(self.address, source, array, kind, array.nbytes)
+
+    def leave_send(self, peer: int) -> tuple[int, bool, bool]:
+        entering = self.word(peer, words.OUT_HEAD) < self.word(peer, words.OUT_END)
+        return self.word(peer, words.SENT), entering, False
+
+    def leave_receive(self, source: int) -> Begun | None:
+        peer = self._words[words.SOURCE] - 1 if source < 0 else source
+        self._words[words.SOURCE] = 0
+        if peer < 0 or not self._is_receiving(peer):
+            return None
+        header = self.header(peer)
+        return Begun(peer, header.number, arriving=True, whole=False, asking=False)
+
+    def _is_receiving(self, peer: int) -> bool:
+        return self.word(peer, words.IN_TAIL) < self.word(peer, words.IN_END)
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def advance(self, handled: int, wait: bool) -> int:
+        return ring_kernels.advance.call(self.address, handled, wait)
+
+    def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
+        ring_kernels.begin.call(self.address, peer, send.address, send.nbytes, send.kind)
+        number, entering, _ = self.leave_send(peer)
+        return number, entering
+
+    def taken(self, peer: int) -> int:
+        at = peer * words.CHANNEL_WORDS + words.ACK_NUMBER
+        return self._cells[at] if self._cells[at + 1] == TAKEN else 0
+
+    def last_ack(self, peer: int) -> Ack:
+        at = peer * words.CHANNEL_WORDS + words.ACK_NUMBER
+        return Ack(*self._cells[at : at + 4])
+
+    def header(self, peer: int) -> Header:
+        nbytes = self.word(peer, words.IN_NBYTES)
+        # An arriving message has been counted already.
+        number = self.word(peer, words.RECEIVED) + (not self._is_receiving(peer))
+        return Header(self.word(peer, words.IN_KIND), nbytes, number, nbytes)
+
+    def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
+        ring_kernels.accept.call(self.address, peer, address)
+
+    def acknowledge(self, peer: int, ack: Ack) -> bool:
+        return ring_kernels.acknowledge.call(self.address, peer, *ack) == DONE
+
+    def watch(self, peer: int, count: int) -> None:
+        self._set(peer, words.WATCHED, count)
+
+    def note_owed(self, peer: int, count: int) -> None:
+        self._set(peer, words.OWED, count)
+
+    def note_stored(self, count: int) -> None:
+        self._words[words.STORED] = count
+
+    def disarm(self, peer: int) -> None:
+        self._set(peer, words.ARMED_KIND, -1)
