@@ -124,6 +124,10 @@ class Vigil(ABC):
         """Whether a rank has left in order, or starts nothing more."""
         return self._states()[rank] in (LEFT, LEAVING)
 
+    def has_failed(self) -> bool:
+        """Whether a rank has said that it FAILED the group."""
+        return FAILED in self._states()
+
     def is_leaving(self, rank: int) -> bool:
         """Whether a rank, which may be this one, starts nothing more but still takes messages."""
         return self._leaving if rank == self._rank else self._states()[rank] == LEAVING

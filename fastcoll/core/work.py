@@ -68,6 +68,11 @@ def is_progressing() -> bool:
     return getattr(_here, "progress", False)
 
 
+def mark_progressing() -> None:
+    """This thread carries operations out."""
+    _here.progress = True
+
+
 def refuse_to_block(what: str) -> None:
     """A progress thread that waits for an operation would wait for itself.
 
@@ -295,6 +300,11 @@ class Work(Future[Any]):
             _log.exception("a callback of %s raised", self._describe)
 
 
+def await_anywhere(work: Work) -> None:
+    """Wait for a Work on any thread, as one group's progress thread may for another's; raise what ended it."""
+    work._join()
+
+
 class WorkFuture(Future[Any]):
     """What `Work.get_future` gives: torch's names on top of those of concurrent.futures.
 
@@ -437,7 +447,7 @@ class ProgressQueue:
             thread.join(timeout)
 
     def _run(self) -> None:
-        _here.progress = True
+        mark_progressing()
         while (item := self._next()) is not None:
             work, job = item
             try:

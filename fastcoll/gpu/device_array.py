@@ -18,7 +18,7 @@ from ..errors import ArrayError
 from ..interop.arrays import Adopted
 from ..interop.dtypes import dtype_of
 from ..kernels.cuda.addresses import dense_strides
-from .runtime import cupy, runtime
+from .runtime import cupy, runtime, waited_stream
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged (dlpack.h)
 
@@ -227,13 +227,9 @@ class OnDevice(Adopted):
         if self._strided is None:
             return
         # Not on the array's own stream, whose later work may wait for what this thread is to do next.
-        with runtime().on(self.array.device):
-            stream = runtime().new_stream(self.array.device)
-            try:
-                self.unpack(stream)
-                runtime().wait_stream(stream)
-            finally:
-                runtime().end_stream(stream)
+        device = self.array.device
+        with runtime().on(device), waited_stream(runtime(), device) as stream:
+            self.unpack(stream)
 
 
 def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:

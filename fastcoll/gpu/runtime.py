@@ -143,13 +143,9 @@ class Runtime:
         """GPU memory of its own, which `export` takes, zeroed; for `release`."""
         with self.on(device):
             address = self._do("allocating GPU memory", self._calls.malloc, nbytes)
-            stream = self.new_stream(device)
-            try:
+            with waited_stream(self, device) as stream:
                 # Not cudaMemset: it is queued behind the caller's work on the default stream, and the host goes on.
                 self._do("clearing GPU memory", self._calls.memsetAsync, address, 0, nbytes, stream)
-                self.wait_stream(stream)
-            finally:
-                self.end_stream(stream)
         return int(address)
 
     def release(self, address: int) -> None:
@@ -232,6 +228,17 @@ class Runtime:
             return call(*args)
         except (self._calls.CUDARuntimeError, self._cupy.cuda.memory.OutOfMemoryError) as error:
             raise FastcollError(f"CUDA: {doing} failed: {error}") from error
+
+
+@contextmanager
+def waited_stream(runtime: Runtime, device: int) -> Iterator[int]:
+    """A stream of its own, whose end the host waits for."""
+    stream = runtime.new_stream(device)
+    try:
+        yield stream
+        runtime.wait_stream(stream)
+    finally:
+        runtime.end_stream(stream)
 
 
 @cache

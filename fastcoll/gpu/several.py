@@ -24,7 +24,7 @@ from ..core.work import Work
 from ..errors import ArrayError, UsageError
 from ..interop.arrays import Adopted, Array
 from .device_array import DeviceArray, OnDevice, scratch
-from .runtime import runtime
+from .runtime import runtime, waited_stream
 
 _BYTE = np.dtype(np.uint8)
 
@@ -357,13 +357,8 @@ class _Ends(OnDevice):
     def now(self) -> None:
         """On a stream that the host waits for; what is packed stays so."""
         device = self.array.device
-        with runtime().on(device):
-            stream = runtime().new_stream(device)
-            try:
-                self._after(OnStream(device, stream))
-                runtime().wait_stream(stream)
-            finally:
-                runtime().end_stream(stream)
+        with runtime().on(device), waited_stream(runtime(), device) as stream:
+            self._after(OnStream(device, stream))
 
 
 class _Streamed(StreamCall):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..core.work import ENDLESS, Timeout, Work, _here, is_progressing, refuse_to_block, seconds
+from ..core.work import ENDLESS, Timeout, Work, is_progressing, mark_progressing, refuse_to_block, seconds
 from ..errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError
 from .device_array import DeviceArray, current_stream
 
@@ -278,7 +278,7 @@ class Watcher:
             self._works.popleft().let_go()
 
     def _run(self) -> None:
-        _here.progress = True
+        mark_progressing()
         try:
             self._watch()
         finally:

@@ -20,7 +20,6 @@ import numpy as np
 from ...core import signature
 from ...core.carrier import DeviceCarrier, Messages
 from ...core.group import ProcessGroup
-from ...core.monitor import FAILED
 from ...core.operation import Call, Operation
 from ...core.reduce_op import PREMUL_SUM, ReduceOp
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, UnavailableError
@@ -188,7 +187,7 @@ class IpcCarrier(StreamCarrier):
         """
         vigil = self.group.monitor
         error = self.group.failure or self._stopped(number)
-        if error is None and FAILED in vigil._states():
+        if error is None and vigil.has_failed():
             error = vigil.verdict([], f"call {number} of the group {self.group.name!r} on a GPU")
         if error is not None:
             self.fail(error)

@@ -26,6 +26,7 @@ from ...kernels.cuda.reducers import CudaReducer
 from ...kernels.cuda.steps import POISON
 from ...kernels.cuda.toolkit import SIMULATED
 from ..device_array import DeviceArray
+from ..runtime import waited_stream
 from .schedules import IN, SLOT, SLOTS, Fold, Last, Move, Place, Schedule, Step, slot_of
 
 Array = np.ndarray[Any, Any]
@@ -53,12 +54,8 @@ class Region:
     def is_free(self, runtime: Any) -> bool:
         """Whether all ranks that used it have said BYE."""
         words = runtime.pinned(at.PAGE)
-        stream = runtime.new_stream(self.device)
-        try:
+        with waited_stream(runtime, self.device) as stream:
             runtime.to_host(words, self.address, stream)
-            runtime.wait_stream(stream)
-        finally:
-            runtime.end_stream(stream)
         byes = words.view(np.int64)[[(at.rank_words(r) + at.BYE) // 8 for r in range(self.size)]]
         return bool(byes.all())
 
@@ -155,12 +152,8 @@ class Shared:
         words[at.RANK // 8] = self._rank
         words[at.CONTROL // 8] = self.control.ctypes.data
         words[at.PEERS // 8 :][:size] = self._bases
-        stream = self._runtime.new_stream(self._region.device)
-        try:
+        with waited_stream(self._runtime, self._region.device) as stream:
             self._runtime.to_device(self.page, words.view(np.uint8), stream)
-            self._runtime.wait_stream(stream)
-        finally:
-            self._runtime.end_stream(stream)
 
     def slot_of(self, rank: int, index: int) -> int:
         """The address of a rank's slot."""

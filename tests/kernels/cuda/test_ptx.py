@@ -102,13 +102,13 @@ def test_a_launch_passes_the_words_in_a_row(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", [*oracle.FLOATS, *oracle.HALVES, *oracle.COMPLEX], ids=str)
 def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from fastcoll.kernels.cuda import kernel as launch
-    from fastcoll.kernels.cuda import packing as scale
+    from fastcoll.kernels.cuda import packing
 
     library = Library([HOPPER])
     monkeypatch.setattr(launch, "driver", lambda: Driver(library))
-    scale._kernel.cache_clear()
-    scale.scale(0x1000, 0x2000, 5, dtype, -1.5, 7)
-    scale._kernel.cache_clear()  # of this library
+    packing._scaler.cache_clear()
+    packing.scale(0x1000, 0x2000, 5, dtype, -1.5, 7)
+    packing._scaler.cache_clear()  # of this library
     (launched,) = library.launches
     assert launched[3][:3] == [0x1000, 0x2000, 5]
     lane = dtype.itemsize // (2 if dtype.kind == "c" else 1)
