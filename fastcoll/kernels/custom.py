@@ -85,19 +85,19 @@ class _OneByOne(Registers):
     ) -> None:
         super().__init__(builder, element, shape, combine)
         self._model = model
-        self._new = self._registers(builder)
+        self._new = self.registers(builder)
 
     def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
-        for i, new in self._load(builder, address):
-            builder.store(new, self._place(builder, self._new, i))
+        for i, new in self.load(builder, address):
+            builder.store(new, self.place(builder, self._new, i))
         data = self._model.get_data_type().as_pointer()
-        first, second = builder.bitcast(self._taken, data), builder.bitcast(self._new, data)
-        elements = self._shape.registers * self._shape.width // self._element.lanes
+        first, second = builder.bitcast(self.taken, data), builder.bitcast(self._new, data)
+        elements = self.shape.registers * self.shape.width // self.element.lanes
         with cgutils.for_range(builder, WORD(elements)) as loop:
             place = builder.gep(first, [loop.index])
             a = self._model.load_from_data_pointer(builder, place)
             b = self._model.load_from_data_pointer(builder, builder.gep(second, [loop.index]))
-            builder.store(self._model.as_data(builder, self._combine(builder, a, b)), place)
+            builder.store(self._model.as_data(builder, self.combine(builder, a, b)), place)
 
 
 class _Record:

@@ -102,37 +102,37 @@ class Registers:
         end: Callable[[ir.IRBuilder, ir.Value], Any] = unchanged,
     ) -> None:
         self.nbytes = shape.registers * shape.width * element.size
-        self._element, self._shape, self._combine, self._end = element, shape, combine, end
-        self._taken = self._registers(builder)
+        self.element, self.shape, self.combine, self._end = element, shape, combine, end
+        self.taken = self.registers(builder)
 
     def start(self, builder: ir.IRBuilder, address: ir.Value) -> None:
-        for i, new in self._load(builder, address):
-            builder.store(new, self._place(builder, self._taken, i))
+        for i, new in self.load(builder, address):
+            builder.store(new, self.place(builder, self.taken, i))
 
     def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
-        for i, new in self._load(builder, address):
-            place = self._place(builder, self._taken, i)
-            builder.store(self._combine(builder, builder.load(place), new), place)
+        for i, new in self.load(builder, address):
+            place = self.place(builder, self.taken, i)
+            builder.store(self.combine(builder, builder.load(place), new), place)
 
     def finish(self, builder: ir.IRBuilder, address: ir.Value) -> None:
-        for i in range(self._shape.registers):
-            value = builder.load(self._place(builder, self._taken, i))
-            self._element.store(builder, self._end(builder, value), self._at(builder, address, i))
+        for i in range(self.shape.registers):
+            value = builder.load(self.place(builder, self.taken, i))
+            self.element.store(builder, self._end(builder, value), self._at(builder, address, i))
 
-    def _registers(self, builder: ir.IRBuilder) -> Any:
+    def registers(self, builder: ir.IRBuilder) -> Any:
         """Variables on the stack, which LLVM moves to registers."""
-        value = shaped(self._element.computed, self._shape.width)
-        return cgutils.alloca_once(builder, value, size=self._shape.registers)
+        value = shaped(self.element.computed, self.shape.width)
+        return cgutils.alloca_once(builder, value, size=self.shape.registers)
 
-    def _load(self, builder: ir.IRBuilder, address: ir.Value) -> Iterator[tuple[int, Any]]:
-        for i in range(self._shape.registers):
-            yield i, self._element.load(builder, self._at(builder, address, i), self._shape.width)
+    def load(self, builder: ir.IRBuilder, address: ir.Value) -> Iterator[tuple[int, Any]]:
+        for i in range(self.shape.registers):
+            yield i, self.element.load(builder, self._at(builder, address, i), self.shape.width)
 
     def _at(self, builder: ir.IRBuilder, address: ir.Value, i: int) -> Any:
-        return builder.add(address, WORD(i * self._shape.width * self._element.size))
+        return builder.add(address, WORD(i * self.shape.width * self.element.size))
 
     @staticmethod
-    def _place(builder: ir.IRBuilder, registers: ir.Value, i: int) -> Any:
+    def place(builder: ir.IRBuilder, registers: ir.Value, i: int) -> Any:
         return builder.gep(registers, [WORD(i)])
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from ...core.partition import cut, shares
 from ...core.reduce_op import AVG, PREMUL_SUM, ReduceOp
 from ...errors import ArrayError, UnavailableError
 from ...kernels.reduce import memory_type, refuse_undefined
@@ -271,7 +271,7 @@ class Kernels:
                 self._fold(moves.turn, out, self._gathered(moves, piece))
 
     def _divided(self, moves: Moves, out: DeviceArray, x: DeviceArray) -> None:
-        blocks, outs = _shares(x, moves.size), _shares(out, moves.size)
+        blocks, outs = shares(x, moves.size), shares(out, moves.size)
         self.reduce_scatter(moves, outs[moves.rank], blocks, scale=False)
         moves.all_gather(outs, outs[moves.rank])
 
@@ -336,14 +336,7 @@ class Kernels:
 def _pieces(x: DeviceArray, size: int) -> list[DeviceArray]:
     """Parts of a flat array of which all ranks' fit into SCRATCH."""
     length = max(SCRATCH // (size * x.dtype.itemsize) // size * size, size)
-    return [x[start : start + length] for start in range(0, x.size, length)]
-
-
-def _shares(x: DeviceArray, size: int) -> list[DeviceArray]:
-    """A part for each rank; the first ones may have an element more."""
-    short, more = divmod(x.size, size)
-    ends = [rank * short + min(rank, more) for rank in range(size + 1)]
-    return [x[start:end] for start, end in pairwise(ends)]
+    return cut(x, length)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ...core import partition
 from . import compiled as c
 from .library import Library
 from .memory import Block, Memory
@@ -240,7 +241,7 @@ class Execution:
         """Block `rank` of all ranks into out, which may be blocks[rank]."""
         rounds = max(1, -(-sum(nbytes for _, nbytes in blocks) // SEGMENT))
         for turn in range(rounds):
-            parts = [_part(nbytes // how.itemsize, turn, rounds, how.itemsize) for _, nbytes in blocks]
+            parts = [partition.even(nbytes, rounds, how.itemsize)[turn] for _, nbytes in blocks]
             gives = [
                 (address + first, nbytes) for (address, _), (first, nbytes) in zip(blocks, parts, strict=True)
             ]
@@ -311,22 +312,12 @@ def _span(blocks: Sequence[Block]) -> tuple[int, int]:
 def pieces(block: Block) -> list[Block]:
     """The block as messages of at most LARGEST bytes."""
     begin, nbytes = block
-    return [(begin + start, min(LARGEST, nbytes - start)) for start in range(0, nbytes, LARGEST)]
+    return [(begin + start, size) for start, size in partition.segments(nbytes, LARGEST)]
 
 
 def segments(nbytes: int, ranks: int, itemsize: int) -> list[tuple[int, list[Block]]]:
     """Where each segment begins, and the slice of each rank in it: where that begins, and its bytes."""
     step = max(SEGMENT // itemsize, 1) * itemsize
     return [
-        (
-            start,
-            [_part(min(step, nbytes - start) // itemsize, rank, ranks, itemsize) for rank in range(ranks)],
-        )
-        for start in range(0, nbytes, step)
+        (start, [*partition.even(size, ranks, itemsize)]) for start, size in partition.segments(nbytes, step)
     ]
-
-
-def _part(count: int, index: int, parts: int, itemsize: int) -> Block:
-    """Part `index` of `count` elements cut into `parts`: where it begins, and its bytes."""
-    first, last = count * index // parts, count * (index + 1) // parts
-    return first * itemsize, (last - first) * itemsize
