@@ -255,6 +255,15 @@ def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
 
 
 @entry
+def reduce(reducer: Index, op: Index, target: Index, sources: Index, many: Index, count: Index) -> int:
+    """Call a reducer (kernels/reduce.py)."""
+    call_reducer(
+        integer(reducer), integer(op), integer(target), integer(sources), integer(many), integer(count)
+    )
+    return 0
+
+
+@entry
 def address(x: PyObject) -> int:
     """The address of an ndarray's first element, in 60 ns instead of 800."""
     return word_at(object_at(x) + DATA)

@@ -77,6 +77,7 @@ class Execution:
         self._requests = requests
         self._tag = tag
         self._look = look
+        self._sources = {"all_reduce": self.size, "scan": self.rank + 1, "exscan": self.rank}
         self._keep: Any = None
         self._scratch: Any = None
 
@@ -96,9 +97,7 @@ class Execution:
     def run_attached(self, call: Addressed, attached: Sequence[int]) -> None:
         """Carry out a call of the host's whose data has come with the rows: `attached` has each rank's address."""
         if call.how is not None:
-            last = {"all_reduce": self.size, "scan": self.rank + 1, "exscan": self.rank}.get(call.kind)
-            if last is None:
-                last = self.size if self.rank == call.root else 0
+            last = self._sources.get(call.kind, self.size if self.rank == call.root else 0)
             if last:
                 self.memory.fold(call.how, call.takes[0][0], attached[:last], call.gives[0][1])
         elif call.kind != "broadcast":

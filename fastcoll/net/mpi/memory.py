@@ -21,9 +21,6 @@ from . import compiled
 Block = tuple[int, int]
 """Address and bytes."""
 
-_REDUCER = ctypes.CFUNCTYPE(
-    None, *[ctypes.c_int64] * 5
-)  # as kernels/reduce.py has it; called without the GIL
 _PIECE = 1 << 20  # bytes that are reduced at a time: in between Python sees signals
 
 
@@ -79,8 +76,11 @@ class HostMemory:
         return reducer(op, dtype)
 
     def fold(self, how: Reducer, target: int, sources: Sequence[int], nbytes: int) -> None:
-        fold, step = _REDUCER(how.address), max(_PIECE // how.itemsize, 1) * how.itemsize
-        for start in range(0, nbytes, step):
-            self._sources[: len(sources)] = [source + start for source in sources]
-            count = min(step, nbytes - start) // how.itemsize
-            fold(how.code, target + start, self._address, len(sources), count)
+        left, piece = nbytes // how.itemsize, max(_PIECE // how.itemsize, 1)
+        self._sources[: len(sources)] = sources
+        while left > piece:
+            compiled.reduce.call(how.address, how.code, target, self._address, len(sources), piece)
+            left -= piece
+            target += piece * how.itemsize
+            self._sources[: len(sources)] += piece * how.itemsize
+        compiled.reduce.call(how.address, how.code, target, self._address, len(sources), left)

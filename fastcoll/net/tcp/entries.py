@@ -21,5 +21,6 @@ ENTRIES: tuple[Entry, ...] = (
     mpi.poll,
     mpi.meet,
     mpi.carry_out,
+    mpi.reduce,
     mpi.address,
 )
