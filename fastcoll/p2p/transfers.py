@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -166,22 +166,10 @@ class Transfer(Work):
         """Its deadline, and the peers that it needs."""
         if self._watch is None:
             vigil, timeout = self._engine.vigil, self._engine.timeout
-            self._watch = Wait(vigil, self._describe, self._needed, timeout, self.posted)
+            # Without this transfer, whose array would otherwise be kept until the garbage collector comes.
+            late = partial(_needed, vigil, self._engine.rank, self.peer, isinstance(self, Send))
+            self._watch = Wait(vigil, self._describe, late, timeout, self.posted)
         return self._watch
-
-    def _needed(self) -> list[int]:
-        """The ranks that it waits for."""
-        vigil, rank = self._engine.vigil, self._engine.rank
-        # A message to a rank that is leaving may still be taken there. What comes in vain while this one is leaving,
-        # api/leaving.py sees, and ends without failing the group.
-        if vigil.is_leaving(self.peer if self.peer is not None and isinstance(self, Send) else rank):
-            return []
-        if self.peer is not None:
-            return [self.peer]
-        # Hopeless only when all have left; the own rank could still send from another thread, but a rank that waits
-        # for nobody else is taken for stuck.
-        others = [other for other in range(len(vigil.members)) if other != rank] or [rank]
-        return [other for other in others if not vigil.has_left(other)] or others
 
     # ---- as a Work ---------------------------------------------------------------------------------
 
@@ -200,6 +188,20 @@ class Transfer(Work):
     def call_back(self) -> None:
         """Call the callbacks, on the thread that does."""
         super()._call_back()
+
+
+def _needed(vigil: Vigil, rank: int, peer: int | None, sends: bool) -> list[int]:
+    """The ranks that a transfer of `rank` with `peer` waits for."""
+    # A message to a rank that is leaving may still be taken there. What comes in vain while this one is leaving,
+    # api/leaving.py sees, and ends without failing the group.
+    if vigil.is_leaving(peer if peer is not None and sends else rank):
+        return []
+    if peer is not None:
+        return [peer]
+    # Hopeless only when all have left; the own rank could still send from another thread, but a rank that waits
+    # for nobody else is taken for stuck.
+    others = [other for other in range(len(vigil.members)) if other != rank] or [rank]
+    return [other for other in others if not vigil.has_left(other)] or others
 
 
 class Send(Transfer):
