@@ -5,13 +5,14 @@ call waits until the arrays' streams have done what was queued on them when it w
 on the GPU, as a staged one does. Reductions are our kernels', in rank order. What cannot be done so is staged, on all
 ranks alike: scan and exscan, functions of the user's, many ranks, and reductions where a rank has no kernels.
 
-Messages go as they are too, where they are not small: small ones travel inside the letters of net/mpi/mail.py, which
+Messages go as they are too, where they are not small: small ones travel inside the letters of net/mpi/pipe.py, which
 the host writes, and so are staged, as is what a rank sends itself. Nothing of this shows on the other side: a message
 may come from a GPU and go to the host's memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -197,18 +198,39 @@ class MpiMessages:
 
     def _landing(self, adopted: Adopted) -> Adopted:
         (x,) = arrays_of([adopted])
+        return _Landing(self._ready(x, "recv"), adopted, self._transit)
 
-        def finish(came: Array | None) -> None:
-            with self._transit.in_use([x]):
-                if came is not None:
-                    with self._transit.pool.lent(x.nbytes) as buffer:
-                        (host,) = laid_out(buffer, [x])
-                        host[...] = came
-                        self._transit.bring([x], [host])
-                adopted.finish()
 
-        landing: Adopted = self._direct.landing(self._ready(x, "recv"), finish)
-        return landing
+class _Landing(Adopted):
+    """An array on a GPU that a message is received into: MPI writes there, but the host, which carries it, may not.
+
+    A message that comes before its receive is posted, or from this rank itself, lies in the host's memory already.
+    It is kept, and brought to the GPU when the receive is finished, which is on a thread that may wait for a GPU.
+    """
+
+    __slots__ = ("_came", "_of", "_transit")
+    owes = True
+
+    def __init__(self, view: Array, of: Adopted, transit: Transit) -> None:
+        super().__init__(view)
+        self._came: Array | None = None
+        self._of, self._transit = of, transit
+
+    def put(self, address: int, nbytes: int) -> None:
+        """Keep the message at an address of the host; it has the size of the array."""
+        self._came = np.empty(self.array.shape, self.array.dtype)
+        ctypes.memmove(self._came.ctypes.data, address, nbytes)
+
+    def finish(self) -> None:
+        targets = arrays_of([self._of])
+        with self._transit.in_use(targets):
+            if self._came is not None:
+                with self._transit.pool.lent(targets[0].nbytes) as buffer:
+                    (host,) = laid_out(buffer, targets)
+                    host[...] = self._came
+                    self._transit.bring(targets, [host])
+                self._came = None
+            self._of.finish()
 
 
 class _Bytes:

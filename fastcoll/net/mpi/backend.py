@@ -37,7 +37,6 @@ from ..tcp.sizes import sizes_of
 from . import compiled as c
 from .agreement import Meeting, Prepared
 from .execution import Addressed, Execution, are_near
-from .landing import Landing
 from .library import Library, load
 from .membership import MpiControl, lay_down, make_comm
 from .memory import Block, HostMemory, Memory
@@ -334,14 +333,6 @@ class MpiGroup(Mailing):
         """
         self._gpus = self._execution(memory)
         self.pipe.current = current
-
-    def landing(self, view: Array, finish: Callable[[Array | None], None]) -> Landing:
-        """What a receive takes for an array on a GPU; the arguments are those of Landing.
-
-        It must have more bytes than what is inside a letter, as must what is sent from a GPU.
-        """
-        assert view.nbytes > self.least_on_gpus
-        return Landing(view, finish)
 
     @property
     def least_on_gpus(self) -> int:
