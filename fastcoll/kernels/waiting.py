@@ -18,7 +18,7 @@ from __future__ import annotations
 from numba import types
 
 from ..core.status import DONE, LATER
-from .jit import entry, inlined, kernel
+from .jit import inlined, kernel, locked_entry
 from .primitives import load_acquire, load_word, pause, store_release, store_word, swap_if_equal, this_thread
 from .pyobjects import Index, integer
 
@@ -126,7 +126,7 @@ def moved(table):
 # ---- a lock: 0 when free, else the thread that holds it --------------------------------------------------
 
 
-@entry
+@locked_entry
 def seize(address: Index) -> int:
     """Take the lock at an address: DONE, or LATER if another thread holds it."""
     return DONE if swap_if_equal(integer(address), 0, this_thread()) else LATER

@@ -33,7 +33,7 @@ from ..core.work import ENDLESS, Work, forks
 from ..errors import AbortedError, FastcollError, GroupError, NotInitializedError, UsageError
 from ..interop.adopted import Adopted
 from .exchange import Exchange
-from .pipe import ANY, EVENTS, NOTHING, Pipe
+from .pipe import ANY, ARMED, EVENTS, NOTHING, Pipe
 from .transfers import Array, Receive, Send, Transfer, kind_of
 
 _NAP = 1e-3  # seconds without progress after which the engine's thread drives
@@ -141,29 +141,10 @@ class Engine:
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         """Post a message; the Work is complete when it is taken."""
-        if not self.inbox and dst != self.rank and self.vigil.failure is None:
-            try:
-                pipe, number = self._routes[dst]
-                sent = pipe.post_send(x.array, number, kind_of(tag, x.array.dtype))
-                if sent >= 0:
-                    return self.sent(sent, x.array, dst, tag)
-            except BaseException as error:
-                self.torn(error, "isend")
-                raise
         return self._post(Send(self, x.array, dst, tag))
 
     def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
         """Post a receive; the Work's result is the sender."""
-        if not self.inbox and src not in (None, self.rank) and self.vigil.failure is None and not x.owes:
-            assert src is not None
-            try:
-                pipe, number = self._routes[src]
-                status = pipe.post_receive(x.array, number, kind_of(tag, x.array.dtype))
-                if status != LATER:
-                    return (self.received if status == DONE else self.armed)(x.array, src, tag)
-            except BaseException as error:
-                self.torn(error, "irecv")
-                raise
         return self._post(Receive(self, x.array, src, tag, x))
 
     # ---- short cuts that came back early ----------------------------------------------------------
@@ -309,11 +290,12 @@ class Engine:
 
     def _seize(self) -> bool:
         """Take the turn, unless somebody has it."""
-        for count, pipe in enumerate(self._pipes):
-            if not pipe.seize():
-                for other in self._pipes[:count]:
-                    other.let_go()
-                return False
+        pipes = self._pipes
+        if not pipes[0].seize():
+            return False
+        if len(pipes) == 2 and not pipes[1].seize():
+            pipes[0].let_go()
+            return False
         self._resting = False
         return True
 
@@ -422,7 +404,7 @@ class Engine:
                     return
                 self._admit_posts()
             near = end is not None and end - time.monotonic() < _BUDGET
-            if not self._advance(not near):
+            if not (self._advance_one(0, not near) if self._is_single else self._advance(not near)):
                 self._look()
                 if near:
                     assert end is not None
@@ -559,6 +541,8 @@ class Engine:
                 receive._finish(None, error)
             else:
                 receive._finish(source)
+            for pipe in self._pipes:  # whoever drives may wait for just this
+                pipe.ring_bell()
 
     # ---- posting ----------------------------------------------------------------------------------
 
@@ -568,7 +552,11 @@ class Engine:
             raise self.vigil.failure
         if self._closed:
             raise NotInitializedError(f"{transfer._describe}: the group was destroyed; make a new one")
-        if not self.inbox and self._is_ready(transfer) and self._seize():
+        if self.inbox:
+            pass  # behind those
+        elif self._takes_short_cut(transfer):
+            return transfer
+        elif self._is_ready(transfer) and self._seize():
             try:
                 for pipe in self._pipes:
                     pipe.set_behind(True)
@@ -587,13 +575,38 @@ class Engine:
             self._wake()
         return transfer
 
+    def _takes_short_cut(self, transfer: Transfer) -> bool:
+        """Begin an operation by one compiled call, if it is one for that."""
+        if transfer.peer is None or transfer.peer == self.rank:
+            return False
+        pipe, number = self._routes[transfer.peer]
+        try:
+            if isinstance(transfer, Send):
+                sent = pipe.post_send(transfer.array, number, transfer.kind)
+                if sent < 0:
+                    return False
+                self._exchange.note_sent(transfer, sent)
+            elif isinstance(transfer, Receive):
+                status = LATER if transfer.owes else pipe.post_receive(transfer.array, number, transfer.kind)
+                if status == DONE:
+                    transfer._finish(transfer.peer)
+                if status != ARMED:
+                    return status == DONE
+                self._exchange.note_armed(transfer)
+        except BaseException as error:
+            self.torn(error, transfer._describe)
+            raise
+        self._let_go(pipe)
+        return True
+
     def _admit(self, transfer: Transfer) -> None:
         """Take an operation on, and do what can be done at once."""
         self._stamp += 1
         self._exchange.admit(transfer)
         self._resting = True
-        while not transfer._ended and self._advance(False):
-            pass
+        if isinstance(transfer, Receive) or self._exchange.is_entering(transfer):
+            while not transfer._ended and self._advance(False):
+                pass
 
     def _is_ready(self, transfer: Transfer) -> bool:
         """Whether the way to its peer is there."""

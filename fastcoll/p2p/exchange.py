@@ -91,6 +91,10 @@ class Exchange:
         """Whether blocking calls have to come behind what is known only here."""
         return bool(self.live or self._queues.stored)
 
+    def is_entering(self, transfer: Transfer) -> bool:
+        """Whether a send is what enters its pipe."""
+        return transfer.peer is not None and self.peers[transfer.peer].entering is transfer
+
     # ---- operations come in ------------------------------------------------------------------------
 
     def admit(self, transfer: Transfer) -> None:
