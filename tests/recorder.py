@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from fastcoll.core.gate import Gate
 from fastcoll.core.group import ProcessGroup
 from fastcoll.core.work import Work
 
@@ -25,10 +26,6 @@ def _record(name: str) -> Callable[..., Any]:
     return call
 
 
-def _absent(self: Any, *args: Any) -> Any:
-    raise AssertionError("a Recorder plans nothing")
-
-
 class Recorder(ProcessGroup):
     """A group that this process is in with group rank 1.
 
@@ -37,31 +34,34 @@ class Recorder(ProcessGroup):
         answers: what an operation returns, by name.
     """
 
-    backend = "shm"
-
     def __init__(self, ranks: tuple[int, ...] = (0, 1, 2)) -> None:
-        super().__init__("recorder", ranks, 1, 5.0)
+        def close(reason: object) -> None:
+            self.closed += 1
+
+        backend: Any = SimpleNamespace(
+            name="shm",
+            gate=Gate("recorder", ranks, 1, 5.0),
+            monitor=SimpleNamespace(farewell=""),
+            messages=SimpleNamespace(is_entered=lambda: False),
+            fast=lambda group: {},
+            close=close,
+        )
+        super().__init__(backend)
         self.calls: list[tuple[Any, ...]] = []
         self.answers: dict[str, Any] = {"recv": 2}
         self.closed = 0
-        self.monitor: Any = SimpleNamespace(farewell="")
 
     def refuse(self, name: str, error: Exception) -> None:
         """Nobody is there to be told."""
 
     for _name in OPERATIONS:
         vars()[_name] = _record(_name)
-    for _name in ProcessGroup.__abstractmethods__:
-        vars()[_name] = _absent
 
     def ready_isend(self, *args: Any) -> Callable[[], Any]:
         return partial(self.isend, *args)
 
     def ready_irecv(self, *args: Any) -> Callable[[], Any]:
         return partial(self.irecv, *args)
-
-    def _close(self, reason: object) -> None:
-        self.closed += 1
 
 
 def finished(result: Any = None, error: BaseException | None = None) -> Work:

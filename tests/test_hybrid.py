@@ -17,14 +17,15 @@ from net.meshes import crew as mesh_crew
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError, ReduceOp
 from fastcoll.core import members
-from fastcoll.hybrid import group as hybrid
-from fastcoll.hybrid.group import DIRECT, SMALL, HybridGroup
-from fastcoll.net.tcp import mail_words
-from fastcoll.net.tcp.group import TcpGroup
+from fastcoll.core.group import ProcessGroup
+from fastcoll.hybrid import backend as hybrid
+from fastcoll.hybrid.backend import DIRECT, SMALL, HybridBackend
+from fastcoll.net.tcp import mail_words, mesh
+from fastcoll.net.tcp.backend import TcpBackend
 from fastcoll.rendezvous import HashStore, PrefixStore
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.shm import channels as ring_words
-from fastcoll.shm.group import ShmGroup
+from fastcoll.shm.backend import ShmBackend
 
 # Group ranks by node: of one size, of two sizes with a surplus rank, and not in order.
 EVEN, UNEVEN, MIXED = [0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1, 0]
@@ -33,7 +34,7 @@ LARGE = DIRECT // 8 + 5  # float64: what goes through nodes
 SEGMENT = 128 << 10
 SIZES = [40, DIRECT // 2, DIRECT + 40, 10 * SEGMENT + 40_008]
 
-Start = Callable[[list[int]], HybridGroup]
+Start = Callable[[list[int]], ProcessGroup]
 
 
 @pytest.fixture
@@ -42,11 +43,12 @@ def start(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     monkeypatch.setattr(hybrid, "SEGMENT", SEGMENT)
 
-    def begin(homes: list[int]) -> HybridGroup:
+    def begin(homes: list[int]) -> ProcessGroup:
         monkeypatch.setattr(members, "_shm_device", lambda: 1_000_000 + homes[rank])
         dist.init_process_group(timeout=20)
         world = dist.GroupMember.WORLD
-        assert isinstance(world, HybridGroup)
+        assert isinstance(world, ProcessGroup)
+        assert isinstance(world.backend, HybridBackend)
         return world
 
     yield begin
@@ -99,7 +101,7 @@ def test_nodes_of_one_size(rank: int, world_size: int, start: Start, nbytes: int
 @pytest.mark.parametrize("nbytes", SIZES[1:])
 def test_a_node_with_a_surplus_rank(rank: int, world_size: int, start: Start, nbytes: int) -> None:
     group = start(UNEVEN)
-    assert (group._rail is None) == (rank == 2)
+    assert (group.backend.rail is None) == (rank == 2)
     assert results(rank, world_size, nbytes)
 
 
@@ -136,11 +138,11 @@ def test_calls_of_all_sizes_in_flight_at_once(rank: int, world_size: int, start:
 @ranks(EVEN)
 def test_groups_of_parts_of_nodes(rank: int, world_size: int, start: Start) -> None:
     start(EVEN)
-    kinds = {(0, 1): ShmGroup, (0, 2): TcpGroup, (0, 1, 3): HybridGroup, (3, 1, 2): HybridGroup}
+    kinds = {(0, 1): ShmBackend, (0, 2): TcpBackend, (0, 1, 3): HybridBackend, (3, 1, 2): HybridBackend}
     for chosen, kind in kinds.items():
         group = dist.new_group(list(chosen))
         if rank in chosen:
-            assert type(group) is kind
+            assert type(group.backend) is kind
             x = np.full(LARGE, float(rank))
             dist.all_reduce(x, group=group)
             assert (x == sum(chosen)).all()
@@ -169,7 +171,7 @@ def test_an_interrupt_between_the_meeting_and_the_rest(
     group = start(EVEN)
     dist.all_reduce(np.ones(LARGE))
     if rank == 2:
-        meet = group._meeting
+        meet = group.backend._everyone.meeting
 
         def then_interrupted(*args: object, **rest: object) -> Callable[[], None]:
             call = meet(*args, **rest)  # type: ignore[arg-type]
@@ -180,7 +182,7 @@ def test_an_interrupt_between_the_meeting_and_the_rest(
 
             return run
 
-        monkeypatch.setattr(group, "_meeting", then_interrupted)
+        monkeypatch.setattr(group.backend._everyone, "meeting", then_interrupted)
         with pytest.raises(KeyboardInterrupt):
             dist.all_reduce(np.ones(LARGE))
         with pytest.raises(AbortedError, match="KeyboardInterrupt"):
@@ -255,7 +257,7 @@ def test_messages_take_shared_memory_inside_a_node(rank: int, world_size: int, s
                 dist.send(sent, peer)
             assert (got == peer).all()
             got[:] = -1
-    assert not group.pipe.is_ready(peer)
+    assert not group.backend._everyone.pipe.is_ready(peer)
 
 
 class Interrupted(Exception):
@@ -274,7 +276,7 @@ def test_a_receive_is_interrupted_and_all_are_told(
         raise Interrupted
 
     def interrupt_once_it_waits() -> None:
-        near, far = group._local.pipe.table, group.pipe.table
+        near, far = group.backend.local.backend.pipe.table, group.backend._everyone.pipe.table
         while not (near[ring_words.BUSY] or far[mail_words.BUSY]):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGALRM)
@@ -314,11 +316,11 @@ def test_who_cannot_make_the_group_tells_those_that_make_a_rail_already(
     def refuse(*_: object) -> None:
         raise dist.ResourceError("no port is free")
 
-    monkeypatch.setattr(hybrid.Mesh, "make", refuse)
+    monkeypatch.setattr(mesh.Mesh, "make", refuse)
     crew = [replace(each, boot_id=str(number // 2)) for number, each in enumerate(mesh_crew(4))]
     store = HashStore()
     with pytest.raises(dist.ResourceError):
-        HybridGroup.make(store, "WORLD", crew, 3, 5.0)
+        HybridBackend.make(store, "WORLD", crew, 3, 5.0)
     for rail in range(2):
         heard = GroupMeeting(PrefixStore(f"rail{rail}", store), crew, 0, 5.0, "making a rail")
         with pytest.raises(dist.ResourceError, match=r"rank 3 \(.*no port is free"):

@@ -171,7 +171,9 @@ def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_pa
         group.all_reduce(x)
         group.barrier()
         return
-    group._context.wait_no_longer_than(20 * 10**9)  # so that the handler runs when the call is complete
+    group.backend.context.wait_no_longer_than(
+        20 * 10**9
+    )  # so that the handler runs when the call is complete
     before = signal.signal(signal.SIGALRM, careless)
     thread = threading.Thread(target=send_when_it_waits)
     thread.start()

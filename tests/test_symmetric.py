@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import oracle
@@ -82,7 +83,7 @@ def test_a_slice_is_reduced_and_nothing_beside_it(rank, world_size):
 
 @pytest.mark.ranks(2, 3, 5)
 def test_all_reduce_that_comes_back_to_python_after_every_piece(rank, world_size):
-    budget = dist.group.WORLD._context.words[words.PATIENCE + waiting.BUDGET :][:1]
+    budget = dist.group.WORLD.backend.context.words[words.PATIENCE + waiting.BUDGET :][:1]
     usual, budget[0] = budget[0], 0
     for salt, nbytes in enumerate((SMALLEST, LARGE + 4, 3 * LARGE)):
         reduce_and_check(symmetric.empty(nbytes // 4, np.float32), rank, world_size, salt=salt)
@@ -96,7 +97,7 @@ def test_nobody_is_done_before_the_slowest_slice(rank, world_size, slow):
     group = dist.group.WORLD
     x = symmetric.zeros(LARGE // 4, np.float32)
     if rank == slow:
-        group._context.words[words.PATIENCE + waiting.BUDGET] = 0
+        group.backend.context.words[words.PATIENCE + waiting.BUDGET] = 0
         group.monitor.verdict = lambda needed, doing: time.sleep(0.05)
     x[...] = rank + 1
     dist.all_reduce(x)
@@ -492,13 +493,17 @@ def test_memory_stays_as_long_as_an_array_leads_into_it(rank, world_size):
 
 
 def test_other_backends_say_what_to_do():
+    from fastcoll.core.backend import Backend
+    from fastcoll.core.gate import Gate
     from fastcoll.core.group import ProcessGroup
 
-    class Elsewhere(ProcessGroup):
-        backend = "elsewhere"
+    class Elsewhere(Backend):
+        name = "elsewhere"
 
-    Elsewhere.__abstractmethods__ = frozenset()
-    group = Elsewhere("there", [0], 0, 1.0)
+    Elsewhere.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+    backend = Elsewhere()  # type: ignore[abstract]
+    backend.gate, backend.monitor, backend.messages = Gate("there", [0], 0, 1.0), SimpleNamespace(), None
+    group = ProcessGroup(backend)
     try:
         with pytest.raises(UnavailableError, match=r"runs on elsewhere.*new_group"):
             symmetric.empty(3, group=group)

@@ -533,14 +533,18 @@ def test_orders_that_differ_are_an_error_that_names_both(rank: int) -> None:
 @pytest.mark.ranks(2)
 def test_a_backend_of_the_users(rank: int) -> None:
     from fastcoll.api import backends
-    from fastcoll.shm.group import ShmGroup
+    from fastcoll.core.operation import Call, Operation
+    from fastcoll.shm.backend import ShmBackend
 
-    class Loud(ShmGroup):
+    class Loud(ShmBackend):
         calls = 0
 
-        def all_reduce(self, *args: Any) -> Any:
+        def plan(self, operation: Operation, timeout: float | None = None) -> Call:
             Loud.calls += 1
-            return super().all_reduce(*args)
+            return super().plan(operation, timeout)
+
+        def fast(self, group: dist.ProcessGroup) -> dict[str, Any]:
+            return {}
 
     before = list(backends.KNOWN)
     dist.Backend.register_backend("Loud", Loud.make, devices="cpu")

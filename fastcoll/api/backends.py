@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import config
+from ..core.backend import Backend as Carries
 from ..core.carrier import DeviceCarrier
 from ..core.group import ProcessGroup
 from ..core.members import Member
@@ -19,28 +20,29 @@ from ..rendezvous import Store
 
 _log = logging.getLogger("fastcoll")
 
-Make = Callable[[Store, str, Sequence[Member], int, float], ProcessGroup]
+Make = Callable[[Store, str, Sequence[Member], int, float], Carries]
 """`make(store, name, members, group_rank, timeout)`: meet the other members; collective."""
+MakeGroup = Callable[[Store, str, Sequence[Member], int, float], ProcessGroup]
 
 
 def _load_shm() -> Make:
-    from ..shm.group import ShmGroup
+    from ..shm.backend import ShmBackend
 
-    return ShmGroup.make
+    return ShmBackend.make
 
 
 def _load_tcp() -> Make:
-    from ..net.tcp.group import TcpGroup
+    from ..net.tcp.backend import TcpBackend
 
-    return TcpGroup.make
+    return TcpBackend.make
 
 
 def _load_mpi() -> Make:
-    from ..net.mpi.backend import MpiGroup
+    from ..net.mpi.backend import MpiBackend
     from ..net.mpi.library import load
 
     load()
-    return MpiGroup.make
+    return MpiBackend.make
 
 
 BACKENDS: dict[str, Callable[[], Make]] = {"shm": _load_shm, "tcp": _load_tcp, "mpi": _load_mpi}
@@ -79,8 +81,8 @@ class Backend(str):
 
         Args:
             name: what `backend=` is then called, in any case; also `Backend.NAME`.
-            func: `func(store, name, members, group_rank, timeout)` meets the other members and returns a ProcessGroup;
-                CONTRIBUTING.md says what that must do. (torch's takes a store, rank, world_size and timeout.)
+            func: `func(store, name, members, group_rank, timeout)` meets the other members and returns what
+                core/backend.py describes; CONTRIBUTING.md has an example. (torch's takes other arguments.)
             extended_api: must be False.
             devices: "cpu", ["cpu"] or None.
 
@@ -92,7 +94,7 @@ class Backend(str):
         if not lower.isidentifier() or lower in KNOWN or hasattr(cls, lower.upper()):
             raise UsageError(f"name is {name!r}; give a word that is not among {', '.join(KNOWN)}")
         if not callable(func):
-            raise UsageError(f"func is {func!r}; give a function that makes a ProcessGroup")
+            raise UsageError(f"func is {func!r}; give a function that makes a backend")
         if extended_api or devices not in (None, "cpu", ["cpu"], ("cpu",)):
             raise UnavailableError(
                 f"extended_api is {extended_api!r} and devices is {devices!r}; a backend of one's own has no "
@@ -251,7 +253,7 @@ def _check_available(text: str, by_device: Mapping[str, Backend]) -> None:
         _log.info("backend %r: %s is not available, so cuda arrays will be refused", text, cuda)
 
 
-def load(choice: BackendChoice) -> Make:
+def load(choice: BackendChoice) -> MakeGroup:
     """Import what groups of this choice need (Numba: about half a second), and return what makes them.
 
     Raises:
@@ -268,7 +270,7 @@ def load(choice: BackendChoice) -> Make:
     def make_serving(
         store: Store, group_name: str, members: Sequence[Member], rank: int, timeout: float
     ) -> ProcessGroup:
-        group = make(store, group_name, members, rank, timeout)
+        group = ProcessGroup(make(store, group_name, members, rank, timeout))
         group.serve_gpus(make_devices)
         return group
 
@@ -280,7 +282,7 @@ def _load_cpu(choice: BackendChoice) -> Make:
     if cpu in _CPU_DEFAULT:
         if choice.initialises_mpi:
             _load_mpi()  # here, where all ranks come: to initialise MPI is collective
-        from ..hybrid.group import make_auto
+        from ..hybrid.backend import make_auto
 
         return make_auto
     make = BACKENDS[cpu]()
@@ -289,7 +291,7 @@ def _load_cpu(choice: BackendChoice) -> Make:
 
     def make_checked(
         store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
-    ) -> ProcessGroup:
+    ) -> Carries:
         _check_one_node(choice, members)
         return make(store, name, members, rank, timeout)
 

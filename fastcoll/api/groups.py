@@ -168,7 +168,7 @@ def get_backend(group: Group = None) -> Backend:
     if choice.nccl_alone:
         return Backend(Backend.NCCL)
     asked = choice.by_device["cpu"]
-    return Backend(_entered(group).backend) if asked == Backend.AUTO else asked
+    return Backend(_entered(group).backend.name) if asked == Backend.AUTO else asked
 
 
 def get_backend_config(group: Group = None) -> str:

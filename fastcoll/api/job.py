@@ -16,7 +16,7 @@ from ..core.members import Member, dead_among
 from ..errors import AbortedError, StoreError, StoreTimeoutError
 from ..rendezvous import PrefixStore, Store
 from ..rendezvous.waiting import LateWarning, raise_if_dying
-from .backends import BackendChoice, Make
+from .backends import BackendChoice, MakeGroup
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.01
@@ -46,7 +46,7 @@ class Job:
         members: Sequence[Member],
         rank: int,
         choice: BackendChoice,
-        make: Make,
+        make: MakeGroup,
         timeout: float,
         close_store: Callable[[], None],
     ) -> None:
@@ -68,7 +68,7 @@ class Job:
         return count
 
     def make_group(
-        self, name: str, key: str, ranks: Sequence[int], timeout: float, make: Make
+        self, name: str, key: str, ranks: Sequence[int], timeout: float, make: MakeGroup
     ) -> ProcessGroup:
         """Meet the other members of a new group; collective over `ranks`, which are global."""
         members = [self.members[rank] for rank in ranks]

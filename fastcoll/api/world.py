@@ -37,7 +37,7 @@ from ..rendezvous import PrefixStore, Store, adopted, has_handler, meet
 from ..rendezvous.join import join, registered
 from ..rendezvous.waiting import LateWarning
 from . import backends
-from .backends import BackendChoice, Make, parse_backend
+from .backends import BackendChoice, MakeGroup, parse_backend
 from .groups import Group, NonMember, groups
 from .job import Job, has_left, times_settled
 from .leaving import ExitHook, close, leave
@@ -355,7 +355,7 @@ def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> t
         left = max(deadline - time.monotonic(), 0.001)
         members = join(found.store, found.rank, found.world_size, str(choice), left)
         undo.callback(forget, members)
-        make: Make = loading.result()
+        make: MakeGroup = loading.result()
         job = Job(found.store, members, found.rank, choice, make, limit, lambda: found.close(0.0))
         with job.making(range(found.world_size), "making the default group"):
             world = job.make_group("WORLD", "world", range(found.world_size), limit, make)

@@ -11,7 +11,7 @@ import numpy as np
 
 import fastcoll as dist
 
-from ..shm.group import ShmGroup
+from ..shm.backend import ShmBackend
 from ..shm.thresholds import BUILT_IN, table_path, write
 from .timing import estimate, measure, schedule
 
@@ -36,7 +36,7 @@ def run(rank: int, ranks: int, init_method: str | None, command: str) -> None:
     else:
         dist.init_process_group(init_method=init_method, world_size=ranks, rank=rank)
     group = dist.new_group(backend="shm")
-    assert isinstance(group, ShmGroup)
+    assert isinstance(group, dist.ProcessGroup)
     rows = [_measure(group, nbytes) for nbytes in SIZES]
     rank = group.rank
     dist.destroy_process_group()
@@ -53,7 +53,7 @@ def best_limit(rows: Sequence[Measured]) -> int:
     return min([0, *(row.nbytes for row in rows)], key=loss)
 
 
-def _measure(group: ShmGroup, nbytes: int) -> Measured:
+def _measure(group: dist.ProcessGroup, nbytes: int) -> Measured:
     x = np.zeros(nbytes // 4, np.float32)
     rounds = [[_time(group, x, limit) for limit in (_ALWAYS, _NEVER)] for _ in range(_ROUNDS)]
     slowest = np.array(rounds)
@@ -62,8 +62,9 @@ def _measure(group: ShmGroup, nbytes: int) -> Measured:
     return Measured(nbytes, one, two)
 
 
-def _time(group: ShmGroup, x: np.ndarray, limit: int) -> float:
-    group._context.go_one_shot(limit)
+def _time(group: dist.ProcessGroup, x: np.ndarray, limit: int) -> float:
+    assert isinstance(group.backend, ShmBackend)
+    group.backend.context.go_one_shot(limit)
 
     def call() -> None:
         group.all_reduce(x)

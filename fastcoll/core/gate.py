@@ -9,7 +9,7 @@ with compiled calls that take no turn add their own marks (`also`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import GroupError, NotInitializedError, UsageError
@@ -17,9 +17,13 @@ from .work import ProgressQueue, Unheard, Work, is_progressing
 
 
 class Gate:
-    """One group's.
+    """One group's, with what its backend must know of it.
 
     Attributes:
+        name: unique in the job.
+        ranks: global rank of each group rank.
+        rank: this process's rank in the group.
+        timeout: seconds that a call may take.
         failure: why the group failed, or None.
         closed: whether the group was destroyed here.
         refusal: what the peers are told by the refused call that has the turn.
@@ -28,8 +32,11 @@ class Gate:
         unheard: asynchronous operations that nobody has waited for.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
         self.name = name
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.timeout = timeout
         self.failure: GroupError | None = None
         self.closed = False
         self.refusal = ""
@@ -39,6 +46,11 @@ class Gate:
         self._inside: set[int] = set()  # threads that have the turn, or wait for it
         self._also_inside: Callable[[], bool] = lambda: False
         self._also_busy: Callable[[], bool] = lambda: False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
 
     def also(self, inside: Callable[[], bool], busy: Callable[[], bool]) -> None:
         """Count compiled calls in, which take no turn: whether this thread is in one, and whether any thread is."""

@@ -11,31 +11,31 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, final
 
 import numpy as np
 
-from ..errors import GroupError, MismatchError, UnavailableError, UsageError
+from ..errors import AbortedError, GroupError, MismatchError, UsageError
 from ..interop.arrays import Adopted, OnDeviceError, Renewed, adopt, adopt_list, finish_all, room_like
 from . import validate
 from .arguments import WORLD_OF_ONE
-from .carrier import Carrier, DeviceCarrier, StreamCall
-from .gate import Gate
+from .backend import Backend, Messages, planned
+from .carrier import DeviceCarrier, StreamCall
 from .memory import SymmetricMemory
-from .monitor import Vigil, last_words
+from .monitor import last_words
 from .operands import OBJECTS_TAG, SHAPE_NOTE, Array, agreed_shapes, check_apart, checked_tag, shape_note
-from .operation import COMPOSITIONS, Call, Operation, flattened, then_split
+from .operation import Call, Operation, flattened, then_split
 from .reduce_op import ReduceOp
 from .signature import SHAPES
 from .trees import CONTAINERS, Tree
 from .work import Work, refuse_to_block
 
 
-class ProcessGroup(Carrier[Array]):
+@final
+class ProcessGroup:
     """A set of ranks that do collective operations together.
 
     Every operation is collective (all ranks of the group call it, in the same order) except for the
@@ -56,24 +56,24 @@ class ProcessGroup(Carrier[Array]):
         name: unique in the job.
         ranks: global rank of each group rank.
         rank: this process's rank in the group.
-        timeout: seconds that a call may take.
+        backend: what carries operations on arrays in host memory out.
+        messages: the same for messages.
         gate: who may run a call now.
         monitor: which of the others live.
     """
 
-    backend: ClassVar[str]
-    natively = Carrier.natively - {"all_reduce_coalesced", "all_gather_coalesced"}
-    monitor: Vigil
-
-    def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
-        self.name = name
-        self.ranks = tuple(ranks)
-        self.rank = rank
-        self.timeout = timeout
-        self.gate = Gate(name)
+    def __init__(self, backend: Backend) -> None:
+        gate = backend.gate
+        self.backend = backend
+        self.gate = gate
+        self.monitor = backend.monitor
+        self.messages = backend.messages
+        self.name, self.ranks, self.rank = gate.name, gate.ranks, gate.rank
         self._make_devices: Callable[[ProcessGroup], DeviceCarrier] | None = None
         self._device_carrier: DeviceCarrier | None = None
         self._turn_to_make = threading.Lock()
+        self.monitor.on_failure = self._stop
+        vars(self).update(backend.fast(self))  # these stand in for the methods below
 
     @property
     def size(self) -> int:
@@ -81,12 +81,21 @@ class ProcessGroup(Carrier[Array]):
         return len(self.ranks)
 
     @property
+    def timeout(self) -> float:
+        """Seconds that a call may take."""
+        return self.gate.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.gate.timeout = seconds
+
+    @property
     def failure(self) -> GroupError | None:
         """Why the group failed, or None."""
         return self.gate.failure
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} rank {self.rank} of {self.size}>"
+        return f"<ProcessGroup {self.name!r} on {self.backend.name}, rank {self.rank} of {self.size}>"
 
     # ---- arguments ---------------------------------------------------------------------------------
 
@@ -182,17 +191,9 @@ class ProcessGroup(Carrier[Array]):
         For callers that compute meanwhile; what would have to wait for peers is still done on the progress thread. A
         backend that has no such way does nothing.
         """
+        self.backend.begin_at_once()
 
     # ---- calls -------------------------------------------------------------------------------------
-
-    def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        if operation.kind in ("barrier", "refused"):
-            return self._plan_meeting(operation.kind, self.timeout if timeout is None else timeout)
-        return super().plan(operation, timeout)
-
-    def _plan_meeting(self, operation: str, timeout: float) -> Call:
-        """Return when all ranks have called `operation`, which moves no data; at the timeout name all missing ranks."""
-        return self.plan(Operation(operation), timeout)
 
     def rows_of_all(self, own: Array) -> Array:
         """Every rank's `own`, of one size, row by row; collective, in a call of the group or between two."""
@@ -203,12 +204,8 @@ class ProcessGroup(Carrier[Array]):
     def planned(self, operation: Operation, timeout: float | None = None) -> Call:
         """What carries an operation on arrays in host memory, or on GPUs, out; or a composition of what it can do."""
         arrays = operation.inputs or operation.outputs
-        carrier: Carrier[Any] | DeviceCarrier = self
-        if arrays and type(arrays[0]) is not np.ndarray:
-            carrier = self.devices()
-        if operation.kind not in COMPOSITIONS or operation.kind in carrier.natively:
-            return carrier.plan(operation, timeout)
-        return COMPOSITIONS[operation.kind](carrier.plan, operation)
+        on_host = not arrays or type(arrays[0]) is np.ndarray
+        return planned(self.backend if on_host else self.devices(), operation, timeout)
 
     def run(self, name: str, call: Call, owners: Sequence[Adopted], async_op: bool) -> Work | None:
         """Carry a call out, behind all earlier ones, then write packed copies back to their owners.
@@ -452,8 +449,7 @@ class ProcessGroup(Carrier[Array]):
         dst = self.checked_rank("dst", dst)
         self.gate.check_usable()
         x = self.adopt(tensor, writable=False)
-        send = self.devices().messages.send if self._on_gpu(x) else self._send
-        send(x, dst, checked_tag(tag))
+        self._messages_of(x.array).send(x, dst, checked_tag(tag))
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         """Receive into `tensor` from `src`, or from whoever sends first; returns the sender's rank.
@@ -464,8 +460,7 @@ class ProcessGroup(Carrier[Array]):
         src = self.checked_src(src)
         self.gate.check_usable()
         x = self.adopt(tensor, writable=True)
-        recv = self.devices().messages.recv if self._on_gpu(x) else self._recv
-        return recv(x, src, checked_tag(tag))
+        return self._messages_of(x.array).recv(x, src, checked_tag(tag))
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
@@ -475,8 +470,8 @@ class ProcessGroup(Carrier[Array]):
         """All of `isend` but the posting, which the result does; `dst` is checked."""
         self.gate.check_usable()
         x = self.adopt(tensor, writable=False)
-        isend = self.devices().messages.isend if self._on_gpu(x) else self._isend
-        return partial(isend, x, dst, checked_tag(tag))
+        post = self.post_send if type(x.array) is np.ndarray else self.devices().messages.isend
+        return partial(post, x, dst, checked_tag(tag))
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
         """`recv` that returns a Work at once; the Work's result is the sender's rank."""
@@ -486,52 +481,66 @@ class ProcessGroup(Carrier[Array]):
         """All of `irecv` but the posting, which the result does; `src` is checked."""
         self.gate.check_usable()
         x = self.adopt(tensor, writable=True)
-        irecv = self.devices().messages.irecv if self._on_gpu(x) else self._irecv
-        return partial(irecv, x, src, checked_tag(tag))
+        post = self.post_receive if type(x.array) is np.ndarray else self.devices().messages.irecv
+        return partial(post, x, src, checked_tag(tag))
+
+    def _messages_of(self, x: Any) -> Messages:
+        if type(x) is not np.ndarray:
+            return self.devices().messages
+        self.backend.learn(x.dtype)
+        return self.messages
+
+    def post_send(self, x: Adopted, dst: int, tag: int) -> Work:
+        """`isend` of an adopted host array."""
+        self.backend.learn(x.array.dtype)
+        return self.gate.unheard.note(self.messages.isend(x, dst, tag))
+
+    def post_receive(self, x: Adopted, src: int | None, tag: int) -> Work:
+        """`irecv` into an adopted host array."""
+        self.backend.learn(x.array.dtype)
+        return self.gate.unheard.note(self.messages.irecv(x, src, tag))
 
     def send_objects(self, data: Array, dst: int) -> None:
         """`send` of contiguous bytes or sizes of objects, which no receive of an array takes."""
         self.gate.check_usable()
-        self._send(Adopted(data), self.checked_rank("dst", dst), OBJECTS_TAG)
+        self.messages.send(Adopted(data), self.checked_rank("dst", dst), OBJECTS_TAG)
 
     def recv_objects(self, data: Array, src: int | None) -> int:
         """`recv` of what `send_objects` sends; no array that is sent comes here."""
         self.gate.check_usable()
-        return self._recv(Adopted(data), self.checked_src(src), OBJECTS_TAG)
+        return self.messages.recv(Adopted(data), self.checked_src(src), OBJECTS_TAG)
 
     # ---- symmetric arrays -------------------------------------------------------------------------
 
     def symmetric_memory(self, nbytes: int, label: str) -> SymmetricMemory:
-        """Memory of `nbytes` for each rank that all ranks map; collective. See symmetric.py.
-
-        Args:
-            label: the shape and dtype that it is for, which all ranks must agree in.
-
-        Raises:
-            UnavailableError: this backend has none.
-        """
-        raise UnavailableError(
-            f"the group {self.name} runs on {self.backend}, which has no symmetric arrays; make one of the ranks of "
-            "one node with new_group(ranks, backend='shm')"
-        )
+        """Memory of `nbytes` for each rank that all ranks map; collective. See Backend."""
+        return self.backend.symmetric_memory(self, nbytes, label)
 
     # ---- life -------------------------------------------------------------------------------------
 
-    @abstractmethod
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
+        if not self.gate.closed:
+            here = self.monitor.name(self.rank)
+            self.fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
 
-    @abstractmethod
     def fail(self, error: GroupError) -> None:
         """Fail the group with an error, from any thread, and tell the peers."""
+        self.backend.fail(error)
 
-    @abstractmethod
+    def _stop(self) -> None:
+        """The monitor has found, or been told, that the group has failed."""
+        self.gate.failure = self.monitor.failure
+        self.backend.stop()
+
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise `error`, without a word to the peers."""
+        self.monitor.failure = self.gate.failure = error
+        self.backend.disown(error)
 
     def may_wait(self) -> bool:
         """Whether this thread may wait for what is under way, which does not get on by this thread alone."""
-        return self.gate.may_wait()
+        return self.gate.may_wait() and not self.messages.is_entered()
 
     def start_to_leave(self) -> None:
         """Tell the other ranks that this one starts nothing more, though it still takes messages."""
@@ -539,7 +548,7 @@ class ProcessGroup(Carrier[Array]):
 
     def is_in_vain(self, work: Work) -> bool:
         """Whether no rank is left that could send the message which one of the group's operations needs."""
-        return True
+        return self.messages.is_in_vain(work)
 
     def close(self, farewell: str = "") -> None:
         """Leave the group and release what it holds. Closing twice is fine; what is under way and later calls raise.
@@ -556,10 +565,7 @@ class ProcessGroup(Carrier[Array]):
             self.gate.queue.close()
             if self._device_carrier is not None:
                 self._device_carrier.close(self.gate.failure)
-            self._close(self.gate.failure)
-
-    def _on_gpu(self, x: Adopted) -> bool:
-        return type(x.array) is not np.ndarray
+            self.backend.close(self.gate.failure)
 
     def checked_src(self, src: int | None) -> int | None:
         """The rank that a receive is from, if it is one; None: any."""

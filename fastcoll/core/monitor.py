@@ -53,7 +53,7 @@ def _place_of(error: BaseException) -> str:
     return f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
 
 
-class Vigil(ABC):
+class Monitor(ABC):
     """The state of a group's ranks, as seen and published by one of them.
 
     Attributes:
@@ -175,7 +175,7 @@ class Wait:
 
     def __init__(
         self,
-        vigil: Vigil,
+        vigil: Monitor,
         doing: str,
         late: Callable[[], list[int]],
         timeout: float,

@@ -402,7 +402,7 @@ class ProgressQueue:
         self.name = name
         self._count: Any = [0]
         self._jobs: deque[tuple[Work, Callable[[], Any]]] = deque()
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -422,7 +422,7 @@ class ProgressQueue:
             AbortedError: the queue is closed.
         """
         work = Work(describe)
-        with self._changed:
+        with self.changed:
             if self._closed:
                 raise AbortedError(f"{describe}: the group {self.name} was destroyed")
             if self._thread is None:
@@ -431,15 +431,15 @@ class ProgressQueue:
                 self._thread = thread
             self._count[0] += 1
             self._jobs.append((work, job))
-            self._changed.notify_all()
+            self.changed.notify_all()
         return work
 
     def close(self, timeout: float = 5.0) -> None:
         """Fail what is still queued, and end the thread. Closing twice is fine."""
-        with self._changed:
+        with self.changed:
             self._closed = True
             left, self._jobs = self._jobs, deque()
-            self._changed.notify_all()
+            self.changed.notify_all()
             thread = self._thread
         for work, _ in left:
             self._end(work, None, AbortedError(f"{work._describe}: the group {self.name} was destroyed"))
@@ -459,10 +459,10 @@ class ProgressQueue:
             del item, work, job
 
     def _next(self) -> tuple[Work, Callable[[], Any]] | None:
-        with self._changed:
+        with self.changed:
             if threading.current_thread() is not self._thread:  # whoever started it was interrupted
                 return None
-            self._changed.wait_for(lambda: self._jobs or self._closed, self.IDLE_SECONDS)
+            self.changed.wait_for(lambda: self._jobs or self._closed, self.IDLE_SECONDS)
             if self._jobs:
                 item = self._jobs.popleft()
                 item[0]._state = RUNNING
@@ -471,6 +471,6 @@ class ProgressQueue:
             return None
 
     def _end(self, work: Work, result: Any, error: BaseException | None) -> None:
-        with self._changed:
+        with self.changed:
             self._count[0] -= 1
         work._finish(result, error)

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.carrier import DeviceCarrier, Messages, StreamCall
+from ..core.backend import Messages
+from ..core.carrier import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
 from ..core.work import await_anywhere
@@ -91,7 +92,7 @@ def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
         return StagedCarrier(group)
     from .cuda_aware_mpi import MpiCarrier, TakesGpus
 
-    aware = isinstance(group, TakesGpus) and group.cuda_aware
+    aware = isinstance(group.backend, TakesGpus) and group.backend.cuda_aware
     carrier = MpiCarrier(group) if aware else StagedCarrier(group)
     _log.info("arrays on GPUs of group %r: %s", group.name, type(carrier).__name__)
     return carrier

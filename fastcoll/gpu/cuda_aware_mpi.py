@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from ..core.backend import Messages
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
@@ -41,7 +42,7 @@ Block = tuple[int, int]
 
 @runtime_checkable
 class TakesGpus(Protocol):
-    """A group of net/mpi.
+    """A backend of net/mpi.
 
     Attributes:
         cuda_aware: whether the MPI library of every rank says that it takes memory of GPUs.
@@ -62,11 +63,11 @@ class MpiCarrier(StagedCarrier):
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
-        assert isinstance(group, TakesGpus)
+        assert isinstance(group.backend, TakesGpus)
         self._memory = DeviceMemory(self._transit)
-        self._direct: Any = group  # what it takes of GPUs, its annotations do not say
+        self._direct: Any = group.backend  # what it takes of GPUs, its annotations do not say
         self._messages = MpiMessages(group, self._transit, self._mail)
-        group.take_gpus(self._memory, lambda: runtime().on(self._messages.device))
+        group.backend.take_gpus(self._memory, lambda: runtime().on(self._messages.device))
 
     @property
     def messages(self) -> MpiMessages:
@@ -160,6 +161,10 @@ class MpiMessages:
         self._direct: Any = group
         self.device = 0
 
+    @property
+    def messages(self) -> Messages:
+        return self
+
     def _suits(self, x: Adopted, peer: int | None) -> bool:
         """Whether a message, to rank `peer` or to be received, may go without the host."""
         return bool(x.array.nbytes > self._direct.least_on_gpus) and peer != self._group.rank
@@ -169,25 +174,25 @@ class MpiMessages:
             self._staged.send(x, dst, tag)
             return
         with self._transit.in_use(arrays_of([x])):
-            self._group._send(Adopted(self._ready(x.array, "send")), dst, tag)
+            self._group.messages.send(Adopted(self._ready(x.array, "send")), dst, tag)
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         if not self._suits(x, dst):
             return self._staged.isend(x, dst, tag)
         with self._transit.in_use(arrays_of([x])):
-            return self._group._isend(Adopted(self._ready(x.array, "isend")), dst, tag)
+            return self._group.post_send(Adopted(self._ready(x.array, "isend")), dst, tag)
 
     def recv(self, x: Adopted, src: int | None, tag: int) -> int:
         if not self._suits(x, src):
             return self._staged.recv(x, src, tag)
         with self._transit.in_use(arrays_of([x])):
-            return self._group._recv(self._landing(x), src, tag)
+            return self._group.messages.recv(self._landing(x), src, tag)
 
     def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
         if not self._suits(x, src):
             return self._staged.irecv(x, src, tag)
         with self._transit.in_use(arrays_of([x])):
-            return self._group._irecv(self._landing(x), src, tag)
+            return self._group.post_receive(self._landing(x), src, tag)
 
     def _ready(self, x: Any, name: str) -> Array:
         """An ndarray that stands for an array, once its stream has come here; its elements may not be touched."""

@@ -25,7 +25,7 @@ class StagedMail:
 
     def send(self, x: Adopted, dst: int, tag: int) -> None:
         buffer, host = self._fetched(x, "send")
-        self._group._send(Adopted(host), dst, tag)
+        self._group.messages.send(Adopted(host), dst, tag)
         self._transit.pool.give(buffer)
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
@@ -36,7 +36,7 @@ class StagedMail:
         return self._isend(*self._fetched(x, "isend", marks), dst, tag)
 
     def _isend(self, buffer: Array, host: Array, dst: int, tag: int) -> Work:
-        work = self._group._isend(Adopted(host), dst, tag)
+        work = self._group.post_send(Adopted(host), dst, tag)
 
         def give(work: Work) -> None:
             # After an error channels may still know the memory; it goes when they do.
@@ -57,16 +57,16 @@ class StagedMail:
         return buffer, host.reshape(x.shape)
 
     def recv(self, x: Adopted, src: int | None, tag: int) -> int:
-        return self._group._recv(_Incoming(self._transit, x), src, tag)
+        return self._group.messages.recv(_Incoming(self._transit, x), src, tag)
 
     def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        return self._group._irecv(_Incoming(self._transit, x), src, tag)
+        return self._group.post_receive(_Incoming(self._transit, x), src, tag)
 
     def irecv_after(self, x: Adopted, src: int, tag: int, marks: Marks) -> Work:
         """As `irecv`, of an array whose stream was at `marks` when it was given; waits for it here, not at the end."""
         with self._transit.in_use(arrays_of([x])):
             self._transit.await_marks(marks, "irecv")
-            return self._group._irecv(_Incoming(self._transit, x, []), src, tag)
+            return self._group.post_receive(_Incoming(self._transit, x, []), src, tag)
 
 
 class _Incoming(Adopted):

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from ..core.monitor import Vigil
+from ..core.monitor import Monitor
 from ..core.status import DONE, LATER, REFUSED
 from ..core.work import ENDLESS, Work, forks
 from ..errors import AbortedError, FastcollError, GroupError, NotInitializedError, UsageError
@@ -64,7 +64,7 @@ class Engine:
         inbox: posted operations that have not begun, in their order; a short cut may not post while there are any.
     """
 
-    def __init__(self, routes: list[tuple[Pipe, int]], rank: int, vigil: Vigil, timeout: float) -> None:
+    def __init__(self, routes: list[tuple[Pipe, int]], rank: int, vigil: Monitor, timeout: float) -> None:
         self.rank, self.vigil, self.timeout = rank, vigil, timeout
         self.forks = forks()
         self._routes = routes

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import signature
-from ..core.monitor import Vigil, Wait
+from ..core.monitor import Monitor, Wait
 from ..core.operands import OBJECTS_TAG
 from ..core.work import Work
 from ..errors import MismatchError
@@ -97,7 +97,7 @@ class Driver(Protocol):
     """
 
     rank: int
-    vigil: Vigil
+    vigil: Monitor
     timeout: float
     forks: int
 
@@ -190,7 +190,7 @@ class Transfer(Work):
         super()._call_back()
 
 
-def _needed(vigil: Vigil, rank: int, peer: int | None, sends: bool) -> list[int]:
+def _needed(vigil: Monitor, rank: int, peer: int | None, sends: bool) -> list[int]:
     """The ranks that a transfer of `rank` with `peer` waits for."""
     # A message to a rank that is leaving may still be taken there. What comes in vain while this one is leaving,
     # api/leaving.py sees, and ends without failing the group.

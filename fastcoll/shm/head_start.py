@@ -16,10 +16,12 @@ such a one the call goes on on a thread of its own. `tests/shm/test_head_start_m
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable, Set
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from ..core.gate import Gate
 from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..core.work import ProgressQueue, Work
 from ..errors import AbortedError
@@ -28,7 +30,6 @@ from ..kernels.jit import Entry
 from . import context_layout as words
 from .context import Context
 from .rounds import RESUMED
-from .short import ShortPaths
 
 # Nanoseconds that one wait of a head start may take. With a core for each rank, that core idles meanwhile: as long as
 # handing over takes. With fewer, the peers compute on it, and it pays to wait until they come.
@@ -66,25 +67,57 @@ def may_take_over(busy: int, closed: bool) -> bool:
     return busy < 0 and not closed
 
 
-class HeadStart(ShortPaths):
-    """A group that can begin asynchronous calls on their callers' threads."""
+def refuses(error: BaseException, integers: Sequence[Any]) -> bool:
+    """Whether an entry itself raised the error, over an argument that is no integer of 64 bits."""
+    if not isinstance(error, TypeError | OverflowError):
+        return False
+    try:
+        return not all(-(1 << 63) <= operator.index(number) < 1 << 63 for number in integers)
+    except (TypeError, OverflowError):
+        return True
 
-    _context: Context
-    _share: int
-    """Cores for each rank of the job on this node."""
-    _handing: Set[int] = frozenset()
-    """Threads that hand a call over right now."""
+
+class HeadStart:
+    """Begins a group's asynchronous calls on their callers' threads.
+
+    Args:
+        gate: the group's.
+        context: its backend's.
+        resume, torn: what follows an entry that comes back early, or is left by an exception; see ShmBackend.
+        share: cores for each rank of the job on this node.
+    """
+
+    def __init__(
+        self, gate: Gate, context: Context, resume: Callable[..., bool], torn: Callable[..., bool], share: int
+    ) -> None:
+        self._gate = gate
+        self._context = context
+        self._c = context.address
+        self._resume_entry = resume
+        self._torn = torn
+        self._share = share
+        self._ahead = (
+            0  # nanoseconds that a wait may take; 0: asynchronous calls begin on the progress thread
+        )
+        self._handing: set[int] = set()  # threads that hand a call over right now
 
     def begin_at_once(self) -> None:
+        """See ProcessGroup."""
         if self._share < 2:
-            self._handing = set()
             self._ahead = _DEDICATED if self._share else _OVERSUBSCRIBED
 
-    def _is_handing_over(self) -> bool:
-        # Who hands over has the queue's lock: a signal handler that waited for the progress thread would wait for ever.
+    def is_handing_over(self) -> bool:
+        """Whether this thread has the queue's lock: a signal handler that waited for the progress thread would hang."""
         return threading.get_ident() in self._handing
 
-    def _begin(self, entry: Entry, *args: Any) -> Work | None:
+    def begin(self, entry: Entry, *args: Any, integers: Sequence[Any] = ()) -> Work | None:
+        """Begin a call on this thread; None: leave it to the general path.
+
+        Args:
+            integers: those arguments that an entry may refuse.
+        """
+        if not self._ahead:
+            return None
         given = args
         try:
             self._context.wait_no_longer_than(self._ahead)
@@ -95,13 +128,14 @@ class HeadStart(ShortPaths):
             step = next_step(code, False, False)
             while step == GO_ON:
                 code = entry.call(self._c | RESUMED, *args)
-                step = next_step(code, True, self.failure is not None)
+                step = next_step(code, True, self._gate.failure is not None)
             if step == HAND_OVER:
-                return self.gate.unheard.note(self._hand_over(code, entry, args, given))
+                return self._gate.unheard.note(self._hand_over(code, entry, args, given))
             if step == BROKEN:
                 raise self._changed(entry)
         except BaseException as error:
-            self._torn(entry, error)
+            if self._torn(entry, error, *integers):
+                raise
             return None
         finally:
             self._context.wait_as_usual()
@@ -114,21 +148,20 @@ class HeadStart(ShortPaths):
             self._resume(code, entry, args)
 
         thread = threading.get_ident()
-        handing = cast(set[int], self._handing)
         try:
-            with self.gate.queue._changed:
-                handing.add(thread)
-                if self.gate.closed:
-                    raise AbortedError(f"{entry.name}: the group {self.name} was destroyed")
-                aside = goes_aside(self.gate.queue.pending)
-                work = self._go_aside(entry, job) if aside else self.gate.queue.submit(entry.name, job)
+            with self._gate.queue.changed:
+                self._handing.add(thread)
+                if self._gate.closed:
+                    raise AbortedError(f"{entry.name}: the group {self._gate.name} was destroyed")
+                aside = goes_aside(self._gate.queue.pending)
+                work = self._go_aside(entry, job) if aside else self._gate.queue.submit(entry.name, job)
                 self._context.hand_over()
         finally:
-            handing.discard(thread)
+            self._handing.discard(thread)
         return work
 
     def _go_aside(self, entry: Entry, job: Callable[[], None]) -> Work:
-        queue = ProgressQueue(f"{self.name}-aside")
+        queue = ProgressQueue(f"{self._gate.name}-aside")
 
         def once() -> None:
             try:
@@ -144,18 +177,18 @@ class HeadStart(ShortPaths):
         try:
             if code == AGAIN:
                 code = entry.call(self._c | RESUMED, *args)
-            if code != DONE and not self._go_on(code, entry, *args):
+            if code != DONE and not self._resume_entry(code, entry, *args):
                 raise self._changed(entry)
         except BaseException as error:
             self._torn(entry, error)
             raise
 
     def _take_over(self, entry: Entry) -> None:
-        with self.gate.queue._changed:
-            if may_take_over(self._context[words.BUSY], self.gate.closed):
+        with self._gate.queue.changed:
+            if may_take_over(self._context[words.BUSY], self._gate.closed):
                 self._context.take_over()
                 return
-        self.gate.check_usable()
+        self._gate.check_usable()
         raise AbortedError(f"{entry.name} was interrupted on the thread that began it")
 
     def _changed(self, entry: Entry) -> AbortedError:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from ..core.monitor import Vigil
+from ..core.monitor import Monitor
 from ..core.status import AGAIN, DONE, WORKED
 from ..errors import AbortedError, GroupError
 from ..kernels.jit import Entry
@@ -65,7 +65,7 @@ class Lanes:
         name: str,
         context: Context,
         contexts: Sequence[Context],
-        vigil: Vigil,
+        vigil: Monitor,
         fail: Callable[[GroupError], None],
     ) -> None:
         self._vigil = vigil
@@ -88,7 +88,7 @@ class Lanes:
         rank: int,
         cores: int,
         number: int,
-        vigil: Vigil,
+        vigil: Monitor,
         fail: Callable[[GroupError], None],
     ) -> Lanes:
         """So many lanes in a segment; 1: none."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.monitor import Vigil
+from ..core.monitor import Monitor
 from ..core.status import DONE
 from ..errors import AbortedError, GroupError
 from ..kernels import waiting
@@ -42,7 +42,7 @@ class RingPipe(Pipe):
     """
 
     def __init__(
-        self, base: int, layout: Layout, rank: int, vigil: Vigil, patience: tuple[int, int], context: int
+        self, base: int, layout: Layout, rank: int, vigil: Monitor, patience: tuple[int, int], context: int
     ) -> None:
         self.rows = np.zeros((layout.size, words.CHANNEL_WORDS), np.int64)
         self.rows[:, words.ARMED_KIND] = -1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..core.memory import SymmetricMemory
-from ..core.monitor import Vigil, Wait
+from ..core.monitor import Monitor, Wait
 from ..core.status import DONE
 from ..errors import (
     AbortedError,
@@ -55,7 +55,7 @@ class SymmetricArrays:
         ranks: Sequence[int],
         rank: int,
         timeout: float,
-        vigil: Vigil,
+        vigil: Monitor,
         context: Context,
         modes: tuple[int, int],
         check_usable: Callable[[], None],

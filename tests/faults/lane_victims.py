@@ -33,7 +33,7 @@ def _prefer_lanes() -> None:
     from fastcoll.shm import autotune
     from fastcoll.shm import context_layout as at
 
-    context = dist.GroupMember.WORLD._context.words
+    context = dist.GroupMember.WORLD.backend.context.words
     assert context[at.LANES] == 2
     rows = context[at.CHOOSING + autotune.ROWS : at.MEMO].reshape(-1, autotune.ROW_WORDS)
     rows[:] = 1 << 40

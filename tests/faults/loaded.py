@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 
-import fastcoll.hybrid.group
+import fastcoll.hybrid.backend
 import fastcoll.net.tcp.entries
 import fastcoll.rendezvous.tcp_store
 import fastcoll.rendezvous.ways

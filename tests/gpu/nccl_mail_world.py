@@ -12,51 +12,34 @@ from typing import Any
 
 from messages.worlds import Rank, RingWorld
 
-from fastcoll.errors import AbortedError, GroupError
+from fastcoll.core.backend import Backend
+from fastcoll.core.group import ProcessGroup
+from fastcoll.errors import GroupError
 from fastcoll.gpu.nccl.backend import NcclCarrier
 from fastcoll.gpu.nccl.messages import NcclMessages
-from fastcoll.interop.arrays import Adopted
 
-from .nccl_world import Meeting, Ranks, ThreadGroup, fakes
+from .nccl_world import Meeting, Ranks, ThreadBackend, fakes
 
 
-class MailGroup(ThreadGroup):
-    """A group of threads with mailboxes; failing is told as a group in shared memory does."""
+class MailBackend(ThreadBackend):
+    """One with mailboxes; failing is told as a group in shared memory does."""
 
     def __init__(self, meeting: Meeting, rank: int, timeout: float, end: Rank) -> None:
         super().__init__(meeting, rank, timeout)
-        self._mailbox, self.monitor = end.mailbox, end.vigil
+        self.messages, self.monitor = end.mailbox, end.vigil
         vigil: Any = end.vigil
         vigil._dead = lambda working: [member for member in working if member.rank in meeting.died]
-        vigil.on_failure = self._stop
 
-    def _stop(self) -> None:
-        self.gate.failure = self.monitor.failure
-        assert self.failure is not None
-        self._meeting.fail(self.failure)
+    def stop(self) -> None:
+        assert self.gate.failure is not None
+        self.meeting.fail(self.gate.failure)
 
     def fail(self, error: GroupError) -> None:
-        self.monitor.fail(error)
-        self._mailbox.abort()
+        Backend.fail(self, error)
 
-    def abort(self, reason: str = "abort() was called") -> None:
-        self.fail(AbortedError(reason))
-
-    def _close(self, reason: GroupError | None) -> None:
+    def close(self, reason: GroupError | None) -> None:
         self.monitor.leave()
-        self._mailbox.close(reason)
-
-    def _isend(self, x: Adopted, dst: int, tag: int) -> Any:
-        return self._mailbox.isend(x, dst, tag)
-
-    def _irecv(self, x: Adopted, src: int | None, tag: int) -> Any:
-        return self._mailbox.irecv(x, src, tag)
-
-    def _send(self, x: Adopted, dst: int, tag: int) -> None:
-        self._mailbox.send(x, dst, tag)
-
-    def _recv(self, x: Adopted, src: int | None, tag: int) -> int:
-        return self._mailbox.recv(x, src, tag)
+        self.messages.close(reason)
 
 
 class MailRanks(Ranks):
@@ -65,7 +48,9 @@ class MailRanks(Ranks):
     def __init__(self, gpu: Any, nccl: Any, size: int, timeout: float) -> None:
         super().__init__(gpu, nccl, size, timeout)
         self.posts = RingWorld(size, timeout=timeout)
-        self.groups = [MailGroup(self.meeting, end.rank, timeout, end) for end in self.posts.ranks]
+        self.groups = [
+            ProcessGroup(MailBackend(self.meeting, end.rank, timeout, end)) for end in self.posts.ranks
+        ]
         for group in self.groups:
             group.serve_gpus(NcclCarrier)
 

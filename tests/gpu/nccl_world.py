@@ -24,14 +24,15 @@ import oracle
 import pytest
 from together import together
 
+from fastcoll.core.backend import Backend
+from fastcoll.core.gate import Gate
 from fastcoll.core.group import ProcessGroup
-from fastcoll.core.monitor import Vigil
+from fastcoll.core.monitor import Monitor
 from fastcoll.core.operation import Operation
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import AbortedError, GroupError, PeerDiedError
 from fastcoll.gpu.nccl import bindings
 from fastcoll.gpu.nccl.backend import NcclCarrier
-from fastcoll.interop.arrays import Adopted
 
 from .fake_array import FakeArray
 from .fake_nccl import FakeNccl
@@ -79,7 +80,7 @@ class Meeting:
             self._changed.notify_all()
 
 
-class ThreadVigil(Vigil):
+class ThreadVigil(Monitor):
     """Says that who is in `meeting.died` is dead."""
 
     def __init__(self, meeting: Meeting) -> None:
@@ -103,46 +104,49 @@ class ThreadVigil(Vigil):
         return []
 
 
-class ThreadGroup(ProcessGroup):
-    """A group of threads, with as much of a CPU backend as GPU arrays need."""
+class ThreadBackend(Backend):
+    """As much of a CPU backend, whose ranks are threads, as GPU arrays need."""
 
-    backend = "threads"
+    name = "threads"
 
     def __init__(self, meeting: Meeting, rank: int, timeout: float) -> None:
-        super().__init__("threads", range(meeting.size), rank, timeout)
-        self._meeting = meeting
+        self.gate = Gate("threads", range(meeting.size), rank, timeout)
         self.monitor = ThreadVigil(meeting)
-        self._calls = 0
+        self.messages: Any = None
+        self.calls = 0
+        self.meeting = meeting
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Any:
         if operation.kind != "all_gather":
             return lambda: None
 
         def call() -> None:
-            self._calls += 1
-            rows = self._meeting.exchange(self._calls, self.rank, np.array(operation.inputs[0]))
+            self.calls += 1
+            rows = self.meeting.exchange(self.calls, self.gate.rank, np.array(operation.inputs[0]))
             for out, row in zip(operation.outputs, rows, strict=True):
                 out[...] = row
 
         return call
 
     def fail(self, error: GroupError) -> None:
-        if self.failure is None:
-            self.gate.failure = self._meeting.failures[0] if self._meeting.failures else error
-            self._meeting.fail(self.failure)
+        if self.gate.failure is None:
+            self.gate.failure = self.meeting.failures[0] if self.meeting.failures else error
+            self.meeting.fail(self.gate.failure)
+
+    def close(self, reason: GroupError | None) -> None: ...
+    def disown(self, error: GroupError) -> None: ...
+
+
+class ThreadGroup(ProcessGroup):  # type: ignore[misc]
+    """A group on a ThreadBackend, which tells its carrier of arrays on GPUs that it was aborted."""
+
+    def __init__(self, meeting: Meeting, rank: int, timeout: float) -> None:
+        super().__init__(ThreadBackend(meeting, rank, timeout))
 
     def abort(self, reason: str = "abort() was called") -> None:
         self.fail(AbortedError(reason))
         if self._device_carrier is not None:
             self._device_carrier.abort()
-
-    def _close(self, reason: GroupError | None) -> None: ...
-
-    def _isend(self, x: Adopted, dst: int, tag: int) -> Any:
-        raise NotImplementedError
-
-
-ThreadGroup.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
 
 
 class Ranks:

@@ -240,9 +240,9 @@ def test_a_call_that_was_left_out_is_found_at_the_next_new_one() -> None:
 def test_calls_of_a_known_kind_do_not_meet_on_the_host() -> None:
     with world(2) as ranks:
         meet(ranks)
-        before = [group._calls for group in ranks.groups]
+        before = [group.backend.calls for group in ranks.groups]
         meet(ranks)
-        assert [group._calls for group in ranks.groups] == before
+        assert [group.backend.calls for group in ranks.groups] == before
 
 
 def test_a_call_may_be_part_of_one_of_the_groups_own() -> None:

@@ -18,10 +18,10 @@ from net.groups import everybody, groups
 import fastcoll
 from fastcoll import ReduceOp
 from fastcoll.core.carrier import StreamCall
+from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import ArrayError, MismatchError, UsageError
 from fastcoll.gpu import several
 from fastcoll.gpu.staged import StagedCarrier
-from fastcoll.net.tcp.group import TcpGroup
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
@@ -46,7 +46,7 @@ class Place:
         return FakeArray(x)
 
     @contextlib.contextmanager
-    def groups(self, n: int) -> Iterator[list[TcpGroup]]:
+    def groups(self, n: int) -> Iterator[list[ProcessGroup]]:
         with groups(n) as made:
             for group in made:
                 group.serve_gpus(self.carrier)

@@ -1,4 +1,4 @@
-"""Staging: results, order of streams, segments, errors; ranks are threads with TcpGroups that share a fake GPU."""
+"""Staging: results, order of streams, segments, errors; ranks are threads, grouped over TCP, that share a fake GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from net.groups import everybody, groups
 
 import fastcoll
 from fastcoll import ReduceOp
+from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import (
     AbortedError,
     ArrayError,
@@ -26,7 +27,6 @@ from fastcoll.errors import (
 )
 from fastcoll.gpu import staged as staged_module
 from fastcoll.gpu.staged import StagedCarrier
-from fastcoll.net.tcp.group import TcpGroup
 
 from .fake_array import FakeArray
 
@@ -34,7 +34,7 @@ PAIR = np.dtype([("value", "f4"), ("index", "i8")])
 
 
 @contextlib.contextmanager
-def staged(n: int, timeout: float = 20.0) -> Iterator[list[TcpGroup]]:
+def staged(n: int, timeout: float = 20.0) -> Iterator[list[ProcessGroup]]:
     """Groups of n ranks that take arrays on GPUs."""
     with groups(n, timeout=timeout) as made:
         for group in made:
@@ -193,7 +193,7 @@ def test_what_the_arrays_streams_hold_comes_first(gpu):
 def test_copies_overlap_the_cpus_work(gpu, small_segments):
     with staged(1) as (group,):
         order = []
-        plan = group.plan
+        plan = group.backend.plan
 
         def noted(operation, timeout=None):
             call = plan(operation, timeout)
@@ -204,7 +204,7 @@ def test_copies_overlap_the_cpus_work(gpu, small_segments):
             order.append("cpu")
             return call
 
-        group.plan = noted
+        group.backend.plan = noted
         group.all_reduce(FakeArray(np.zeros(48)))
         order.extend(what for what, _ in gpu.queued if what.startswith("to_"))
         assert order == [

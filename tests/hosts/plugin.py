@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll.hybrid import group as hybrid
+from fastcoll.hybrid import backend as hybrid
 from fastcoll.testing.mark import Place
 from hosts.network import Host, Network, lacking
 

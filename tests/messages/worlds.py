@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fastcoll.core.members import Member, dead_among
-from fastcoll.core.monitor import IN_ORDER, Vigil
+from fastcoll.core.monitor import IN_ORDER, Monitor
 from fastcoll.core.work import Work
 from fastcoll.interop.arrays import adopt
 from fastcoll.net.tcp import mail_words
@@ -23,9 +23,9 @@ from fastcoll.net.tcp.pipe import TcpPipe
 from fastcoll.p2p.engine import Engine
 from fastcoll.shm import channels as ring_words
 from fastcoll.shm.layout import Layout
+from fastcoll.shm.monitor import ShmMonitor
 from fastcoll.shm.pipe import RingPipe
 from fastcoll.shm.segment import Segment, new_name, unlink
-from fastcoll.shm.vigil import ShmVigil
 
 RING = 4096
 DEADLINE = 60.0
@@ -34,7 +34,7 @@ DEADLINE = 60.0
 class Rank:
     """One rank's mailbox with the public arguments."""
 
-    def __init__(self, world: World, rank: int, vigil: Vigil, mailbox: Engine) -> None:
+    def __init__(self, world: World, rank: int, vigil: Monitor, mailbox: Engine) -> None:
         self.world, self.rank, self.vigil, self.mailbox = world, rank, vigil, mailbox
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
@@ -134,7 +134,7 @@ class RingWorld(World):
 
     def _make(self, rank: int, timeout: float) -> Rank:
         segment = self._segment
-        vigil = ShmVigil(segment, self.members, rank)
+        vigil = ShmMonitor(segment, self.members, rank)
         pipe = RingPipe(segment.address, segment.layout, rank, vigil, (0, 100), 0)
         routes: Any = [(pipe, peer) for peer in range(len(self.members))]
         return Rank(self, rank, vigil, Engine(routes, rank, vigil, timeout))
@@ -146,7 +146,7 @@ class RingWorld(World):
         self._segment.close()
 
 
-class ListVigil(Vigil):
+class ListVigil(Monitor):
     """A vigil whose ranks tell one another through a list."""
 
     def __init__(self, said: list[tuple[int, str]], members: Sequence[Member], rank: int) -> None:

@@ -8,9 +8,9 @@ import pytest
 import fastcoll as dist
 from fastcoll.config import forget
 from fastcoll.core import members
-from fastcoll.hybrid import group as hybrid
-from fastcoll.hybrid.group import DIRECT, HybridGroup
-from fastcoll.net.mpi.backend import MpiGroup
+from fastcoll.hybrid import backend as hybrid
+from fastcoll.hybrid.backend import DIRECT, HybridBackend
+from fastcoll.net.mpi.backend import MpiBackend
 
 
 @pytest.fixture
@@ -62,13 +62,13 @@ def all_operations(rank, world_size, count):
 def test_rails_between_nodes(rank, world_size, homes, start_on_nodes):
     """Also where a node has more ranks than another, and those beyond have no rail."""
     world = start_on_nodes(homes)
-    assert type(world) is HybridGroup
+    assert type(world.backend) is HybridBackend
     place = homes[:rank].count(homes[rank])
     if place < min(homes.count(0), homes.count(1)):
-        assert type(world._rail) is MpiGroup
-        assert world._rail.size == 2
+        assert type(world.backend.rail.backend) is MpiBackend
+        assert world.backend.rail.size == 2
     else:
-        assert world._rail is None
+        assert world.backend.rail is None
     for count in (1, DIRECT // 8 + 5, DIRECT // 2):
         all_operations(rank, world_size, count)
     with pytest.raises(dist.MismatchError):
@@ -92,5 +92,5 @@ def test_an_abort_ends_waiting_for_a_rail(rank, world_size, start_on_nodes):
 
 @pytest.mark.ranks(2, 4, init=False)
 def test_nodes_of_one_rank_each(rank, world_size, start_on_nodes):
-    assert type(start_on_nodes(range(world_size))) is MpiGroup
+    assert type(start_on_nodes(range(world_size)).backend) is MpiBackend
     all_operations(rank, world_size, DIRECT // 8 + 5)

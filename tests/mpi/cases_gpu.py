@@ -233,8 +233,10 @@ def test_threads_that_carry_messages_have_the_arrays_gpu(rank, world_size, monke
     x, y, used, peer = np.full(1009, rank), np.zeros(1009, int), set(), rank ^ 1
     with FakeRuntime(devices=2).installed() as fake:
         group = dist.new_group(timeout=30)
-        poll = group.pipe._requests.poll
-        monkeypatch.setattr(group.pipe._requests, "poll", lambda mode: used.add(fake.current()) or poll(mode))
+        poll = group.backend.pipe._requests.poll
+        monkeypatch.setattr(
+            group.backend.pipe._requests, "poll", lambda mode: used.add(fake.current()) or poll(mode)
+        )
         for array in (x, y):
             fake.place(array, 1)
         works = [dist.irecv(FakeArray(y), peer, group=group), dist.isend(FakeArray(x), peer, group=group)]

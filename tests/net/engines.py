@@ -83,7 +83,7 @@ class Engines:
         op: ReduceOp | None = None,
         root: int = 0,
     ) -> Prepared:
-        """A rank's call, as TcpGroup prepares it."""
+        """A rank's call, as TcpBackend prepares it."""
         dtype = arrays[0].dtype if arrays else None
         itemsize = 1 if dtype is None else dtype.itemsize
         ordered = op is not None and op.function is not None

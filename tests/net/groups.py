@@ -1,4 +1,4 @@
-"""Several TcpGroups in one process: a rank is a thread."""
+"""Several groups over TCP in one process: a rank is a thread."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from typing import Any
 
 from together import together
 
-from fastcoll.net.tcp.group import TcpGroup
+from fastcoll.core.group import ProcessGroup
+from fastcoll.net.tcp.backend import TcpBackend
 from fastcoll.rendezvous import HashStore
 from net.meshes import crew
 
 
 @contextlib.contextmanager
-def groups(n: int, store: Any = None, timeout: float = 20.0) -> Iterator[list[TcpGroup]]:
+def groups(n: int, store: Any = None, timeout: float = 20.0) -> Iterator[list[ProcessGroup]]:
     """n ranks that have met; closed at the end."""
     shared, known = HashStore() if store is None else store, crew(n)
-    made = together(*(lambda r=r: TcpGroup.make(shared, "WORLD", known, r, timeout) for r in range(n)))
+    made = together(
+        *(lambda r=r: ProcessGroup(TcpBackend.make(shared, "WORLD", known, r, timeout)) for r in range(n))
+    )
     errors = [each for each in made if isinstance(each, BaseException)]
     try:
         if errors:
             raise errors[0]
         yield made
     finally:
-        together(*(each.close for each in made if isinstance(each, TcpGroup)))
+        together(*(each.close for each in made if isinstance(each, ProcessGroup)))
 
 
-def everybody(made: list[TcpGroup], call: Callable[[TcpGroup], Any]) -> list[Any]:
+def everybody(made: list[ProcessGroup], call: Callable[[ProcessGroup], Any]) -> list[Any]:
     """What a call of all ranks returns or raises on each."""
     return together(*(lambda group=group: call(group) for group in made))

@@ -1,4 +1,4 @@
-"""TcpGroup over bad networks, and what becomes of it when calls are interrupted, aborted, closed or not made at all."""
+"""Groups over TCP on bad networks, and what becomes of them when calls are interrupted, aborted, closed or not made."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from together import together
 
 from fastcoll import config
+from fastcoll.core.group import ProcessGroup
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.core.status import DONE
 from fastcoll.errors import (
@@ -21,9 +22,8 @@ from fastcoll.errors import (
     NotInitializedError,
     PeerDiedError,
 )
+from fastcoll.net.tcp import backend as group_module
 from fastcoll.net.tcp import engine, words
-from fastcoll.net.tcp import group as group_module
-from fastcoll.net.tcp.group import TcpGroup
 from net.groups import everybody, groups
 from net.meshes import ProxiedStore, nothing_left
 
@@ -37,7 +37,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.forget()
 
 
-def total(group: TcpGroup, count: int = 3) -> float:
+def total(group: ProcessGroup, count: int = 3) -> float:
     """The sum over the ranks of rank + 1, of which every item of an all_reduce must consist."""
     x = np.full(count, group.rank + 1.0)
     group.all_reduce(x)
@@ -125,7 +125,7 @@ def test_an_interrupt_after_a_mismatch_and_before_its_headers_are_read(
         def interrupted() -> Exception:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(made[0], "_mismatch", interrupted)
+        monkeypatch.setattr(made[0].backend, "_mismatch", interrupted)
         errors = everybody(made, lambda group: total(group, 3 + group.rank))
         assert [type(error) for error in errors] == [KeyboardInterrupt, MismatchError]
         again = everybody(made, total)
@@ -139,7 +139,7 @@ def test_an_interrupt_while_connections_are_made_is_told_to_all(monkeypatch: pyt
         def interrupted(*_: object) -> int:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(made[0]._mesh, "data", interrupted)
+        monkeypatch.setattr(made[0].backend._mesh, "data", interrupted)
         errors = everybody(made, total)
         assert type(errors[0]) is KeyboardInterrupt
         assert isinstance(errors[1], AbortedError)
@@ -151,7 +151,7 @@ def test_an_exception_after_a_call_is_complete_does_no_harm(monkeypatch: pytest.
     run = engine.collective.call
     with groups(2) as made:
         everybody(made, total)
-        address = made[0]._context.address
+        address = made[0].backend.context.address
 
         def then_interrupted(context: int, *rest: object) -> int:
             code = run(context, *rest)
@@ -219,7 +219,7 @@ def test_the_oldest_prepared_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch
             for count in range(1, 9):
                 assert everybody(made, lambda group, count=count: total(group, count)) == [3.0] * 2
         for group in made:
-            assert [key[4] for key in group._prepared] == [(8 * count,) for count in range(4, 9)]
+            assert [key[4] for key in group.backend._prepared] == [(8 * count,) for count in range(4, 9)]
 
 
 def test_many_calls_of_all_sizes_are_posted_at_once() -> None:
@@ -227,7 +227,7 @@ def test_many_calls_of_all_sizes_are_posted_at_once() -> None:
     sizes = [3, 20_000, 7, 250_000, 1, 60_000, 0, 500_000, 11, 90_001]
     with groups(3) as made:
 
-        def post(group: TcpGroup) -> list[bool]:
+        def post(group: ProcessGroup) -> list[bool]:
             xs = [np.full(count, 10.0 * k + group.rank) for k, count in enumerate(sizes)]
             parts = [np.zeros((3, count), "i4") for count in sizes]
             works = []
@@ -249,7 +249,7 @@ def test_many_calls_of_all_sizes_are_posted_at_once() -> None:
 def test_threads_prepare_while_others_call() -> None:
     with groups(2) as made:
 
-        def several(group: TcpGroup) -> list[float]:
+        def several(group: ProcessGroup) -> list[float]:
             """Two threads of a rank, whose calls are alike, so that their order does not matter."""
             return together(*[lambda: [total(group, 50_000) for _ in range(10)]] * 2)
 

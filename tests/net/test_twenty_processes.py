@@ -22,12 +22,12 @@ def run_every_operation(rank: int, n: int, url: str, backend: str) -> dict[str, 
     for row in ROWS.values():
         for count in (5, 7001):
             row(rank, n, count)
-    kind = type(dist.group.WORLD).__name__
+    kind = type(dist.group.WORLD.backend).__name__
     dist.destroy_process_group()
     return {"kind": kind}
 
 
-@pytest.mark.parametrize(("backend", "kind"), [("tcp", "TcpGroup"), ("auto", "HybridGroup")])
+@pytest.mark.parametrize(("backend", "kind"), [("tcp", "TcpBackend"), ("auto", "HybridBackend")])
 def test_every_operation(backend: str, kind: str) -> None:
     assert PROCESSES > MEET_RANKS
     with crew.nothing_left():

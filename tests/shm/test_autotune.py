@@ -175,7 +175,7 @@ def test_ranks_that_see_the_same_choose_the_same():
 def rows(group):
     """What a rank has learnt."""
     start = at.CHOOSING + autotune.ROWS
-    return group._context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)
+    return group.backend.context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)
 
 
 def everybodys(group, x):
@@ -215,7 +215,7 @@ def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size):
         if rank == 1:
             time.sleep(0.5)
         group.all_reduce(x)
-    took = int(group._context.words[at.CHOOSING + autotune.TOOK])
+    took = int(group.backend.context.words[at.CHOOSING + autotune.TOOK])
     waited = 0.3 * ticks_a_second() * (1 << 20) / x.nbytes
     group.close()
     assert usual > 0

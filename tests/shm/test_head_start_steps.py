@@ -36,7 +36,7 @@ class Script:
     name = "all_reduce"
 
     def __init__(self, group: Any, *codes: int) -> None:
-        self.words, self.codes = group._context.words, list(codes)
+        self.words, self.codes = group.backend.context.words, list(codes)
 
     def call(self, handle: int, *_: Any) -> int:
         if handle & (RESUMED | HELD) == 0:
@@ -80,7 +80,7 @@ class Between:
 
 def new_group() -> Any:
     group = dist.new_group()
-    group._share = 1
+    group.backend.head_start._share = 1
     group.begin_at_once()
     group.all_reduce(np.ones(3))  # its description is known from now on
     return group
@@ -89,7 +89,7 @@ def new_group() -> Any:
 def begin(group: Any, script: Script, step: int, act: Callable[[], None]) -> tuple[Any, int]:
     """Begin a call, do `act` at a step of it; the Work, and how many steps there were."""
     with Between(step, act) as between:
-        made = group._begin(script)
+        made = group.backend.head_start.begin(script)
     return made, between.steps
 
 
@@ -118,7 +118,7 @@ def test_an_exception_at_any_step_leaves_no_call_behind(rank: int, world_size: i
             assert len(script.codes) in (0, 3), step
         else:
             group.gate.queue.close()
-            assert group._context[words.BUSY] == 0, step
+            assert group.backend.context[words.BUSY] == 0, step
             group.close()
             group = new_group()
     group.close()
@@ -178,11 +178,11 @@ def test_an_array_that_changes_in_the_middle_of_its_call_fails_the_group(
 ) -> None:
     group = new_group()
     with pytest.raises(AbortedError, match="changed meanwhile"):
-        group._begin(Script(group, *codes)).wait(DEADLINE)
+        group.backend.head_start.begin(Script(group, *codes)).wait(DEADLINE)
     with pytest.raises(AbortedError, match="changed meanwhile"):
         group.all_reduce(np.ones(3))
     group.gate.queue.close()
-    assert group._context[words.BUSY] == 0
+    assert group.backend.context[words.BUSY] == 0
     group.close()
 
 
@@ -210,7 +210,7 @@ def test_a_tensor_lives_until_its_call_is_complete(rank: int, world_size: int) -
         patch.setattr(head_start, "headers_for", lambda args: ("header",))
         x = Tensor()
         there = weakref.ref(x)
-        made = group._begin(script, x)
+        made = group.backend.head_start.begin(script, x)
     del x
     assert there() is not None
     go_on.set()

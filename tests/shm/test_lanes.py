@@ -41,7 +41,7 @@ def group_of(lanes: int, timeout: float | None = None) -> Iterator[dist.ProcessG
         if before is not None:
             os.environ["FASTCOLL_LANES"] = before
         config.forget()
-    assert group._context[at.LANES] == lanes
+    assert group.backend.context[at.LANES] == lanes
     try:
         yield group
     finally:
@@ -50,13 +50,13 @@ def group_of(lanes: int, timeout: float | None = None) -> Iterator[dist.ProcessG
 
 def divided(group):
     """How many calls of the group were divided so far."""
-    return group._context[at.CALLS_DIVIDED]
+    return group.backend.context[at.CALLS_DIVIDED]
 
 
 def divide_next(group, operation, nbytes=4 * LARGE):
     """Have the next calls of this operation and size be divided; on all ranks between the same two calls."""
     start = at.CHOOSING + autotune.ROWS
-    rows = group._context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)
+    rows = group.backend.context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)
     row = rows[signature.code_of(operation) * autotune.CLASSES + autotune._class_of.py_func(nbytes)]
     row[:] = 1 << 40
     row[0], row[1], row[2 + autotune.WAYS] = 4 * MANY_TURNS + 1, autotune.WAYS, 1
@@ -193,7 +193,7 @@ def test_one_shot_and_two_shot(rank, world_size):
     with group_of(2) as group:
         for limit in (0, 1 << 40):
             group.barrier()
-            group._context.go_one_shot(limit)
+            group.backend.context.go_one_shot(limit)
             divide_next(group, "all_reduce")
             for _ in range(3):
                 x = xs[rank].copy()
@@ -523,7 +523,7 @@ def test_without_cores_for_them_there_are_none(rank, world_size):
         group = dist.new_group()
     finally:
         os.sched_setaffinity(0, before)
-    assert group._context[at.LANES] == 1
+    assert group.backend.context[at.LANES] == 1
     group.close()
 
 

@@ -90,7 +90,7 @@ def test_all_ranks_take_rank_0s_number(rank, world_size, tmp_path, monkeypatch):
     config.forget()
     group = dist.new_group(backend="shm")
     config.forget()
-    assert group._context[words.ONE_SHOT] == 1000
+    assert group.backend.context[words.ONE_SHOT] == 1000
     for count in (10, 250, 251, 1000):
         x = np.full(count, rank + 1, np.float32)
         group.all_reduce(x)

@@ -127,13 +127,13 @@ QUICK_OPERATIONS = (
 def planned(monkeypatch):
     """The entries of the calls that Python had to prepare."""
     group, names = dist.GroupMember.WORLD, []
-    plan = group._plan
+    plan = group.backend._plan
 
     def count(entry, *args, **options):
         names.append(entry.name)
         return plan(entry, *args, **options)
 
-    monkeypatch.setattr(group, "_plan", count)
+    monkeypatch.setattr(group.backend, "_plan", count)
     return names
 
 

@@ -10,23 +10,23 @@ import pytest
 from fastcoll.core.members import Member
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
 from fastcoll.shm.layout import Layout
+from fastcoll.shm.monitor import ShmMonitor
 from fastcoll.shm.segment import Segment, new_name, unlink
-from fastcoll.shm.vigil import ShmVigil
 
 FIRST_RANK = 10  # global ranks differ from group ranks
 
 
 @pytest.fixture
-def vigils() -> Iterator[list[ShmVigil]]:
+def vigils() -> Iterator[list[ShmMonitor]]:
     members = [replace(Member.here(rank, 4, "shm"), rank=FIRST_RANK + rank) for rank in range(4)]
     name = new_name()
     segment = Segment.create(name, Layout(4, 4096, 4096))
     unlink(name)
-    yield [ShmVigil(segment, members, rank) for rank in range(4)]
+    yield [ShmMonitor(segment, members, rank) for rank in range(4)]
     segment.close()
 
 
-def passed_on(vigil: ShmVigil) -> GroupError:
+def passed_on(vigil: ShmMonitor) -> GroupError:
     """What a rank makes of it that waits for another one, and fails with in its turn."""
     found = vigil.verdict([], "barrier()")
     assert found is not None
@@ -34,7 +34,7 @@ def passed_on(vigil: ShmVigil) -> GroupError:
     return found
 
 
-def test_whoever_passes_a_failure_on_is_not_at_fault(vigils: list[ShmVigil]) -> None:
+def test_whoever_passes_a_failure_on_is_not_at_fault(vigils: list[ShmMonitor]) -> None:
     vigils[1].fail(PeerDiedError("rank 13 died", [13]))
     first, second = passed_on(vigils[0]), passed_on(vigils[2])
     assert type(first) is type(second) is AbortedError
@@ -43,12 +43,12 @@ def test_whoever_passes_a_failure_on_is_not_at_fault(vigils: list[ShmVigil]) -> 
     assert "failed the group: rank 13 died; barrier()" in str(first)
 
 
-def test_who_blames_nobody_is_blamed(vigils: list[ShmVigil]) -> None:
+def test_who_blames_nobody_is_blamed(vigils: list[ShmMonitor]) -> None:
     vigils[1].fail(AbortedError("abort() was called"))
     assert passed_on(vigils[0]).ranks == (11,)
 
 
-def test_a_timeout_is_one_for_all_but_the_late(vigils: list[ShmVigil]) -> None:
+def test_a_timeout_is_one_for_all_but_the_late(vigils: list[ShmMonitor]) -> None:
     vigils[1].fail(CollectiveTimeoutError("rank 13 did not arrive", [13]))
     for rank, kind in ((0, CollectiveTimeoutError), (2, CollectiveTimeoutError), (3, AbortedError)):
         error = passed_on(vigils[rank])
@@ -56,7 +56,7 @@ def test_a_timeout_is_one_for_all_but_the_late(vigils: list[ShmVigil]) -> None:
         assert error.ranks == (13,)
 
 
-def test_many_blamed_ranks_leave_room_for_the_reason(vigils: list[ShmVigil]) -> None:
+def test_many_blamed_ranks_leave_room_for_the_reason(vigils: list[ShmMonitor]) -> None:
     vigils[1].fail(CollectiveTimeoutError("\u00e4" * 2000, range(100_000, 101_000)))
     error = passed_on(vigils[0])
     assert error.ranks == tuple(range(100_000, 100_032))

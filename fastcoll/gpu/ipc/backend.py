@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from ...core import signature
-from ...core.carrier import DeviceCarrier, Messages
+from ...core.backend import Messages
+from ...core.carrier import DeviceCarrier
 from ...core.group import ProcessGroup
 from ...core.operation import Call, Operation
 from ...core.reduce_op import PREMUL_SUM, ReduceOp

@@ -122,7 +122,7 @@ class NcclMessages:
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         message = self._new(x, f"send to {self._name(dst)}, tag {tag}", tag)
         with self._posting(message):
-            work = self._group._isend(self._envelope(message), dst, tag)
+            work = self._group.post_send(self._envelope(message), dst, tag)
             work.add_done_callback(partial(self._on_taken, message, dst))
         return message
 
@@ -131,7 +131,7 @@ class NcclMessages:
         message = self._new(x, f"recv from {source}, tag {tag}", tag)
         with self._posting(message):
             envelope = blank()
-            work = self._group._irecv(Adopted(envelope), src, tag)
+            work = self._group.post_receive(Adopted(envelope), src, tag)
             work.add_done_callback(partial(self._on_matched, message, envelope))
         return message
 
@@ -149,7 +149,7 @@ class NcclMessages:
             x = OnDevice(copies[0])
         message = self._new(x, f"send to {self._name(dst)}, tag {tag}", tag)
         with self._posting(message):
-            self._group._send(self._envelope(message), dst, tag)
+            self._group.messages.send(self._envelope(message), dst, tag)
 
     def recv(self, x: Adopted, src: int | None, tag: int) -> int:
         """Returns once the message is matched and queued."""
@@ -251,7 +251,7 @@ class NcclMessages:
     def _take_answer(self, dst: int, direction: Direction) -> None:
         """Take the next answer of a peer, and send the message that it names."""
         array = blank()
-        await_anywhere(self._group._irecv(Adopted(array), dst, ANSWER))
+        await_anywhere(self._group.post_receive(Adopted(array), dst, ANSWER))
         answer = Letter.from_array(array)
         with self._claimed(answer.number) as message:
             if answer.verdict == NCCL:
@@ -270,7 +270,7 @@ class NcclMessages:
             first = verdict == NCCL and not direction.is_connected
             identity = self._library.unique_id() if first else b""
             answer = Letter(envelope.number, *message.held, self._here(identity), verdict)
-            self._group._isend(Adopted(answer.to_array()), source, ANSWER)
+            self._group.post_send(Adopted(answer.to_array()), source, ANSWER)
             if verdict == NCCL:
                 direction.move(message, identity)
             elif verdict == STAGED:

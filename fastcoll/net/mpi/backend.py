@@ -12,13 +12,16 @@ Messages are those of the p2p room over a pipe of MPI (pipe.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from ...core import signature
+from ...core.backend import Backend
+from ...core.gate import Gate
+from ...core.group import ProcessGroup
 from ...core.members import Member
 from ...core.monitor import Wait
 from ...core.operands import Array
@@ -28,7 +31,6 @@ from ...core.work import Work
 from ...errors import AbortedError, GroupError
 from ...kernels.reduce import Reducer
 from ...p2p.engine import Engine
-from ...p2p.mailing import Mailing
 from ...p2p.pipe import Pipe
 from ...rendezvous import Store
 from ..tcp.control import NetMonitor
@@ -58,10 +60,10 @@ _VECTORS = (
 )  # for which blocks must be near
 
 
-class MpiGroup(Mailing):
+class MpiBackend(Backend):
     """Collectives and point-to-point between the ranks of an MPI job. A group is a communicator."""
 
-    backend = "mpi"
+    name = "mpi"
 
     @classmethod
     def make(
@@ -72,8 +74,8 @@ class MpiGroup(Mailing):
         rank: int,
         timeout: float,
         crowd: Sequence[Member] | None = None,
-    ) -> MpiGroup:
-        """Make the group's communicator; collective. The arguments are those of TcpGroup.make.
+    ) -> MpiBackend:
+        """Make the group's communicator; collective. The arguments are those of TcpBackend.make.
 
         Raises:
             UnavailableError: MPI is not there, or the members are not ranks of one MPI job.
@@ -81,19 +83,19 @@ class MpiGroup(Mailing):
         """
         library = load()
         comm, cuda_aware = make_comm(library, store, name, members, rank, timeout)
-        return cls(library, comm, name, members, timeout, crowd or members, cuda_aware)
+        gate = Gate(name, [member.rank for member in members], comm.rank, timeout)
+        return cls(library, comm, gate, members, crowd or members, cuda_aware)
 
     def __init__(
         self,
         library: Library,
         comm: Any,
-        name: str,
+        gate: Gate,
         members: Sequence[Member],
-        timeout: float,
         crowd: Sequence[Member],
         cuda_aware: bool,
     ) -> None:
-        super().__init__(name, [member.rank for member in members], comm.rank, timeout)
+        self.gate = gate
         here = [member for member in crowd if member.boot_id == members[comm.rank].boot_id]
         dedicated = len(here) <= len(os.sched_getaffinity(0))  # there is a core for each rank of this host
         self.cuda_aware = cuda_aware
@@ -101,21 +103,58 @@ class MpiGroup(Mailing):
         self._comm = comm
         self._control = MpiControl(library, comm, _NOTICE)
         self.monitor = NetMonitor(members, comm.rank, self._control)
-        self.monitor.on_failure = self._stop
         self._meeting = Meeting(library, comm, dedicated, _MEET)
         self._requests = Requests(library, dedicated)
-        self._host = self._execution(HostMemory(self.size))
+        self._host = self._execution(HostMemory(self.gate.size))
         self._gpus: Execution | None = None
         room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
         self._most_attached = {"all_reduce": room, "scan": room, "exscan": room, "broadcast": room}
         self._most_attached |= {"all_gather": room, "reduce": little, "gather": little}
         self._prepared: dict[Any, Prepared] = {}
         self._wait: Wait | None = None
-        self._limit = timeout
+        self._limit = gate.timeout
         self._moving = False
         self.pipe = MpiPipe(library, comm, Tags(*_MAIL), dedicated)
         routes: list[tuple[Pipe, int]] = [(self.pipe, rank) for rank in range(comm.size)]
-        self.messages = Engine(routes, comm.rank, self.monitor, timeout)
+        self.messages: Engine = Engine(routes, comm.rank, self.monitor, gate.timeout)
+
+    def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
+        size, at_once = group.size, self._at_once
+
+        def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
+            if not async_op and _is_plain(tensor) and type(op) is ReduceOp:
+                key = ("all_reduce", tensor.dtype, op, 0, (tensor.nbytes,), ())
+                if at_once(key, tensor, tensor):
+                    return None
+            return ProcessGroup.all_reduce(group, tensor, op, async_op)
+
+        def broadcast(tensor: Any, root: int, async_op: bool = False) -> Any:
+            if not async_op and _is_plain(tensor) and type(root) is int:
+                key = ("broadcast", tensor.dtype, None, root, (tensor.nbytes,), ())
+                if at_once(key, tensor, tensor):
+                    return None
+            return ProcessGroup.broadcast(group, tensor, root, async_op)
+
+        def all_gather_single(output: Any, input: Any, async_op: bool = False) -> Work | None:
+            plain = not async_op and _is_plain(output) and _is_plain(input)
+            if plain and output.dtype == input.dtype and output.size == input.size * size:
+                key = ("all_gather", input.dtype, None, 0, (input.nbytes,) * size, ())
+                if at_once(key, output, input):
+                    return None
+            return ProcessGroup.all_gather_single(group, output, input, async_op)
+
+        def barrier(async_op: bool = False, timeout: float | None = None) -> Work | None:
+            plain = not async_op and timeout is None
+            if plain and at_once(("barrier", None, None, 0, (), ()), None, None):
+                return None
+            return ProcessGroup.barrier(group, async_op, timeout)
+
+        return {
+            "all_reduce": all_reduce,
+            "broadcast": broadcast,
+            "all_gather_single": all_gather_single,
+            "barrier": barrier,
+        }
 
     def _execution(self, memory: Memory) -> Execution:
         return Execution(self._library, self._comm, self._requests, _MOVE, self._look, memory)
@@ -138,7 +177,7 @@ class MpiGroup(Mailing):
         said = self._prepare(kind, dtype, op, root, _sizes(kind, takes, gives), tuple(parts), on_gpu, how)
         most = -1 if on_gpu else self._most_attached.get(kind, -1)
         fits = bool(gives) and gives[0][1] <= most
-        attached = gives[0] if fits and (kind != "broadcast" or self.rank == root) else (0, 0)
+        attached = gives[0] if fits and (kind != "broadcast" or self.gate.rank == root) else (0, 0)
         near = kind not in _VECTORS or on_gpu or (are_near(takes) and are_near(gives))
         able = op is None or how is not None  # which a GPU may not be
 
@@ -181,7 +220,7 @@ class MpiGroup(Mailing):
         if found is not None:
             return found
         code = signature.encode(kind, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
-        sizes = sizes_of(Shape(kind, self.size, self.rank, nbytes, _NO_LIMITS, root=root))
+        sizes = sizes_of(Shape(kind, self.gate.size, self.gate.rank, nbytes, _NO_LIMITS, root=root))
         own = nbytes[0] if nbytes else 0
         finish: tuple[int, ...] = ()
         if kind == "barrier":
@@ -193,14 +232,14 @@ class MpiGroup(Mailing):
                 finish = (c.FROM_ALL, own)
             elif kind == "all_reduce" and how is not None:
                 finish = (c.REDUCE, own, root, how.address, how.code, own // how.itemsize)
-        said = Prepared.make(code | _ON_GPU * on_gpu, sizes, self.rank, finish)
+        said = Prepared.make(code | _ON_GPU * on_gpu, sizes, self.gate.rank, finish)
         if len(self._prepared) < _MOST_PREPARED:
             self._prepared[key] = said
         return said
 
     def _begin(self, timeout: float | None = None) -> None:
         """A call begins, as far as waiting is concerned."""
-        self._wait, self._limit = None, self.timeout if timeout is None else timeout
+        self._wait, self._limit = None, self.gate.timeout if timeout is None else timeout
         self._moving = False
 
     def _look(self) -> None:
@@ -211,37 +250,41 @@ class MpiGroup(Mailing):
 
     def _doing(self) -> str:
         """The call under way, for messages."""
-        _, code, shape = self._meeting.rows[self.rank, : c.ROW_BALANCE].tolist()
-        return (
-            f"{signature.describe(code & ~_ON_GPU, shape)}, call {self._meeting.calls} of group {self.name!r}"
-        )
+        _, code, shape = self._meeting.rows[self.gate.rank, : c.ROW_BALANCE].tolist()
+        return f"{signature.describe(code & ~_ON_GPU, shape)}, call {self._meeting.calls} of group {self.gate.name!r}"
 
     def _late(self) -> list[int]:
         """The group ranks that have not come; once all have, those that may still be in the call."""
         if not self._moving:
             return self._meeting.late()
-        return [rank for rank in range(self.size) if rank != self.rank and not self.monitor.has_left(rank)]
+        return [
+            rank
+            for rank in range(self.gate.size)
+            if rank != self.gate.rank and not self.monitor.has_left(rank)
+        ]
 
     def _mismatch(self, found: int, said: Prepared) -> Exception:
         """The error of calls that differ, which all ranks have seen; the group goes on."""
         rows = self._meeting.rows[:, c.ROW_CODE : c.ROW_SHAPE + 1].tolist()
         heads = [(code & ~_ON_GPU, shape) for code, shape in rows]
         number = self._meeting.calls
-        error = signature.refused(heads, self.ranks, self.gate.refusal, self._from_all, number, self.name)
+        error = signature.refused(
+            heads, self.gate.ranks, self.gate.refusal, self._from_all, number, self.gate.name
+        )
         if found == c.UNBALANCED:
             sizes = self._from_all(np.array([said.sizes.gives, said.sizes.takes], np.int64)).tolist()
-            text = signature.describe_mismatch(heads, self.ranks, lambda: sizes)
+            text = signature.describe_mismatch(heads, self.gate.ranks, lambda: sizes)
         else:
-            text = signature.describe_differences(signature.comparable(heads), self.ranks)
-            on_gpus = [self.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
-            if 0 < len(on_gpus) < self.size:
+            text = signature.describe_differences(signature.comparable(heads), self.gate.ranks)
+            on_gpus = [self.gate.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
+            if 0 < len(on_gpus) < self.gate.size:
                 text += f"; the arrays of {on_gpus} are on GPUs, those of the others are not"
         self._meeting.end()
-        return error or signature.mismatch(text, number, self.name)
+        return error or signature.mismatch(text, number, self.gate.name)
 
     def _from_all(self, own: Array) -> Array:
         """Every rank's array; all of them ask, since all have seen that something does not fit."""
-        everybody = np.empty((self.size, *own.shape), own.dtype)
+        everybody = np.empty((self.gate.size, *own.shape), own.dtype)
         blocks = self._host.memory.blocks(list(everybody))
         x = self._host.memory.blocks([own])
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
@@ -254,43 +297,11 @@ class MpiGroup(Mailing):
         if isinstance(error, GroupError):
             self.fail(error)
         elif self._meeting.under_way:
-            here = self.monitor.name(self.rank)
+            here = self.monitor.name(self.gate.rank)
             self.fail(AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}"))
         return error
 
     # ---- small plain arrays, in one compiled call ------------------------------------------------------
-
-    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
-        """Reduce over all ranks, in place; the same bits on every rank."""
-        if not async_op and _is_plain(tensor) and type(op) is ReduceOp:
-            key = ("all_reduce", tensor.dtype, op, 0, (tensor.nbytes,), ())
-            if self._at_once(key, tensor, tensor):
-                return None
-        return super().all_reduce(tensor, op, async_op)
-
-    def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
-        """Copy the root's array into everybody's; same dtype and number of elements everywhere."""
-        if not async_op and _is_plain(tensor) and type(root) is int:
-            key = ("broadcast", tensor.dtype, None, root, (tensor.nbytes,), ())
-            if self._at_once(key, tensor, tensor):
-                return None
-        return super().broadcast(tensor, root, async_op)
-
-    def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
-        """The arrays of all ranks, equal in size, one after the other in `output`."""
-        plain = not async_op and _is_plain(output) and _is_plain(input)
-        if plain and output.dtype == input.dtype and output.size == input.size * self.size:
-            key = ("all_gather", input.dtype, None, 0, (input.nbytes,) * self.size, ())
-            if self._at_once(key, output, input):
-                return None
-        return super().all_gather_single(output, input, async_op)
-
-    def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
-        """Wait until every rank has called."""
-        plain = not async_op and timeout is None
-        if plain and self._at_once(("barrier", None, None, 0, (), ()), None, None):
-            return None
-        return super().barrier(async_op, timeout)
 
     def _at_once(self, key: Any, out: Any, x: Any) -> bool:
         """Do a synchronous call that was seen before, so what was prepared for it is known to be right.
@@ -341,11 +352,7 @@ class MpiGroup(Mailing):
 
     # ---- the end -----------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
-        """The group has failed, wherever that was found."""
-        self.gate.failure = self.monitor.failure
-
-    def _close(self, reason: GroupError | None) -> None:
+    def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
         # A call under way was aborted and ends within moments; a signal handler's own call never does.
         turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
@@ -361,7 +368,6 @@ class MpiGroup(Mailing):
 
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise. MPI is the parent's."""
-        self.monitor.failure = self.gate.failure = error
 
 
 def _sizes(kind: str, takes: Sequence[Block], gives: Sequence[Block]) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core.members import Member, dead_among
-from ...core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Vigil
+from ...core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Monitor
 from ...errors import CollectiveTimeoutError, GroupError, PeerDiedError
 from .interfaces import watch
 
@@ -221,7 +221,7 @@ def _send(connection: socket.socket, data: bytes) -> None:
         connection.send(data)
 
 
-class NetMonitor(Vigil):
+class NetMonitor(Monitor):
     """What a rank knows of the others by its control connections.
 
     A peer whose connection ends without a notice has died, or cannot be reached any more, which comes to the same.

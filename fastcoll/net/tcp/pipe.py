@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.monitor import Vigil
+from ...core.monitor import Monitor
 from ...core.status import DONE, UNMINDED
 from ...errors import AbortedError, GroupError, PeerDiedError
 from ...kernels import waiting
@@ -67,7 +67,7 @@ class TcpPipe(Pipe):
     eager = EAGER
     window = WINDOW
 
-    def __init__(self, mesh: Mesh, vigil: Vigil, spin: int) -> None:
+    def __init__(self, mesh: Mesh, vigil: Monitor, spin: int) -> None:
         size = len(vigil.members)
         self._mesh = mesh
         self._vigil = vigil

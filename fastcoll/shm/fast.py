@@ -9,8 +9,8 @@ A list becomes a tuple, since another thread could take an array out of a list w
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 from ..core import signature
@@ -23,64 +23,59 @@ from ..interop.tensors import header_of, headers_for, plain_types
 from ..kernels.jit import Entry
 from ..p2p.engine import Engine
 from ..p2p.pipe import ANY, ARMED
-from . import movement as moving
-from . import reductions as collectives
-from . import ring_kernels
+from . import movement, reductions, ring_kernels
+from .head_start import HeadStart, refuses
 
-_all_reduce = collectives.all_reduce
-_reduce = collectives.reduce
-_reduce_scatter = collectives.reduce_scatter
-_barrier = collectives.barrier
-_broadcast = moving.broadcast
-_all_gather = moving.all_gather
-_gather = moving.gather
-_scatter = moving.scatter
-_all_to_all = moving.all_to_all
+_all_reduce = reductions.all_reduce
+_reduce = reductions.reduce
+_reduce_scatter = reductions.reduce_scatter
+_barrier = reductions.barrier
+_broadcast = movement.broadcast
+_all_gather = movement.all_gather
+_gather = movement.gather
+_scatter = movement.scatter
+_all_to_all = movement.all_to_all
 
 _send = ring_kernels.send
 _receive = ring_kernels.receive
 _post_send = ring_kernels.post_send
 _post_receive = ring_kernels.post_receive
 
-_FIRST_CALL = Entry._first_call.__code__
-
 BARRIER = signature.encode("barrier")
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether an entry itself raised the error, over an argument that is no integer of 64 bits.
+class Fast:
+    """What stands in for a group's methods where it runs in shared memory.
 
-    Then the traceback ends in the method that called the entry, or in the entry's first call, which compiles. What
-    a signal handler raises has other frames.
+    Args:
+        context, rings: addresses that entries take.
+        messages: the group's.
+        resume, torn: what follows an entry that comes back early, or is left by an exception; see ShmBackend.
     """
-    rest = error.__traceback__ and error.__traceback__.tb_next
-    ends_here = rest is None or (rest.tb_next is None and rest.tb_frame.f_code is _FIRST_CALL)
-    return ends_here and isinstance(error, TypeError | OverflowError)
 
+    def __init__(
+        self,
+        group: ProcessGroup,
+        context: int,
+        rings: int,
+        messages: Engine,
+        resume: Callable[..., bool],
+        torn: Callable[..., bool],
+        head_start: HeadStart,
+    ) -> None:
+        self._group = group
+        self._c = context
+        self._m = rings
+        self._messages = messages
+        self._resume = resume
+        self._torn = torn
+        self._head_start = head_start
+        self._note = group.gate.unheard.note
 
-class ShortPaths(ProcessGroup):
-    """A group whose context is at the address `_c`, and its rings' table at `_m`."""
-
-    _c: int
-    _m: int
-    messages: Engine
-    _ahead: int = 0
-    """Nanoseconds that a wait of a head start may take; 0: asynchronous calls begin on the progress thread."""
-
-    @abstractmethod
-    def _go_on(self, code: int, entry: Entry, *args: Any) -> bool:
-        """What follows an entry that came back without DONE; False: it said LATER."""
-
-    @abstractmethod
-    def _torn(self, entry: Entry, error: BaseException) -> None:
-        """An entry's call was left by an exception: raise it, and fail the group if that was half-way.
-
-        Returns if the arguments were none that an entry takes: a LATER of its own kind.
-        """
-
-    @abstractmethod
-    def _begin(self, entry: Entry, *args: Any) -> Work | None:
-        """Begin an asynchronous call on this thread (head_start.py); None: leave it to the general path."""
+    def table(self) -> dict[str, Callable[..., Any]]:
+        """The methods below, by the names of the group's."""
+        names = (name for name, method in vars(Fast).items() if not name.startswith("_") and name != "table")
+        return {name: getattr(self, name) for name in names}
 
     def _further(self, code: int, entry: Entry, tensor: Any, how: Any) -> bool:
         """As `_go_on`, and on LATER the call once more with a header in the place of a tensor."""
@@ -90,7 +85,7 @@ class ShortPaths(ProcessGroup):
             tensor = header_of(tensor)
             if (code := entry.call(self._c, tensor, how)) == DONE:
                 return True
-        return self._go_on(code, entry, tensor, how)
+        return self._resume(code, entry, tensor, how)
 
     def _further_on(self, code: int, entry: Entry, *args: Any) -> bool:
         """As `_further`, where any of the arguments may be a tensor or a tuple with tensors."""
@@ -100,7 +95,7 @@ class ShortPaths(ProcessGroup):
             args = headers_for(args)
             if (code := entry.call(self._c, *args)) == DONE:
                 return True
-        return self._go_on(code, entry, *args)
+        return self._resume(code, entry, *args)
 
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         if not async_op:
@@ -109,10 +104,11 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further(code, _all_reduce, tensor, op):
                     return None
             except BaseException as error:
-                self._torn(_all_reduce, error)
-        elif self._ahead and (work := self._begin(_all_reduce, tensor, op)):
+                if self._torn(_all_reduce, error):
+                    raise
+        elif work := self._head_start.begin(_all_reduce, tensor, op):
             return work
-        return super().all_reduce(tensor, op, async_op)
+        return ProcessGroup.all_reduce(self._group, tensor, op, async_op)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         if not async_op:
@@ -121,8 +117,9 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further_on(code, _reduce, tensor, tensor, op, root):
                     return None
             except BaseException as error:
-                self._torn(_reduce, error)
-        return super().reduce(tensor, root, op, async_op)
+                if self._torn(_reduce, error, root):
+                    raise
+        return ProcessGroup.reduce(self._group, tensor, root, op, async_op)
 
     def reduce_scatter(
         self, output: Any, input_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
@@ -134,8 +131,9 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further_on(code, _reduce_scatter, output, blocks, op):
                     return None
             except BaseException as error:
-                self._torn(_reduce_scatter, error)
-        return super().reduce_scatter(output, input_list, op, async_op)
+                if self._torn(_reduce_scatter, error):
+                    raise
+        return ProcessGroup.reduce_scatter(self._group, output, input_list, op, async_op)
 
     def reduce_scatter_single(
         self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
@@ -146,14 +144,13 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further_on(code, _reduce_scatter, output, input, op):
                     return None
             except BaseException as error:
-                self._torn(_reduce_scatter, error)
-        elif (
-            self._ahead
-            and type(input) is not tuple
-            and (work := self._begin(_reduce_scatter, output, input, op))
+                if self._torn(_reduce_scatter, error):
+                    raise
+        elif type(input) is not tuple and (
+            work := self._head_start.begin(_reduce_scatter, output, input, op)
         ):
             return work
-        return super().reduce_scatter_single(output, input, op, async_op)
+        return ProcessGroup.reduce_scatter_single(self._group, output, input, op, async_op)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         if not async_op:
@@ -162,10 +159,11 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further(code, _broadcast, tensor, root):
                     return None
             except BaseException as error:
-                self._torn(_broadcast, error)
-        elif self._ahead and (work := self._begin(_broadcast, tensor, root)):
+                if self._torn(_broadcast, error, root):
+                    raise
+        elif work := self._head_start.begin(_broadcast, tensor, root, integers=(root,)):
             return work
-        return super().broadcast(tensor, root, async_op)
+        return ProcessGroup.broadcast(self._group, tensor, root, async_op)
 
     def all_gather(self, output_list: Any, tensor: Any = None, async_op: bool = False) -> Any:
         if not async_op and type(output_list) is list:
@@ -175,8 +173,9 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further_on(code, _all_gather, outs, tensor):
                     return None
             except BaseException as error:
-                self._torn(_all_gather, error)
-        return super().all_gather(output_list, tensor, async_op)
+                if self._torn(_all_gather, error):
+                    raise
+        return ProcessGroup.all_gather(self._group, output_list, tensor, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         if not async_op and type(output) is not tuple:
@@ -185,10 +184,11 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further_on(code, _all_gather, output, input):
                     return None
             except BaseException as error:
-                self._torn(_all_gather, error)
-        elif self._ahead and type(output) is not tuple and (work := self._begin(_all_gather, output, input)):
+                if self._torn(_all_gather, error):
+                    raise
+        elif type(output) is not tuple and (work := self._head_start.begin(_all_gather, output, input)):
             return work
-        return super().all_gather_single(output, input, async_op)
+        return ProcessGroup.all_gather_single(self._group, output, input, async_op)
 
     def gather(
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
@@ -200,8 +200,9 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further_on(code, _gather, outs, tensor, root):
                     return None
             except BaseException as error:
-                self._torn(_gather, error)
-        return super().gather(tensor, output_list, root, async_op)
+                if self._torn(_gather, error, root):
+                    raise
+        return ProcessGroup.gather(self._group, tensor, output_list, root, async_op)
 
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
@@ -213,8 +214,9 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further_on(code, _scatter, tensor, blocks, root):
                     return None
             except BaseException as error:
-                self._torn(_scatter, error)
-        return super().scatter(tensor, input_list, root, async_op)
+                if self._torn(_scatter, error, root):
+                    raise
+        return ProcessGroup.scatter(self._group, tensor, input_list, root, async_op)
 
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
@@ -226,8 +228,9 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further_on(code, _all_to_all, outs, blocks, blocks[0]):
                     return None
             except BaseException as error:
-                self._torn(_all_to_all, error)
-        return super().all_to_all(output_list, input_list, async_op)
+                if self._torn(_all_to_all, error):
+                    raise
+        return ProcessGroup.all_to_all(self._group, output_list, input_list, async_op)
 
     def all_to_all_single(
         self,
@@ -248,18 +251,21 @@ class ShortPaths(ProcessGroup):
                 if code == DONE or self._further_on(code, _all_to_all, output, input, input):
                     return None
             except BaseException as error:
-                self._torn(_all_to_all, error)
-        return super().all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
+                if self._torn(_all_to_all, error):
+                    raise
+        splits = output_split_sizes, input_split_sizes
+        return ProcessGroup.all_to_all_single(self._group, output, input, *splits, async_op)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
         if not async_op and timeout is None:
             try:
                 code = _barrier.call(self._c, BARRIER)
-                if code == DONE or self._go_on(code, _barrier, BARRIER):
+                if code == DONE or self._resume(code, _barrier, BARRIER):
                     return None
             except BaseException as error:
-                self._torn(_barrier, error)
-        return super().barrier(async_op, timeout)
+                if self._torn(_barrier, error):
+                    raise
+        return ProcessGroup.barrier(self._group, async_op, timeout)
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
         try:
@@ -271,10 +277,13 @@ class ShortPaths(ProcessGroup):
             if code == DONE:
                 return None
             if code != LATER:
-                return self.messages.resume_send(code, adopt(tensor, writable=False).array, dst, tag)
+                return self._messages.resume_send(
+                    code, adopt(tensor, writable=False).array, index(dst), index(tag)
+                )
         except BaseException as error:
-            self._torn_message(error, "send")
-        return super().send(tensor, dst, tag)
+            if self._torn_message(error, "send", dst, tag):
+                raise
+        return ProcessGroup.send(self._group, tensor, dst, tag)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         try:
@@ -286,37 +295,41 @@ class ShortPaths(ProcessGroup):
             if code < DONE:
                 return -1 - code
             if code != LATER:
-                return self.messages.resume_receive(code, adopt(tensor, writable=True).array, src, tag)
+                return self._messages.resume_receive(
+                    code, adopt(tensor, writable=True).array, src, index(tag)
+                )
         except BaseException as error:
-            self._torn_message(error, "recv")
-        return super().recv(tensor, src, tag)
+            if self._torn_message(error, "recv", ANY if src is None else src, tag):
+                raise
+        return ProcessGroup.recv(self._group, tensor, src, tag)
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
-        messages = self.messages
+        messages = self._messages
         if not messages.inbox and type(dst) is int:
             try:
                 number = _post_send.call(self._m, dst, tensor, tag, -1)
                 if number >= 0:
-                    return self.gate.unheard.note(messages.sent(number, tensor, dst, tag))
+                    return self._note(messages.sent(number, tensor, dst, index(tag)))
             except BaseException as error:
-                self._torn_message(error, "isend")
-        return super().isend(tensor, dst, tag)
+                if self._torn_message(error, "isend", dst, tag):
+                    raise
+        return ProcessGroup.isend(self._group, tensor, dst, tag)
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
-        messages = self.messages
+        messages = self._messages
         if not messages.inbox and type(src) is int:
             try:
                 code = _post_receive.call(self._m, src, tensor, tag, -1)
                 if code == DONE:
-                    return messages.received(tensor, src, tag)
+                    return messages.received(tensor, src, index(tag))
                 if code == ARMED:
-                    return self.gate.unheard.note(messages.armed(tensor, src, tag))
+                    return self._note(messages.armed(tensor, src, index(tag)))
             except BaseException as error:
-                self._torn_message(error, "irecv")
-        return super().irecv(tensor, src, tag)
+                if self._torn_message(error, "irecv", src, tag):
+                    raise
+        return ProcessGroup.irecv(self._group, tensor, src, tag)
 
-    def _torn_message(self, error: BaseException, doing: str) -> None:
-        """As `_torn`, for messages."""
-        self.messages.torn(error, doing)
-        if not is_refusal(error):
-            raise
+    def _torn_message(self, error: BaseException, doing: str, *integers: Any) -> bool:
+        """As `ShmBackend.torn`, for messages."""
+        self._messages.torn(error, doing)
+        return not refuses(error, integers)

@@ -1,4 +1,4 @@
-"""TcpGroup: ranks on any hosts, over TCP connections between them.
+"""The backend of ranks on any hosts, over TCP connections between them.
 
 Each call is prepared once for its operation, dtype and sizes: a plan and the words that the engine compares
 with the peers'. What it does over the sockets is in engine.py; here is what comes before and after.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ...core import signature
+from ...core.backend import Backend
+from ...core.gate import Gate
+from ...core.group import ProcessGroup
 from ...core.members import Member
 from ...core.monitor import Wait
 from ...core.operands import Array, divide
-from ...core.operation import Call
+from ...core.operation import Call, Operation
 from ...core.processes import cores_of
 from ...core.reduce_op import ReduceOp
 from ...core.status import AGAIN, DONE, GARBLED, GONE, MISMATCH, WORKED
@@ -26,19 +29,18 @@ from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupErr
 from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
 from ...p2p.engine import Engine
-from ...p2p.mailing import Mailing
 from ...p2p.pipe import Pipe
 from ...rendezvous import Store
 from . import engine, words
 from .context import NetContext, Prepared, limits_for
 from .control import NetMonitor
+from .fast import Fast, folded
 from .mesh import Mesh
 from .pipe import TcpPipe
 from .plans.choose import plan_for
 from .plans.shape import MEET_RANKS, Shape
 from .plans.table import COLUMNS, Plan
 from .rows import PIECE
-from .short import ShortPaths
 from .sizes import sizes_of
 
 _CLOSE_SECONDS = 5.0
@@ -50,10 +52,10 @@ _TRY = 1000  # ns that a sweep of messages in vain takes, about
 _REASON_SECONDS = 2.0
 
 
-class TcpGroup(ShortPaths, Mailing):
+class TcpBackend(Backend):
     """Collectives and point-to-point between ranks on any hosts, through TCP."""
 
-    backend = "tcp"
+    name = "tcp"
     monitor: NetMonitor
 
     @classmethod
@@ -65,8 +67,8 @@ class TcpGroup(ShortPaths, Mailing):
         rank: int,
         timeout: float,
         crowd: Sequence[Member] | None = None,
-    ) -> TcpGroup:
-        """Meet the other members over the network; collective. The arguments are those of ShmGroup.make, and:
+    ) -> TcpBackend:
+        """Meet the other members over the network; collective. The arguments are those of ShmBackend.make, and:
 
         Args:
             crowd: ranks that use the hosts' cores at the same time; None: the members.
@@ -76,56 +78,33 @@ class TcpGroup(ShortPaths, Mailing):
             PeerDiedError, StoreTimeoutError: a member died or did not come.
         """
         mesh = Mesh.make(store, name, members, rank, timeout)
-        return cls(name, members, timeout, mesh, crowd or members)
+        return cls(
+            Gate(name, [member.rank for member in members], rank, timeout), members, mesh, crowd or members
+        )
 
-    def __init__(
-        self, name: str, members: Sequence[Member], timeout: float, mesh: Mesh, crowd: Sequence[Member]
-    ) -> None:
-        super().__init__(name, [member.rank for member in members], mesh.rank, timeout)
-        self._mesh = mesh
+    def __init__(self, gate: Gate, members: Sequence[Member], mesh: Mesh, crowd: Sequence[Member]) -> None:
+        self.gate = gate
         self.monitor = mesh.monitor
-        self.monitor.on_failure = self._stop
-        patience = _patience(crowd, members[mesh.rank])
-        self._limits = limits_for(self.size)
-        self._context = NetContext(self.size, mesh.rank, self._limits, mesh.streams, patience)
+        self._mesh = mesh
+        patience = _patience(crowd, members[gate.rank])
+        self._limits = limits_for(gate.size)
+        self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, patience)
         self.pipe = TcpPipe(mesh, self.monitor, patience * _TRY)
-        self.messages = Engine(self._routes(), mesh.rank, self.monitor, timeout)
+        self.messages: Engine
+        self.route({})
+        self._prepared: dict[Any, Prepared] = {}
         self._remembering = threading.Lock()
         self._releases_later = False  # closed in the middle of a call
 
-    def _routes(self) -> list[tuple[Pipe, int]]:
-        """How messages get to each rank."""
-        return [(self.pipe, rank) for rank in range(self.size)]
+    def route(self, near: Mapping[int, tuple[Pipe, int]]) -> None:
+        """Let messages to some ranks take other pipes than connections; before the first message."""
+        routes = [near.get(rank, (self.pipe, rank)) for rank in range(self.gate.size)]
+        self.messages = Engine(routes, self.gate.rank, self.monitor, self.gate.timeout)
+
+    def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
+        return Fast(group, self.pipe, self.messages, self.run_prepared).table()
 
     # ---- a call ----------------------------------------------------------------------------------
-
-    def _plan(
-        self,
-        operation: str,
-        arrays: Sequence[Array],
-        nbytes: Sequence[int],
-        *,
-        op: ReduceOp | None = None,
-        root: int = 0,
-        parts: Sequence[int] = (),
-        timeout: float | None = None,
-        choose: Callable[[Shape], Plan] = plan_for,
-    ) -> Call:
-        """A call of an operation on arrays in the order that plans/table.py gives.
-
-        Args:
-            nbytes: as in plans/shape.py.
-            parts: sizes of the arrays of a coalesced call.
-            choose: makes the plan.
-        """
-        dtype = arrays[0].dtype if arrays else None
-        key = (operation, dtype, op, root, tuple(nbytes), tuple(parts), choose)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._prepare(*key)
-            self._remember(key, prepared)
-        given = tuple(arrays)
-        return lambda: self._carry_out(prepared, given, timeout)
 
     def _carry_out(self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None) -> None:
         """The call itself, by the thread that has the turn."""
@@ -133,19 +112,15 @@ class TcpGroup(ShortPaths, Mailing):
         try:
             if not prepared.ready:
                 self._make_ready(prepared, timeout)
-            code = engine.collective.call(self._context.address, prepared.address, arrays)
+            code = engine.collective.call(self.context.address, prepared.address, arrays)
             if code != DONE:
-                self._go_on(code, prepared, arrays, timeout)
+                self._resume(code, prepared, arrays, timeout)
         except BaseException as error:
             self._torn(error, prepared)
             raise
         finally:
             if self._releases_later:
                 self._release()
-
-    def _meeting(self, operation: str, arrays: Sequence[Array], nbytes: Sequence[int], **rest: Any) -> Call:
-        """A call in which the ranks only make sure that all of them make it."""
-        return self._plan(operation, arrays, nbytes, choose=_nothing, **rest)
 
     def _prepare(
         self,
@@ -161,16 +136,25 @@ class TcpGroup(ShortPaths, Mailing):
         if op is not None and itemsize > PIECE:
             raise ArrayError(f"an element of {dtype} has {itemsize} bytes; {operation} takes {PIECE} here")
         code = signature.encode(operation, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
-        folds = reducer(self._folded(op), dtype)[:2] if op is not None and dtype is not None else (0, 0)
+        folds = (
+            reducer(folded(op, self.gate.size), dtype)[:2] if op is not None and dtype is not None else (0, 0)
+        )
         half = dtype is not None and dtype.name in HALVES
         ordered = op is not None and (op.function is not None or half)
         call = Shape(
-            operation, self.size, self.rank, nbytes, self._limits, itemsize, root=root, ordered=ordered
+            operation,
+            self.gate.size,
+            self.gate.rank,
+            nbytes,
+            self._limits,
+            itemsize,
+            root=root,
+            ordered=ordered,
         )
         sizes = sizes_of(call)
         balance = 0
-        if self.size > MEET_RANKS:
-            balance = signature.balance(self.rank, sizes.gives, sizes.takes)
+        if self.gate.size > MEET_RANKS:
+            balance = signature.balance(self.gate.rank, sizes.gives, sizes.takes)
         plan, stride = choose(call), self._limits.frame_stride
         prepared = Prepared(code, sizes, plan, stride, folds, itemsize, balance)
         return prepared
@@ -184,13 +168,13 @@ class TcpGroup(ShortPaths, Mailing):
 
     def _make_ready(self, prepared: Prepared, timeout: float | None) -> None:
         """Before a call's first time, by the thread that has the turn: room, and connections to all its peers."""
-        self._context.make_room(prepared)
-        peers = {*self._context.met, *prepared.peers}
+        self.context.make_room(prepared)
+        peers = {*self.context.met, *prepared.peers}
         # First those that this rank dials, who need not have come yet; it is not to be missed by them as well.
-        in_order = sorted(peers, key=lambda peer: (peer < self.rank, peer))
-        fds, streams = self._context.fds, range(self._context.streams)
+        in_order = sorted(peers, key=lambda peer: (peer < self.gate.rank, peer))
+        fds, streams = self.context.fds, range(self.context.streams)
         missing = [(peer, stream) for peer in in_order for stream in streams if fds[peer, stream] < 0]
-        self._connect(missing, prepared, self.timeout if timeout is None else timeout)
+        self._connect(missing, prepared, self.gate.timeout if timeout is None else timeout)
         self.gate.check_usable()  # a signal handler may have closed the group meanwhile
         prepared.ready = True
 
@@ -200,78 +184,81 @@ class TcpGroup(ShortPaths, Mailing):
         for peer, stream in missing:
             left = 0.0 if late else max(0.0, deadline - time.monotonic())
             try:
-                self._context.fds[peer, stream] = self._mesh.data(peer, stream, left)
+                self.context.fds[peer, stream] = self._mesh.data(peer, stream, left)
             except CollectiveTimeoutError:
-                if peer > self.rank:
+                if peer > self.gate.rank:
                     raise  # it could not be reached, and the error says how that failed
                 late.add(peer)
         if late:
             what = signature.describe(prepared.call, prepared.shape)
             names = ", ".join(self.monitor.name(peer) for peer in sorted(late))
             raise CollectiveTimeoutError(
-                f"{what}, call {self._context[words.CALLS] + 1} of group {self.name!r}: {names} did not arrive within "
-                f"{timeout:g} s",
-                [self.ranks[peer] for peer in sorted(late)],
+                f"{what}, call {self.context[words.CALLS] + 1} of group {self.gate.name!r}: {names} did not arrive "
+                f"within {timeout:g} s",
+                [self.gate.ranks[peer] for peer in sorted(late)],
             )
 
-    def _go_on(self, code: int, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None) -> None:
+    def _resume(
+        self, code: int, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None
+    ) -> None:
         """What follows when the engine comes back early."""
-        doing = self._doing()
-        wait = Wait(self.monitor, doing, self._late, self.timeout if timeout is None else timeout)
+        doing = self.doing()
+        wait = Wait(self.monitor, doing, self._late, self.gate.timeout if timeout is None else timeout)
         while code in (AGAIN, WORKED):
             wait.look() if code == AGAIN else wait.worked()
-            code = engine.collective.call(self._context.address | words.RESUMED, prepared.address, arrays)
+            code = engine.collective.call(self.context.address | words.RESUMED, prepared.address, arrays)
         if code == MISMATCH:
             raise self._mismatch()
         if code == GONE:
             self._raise_lost(doing)
         if code == GARBLED:
-            peer = self._context[words.PEER]
+            peer = self.context[words.PEER]
             raise AbortedError(
                 f"{self.monitor.name(peer)} sent what no rank sends in {doing}; the ranks' libraries or settings "
                 "differ",
-                [self.ranks[peer]],
+                [self.gate.ranks[peer]],
             )
 
-    def _doing(self) -> str:
+    def doing(self) -> str:
         """The call under way, for messages."""
-        number, head = self._context[words.CALLS], self._context.headers()[self.rank]
+        number, head = self.context[words.CALLS], self.context.headers()[self.gate.rank]
         what = signature.describe(int(head[words.HEAD_CALL]), int(head[words.HEAD_SHAPE]))
-        return f"{what}, call {number} of group {self.name!r}"
+        return f"{what}, call {number} of group {self.gate.name!r}"
 
     def _late(self) -> list[int]:
         """The group ranks whose headers have not come, or else all that the plan waits for."""
-        numbers = self._context.headers()[:, words.NUMBER]
-        late = [rank for rank in range(self.size) if numbers[rank] < self._context[words.CALLS]]
-        return late or self._context.waited_for
+        numbers = self.context.headers()[:, words.NUMBER]
+        late = [rank for rank in range(self.gate.size) if numbers[rank] < self.context[words.CALLS]]
+        return late or self.context.waited_for
 
     def _mismatch(self) -> Exception:
-        number, headers = self._context[words.CALLS], self._context.headers().copy()
-        engine.after_mismatch.call(self._context.address)
+        number, headers = self.context[words.CALLS], self.context.headers().copy()
+        engine.after_mismatch.call(self.context.address)
         heads = [(int(h[words.HEAD_CALL]), int(h[words.HEAD_SHAPE])) for h in headers]
         if error := signature.refused(
-            heads, self.ranks, self.gate.refusal, self._from_all, number, self.name
+            heads, self.gate.ranks, self.gate.refusal, self._from_all, number, self.name
         ):
             return error
 
         def tables() -> Sequence[signature.Sizes]:
-            if self.size > MEET_RANKS:
+            if self.gate.size > MEET_RANKS:
                 return ()
-            sizes = headers[:, words.SIZES : words.SIZES + 2 * self.size].reshape(self.size, 2, self.size)
+            n = self.gate.size
+            sizes = headers[:, words.SIZES : words.SIZES + 2 * n].reshape(n, 2, n)
             return [(gives, takes) for gives, takes in sizes.tolist()]
 
-        text = signature.describe_mismatch(heads, self.ranks, tables)
-        return signature.mismatch(text, number, self.name)
+        text = signature.describe_mismatch(heads, self.gate.ranks, tables)
+        return signature.mismatch(text, number, self.gate.name)
 
     def _from_all(self, own: Array) -> Array:
         """Every rank's array, by the thread that has the turn, between two calls."""
-        everybody = np.empty((self.size, *own.shape), own.dtype)
-        self._plan("all_gather", [*everybody, own], [own.nbytes] * self.size)()
+        everybody = np.empty((self.gate.size, *own.shape), own.dtype)
+        self.plan(Operation("all_gather", tuple(everybody), (own,)))()
         return everybody
 
     def _raise_lost(self, doing: str) -> NoReturn:
         """Raise why the connection to a peer is over: what that peer or others say, or that it is gone."""
-        peer, error = self._context[words.PEER], -self._context[words.ERROR]
+        peer, error = self.context[words.PEER], -self.context[words.ERROR]
         waiting = f"{doing}, waiting for {self.monitor.name(peer)}"
         deadline = time.monotonic() + _REASON_SECONDS
         while (found := self.monitor.verdict([peer], waiting)) is None:
@@ -285,80 +272,78 @@ class TcpGroup(ShortPaths, Mailing):
         """After an exception: fail the group if the call was half-way, since the peers go on with it."""
         if isinstance(error, GroupError):
             self.fail(error)
-        elif self._context.under_way:
-            self._interrupted(error, self._doing())
+        elif self.context.under_way:
+            self.interrupted(error, self.doing())
         elif not prepared.ready:
-            self._interrupted(error, f"connecting the ranks of group {self.name!r}")
+            self.interrupted(error, f"connecting the ranks of group {self.gate.name!r}")
 
-    def _interrupted(self, error: BaseException, doing: str) -> None:
-        here, why = self.monitor.name(self.rank), type(error).__name__
-        self.fail(AbortedError(f"{here} was interrupted by {why} in {doing}", [self.ranks[self.rank]]))
-
-    def _stop(self) -> None:
-        """The group has failed, wherever that was found."""
-        self.gate.failure = self.monitor.failure
+    def interrupted(self, error: BaseException, doing: str) -> None:
+        here, why = self.monitor.name(self.gate.rank), type(error).__name__
+        self.fail(
+            AbortedError(f"{here} was interrupted by {why} in {doing}", [self.gate.ranks[self.gate.rank]])
+        )
 
     # ---- the operations ------------------------------------------------------------------------------
 
-    def _plan_all_reduce(self, x: Array, op: ReduceOp, parts: Sequence[int] = ()) -> Call:
-        call = self._plan("all_reduce", [x], [x.nbytes], op=op, parts=parts)
-        return self._then_divide(call, x, op, self.size)
+    def plan(
+        self,
+        operation: Operation,
+        timeout: float | None = None,
+        choose: Callable[[Shape], Plan] = plan_for,
+    ) -> Call:
+        """See Backend; `choose` makes the plan."""
+        kind, _, _, op, root, parts = operation
+        arrays, sized = _ARRAYS[kind](operation)
+        dtype = arrays[0].dtype if arrays else None
+        key = (kind, dtype, op, root, tuple(x.nbytes for x in sized), parts, choose)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepare(*key)
+            self._remember(key, prepared)
 
-    def _plan_reduce(self, out: Array, x: Array, op: ReduceOp, root: int) -> Call:
-        call = self._plan("reduce", [out, x], [x.nbytes], op=op, root=root)
-        return self._then_divide(call, out, op, self.size if self.rank == root else 0)
+        def call() -> None:
+            self._carry_out(prepared, arrays, timeout)
 
-    def _plan_scan(self, out: Array, x: Array, op: ReduceOp, exclusive: bool) -> Call:
-        call = self._plan("exscan" if exclusive else "scan", [out, x], [x.nbytes], op=op)
-        return self._then_divide(call, out, op, self.rank + (not exclusive))
-
-    def _plan_reduce_scatter(self, out: Array, blocks: Sequence[Array], op: ReduceOp) -> Call:
-        call = self._plan("reduce_scatter", [out, *blocks], [block.nbytes for block in blocks], op=op)
-        return self._then_divide(call, out, op, self.size)
-
-    def _then_divide(self, call: Call, x: Array, op: ReduceOp, ranks: int) -> Call:
-        """The call, and the division that `_folded` has put off; by 0 stands for no result here."""
-        if self._folded(op) is op or ranks == 0:
+        divisor = self._divisor(operation)
+        if op is None or folded(op, self.gate.size) is op or divisor == 0:
             return call
 
         def divided() -> None:
             call()
-            divide(x, ranks)
+            divide(operation.outputs[0], divisor)
 
         return divided
 
-    def _plan_broadcast(self, x: Array, root: int, parts: Sequence[int] = ()) -> Call:
-        return self._plan("broadcast", [x], [x.nbytes], root=root, parts=parts)
+    def meeting(self, operation: Operation) -> Call:
+        """A call in which the ranks only make sure that all of them make it."""
+        return self.plan(operation, choose=_nothing)
 
-    def _plan_all_gather(self, outs: Sequence[Array], x: Array, parts: Sequence[int] = ()) -> Call:
-        return self._plan("all_gather", [*outs, x], [out.nbytes for out in outs], parts=parts)
+    def _divisor(self, operation: Operation) -> int:
+        """By what an average is divided that was folded as a sum; 0 where there is no result."""
+        if operation.kind == "reduce":
+            return self.gate.size if self.gate.rank == operation.root else 0
+        if operation.kind in ("scan", "exscan"):
+            return self.gate.rank + (operation.kind == "scan")
+        return self.gate.size
 
-    def _plan_gather(self, outs: Sequence[Array] | None, x: Array, root: int) -> Call:
-        if outs is None:
-            return self._plan("gather", [x], [x.nbytes], root=root)
-        return self._plan("gather", [*outs, x], [out.nbytes for out in outs], root=root)
-
-    def _plan_scatter(self, out: Array, blocks: Sequence[Array] | None, root: int) -> Call:
-        if blocks is None:
-            return self._plan("scatter", [out], [out.nbytes], root=root)
-        return self._plan("scatter", [out, *blocks], [block.nbytes for block in blocks], root=root)
-
-    def _plan_all_to_all(self, outs: Sequence[Array], blocks: Sequence[Array]) -> Call:
-        return self._plan("all_to_all", [*outs, *blocks], [x.nbytes for x in (*outs, *blocks)])
-
-    def _plan_meeting(self, operation: str, timeout: float) -> Call:
-        return self._plan(operation, [], [], timeout=timeout)
+    def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
+        """Carry a call out that was prepared before, with nothing ahead of it; False: it takes the general way."""
+        prepared = self._prepared.get(key)
+        if prepared is None or not self.gate.is_clear():
+            return False
+        self.gate.in_turn(self._carry_out, prepared, arrays)
+        return True
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def _close(self, reason: GroupError | None) -> None:
+    def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
         # A call under way was aborted and ends within moments. One that a signal handler has interrupted ends after
         # the handler, and then releases the connections itself.
         inside = self.gate.is_inside()
         turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         self.monitor.leave()
-        if turn or (inside and not self._context.under_way):
+        if turn or (inside and not self.context.under_way):
             self._release()
         else:
             self._releases_later = True
@@ -368,11 +353,9 @@ class TcpGroup(ShortPaths, Mailing):
     def _release(self) -> None:
         """Close the connections, once no call uses them."""
         self._mesh.close()
-        self._context.fds.fill(-1)
+        self.context.fds.fill(-1)
 
     def disown(self, error: GroupError) -> None:
-        """In a child of fork: make every use raise, and say nothing on the sockets, which are the parent's."""
-        self.monitor.failure = self.gate.failure = error
         self._mesh.disown()
 
 
@@ -385,3 +368,22 @@ def _patience(crowd: Sequence[Member], me: Member) -> int:
     """Sweeps in vain before sleeping: few where the ranks of this host outnumber the cores."""
     here = [member for member in crowd if member.boot_id == me.boot_id]
     return _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
+
+
+Arrays = tuple[tuple[Array, ...], tuple[Array, ...]]
+
+_ARRAYS: dict[str, Callable[[Operation], Arrays]] = {
+    "all_reduce": lambda o: (o.outputs, o.outputs),
+    "broadcast": lambda o: (o.outputs, o.outputs),
+    "reduce": lambda o: ((*o.outputs, *o.inputs), o.inputs),
+    "scan": lambda o: ((*o.outputs, *o.inputs), o.inputs),
+    "exscan": lambda o: ((*o.outputs, *o.inputs), o.inputs),
+    "reduce_scatter": lambda o: ((*o.outputs, *o.inputs), o.inputs),
+    "all_gather": lambda o: ((*o.outputs, *o.inputs), o.outputs),
+    "gather": lambda o: ((*o.outputs, *o.inputs), o.outputs or o.inputs),
+    "scatter": lambda o: ((*o.outputs, *o.inputs), o.inputs or o.outputs),
+    "all_to_all": lambda o: ((*o.outputs, *o.inputs), (*o.outputs, *o.inputs)),
+    "barrier": lambda o: ((), ()),
+    "refused": lambda o: ((), ()),
+}
+"""A kind's arrays in the order of plans/table.py, and those whose sizes plans/shape.py takes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.members import Member, dead_among
-from ..core.monitor import LEAVING, LEFT, Vigil
+from ..core.monitor import LEAVING, LEFT, Monitor
 from ..errors import CollectiveTimeoutError
 from .layout import REASON, REASON_BYTES, STATE
 from .segment import Segment
@@ -18,7 +18,7 @@ _MOST_RANKS = 32
 """That a reason blames: up to 200 of its REASON_BYTES in a world of 10,000."""
 
 
-class ShmVigil(Vigil):
+class ShmMonitor(Monitor):
     """What the ranks of one node see of one another."""
 
     def __init__(self, segment: Segment, members: Sequence[Member], rank: int) -> None:

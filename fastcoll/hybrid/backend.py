@@ -1,0 +1,365 @@
+"""The default backend: shared memory inside a node, the network between nodes, together as one group.
+
+It is a TcpBackend of all ranks with two groups more, which the user does not see:
+
+    local    the ranks of this node, in shared memory
+    rail     the ranks with this one's place on each node, over TCP or, by FASTCOLL_BETWEEN_NODES, over MPI: each shares
+             its part of the data with them
+
+Every call begins with the meeting of all ranks over TCP, in which mismatches and missing ranks are found as in any
+group over TCP, and what is small enough is done in it. Only then does the data take the way through the nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import config
+from ..core.backend import Backend
+from ..core.group import ProcessGroup
+from ..core.members import Member
+from ..core.operands import LARGEST_TAG, Array, divide, sum_for
+from ..core.operation import Call, Operation
+from ..core.partition import cut, shares
+from ..core.reduce_op import AVG, ReduceOp
+from ..core.status import DONE, LATER
+from ..core.topology import Topology
+from ..core.work import Work
+from ..errors import AbortedError, GroupError, MismatchError
+from ..net.tcp import words
+from ..net.tcp.backend import TcpBackend
+from ..net.tcp.plans.shape import MEET_RANKS
+from ..p2p.engine import Engine
+from ..rendezvous import PrefixStore, Store
+from ..rendezvous.assemble import GroupMeeting
+from ..shm import ring_kernels
+from ..shm.backend import ShmBackend
+
+DIRECT = 512 << 10
+"""Bytes up to which groups of at most MEET_RANKS ranks take the direct way. all_reduce on two hosts of two ranks, nodes
+against direct: 256 KiB 480 us and 370 us, 1 MiB 1.15 ms and 1.36 ms (a core a host, AMD EPYC)."""
+SMALL = 64 << 10
+"""Bytes up to which one rank of each node talks for all, in larger groups: to divide less gains nothing over a round's
+latency."""
+SEGMENT = 8 << 20
+"""Bytes of a rank's part that travel while the next ones are reduced in shared memory. 64 MiB on the same two hosts:
+93 ms with 1 MiB, 65 ms with 16 MiB; where each rank has a core of its own, smaller segments overlap more."""
+# How long a rank whose call was broken off waits to hear who died.
+_REASON_SECONDS = 1.0
+
+
+def make_auto(store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Backend:
+    """The backend that suits where its members are: shared memory, TCP (or MPI), or both; collective."""
+    topology = Topology.of(members, rank)
+    if len(topology.nodes) == 1:
+        return ShmBackend.make(store, name, members, rank, timeout)
+    if all(len(node) == 1 for node in topology.nodes):
+        return _between_nodes()(store, name, members, rank, timeout)
+    return HybridBackend.make(store, name, members, rank, timeout)
+
+
+def _between_nodes() -> Callable[..., Backend]:
+    """What makes backends of ranks on different nodes."""
+    if config.get("FASTCOLL_BETWEEN_NODES") == "mpi":
+        from ..net.mpi.backend import MpiBackend  # few need it
+
+        return MpiBackend.make
+    return TcpBackend.make
+
+
+class HybridBackend(Backend):
+    """Ranks on several nodes, some of which share a node."""
+
+    name = "auto"
+
+    @classmethod
+    def make(
+        cls,
+        store: Store,
+        name: str,
+        members: Sequence[Member],
+        rank: int,
+        timeout: float,
+        crowd: Sequence[Member] | None = None,
+    ) -> HybridBackend:
+        """Meet the other members; collective. The arguments and errors are those of ShmBackend and TcpBackend."""
+        topology = Topology.of(members, rank)
+        parts: list[ProcessGroup] = []
+        everyone: TcpBackend | None = None
+
+        def part(make: Callable[..., Backend], label: str, ranks: Sequence[int]) -> Backend:
+            there = [members[r] for r in ranks]
+            made = make(PrefixStore(label, store), f"{name}/{label}", there, ranks.index(rank), timeout)
+            parts.append(ProcessGroup(made))
+            return made
+
+        try:
+            everyone = TcpBackend.make(store, name, members, rank, timeout, crowd)
+            # Of a part of the world it is not known here how many other ranks are on the node.
+            is_world = len(members) == members[rank].world_size
+            neighbours = len(topology.local) if is_world else None
+            near = part(
+                partial(ShmBackend.make, neighbours=neighbours), f"node{topology.node}", topology.local
+            )
+            assert isinstance(near, ShmBackend)
+            if topology.rail is not None:
+                make = partial(_between_nodes(), crowd=crowd or members)
+                part(make, f"rail{topology.local_rank}", topology.rail)
+        except BaseException as error:
+            for place in range(topology.rails):  # whoever makes a rail already looks at its store only
+                GroupMeeting(PrefixStore(f"rail{place}", store), members, rank, timeout, name).tell(error)
+            if everyone is not None:
+                why = error if str(error) else type(error).__name__
+                everyone.fail(AbortedError(f"{members[rank]} could not make the group {name}: {why}"))
+                for made in parts:
+                    made.close()
+                everyone.close(everyone.monitor.failure)
+            raise
+        return cls(everyone, near, topology, parts)
+
+    def __init__(
+        self, everyone: TcpBackend, near: ShmBackend, topology: Topology, parts: Sequence[ProcessGroup]
+    ) -> None:
+        self.gate = everyone.gate
+        self.monitor = everyone.monitor
+        self._everyone = everyone
+        self._topology = topology
+        self._parts = list(parts)
+        self.local = parts[0]
+        self.rail = parts[1] if len(parts) > 1 else None
+        self._direct = DIRECT if self.gate.size <= MEET_RANKS else 0
+        self._near = near
+        self._places = {peer: place for place, peer in enumerate(topology.local) if peer != self.gate.rank}
+        everyone.route({peer: (near.pipe, place) for place, peer in enumerate(topology.local)})
+        self.messages: Engine = everyone.messages
+
+    def learn(self, dtype: np.dtype[Any]) -> None:
+        self._near.learn(dtype)
+
+    def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
+        flat = self._everyone.fast(group)
+        rings, messages = self._near.pipe.address, self.messages
+
+        def place_of(peer: Any, tag: Any) -> int | None:
+            """Of a rank of this node; None: it is on another, or the arguments are not those of a plain call."""
+            if type(peer) is not int or type(tag) is not int or not 0 <= tag <= LARGEST_TAG:
+                return None
+            return self._places.get(peer)
+
+        def send(tensor: Any, dst: int, tag: int = 0) -> None:
+            place = place_of(dst, tag)
+            if place is None:
+                flat["send"](tensor, dst, tag)
+                return None
+            try:
+                status = ring_kernels.send.call(rings, place, tensor, tag, -1)
+                if status == DONE:
+                    return None
+                if status != LATER:
+                    return messages.resume_send(status, tensor, dst, tag)
+            except BaseException as error:
+                messages.torn(error, "send")
+                raise
+            return ProcessGroup.send(group, tensor, dst, tag)
+
+        def recv(tensor: Any, src: int | None = None, tag: int = 0) -> int:
+            place = place_of(src, tag)
+            if place is None:
+                return int(flat["recv"](tensor, src, tag))
+            try:
+                status = ring_kernels.receive.call(rings, place, tensor, tag, -1)
+                if status < DONE:
+                    return int(src)  # type: ignore[arg-type]
+                if status != LATER:
+                    return messages.resume_receive(status, tensor, src, tag)
+            except BaseException as error:
+                messages.torn(error, "recv")
+                raise
+            return ProcessGroup.recv(group, tensor, src, tag)
+
+        return {**flat, "send": send, "recv": recv}
+
+    # ---- operations ----------------------------------------------------------------------------------
+
+    def plan(self, operation: Operation, timeout: float | None = None) -> Call:
+        work = self._through_nodes(operation)
+        if work is None:
+            return self._everyone.plan(operation, timeout)
+        meeting = self._everyone.meeting(operation)
+        calls = self._everyone.context
+
+        def call() -> None:
+            before = calls[words.CALLS]
+            try:
+                meeting()
+                work()
+            except BaseException as error:
+                if isinstance(error, MismatchError) or calls[words.CALLS] == before:
+                    raise  # no rank goes on, or this one did not begin
+                failure = self._broken_off(error)
+                if failure is error:
+                    raise
+                raise failure.with_traceback(None) from error
+
+        return call
+
+    def _through_nodes(self, operation: Operation) -> Call | None:
+        """What the groups of this node and rail do after the meeting; None: all ranks take the direct way."""
+        kind, outputs, inputs, op, _, _ = operation
+        if kind not in _WAYS:
+            return None
+        sizes = [x.nbytes for x in (inputs if kind == "reduce_scatter" else outputs)]
+        if max(sizes) <= self._direct:
+            return None
+        # A user's function is folded in rank order only.
+        if op is not None and op.function is not None and not self._topology.in_order:
+            return None
+        if kind in ("reduce_scatter", "all_gather") and (not self._topology.even or len(set(sizes)) > 1):
+            return None
+        return partial(_WAYS[kind], self, operation)
+
+    def _all_reduce(self, operation: Operation) -> None:
+        assert operation.op is not None
+        self._reduce_everywhere(operation.outputs[0], operation.op)
+
+    def _reduce(self, operation: Operation) -> None:
+        (out,), (x,), op = operation.outputs, operation.inputs, operation.op
+        assert op is not None
+        is_root = self.gate.rank == operation.root
+        total = out if is_root and out is x else x.copy()
+        self._reduce_everywhere(total, op)
+        if is_root:
+            out[...] = total
+
+    def _reduce_scatter(self, operation: Operation) -> None:
+        """First inside the node, for the rail that each rank is on, then along the rails."""
+        (out,), blocks, op = operation.outputs, operation.inputs, operation.op
+        assert op is not None
+        assert self.rail is not None
+        rails = zip(*self._topology.nodes, strict=True)
+        mine = [np.concatenate([blocks[rank].reshape(-1) for rank in rail]) for rail in rails]
+        own = mine[self._topology.local_rank]
+        self.local.reduce_scatter(own, mine, sum_for(op))
+        self.rail.reduce_scatter_single(out, own, sum_for(op))
+        self._divide(out, op)
+
+    def _broadcast(self, operation: Operation) -> None:
+        (x,) = operation.outputs
+        node, place = self._topology.home_of(operation.root)
+        if self._topology.node == node:
+            self.local.broadcast(x, place)
+        shares = self._parts_of(x.reshape(-1))
+        if self.rail is not None:
+            self.rail.broadcast(shares[self._topology.local_rank], node)
+        if self._topology.node != node:
+            self.local.all_gather(shares, shares[self._topology.local_rank])
+
+    def _all_gather(self, operation: Operation) -> None:
+        """First along the rails, then inside the node, each of whose ranks has got a part of every node."""
+        outs, (x,) = operation.outputs, operation.inputs
+        assert self.rail is not None
+        nodes, here = len(self._topology.nodes), self.local.size
+        mine = np.empty((nodes, x.size), x.dtype)
+        self.rail.all_gather_single(mine, x)
+        everything = np.empty((here, nodes, x.size), x.dtype)
+        self.local.all_gather_single(everything, mine)
+        for number, ranks in enumerate(self._topology.nodes):
+            for place, rank in enumerate(ranks):
+                outs[rank].reshape(-1)[...] = everything[place, number]
+
+    # ---- reducing through nodes ----------------------------------------------------------------------
+
+    def _reduce_everywhere(self, x: Array, op: ReduceOp) -> None:
+        """x = the reduction over all ranks."""
+        if x.nbytes <= SMALL:
+            self.local.reduce(x, 0, sum_for(op))
+            if self._topology.local_rank == 0:
+                assert self.rail is not None
+                self.rail.all_reduce(x, sum_for(op))
+                self._divide(x, op)
+            self.local.broadcast(x, 0)
+        else:
+            self._reduce_by_rails(x, op)
+
+    def _reduce_by_rails(self, x: Array, op: ReduceOp) -> None:
+        """Each rail reduces its part of each segment; while one travels, the next is reduced in shared memory."""
+        under_way: list[tuple[list[Array], Work | None]] = []
+        flat, rails = x.reshape(-1), self._topology.rails
+        items = max(rails, rails * SEGMENT // x.itemsize)
+        segments = cut(flat, items)
+        for segment in segments:
+            parts = self._parts_of(segment)
+            own = parts[self._topology.local_rank]
+            self.local.reduce_scatter(own, parts, sum_for(op))
+            # With nothing to overlap it with, handing over to another thread only costs.
+            overlaps = len(segments) > 1
+            work = None if self.rail is None else self.rail.all_reduce(own, sum_for(op), async_op=overlaps)
+            under_way.append((parts, work))
+            if len(under_way) > 1:
+                self._share(*under_way.pop(0), op)
+        for parts, work in under_way:
+            self._share(parts, work, op)
+
+    def _share(self, parts: list[Array], work: Work | None, op: ReduceOp) -> None:
+        """Give each rank of the node what the others have got."""
+        own = parts[self._topology.local_rank]
+        if work is not None:
+            work._join()
+        self._divide(own, op)
+        self.local.all_gather(parts, own)
+
+    def _parts_of(self, segment: Array) -> list[Array]:
+        """A segment's part of each rank on this node; surplus ranks have none."""
+        parts = shares(segment, self._topology.rails)
+        return parts + [segment[:0]] * (self.local.size - len(parts))
+
+    def _divide(self, x: Array, op: ReduceOp) -> None:
+        """Make an average of a sum."""
+        if op.code == AVG:
+            divide(x, self.gate.size)
+
+    # ---- when things go wrong, and the end -----------------------------------------------------------
+
+    def _broken_off(self, error: BaseException) -> BaseException:
+        """What to raise when a call ended in the middle of its way, after telling all ranks."""
+        doing = self._everyone.doing()
+        if not isinstance(error, GroupError):
+            self._everyone.interrupted(error, doing)
+            return error
+        # A part says who left it; the monitor of all ranks knows why.
+        deadline = time.monotonic() + _REASON_SECONDS
+        while (found := self.monitor.verdict([], doing)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        failure = found or error
+        self.fail(failure)
+        return failure
+
+    def stop(self) -> None:
+        for part in self._parts:
+            part.abort(str(self.gate.failure))
+
+    def close(self, reason: GroupError | None) -> None:
+        self.messages.close(reason)  # before the segment that its messages pass is gone
+        for part in self._parts:
+            part.close(self.monitor.farewell)
+        self._everyone.close(reason)
+
+    def disown(self, error: GroupError) -> None:
+        self._everyone.disown(error)
+        for part in self._parts:
+            part.disown(error)
+
+
+_WAYS: dict[str, Callable[[HybridBackend, Operation], None]] = {
+    "all_reduce": HybridBackend._all_reduce,
+    "reduce": HybridBackend._reduce,
+    "reduce_scatter": HybridBackend._reduce_scatter,
+    "broadcast": HybridBackend._broadcast,
+    "all_gather": HybridBackend._all_gather,
+}
+"""The kinds that go through the nodes when they are large; the others always take the direct way."""
