@@ -249,7 +249,7 @@ class Engine:
 
     def is_entered(self) -> bool:
         """Whether messages cannot go on until this thread does: it is the engine's, or a signal handler in a call."""
-        return self._on_own_thread() or self._has_turn()
+        return self._on_own_thread() or self.has_turn()
 
     def abort(self) -> None:
         """Have everything under way look at the group's state at once. From any thread."""
@@ -271,9 +271,9 @@ class Engine:
             thread.join(_CLOSE_SECONDS)
         end = error or AbortedError("the group was destroyed before the operation was complete")
         held, deadline = False, time.monotonic() + _CLOSE_SECONDS
-        if self._has_turn():  # a signal handler, in the middle of the very call that it would wait for
+        if self.has_turn():  # a signal handler, in the middle of the very call that it would wait for
             self._given_up = end
-        while not self._has_turn() and not (held := self._seize()) and time.monotonic() < deadline:
+        while not self.has_turn() and not (held := self._seize()) and time.monotonic() < deadline:
             for pipe in self._pipes:
                 pipe.ring_bell()
             time.sleep(_POLL)
@@ -299,7 +299,7 @@ class Engine:
         self._resting = False
         return True
 
-    def _has_turn(self) -> bool:
+    def has_turn(self) -> bool:
         """Whether this thread drives a pipe: then this is a signal handler, or a callback of an Adopted."""
         return any(pipe.is_mine() for pipe in self._pipes)
 
@@ -382,7 +382,7 @@ class Engine:
                     self._turn(self._drive, transfer, end)
                 finally:
                     self._release()
-            elif self._has_turn():
+            elif self.has_turn():
                 self._drive_nested(transfer, end)
             elif self._given_up is not None:
                 self._end_all(self._given_up)
@@ -434,7 +434,7 @@ class Engine:
                 self._turn(self._drive_at_once)
             finally:
                 self._release()
-        elif not self._has_turn():
+        elif not self.has_turn():
             self._wanted = True
             for pipe in self._pipes:
                 pipe.ring_bell()
@@ -642,7 +642,7 @@ class Engine:
     # ---- what is refused, and what goes wrong -----------------------------------------------------
 
     def _refuse_nesting(self, name: str) -> None:
-        if self._has_turn():
+        if self.has_turn():
             raise UsageError(f"{name}: a signal handler may not wait for messages while its thread does")
 
     def _refuse_waiting(self, transfer: Transfer) -> None:

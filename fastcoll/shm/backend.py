@@ -277,7 +277,9 @@ class ShmBackend(Backend):
         # not worth waiting for: then the mapping stays until the process ends.
         deadline = time.monotonic() + _CLOSE_SECONDS
         # A signal handler that closes the group whose call it interrupted would wait for itself.
-        turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
+        # One that interrupted a message would have it go on in memory that is gone.
+        inside = self.gate.is_inside() or self.messages.has_turn()
+        turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         free = turn
         while free and waiting.seize.call(self._c + 8 * words.BUSY) == LATER:
             free = time.monotonic() < deadline
