@@ -62,6 +62,7 @@ class Engine:
 
     Attributes:
         inbox: posted operations that have not begun, in their order; a short cut may not post while there are any.
+        queued: by rank, sends that have been admitted and not begun; a short cut may not send past them.
     """
 
     def __init__(self, routes: list[tuple[Pipe, int]], rank: int, vigil: Monitor, timeout: float) -> None:
@@ -72,6 +73,7 @@ class Engine:
         self._ranks = [{n: r for r, (p, n) in enumerate(routes) if p is pipe} for pipe in self._pipes]
         self._is_single = len(self._pipes) == 1
         self._exchange = Exchange(routes, rank)
+        self.queued = {other: peer.queued for other, peer in enumerate(self._exchange.peers)}
         self.inbox: deque[Transfer] = deque()
         self._sleepers: deque[threading.Event] = deque()
         self._handled = [0] * len(self._pipes)  # events
@@ -582,6 +584,8 @@ class Engine:
         pipe, number = self._routes[transfer.peer]
         try:
             if isinstance(transfer, Send):
+                if self.queued[transfer.peer]:
+                    return False
                 sent = pipe.post_send(transfer.array, number, transfer.kind)
                 if sent < 0:
                     return False

@@ -305,7 +305,7 @@ class Fast:
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         messages = self._messages
-        if not messages.inbox and type(dst) is int:
+        if not messages.inbox and type(dst) is int and not messages.queued.get(dst):
             try:
                 number = _post_send.call(self._m, dst, tensor, tag, -1)
                 if number >= 0:

@@ -360,6 +360,33 @@ def test_what_is_ready_is_not_kept_waiting_by_what_is_not(worlds) -> None:
     assert unmatched.wait(DEADLINE)
 
 
+def test_a_posted_send_does_not_overtake_one_that_has_not_begun(worlds) -> None:
+    """As after an interrupt between the end of one message and the begin of the next."""
+
+    def first(me: Rank) -> None:
+        # A message goes out, so that the way is there; then one is admitted and not begun.
+        me.send(np.full(4, 9, np.uint8), 1, 5)
+        engine: Any = me.mailbox
+        begin, engine._exchange._begin_next = engine._exchange._begin_next, lambda peer: None
+        works = [me.isend(pattern(70_000, 1), 1, 5)]
+        engine._exchange._begin_next = begin
+        works += [me.isend(np.full(8, k, np.uint8), 1, 5) for k in range(3)]
+        for work in works:
+            work.wait(DEADLINE)
+
+    def second(me: Rank) -> None:
+        got = np.zeros(70_000, np.uint8)
+        me.recv(got[:4], 0, 5)
+        me.recv(got, 0, 5)
+        assert (got == pattern(70_000, 1)).all()
+        for k in range(3):
+            small = np.zeros(8, np.uint8)
+            me.recv(small, 0, 5)
+            assert (small == k).all()
+
+    worlds(2).run(first, second)
+
+
 @pytest.mark.parametrize("source", [1, None])
 def test_a_silent_peer_runs_into_the_timeout(worlds, source: int | None) -> None:
     me, _ = worlds(2, timeout=0.2).ranks
