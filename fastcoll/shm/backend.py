@@ -272,13 +272,13 @@ class ShmBackend(Backend):
     def close(self, reason: GroupError | None) -> None:
         self.context.words[words.SHUT] = 1
         self.context.take_back()
+        # A signal handler that closes the group whose call it interrupted would wait for itself; one that interrupted a
+        # message would have it go on in memory that is gone. Closed messages keep their pipe, so look before.
+        inside = self.gate.is_inside() or self.messages.has_turn()
         self.messages.close(reason)
         # A call under way was aborted and ends within moments. One that a killed thread has left behind is
         # not worth waiting for: then the mapping stays until the process ends.
         deadline = time.monotonic() + _CLOSE_SECONDS
-        # A signal handler that closes the group whose call it interrupted would wait for itself.
-        # One that interrupted a message would have it go on in memory that is gone.
-        inside = self.gate.is_inside() or self.messages.has_turn()
         turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         free = turn
         while free and waiting.seize.call(self._c + 8 * words.BUSY) == LATER:

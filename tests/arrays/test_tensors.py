@@ -361,7 +361,7 @@ def test_the_short_path_takes_tensors(torch: Any, monkeypatch: pytest.MonkeyPatc
     def adopts(*args: Any, **options: Any) -> None:
         pytest.fail("the general way was taken")
 
-    monkeypatch.setattr(ProcessGroup, "_adopt", adopts)
+    monkeypatch.setattr(ProcessGroup, "adopt", adopts)
     calls(torch.ones(3, requires_grad=True), torch.ones(1, 3))
     with pytest.raises(pytest.fail.Exception, match="general way"):
         dist.all_reduce(torch.ones(3, 3).t())
