@@ -90,7 +90,7 @@ def test_a_traced_array_is_refused(jax):
 SHARDED = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from fastcoll.arrays import adopt
+from fastcoll.interop.arrays import adopt
 x = jax.device_put(np.arange(4.0, dtype="f4"), NamedSharding(Mesh(jax.devices(), "a"), PartitionSpec("a")))
 try:
     adopt(x, writable=False)

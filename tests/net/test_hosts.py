@@ -22,8 +22,8 @@ PORT = "5000"  # of the store; nobody else is in these networks
 RANK = """
 import json, os, sys, time
 from fastcoll.errors import FastcollError
-from fastcoll.net import options
-from fastcoll.net.mesh import Mesh
+from fastcoll.net.tcp import interfaces as options
+from fastcoll.net.tcp.mesh import Mesh
 from fastcoll.rendezvous import TCPStore
 from fastcoll.rendezvous.join import join
 
