@@ -1,0 +1,77 @@
+"""How the package is built: nobody uses the private names of another file, and classes inherit little."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "fastcoll"
+TREES = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+
+OF_OTHERS = {
+    "_exit", "_fields", "_replace", "_asdict", "_make", "_C", "_cache", "_codegen", "_data_layout", "_addressof",
+    "_world", "_ActionsContainer", "_FrameAction", "_FrameExecStrategy",
+}  # fmt: skip
+"""Private names of Python's own and of other libraries, which have no public ones for it."""
+
+INSIDE_OF_WORK = {"_describe", "_done", "_ended", "_error", "_finish", "_join"}
+"""Of a Work, which the engines that end it still use from their own files. Nothing may be added here."""
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """What a file defines or assigns, also as attributes of self."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
+
+
+def foreign_names(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of each use of another file's private name."""
+    tree = TREES[file]
+    own = own_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if (
+                node.attr.startswith("_")
+                and not node.attr.startswith("__")
+                and not of_self
+                and node.attr not in own
+            ):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("fastcoll")):
+            yield from (
+                (node.lineno, each.name) for each in node.names if each.name[:1] == "_" != each.name[1:2]
+            )
+
+
+def test_nobody_uses_another_files_private_names() -> None:
+    allowed = OF_OTHERS | INSIDE_OF_WORK
+    found = [
+        f"{file.relative_to(PACKAGE)}:{line} {name}"
+        for file in TREES
+        for line, name in foreign_names(file)
+        if name not in allowed
+    ]
+    assert not found, found
+
+
+def test_no_class_is_more_than_two_levels_below_an_interface() -> None:
+    """Exceptions are a tree of their own."""
+    bases: dict[str, list[str]] = {}
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                names = [ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases]
+                bases.setdefault(node.name, []).extend(names)
+
+    def depth(name: str) -> int:
+        return max((1 + depth(base) for base in bases[name] if base in bases and base != name), default=0)
+
+    deep = {name: depth(name) for name in bases if depth(name) > 2}
+    assert all(name.endswith("Error") for name in deep), deep
