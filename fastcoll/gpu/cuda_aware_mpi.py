@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..core.backend import Messages
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
@@ -51,14 +50,14 @@ class TakesGpus(Protocol):
     cuda_aware: bool
 
     def take_gpus(self, memory: Any, current: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let the group's `plan` take arrays on GPUs."""
+        """Let its `plan` take arrays on GPUs."""
 
 
 class MpiCarrier(StagedCarrier):
     """See this module's docstring.
 
     Args:
-        group: one that TakesGpus, and whose library does.
+        group: one whose backend TakesGpus, and whose library does.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -158,12 +157,8 @@ class MpiMessages:
 
     def __init__(self, group: ProcessGroup, transit: Transit, staged: StagedMail) -> None:
         self._group, self._transit, self._staged = group, transit, staged
-        self._direct: Any = group
+        self._direct: Any = group.backend
         self.device = 0
-
-    @property
-    def messages(self) -> Messages:
-        return self
 
     def _suits(self, x: Adopted, peer: int | None) -> bool:
         """Whether a message, to rank `peer` or to be received, may go without the host."""
