@@ -67,5 +67,5 @@ class Recorder(ProcessGroup):
 def finished(result: Any = None, error: BaseException | None = None) -> Work:
     """A Work that is complete."""
     work = Work("test")
-    work._finish(result, error)
+    work.complete(result, error)
     return work

@@ -15,9 +15,6 @@ OF_OTHERS = {
 }  # fmt: skip
 """Private names of Python's own and of other libraries, which have no public ones for it."""
 
-INSIDE_OF_WORK = {"_describe", "_done", "_ended", "_error", "_finish", "_join"}
-"""Of a Work, which the engines that end it still use from their own files. Nothing may be added here."""
-
 
 def own_names(tree: ast.Module) -> set[str]:
     """What a file defines or assigns, also as attributes of self."""
@@ -51,12 +48,11 @@ def foreign_names(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_nobody_uses_another_files_private_names() -> None:
-    allowed = OF_OTHERS | INSIDE_OF_WORK
     found = [
         f"{file.relative_to(PACKAGE)}:{line} {name}"
         for file in TREES
         for line, name in foreign_names(file)
-        if name not in allowed
+        if name not in OF_OTHERS
     ]
     assert not found, found
 

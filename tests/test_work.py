@@ -55,7 +55,7 @@ def test_ctrl_c_ends_a_wait_also_where_a_handler_restarts_system_calls() -> None
     signal.siginterrupt(signal.SIGINT, False)
     timers = [
         threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]),
-        threading.Timer(20, work._finish),
+        threading.Timer(20, work.complete),
     ]
     try:
         for timer in timers:
@@ -77,7 +77,7 @@ def test_a_timeout_beyond_what_the_system_can_wait_is_the_longest_that_it_can(lo
 @pytest.mark.parametrize("wrong", [math.nan, "x", [1]])
 def test_what_is_no_time_is_refused(wrong: Any) -> None:
     done, pending = Work("done"), Work("pending")
-    done._finish()
+    done.complete()
     for work in (done, pending):
         with pytest.raises(UsageError, match="give seconds as a number, or a timedelta"):
             work.wait(wrong)
@@ -88,7 +88,7 @@ def test_what_is_no_time_is_refused(wrong: Any) -> None:
 @pytest.mark.parametrize(("result", "source"), [(None, None), (2, 2), (np.int64(2), 2), (np.ones(1), None)])
 def test_only_a_receive_has_a_source(result: Any, source: int | None) -> None:
     work = Work("operation")
-    work._finish(result)
+    work.complete(result)
     assert work.source_rank() == source
 
 
@@ -109,9 +109,9 @@ def test_concurrent_futures_wait_for_works() -> None:
     thread = threading.Thread(target=take)
     thread.start()
     begun.wait(20)
-    fine._finish()
-    wrong._finish(error=ValueError("bad"))
-    inner._finish(1)
+    fine.complete()
+    wrong.complete(error=ValueError("bad"))
+    inner.complete(1)
     thread.join(20)
     assert set(order) == set(works)
     assert cf.wait(works, 20).done == set(works)
@@ -148,7 +148,7 @@ async def wait_for(work):
     await work
 
 done, pending = Work("done"), Work("recv from rank 1")
-done._finish(1)
+done.complete(1)
 child = os.fork()
 if child == 0:
     signal.alarm(20)
@@ -162,11 +162,11 @@ if child == 0:
                 raise SystemExit("it came to an end")
     assert done.result() == 1 and _Received(done, (0, 5)).result() == 5
     own = Work("own")
-    own._finish(3)
+    own.complete(3)
     assert own.result() == 3
     raise SystemExit
 assert os.waitpid(child, 0)[1] == 0
-pending._finish(2)
+pending.complete(2)
 assert pending.result() == 2
 """
 
@@ -199,7 +199,7 @@ def test_a_future_that_has_no_value() -> None:
     following = future.then(lambda done: done.value())
     with pytest.raises(UsageError, match="the future of <Work all_reduce: pending> has no value yet"):
         future.value()
-    work._finish(error=CollectiveTimeoutError("rank 1 did not come"))
+    work.complete(error=CollectiveTimeoutError("rank 1 did not come"))
     assert seen == [future]
     for failed in (future, following):
         for ask in (failed.wait, failed.value):

@@ -64,7 +64,7 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
             left = started + group.timeout - time.monotonic()
             if left <= 0:
                 break
-            works[0]._done.wait(left)
+            works[0].end_event.wait(left)
     receiving = [group for group in groups if group.gate.unheard.under_way()]
     for group in receiving:
         group.start_to_leave()
@@ -74,7 +74,7 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
         while time.monotonic() < end and (
             hopeful := [work for work in group.gate.unheard.under_way() if not group.is_in_vain(work)]
         ):
-            hopeful[0]._done.wait(_POLL_SECONDS)
+            hopeful[0].end_event.wait(_POLL_SECONDS)
 
 
 def _loss(groups: Sequence[ProcessGroup]) -> GroupError | None:

@@ -209,11 +209,11 @@ class _Received(Work):
     """A receive on a group, whose result is the sender's global rank instead of its group rank."""
 
     def __init__(self, work: Work, ranks: Sequence[int]) -> None:
-        super().__init__(work._describe)
+        super().__init__(work.describe)
         self._work = work
         self._ranks = ranks
         # Not by `exception`, which is for whoever wants to know how it ended (Unheard, work.py).
-        work.add_done_callback(lambda _: self._finish(error=work._error))
+        work.add_done_callback(lambda _: self.complete(error=work.error))
 
     def wait(self, timeout: Timeout = None) -> bool:
         return self._work.wait(timeout)
@@ -231,5 +231,5 @@ class _Received(Work):
         self.wait(timeout)
         return self._ranks[self._work.source_rank()]
 
-    def _refuse_in_child(self) -> None:
-        self._work._refuse_in_child()
+    def refuse_in_child(self) -> None:
+        self._work.refuse_in_child()

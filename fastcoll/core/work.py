@@ -97,22 +97,23 @@ class Work(Future[Any]):
     """Whether the operation ends only by a message that may never be sent."""
 
     # Most operations end before anybody blocks for them, so what that takes is made when it is asked for. Whoever makes
-    # it looks at `_ended` afterwards, and `_finish` sets `_ended` before it looks for it: one of them sees the other.
-    _ended = _heard = False  # _heard: somebody has asked how it ended
+    # it looks at `ended` afterwards, and `complete` sets `ended` before it looks for it: one of them sees the other.
+    ended = _heard = False  # _heard: somebody has asked how it ended
     _result: Any = None
-    _error: BaseException | None = None
+    error: BaseException | None = None
     _state = PENDING
     _noted_by: Unheard | None = None
 
     def __init__(self, describe: str = "operation") -> None:
-        self._describe = describe
+        self.describe = describe
         self._forks = _forks
         self.outputs: list[Any] = []
 
     @property
-    def _done(self) -> threading.Event:
+    def end_event(self) -> threading.Event:
+        """Set when the operation has ended."""
         event: threading.Event = self.__dict__.setdefault("_end", threading.Event())
-        if self._ended:
+        if self.ended:
             event.set()
         return event
 
@@ -133,7 +134,7 @@ class Work(Future[Any]):
             how = "done"
         else:
             how = f"failed with {type(error).__name__}: {error}"
-        return f"<Work {self._describe}: {how}>"
+        return f"<Work {self.describe}: {how}>"
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Block until the operation is complete; True when it succeeded.
@@ -148,39 +149,39 @@ class Work(Future[Any]):
             FastcollError: whatever ended the operation.
         """
         limit = ENDLESS if timeout is None else seconds(timeout, ENDLESS)
-        if not self._ended:
-            self._refuse_in_child()
+        if not self.ended:
+            self.refuse_in_child()
             if is_progressing():
-                refuse_to_block(f"waiting for {self._describe}")
+                refuse_to_block(f"waiting for {self.describe}")
             if not self._await_end(limit):
-                raise CollectiveTimeoutError(f"{self._describe} is not complete after {limit:g} s")
-        self._join()
+                raise CollectiveTimeoutError(f"{self.describe} is not complete after {limit:g} s")
+        self.join()
         return True
 
     def _await_end(self, limit: float) -> bool:
         """Block until the operation has ended, at most so many seconds; whether it has."""
-        return self._done.wait(limit)
+        return self.end_event.wait(limit)
 
-    def _refuse_in_child(self) -> None:
+    def refuse_in_child(self) -> None:
         """Raise where the operation would never be complete: in a child of fork, which has none of the threads."""
-        if self._forks != _forks and not self._ended:
+        if self._forks != _forks and not self.ended:
             raise AbortedError(
-                f"{self._describe} is under way in the process from which process {os.getpid()} was forked; wait for "
+                f"{self.describe} is under way in the process from which process {os.getpid()} was forked; wait for "
                 "it there"
             )
 
-    def _join(self) -> None:
-        """Wait on any thread, as one group's progress thread may for another's."""
-        if not self._ended:
+    def join(self) -> None:
+        """Wait without a limit of time, on any thread, as one group's progress thread may for another's."""
+        if not self.ended:
             self._await_end(ENDLESS)
         self._heard = True
-        if self._error is not None:
+        if self.error is not None:
             # Without the tracebacks of earlier waits, which keep their frames and arrays alive.
-            raise self._error.with_traceback(None)
+            raise self.error.with_traceback(None)
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Never blocks."""
-        return self._ended
+        return self.ended
 
     def is_success(self) -> bool:
         """Whether the operation has ended well. Never blocks."""
@@ -188,10 +189,10 @@ class Work(Future[Any]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What ended the operation, or None. Never blocks, also where a Future's would, and ignores `timeout`."""
-        if not self._ended:
+        if not self.ended:
             return None
         self._heard = True
-        return self._error
+        return self.error
 
     def result(self, timeout: Timeout = None) -> Any:
         """Wait as `wait` does, then return what the synchronous call would have returned.
@@ -228,11 +229,11 @@ class Work(Future[Any]):
 
         What a callback raises is logged and goes no further; it may not wait for other operations.
         """
-        if self._ended:
+        if self.ended:
             self._call(callback)
             return
         self.__dict__.setdefault("_callbacks", deque()).append(callback)
-        if self._ended:
+        if self.ended:
             self._call_back()
 
     def synchronize(self) -> None:
@@ -255,7 +256,7 @@ class Work(Future[Any]):
     def __await__(self) -> Generator[Any, None, Any]:
         import asyncio  # a quarter of the time of importing this package, and few await
 
-        self._refuse_in_child()
+        self.refuse_in_child()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -271,9 +272,10 @@ class Work(Future[Any]):
         yield from future
         return self.result()
 
-    def _finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        self._result, self._error, self._state = result, error, FINISHED
-        self._ended = True
+    def complete(self, result: Any = None, error: BaseException | None = None) -> None:
+        """For whoever carries the operation out: it has ended, with a result or an error."""
+        self._result, self.error, self._state = result, error, FINISHED
+        self.ended = True
         made = self.__dict__
         if "_end" in made:
             made["_end"].set()
@@ -297,12 +299,7 @@ class Work(Future[Any]):
         try:
             callback(self)
         except Exception:
-            _log.exception("a callback of %s raised", self._describe)
-
-
-def await_anywhere(work: Work) -> None:
-    """Wait for a Work on any thread, as one group's progress thread may for another's; raise what ended it."""
-    work._join()
+            _log.exception("a callback of %s raised", self.describe)
 
 
 class WorkFuture(Future[Any]):
@@ -366,7 +363,7 @@ class Unheard:
         self._works[work] = None
         work._heard = work._heard or heard
         work._noted_by = self
-        if work._ended:  # perhaps before it was noted
+        if work.ended:  # perhaps before it was noted
             self.ended(work)
         return work
 
@@ -377,17 +374,17 @@ class Unheard:
     def lost(self) -> list[tuple[str, BaseException]]:
         """The operations that failed, and why, of which nobody has asked how they ended."""
         return [
-            (work._describe, work._error)
+            (work.describe, work.error)
             for work in list(self._works)
-            if work._error is not None and not work._heard
+            if work.error is not None and not work._heard
         ]
 
     def ended(self, work: Work) -> None:
         """An operation has ended. Twice is fine."""
-        if work._error is None:
+        if work.error is None:
             self._works.pop(work, None)
             return
-        failed = [other for other in list(self._works) if other._error is not None]
+        failed = [other for other in list(self._works) if other.error is not None]
         for other in failed:
             if other._heard or (other is work and len(failed) > self._MOST_FAILED):
                 self._works.pop(other, None)
@@ -442,7 +439,7 @@ class ProgressQueue:
             self.changed.notify_all()
             thread = self._thread
         for work, _ in left:
-            self._end(work, None, AbortedError(f"{work._describe}: the group {self.name} was destroyed"))
+            self._end(work, None, AbortedError(f"{work.describe}: the group {self.name} was destroyed"))
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
@@ -473,4 +470,4 @@ class ProgressQueue:
     def _end(self, work: Work, result: Any, error: BaseException | None) -> None:
         with self.changed:
             self._count[0] -= 1
-        work._finish(result, error)
+        work.complete(result, error)

@@ -30,7 +30,6 @@ from ..core.backend import Messages
 from ..core.carrier import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
-from ..core.work import await_anywhere
 from ..errors import GroupError, MismatchError, UnavailableError
 from ..interop.arrays import Adopted
 from .device_array import adopt
@@ -162,7 +161,7 @@ class AutoCarrier(DeviceCarrier):
                 self._staged.await_marks(marks, name)
                 planned = chosen.plan(operation, timeout)
                 if isinstance(planned, StreamCall):
-                    await_anywhere(planned.start(name, ()))  # may be on the progress thread
+                    planned.start(name, ()).join()  # may be on the progress thread
                 else:
                     planned()
 

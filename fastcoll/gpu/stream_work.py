@@ -113,9 +113,9 @@ class StreamWork(Work):
                 left = end - time.monotonic()
                 if left <= 0:
                     raise CollectiveTimeoutError(f"{self.describe} is not complete after {limit:g} s")
-                self._done.wait(min(_ASK, left))
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+                self.end_event.wait(min(_ASK, left))
+        if self.error is not None:
+            raise self.error.with_traceback(None)
         return True
 
     def _order(self) -> None:
@@ -127,7 +127,7 @@ class StreamWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Asks the GPU; never blocks."""
-        if self._ended:
+        if self.ended:
             return True
         # An error of CUDA is the watcher's to tell.
         with suppress(FastcollError):
@@ -136,7 +136,7 @@ class StreamWork(Work):
 
     def is_success(self) -> bool:
         """Whether the operation has ended well. Asks the GPU; never blocks."""
-        return self.is_completed() and self._error is None
+        return self.is_completed() and self.error is None
 
     def queued(self, event: int, kept: Any) -> None:
         """The event stands for all of it; `kept` stays alive until it is past."""
@@ -186,9 +186,9 @@ class StreamWork(Work):
         with self._condition:
             if self._settled:
                 return
-            # The error already now, for who sees the GPU past it before `_finish` has run in this thread.
-            self._settled, self._error = True, error
-        self._finish(self._result, error)
+            # The error already now, for who sees the GPU past it before `complete` has run in this thread.
+            self._settled, self.error = True, error
+        self.complete(self._result, error)
 
 
 def _waiting_stream(x: DeviceArray, device: int) -> int:

@@ -309,7 +309,7 @@ class HybridBackend(Backend):
         """Give each rank of the node what the others have got."""
         own = parts[self._topology.local_rank]
         if work is not None:
-            work._join()
+            work.join()
         self._divide(own, op)
         self.local.all_gather(parts, own)
 

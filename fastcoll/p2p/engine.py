@@ -198,8 +198,8 @@ class Engine:
             self._await(transfer, ENDLESS)
             return transfer.result()
         except BaseException as error:
-            if not transfer._ended and not (status == LATER and isinstance(error, FastcollError)):
-                self._blame(error, transfer._describe)
+            if not transfer.ended and not (status == LATER and isinstance(error, FastcollError)):
+                self._blame(error, transfer.describe)
             raise
 
     def _crossing(self, peer: int) -> str:
@@ -236,7 +236,7 @@ class Engine:
     def received(self, array: Array, src: int, tag: int) -> Work:
         """A short cut has received a message at once."""
         receive = Receive(self, array, src, tag)
-        receive._finish(src)
+        receive.complete(src)
         return receive
 
     # ---- life -------------------------------------------------------------------------------------
@@ -373,12 +373,12 @@ class Engine:
     def await_end(self, transfer: Transfer, limit: float) -> bool:
         """Block until a transfer has ended, at most so many seconds; whether it has."""
         if self._thread is not None and threading.get_ident() == self._thread.ident:
-            raise UsageError(f"waiting for {transfer._describe}: a Work's callback may not wait for messages")
+            raise UsageError(f"waiting for {transfer.describe}: a Work's callback may not wait for messages")
         return self._await(transfer, limit)
 
     def _await(self, transfer: Transfer, limit: float) -> bool:
         end = None if limit >= ENDLESS else time.monotonic() + limit
-        while not transfer._ended:
+        while not transfer.ended:
             if not self._closed and self._seize():
                 try:
                     self._turn(self._drive, transfer, end)
@@ -390,9 +390,9 @@ class Engine:
                 self._end_all(self._given_up)
             else:
                 self._sleep(end)
-            if self.inbox and not transfer._ended:
+            if self.inbox and not transfer.ended:
                 self._prepare_posts()
-            if end is not None and not transfer._ended and time.monotonic() >= end:
+            if end is not None and not transfer.ended and time.monotonic() >= end:
                 return False
         return True
 
@@ -400,7 +400,7 @@ class Engine:
         """Carry on what is under way until a transfer has ended, or something needs to be done without the turn."""
         self._stamp += 1
         self._resting = True
-        while not transfer._ended and not self._exchange.ended and not self._closed:
+        while not transfer.ended and not self._exchange.ended and not self._closed:
             if self.inbox:
                 if not self._is_ready(self.inbox[0]):
                     return
@@ -418,7 +418,7 @@ class Engine:
         """In a signal handler whose thread has the turn: drive if nothing is half-done, which a blocking call is."""
         if not self._resting:
             raise UsageError(
-                f"waiting for {transfer._describe}: a signal handler may not wait for messages while its thread does"
+                f"waiting for {transfer.describe}: a signal handler may not wait for messages while its thread does"
             )
         self._nested += 1
         try:
@@ -540,9 +540,9 @@ class Engine:
             try:
                 receive.finish()
             except Exception as error:
-                receive._finish(None, error)
+                receive.complete(None, error)
             else:
-                receive._finish(source)
+                receive.complete(source)
             for pipe in self._pipes:  # whoever drives may wait for just this
                 pipe.ring_bell()
 
@@ -553,7 +553,7 @@ class Engine:
         if self.vigil.failure is not None:
             raise self.vigil.failure
         if self._closed:
-            raise NotInitializedError(f"{transfer._describe}: the group was destroyed; make a new one")
+            raise NotInitializedError(f"{transfer.describe}: the group was destroyed; make a new one")
         if self.inbox:
             pass  # behind those
         elif self._takes_short_cut(transfer):
@@ -593,12 +593,12 @@ class Engine:
             elif isinstance(transfer, Receive):
                 status = LATER if transfer.owes else pipe.post_receive(transfer.array, number, transfer.kind)
                 if status == DONE:
-                    transfer._finish(transfer.peer)
+                    transfer.complete(transfer.peer)
                 if status != ARMED:
                     return status == DONE
                 self._exchange.note_armed(transfer)
         except BaseException as error:
-            self.torn(error, transfer._describe)
+            self.torn(error, transfer.describe)
             raise
         self._let_go(pipe)
         return True
@@ -609,7 +609,7 @@ class Engine:
         self._exchange.admit(transfer)
         self._resting = True
         if isinstance(transfer, Receive) or self._exchange.is_entering(transfer):
-            while not transfer._ended and self._advance(False):
+            while not transfer.ended and self._advance(False):
                 pass
 
     def _is_ready(self, transfer: Transfer) -> bool:
@@ -652,7 +652,7 @@ class Engine:
     def _refuse_waiting(self, transfer: Transfer) -> None:
         if self._on_own_thread():
             raise UsageError(
-                f"{transfer._describe}: a callback of a Work may not wait for messages while others are under way; "
+                f"{transfer.describe}: a callback of a Work may not wait for messages while others are under way; "
                 "use isend or irecv there"
             )
 
@@ -751,4 +751,4 @@ class Engine:
 
 
 def _destroyed(transfer: Transfer) -> AbortedError:
-    return AbortedError(f"{transfer._describe}: the group was destroyed before the operation was complete")
+    return AbortedError(f"{transfer.describe}: the group was destroyed before the operation was complete")

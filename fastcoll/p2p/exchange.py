@@ -391,10 +391,10 @@ class Exchange:
             assert source is not None
             self.ended.append((transfer, source))
         else:
-            transfer._finish(source, error)
+            transfer.complete(source, error)
 
     def fail(self, error: BaseException) -> None:
         """End every operation with an error; the pipes are not used any more."""
         for transfer in list(self.live):
             self.live.pop(transfer, None)
-            transfer._finish(None, error)
+            transfer.complete(None, error)

@@ -137,7 +137,7 @@ class Transfer(Work):
         raise NotImplementedError
 
     @property
-    def _describe(self) -> str:  # type: ignore[override]
+    def describe(self) -> str:  # type: ignore[override]
         return f"{self.name}, objects" if self.tag == OBJECTS_TAG else f"{self.name}, tag {self.tag}"
 
     @property
@@ -168,7 +168,7 @@ class Transfer(Work):
             vigil, timeout = self._engine.vigil, self._engine.timeout
             # Without this transfer, whose array would otherwise be kept until the garbage collector comes.
             late = partial(_needed, vigil, self._engine.rank, self.peer, isinstance(self, Send))
-            self._watch = Wait(vigil, self._describe, late, timeout, self.posted)
+            self._watch = Wait(vigil, self.describe, late, timeout, self.posted)
         return self._watch
 
     # ---- as a Work ---------------------------------------------------------------------------------
@@ -178,9 +178,9 @@ class Transfer(Work):
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not; it gets on by this. Never blocks."""
-        if not self._ended:
+        if not self.ended:
             self._engine.poll()
-        return self._ended
+        return self.ended
 
     def _call_back(self) -> None:
         self._engine.call_back(self)
@@ -227,7 +227,7 @@ class Send(Transfer):
         """The receiver asked for something else."""
         vigil = self._engine.vigil
         here, there = vigil.name(self._engine.rank), vigil.name(self.peer)
-        return refused(self._describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
+        return refused(self.describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
 
 
 class Receive(Transfer):
@@ -257,7 +257,7 @@ class Receive(Transfer):
         """The message is something else."""
         vigil = self._engine.vigil
         here, there = vigil.name(self._engine.rank), vigil.name(source)
-        return unfit(self._describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
+        return unfit(self.describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
 
     def put(self, address: int, nbytes: int) -> None:
         """Copy the beginning of the message, which was kept, to where it belongs."""

@@ -40,7 +40,7 @@ _OVERSUBSCRIBED = 20_000_000
 FINISHED, NOT_BEGUN, GO_ON, HAND_OVER, BROKEN = range(5)
 
 _COMPLETE = Work()
-_COMPLETE._finish()
+_COMPLETE.complete()
 
 
 def next_step(code: int, begun: bool, failed: bool) -> int:

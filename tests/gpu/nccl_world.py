@@ -237,7 +237,7 @@ def ones(ranks: Ranks, rank: int, count: int = 3) -> FakeArray:
 def assert_ends(work: Any, kind: type[GroupError], text: str) -> None:
     """Wait for the error that a Work ends with."""
     with pytest.raises(kind, match=text):
-        work._join()
+        work.join()
     assert work.is_completed()
     assert not work.is_success()
     assert isinstance(work.exception(), kind)

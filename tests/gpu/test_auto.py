@@ -79,7 +79,7 @@ class Started(StreamCall):
     def start(self, name, owners):
         self.carrier.started.append(f"{name} {len(owners)}")
         work = Work(name)
-        work._finish()
+        work.complete()
         return work
 
 

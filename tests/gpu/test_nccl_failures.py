@@ -252,7 +252,7 @@ def test_a_call_may_be_part_of_one_of_the_groups_own() -> None:
     def does(rank: int, group: ThreadGroup) -> None:
         x = group.adopt(ranks.array(rank, hosts[rank]), writable=True)
         call: Any = group.planned(Operation("all_reduce", (x.array,), (x.array,), ReduceOp.SUM))
-        group.run("outer", lambda: call.start("inner", ())._join(), (), False)
+        group.run("outer", lambda: call.start("inner", ()).join(), (), False)
         assert hosts[rank].tolist() == [2, 2, 2]
 
     with world(2) as ranks:

@@ -200,7 +200,7 @@ def test_strided_arrays_and_asynchronous_calls(place):
             xs = [place.put(rooms[g.rank][k, ::3], 0) for k in range(2)]
             work = several.all_reduce(g, xs, ReduceOp.SUM, True)
             if place.fake is None or place.carrier is StagedCarrier:
-                work._join()
+                work.join()
 
         place.everybody(made, call)
     for room, gap in zip(rooms, gaps, strict=True):

@@ -121,7 +121,7 @@ def test_a_work_tells_when_the_gpu_is_through(prompt: Ranks) -> None:
     assert work.wait(timeout=20)
     assert work.is_success()
     assert work.result() is None
-    work._join()
+    work.join()
     prompt.groups[0].close()
     assert called == [(work, "fastcoll-gpu-threads")]
     prompt.gpu.end_stream(stream)
@@ -174,7 +174,7 @@ def test_arrays_stay_alive_until_the_gpu_is_through(prompt: Ranks) -> None:
     gc.collect()
     assert alive() is not None
     held.let_go()
-    work._join()
+    work.join()
     gc.collect()
     assert alive() is None
     prompt.gpu.end_stream(stream)
@@ -188,7 +188,7 @@ def test_a_gpu_that_fails_fails_the_group(prompt: Ranks) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(prompt.gpu), "is_past", lambda *_: broken_gpu())
         with pytest.raises(AbortedError, match="illegal address"):
-            work._join()
+            work.join()
     assert isinstance(group.failure, AbortedError)
     held.let_go()
     prompt.gpu.end_stream(stream)
@@ -206,7 +206,7 @@ def test_memory_of_what_does_not_end_is_given_up(prompt: Ranks, monkeypatch: pyt
     assert work is not None
     group.abort("enough")
     with pytest.raises(AbortedError, match="enough"):
-        work._join()
+        work.join()
     threading.Timer(0.3, held.let_go).start()  # ending the stream waits for it, in the fake
     group.close()
     prompt.gpu.end_stream(stream)
@@ -218,7 +218,7 @@ def test_the_watching_thread_ends(prompt: Ranks, monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         work = group.all_reduce(FakeArray(np.ones(2, np.float32)), async_op=True)
         assert work is not None
-        work._join()
+        work.join()
         watchers = [t for t in threading.enumerate() if t.name == "fastcoll-gpu-threads"]
         for thread in watchers:
             thread.join(20)
@@ -239,14 +239,14 @@ def test_a_work_may_outrun_the_death_of_a_peer() -> None:
 
 def test_a_failure_is_seen_as_soon_as_the_gpu_is_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever ends the Work may be between the two, in another thread."""
-    work, finish = StreamWork("one", Own(FakeRuntime(), 0), ()), StreamWork._finish
+    work, finish = StreamWork("one", Own(FakeRuntime(), 0), ()), StreamWork.complete
 
     def late(*args: Any) -> None:
         with pytest.raises(AbortedError):
             work.wait(timeout=20)
         finish(*args)
 
-    monkeypatch.setattr(StreamWork, "_finish", late)
+    monkeypatch.setattr(StreamWork, "complete", late)
     work.settle(AbortedError("in vain"))
     assert work.is_completed()
 
@@ -281,7 +281,7 @@ def test_a_gpu_is_chosen_by_the_watcher() -> None:
         gpu.record(event, own.stream)
     work.queued(event, None)
     watcher.add(work)
-    assert_set(work._done)
+    assert_set(work.end_event)
     watcher.close()
     own.end()
     assert (failed, gpu.left()) == ([], [])
@@ -306,7 +306,7 @@ def test_calls_wait_while_too_much_is_outstanding(prompt: Ranks, monkeypatch: py
     thread.join(20)
     assert len(begun) == 4
     for work in begun:
-        work._join()
+        work.join()
     prompt.gpu.end_stream(stream)
 
 

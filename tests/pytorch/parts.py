@@ -103,9 +103,9 @@ def several_operations_are_one() -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"2 operations are not complete after 0\.01 s"):
         both.wait(timedelta(milliseconds=10))
     future = both.get_future()
-    second._finish()
+    second.complete()
     assert not future.done()
-    first._finish(error=AbortedError("tested"))
+    first.complete(error=AbortedError("tested"))
     with pytest.raises(RuntimeError, match="tested"):
         future.wait()
     with pytest.raises(AbortedError, match="tested"):

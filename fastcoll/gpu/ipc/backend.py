@@ -258,7 +258,7 @@ class _IpcWork(StreamWork):
 
     def is_past(self) -> bool:
         past = super().is_past()
-        if past and not self._ended:
+        if past and not self.ended:
             self._judge(self._number)
         return past
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from ...core.work import ENDLESS, ProgressQueue, Work, await_anywhere, refuse_to_block
+from ...core.work import ENDLESS, ProgressQueue, Work, refuse_to_block
 from ...errors import AbortedError, FastcollError, GroupError
 from ..device_array import DeviceArray, OnDevice
 from ..stream_work import Own, StreamWork, Watcher
@@ -61,7 +61,7 @@ class Message(StreamWork):
     @property
     def has_begun(self) -> bool:
         """Whether it is queued, or over."""
-        return self._begun.is_set() or self._ended
+        return self._begun.is_set() or self.ended
 
     def comes_from(self, source: int) -> None:
         """Say whose message a receive gets; before it is queued or ends."""
@@ -221,7 +221,7 @@ class Direction:
 
     def finish(self) -> None:
         """Block until all jobs are done and the GPU is through."""
-        await_anywhere(self._jobs.submit("the end of messages", lambda: None))
+        self._jobs.submit("the end of messages", lambda: None).join()
         self._watcher.drain()
 
     def disconnect(self) -> None:
@@ -236,7 +236,7 @@ class Direction:
     def close(self) -> None:
         """Give everything back, after `finish` and `disconnect`."""
         if self._ending is not None:
-            await_anywhere(self._ending)
+            self._ending.join()
         self._jobs.close()
         self._watcher.close()
         if self._lane is not None:

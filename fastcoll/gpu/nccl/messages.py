@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ...core.operands import LARGEST_TAG
-from ...core.work import Work, await_anywhere, refuse_to_block
+from ...core.work import Work, refuse_to_block
 from ...errors import AbortedError, FastcollError, GroupError, UnavailableError
 from ...interop.arrays import Adopted, Array
 from ...p2p.transfers import LETTER, kind_of, refused, unfit
@@ -251,7 +251,7 @@ class NcclMessages:
     def _take_answer(self, dst: int, direction: Direction) -> None:
         """Take the next answer of a peer, and send the message that it names."""
         array = blank()
-        await_anywhere(self._group.post_receive(Adopted(array), dst, ANSWER))
+        self._group.post_receive(Adopted(array), dst, ANSWER).join()
         answer = Letter.from_array(array)
         with self._claimed(answer.number) as message:
             if answer.verdict == NCCL:
