@@ -243,11 +243,15 @@ class Engine:
 
     def is_in_vain(self, work: Work) -> bool:
         """Whether nobody is left who could complete a posted operation that needs a message, or is one to this rank."""
-        # The inbox first: two operations of this rank may be made for each other.
-        if not isinstance(work, Transfer) or self.inbox or work not in self._exchange.live:
+        if not isinstance(work, Transfer):
             return False
         peers = range(len(self.vigil.members)) if work.peer is None else (work.peer,)
-        return all(peer == self.rank or self.vigil.has_left(peer) for peer in peers)
+        if not all(peer == self.rank or self.vigil.has_left(peer) for peer in peers):
+            return False
+        # In this order. What the peers had sent was matched before they left. Two operations of this rank may be made
+        # for each other, so none may be in the inbox. What has its partner needs nobody, though it may be live still:
+        # another thread may be copying the message just now.
+        return not self.inbox and self._exchange.is_unmatched(work)
 
     def is_entered(self) -> bool:
         """Whether messages cannot go on until this thread does: it is the engine's, or a signal handler in a call."""
@@ -365,7 +369,8 @@ class Engine:
     def _admit_posts(self) -> None:
         self._resting = False
         while self.inbox and self._is_ready(self.inbox[0]):
-            self._exchange.admit(self.inbox.popleft())
+            self._exchange.admit(self.inbox[0])
+            self.inbox.popleft()  # only now: `is_in_vain` looks at both without the turn
         self._resting = True
 
     # ---- driving ----------------------------------------------------------------------------------

@@ -95,6 +95,14 @@ class Exchange:
         """Whether a send is what enters its pipe."""
         return transfer.peer is not None and self.peers[transfer.peer].entering is transfer
 
+    def is_unmatched(self, transfer: Transfer) -> bool:
+        """Whether a receive waits for its message, or a message to this rank for its receive. Any thread may ask."""
+        if transfer.peer is not None:
+            peer = self.peers[transfer.peer]
+            if peer.armed is transfer:
+                return peer.pipe.is_armed(peer.number)
+        return self._queues.keeps(transfer)
+
     # ---- operations come in ------------------------------------------------------------------------
 
     def admit(self, transfer: Transfer) -> None:

@@ -225,6 +225,10 @@ class Pipe(Protocol):
         """How many messages wait for a receive. Only while there are none a short cut may arm one."""
         return None
 
+    def is_armed(self, peer: int) -> bool:
+        """Whether `advance` has not yet begun to complete the receive that is armed for a peer. Any thread may ask."""
+        return False
+
     def disarm(self, peer: int) -> None:
         """The receive that a short cut has armed for a peer is matched here."""
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from .transfers import Receive, Send, tag_of
+from .transfers import Receive, Send, Transfer, tag_of
 
 
 @dataclass(eq=False)
@@ -59,6 +59,12 @@ class MatchQueues:
         self.stored = 0
         self._receives: dict[int, list[Receive]] = {}
         self._messages: dict[int, list[Message]] = {}
+
+    def keeps(self, transfer: Transfer) -> bool:
+        """Whether a receive, or the message of a send to oneself, has no partner yet. Any thread may ask."""
+        if isinstance(transfer, Receive):
+            return transfer in self._receives.get(transfer.tag, ())
+        return any(message.sender is transfer for message in self._messages.get(transfer.tag, ()))
 
     def post(self, receive: Receive) -> Message | None:
         """The message for a new receive; None: the receive is kept."""

@@ -172,5 +172,8 @@ class RingPipe(Pipe):
     def note_stored(self, count: int) -> None:
         self._words[words.STORED] = count
 
+    def is_armed(self, peer: int) -> bool:
+        return self.word(peer, words.ARMED_KIND) >= 0
+
     def disarm(self, peer: int) -> None:
         self._set(peer, words.ARMED_KIND, -1)

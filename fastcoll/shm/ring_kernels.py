@@ -332,11 +332,13 @@ def _takes_armed(m, channel):
         return False
     if not has_ack_space(channel) or not has_arrived(channel, load_word(channel, IN_TAIL) + frame):
         return False
+    store_word(
+        channel, ARMED_KIND, -1
+    )  # before the ack: the peer may leave with it, which makes armed receives vain
+    store_word(channel, WATCHED, load_word(channel, WATCHED) - 1)
     accept_message(channel, load_word(channel, ARMED_TO), CLOSE)
     pull(m, channel)
     write_ack(channel, load_word(channel, MESSAGES), TAKEN, nbytes, load_word(channel, IN_KIND))
-    store_word(channel, ARMED_KIND, -1)
-    store_word(channel, WATCHED, load_word(channel, WATCHED) - 1)
     return True
 
 

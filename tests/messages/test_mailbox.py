@@ -24,6 +24,7 @@ from fastcoll.errors import (
     PeerDiedError,
     UsageError,
 )
+from fastcoll.interop.adopted import Adopted
 
 from .worlds import DEADLINE, RING, NodeWorld, Rank, RingWorld, WireWorld, World, pattern, until
 
@@ -192,6 +193,28 @@ def test_to_oneself(worlds) -> None:
         me.recv(np.zeros(3), 0, 3)
     with pytest.raises(MismatchError):
         refused.wait(DEADLINE)
+
+
+def test_what_has_its_message_is_not_in_vain(worlds) -> None:
+    """Also while it is copied, perhaps by another thread than the one that wants to leave."""
+    (me,) = worlds(1).ranks
+    said = []
+
+    class Asking(Adopted):
+        def put(self, address: int, nbytes: int) -> None:
+            said.append(me.mailbox.is_in_vain(work))
+            super().put(address, nbytes)
+
+    got = np.zeros(5)
+    work = me.mailbox.irecv(Asking(got), 0, 1)
+    unsent = me.irecv(np.zeros(1), 0, 2)
+    untaken = me.isend(np.zeros(1), 0, 3)
+    me.send(np.full(5, 4.0), 0, 1)
+    assert work.wait(DEADLINE)
+    assert said == [False]
+    assert (got == 4).all()
+    assert me.mailbox.is_in_vain(unsent)
+    assert me.mailbox.is_in_vain(untaken)
 
 
 def test_receives_match_in_the_order_posted(worlds) -> None:
