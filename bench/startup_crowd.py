@@ -29,11 +29,11 @@ from fastcoll.api.backends import parse_backend
 from fastcoll.api.job import Job, times_settled
 from fastcoll.core import members as members_module
 from fastcoll.core.members import Member
-from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_connection
+from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_store
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.rendezvous.join import join
+from fastcoll.rendezvous.store_protocol import HEADER, encode_request, frame_length
 from fastcoll.rendezvous.table import Op, Request
-from fastcoll.rendezvous.wire import HEADER, encode_request, frame_length
 
 RANKS_PER_NODE = 8
 _DEADLINE_SECONDS = 300.0
@@ -76,7 +76,7 @@ _tally = Tally()
 _tally_lock = threading.Lock()
 
 
-class _CountedConnection(tcp_connection.TCPConnection):
+class _CountedConnection(tcp_store.TCPConnection):
     """A connection that counts what goes over it."""
 
     def open(self, secret: bytes, deadline: float) -> None:
@@ -89,13 +89,13 @@ class _CountedConnection(tcp_connection.TCPConnection):
             _tally.messages[Op(request.op).name] += 1
         return super().ask(request)
 
-    def _send(self, data: bytes, deadline: float) -> None:
-        super()._send(data, deadline)
+    def send(self, data: bytes, deadline: float) -> None:
+        super().send(data, deadline)
         with _tally_lock:
             _tally.sent += len(data)
 
-    def _receive(self, count: int, deadline: float) -> bytes:
-        data = super()._receive(count, deadline)
+    def receive(self, count: int, deadline: float) -> bytes:
+        data = super().receive(count, deadline)
         with _tally_lock:
             _tally.received += count
         return data
@@ -115,7 +115,7 @@ def _identity() -> dict[str, Any]:
 
 def _prepare() -> None:
     members_module.identity_here = _identity
-    tcp_connection.TCPConnection = _CountedConnection  # type: ignore[misc]
+    tcp_store.TCPConnection = _CountedConnection  # type: ignore[misc]
 
 
 def _meet(store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Any:
@@ -280,15 +280,15 @@ def measure_byte() -> float:
     with ExitStack() as crew:
         pipe = _worker(crew, _serve_values)
         port = pipe.recv()
-        readers = [tcp_connection.connect("127.0.0.1", port, b"", 10.0) for _ in range(_READERS)]
+        readers = [tcp_store.connect("127.0.0.1", port, b"", 10.0) for _ in range(_READERS)]
         for number, size in enumerate((8, _LONG) * 5):
             request = encode_request(Request(Op.GET, (b"%d" % number,), (), 60.0))
             for reader in readers:
-                reader._send(request, time.monotonic() + 10.0)
+                reader.send(request, time.monotonic() + 10.0)
             pipe.send(size)
             deadline = time.monotonic() + 60.0
             for reader in readers:
-                reader._receive(frame_length(reader._receive(HEADER.size, deadline)), deadline)
+                reader.receive(frame_length(reader.receive(HEADER.size, deadline)), deadline)
             costs.append(pipe.recv())
         pipe.send(None)
         for reader in readers:

@@ -15,7 +15,7 @@ import pytest
 from fastcoll.api import job as jobs
 from fastcoll.api.job import Job
 from fastcoll.core.members import Member
-from fastcoll.rendezvous import HashStore, Store, TCPStore, tcp_connection
+from fastcoll.rendezvous import HashStore, Store, TCPStore, tcp_store
 
 SERVE = """
 from fastcoll.rendezvous import TCPStore
@@ -45,7 +45,7 @@ def job_of(store: Store, rank: int) -> Job:
 def test_a_store_whose_process_is_stopped_holds_nobody_up(
     server: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_connection, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(jobs, "_LAST_WORD_SECONDS", 0.1)
     assert server.stdout is not None
     store = TCPStore("127.0.0.1", int(server.stdout.readline()), timeout=3000)

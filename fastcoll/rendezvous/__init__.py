@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .file_store import FileStore
 from .init_method import has_handler, meet, register_rendezvous_handler, rendezvous
 from .store import Rendezvous, Store
-from .table_store import HashStore
+from .table import HashStore
 from .views import PrefixStore, adopted
 
 if TYPE_CHECKING:

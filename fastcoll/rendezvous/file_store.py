@@ -2,29 +2,42 @@
 
 Every participant is written into the file with its process. The one that leaves last removes it, and
 one that comes to a file whose participants are all dead starts it anew.
+
+The bytes are a magic line, then records, only ever appended to. A record is a 16-byte header (big-endian: kind, three
+zeros, length of the key, length of the value, CRC-32 of kind, key and value), the key and the value. A writer that is
+killed leaves at most one record cut off at the end; nobody else was writing, as it held the lock, so the next writer
+cuts it off and goes on.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import stat
+import struct
 import threading
-import time
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from enum import IntEnum
 
 from ..core.arguments import whole
 from ..core.processes import ProcessId, forget, in_sight, read_process, this_process
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from .file_log import MAGIC, Kind, Record, locked, open_own, read_records
-from .store import DEFAULT_TIMEOUT
-from .table import CHANGING, Request, Table
-from .table_store import TableStore
+from .store import DEFAULT_TIMEOUT, limit_of, tries
+from .table import CHANGING, MAX_KEY, MAX_VALUE, Request, Table, TableStore, check_process, closed_meanwhile
 
-_PAUSE_FIRST, _PAUSE_MOST = 0.001, 0.02
+MAGIC = b"fastcoll store 1\n"
+_HEADER = struct.Struct("!B3xIII")
+# struct flock: type, whence, start, length, pid. The lock belongs to the open file, not to the
+# process (fcntl(2), "open file description locks"), so it also keeps threads apart.
+_FLOCK = struct.Struct("hhqqi0q")
+_PAUSE_MOST = 0.02  # between two looks at the file or its lock
+_LEAVE_SECONDS = 5.0
 
 
 class FileStore(TableStore):
@@ -50,12 +63,12 @@ class FileStore(TableStore):
         world_size: int = -1,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
     ) -> None:
-        self._timeout = self._limit(timeout)
+        self.set_timeout(timeout)
         self.path = os.fspath(file_name)
         self.world_size = whole("world_size", world_size)
         self._pid = os.getpid()
         self._mutex = threading.Lock()
-        self._log = SharedLog(self.path, time.monotonic() + self._timeout)
+        self._log = SharedLog(self.path, limit_of(self))
         self._leave = weakref.finalize(self, _leave, self._log, self.world_size, self._pid)
 
     def participants(self) -> list[ProcessId]:
@@ -64,13 +77,13 @@ class FileStore(TableStore):
         Raises:
             StoreError: the store is closed or the file damaged.
         """
-        self._check_process()
-        with self._mutex, self._log.transaction(time.monotonic() + self._timeout):
+        check_process(self, self._pid)
+        with self._mutex, self._log.transaction(limit_of(self)):
             return list(self._log.participants.values())
 
     def clone(self) -> FileStore:
         """A participant more."""
-        return FileStore(self.path, self.world_size, self._timeout)
+        return FileStore(self.path, self.world_size, self.timeout)
 
     def close(self) -> None:
         with self._mutex:
@@ -78,48 +91,29 @@ class FileStore(TableStore):
             self._leave()
 
     def _ask(self, request: Request) -> list[bytes] | bytes:
-        self._check_process()
-        deadline = time.monotonic() + request.timeout
-        pause = _PAUSE_FIRST
-        answer = self._try(request)
-        while isinstance(answer, bytes):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _PAUSE_MOST)
-            if self._may_go(request):
-                answer = self._try(request)
-        return answer
-
-    def _may_go(self, request: Request) -> bool:
-        """Whether trying again is worth the lock: other processes or our own threads wrote."""
-        with self._mutex:
-            return self._closed or self._log.has_news() or self._log.table.first_missing(request) is None
-
-    def _try(self, request: Request) -> list[bytes] | bytes:
-        """The answer to `request`, or the key that it still waits for."""
-        with self._mutex:
-            if self._closed:
-                raise StoreError(f"this FileStore on {self.path} was closed while a call waited in it")
-            with self._log.transaction(time.monotonic() + self._timeout):
-                missing = self._log.table.first_missing(request)
-                return self._log.apply(request) if missing is None else missing
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"this FileStore belongs to process {self._pid} and came here by a fork; open a FileStore "
-                f"of its own in process {os.getpid()}"
-            )
+        check_process(self, self._pid)
+        log, missing = self._log, None
+        for _ in tries(request.timeout, most=_PAUSE_MOST):
+            with self._mutex:
+                if self._closed:
+                    raise closed_meanwhile(self)
+                if (
+                    missing is not None
+                    and not log.has_news()
+                    and log.table.first_missing(request) is not None
+                ):
+                    continue  # neither other processes nor our own threads wrote: it is not worth the lock
+                with log.transaction(limit_of(self)):
+                    missing = log.table.first_missing(request)
+                    if missing is None:
+                        return log.apply(request)
+        assert missing is not None, "it was looked for at least once"
+        return missing
 
 
 def _leave(log: SharedLog, world_size: int, pid: int) -> None:
     if pid == os.getpid():  # a forked child must not write its parent out
         log.leave(world_size)
-
-
-_LEAVE_SECONDS = 5.0
 
 
 class SharedLog:
@@ -134,22 +128,32 @@ class SharedLog:
 
     Raises:
         UsageError, ResourceError: the file cannot be used; see `open_own`.
-        StoreTimeoutError: its lock is not free before `deadline` (time.monotonic).
+        StoreTimeoutError: its lock is not free within `limit` seconds.
     """
 
-    def __init__(self, path: str, deadline: float) -> None:
+    def __init__(self, path: str, limit: float) -> None:
         self.path = path
-        self.table = Table()
-        self.participants: dict[bytes, ProcessId] = {}
-        self._opened = 0
-        self._offset = 0
         self._me = os.urandom(8)
-        self._fd = self._open(deadline)
+        self._offset = 0
+        self._forget()
+        for _ in tries(limit):
+            self._fd = open_own(path)
+            try:
+                with locked(self._fd, path, limit):
+                    if self._is_at_path():
+                        self._enter()
+                        return
+            except BaseException:
+                os.close(self._fd)
+                raise
+            # Its last participant removed it between our opening and locking it.
+            os.close(self._fd)
+        raise StoreTimeoutError(f"{path} is removed and made again without end")
 
     @contextmanager
-    def transaction(self, deadline: float) -> Iterator[None]:
+    def transaction(self, limit: float) -> Iterator[None]:
         """Inside the `with` the lock is held and everything in the file has been read."""
-        with locked(self._fd, self.path, deadline):
+        with locked(self._fd, self.path, limit):
             self._catch_up()
             yield
 
@@ -169,30 +173,43 @@ class SharedLog:
                 for key, value in values
             )
         except BaseException:
-            self._read_anew()
+            self._forget()
+            self._catch_up()
             raise
         return answer
 
     def leave(self, world_size: int) -> None:
-        """Write ourselves out, and remove the file if nobody needs it any more."""
+        """Write ourselves out, and remove the file if nobody will come back to it: all have left or are dead."""
         try:
-            with self.transaction(time.monotonic() + _LEAVE_SECONDS):
+            with self.transaction(_LEAVE_SECONDS):
                 del self.participants[self._me]
-                if self._is_done_with(world_size) and self._is_at_path():
+                is_over = self._all_gone() if self.participants else self._opened >= world_size
+                if is_over and self._is_at_path():
                     os.unlink(self.path)
                 else:
                     self._write([Record(Kind.LEAVE, self._me)])
         finally:
             os.close(self._fd)
 
-    def _is_done_with(self, world_size: int) -> bool:
-        """Whether nobody will come back to the file: all have left, or those that have not are dead."""
-        if self.participants:
-            return self._all_gone()
-        return self._opened >= world_size
-
     def _all_gone(self) -> bool:
         return all(_is_gone(process, self._fd) for process in self.participants.values())
+
+    def _enter(self) -> None:
+        """Start the file anew if it is stale, and write ourselves in."""
+        start = self._read(0, len(MAGIC))
+        if not MAGIC.startswith(start):
+            raise UsageError(
+                f"{self.path} holds something else than a fastcoll store; choose another path or remove it"
+            )
+        if start != MAGIC:  # its first writer was killed at once
+            os.ftruncate(self._fd, 0)
+        self._catch_up()
+        if self.participants and self._all_gone():
+            os.ftruncate(self._fd, 0)
+            self._forget()
+        joining = Record(Kind.JOIN, self._me, json.dumps(asdict(this_process())).encode())
+        self._write([joining], b"" if self._offset else MAGIC)
+        self._take(joining)
 
     def _catch_up(self) -> None:
         """Read what others have written, and cut off what a killed writer left half-written."""
@@ -211,55 +228,10 @@ class SharedLog:
         if self._offset < size:
             os.ftruncate(self._fd, self._offset)
 
-    def _open(self, deadline: float) -> int:
-        """Open the file, start it anew if it is stale, and write ourselves in."""
-        while True:
-            self._fd = open_own(self.path)
-            try:
-                with locked(self._fd, self.path, deadline):
-                    if self._is_at_path():
-                        self._enter()
-                        return self._fd
-            except BaseException:
-                os.close(self._fd)
-                raise
-            # Its last participant removed it between our opening and locking it.
-            os.close(self._fd)
-            if time.monotonic() >= deadline:
-                raise StoreTimeoutError(f"{self.path} is removed and made again without end")
-
-    def _enter(self) -> None:
-        self._refuse_foreign_content()
-        self._catch_up()
-        if self.participants and self._all_gone():
-            self._start_anew()
-        me = json.dumps(asdict(this_process())).encode()
-        magic = MAGIC if self._offset == 0 else b""
-        joining = Record(Kind.JOIN, self._me, me)
-        self._write([joining], magic)
-        self._take(joining)
-
-    def _refuse_foreign_content(self) -> None:
-        start = self._read(0, len(MAGIC))
-        if start == MAGIC or not start:
-            return
-        if MAGIC.startswith(start):  # its first writer was killed at once
-            os.ftruncate(self._fd, 0)
-            return
-        raise UsageError(
-            f"{self.path} holds something else than a fastcoll store; choose another path or remove it"
-        )
-
-    def _start_anew(self) -> None:
-        os.ftruncate(self._fd, 0)
-        self._forget()
-
-    def _read_anew(self) -> None:
-        self._forget()
-        self._catch_up()
-
     def _forget(self) -> None:
-        self.table, self.participants, self._opened, self._offset = Table(), {}, 0, 0
+        self.table = Table()
+        self.participants: dict[bytes, ProcessId] = {}
+        self._opened = self._offset = 0
 
     def _take(self, record: Record) -> None:
         match record.kind:
@@ -307,11 +279,129 @@ def _is_gone(process: ProcessId, fd: int) -> bool:
         alive = process.alive()
         forget([process])
         return alive is False
-    rebooted = process.host == os.uname().nodename and process.boot_id != this_process().boot_id
-    return rebooted and os.fstat(fd).st_mtime < _boot_time()
-
-
-def _boot_time() -> float:
-    """When this machine booted, in seconds since the epoch."""
+    if process.host != os.uname().nodename or process.boot_id == this_process().boot_id:
+        return False
     with open("/proc/stat", encoding="ascii") as file:
-        return float(next(line for line in file if line.startswith("btime ")).split()[1])
+        booted = next(line for line in file if line.startswith("btime ")).split()[1]
+    return os.fstat(fd).st_mtime < float(booted)
+
+
+class Kind(IntEnum):
+    """SET and DELETE change a key; JOIN and LEAVE tell which processes have the file open."""
+
+    SET = 1
+    DELETE = 2
+    JOIN = 3
+    LEAVE = 4
+
+
+@dataclass(frozen=True)
+class Record:
+    """One change."""
+
+    kind: Kind
+    key: bytes
+    value: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        header = _HEADER.pack(self.kind, len(self.key), len(self.value), self.checksum())
+        return header + self.key + self.value
+
+    def checksum(self) -> int:
+        return zlib.crc32(self.value, zlib.crc32(self.key, self.kind))
+
+
+def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[Record, int]]:
+    """The whole records at the start of `data`, which begins at `offset`, each with the offset of its end.
+
+    Ends at a record that is cut off; raises a StoreError where the bytes are no records.
+    """
+    at = 0
+    while at + _HEADER.size <= len(data):
+        kind, key_length, value_length, checksum = _HEADER.unpack_from(data, at)
+        if kind not in tuple(Kind) or key_length > MAX_KEY or value_length > MAX_VALUE:
+            raise StoreError(f"byte {offset + at} of the log is no record")
+        middle = at + _HEADER.size + key_length
+        end = middle + value_length
+        if end > len(data):
+            return
+        record = Record(Kind(kind), data[at + _HEADER.size : middle], data[middle:end])
+        if record.checksum() != checksum:
+            raise StoreError(f"the record at byte {offset + at} of the log is damaged")
+        yield record, offset + end
+        at = end
+
+
+def open_own(path: str) -> int:
+    """The descriptor of the regular file `path`, made with mode 0600 if it is missing.
+
+    Raises:
+        UsageError: a link, a directory, another user's file, or a missing directory; by name.
+        ResourceError: the file cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        if os.path.islink(path):
+            raise UsageError(
+                f"{path} is a symbolic link, which is not followed; name the file itself"
+            ) from error
+        if isinstance(error, IsADirectoryError):
+            raise UsageError(f"{path} is a directory; name a file in it") from error
+        folder = os.path.dirname(path) or "."
+        if not os.path.isdir(folder):
+            raise UsageError(
+                f"{path}: there is no directory {folder}; make it, or choose another path"
+            ) from error
+        with suppress(OSError):
+            _check_owner(path, os.lstat(path))
+        raise ResourceError(f"{path} cannot be opened: {error.strerror}") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{path} is no regular file; choose another path for the shared file")
+        _check_owner(path, status)
+    except UsageError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_owner(path: str, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise UsageError(
+            f"{path} belongs to user {status.st_uid}, not to this one ({os.geteuid()}); choose another path"
+        )
+
+
+@contextmanager
+def locked(fd: int, path: str, limit: float) -> Iterator[None]:
+    """Hold the exclusive lock of the file inside the `with`.
+
+    Raises:
+        StoreTimeoutError: another process holds it for longer than `limit` seconds.
+        ResourceError: the file system has no locks.
+    """
+    for _ in tries(limit, 0.0005, _PAUSE_MOST):
+        try:
+            _set_lock(fd, fcntl.F_WRLCK)
+            break
+        except (BlockingIOError, PermissionError):
+            continue
+        except OSError as error:
+            raise ResourceError(
+                f"{path} cannot be locked ({error.strerror}); use a file system with locks"
+            ) from error
+    else:
+        raise StoreTimeoutError(
+            f"the lock of {path} was not free in time; a process that holds it is stopped"
+        )
+    try:
+        yield
+    finally:
+        _set_lock(fd, fcntl.F_UNLCK)
+
+
+def _set_lock(fd: int, kind: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))

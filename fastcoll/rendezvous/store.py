@@ -68,17 +68,9 @@ class Store(ABC):
             StoreTimeoutError: some key was not set in time. A subclass's own `wait` must raise a
                 TimeoutError too.
         """
-        keys = checked_keys(keys)
-        limit = self._limit(timeout)
-        deadline = time.monotonic() + limit
-        pause = 0.001
-        while not self.check(keys):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                missing = [key for key in keys if not self.check([key])]
-                raise not_set(missing or list(keys), limit)
-            time.sleep(min(pause, left))
-            pause = min(pause * 2, 0.05)
+        keys, limit = checked_keys(keys), limit_of(self, timeout)
+        if not any(self.check(keys) for _ in tries(limit)):
+            raise not_set([key for key in keys if not self.check([key])] or keys, limit)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all `keys`, once they are set."""
@@ -167,7 +159,11 @@ class Store(ABC):
         """
         if whole("world_size", world_size) < 1:
             raise UsageError(f"world_size is {world_size}; a barrier is of one process or more")
-        limit, counter, last = self._limit(timeout), f"{checked_key(key)}/num_members", f"{key}/last_member"
+        limit, counter, last = (
+            limit_of(self, timeout),
+            f"{checked_key(key)}/num_members",
+            f"{key}/last_member",
+        )
         if self.add(counter, 1) == world_size:
             self.set(last, "1")
         try:
@@ -192,7 +188,7 @@ class Store(ABC):
 
     def set_timeout(self, timeout: timedelta | float) -> None:
         """Let blocking operations wait for `timeout` (timedelta, or seconds)."""
-        self._timeout = self._limit(timeout)
+        self._timeout = limit_of(self, timeout)
 
     def close(self) -> None:  # noqa: B027 - a store that holds nothing has nothing to close
         """Let go of what the store holds open. Closing twice is fine."""
@@ -208,12 +204,6 @@ class Store(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _limit(self, timeout: Timeout) -> float:
-        limit = seconds(timeout, self._timeout)
-        if not 0 <= limit <= MOST_SECONDS:
-            raise UsageError(f"a store's timeout is 0 to {MOST_SECONDS:g} s, got {timeout!r}")
-        return limit
 
     def _refuse(self, method: str) -> NoReturn:
         name = type(self).__name__
@@ -249,32 +239,40 @@ class Rendezvous:
             self.handler.close()
 
 
-def checked_key(key: Any) -> str:
-    """The key, if it is one.
+def limit_of(store: Store, timeout: Timeout = None) -> float:
+    """Seconds that a call of the store waits; None is the store's own timeout."""
+    limit = seconds(timeout, store.timeout.total_seconds())
+    if not 0 <= limit <= MOST_SECONDS:
+        raise UsageError(f"a store's timeout is 0 to {MOST_SECONDS:g} s, got {timeout!r}")
+    return limit
 
-    Raises:
-        UsageError: it is no text.
-    """
+
+def tries(limit: float, first: float = 0.001, most: float = 0.05) -> Iterator[None]:
+    """For a loop that looks again and again: now, after pauses that double from `first` to `most`, and at the end."""
+    deadline, pause = time.monotonic() + limit, first
+    while True:
+        yield
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, most)
+
+
+def checked_key(key: Any) -> str:
+    """The key; a UsageError where it is no text."""
     if not isinstance(key, str):
         raise UsageError(f"a store's key is text, got {type(key).__name__} {key!r:.80}")
     return key
 
 
 def checked_keys(keys: Any) -> list[str]:
-    """The keys in a list of them.
-
-    Raises:
-        UsageError: it is no list (but a text, as for one key), or holds something else.
-    """
+    """The keys in a list of them; a UsageError where it is a text, as for one key, or holds something else."""
     return [checked_key(key) for key in _items("keys", keys)]
 
 
 def pairs(keys: Any, values: Any) -> list[tuple[str, str | bytes]]:
-    """Keys with their values.
-
-    Raises:
-        UsageError: the lengths differ, a key is no text, or one of the two is no list.
-    """
+    """Keys with their values; a UsageError where the lengths differ, or one of the two is no list."""
     names, items = checked_keys(keys), _items("values", values)
     if len(names) != len(items):
         raise UsageError(

@@ -1,7 +1,23 @@
-"""The store's server without sockets: bytes in, answers and dropped peers out.
+"""What travels between a store's client and its server, and the server, both as bytes without sockets.
 
-A peer goes OPENING -> (PROVING, with a secret ->) READY, and between READY and PARKED while it waits
-for keys. It has one request under way at a time, which bounds what is queued for it: bytes behind a
+Opening, 64 bytes each way, client first (big-endian):
+
+    offset  bytes  field
+    0       8      magic "FASTCOLL"
+    8       1      role: 1 client, 2 server
+    9       1      verdict: 0 welcome, 1 other protocol version, 2 secrets do not match, 3 no more room
+    10      2      protocol version
+    12      4      1 when this side has a job secret, else 0
+    16      32     nonce, fresh for each connection
+    48      16     the server's instance (client: zeros)
+
+With a secret the server's opening is followed by its proof and answered by the client's: 32 bytes of
+HMAC-SHA256 over a label of the direction and both openings. Then come frames: a 16-byte header (code,
+one zero, number of keys, length of the body, timeout in seconds as a double) and the body, whose
+fields are each a 4-byte length and the bytes. This authenticates; it does not encrypt.
+
+To the server a peer goes OPENING -> (PROVING, with a secret ->) READY, and between READY and PARKED while it
+waits for keys. It has one request under way at a time, which bounds what is queued for it: bytes behind a
 request that is not answered yet drop it, as does anything that breaks the protocol, an opening that takes
 longer than OPENING_SECONDS and a request that takes longer than FRAME_SECONDS to come. Nothing longer
 than the opening is kept before it is right, and nothing longer than a header before that is.
@@ -11,34 +27,157 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import os
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 
+from ..config import MOST_SECONDS
 from ..errors import StoreError
-from .secret import PROOF_SIZE, is_proof
-from .table import CHANGING, Op, Request, Table
-from .wire import (
-    HEADER,
-    HELLO,
-    INSTANCE_SIZE,
-    MAGIC,
-    NONCE_SIZE,
-    PROTOCOL,
-    Hello,
-    ProtocolError,
-    Role,
-    Status,
-    Verdict,
-    check_request_header,
-    decode_request,
-    encode_frame,
-    prove,
-)
+from .secret import PROOF_SIZE, is_proof, proof
+from .table import CHANGING, MAX_ANSWER, MAX_KEY, SHAPES, Op, Request, Table
 
+MAGIC = b"FASTCOLL"
+PROTOCOL = 2
+HELLO = struct.Struct("!8sBBHI32s16s")
+NONCE_SIZE = 32
+INSTANCE_SIZE = 16
+HEADER = struct.Struct("!BxHId")
+LENGTH = struct.Struct("!I")
+# One value of the largest size, its key, or a batch of as many bytes, with their lengths.
+MAX_BODY = MAX_ANSWER + 2 * MAX_KEY
 OPENING_SECONDS = 5.0
 # How long a request may take to come once it has begun: 8 MiB at 140 kB/s.
 FRAME_SECONDS = 60.0
+# Looking a number up in an enumeration's class takes ten times as long.
+_OPERATIONS = {op.value: op for op in Op}
+
+
+class ProtocolError(ValueError):
+    """Bytes that no client or server of this protocol sends; the connection is dropped."""
+
+
+class Role(IntEnum):
+    CLIENT = 1
+    SERVER = 2
+
+
+class Verdict(IntEnum):
+    WELCOME = 0
+    PROTOCOL = 1
+    SECRET = 2
+    FULL = 3
+
+
+class Status(IntEnum):
+    """How a request ended: OK with its answer, TIMEOUT with a missing key, REFUSED with the reason."""
+
+    OK = 0
+    TIMEOUT = 1
+    REFUSED = 2
+
+
+@dataclass(frozen=True)
+class Hello:
+    """One side's opening."""
+
+    role: Role
+    nonce: bytes
+    has_secret: bool
+    verdict: Verdict = Verdict.WELCOME
+    protocol: int = PROTOCOL
+    instance: bytes = bytes(INSTANCE_SIZE)
+
+    def to_bytes(self) -> bytes:
+        return HELLO.pack(
+            MAGIC, self.role, self.verdict, self.protocol, self.has_secret, self.nonce, self.instance
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, role: Role) -> Hello:
+        """The opening of a peer of `role`; a ProtocolError where it is none."""
+        magic, who, verdict, protocol, has_secret, nonce, instance = HELLO.unpack(data)
+        if magic != MAGIC or who != role or has_secret > 1 or verdict not in tuple(Verdict):
+            raise ProtocolError(f"not the opening of a fastcoll {role.name.lower()}: {data[:16]!r}")
+        return cls(role, nonce, bool(has_secret), Verdict(verdict), protocol, instance)
+
+
+def prove(secret: bytes, role: Role, client_hello: bytes, server_hello: bytes) -> bytes:
+    """What the side of `role` sends to prove that it knows `secret`, on this connection only."""
+    return proof(secret, f"fastcoll store, {role.name.lower()} to peer", (client_hello, server_hello))
+
+
+def encode_frame(code: int, fields: Sequence[bytes], keys: int = 0, timeout: float = 0.0) -> bytes:
+    """A frame ready to send."""
+    body = b"".join(part for each in fields for part in (LENGTH.pack(len(each)), each))
+    return HEADER.pack(code, keys, len(body), timeout) + body
+
+
+def encode_request(request: Request) -> bytes:
+    """A request as a frame: its keys, then its values."""
+    return encode_frame(request.op, request.keys + request.values, len(request.keys), request.timeout)
+
+
+def frame_length(header: bytes) -> int:
+    """The length of the body behind a header; a ProtocolError where it is longer than any may be."""
+    length: int = HEADER.unpack(header)[2]
+    if length > MAX_BODY:
+        raise ProtocolError(f"a frame announces {length} bytes, at most {MAX_BODY} are allowed")
+    return length
+
+
+def check_request_header(header: bytes) -> int:
+    """The length of the body, once the header is known to be a request's.
+
+    Raises:
+        ProtocolError: it is none; nothing need be read or kept of the body then.
+    """
+    code, keys, _, timeout = HEADER.unpack(header)
+    op = _OPERATIONS.get(code)
+    if op is None:
+        raise ProtocolError(f"there is no operation {code}")
+    fewest, most, _ = SHAPES[op]
+    if not fewest <= keys <= most:
+        raise ProtocolError(f"{op.name} takes {fewest} to {most} keys, got {keys}")
+    if not (math.isfinite(timeout) and 0 <= timeout <= MOST_SECONDS):
+        raise ProtocolError(f"the timeout {timeout} is not 0 to {MOST_SECONDS:g} s")
+    return frame_length(header)
+
+
+def decode_request(header: bytes, body: bytes) -> Request:
+    """The request in a frame whose header was checked; a ProtocolError where the body is not what that says."""
+    code, keys, _, timeout = HEADER.unpack(header)
+    op = _OPERATIONS[code]
+    fields = decode_fields(body)
+    if len(fields) != keys * (1 + SHAPES[op][2]):
+        raise ProtocolError(f"{op.name} of {keys} keys has {len(fields)} fields")
+    return Request(op, tuple(fields[:keys]), tuple(fields[keys:]), timeout)
+
+
+def decode_answer(header: bytes, body: bytes) -> tuple[Status, list[bytes]]:
+    """The answer in a frame from the server; a ProtocolError where it is none."""
+    code = header[0]
+    if code not in tuple(Status):
+        raise ProtocolError(f"there is no status {code}")
+    return Status(code), decode_fields(body)
+
+
+def decode_fields(body: bytes) -> list[bytes]:
+    """The fields of a body; a ProtocolError where their lengths do not add up to the body's."""
+    fields: list[bytes] = []
+    at = 0
+    while at < len(body):
+        end = at + LENGTH.size
+        if end > len(body):
+            raise ProtocolError("a field's length is cut off")
+        length = LENGTH.unpack_from(body, at)[0]
+        at = end + length
+        if at > len(body):
+            raise ProtocolError(f"a field of {length} bytes passes the end of its frame")
+        fields.append(bytes(body[end:at]))
+    return fields
 
 
 class Stage(Enum):
@@ -52,13 +191,25 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class _Peer:
-    deadline: float | None
+    deadline: float | None = None
     stage: Stage = Stage.OPENING
     buffer: bytearray = field(default_factory=bytearray)
     expected_proof: bytes = b""
     waiting: Request | None = None
     missing: bytes = b""
     place: int = 0  # of `missing` among the keys it waits for
+
+    def let_in(self) -> None:
+        self.stage, self.deadline, self.waiting = Stage.READY, None, None
+
+    def take(self, count: int) -> bytes:
+        data = bytes(self.buffer[:count])
+        del self.buffer[:count]
+        return data
+
+    def check_silent(self) -> None:
+        if self.buffer:
+            raise ProtocolError("spoke before its request was answered")
 
 
 class StoreServer:
@@ -72,11 +223,11 @@ class StoreServer:
         drops: (peer, reason) of connections to close; the server has forgotten these peers.
     """
 
-    def __init__(self, secret: bytes = b"", instance: bytes | None = None) -> None:
+    def __init__(self, secret: bytes = b"") -> None:
         self.outbox: list[tuple[int, bytes]] = []
         self.drops: list[tuple[int, str]] = []
         self._secret = secret
-        self._instance = os.urandom(INSTANCE_SIZE) if instance is None else instance
+        self._instance = os.urandom(INSTANCE_SIZE)
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
         # A parked peer stands under one missing key at a time, and moves on when that is set.
@@ -87,7 +238,7 @@ class StoreServer:
 
     def connect(self, peer: int, now: float) -> None:
         """A connection was accepted; `peer` is any number not in use."""
-        self._peers[peer] = _Peer(None)
+        self._peers[peer] = _Peer()
         self._set_deadline(peer, now + OPENING_SECONDS)
 
     def disconnect(self, peer: int) -> None:
@@ -103,7 +254,7 @@ class StoreServer:
             return
         state.buffer += data
         try:
-            while peer in self._peers and self._advance(peer, state, now):
+            while self._advance(peer, state, now):
                 pass
         except ProtocolError as error:
             self._drop(peer, str(error))
@@ -127,17 +278,30 @@ class StoreServer:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
+    def refusal(self) -> bytes:
+        """The opening for a connection that there is no room for; the driver sends it and closes."""
+        return self._hello(Verdict.FULL)
+
     def _advance(self, peer: int, state: _Peer, now: float) -> bool:
         """Take one step with what is buffered; whether there may be another."""
         match state.stage:
             case Stage.OPENING:
                 return self._open(peer, state)
             case Stage.PROVING:
-                return self._prove(state)
+                if len(state.buffer) < PROOF_SIZE:
+                    return False
+                if not is_proof(state.take(PROOF_SIZE), state.expected_proof):
+                    raise ProtocolError("does not know the job's secret")
+                state.let_in()
+                return True
             case Stage.READY:
-                return self._take_request(peer, state, now)
+                if self._take_request(peer, state, now):
+                    return True
+                if state.buffer and state.deadline is None:  # the rest of a request must come in time
+                    self._set_deadline(peer, now + FRAME_SECONDS)
+                return False
             case Stage.PARKED:
-                _check_silent(state)
+                state.check_silent()
                 return False
 
     def _open(self, peer: int, state: _Peer) -> bool:
@@ -146,9 +310,13 @@ class StoreServer:
             raise ProtocolError(f"not a fastcoll client: {start!r}")
         if len(state.buffer) < HELLO.size:
             return False
-        client_bytes = _take(state.buffer, HELLO.size)
+        client_bytes = state.take(HELLO.size)
         client = Hello.from_bytes(client_bytes, Role.CLIENT)
-        verdict = self._judge(client)
+        verdict = Verdict.WELCOME
+        if client.protocol != PROTOCOL:
+            verdict = Verdict.PROTOCOL
+        elif client.has_secret != bool(self._secret):
+            verdict = Verdict.SECRET
         server = self._hello(verdict)
         if verdict is not Verdict.WELCOME:
             self.outbox.append((peer, server))
@@ -158,64 +326,36 @@ class StoreServer:
             state.expected_proof = prove(self._secret, Role.CLIENT, client_bytes, server)
             server += prove(self._secret, Role.SERVER, client_bytes, server)
         else:
-            _let_in(state)
+            state.let_in()
         self.outbox.append((peer, server))
         return True
-
-    def refusal(self) -> bytes:
-        """The opening for a connection that there is no room for; the driver sends it and closes."""
-        return self._hello(Verdict.FULL)
 
     def _hello(self, verdict: Verdict) -> bytes:
         nonce = os.urandom(NONCE_SIZE)
         return Hello(Role.SERVER, nonce, bool(self._secret), verdict, PROTOCOL, self._instance).to_bytes()
 
-    def _judge(self, client: Hello) -> Verdict:
-        if client.protocol != PROTOCOL:
-            return Verdict.PROTOCOL
-        if client.has_secret != bool(self._secret):
-            return Verdict.SECRET
-        return Verdict.WELCOME
-
-    def _prove(self, state: _Peer) -> bool:
-        if len(state.buffer) < PROOF_SIZE:
-            return False
-        if not is_proof(_take(state.buffer, PROOF_SIZE), state.expected_proof):
-            raise ProtocolError("does not know the job's secret")
-        _let_in(state)
-        return True
-
     def _take_request(self, peer: int, state: _Peer, now: float) -> bool:
+        """Answer the request that is buffered, or park its peer; False while it is not all there."""
         if len(state.buffer) < HEADER.size:
-            return self._has_begun(peer, state, now)
+            return False
         header = bytes(state.buffer[: HEADER.size])
         length = check_request_header(header)
         if len(state.buffer) < HEADER.size + length:
-            return self._has_begun(peer, state, now)
+            return False
         state.deadline = None
-        del state.buffer[: HEADER.size]
-        request = decode_request(header, _take(state.buffer, length))
-        _check_silent(state)
+        request = decode_request(state.take(HEADER.size), state.take(length))
+        state.check_silent()
         missing = self._table.first_missing(request)
-        if missing is None:
-            self._carry_out(peer, request)
-        else:
+        if missing is not None:
             state.stage, state.waiting, state.place = Stage.PARKED, request, 0
             self._park(peer, state, missing)
             self._set_deadline(peer, now + request.timeout)
-        return True
-
-    def _has_begun(self, peer: int, state: _Peer, now: float) -> bool:
-        """A part of a request is here: the rest must come in time."""
-        if state.buffer and state.deadline is None:
-            self._set_deadline(peer, now + FRAME_SECONDS)
-        return False
-
-    def _carry_out(self, peer: int, request: Request) -> None:
+            return True
         self.outbox.append((peer, self._answer_to(request)))
         if request.op in CHANGING and request.op is not Op.DELETE:
             for key in request.keys:
                 self._wake(key)
+        return True
 
     def _answer_to(self, request: Request) -> bytes:
         try:
@@ -231,13 +371,13 @@ class StoreServer:
         answers: dict[tuple[Op, tuple[bytes, ...]], bytes] = {}
         for peer in sorted(self._parked.pop(key)):
             state = self._peers[peer]
-            assert state.waiting is not None
-            missing = self._still_missing(state, state.waiting)
+            request = state.waiting
+            assert request is not None, "a parked peer waits"
+            missing = self._still_missing(state, request)
             if missing is not None:
                 self._park(peer, state, missing)
                 continue
-            request, state.waiting = state.waiting, None
-            _let_in(state)
+            state.let_in()
             same = request.op, request.keys
             if same not in answers or request.op is Op.POP:
                 answers[same] = self._answer_to(request)
@@ -256,14 +396,12 @@ class StoreServer:
         self._parked.setdefault(key, set()).add(peer)
 
     def _unpark(self, peer: int, state: _Peer) -> None:
-        if state.stage is not Stage.PARKED:
-            return
-        waiting = self._parked[state.missing]
-        waiting.discard(peer)
-        if not waiting:
-            del self._parked[state.missing]
-        state.waiting = None
-        _let_in(state)
+        if state.stage is Stage.PARKED:
+            waiting = self._parked[state.missing]
+            waiting.discard(peer)
+            if not waiting:
+                del self._parked[state.missing]
+            state.let_in()
 
     def _drop(self, peer: int, reason: str) -> None:
         self.drops.append((peer, reason))
@@ -279,18 +417,3 @@ class StoreServer:
     def _still_due(self, item: tuple[float, int, int]) -> bool:
         deadline, _, peer = item
         return peer in self._peers and self._peers[peer].deadline == deadline
-
-
-def _let_in(state: _Peer) -> None:
-    state.stage, state.deadline = Stage.READY, None
-
-
-def _check_silent(state: _Peer) -> None:
-    if state.buffer:
-        raise ProtocolError("spoke before its request was answered")
-
-
-def _take(buffer: bytearray, count: int) -> bytes:
-    data = bytes(buffer[:count])
-    del buffer[:count]
-    return data

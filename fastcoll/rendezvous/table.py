@@ -1,27 +1,38 @@
-"""The keys and values behind every store of this package, as pure data.
+"""The keys and values behind every store of this package, and the surface of Store on top of them.
 
-A Request is one operation; Table.apply carries it out in memory. The in-process store, the file and
-the TCP server differ only in how a request comes to a table and who is woken afterwards.
+A Request is one operation; Table.apply carries it out in memory. TableStore makes requests of Store's calls, and bytes
+of text and numbers. HashStore, the file and the TCP server differ only in how a request comes to a table and who is
+woken afterwards.
 """
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ..errors import StoreError
+from ..core.arguments import whole
+from ..core.work import Timeout
+from ..errors import QueueEmptyError, StoreError, StoreTimeoutError, UsageError
+from .store import LISTED, Store, checked_key, checked_keys, limit_of, not_set, pairs
 
 MAX_KEY = 8 << 10
 MAX_VALUE = 8 << 20
 MAX_KEYS = 128 << 10
+MAX_KEYS_PER_REQUEST = 1024
 MAX_TOTAL = 1 << 30  # bytes of keys and values in one table
 # A GET or PEEK answers with as many of its values as fit in here (the first always does).
 MAX_ANSWER = MAX_VALUE + (64 << 10)
 _SET = b"="  # stands before each value in the answer to PEEK; a key that is not set has an empty field
-
-_INT64 = range(-(1 << 63), 1 << 63)
+# A queue is the value of its key: each item behind this mark and its length, so that a push is an APPEND.
+_ITEM = struct.Struct("!4sI")
+_MARK = b"\0ITM"
 
 
 class Op(IntEnum):
@@ -43,24 +54,20 @@ class Op(IntEnum):
 
 # Op -> (fewest keys, most keys, values for each key)
 SHAPES: dict[Op, tuple[int, int, int]] = {
-    Op.SET: (1, 1024, 1),
-    Op.GET: (1, 1024, 0),
-    Op.WAIT: (1, 1024, 0),
+    Op.SET: (1, MAX_KEYS_PER_REQUEST, 1),
+    Op.GET: (1, MAX_KEYS_PER_REQUEST, 0),
+    Op.WAIT: (1, MAX_KEYS_PER_REQUEST, 0),
     Op.ADD: (1, 1, 1),
-    Op.CHECK: (1, 1024, 0),
+    Op.CHECK: (1, MAX_KEYS_PER_REQUEST, 0),
     Op.DELETE: (1, 1, 0),
     Op.COMPARE_SET: (1, 1, 2),
     Op.APPEND: (1, 1, 1),
     Op.NUM_KEYS: (0, 0, 0),
-    Op.PEEK: (1, 1024, 0),
+    Op.PEEK: (1, MAX_KEYS_PER_REQUEST, 0),
     Op.POP: (1, 1, 0),
     Op.KEYS: (1, 1, 0),
 }
-MAX_KEYS_PER_REQUEST = 1024
 CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND, Op.POP})
-# A queue is the value of its key: each item behind this mark and its length, so that a push is an APPEND.
-_ITEM = struct.Struct("!4sI")
-_MARK = b"\0ITM"
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ class Table:
             StoreError: a limit would be passed, or ADD meets what is no whole number; that key is
                 as before (of a SET of several keys, the ones ahead of it are set).
         """
+        data = self._data
         key = request.keys[0] if request.keys else b""
         value = request.values[0] if request.values else b""
         match request.op:
@@ -105,37 +113,45 @@ class Table:
                     self.put(name, new)
                 return []
             case Op.GET:
-                return _those_that_fit(self._data[name] for name in request.keys)
+                return _those_that_fit(data[name] for name in request.keys)
             case Op.PEEK:
-                return _those_that_fit(
-                    _SET + self._data[name] if name in self._data else b"" for name in request.keys
-                )
+                return _those_that_fit(_SET + data[name] if name in data else b"" for name in request.keys)
             case Op.WAIT:
                 return []
             case Op.ADD:
-                return [self._add(key, value)]
+                total = _whole_number(data.get(key, b"0"), key) + _whole_number(value, key)
+                if not -(1 << 63) <= total < 1 << 63:
+                    raise StoreError(f"adding to {shown(key)} would pass 64 bits: {total}")
+                self.put(key, b"%d" % total)
+                return [data[key]]
             case Op.CHECK:
-                return [b"1" if all(name in self._data for name in request.keys) else b"0"]
+                return [b"1" if all(name in data for name in request.keys) else b"0"]
             case Op.DELETE:
                 return [b"1" if self.remove(key) else b"0"]
             case Op.COMPARE_SET:
-                return [self._compare_set(key, value, request.values[1])]
+                old, desired = data.get(key), request.values[1]
+                if old == value or (old is None and not value):
+                    self.put(key, desired)
+                    return [desired]
+                return [value if old is None else old]
             case Op.APPEND:
-                self.put(key, self._data.get(key, b"") + value)
+                self.put(key, data.get(key, b"") + value)
                 return []
             case Op.NUM_KEYS:
-                return [b"%d" % len(self._data)]
+                return [b"%d" % len(data)]
             case Op.POP:
-                return [self._pop(key)]
+                queue = data[key]
+                _, end = next(_items(queue, key))
+                if end < len(queue):
+                    self.put(key, queue[end:])
+                else:
+                    self.remove(key)
+                return [queue[_ITEM.size : end]]
             case Op.KEYS:
-                return _those_that_fit(sorted(name for name in self._data if name > key))
+                return _those_that_fit(sorted(name for name in data if name > key))
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Set one key.
-
-        Raises:
-            StoreError: a limit would be passed.
-        """
+        """Set one key; a StoreError where a limit would be passed."""
         old = self._data.get(key)
         growth = len(value) - len(old) if old is not None else len(key) + len(value)
         if len(key) > MAX_KEY:
@@ -159,41 +175,9 @@ class Table:
         self._bytes -= len(key) + len(old)
         return True
 
-    def _add(self, key: bytes, amount: bytes) -> bytes:
-        total = whole_number(self._data.get(key, b"0"), key) + whole_number(amount, key)
-        if total not in _INT64:
-            raise StoreError(f"adding to {shown(key)} would pass 64 bits: {total}")
-        self.put(key, b"%d" % total)
-        return self._data[key]
 
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        old = self._data.get(key)
-        if old == expected or (old is None and not expected):
-            self.put(key, desired)
-            return desired
-        return expected if old is None else old
-
-    def _pop(self, key: bytes) -> bytes:
-        queue = self._data[key]
-        _, end = next(items(queue, key))
-        if end < len(queue):
-            self.put(key, queue[end:])
-        else:
-            self.remove(key)
-        return queue[_ITEM.size : end]
-
-
-def item(value: bytes) -> bytes:
-    """What appends `value` to a queue."""
-    return _ITEM.pack(_MARK, len(value)) + value
-
-
-def items(queue: bytes, key: bytes) -> Iterator[tuple[int, int]]:
-    """Where each item of the queue under `key` starts and ends, its mark and length included.
-
-    Raises:
-        StoreError: this is no queue.
-    """
+def _items(queue: bytes, key: bytes) -> Iterator[tuple[int, int]]:
+    """Where each item of the queue under `key` starts and ends, its mark and length included."""
     start = 0
     while start < len(queue) or not queue:
         mark, length = _ITEM.unpack_from(queue, start) if len(queue) - start >= _ITEM.size else (b"", 0)
@@ -215,12 +199,8 @@ def _those_that_fit(values: Iterable[bytes]) -> list[bytes]:
     return fitting
 
 
-def whole_number(text: bytes, key: bytes) -> int:
-    """The number that `add` finds under `key`.
-
-    Raises:
-        StoreError: it is no whole number of 64 bits.
-    """
+def _whole_number(text: bytes, key: bytes) -> int:
+    """The number of 64 bits that ADD finds under `key`."""
     if len(text) <= 20 and text.removeprefix(b"-").isdigit():
         return int(text)
     raise StoreError(f"{shown(key)} holds {text[:40]!r}, which is no whole number to add to")
@@ -230,3 +210,204 @@ def shown(key: bytes) -> str:
     """A key as messages show it."""
     text = repr(key[:80].decode(errors="replace"))
     return text if len(key) <= 80 else text + "..."
+
+
+class TableStore(Store):
+    """A store whose operations are requests to a table somewhere."""
+
+    _closed = False
+
+    @abstractmethod
+    def _ask(self, request: Request) -> list[bytes] | bytes:
+        """Carry out `request` and return its answer, or the first key that is still missing in the end.
+
+        Blocks for `request.timeout` seconds while keys of a GET, WAIT or POP are missing.
+        """
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._do(Op.SET, [key], [value])
+
+    def get(self, key: str) -> bytes:
+        return self._do(Op.GET, [key])[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._do(Op.ADD, [key], [f"{whole('amount', amount):d}"])[0])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._do(Op.CHECK, part)[0] == b"1" for part in _parts(keys))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
+        limit = limit_of(self, timeout)
+        deadline = time.monotonic() + limit
+        for part in _parts(keys):
+            self._do(Op.WAIT, part, (), limit, deadline)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.fetch(keys)
+
+    def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
+        return self._fields(Op.GET, keys, timeout)
+
+    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        # Each value has a byte before it, which an empty field, a key that is not set, has not.
+        return [field[1:] if field else None for field in self._fields(Op.PEEK, keys)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        batch: dict[str, bytes] = {}
+        size = 0
+        for key, data in [(key, _value(value)) for key, value in pairs(keys, values)]:
+            weight = 4 * len(key) + len(data) + 8  # a character is at most four bytes of UTF-8
+            if batch and (size + weight > MAX_ANSWER or len(batch) == MAX_KEYS_PER_REQUEST):
+                self._do(Op.SET, [*batch], [*batch.values()])
+                batch, size = {}, 0
+            batch[key] = data
+            size += weight
+        if batch:
+            self._do(Op.SET, [*batch], [*batch.values()])
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._do(Op.COMPARE_SET, [key], [expected_value, desired_value])[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._do(Op.APPEND, [key], [value])
+
+    def delete_key(self, key: str) -> bool:
+        return self._do(Op.DELETE, [key])[0] == b"1"
+
+    def num_keys(self) -> int:
+        return int(self._do(Op.NUM_KEYS)[0])
+
+    def list_keys(self) -> list[str]:
+        keys: list[bytes] = []
+        while more := self._do(Op.KEYS, [keys[-1].decode() if keys else ""]):
+            keys += more
+        return [key.decode() for key in keys]
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        data = _value(value)
+        self._do(Op.APPEND, [key], [_ITEM.pack(_MARK, len(data)) + data])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        try:
+            return self._do(Op.POP, [key], (), None if block else 0.0)[0]
+        except StoreTimeoutError as error:
+            if block:
+                raise
+            raise QueueEmptyError(f"the queue {key!r} is empty") from error
+
+    def queue_len(self, key: str) -> int:
+        queue = self.peek([key])[0]
+        return 0 if queue is None else sum(1 for _ in _items(queue, key.encode()))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def _fields(self, op: Op, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
+        """One field for each key, of as many requests as it takes."""
+        keys, limit = checked_keys(keys), limit_of(self, timeout)
+        deadline = time.monotonic() + limit
+        found: list[bytes] = []
+        while len(found) < len(keys):
+            part = keys[len(found) : len(found) + MAX_KEYS_PER_REQUEST]
+            found += self._do(op, part, (), limit, deadline)
+        return found
+
+    def _do(
+        self,
+        op: Op,
+        keys: Sequence[str] = (),
+        values: Sequence[str | bytes] = (),
+        limit: float | None = None,
+        deadline: float | None = None,
+    ) -> list[bytes]:
+        """The answer to one request.
+
+        Args:
+            limit: the timeout of the call that this is a part of; None: the store's.
+            deadline: when that has passed; None: `limit` seconds from now.
+        """
+        if self._closed:
+            raise StoreError(f"this {type(self).__name__} is closed")
+        limit = limit_of(self, limit)
+        left = limit if deadline is None else max(deadline - time.monotonic(), 0.0)
+        answer = self._ask(Request(op, tuple(map(_key, keys)), tuple(map(_value, values)), left))
+        if isinstance(answer, list):
+            return answer
+        # Of many keys none is looked for: waits in short steps would ask for all of them every time.
+        fields = self._fields(Op.PEEK, keys, 0.0) if 1 < len(keys) <= LISTED else []
+        missing = [key for key, field in zip(keys, fields, strict=False) if not field]
+        raise not_set(missing or [answer.decode()], limit)
+
+
+def closed_meanwhile(store: Store) -> StoreError:
+    """The error of a call that waited when another thread closed the store."""
+    return StoreError(f"this {type(store).__name__} was closed while a call waited in it")
+
+
+def check_process(store: Store, pid: int) -> None:
+    """Refuse a store that process `pid` opened, in a forked child of it."""
+    if pid != os.getpid():
+        name = type(store).__name__
+        raise UsageError(
+            f"this {name} belongs to process {pid} and came here by a fork; open a {name} of its own in process "
+            f"{os.getpid()}, or start processes with the spawn method"
+        )
+
+
+def _parts(keys: Sequence[str]) -> list[list[str]]:
+    """The keys in pieces that one request can hold."""
+    keys = checked_keys(keys)
+    return [keys[i : i + MAX_KEYS_PER_REQUEST] for i in range(0, len(keys), MAX_KEYS_PER_REQUEST)]
+
+
+def _key(key: str) -> bytes:
+    data = checked_key(key).encode()
+    if len(data) > MAX_KEY:
+        raise UsageError(f"a store's key has at most {MAX_KEY} bytes, got {len(data)}: {key[:40]!r}...")
+    return data
+
+
+def _value(value: str | bytes) -> bytes:
+    if not isinstance(value, str | bytes | bytearray | memoryview):
+        raise UsageError(f"a store's value is text or bytes, got {type(value).__name__} {value!r:.80}")
+    data = value.encode() if isinstance(value, str) else bytes(value)
+    if len(data) > MAX_VALUE:
+        raise UsageError(f"a store's value has at most {MAX_VALUE} bytes, got {len(data)}")
+    return data
+
+
+class HashStore(TableStore):
+    """Keys and values in this process's memory. Thread safe; other processes do not see it.
+
+    Example:
+        >>> store = HashStore()
+        >>> store.set("first", "1")
+        >>> store.get("first")
+        b'1'
+    """
+
+    def __init__(self) -> None:
+        self._table = Table()
+        self._changed = threading.Condition()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def clone(self) -> HashStore:
+        return copy(self)  # with the table and the lock in common
+
+    def _ask(self, request: Request) -> list[bytes] | bytes:
+        deadline = time.monotonic() + request.timeout
+        with self._changed:
+            while (missing := self._table.first_missing(request)) is not None:
+                if self._closed:
+                    raise closed_meanwhile(self)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return missing
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+            if request.op in CHANGING:
+                self._changed.notify_all()
+            return self._table.apply(request)

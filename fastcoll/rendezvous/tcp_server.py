@@ -24,8 +24,6 @@ _ACCEPTS_AT_ONCE = 1024  # all that wait, if they can be: the kernel turns other
 _PAUSE_SECONDS = 0.2  # how long no connection is taken after the system ran out of something
 _SYSTEM_IS_OUT = (errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MORE_DESCRIPTORS = 1024
-
-
 _NOTHING = memoryview(b"")
 
 
@@ -34,6 +32,7 @@ class _Link:
     """One connection: what is still to be sent, and whether it is watched for room to send instead of read."""
 
     socket: socket.socket
+    address: str
     out: memoryview = _NOTHING
     is_behind: bool = False
 
@@ -53,10 +52,10 @@ class TCPServer:
         self._core = StoreServer(secret)
         self._links: dict[int, _Link] = {}
         self._next_peer = 0
-        self._paused_until = 0.0
+        self._paused_until: float | None = None
         # Given up for a moment where there is no other, to take a connection and refuse it.
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._refused = 0
+        self._has_refused = False
         self._stop_at: float | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -84,63 +83,52 @@ class TCPServer:
 
     def _run(self) -> None:
         try:
-            while not self._finished():
+            while self._stop_at is None or (self._links and time.monotonic() < self._stop_at):
                 self._turn()
         finally:
-            self._close_all()
-
-    def _finished(self) -> bool:
-        if self._stop_at is None:
-            return False
-        return not self._links or time.monotonic() >= self._stop_at
+            self._close_descriptors()
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(self._patience()):
+        times = (self._core.next_deadline(), self._stop_at, self._paused_until)
+        due = min((at for at in times if at is not None), default=None)
+        for key, events in self._selector.select(None if due is None else max(due - time.monotonic(), 0.0)):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._wake_read:
-                self._drain_wake()
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_read.recv(16)
             else:
                 self._serve(key.data, events)
             self._carry_out()
         self._core.expire(time.monotonic())
         self._carry_out()
-        if self._paused_until and time.monotonic() >= self._paused_until:
-            self._paused_until = 0.0
+        if self._paused_until is not None and time.monotonic() >= self._paused_until:
+            self._paused_until = None
             self._selector.register(self._listener, selectors.EVENT_READ, None)
-
-    def _patience(self) -> float | None:
-        due = [
-            at
-            for at in (self._core.next_deadline(), self._stop_at, self._paused_until or None)
-            if at is not None
-        ]
-        return max(min(due) - time.monotonic(), 0.0) if due else None
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):
             try:
-                connection, _ = self._listener.accept()
+                connection, address = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno == errno.EMFILE:
                     self._make_room_or_refuse()
                 elif error.errno in _SYSTEM_IS_OUT:
-                    self._pause_accepting(error)
+                    logger.warning(
+                        "the store cannot take more than %d connections: %s", len(self._links), error.strerror
+                    )
+                    self._selector.unregister(self._listener)
+                    self._paused_until = time.monotonic() + _PAUSE_SECONDS
                 return
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             peer, self._next_peer = self._next_peer, self._next_peer + 1
-            self._links[peer] = _Link(connection)
+            self._links[peer] = _Link(connection, str(address))
             self._selector.register(connection, selectors.EVENT_READ, peer)
             self._core.connect(peer, time.monotonic())
-
-    def _pause_accepting(self, error: OSError) -> None:
-        logger.warning("the store cannot take more than %d connections: %s", len(self._links), error.strerror)
-        self._selector.unregister(self._listener)
-        self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
     def _make_room_or_refuse(self) -> None:
         """This process has no descriptor left: raise its limit, or tell whoever comes that it is too low."""
@@ -154,22 +142,18 @@ class TCPServer:
 
     def _refuse(self) -> None:
         with contextlib.suppress(OSError), self._listener.accept()[0] as connection:
-            if self._refused == 0:
+            if not self._has_refused:
+                self._has_refused = True
                 logger.warning(
                     "the store takes no more than %d connections: this process has reached its limit of file "
                     "descriptors; %s",
                     len(self._links),
                     CURE,
                 )
-            self._refused += 1
             connection.setblocking(False)
             connection.send(self._core.refusal())
             connection.shutdown(socket.SHUT_WR)
             connection.recv(_CHUNK)  # a close with unread bytes is a reset
-
-    def _drain_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wake_read.recv(16)
 
     def _serve(self, peer: int, events: int) -> None:
         link = self._links.get(peer)
@@ -187,7 +171,6 @@ class TCPServer:
         if data:
             self._core.receive(peer, data, time.monotonic())
         else:
-            self._core.disconnect(peer)
             self._close(peer)
 
     def _carry_out(self) -> None:
@@ -201,7 +184,7 @@ class TCPServer:
                 self._flush(peer, link)
         for peer, reason in drops:
             if peer in self._links:
-                logger.debug("store on port %d: dropped %s: %s", self.port, _name(self._links[peer]), reason)
+                logger.debug("store on port %d: dropped %s: %s", self.port, self._links[peer].address, reason)
                 self._close(peer)
 
     def _flush(self, peer: int, link: _Link) -> None:
@@ -212,7 +195,6 @@ class TCPServer:
         except BlockingIOError:
             pass
         except OSError:
-            self._core.disconnect(peer)
             self._close(peer)
             return
         if link.is_behind != bool(link.out):
@@ -221,14 +203,10 @@ class TCPServer:
             self._selector.modify(link.socket, wanted, peer)
 
     def _close(self, peer: int) -> None:
+        self._core.disconnect(peer)
         link = self._links.pop(peer)
         self._selector.unregister(link.socket)
         link.socket.close()
-
-    def _close_all(self) -> None:
-        for peer in list(self._links):
-            self._close(peer)
-        self._close_descriptors()
 
     def _close_descriptors(self) -> None:
         for link in self._links.values():
@@ -239,13 +217,6 @@ class TCPServer:
             self._spare = None
         self._selector.close()
         self._wake_read.close()
-
-
-def _name(link: _Link) -> str:
-    try:
-        return str(link.socket.getpeername())
-    except OSError:
-        return "a connection that is gone"
 
 
 _lock = threading.Lock()

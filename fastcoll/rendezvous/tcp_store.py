@@ -1,24 +1,59 @@
-"""TCPStore: a store that one process serves and all reach over TCP."""
+"""TCPStore: a store that one process serves and all reach over TCP, each call on a connection of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import socket
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core.arguments import whole
-from ..errors import StoreError, StoreTimeoutError, UsageError
-from .address import shown
-from .secret import job_secret
-from .store import DEFAULT_TIMEOUT
-from .table import Request
-from .table_store import TableStore
-from .tcp_connection import LostError, TCPConnection, connect
+from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
+from .address import CURE, resolve, shown
+from .secret import PROOF_SIZE, is_proof, job_secret
+from .store import DEFAULT_TIMEOUT, limit_of, tries
+from .store_protocol import (
+    HEADER,
+    HELLO,
+    NONCE_SIZE,
+    Hello,
+    ProtocolError,
+    Role,
+    Status,
+    Verdict,
+    decode_answer,
+    encode_request,
+    frame_length,
+    prove,
+)
+from .table import Request, TableStore, check_process, closed_meanwhile
 from .tcp_server import release, serve
-from .wire import Status
+from .waiting import LateWarning
+
+T = TypeVar("T")
 
 _ARRIVED, _ALL_HERE = "fastcoll/workers", "fastcoll/workers/all"
+# How much longer than the request's own timeout an answer may take before the server counts as stuck.
+GRACE_SECONDS = 5.0
+# How long a server may be full; its connections last as long as the job, so few become free.
+_FULL_SECONDS = 2.0
+# A server listens on "all addresses", but none can be reached there.
+_REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    # The kernel finds out within 11 s that the other machine is gone (it sends nothing then). Keepalive rests while a
+    # request is under way; TCP_USER_TIMEOUT counts then, else the kernel tries on for 15 minutes.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 11_000),
+)
 
 
 class TCPStore(TableStore):
@@ -64,8 +99,17 @@ class TCPStore(TableStore):
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
     ) -> None:
-        self._timeout = self._limit(timeout)
-        port, world_size = _checked_arguments(host_name, port, world_size, is_master)
+        self.set_timeout(timeout)
+        if not isinstance(host_name, str):
+            kind = type(host_name).__name__
+            raise UsageError(f"host_name is {host_name!r}, a {kind}; give a name or an address as text")
+        port, size = whole("port", port), -1 if world_size is None else whole("world_size", world_size)
+        if not 0 <= port <= 65535:
+            raise UsageError(f"a store's port is 0 to 65535, got {port}")
+        if port == 0 and not is_master:
+            raise UsageError("port 0 takes a free port and is for the master only; give the master's port")
+        if size < -1 or size == 0:
+            raise UsageError(f"world_size counts the processes that open the store, got {size}")
         self._secret = job_secret()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -77,12 +121,12 @@ class TCPStore(TableStore):
         self.host = host_name
         self.port = port if self._server is None else self._server.port
         try:
-            first = connect(_reachable(self.host), self.port, self._secret, self._timeout)
+            first = connect(self.host, self.port, self._secret, limit_of(self))
             self._instance = first.instance
             self.local_address = first.local_address
             self._idle.append(first)
-            if world_size is not None and world_size > 0:
-                self._count_workers(world_size, is_master and wait_for_workers)
+            if size > 0:
+                self._count_workers(size, is_master and wait_for_workers)
         except BaseException:
             self.close()
             raise
@@ -94,7 +138,10 @@ class TCPStore(TableStore):
             linger: seconds the master waits, at most, for the other clients to leave first.
         """
         if self._pid != os.getpid():
-            self._close_inherited()
+            # A forked child closes its copies, and leaves the parent's connections, server and lock alone.
+            self._closed = True
+            for connection in [*self._idle, *self._busy]:
+                connection.close()
             return
         with self._lock:
             self._closed = True
@@ -112,72 +159,53 @@ class TCPStore(TableStore):
 
     def clone(self) -> TCPStore:
         """A client more, never the master."""
-        return TCPStore(_reachable(self.host), self.port, timeout=self._timeout)
-
-    def _close_inherited(self) -> None:
-        """In a forked child: close our copies and leave the parent's connections and server alone."""
-        self._closed = True
-        for connection in [*self._idle, *self._busy]:
-            connection.close()
+        return TCPStore(self.host, self.port, timeout=self.timeout)
 
     def _ask(self, request: Request) -> list[bytes] | bytes:
-        connection = self._borrow()
+        check_process(self, self._pid)
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._another()
+        with self._lock:
+            self._busy.add(connection)
+        usable = False
         try:
+            if self._closed:
+                raise closed_meanwhile(self)
             status, fields = connection.ask(request)
-        except BaseException as error:
-            self._give_back(connection, usable=False)
-            if self._closed and isinstance(error, LostError):
-                raise StoreError("this TCPStore was closed while a call waited in it") from error
+            usable = True
+        except LostError as error:
+            if self._closed:
+                raise closed_meanwhile(self) from error
             raise
-        self._give_back(connection, usable=True)
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+                usable = usable and not self._closed
+                if usable:
+                    self._idle.append(connection)
+            if not usable:
+                connection.close()
         if status is Status.TIMEOUT:
             return fields[0]
         if status is Status.REFUSED:
             raise StoreError(fields[0].decode())
         return fields
 
-    def _borrow(self) -> TCPConnection:
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"this TCPStore belongs to process {self._pid} and came here by a fork; open a TCPStore of "
-                f"its own in process {os.getpid()}, or start processes with the spawn method"
-            )
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
-            if connection is not None:
-                self._busy.add(connection)
-                return connection
-        connection = self._another()
-        with self._lock:
-            if not self._closed:
-                self._busy.add(connection)
-                return connection
-        connection.close()
-        raise StoreError("this TCPStore was closed while a call was under way")
-
     def _another(self) -> TCPConnection:
         """One more connection to the same server."""
+        where = shown(self.host, self.port)
+        lost = StoreError(f"the process that holds the store at {where} (rank 0) is gone")
         try:
-            connection = connect(_reachable(self.host), self.port, self._secret, timeout=0.0)
+            connection = connect(self.host, self.port, self._secret, timeout=0.0)
         except StoreTimeoutError as error:
             if isinstance(error.__cause__, ConnectionError):
-                raise StoreError(self._lost()) from error
+                raise lost from error
             raise
         if connection.instance != self._instance:
             connection.close()
-            raise StoreError(self._lost())
+            raise lost
         return connection
-
-    def _give_back(self, connection: TCPConnection, usable: bool) -> None:
-        with self._lock:
-            self._busy.discard(connection)
-            if usable and not self._closed:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-    def _lost(self) -> str:
-        return f"the process that holds the store at {shown(self.host, self.port)} (rank 0) is gone"
 
     def _count_workers(self, world_size: int, wait: bool) -> None:
         if self.add(_ARRIVED, 1) == world_size:
@@ -189,25 +217,173 @@ class TCPStore(TableStore):
         except StoreTimeoutError as error:
             raise StoreTimeoutError(
                 f"{self.add(_ARRIVED, 0)} of {world_size} processes opened the store at "
-                f"{shown(self.host, self.port)} within {self._timeout:g} s"
+                f"{shown(self.host, self.port)} within {limit_of(self):g} s"
             ) from error
 
 
-def _checked_arguments(host: Any, port: Any, world_size: Any, is_master: bool) -> tuple[int, int | None]:
-    """The port and the world size, as plain integers."""
-    if not isinstance(host, str):
-        raise UsageError(f"host_name is {host!r}, a {type(host).__name__}; give a name or an address as text")
-    port = whole("port", port)
-    world_size = None if world_size is None else whole("world_size", world_size)
-    if not 0 <= port <= 65535:
-        raise UsageError(f"a store's port is 0 to 65535, got {port}")
-    if port == 0 and not is_master:
-        raise UsageError("port 0 takes a free port and is for the master only; give the master's port")
-    if world_size is not None and (world_size < -1 or world_size == 0):
-        raise UsageError(f"world_size counts the processes that open the store, got {world_size}")
-    return port, world_size
+class _FullError(ConnectionError):
+    """The server has no file descriptor left for this connection."""
 
 
-def _reachable(host: str) -> str:
-    """Where to connect to for a server that listens on `host`: not on "all addresses"."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+class LostError(StoreError, ConnectionError):
+    """The other end closed the connection, or its machine is gone."""
+
+
+class TCPConnection:
+    """An open connection. For one thread at a time; after an exception it must be closed.
+
+    Attributes:
+        instance: 16 bytes that name the server; another server on the same port has others.
+        local_address: this end's address, as the server sees it.
+    """
+
+    def __init__(self, connected: socket.socket, host: str, port: int) -> None:
+        self._socket = connected
+        self._where = shown(host, port)
+        self.instance = b""
+        self.local_address = str(connected.getsockname()[0])
+
+    def ask(self, request: Request) -> tuple[Status, list[bytes]]:
+        """Send `request` and return the server's answer.
+
+        Raises:
+            StoreError: what answers is no store; as LostError, the server is gone.
+            StoreTimeoutError: the server does not answer.
+        """
+        deadline = time.monotonic() + request.timeout + GRACE_SECONDS
+        self.send(encode_request(request), deadline)
+        try:
+            header = self.receive(HEADER.size, deadline)
+            return decode_answer(header, self.receive(frame_length(header), deadline))
+        except ProtocolError as error:
+            raise StoreError(f"what the store at {self._where} answers cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Close the connection. Closing twice is fine."""
+        self._socket.close()
+
+    def interrupt(self) -> None:
+        """Make a call that waits on another thread fail now."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def open(self, secret: bytes, deadline: float) -> None:
+        """Exchange the openings, and the proofs when there is a secret.
+
+        Raises:
+            StoreError: no store, another protocol version, or another secret at the other end.
+        """
+        mine = Hello(Role.CLIENT, os.urandom(NONCE_SIZE), bool(secret)).to_bytes()
+        self.send(mine, deadline)
+        data = self.receive(HELLO.size, deadline)
+        try:
+            server = Hello.from_bytes(data, Role.SERVER)
+        except ProtocolError as error:
+            raise StoreError(f"{self._where} answers, but is no fastcoll store: {error}") from error
+        if server.verdict is Verdict.FULL:
+            raise _FullError(errno.EMFILE, "the server has no file descriptor left")
+        if server.verdict is Verdict.PROTOCOL:
+            raise StoreError(
+                f"the store at {self._where} speaks protocol {server.protocol}, this process another; run one "
+                "version of fastcoll on all ranks"
+            )
+        knows = server.verdict is not Verdict.SECRET and server.has_secret == bool(secret)
+        if knows and secret:
+            knows = is_proof(self.receive(PROOF_SIZE, deadline), prove(secret, Role.SERVER, mine, data))
+        if not knows:
+            raise StoreError(
+                f"the store at {self._where} has another secret; give every rank of the job the same FASTCOLL_SECRET "
+                "or FASTCOLL_SECRET_FILE"
+            )
+        if secret:
+            self.send(prove(secret, Role.CLIENT, mine, data), deadline)
+        self.instance = server.instance
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """Send all of `data`; raises as `ask`."""
+        self._do(deadline, self._socket.sendall, data)
+
+    def receive(self, count: int, deadline: float) -> bytes:
+        """The next `count` bytes; raises as `ask`."""
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            got = self._do(deadline, self._socket.recv_into, view)
+            if got == 0:
+                raise self._gone()
+            view = view[got:]
+        return bytes(data)
+
+    def _do(self, deadline: float, operation: Callable[[Any], T], data: bytes | memoryview) -> T:
+        try:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            return operation(data)
+        except TimeoutError as error:
+            raise StoreTimeoutError(
+                f"the store at {self._where} does not answer: the process that holds it (rank 0) is stopped, or the "
+                "network between is down"
+            ) from error
+        except OSError as error:
+            raise self._gone() from error
+
+    def _gone(self) -> LostError:
+        return LostError(f"the process that holds the store at {self._where} (rank 0) is gone")
+
+
+def connect(host: str, port: int, secret: bytes, timeout: float) -> TCPConnection:
+    """A connection to the store at `host`:`port`, tried again until `timeout` seconds have passed.
+
+    Raises:
+        StoreTimeoutError: nothing listens there.
+        StoreError: something else listens there, or the secrets do not match.
+        ResourceError: the server may not open as many file descriptors as there are ranks.
+    """
+    where = shown(host, port)
+    deadline, full_since = time.monotonic() + timeout, float("inf")
+    late = LateWarning()
+    reason: OSError | None = None
+    for _ in tries(timeout, 0.01, 0.25):
+        try:
+            connection = TCPConnection(_connected(host, port, deadline), host, port)
+            try:
+                connection.open(secret, max(deadline, time.monotonic() + 1.0))
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+        except OSError as error:
+            reason = error
+        full_since = min(full_since, time.monotonic()) if isinstance(reason, _FullError) else float("inf")
+        if time.monotonic() - full_since >= min(_FULL_SECONDS, timeout):
+            raise ResourceError(
+                f"the store at {where} takes no more connections: the process that serves it (rank 0) has reached its "
+                f"limit of file descriptors; {CURE}"
+            ) from reason
+        late.look(f"connecting to the store at {where}", lambda: "rank 0, which serves it")
+    assert reason is not None, "it was tried at least once"
+    raise StoreTimeoutError(
+        f"no store at {where} within {timeout:g} s (last: {reason.strerror or reason}); is rank 0 running there, with "
+        "the same address and port?"
+    ) from reason
+
+
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    reason: OSError | None = None
+    for family, address in resolve(_REACHABLE.get(host, host), port):
+        candidate = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            candidate.settimeout(min(max(deadline - time.monotonic(), 0.05), 10.0))
+            candidate.connect(address)
+            if candidate.getsockname() == candidate.getpeername():
+                # A loopback port that nobody listens on can connect to itself.
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            for option in _OPTIONS:
+                candidate.setsockopt(*option)
+            return candidate
+        except BaseException as error:
+            candidate.close()
+            if not isinstance(error, OSError):
+                raise
+            reason = error
+    assert reason is not None, "a resolved name has an address"
+    raise reason

@@ -6,15 +6,13 @@ Torch is not imported here: who has such a store has imported it.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from ..core.work import Timeout
 from ..errors import QueueEmptyError, StoreError, UsageError
-from .store import Store, checked_key, checked_keys, not_set
+from .store import Store, checked_key, checked_keys, limit_of, not_set, tries
 
 _POLL_SECONDS = 0.01
 
@@ -44,91 +42,75 @@ class TorchStore(Store):
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._timeout = store.timeout.total_seconds()
+        self.set_timeout(store.timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
-        with _translated(f"set({key!r})"):
-            self._store.set(key, value)
+        _call(self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        with _translated(f"get({key!r})"):
-            return bytes(self._store.get(key))
+        return bytes(_call(self._store.get, key))
 
     def add(self, key: str, amount: int) -> int:
-        with _translated(f"add({key!r})"):
-            return int(self._store.add(key, amount))
+        return int(_call(self._store.add, key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
-        with _translated("check"):
-            return bool(self._store.check(list(keys)))
+        return bool(_call(self._store.check, list(keys)))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        if not self._store.has_extended_api():
+        if not self.has_extended_api():
             return super().multi_get(keys)
         self.wait(keys)
-        with _translated("multi_get"):
-            return [bytes(value) for value in self._store.multi_get(list(keys))]
+        return list(map(bytes, _call(self._store.multi_get, list(keys))))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        with _translated(f"compare_set({key!r})"):
-            return bytes(self._store.compare_set(key, expected_value, desired_value))
+        return bytes(_call(self._store.compare_set, key, expected_value, desired_value))
 
     def append(self, key: str, value: str | bytes) -> None:
-        with _translated(f"append({key!r})"):
-            self._store.append(key, value)
+        _call(self._store.append, key, value)
 
     def delete_key(self, key: str) -> bool:
-        with _translated(f"delete_key({key!r})"):
-            return bool(self._store.delete_key(key))
+        return bool(_call(self._store.delete_key, key))
 
     def num_keys(self) -> int:
-        with _translated("num_keys"):
-            return int(self._store.num_keys())
+        return int(_call(self._store.num_keys))
 
     def list_keys(self) -> list[str]:
-        with _translated("list_keys"):
-            return list(self._store.list_keys())
+        return list(_call(self._store.list_keys))
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        with _translated(f"queue_push({key!r})"):
-            self._store.queue_push(key, value)
+        _call(self._store.queue_push, key, value)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        deadline = time.monotonic() + self._timeout
-        while True:
+        limit = limit_of(self)
+        for _ in tries(limit if block else 0.0, _POLL_SECONDS, _POLL_SECONDS):
             try:
-                with _translated(f"queue_pop({key!r})"):
-                    return bytes(self._store.queue_pop(key, False))
-            except QueueEmptyError as error:
+                return bytes(_call(self._store.queue_pop, key, False))
+            except QueueEmptyError:
                 if not block:
                     raise
-                if time.monotonic() >= deadline:
-                    raise not_set([key], self._timeout) from error
-            time.sleep(_POLL_SECONDS)
+        raise not_set([key], limit)
 
     def queue_len(self, key: str) -> int:
-        with _translated(f"queue_len({key!r})"):
-            return int(self._store.queue_len(key))
+        return int(_call(self._store.queue_len, key))
 
     def clone(self) -> TorchStore:
-        with _translated("clone"):
-            other = TorchStore(self._store.clone())
-        other.set_timeout(timedelta(seconds=self._timeout))
+        other = TorchStore(_call(self._store.clone))
+        other.set_timeout(self.timeout)
         return other
 
     def has_extended_api(self) -> bool:
         return bool(self._store.has_extended_api())
 
 
-@contextmanager
-def _translated(doing: str) -> Iterator[None]:
-    """Errors of torch's stores, RuntimeErrors of many kinds, as StoreError."""
+def _call(method: Callable[..., Any], *args: Any) -> Any:
+    """What a method of torch's store returns; its errors, RuntimeErrors of many kinds, are StoreErrors."""
     try:
-        yield
+        return method(*args)
     except RuntimeError as error:
         kind = QueueEmptyError if type(error).__name__ == "QueueEmptyError" else StoreError
-        raise kind(f"torch's store failed in {doing}: {error}") from error
+        of = f"({args[0]!r:.80})" if args else ""
+        raise kind(f"torch's store failed in {method.__name__}{of}: {error}") from error
 
 
 class PrefixStore(Store):
@@ -158,10 +140,7 @@ class PrefixStore(Store):
         return self.underlying_store.check(self._names(keys))
 
     def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
-        if timeout is None:
-            self.underlying_store.wait(self._names(keys))
-        else:
-            self.underlying_store.wait(self._names(keys), timeout)
+        self.underlying_store.wait(self._names(keys), timeout)
 
     def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
         return self.underlying_store.fetch(self._names(keys), timeout)

@@ -20,7 +20,7 @@ from .detect import TORCH, Detected, derived_port, detect, port_beside
 from .file_store import FileStore
 from .join import FullError, arrive, check_rank
 from .store import Rendezvous
-from .table_store import HashStore
+from .table import HashStore
 from .tcp_store import TCPStore
 from .waiting import death_among
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from fastcoll.errors import ResourceError
-from fastcoll.rendezvous import TCPStore, tcp_connection
+from fastcoll.rendezvous import TCPStore, tcp_store
 from fastcoll.rendezvous.address import make_room
 
 FEW = """
@@ -33,7 +33,7 @@ def few_descriptors() -> Iterator[Callable[[int, int], None]]:
 
 
 def test_a_server_that_may_open_no_more_says_so(processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_connection, "_FULL_SECONDS", 0.3)
+    monkeypatch.setattr(tcp_store, "_FULL_SECONDS", 0.3)
     server = processes.start(FEW, 0, 40, 40)
     port = int(server.stdout.readline())
     stores: list[TCPStore] = []

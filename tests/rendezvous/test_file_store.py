@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fastcoll.core.processes import this_process
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.rendezvous import FileStore, file_store
-from fastcoll.rendezvous.file_log import MAGIC, Kind, Record, locked, open_own, read_records
+from fastcoll.rendezvous.file_store import MAGIC, Kind, Record, locked, open_own, read_records
 
 HOLD = """
 import sys

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from fastcoll.rendezvous import store_protocol
 from fastcoll.rendezvous.secret import PROOF_SIZE
-from fastcoll.rendezvous.store_protocol import FRAME_SECONDS, OPENING_SECONDS, StoreServer
-from fastcoll.rendezvous.table import SHAPES, Op, Request
-from fastcoll.rendezvous.wire import (
+from fastcoll.rendezvous.store_protocol import (
+    FRAME_SECONDS,
     HEADER,
     HELLO,
     MAX_BODY,
+    OPENING_SECONDS,
     Hello,
     ProtocolError,
     Role,
     Status,
+    StoreServer,
     Verdict,
     check_request_header,
     decode_answer,
@@ -30,6 +31,7 @@ from fastcoll.rendezvous.wire import (
     encode_request,
     prove,
 )
+from fastcoll.rendezvous.table import SHAPES, Op, Request
 
 SECRET = b"a secret"
 

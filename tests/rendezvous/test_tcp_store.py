@@ -16,10 +16,10 @@ import pytest
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.job import free_port
-from fastcoll.rendezvous import TCPStore, store_protocol, tcp_server
+from fastcoll.rendezvous import TCPStore, store_protocol, tcp_server, tcp_store
 from fastcoll.rendezvous.address import listen, port_holder
+from fastcoll.rendezvous.store_protocol import HEADER, HELLO, Hello, Role, encode_request
 from fastcoll.rendezvous.table import Op, Request
-from fastcoll.rendezvous.wire import HEADER, HELLO, Hello, Role, encode_request
 
 SERVE = """
 import sys
@@ -293,7 +293,7 @@ def test_a_server_that_came_after_the_lost_one_is_not_taken_for_it(processes) ->
 
 
 def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastcoll.rendezvous.tcp_connection.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.2)
     server = processes.start(SERVE, 0)
     port = int(server.stdout.readline())
     with TCPStore("127.0.0.1", port) as client:
