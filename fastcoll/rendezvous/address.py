@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from contextlib import suppress
 
 from ..errors import ResourceError, UsageError
 
@@ -84,27 +84,30 @@ def adopt_listener(descriptor: int) -> socket.socket:
     return listener
 
 
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that `host` is, with or without an interface behind %; None where it is a name."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine comes in at `host`."""
+    address = ip_of(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
 def _bindable(host: str) -> str:
     """`host`, or every address where a machine's own name means loopback to itself alone.
 
     Debian writes 127.0.1.1 for the machine's name into /etc/hosts, while other machines resolve the
     same name to an address of the network and come in there.
     """
-    if host == "localhost" or _is_address(host):
+    if host == "localhost" or ip_of(host) or not all(is_loopback(str(at[0])) for _, at in resolve(host, 0)):
         return host
-    addresses = [str(address[0]) for _, address in resolve(host, 0)]
-    if all(ipaddress.ip_address(text.partition("%")[0]).is_loopback for text in addresses):
-        logger.info("the name %s means loopback on this machine; the store listens on all addresses", host)
-        return "0.0.0.0"
-    return host
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
+    logger.info("the name %s means loopback on this machine; the store listens on all addresses", host)
+    return "0.0.0.0"
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> UsageError | ResourceError:
@@ -136,52 +139,29 @@ def own_address(towards: str | None = None) -> str:
     return "::1" if towards is not None and ":" in towards else "127.0.0.1"
 
 
-_LISTEN = "0A"
-
-
 def port_holder(port: int) -> str | None:
     """`pid 123 (python train.py)` of a process that listens on `port`; None when it cannot be seen.
 
     Only this network namespace is searched, and only processes whose descriptors are readable.
     """
-    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    if not sockets:
-        return None
-    return next((f"pid {pid} ({_command(pid)})" for pid in _pids() if _holds(pid, sockets)), None)
-
-
-def _listening_inodes(port: int) -> Iterator[str]:
+    sockets = set()
     for name in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(name, encoding="ascii") as file:
-                rows = [line.split() for line in file.readlines()[1:]]
-        except OSError:
-            continue
-        for row in rows:
-            if row[3] == _LISTEN and int(row[1].rpartition(":")[2], 16) == port:
-                yield row[9]
+        with suppress(OSError), open(name, encoding="ascii") as file:
+            rows = [line.split() for line in file.readlines()[1:]]
+            listening = [row for row in rows if row[3] == "0A"]  # TCP_LISTEN of the kernel's tcp_states.h
+            sockets |= {
+                f"socket:[{row[9]}]" for row in listening if int(row[1].rpartition(":")[2], 16) == port
+            }
+    for pid in filter(str.isdigit, os.listdir("/proc") if sockets else ()):
+        with suppress(OSError):  # gone, or another user's
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
+                        return f"pid {pid} ({_command(pid)})"
+    return None
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _holds(pid: int, sockets: set[str]) -> bool:
-    folder = f"/proc/{pid}/fd"
-    try:
-        return any(_target(f"{folder}/{fd}") in sockets for fd in os.listdir(folder))
-    except OSError:  # gone, or another user's
-        return False
-
-
-def _target(link: str) -> str:
-    try:
-        return os.readlink(link)
-    except OSError:
-        return ""
-
-
-def _command(pid: int) -> str:
+def _command(pid: str) -> str:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             text = file.read().replace(b"\0", b" ").decode(errors="replace")
@@ -196,9 +176,7 @@ CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's -
 
 
 def make_room(connections: int, what: str) -> None:
-    """See to it that this process may open `connections` more descriptors, and some for other uses.
-
-    Raises the process's soft limit as far as needed.
+    """Let this process open `connections` more descriptors, and some for other uses, by raising its soft limit.
 
     Args:
         what: needs them, for messages.
@@ -215,20 +193,15 @@ def make_room(connections: int, what: str) -> None:
             f"{what} needs {needed} file descriptors, and process {os.getpid()} on {os.uname().nodename} may have "
             f"{hard}; {CURE}"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    _tell(soft, needed, what)
+    raise_limit(needed - soft, what)
 
 
 def raise_limit(by: int, what: str) -> bool:
     """Raise the process's soft limit by so many, as far as the hard one allows; whether that was any."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft == hard:
+    if soft in (resource.RLIM_INFINITY, hard):
         return False
     new = soft + by if hard == resource.RLIM_INFINITY else min(soft + by, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (new, hard))
-    _tell(soft, new, what)
-    return True
-
-
-def _tell(soft: int, new: int, what: str) -> None:
     logger.info("raised this process's limit of file descriptors from %d to %d for %s", soft, new, what)
+    return True

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from itertools import islice
@@ -55,6 +55,7 @@ _TOLD: dict[str, type[FastcollError]] = {
 }  # fmt: skip
 
 M = TypeVar("M", bound="Meeting")
+P = TypeVar("P", bound=ProcessId)
 
 
 class MovedError(Exception):
@@ -91,6 +92,7 @@ class Meeting:
         timeout: seconds, from now on.
         doing: what it is for, the start of every message.
         me: begins what this member tells of its failures; empty: they name it themselves.
+        between: called once this member has brought its contribution, and a few times a second while it waits.
 
     Attributes:
         known: what the members bring, as far as this one knows: place 0 learns of all, the others of place 0.
@@ -98,12 +100,20 @@ class Meeting:
     """
 
     def __init__(
-        self, store: Store, name: str, place: int, size: int, timeout: float, doing: str, me: str = ""
+        self,
+        store: Store,
+        name: str,
+        place: int,
+        size: int,
+        timeout: float,
+        doing: str,
+        me: str = "",
+        between: Callable[[], None] | None = None,
     ) -> None:
         self.known: dict[int, bytes] = {}
         self.watched: list[ProcessId] = []
         self.store, self.name, self.place, self.size = store, name, place, size
-        self.doing, self._sender = doing, me
+        self.doing, self._sender, self._between = doing, me, between or (lambda: None)
         self._deadline = time.monotonic() + timeout
         self._late_warning = LateWarning()
         self._end, self._late = Ending(store, name), Ending(store, f"{name}/late")
@@ -119,9 +129,6 @@ class Meeting:
         """Who is at these places, which have not come yet, for messages."""
         return listed(places)
 
-    def between(self) -> None:
-        """Called once this member has brought its contribution, and a few times a second while it waits."""
-
     def __enter__(self: M) -> M:
         return self
 
@@ -131,12 +138,12 @@ class Meeting:
 
     def gather(self, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring a contribution; returns what place 0 makes of all of them by `combine`."""
-        self.store.set(self._key(self.place), mine)
-        self.between()
+        self.store.set(member_key(self.name, self.place), mine)
+        self._between()
         if self.place == 0:
             while self._sought:
                 places = list(islice(self._sought, MAX_KEYS_PER_REQUEST))
-                self._learn(places, self.wait([self._key(place) for place in places]))
+                self._learn(places, self.wait([member_key(self.name, place) for place in places]))
             value = combine([self.known[place] for place in range(self.size)])
             if self._end.decide(MET, value):
                 return value
@@ -208,11 +215,11 @@ class Meeting:
     def _look_around(self) -> None:
         """Between two short waits: has someone ended it, and who has come?"""
         sought = list(self._sought)
-        self._learn(sought, self._look_at([self._key(place) for place in sought]))
-        if self.place == 0 and self._told_missing != self.missing():
-            self._told_missing = self.missing()
-            self.say("missing", self._told_missing.encode())
-        self.between()
+        self._learn(sought, self._look_at([member_key(self.name, place) for place in sought]))
+        if self.place == 0 and self._told_missing != (missing := self.missing()):
+            self._told_missing = missing
+            self.say("missing", missing.encode())
+        self._between()
 
     def _look_at(self, keys: Sequence[str]) -> list[bytes | None]:
         end, late, *values = self.store.peek([self._end.key, self._late.key, *keys])
@@ -227,7 +234,13 @@ class Meeting:
         self._is_over = True
         if end[:1] == MOVED:
             raise MovedError
-        raise _failure(end[1:])
+        try:
+            found = json.loads(end[1:])
+            kind, text = _TOLD[found["kind"]], str(found["text"])
+            ranks = [int(rank) for rank in found["ranks"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise StoreError(f"why the meeting failed cannot be read: {end[1:81]!r}") from error
+        raise PeerDiedError(text, ranks) if kind is PeerDiedError else kind(text)
 
     def _learn(self, places: Sequence[int], values: Sequence[bytes | None]) -> None:
         for place, value in zip(places, values, strict=True):
@@ -244,9 +257,6 @@ class Meeting:
             return f"{self.names([0])} (it collects the others)"
         told = self.store.peek([f"{self.name}/missing"])[0]
         return "others, not known yet" if told is None else told.decode()
-
-    def _key(self, place: int) -> str:
-        return member_key(self.name, place)
 
 
 class GroupMeeting(Meeting):
@@ -285,31 +295,11 @@ def member_key(name: str, place: int) -> str:
 
 
 def loads(data: bytes) -> Any:
-    """The JSON that another rank wrote.
-
-    Raises:
-        StoreError: it is none.
-    """
+    """The JSON that another rank wrote; a StoreError where it is none."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"what a rank wrote into the store cannot be read: {data[:80]!r}") from error
-
-
-def _failure(record: bytes) -> FastcollError:
-    """The error that `Meeting.tell` wrote."""
-    try:
-        found = json.loads(record)
-        kind, text = _TOLD[found["kind"]], str(found["text"])
-        ranks = [int(rank) for rank in found["ranks"]]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return StoreError(f"why the meeting failed cannot be read: {record[:80]!r}")
-    return PeerDiedError(text, ranks) if kind is PeerDiedError else kind(text)
-
-
-P = TypeVar("P", bound=ProcessId)
-
-_TYPES: Mapping[str, type] = {"int": int, "str": str}
 
 
 def compact(value: Any) -> bytes:
@@ -318,14 +308,7 @@ def compact(value: Any) -> bytes:
 
 
 def expand(data: bytes, most: int) -> Any:
-    """What `compact` was given.
-
-    Args:
-        most: bytes of JSON that it may have; what a peer wrote is not trusted to be small.
-
-    Raises:
-        StoreError: it has more, or is anything else.
-    """
+    """What `compact` was given, if that is at most so many bytes of JSON: a peer is not trusted to write little."""
     reader = zlib.decompressobj()
     try:
         text = reader.decompress(data, most + 1)  # 0 would mean without limit
@@ -345,18 +328,20 @@ def pack(processes: Sequence[ProcessId]) -> bytes:
         {"<field>": [value, ...], "<another>": {"values": [distinct, ...], "of": [place in values, ...]}, ...}
     """
     records = [asdict(process) for process in processes]
-    return compact({name: _column([record[name] for record in records]) for name in records[0]})
+    columns: dict[str, Any] = {name: [record[name] for record in records] for name in records[0]}
+    for name, values in columns.items():
+        places: dict[Any, int] = {}
+        of = [places.setdefault(value, len(places)) for value in values]
+        if 2 * len(places) <= len(values):
+            columns[name] = {"values": list(places), "of": of}
+    return compact(columns)
 
 
 def unpack(kind: type[P], data: bytes, count: int) -> list[P]:
-    """The `count` processes of class `kind` that `pack` wrote.
-
-    Raises:
-        StoreError: it is anything else.
-    """
+    """The `count` processes of class `kind` that `pack` wrote; a StoreError where it is anything else."""
     columns = expand(data, count * _MOST_BYTES)
     # `from __future__ import annotations` makes the declared types texts.
-    expected = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
+    expected = {field.name: {"int": int, "str": str}[str(field.type)] for field in fields(kind)}
     try:
         if not isinstance(columns, dict) or set(columns) != set(expected):
             raise ValueError(f"expected the fields {', '.join(expected)}")
@@ -364,12 +349,6 @@ def unpack(kind: type[P], data: bytes, count: int) -> list[P]:
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise StoreError(f"the list of all ranks cannot be read: {error}") from error
     return [kind(**dict(zip(expected, row, strict=True))) for row in zip(*values, strict=True)]
-
-
-def _column(values: list[Any]) -> list[Any] | dict[str, list[Any]]:
-    places: dict[Any, int] = {}
-    of = [places.setdefault(value, len(places)) for value in values]
-    return values if 2 * len(places) > len(values) else {"values": list(places), "of": of}
 
 
 def _values(column: Any, kind: type, count: int) -> list[Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import UsageError
 
@@ -34,6 +35,7 @@ HYDRA = Source("MPICH/Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LO
 MVAPICH = Source("MVAPICH", *(f"MV2_COMM_WORLD_{what}" for what in _WORLD))
 SLURM = Source("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 MPI_SOURCES = (OPEN_MPI, HYDRA, MVAPICH)
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,7 @@ class Detected:
         return self.world_size is not None and self.local_size == self.world_size
 
 
-@dataclass(frozen=True)
-class _Reading:
+class _Reading(NamedTuple):
     source: Source
     rank: int | None
     size: int | None
@@ -81,24 +82,28 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
     Raises:
         UsageError: a variable is no number or out of range, or two sources disagree.
     """
-    readings = _readings(environ)
+    slurm = _read_slurm(environ)
+    readings = _readings(environ, slurm)
     rank_variable = next((reading.source.rank for reading in readings if reading.rank is not None), "")
     rank = _agreed(readings, "rank") if rank is None else rank
     world_size = _agreed(readings, "size") if world_size is None else world_size
     if rank is not None and world_size is not None and not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} ({rank_variable or 'passed'}) is not in a world of {world_size}")
-    slurm = _slurm_leads(environ, rank, world_size)
+    # Where Slurm started exactly this world, its first node has rank 0.
+    leads = slurm is not None and rank is not None and slurm[1:3] == (rank, world_size)
+    nodes = next((environ[name] for name in _NODE_LISTS if environ.get(name)), "")
+    names = [name for reading in readings for name in (reading.source.rank, reading.source.size)]
     return Detected(
         rank=rank,
         world_size=world_size,
-        local_rank=_first(reading.local_rank for reading in readings),
-        local_size=_first(reading.local_size for reading in readings),
-        master_addr=environ.get("MASTER_ADDR") or (_slurm_master(environ) if slurm else None),
+        local_rank=next((each.local_rank for each in readings if each.local_rank is not None), None),
+        local_size=next((each.local_size for each in readings if each.local_size is not None), None),
+        master_addr=environ.get("MASTER_ADDR") or (hosts_of(nodes)[0] if leads and nodes else None),
         master_port=_number(environ, "MASTER_PORT", 1, 65535),
         source=", ".join(reading.source.name for reading in readings),
         rank_variable=rank_variable,
-        found=_found(environ, readings),
-        job_id=_job_id(environ, slurm),
+        found=tuple(name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name in environ),
+        job_id=_job_id(environ, leads),
     )
 
 
@@ -115,18 +120,15 @@ def port_beside(port: int, away: int = 5000) -> int:
     return port - away if port - away > 1023 else port + away
 
 
-def _readings(environ: Mapping[str, str]) -> list[_Reading]:
+def _readings(environ: Mapping[str, str], slurm: _Reading | None) -> list[_Reading]:
     torch = _read(environ, TORCH)
     if torch is not None and torch.rank is not None and TORCH.local_size in environ:
         return [torch]
-    spoken = [reading for source in MPI_SOURCES if (reading := _read(environ, source)) is not None]
-    if torch is not None:
-        spoken.insert(0, torch)
-    if all(reading.rank is None for reading in spoken) and not _slurm_is_interactive(environ):
-        slurm = _read_slurm(environ)
-        if slurm is not None:
-            spoken.append(slurm)
-    return spoken
+    spoken = [torch, *(_read(environ, source) for source in MPI_SOURCES)]
+    readings = [reading for reading in spoken if reading is not None]
+    if slurm is not None and all(reading.rank is None for reading in readings):
+        readings.append(slurm)
+    return readings
 
 
 def _read(environ: Mapping[str, str], source: Source) -> _Reading | None:
@@ -142,14 +144,14 @@ def _read(environ: Mapping[str, str], source: Source) -> _Reading | None:
 
 
 def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
-    """Slurm's task; its SLURM_NTASKS is the job's, a step (srun -n) may have fewer."""
-    if SLURM.rank not in environ or SLURM.size not in environ:
+    """Slurm's task, unless that is a shell; its SLURM_NTASKS is the job's, a step (srun -n) may have fewer."""
+    is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if is_shell or SLURM.rank not in environ or SLURM.size not in environ:
         return None
     size = _number(environ, "SLURM_STEP_NUM_TASKS", 1) or _number(environ, SLURM.size, 1)
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1) or _number(environ, "SLURM_JOB_NUM_NODES", 1)
-    local_size = size if nodes == 1 else None
     rank, local_rank = _number(environ, SLURM.rank, 0), _number(environ, SLURM.local_rank, 0)
-    return _Reading(SLURM, rank, size, local_rank, local_size)
+    return _Reading(SLURM, rank, size, local_rank, size if nodes == 1 else None)
 
 
 def _agreed(readings: list[_Reading], what: str) -> int | None:
@@ -165,42 +167,14 @@ def _agreed(readings: list[_Reading], what: str) -> int | None:
     return said[0][1] if said else None
 
 
-def _slurm_is_interactive(environ: Mapping[str, str]) -> bool:
-    return environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-
-
-def _slurm_leads(environ: Mapping[str, str], rank: int | None, world_size: int | None) -> bool:
-    """Whether Slurm started exactly this world, so that its first node has rank 0."""
-    if _slurm_is_interactive(environ):
-        return False
-    slurm = _read_slurm(environ)
-    return slurm is not None and rank is not None and (slurm.rank, slurm.size) == (rank, world_size)
-
-
-def _slurm_master(environ: Mapping[str, str]) -> str | None:
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if environ.get(name):
-            return first_host(environ[name])
-    return None
-
-
-def _job_id(environ: Mapping[str, str], slurm: bool) -> str | None:
-    if slurm and "SLURM_JOB_ID" in environ:
+def _job_id(environ: Mapping[str, str], slurm_leads: bool) -> str | None:
+    if slurm_leads and "SLURM_JOB_ID" in environ:
         step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
         return f"slurm {environ['SLURM_JOB_ID']}.{step}"
     if OPEN_MPI.rank in environ:
         name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
         return f"pmix {name}" if name else None
     return None
-
-
-def _found(environ: Mapping[str, str], readings: list[_Reading]) -> tuple[str, ...]:
-    names = [name for reading in readings for name in (reading.source.rank, reading.source.size)]
-    return tuple(name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name in environ)
-
-
-def _first(values: Iterable[int | None]) -> int | None:
-    return next((value for value in values if value is not None), None)
 
 
 def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int = 1 << 31) -> int | None:
@@ -215,23 +189,11 @@ def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int = 1
 _PART = re.compile(r"([^\[\],]+)(?:\[([^\]]*)\])?([^\[\],]*)(?:,|$)")
 
 
-def first_host(nodelist: str) -> str:
-    """The first host of a list.
-
-    Raises:
-        UsageError: the text is no list of hosts.
-    """
-    return expand(nodelist)[0]
-
-
-def expand(nodelist: str) -> list[str]:
-    """All hosts of a list, in order; leading zeros are kept.
-
-    Raises:
-        UsageError: the text is no list of hosts.
+def hosts_of(nodelist: str) -> list[str]:
+    """All hosts of a list of Slurm's, in order; leading zeros are kept. A UsageError where the text is none.
 
     Example:
-        >>> expand("n[08-10,3],login")
+        >>> hosts_of("n[08-10,3],login")
         ['n08', 'n09', 'n10', 'n3', 'login']
     """
     hosts: list[str] = []

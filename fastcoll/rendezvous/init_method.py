@@ -152,12 +152,10 @@ class InitMethod:
     @property
     def is_multicast(self) -> bool:
         """Whether the host is a multicast address, at which ranks can be assigned."""
-        import ipaddress
+        from .address import ip_of  # with sockets
 
-        try:
-            return ipaddress.ip_address(self.host.partition("%")[0]).is_multicast
-        except ValueError:
-            return False
+        address = ip_of(self.host)
+        return address is not None and address.is_multicast
 
 
 def parse(url: str, rank: int, world_size: int) -> InitMethod:

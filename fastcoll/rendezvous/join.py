@@ -68,11 +68,7 @@ def registered(store: Store, rank: int) -> Member | None:
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Refuse a rank that is none of `world_size`.
-
-    Raises:
-        UsageError: it is out of range, or the world is empty.
-    """
+    """Refuse a rank that is none of `world_size`, and an empty world."""
     if world_size < 1:
         raise UsageError(f"world_size must be 1 or more, got {world_size}")
     if not 0 <= rank < world_size:
@@ -115,9 +111,7 @@ class _Joining(Meeting):
                 "let all ranks start again"
             )
         name = "one that has not registered" if first is None else first.where
-        raise UsageError(
-            f"rank {rank} is claimed by two processes, {name} and {self._me.where}; give each process a rank of its own"
-        )
+        raise _claimed_twice(rank, name, self._me.where)
 
     def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
         try:
@@ -135,6 +129,12 @@ class _Joining(Meeting):
     def list_all(self, _: Sequence[bytes]) -> bytes:
         """What rank 0 publishes."""
         return pack([self._members[rank] for rank in range(self.size)])
+
+
+def _claimed_twice(rank: int, one: str, other: str, instead: str = "") -> UsageError:
+    return UsageError(
+        f"rank {rank} is claimed by two processes, {one} and {other}; give each process a rank of its own{instead}"
+    )
 
 
 class FullError(UsageError):
@@ -159,11 +159,7 @@ class Arrival:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Arrival:
-        """The arrival that `to_bytes` wrote.
-
-        Raises:
-            StoreError: anything else.
-        """
+        """The arrival that `to_bytes` wrote; a StoreError where it is anything else."""
         try:
             record = json.loads(data)
             rank, world_size = record["rank"], record["world_size"]
@@ -173,16 +169,25 @@ class Arrival:
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"an arrival cannot be read ({error}): {data[:80]!r}") from error
 
+    def claim(self, asked: dict[int, Arrival]) -> None:
+        """Enter the rank that it asks for; a UsageError where another one does."""
+        if self.rank is not None and (other := asked.setdefault(self.rank, self)) is not self:
+            raise _claimed_twice(self.rank, other.process.where, self.process.where, ", or none of them any")
+
+    def check_same_world(self, mine: Arrival) -> None:
+        """Refuse another world size than our own."""
+        if self.world_size != mine.world_size:
+            raise UsageError(
+                f"the processes disagree about the world size: {self.process.where} has {self.world_size}, "
+                f"{mine.process.where} has {mine.world_size}; start all with the same"
+            )
+
 
 def assign(arrivals: Sequence[Arrival]) -> list[int]:
-    """The rank of each arrival: the one it asks for, else the lowest that nobody does.
-
-    Raises:
-        UsageError: two ask for one rank.
-    """
+    """The rank of each arrival: the one it asks for, else the lowest that nobody does."""
     asked: dict[int, Arrival] = {}
     for arrival in arrivals:
-        _give(arrival, asked)
+        arrival.claim(asked)
     free = iter(rank for rank in range(len(arrivals)) if rank not in asked)
     return [next(free) if arrival.rank is None else arrival.rank for arrival in arrivals]
 
@@ -207,14 +212,16 @@ def arrive(
         values = store.multi_get([member_key(_ARRIVALS, other) for other in range(world_size)])
         others = [Arrival.from_bytes(value) for value in values]
         for other in others:
-            _check_same_world(other, me)
+            other.check_same_world(me)
         raise FullError(others)
     with _Arriving(store, me, place, timeout, between) as arriving:
-        ranks = expand(arriving.gather(me.to_bytes(), _ranks), 16 * world_size)
+        told = arriving.gather(
+            me.to_bytes(), lambda all_: compact(assign(list(map(Arrival.from_bytes, all_))))
+        )
+        ranks = expand(told, 16 * world_size)
         if 0 not in arriving.known and (first := store.peek([member_key(_ARRIVALS, 0)])[0]) is not None:
-            _check_same_world(
-                Arrival.from_bytes(first), me
-            )  # the others may have met before this process came
+            # The others may have met before this process came.
+            Arrival.from_bytes(first).check_same_world(me)
         if not isinstance(ranks, list) or len(ranks) != world_size or ranks[place] not in range(world_size):
             raise StoreError(f"a rank cannot be read: {ranks!r:.80}")
         return int(ranks[place])
@@ -225,58 +232,29 @@ def call_off(store: Store) -> bool:
     return Ending(store, _ARRIVALS).decide(MOVED)
 
 
-def _ranks(arrivals: Sequence[bytes]) -> bytes:
-    return compact(assign([Arrival.from_bytes(each) for each in arrivals]))
-
-
 class _Arriving(Meeting):
     def __init__(
         self, store: Store, me: Arrival, place: int, timeout: float, between: Callable[[], None] | None
     ) -> None:
         doing = f"{me.process.where} meets {me.world_size} processes"
-        super().__init__(store, _ARRIVALS, place, me.world_size, timeout, doing)
+        super().__init__(store, _ARRIVALS, place, me.world_size, timeout, doing, between=between)
         self._me = me
         self._here: list[Arrival] = []
         self._asked: dict[int, Arrival] = {}
-        self._between = between or (lambda: None)
-
-    def between(self) -> None:
-        self._between()
 
     def learned(self, place: int, value: bytes) -> None:
         arrival = Arrival.from_bytes(value)
         self._here.append(arrival)
         self.watched.append(arrival.process)
-        _check_same_world(arrival, self._me)
-        _give(arrival, self._asked)
+        arrival.check_same_world(self._me)
+        arrival.claim(self._asked)
 
     def names(self, places: Sequence[int]) -> str:
         """By rank when all that came asked for one, else how many."""
         if self.place:
             return "the first that came"
         here = self._here or [self._me]
-        if any(arrival.rank is None for arrival in here):
-            missing = f"{self.size - len(here)} more"
-        else:
+        missing = f"{self.size - len(here)} more"
+        if all(arrival.rank is not None for arrival in here):
             missing = f"rank(s) {listed([rank for rank in range(self.size) if rank not in self._asked])}"
         return f"{missing} (here: {listed([arrival.process.where for arrival in here])})"
-
-
-def _give(arrival: Arrival, asked: dict[int, Arrival]) -> None:
-    """Enter the rank that an arrival asks for."""
-    if arrival.rank is None:
-        return
-    other = asked.setdefault(arrival.rank, arrival)
-    if other is not arrival:
-        raise UsageError(
-            f"rank {arrival.rank} is claimed by two processes, {other.process.where} and {arrival.process.where}; "
-            "give each process a rank of its own, or none of them any"
-        )
-
-
-def _check_same_world(theirs: Arrival, mine: Arrival) -> None:
-    if theirs.world_size != mine.world_size:
-        raise UsageError(
-            f"the processes disagree about the world size: {theirs.process.where} has {theirs.world_size}, "
-            f"{mine.process.where} has {mine.world_size}; start all with the same"
-        )

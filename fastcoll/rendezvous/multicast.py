@@ -1,33 +1,65 @@
-"""tcp:// with a multicast address: candidates find one another, one leads, ranks are assigned."""
+"""tcp:// with a multicast address: candidates find one another, one leads, ranks are assigned.
+
+An announcement is one datagram:
+
+    offset  bytes  field
+    0       8      magic "FASTMC1\\n"
+    8       n      JSON of an Announcement, at most 1,200 bytes
+    8+n     32     HMAC-SHA256 over all of the above, when there is a job secret
+
+A datagram that is anything else, or has another secret, is none of ours and passed over.
+
+Only the leader matters: it offers a TCP store, the others go there, and ranks are assigned in the store, where nothing
+is lost. A candidate that hears an offer follows the lowest one. Without an offer, once a candidate hears as many as the
+world has ranks, the lowest nonce leads at once, and the next lowest ones after a pause each, in case those before them
+are dead or were never there. Two may so come to lead; the one that hears a lower offer before its world is full calls
+its own off.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 
-from ..core.processes import forget, this_process
+from ..core.processes import ProcessId, forget, read_process, this_process
 from ..errors import ResourceError, StoreTimeoutError, UsageError
 from .address import own_address, shown
 from .assemble import MovedError
-from .election import MAX_DATAGRAM, Announcement, Election, job_digest
 from .join import FullError, arrive, call_off
-from .secret import job_secret
+from .secret import PROOF_SIZE, is_proof, job_secret, proof
 from .store import Rendezvous, listed
 from .tcp_store import TCPStore
-from .waiting import LateWarning, death_among
+from .waiting import LateWarning, raise_if_dead
 
+FRESH_SECONDS = 1.5  # a candidate that was silent for longer does not count
+STEP_SECONDS = 1.0  # how long each lower nonce is given to lead
 _ANNOUNCE_SECONDS = 0.1
 _CONNECT_SECONDS = 2.0
 # How long a leader that gave way, or failed, keeps its store, for followers to learn why.
 _GIVING_WAY_SECONDS = 2.0
 _FAILED_SECONDS = 0.5
 _FAREWELLS = 3
+_HOPS = 8
+_FLOOD = 10_000
+_MAGIC = b"FASTMC1\n"
+MAX_DATAGRAM = len(_MAGIC) + 1200 + PROOF_SIZE
+_TYPES = {
+    "job": str,
+    "nonce": str,
+    "time": float,
+    "world_size": int,
+    "address": str,
+    "port": int,
+    "leaving": bool,
+}
 
 
 def meet_by_multicast(
@@ -45,30 +77,146 @@ def meet_by_multicast(
         ResourceError: the machine cannot take part in the group.
     """
     with MulticastSocket(address, port) as group:
-        candidate = _Candidate(group, shown(address, port), world_size, timeout, group_name)
+        me = Announcement(
+            job_digest(group_name), os.urandom(16).hex(), this_process(), time.time(), world_size
+        )
+        candidate = _Candidate(group, shown(address, port), me, timeout)
         try:
             return candidate.meet(own_address(address), rank)
         finally:
             candidate.leave()
 
 
+@dataclass(frozen=True)
+class Announcement:
+    """One candidate.
+
+    Attributes:
+        job: a digest of the group name; other jobs' announcements are passed over.
+        nonce: 32 hex digits, fresh for each attempt; the lowest leads.
+        process: who it is; others see by it when it dies.
+        time: since when, in seconds since the epoch, for whoever reads the datagrams.
+        world_size: how many processes it waits for, itself included.
+        address, port: where its store is; port 0 while it has none.
+        leaving: it does not look for others any more, and it does not matter what becomes of it.
+    """
+
+    job: str
+    nonce: str
+    process: ProcessId
+    time: float
+    world_size: int
+    address: str = ""
+    port: int = 0
+    leaving: bool = False
+
+    @property
+    def where(self) -> str:
+        """Who announces, as messages show it."""
+        return self.process.where
+
+    def to_bytes(self, secret: bytes) -> bytes:
+        message = _MAGIC + json.dumps(asdict(self)).encode()
+        return message + _mac(secret, message)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, secret: bytes) -> Announcement | None:
+        """The announcement in a datagram; None if it is none of ours."""
+        end = len(data) - (PROOF_SIZE if secret else 0)
+        message, mac = data[:end], data[end:]
+        if not message.startswith(_MAGIC) or not is_proof(mac, _mac(secret, message)):
+            return None
+        try:
+            record = json.loads(message[len(_MAGIC) :])
+            found = cls(**record | {"process": read_process(record["process"])})
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        if any(type(getattr(found, name)) is not kind for name, kind in _TYPES.items()):
+            return None
+        return found if 0 <= found.port <= 65535 and found.world_size >= 1 else None
+
+
+def job_digest(group_name: str) -> str:
+    """What keeps jobs with different group names apart at one address."""
+    return hashlib.sha256(b"fastcoll group " + group_name.encode()).hexdigest()[:32]
+
+
+def _mac(secret: bytes, message: bytes) -> bytes:
+    return proof(secret, "fastcoll multicast", [message]) if secret else b""
+
+
+class Election:
+    """What one candidate knows, and whether it is to lead. Times are seconds of any one clock."""
+
+    def __init__(self, nonce: str, world_size: int) -> None:
+        self.nonce = nonce
+        self.world_size = world_size
+        self._heard: dict[str, tuple[Announcement, float]] = {}
+        self._left: dict[str, Announcement] = {}
+        self._passed_over: set[str] = set()
+        self._enough_since: float | None = None
+
+    def hear(self, announcement: Announcement, now: float) -> None:
+        """Take note of an announcement of this job."""
+        if announcement.leaving:
+            self._left[announcement.nonce] = announcement
+            self._heard.pop(announcement.nonce, None)
+        elif announcement.nonce != self.nonce and announcement.nonce not in self._left:
+            self._heard[announcement.nonce] = (announcement, now)
+
+    def names(self, now: float) -> list[str]:
+        """Who was heard, for messages."""
+        left = [f"{announcement.where} (which has left)" for announcement in self._left.values()]
+        return [announcement.where for announcement in self.fresh(now)] + left
+
+    def processes(self) -> list[ProcessId]:
+        """Those heard that have not left; the world cannot be without them."""
+        return [announcement.process for announcement, _ in self._heard.values()]
+
+    def pass_over(self, nonce: str) -> None:
+        """Count a candidate out: its store cannot be reached, or is full."""
+        self._passed_over.add(nonce)
+        self._enough_since = None
+
+    def fresh(self, now: float) -> list[Announcement]:
+        """The other candidates that are there, the lowest nonce first."""
+        there = [
+            announcement
+            for nonce, (announcement, at) in self._heard.items()
+            if now - at <= FRESH_SECONDS and nonce not in self._passed_over
+        ]
+        return sorted(there, key=lambda announcement: announcement.nonce)
+
+    def offer(self, now: float) -> Announcement | None:
+        """The offer to follow: the lowest one."""
+        return next((candidate for candidate in self.fresh(now) if candidate.port), None)
+
+    def lower_offer(self, now: float) -> Announcement | None:
+        """An offer that a leader gives way to."""
+        offer = self.offer(now)
+        return offer if offer is not None and offer.nonce < self.nonce else None
+
+    def should_lead(self, now: float) -> bool:
+        """Whether it is this candidate's turn to offer a store."""
+        others = self.fresh(now)
+        if len(others) + 1 < self.world_size:
+            self._enough_since = None
+            return False
+        if self._enough_since is None:
+            self._enough_since = now
+        place = sum(other.nonce < self.nonce for other in others)
+        return now - self._enough_since >= place * STEP_SECONDS
+
+
 class _Candidate:
     """This process while it looks for the others."""
 
-    def __init__(
-        self, group: MulticastSocket, where: str, world_size: int, timeout: float, group_name: str
-    ) -> None:
-        self._group = group
-        self._where = where
-        self._timeout = timeout
+    def __init__(self, group: MulticastSocket, where: str, me: Announcement, timeout: float) -> None:
+        self._group, self._where, self._me, self._timeout = group, where, me, timeout
         self._deadline = time.monotonic() + timeout
         self._secret = job_secret()
-        self._job = job_digest(group_name)
-        self._process = this_process()
-        self._started = time.time()
         self._late = LateWarning()
-        self._election = Election(os.urandom(16).hex(), world_size)
-        self._address, self._port = "", 0
+        self._election = Election(me.nonce, me.world_size)
 
     def meet(self, address: str, rank: int | None) -> Rendezvous:
         """Lead or follow, until a meeting is full."""
@@ -82,40 +230,51 @@ class _Candidate:
     def leave(self) -> None:
         """Tell the others not to wait for this process, and not to mind its end."""
         forget(self._election.processes())
-        farewell = replace(self._myself(), leaving=True).to_bytes(self._secret)
+        self._me = replace(self._me, leaving=True)
         with contextlib.suppress(ResourceError):  # the network has gone
             for _ in range(_FAREWELLS):
-                self._group.send(farewell)
+                self._announce()
 
     def await_offer(self) -> Announcement | None:
         """Announce and listen until there is an offer to follow; None: this process is to lead."""
+        me, size = self._me.where, self._me.world_size
+
+        def heard() -> str:
+            return f"heard {listed(self._election.names(time.monotonic())) or 'nobody'}"
+
         while True:
             self._announce()
             self._listen(_ANNOUNCE_SECONDS)
             now = time.monotonic()
             offer = self._election.offer(now)
-            if offer is not None:
+            if offer is not None or self._election.should_lead(now):
                 return offer
-            if self._election.should_lead(now):
-                return None
             if now >= self._deadline:
-                raise self._alone(now)
-            self._late.look(f"{self._myself().where} at {self._where}", self._missing)
+                raise StoreTimeoutError(
+                    f"fewer than {size} processes met at {self._where} within {self._timeout:g} s; {me} {heard()}"
+                )
+            self._late.look(f"{me} at {self._where}", lambda: f"{size} processes to meet; {heard()}")
 
     def lead(self, address: str, rank: int | None) -> Rendezvous:
         """Offer a store until the world is full."""
         store = TCPStore(address, 0, is_master=True, timeout=self._timeout)
+
+        def keep_leading() -> None:
+            self._announce()
+            self._listen(0.0)
+            if self._election.lower_offer(time.monotonic()) is not None and call_off(store):
+                raise MovedError
+
         try:
-            self._address, self._port = address, store.port
-            assigned = arrive(
-                store, rank, self._election.world_size, self._left(), lambda: self._keep_leading(store)
-            )
-            return Rendezvous(store, assigned, self._election.world_size, store.local_address)
+            self._me = replace(self._me, address=address, port=store.port)
+            return self._arrive(store, rank, keep_leading)
         except BaseException as error:
-            store.close(_linger(error))
+            # Ctrl-C ends it at once.
+            failed = _FAILED_SECONDS if isinstance(error, Exception) else 0.0
+            store.close(_GIVING_WAY_SECONDS if isinstance(error, MovedError) else failed)
             raise
         finally:
-            self._address, self._port = "", 0
+            self._me = replace(self._me, address="", port=0)
 
     def follow(self, offer: Announcement, rank: int | None) -> Rendezvous:
         """Go to the store of another."""
@@ -124,85 +283,41 @@ class _Candidate:
         except StoreTimeoutError as error:
             self._election.pass_over(offer.nonce)
             raise MovedError from error
-        store.set_timeout(self._timeout)
         try:
-            assigned = arrive(store, rank, self._election.world_size, self._left(), lambda: self._listen(0.0))
-            return Rendezvous(store, assigned, self._election.world_size, store.local_address)
-        except (FullError, MovedError) as error:
+            store.set_timeout(self._timeout)
+            return self._arrive(store, rank, lambda: self._listen(0.0))
+        except BaseException as error:
             store.close()
+            if not isinstance(error, FullError | MovedError):
+                raise
             self._election.pass_over(offer.nonce)
             raise MovedError from error
-        except BaseException:
-            store.close()
-            raise
 
-    def _keep_leading(self, store: TCPStore) -> None:
-        self._announce()
-        self._listen(0.0)
-        if self._election.lower_offer(time.monotonic()) is not None and call_off(store):
-            raise MovedError
+    def _arrive(self, store: TCPStore, rank: int | None, between: Callable[[], None]) -> Rendezvous:
+        size = self._me.world_size
+        return Rendezvous(store, arrive(store, rank, size, self._left(), between), size, store.local_address)
 
     def _announce(self) -> None:
-        self._group.send(self._myself().to_bytes(self._secret))
+        self._group.send(self._me.to_bytes(self._secret))
 
     def _listen(self, seconds: float) -> None:
         for data in self._group.receive(seconds, MAX_DATAGRAM):
-            announcement = Announcement.from_bytes(data, self._secret)
-            if announcement is None or announcement.job != self._job:
+            other = Announcement.from_bytes(data, self._secret)
+            if other is None or other.job != self._me.job:
                 continue
-            if announcement.world_size != self._election.world_size and not announcement.leaving:
-                self._disagree(announcement)
-            self._election.hear(announcement, time.monotonic())
-        died = death_among(self._election.processes(), f"meeting at {self._where}")
-        if died is not None:
-            raise died
-
-    def _disagree(self, other: Announcement) -> None:
-        for _ in range(_FAREWELLS):  # the other must hear of us, too
-            self._announce()
-        mine = self._myself()
-        raise UsageError(
-            f"the processes at {self._where} disagree about the world size: {other.where} has {other.world_size}, "
-            f"{mine.where} has {mine.world_size}; start all with the same, or give each job a group_name"
-        )
-
-    def _myself(self) -> Announcement:
-        return Announcement(
-            job=self._job,
-            nonce=self._election.nonce,
-            process=self._process,
-            time=self._started,
-            world_size=self._election.world_size,
-            address=self._address,
-            port=self._port,
-        )
-
-    def _alone(self, now: float) -> StoreTimeoutError:
-        return StoreTimeoutError(
-            f"fewer than {self._election.world_size} processes met at {self._where} within {self._timeout:g} s; "
-            f"{self._myself().where} heard {self._heard(now)}"
-        )
-
-    def _missing(self) -> str:
-        return f"{self._election.world_size} processes to meet; heard {self._heard(time.monotonic())}"
-
-    def _heard(self, now: float) -> str:
-        return listed(self._election.names(now)) or "nobody"
+            if other.world_size != self._me.world_size and not other.leaving:
+                for _ in range(_FAREWELLS):  # the other must hear of us, too
+                    self._announce()
+                raise UsageError(
+                    f"the processes at {self._where} disagree about the world size: {other.where} has "
+                    f"{other.world_size}, {self._me.where} has {self._me.world_size}; start all with the same, or give "
+                    "each job a group_name"
+                )
+            self._election.hear(other, time.monotonic())
+        raise_if_dead(self._election.processes(), f"meeting at {self._where}")
 
     def _left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.0)
-
-
-def _linger(error: BaseException) -> float:
-    """How long a store outlives the end of its meeting; Ctrl-C ends it at once."""
-    if isinstance(error, MovedError):
-        return _GIVING_WAY_SECONDS
-    return _FAILED_SECONDS if isinstance(error, Exception) else 0.0
-
-
-_HOPS = 8
-_FLOOD = 10_000
-_LOOPBACK = "lo"
 
 
 class MulticastSocket:
@@ -225,11 +340,7 @@ class MulticastSocket:
             raise ResourceError(f"cannot join the multicast group {address} port {port}: {error}") from error
 
     def send(self, data: bytes) -> None:
-        """Send to the group on every interface that takes it. Never blocks.
-
-        Raises:
-            ResourceError: no interface took it.
-        """
+        """Send to the group on every interface that takes it; a ResourceError where none does. Never blocks."""
         errors = []
         for sender in self._senders:
             try:
@@ -271,7 +382,7 @@ class MulticastSocket:
         # Bound to the group's own address, so that nothing else comes in at this port.
         self._receiver.bind((self._address, self._port))
         refused: OSError | None = None
-        for interface in (0, socket.if_nametoindex(_LOOPBACK)):
+        for interface in (0, socket.if_nametoindex("lo")):
             try:
                 self._join(interface)
             except OSError as error:
@@ -282,29 +393,28 @@ class MulticastSocket:
 
     def _join(self, interface: int) -> None:
         """Join and send on one interface; 0 is the one that the route to the group takes."""
-        group = socket.inet_pton(self._family, self._address)
+        group, number = socket.inet_pton(self._family, self._address), struct.pack("@i", interface)
+        options: tuple[tuple[int, int | bytes], ...]
+        if self._family == socket.AF_INET:
+            level, joining = socket.IPPROTO_IP, (socket.IP_ADD_MEMBERSHIP, group + bytes(4) + number)
+            options = (
+                (socket.IP_MULTICAST_IF, bytes(8) + number),
+                (socket.IP_MULTICAST_LOOP, 1),
+                (socket.IP_MULTICAST_TTL, _HOPS),
+            )
+        else:
+            level, joining = socket.IPPROTO_IPV6, (socket.IPV6_JOIN_GROUP, group + number)
+            options = (
+                (socket.IPV6_MULTICAST_IF, interface),
+                (socket.IPV6_MULTICAST_LOOP, 1),
+                (socket.IPV6_MULTICAST_HOPS, _HOPS),
+            )
         sender = socket.socket(self._family, socket.SOCK_DGRAM)
         try:
             sender.setblocking(False)
-            if self._family == socket.AF_INET:
-                nowhere = bytes(4)
-                self._receiver.setsockopt(
-                    socket.IPPROTO_IP,
-                    socket.IP_ADD_MEMBERSHIP,
-                    group + nowhere + struct.pack("@i", interface),
-                )
-                sender.setsockopt(
-                    socket.IPPROTO_IP, socket.IP_MULTICAST_IF, nowhere * 2 + struct.pack("@i", interface)
-                )
-                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
-                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, _HOPS)
-            else:
-                self._receiver.setsockopt(
-                    socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group + struct.pack("@I", interface)
-                )
-                sender.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, interface)
-                sender.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_LOOP, 1)
-                sender.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_HOPS, _HOPS)
+            self._receiver.setsockopt(level, *joining)
+            for option in options:
+                sender.setsockopt(level, *option)
         except BaseException:
             sender.close()
             raise

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import os
 import stat
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 
 from .. import config
 from ..errors import UsageError
+from .address import is_loopback
 
 _log = logging.getLogger("fastcoll")
 PROOF_SIZE = 32
@@ -56,7 +56,7 @@ def warn_if_open(host: str, where: str) -> None:
         host: the address that is listened on; nobody else reaches loopback, so that is no reason to warn.
     """
     global _warned
-    if _warned or job_secret() or _is_loopback(host):
+    if _warned or job_secret() or is_loopback(host):
         return
     _warned = True
     _log.warning(
@@ -66,20 +66,22 @@ def warn_if_open(host: str, where: str) -> None:
     )
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _read(path: str) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise UsageError(f"FASTCOLL_SECRET_FILE={path!r} cannot be read: {error.strerror}") from error
     try:
-        _check_kept(path, os.fstat(fd))
+        state = os.fstat(fd)
+        if not stat.S_ISREG(state.st_mode):
+            raise UsageError(f"FASTCOLL_SECRET_FILE={path!r} is no file")
+        mode = stat.S_IMODE(state.st_mode)
+        # Its group may read it, as in Kubernetes' volumes.
+        if mode & 0o027 or state.st_uid not in (0, os.geteuid()):
+            raise UsageError(
+                f"FASTCOLL_SECRET_FILE={path!r} is open to others (mode {mode:04o}, owner {state.st_uid}); it must be "
+                "yours or root's, and nobody else's to read: chmod 600 (Kubernetes: defaultMode: 0400)"
+            )
         data = os.read(fd, _MAX_FILE + 1)
     finally:
         os.close(fd)
@@ -90,15 +92,3 @@ def _read(path: str) -> bytes:
             "makes a good secret"
         )
     return secret
-
-
-def _check_kept(path: str, state: os.stat_result) -> None:
-    """Refuse a file that others can read or write. Its group may read it, as in Kubernetes' volumes."""
-    if not stat.S_ISREG(state.st_mode):
-        raise UsageError(f"FASTCOLL_SECRET_FILE={path!r} is no file")
-    mode = stat.S_IMODE(state.st_mode)
-    if mode & 0o027 or state.st_uid not in (0, os.geteuid()):
-        raise UsageError(
-            f"FASTCOLL_SECRET_FILE={path!r} is open to others (mode {mode:04o}, owner {state.st_uid}); it must be "
-            "yours or root's, and nobody else's to read: chmod 600 (Kubernetes: defaultMode: 0400)"
-        )

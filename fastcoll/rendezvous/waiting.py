@@ -25,22 +25,14 @@ _DYING_SECONDS = 0.3
 
 
 class LateWarning:
-    """The one warning that a wait gives when it takes longer than FASTCOLL_WARN_AFTER seconds.
-
-    Made when the wait begins. A wait in several steps passes one from step to step.
-    """
+    """The one warning of a wait that takes longer than FASTCOLL_WARN_AFTER seconds, from now on; steps share one."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._after: float = config.get("FASTCOLL_WARN_AFTER")
 
     def look(self, doing: str, missing: Callable[[], str]) -> None:
-        """Warn if it is time to, the first time only.
-
-        Args:
-            doing: what the wait is for, the start of the message.
-            missing: tells who has not come; called when it is needed.
-        """
+        """Warn if it is time to, the first time only: what the wait is for, and who has not come."""
         waited = time.monotonic() - self._started
         if waited >= self._after:
             self._after = math.inf
@@ -108,6 +100,13 @@ def death_among(members: Sequence[ProcessId], doing: str) -> PeerDiedError | Non
         return None
     ranks = [process.rank for process in dead if isinstance(process, Member)]
     return PeerDiedError(f"{doing}: {', '.join(map(str, dead))} died", ranks)
+
+
+def raise_if_dead(members: Sequence[ProcessId], doing: str) -> None:
+    """Raise the error that names the members whose process has ended, if there are any. Never blocks."""
+    died = death_among(members, doing)
+    if died is not None:
+        raise died
 
 
 def raise_if_dying(members: Sequence[ProcessId], doing: str, cause: StoreError) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 
 from ..core.members import speak_as
@@ -19,10 +20,15 @@ from .address import make_room, own_address
 from .detect import TORCH, Detected, derived_port, detect, port_beside
 from .file_store import FileStore
 from .join import FullError, arrive, check_rank
-from .store import Rendezvous
+from .store import Rendezvous, tries
 from .table import HashStore
 from .tcp_store import TCPStore
-from .waiting import death_among
+from .waiting import raise_if_dead
+
+# How long a file that another world has filled may take to go away: its processes may be just about
+# to end. One that this very process still has open has the whole timeout.
+_FULL_SECONDS = 2.0
+_LOOK_AGAIN_SECONDS = 0.5
 
 
 def meet_by_environment(rank: int | None, world_size: int | None, timeout: float) -> Rendezvous:
@@ -36,42 +42,34 @@ def meet_by_environment(rank: int | None, world_size: int | None, timeout: float
         UsageError: variables are missing (they are named), contradict one another, or are no numbers.
     """
     said = detect(os.environ, rank, world_size)
-    if said.rank is None and said.world_size is None and not said.found:
-        return Rendezvous(HashStore(), 0, 1, "127.0.0.1")
-    _require(said, {TORCH.rank: said.rank, TORCH.size: said.world_size})
-    assert said.rank is not None
-    assert said.world_size is not None
-    check_rank(said.rank, said.world_size)
-    if said.world_size == 1:
+    rank, world_size = said.rank, said.world_size
+    if rank is None and world_size is None and not said.found:
+        rank, world_size = 0, 1
+    if rank is None or world_size is None:
+        raise _missing(said, {TORCH.rank: rank, TORCH.size: world_size})
+    check_rank(rank, world_size)
+    if world_size == 1:
         return Rendezvous(HashStore(), 0, 1, "127.0.0.1")
     if said.master_port is None and said.on_one_node and said.rank_variable not in ("", TORCH.rank):
-        return meet_in_file(shared_path(said.rank_variable), said.rank, said.world_size, timeout)
-    return _meet_at_master(said, timeout)
-
-
-def _meet_at_master(said: Detected, timeout: float) -> Rendezvous:
+        return meet_in_file(shared_path(said.rank_variable), rank, world_size, timeout)
     port = said.master_port
     if port is None and said.job_id is not None:
         port = derived_port(said.job_id)
     host = said.master_addr
-    if host is None and said.rank == 0:
+    if host is None and rank == 0:
         host = "0.0.0.0"  # rank 0 need not know by which of its addresses the others come
-    _require(said, {"MASTER_ADDR": host, "MASTER_PORT": port})
-    assert host is not None
-    assert port is not None
-    return meet_at_address(
-        host, port, said.rank, said.world_size, timeout, f"MASTER_ADDR={host} MASTER_PORT={port}"
+    if host is None or port is None:
+        raise _missing(said, {"MASTER_ADDR": host, "MASTER_PORT": port})
+    return meet_at_address(host, port, rank, world_size, timeout, f"MASTER_ADDR={host} MASTER_PORT={port}")
+
+
+def _missing(said: Detected, needed: Mapping[str, object]) -> UsageError:
+    """The names of what is missing and of what was found."""
+    missing = ", ".join(name for name, value in needed.items() if value is None)
+    return UsageError(
+        f"env:// misses {missing} (set: {', '.join(said.found) or 'none'}); start with python -m fastcoll.launch, set "
+        "them for every rank, or pass rank, world_size and init_method"
     )
-
-
-def _require(said: Detected, needed: Mapping[str, object]) -> None:
-    """Refuse with the names of what is missing and of what was found."""
-    missing = [name for name, value in needed.items() if value is None]
-    if missing:
-        raise UsageError(
-            f"env:// misses {', '.join(missing)} (set: {', '.join(said.found) or 'none'}); start with python -m "
-            "fastcoll.launch, set them for every rank, or pass rank, world_size and init_method"
-        )
 
 
 def shared_path(rank_variable: str) -> str:
@@ -86,34 +84,27 @@ def shared_path(rank_variable: str) -> str:
     import tempfile  # it brings random and the compressions, for few who start
 
     pid = os.getppid()
-    while pid > 0 and _carries(pid, rank_variable):
-        pid = int(_stat(pid)[1])
+    with suppress(PermissionError):  # another user's: a daemon such as slurmstepd
+        while pid > 0 and any(
+            entry.startswith(f"{rank_variable}=".encode()) for entry in _proc(pid, "environ").split(b"\0")
+        ):
+            pid = int(_status(pid)[1])
     if pid <= 0:
         raise UsageError(
             f"{rank_variable} is set, but the launcher that set it is not visible from here; set MASTER_ADDR and "
             "MASTER_PORT for all ranks"
         )
-    return os.path.join(tempfile.gettempdir(), f"fastcoll-{os.geteuid()}-{pid}-{_stat(pid)[19]}")
+    return os.path.join(tempfile.gettempdir(), f"fastcoll-{os.geteuid()}-{pid}-{_status(pid)[19]}")
 
 
-def _carries(pid: int, variable: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return any(entry.startswith(variable.encode() + b"=") for entry in file.read().split(b"\0"))
-    except PermissionError:  # another user's: a daemon such as slurmstepd
-        return False
+def _proc(pid: int, name: str) -> bytes:
+    with open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read()
 
 
-def _stat(pid: int) -> list[str]:
+def _status(pid: int) -> list[str]:
     """The fields of /proc/PID/stat behind the command: state, parent, ..., start time at 19."""
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()
-
-
-# How long a file that another world has filled may take to go away: its processes may be just about
-# to end. One that this very process still has open has the whole timeout.
-_FULL_SECONDS = 2.0
-_LOOK_AGAIN_SECONDS = 0.5
+    return _proc(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
 def meet_in_file(
@@ -147,31 +138,19 @@ def meet_in_file(
                     f"{path} belongs to another world, {error}; choose another path or group_name, or remove the "
                     "file if that job is over"
                 ) from error
-            _close_and_wait_for_removal(store)
         except BaseException:
             store.close()
             raise
+        # Who waits for a full file to go is no participant, or those who wait would keep it alive for one another.
+        with open(path, "rb") as file:
+            store.close()
+            for _ in tries(_LOOK_AGAIN_SECONDS, 0.01, 0.01):
+                if not os.fstat(file.fileno()).st_nlink:
+                    break
 
 
 def _look_for_dead(store: FileStore) -> None:
-    died = death_among(store.participants(), f"meeting in {store.path}")
-    if died is not None:
-        raise died
-
-
-def _close_and_wait_for_removal(store: FileStore) -> None:
-    """Leave a full file and wait a little for it to go.
-
-    Those who wait are no participants, or they would keep the file alive for one another.
-    """
-    fd = os.open(store.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        store.close()
-        deadline = time.monotonic() + _LOOK_AGAIN_SECONDS
-        while os.fstat(fd).st_nlink and time.monotonic() < deadline:
-            time.sleep(0.01)
-    finally:
-        os.close(fd)
+    raise_if_dead(store.participants(), f"meeting in {store.path}")
 
 
 def meet_at_address(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fastcoll.errors import UsageError
-from fastcoll.rendezvous.detect import Detected, derived_port, detect, expand, first_host, port_beside
+from fastcoll.rendezvous.detect import Detected, derived_port, detect, hosts_of, port_beside
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 AGENT = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -147,11 +147,10 @@ def test_values_that_cannot_be_meant(environ: dict[str, str], message: str) -> N
     ],
 )
 def test_node_lists(nodelist: str, hosts: list[str]) -> None:
-    assert expand(nodelist) == hosts
-    assert first_host(nodelist) == hosts[0]
+    assert hosts_of(nodelist) == hosts
 
 
 @pytest.mark.parametrize("nodelist", ["", "n[", "n]", "n[1-]", "n[a-b]", "n[3-1]", "n[1-99999999]", ",,"])
 def test_what_is_no_node_list(nodelist: str) -> None:
     with pytest.raises(UsageError, match="Slurm node list"):
-        expand(nodelist)
+        hosts_of(nodelist)

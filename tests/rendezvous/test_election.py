@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcoll.core.processes import ProcessId
-from fastcoll.rendezvous.election import (
+from fastcoll.rendezvous.multicast import (
     FRESH_SECONDS,
     MAX_DATAGRAM,
     STEP_SECONDS,

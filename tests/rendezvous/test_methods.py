@@ -25,8 +25,7 @@ from fastcoll.core.processes import ProcessId
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.job import free_port
 from fastcoll.rendezvous import HashStore, meet, register_rendezvous_handler, rendezvous
-from fastcoll.rendezvous.election import MAX_DATAGRAM, Announcement, job_digest
-from fastcoll.rendezvous.multicast import MulticastSocket
+from fastcoll.rendezvous.multicast import MAX_DATAGRAM, Announcement, MulticastSocket, job_digest
 
 MEET = """
 import os, sys
