@@ -7,12 +7,11 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
-from .job import Job, free_port
+from .job import Job, Nodes, default_port, free_port
 from .lifeline import GRACE_SECONDS, adopt_orphans
-from .nodes import Nodes, default_port
 from .supervisor import Supervisor
 
 _MANY_NODES_PORT = 29500  # torch's, when the nodes must agree on a port without having talked
@@ -29,14 +28,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     job = _job(parser, options)
     logs: Path | None = options.log_dir
-    if logs is not None:
-        _make(parser, logs)
+    try:
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--log_dir {str(logs)!r} cannot be made: {error.strerror}; give another folder")
     if single := job.single_threaded(os.environ):
         sys.stderr.write(
             f"fastcoll.launch: {' and '.join(single)} set to 1, as {job.local_size} ranks share this node\n"
         )
     adopt_orphans()
-    with _other_nodes(job, options) as nodes:
+    port = options.nodes_port
+    nodes = None
+    if job.nodes > 1 and port != 0:
+        nodes = Nodes(job.nodes, job.node_rank, job.master_addr, port or default_port(job.master_port))
+    with nodes or nullcontext():
         return Supervisor(job, options.grace, not options.no_prefix, logs, nodes).run()
 
 
@@ -103,14 +109,6 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _make(parser: argparse.ArgumentParser, logs: Path) -> None:
-    """Make the folder of --log_dir; ends the process with a usage error where that cannot be."""
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--log_dir {str(logs)!r} cannot be made: {error.strerror}; give another folder")
-
-
 def _job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
     """The job that the options describe; ends the process with a usage error if they do not fit together."""
     nodes: int = options.nnodes
@@ -141,12 +139,4 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
         port,
         tuple(options.args),
         options.pass_local_rank,
-    )
-
-
-def _other_nodes(job: Job, options: argparse.Namespace) -> AbstractContextManager[Nodes | None]:
-    if job.nodes == 1 or options.nodes_port == 0:
-        return nullcontext()
-    return Nodes(
-        job.nodes, job.node_rank, job.master_addr, options.nodes_port or default_port(job.master_port)
     )

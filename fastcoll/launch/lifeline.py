@@ -74,14 +74,10 @@ def _prctl(option: int, value: int, name: str) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({name}) failed")
 
 
-def _become(parent: int, program: list[str]) -> None:
-    die_with_parent(parent)
-    try:
-        os.execvp(program[0], program)
-    except OSError as error:
-        sys.stderr.write(f"{program[0]!r} cannot be run: {error.strerror}\n")
-        sys.exit(_CANNOT_RUN)
-
-
 if __name__ == "__main__":
-    _become(int(sys.argv[1]), sys.argv[2:])
+    die_with_parent(int(sys.argv[1]))
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as problem:
+        sys.stderr.write(f"{sys.argv[2]!r} cannot be run: {problem.strerror}\n")
+        sys.exit(_CANNOT_RUN)

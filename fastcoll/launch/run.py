@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import math
 import mmap
 import os
-import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +26,6 @@ from .job import Job, free_port, python_main
 from .lifeline import GRACE_SECONDS
 from .spawn import ProcessExitedError, ProcessRaisedError, check_args
 from .supervisor import RankProcess, Supervisor
-
-_INTERRUPTED_SECONDS = 0.5  # for ranks to end by themselves after Ctrl-C, before they are killed
 
 
 def run(
@@ -73,8 +68,7 @@ def run(
     if type(ranks) is not int or ranks < 1:
         raise UsageError(f"run: ranks must be an int from 1 up, got {ranks!r}")
     check_args("run", args)
-    from numba import cloudpickle  # takes 0.4 s to import
-
+    cloudpickle = _cloudpickle()
     # Notebooks and shells keep the source of what was typed here, for tracebacks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     module = sys.modules.get(getattr(fn, "__module__", ""))
@@ -99,9 +93,16 @@ def run(
         numbers = tuple(map(str, files))
         port = free_port()
         job = Job(python_main(__name__), ranks, 1, 0, "127.0.0.1", port, numbers, descriptors=tuple(files))
-        started = _Ranks(job, files[1:], prefix)
-        started.run()
-        return started.results()
+        supervisor = Supervisor(
+            job,
+            GRACE_SECONDS,
+            prefix,
+            sinks=(_writer(sys.stdout), _writer(sys.stderr)),
+            is_guest=True,
+            followed=lambda rank: isinstance(told := _read(files[1 + rank.rank]), _Raised) and told.follows,
+        )
+        supervisor.run()
+        return _results(supervisor.ranks, files[1:], supervisor.first.rank if supervisor.first else 0)
 
 
 def _is_importable(module: ModuleType) -> bool:
@@ -111,87 +112,44 @@ def _is_importable(module: ModuleType) -> bool:
     return any(place and str(module.__file__).startswith(place) for place in places)
 
 
-class _Ranks(Supervisor):
-    """The ranks of one `run`. Unlike a launcher, it lives in a process of the user's: it leaves signals alone."""
+def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int) -> list[Any]:
+    """Every rank's result, or the error of the one at fault: the first that failed, but not because of another one."""
+    told = [_read(outcome) for outcome in outcomes]
+    order = sorted(range(len(told)), key=lambda rank: (rank != first, rank))
+    for follower in (False, True):
+        for rank in order:
+            if isinstance(outcome := told[rank], _Raised) and outcome.follows is follower:
+                raise ProcessRaisedError(rank, ranks[rank].process.pid, outcome.text) from outcome.error
+        for rank in order:
+            process = ranks[rank].process
+            # The others were ended because of the first.
+            if told[rank] is None and (rank == first or process.returncode == 0):
+                raise ProcessExitedError(rank, process.pid, process.returncode)
+    return [outcome[0] for outcome in told]
 
-    def __init__(self, job: Job, outcomes: Sequence[int], prefix: bool) -> None:
-        super().__init__(job, GRACE_SECONDS, prefix, sinks=(_writer(sys.stdout), _writer(sys.stderr)))
-        self._outcomes = outcomes
-        self._first: RankProcess | None = None
 
-    def results(self) -> list[Any]:
-        """Every rank's result.
+def _cloudpickle() -> Any:
+    from numba import cloudpickle  # takes 0.4 s to import
 
-        Raises:
-            ProcessRaisedError, ProcessExitedError: a rank failed.
-        """
-        told = [_read(outcome) for outcome in self._outcomes]
-        first = 0 if self._first is None else self._first.rank
-        # The first to fail comes first, but for those that failed because of another one.
-        order = sorted(range(len(told)), key=lambda rank: (rank != first, rank))
-        for follower in (False, True):
-            for rank in order:
-                if isinstance(outcome := told[rank], _Raised) and outcome.follows is follower:
-                    raise ProcessRaisedError(rank, self._pid(rank), outcome.text) from outcome.error
-            for rank in order:
-                code = self._ranks[rank].process.returncode
-                if told[rank] is None and (
-                    rank == first or code == 0
-                ):  # not one that was ended because of it
-                    raise ProcessExitedError(rank, self._pid(rank), code)
-        return [outcome[0] for outcome in told]
-
-    def _pid(self, rank: int) -> int:
-        return self._ranks[rank].process.pid
-
-    def _follows(self, rank: RankProcess) -> bool:
-        outcome = _read(self._outcomes[rank.rank])
-        return isinstance(outcome, _Raised) and outcome.follows
-
-    def _name(self, rank: RankProcess) -> None:
-        self._first, self._failed = rank, None
-        self._ask_to_end(signal.SIGTERM)
-
-    def _end(self) -> None:
-        try:
-            if self._running:  # Ctrl-C, or the caller's stdout has failed
-                self._kill_at = math.inf
-                self._signal_running(signal.SIGINT)
-                end = time.monotonic() + _INTERRUPTED_SECONDS
-                while self._running and time.monotonic() < end:
-                    for key, _ in self._selector.select(0.02):
-                        key.data()
-        finally:
-            super()._end()
-
-    def _end_leftovers(self) -> None:
-        """Nothing: this process's other children are the user's."""
-
-    @contextlib.contextmanager
-    def _handle_signals(self) -> Iterator[None]:
-        yield
+    return cloudpickle
 
 
 class _Raised:
     """What a rank tells of an exception: its traceback, itself if it can be pickled, whether another's led to it."""
 
     def __init__(self, error: Exception) -> None:
-        from numba import cloudpickle
-
         trace = error.__traceback__ and error.__traceback__.tb_next  # without `main`
         self.text = "".join(traceback.format_exception(type(error), error, trace))
         self.follows = isinstance(error, GroupError)
         self._pickled = b""
         with contextlib.suppress(Exception):
-            self._pickled = cloudpickle.dumps(error)
+            self._pickled = _cloudpickle().dumps(error)
 
     @property
     def error(self) -> BaseException | None:
         """The exception, or None where it is lost."""
-        from numba import cloudpickle
-
         with contextlib.suppress(Exception):
-            error = cloudpickle.loads(self._pickled)
+            error = _cloudpickle().loads(self._pickled)
             return error if isinstance(error, BaseException) else None
         return None
 
@@ -206,12 +164,10 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
 
 def _tell(file: int, outcome: Any) -> None:
     """Write what came of a rank, unless it has told of an error before."""
-    from numba import cloudpickle
-
     if not os.fstat(file).st_size:
         try:
             with open(file, "wb", closefd=False) as stream:
-                cloudpickle.dump(outcome, stream)
+                _cloudpickle().dump(outcome, stream)
         except BaseException:
             os.ftruncate(file, 0)
             os.lseek(file, 0, os.SEEK_SET)
@@ -220,23 +176,20 @@ def _tell(file: int, outcome: Any) -> None:
 
 def _read(file: int) -> Any:
     """What a rank has told; None: nothing, or not all of it."""
-    from numba import cloudpickle
-
     if not os.fstat(file).st_size:
         return None
     with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
         try:
-            return cloudpickle.loads(data)
+            return _cloudpickle().loads(data)
         except Exception:
             return None
 
 
 def main(task: int, *outcomes: int) -> int:
     """One rank: the function, and what came of it; returns the exit code."""
-    from numba import cloudpickle
-
     from ..api.world import world
 
+    cloudpickle = _cloudpickle()
     outcome = outcomes[int(os.environ["RANK"])]
     try:
         typed, fn, args, kwargs, backend, timeout = cloudpickle.loads(

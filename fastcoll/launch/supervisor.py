@@ -7,6 +7,7 @@ its own. What outlives its rank is adopted and killed at the end, so nothing is 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -22,8 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from . import lifeline
-from .job import Job
-from .nodes import Failure, Nodes
+from .job import Failure, Job, Nodes
 
 CAUSE_SECONDS = 1.0
 """For the rank at fault to end too, after one that failed because of it: it lets go of its groups on its way out, which
@@ -35,6 +35,7 @@ _FOLLOWED = re.compile(
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TICK = 0.1  # seconds until a signal to the launcher is acted on
+_INTERRUPTED_SECONDS = 0.5  # for ranks of a guest to end by themselves after Ctrl-C, before they are killed
 _LEFTOVER_SECONDS = 1.0  # for what outlives its rank to end by itself, such as multiprocessing's tracker
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")  # progress bars end theirs with a carriage return
 _READ_BYTES = 64 << 10
@@ -74,7 +75,13 @@ class Relay:
             return True
         if self._log is not None:
             self._log.write(data)
-        self._write(self._lines(data))
+        text = self._partial + data
+        lines = _LINE.findall(text)
+        self._partial = text[sum(map(len, lines)) :]
+        if len(self._partial) > _LONGEST_LINE:
+            lines.append(self._partial + b"\n")
+            self._partial = b""
+        self._write(lines)
         return bool(data)
 
     def pump_all(self) -> None:
@@ -94,15 +101,6 @@ class Relay:
     def last_lines(self) -> str:
         """The end of what was passed on."""
         return b"".join(self._last).decode(errors="replace")
-
-    def _lines(self, data: bytes) -> list[bytes]:
-        text = self._partial + data
-        lines = _LINE.findall(text)
-        self._partial = text[sum(map(len, lines)) :]
-        if len(self._partial) > _LONGEST_LINE:
-            lines.append(self._partial + b"\n")
-            self._partial = b""
-        return lines
 
     def _write(self, lines: list[bytes]) -> None:
         if lines:
@@ -133,18 +131,13 @@ class RankProcess:
         finally:
             os.close(out_end)
             os.close(err_end)
-        mark = f"[{self.rank}] ".encode() if prefix else b""
-        self.out = Relay(out, sinks[0], mark, _log_file(logs, f"rank-{self.rank}.stdout"))
-        self.err = Relay(err, sinks[1], mark, _log_file(logs, f"rank-{self.rank}.stderr"))
+
+        def relay(source: int, sink: Sink, name: str) -> Relay:
+            log = None if logs is None else (logs / f"rank-{self.rank}.{name}").open("wb")
+            return Relay(source, sink, f"[{self.rank}] ".encode() if prefix else b"", log)
+
+        self.out, self.err = relay(out, sinks[0], "stdout"), relay(err, sinks[1], "stderr")
         self.pidfd = os.pidfd_open(self.process.pid)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the rank and what it has started."""
-        lifeline.signal_group(self.process.pid, number)
-
-    def describe(self) -> str:
-        """Which rank it is, and where."""
-        return f"rank {self.rank} (pid {self.process.pid} on {os.uname().nodename})"
 
 
 class Supervisor:
@@ -157,6 +150,12 @@ class Supervisor:
         logs: a directory for one file per rank and stream, or None.
         nodes: the launchers of the other nodes, or None.
         sinks: take what ranks write to stdout and stderr; None: this process's descriptors do.
+        is_guest: it lives in a process of the user's: it leaves signals and other children alone, and is silent.
+        followed: whether a rank that has failed did so because of another one; None: its last lines tell.
+
+    Attributes:
+        ranks: all that were started.
+        first: the one that failed first, once it is known.
     """
 
     def __init__(
@@ -167,13 +166,18 @@ class Supervisor:
         logs: Path | None = None,
         nodes: Nodes | None = None,
         sinks: tuple[Sink, Sink] | None = None,
+        is_guest: bool = False,
+        followed: Callable[[RankProcess], bool] | None = None,
     ) -> None:
+        self.ranks: list[RankProcess] = []
+        self.first: RankProcess | None = None
         self._sinks = sinks or (
             partial(write_all, sys.stdout.fileno()),
             partial(write_all, sys.stderr.fileno()),
         )
+        self._followed = followed or (lambda rank: follows(rank.err.last_lines()))
         self._job, self._grace, self._prefix, self._logs, self._nodes = job, grace, prefix, logs, nodes
-        self._ranks: list[RankProcess] = []
+        self._is_guest = is_guest
         self._running: set[RankProcess] = set()
         self._not_ours = set(lifeline.children_of(os.getpid()))
         self._selector = selectors.DefaultSelector()
@@ -204,32 +208,15 @@ class Supervisor:
 
     def _start(self, local_rank: int) -> None:
         rank = RankProcess(self._job, local_rank, self._prefix, self._logs, self._sinks)
-        self._ranks.append(rank)
+        self.ranks.append(rank)
         self._running.add(rank)
-        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, partial(self._reap, rank))
         for relay in (rank.out, rank.err):
-            self._selector.register(relay.source, selectors.EVENT_READ, self._pumping(relay))
+            self._selector.register(relay.source, selectors.EVENT_READ, partial(self._pump, relay))
 
-    def _pumping(self, relay: Relay) -> Callable[[], None]:
-        def pump() -> None:
-            if not relay.pump():
-                self._selector.unregister(relay.source)
-
-        return pump
-
-    def _watch(self) -> None:
-        while self._running or self._failed:
-            for key, _ in self._selector.select(_TICK):
-                key.data()
-            if self._nodes and self._kill_at is None and (elsewhere := self._nodes.failure()):
-                self._end_because_of(elsewhere)
-            if self._failed and self._is_time_to_name():
-                self._name(self._failed)
-            while self._signals:
-                self._pass_on(self._signals.pop(0))
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                self._signal_running(signal.SIGKILL)
-                self._kill_at = float("inf")
+    def _pump(self, relay: Relay) -> None:
+        if not relay.pump():
+            self._selector.unregister(relay.source)
 
     def _reap(self, rank: RankProcess) -> None:
         code = rank.process.wait()
@@ -238,36 +225,42 @@ class Supervisor:
         if code == 0 or self._kill_at is not None:
             return
         rank.err.pump_all()
-        at_fault = not self._follows(rank)
-        if self._failed is None or (at_fault and self._follows(self._failed)):
+        at_fault = not self._followed(rank)
+        if self._failed is None or (at_fault and self._followed(self._failed)):
             self._failed = rank
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
 
-    def _follows(self, rank: RankProcess) -> bool:
-        """Whether a rank that has failed did so because of another one."""
-        return follows(rank.err.last_lines())
-
-    def _is_time_to_name(self) -> bool:
-        nobody_else = not self._running and self._nodes is None
-        return bool(self._signals) or nobody_else or time.monotonic() >= self._name_at
+    def _watch(self) -> None:
+        while self._running or self._failed:
+            for key, _ in self._selector.select(_TICK):
+                key.data()
+            if self._nodes and self._kill_at is None and (elsewhere := self._nodes.failure()):
+                self._failed = None
+                self._tell(f"on another node {elsewhere.text}\n")
+                self._ask_to_end(signal.SIGTERM, elsewhere.code)
+            nobody_else = not self._running and self._nodes is None
+            if self._failed and (self._signals or nobody_else or time.monotonic() >= self._name_at):
+                self._name(self._failed)
+            while self._signals:
+                self._pass_on(self._signals.pop(0))
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._signal_running(signal.SIGKILL)
+                self._kill_at = math.inf
 
     def _name(self, rank: RankProcess) -> None:
         """Tell how a rank failed, and end the others."""
+        self.first, self._failed, self._hurries = rank, None, True
         code = rank.process.returncode
-        self._exit_code = code if code > 0 else 128 - code
-        said = f"{rank.describe()} failed first: {lifeline.describe_exit(code)}"
-        if self._nodes is not None:
-            self._nodes.tell(Failure(self._exit_code, said))
-        self._say(said, rank.err.last_lines())
-        self._failed = None
-        self._hurries = True
-        self._ask_to_end(signal.SIGTERM)
-
-    def _end_because_of(self, failure: Failure) -> None:
-        """End this node's ranks, as one of another node has failed."""
-        self._exit_code, self._failed = failure.code, None
-        self._tell(f"on another node {failure.text}\n")
-        self._ask_to_end(signal.SIGTERM)
+        exit_code = code if code > 0 else 128 - code
+        if not self._is_guest:
+            where = f"rank {rank.rank} (pid {rank.process.pid} on {os.uname().nodename})"
+            said = f"{where} failed first: {lifeline.describe_exit(code)}"
+            if self._nodes is not None:
+                self._nodes.tell(Failure(exit_code, said))
+            quoted = "".join(f"    {line}\n" for line in rank.err.last_lines().splitlines())
+            told = "; its last lines on stderr:" if quoted else "; it wrote nothing on stderr"
+            self._tell(f"{said}{told}\n{quoted}")
+        self._ask_to_end(signal.SIGTERM, exit_code)
 
     def _pass_on(self, number: int) -> None:
         if self._hurries:  # the second request
@@ -275,31 +268,42 @@ class Supervisor:
             return
         # The first one may come after another launcher's, as all get a signal at about the same time.
         self._hurries = True
-        self._exit_code = 128 + number
         if self._nodes is not None:
             said = f"the launcher on host {os.uname().nodename} was ended: {lifeline.describe_exit(-number)}"
-            self._nodes.tell(Failure(self._exit_code, said))
-        self._ask_to_end(number)
+            self._nodes.tell(Failure(128 + number, said))
+        self._ask_to_end(number, 128 + number)
 
-    def _ask_to_end(self, number: int) -> None:
+    def _ask_to_end(self, number: int, exit_code: int) -> None:
+        self._exit_code = exit_code
         self._kill_at = time.monotonic() + self._grace
         self._signal_running(number)
 
     def _signal_running(self, number: int) -> None:
+        """Send a signal to the ranks and what they have started."""
         for rank in self._running:
-            rank.signal(number)
+            lifeline.signal_group(rank.process.pid, number)
 
     def _end(self) -> None:
-        self._signal_running(signal.SIGKILL)
-        for rank in self._ranks:
-            rank.process.wait()
-            os.close(rank.pidfd)
-        self._end_leftovers()
-        self._selector.close()
-        for rank in self._ranks:
-            for relay in (rank.out, rank.err):
-                with contextlib.suppress(BrokenPipeError):
-                    relay.finish()
+        try:
+            if self._is_guest and self._running:  # Ctrl-C, or the user's stdout has failed
+                self._kill_at = math.inf
+                self._signal_running(signal.SIGINT)
+                end = time.monotonic() + _INTERRUPTED_SECONDS
+                while self._running and time.monotonic() < end:
+                    for key, _ in self._selector.select(0.02):
+                        key.data()
+        finally:
+            self._signal_running(signal.SIGKILL)
+            for rank in self.ranks:
+                rank.process.wait()
+                os.close(rank.pidfd)
+            if not self._is_guest:
+                self._end_leftovers()
+            self._selector.close()
+            for rank in self.ranks:
+                for relay in (rank.out, rank.err):
+                    with contextlib.suppress(BrokenPipeError):
+                        relay.finish()
 
     def _end_leftovers(self) -> None:
         """End every process that this one has adopted."""
@@ -317,29 +321,20 @@ class Supervisor:
                 return
             time.sleep(0.01)
 
-    def _say(self, message: str, quoted: str) -> None:
-        lines = "".join(f"    {line}\n" for line in quoted.splitlines())
-        told = "; its last lines on stderr:" if quoted else "; it wrote nothing on stderr"
-        self._tell(f"{message}{told}\n{lines}")
-
     def _tell(self, text: str) -> None:
         write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}".encode(errors="replace"))
 
     @contextlib.contextmanager
     def _handle_signals(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in HANDLED}
+        before = {number: signal.getsignal(number) for number in (() if self._is_guest else HANDLED)}
         try:
-            for number in HANDLED:
-                if before[number] != signal.SIG_IGN:  # as under nohup
+            for number, handler in before.items():
+                if handler != signal.SIG_IGN:  # as under nohup
                     signal.signal(number, lambda received, _: self._signals.append(received))
             yield
         finally:
-            for number in HANDLED:
-                signal.signal(number, before[number])
-
-
-def _log_file(folder: Path | None, name: str) -> BinaryIO | None:
-    return None if folder is None else (folder / name).open("wb")
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def follows(lines: str) -> bool:

@@ -9,8 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from fastcoll.launch.job import free_port
-from fastcoll.launch.nodes import Failure, Nodes, default_port
+from fastcoll.launch.job import Failure, Nodes, default_port, free_port
 
 FIRST, SECOND = Failure(3, "rank 1 failed"), Failure(4, "rank 2 failed")
 
