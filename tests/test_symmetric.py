@@ -32,7 +32,7 @@ from fastcoll import (
 from fastcoll.kernels import waiting
 from fastcoll.shm import context_layout as words
 from fastcoll.shm.segment import Segment
-from fastcoll.testing.leaks import Footprint
+from fastcoll.testing.worker import Footprint
 
 WORLDS = (1, 2, 3, 4, 5)
 SMALLEST = 16 << 10  # bytes; all_reduce stages smaller arrays

@@ -52,11 +52,11 @@ class ProcessExitedError(FastcollError):
 
 
 class SpawnContext:
-    """The processes that one `spawn` started."""
+    """The processes that one `spawn` started, and the pipes in which each tells why it failed."""
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
-        self._errors: list[Connection[Any, Any]] = []
+        self.errors: list[Connection[Any, Any]] = []
         self._texts: dict[int, bytes] = {}  # what came through; empty: the pipe's end
 
     def pids(self) -> list[int]:
@@ -85,7 +85,7 @@ class SpawnContext:
         except BaseException:
             self.end()
             raise
-        self._close_pipes()
+        self.end()  # which closes the pipes
         return True
 
     def end(self, grace: float = GRACE_SECONDS) -> None:
@@ -98,11 +98,8 @@ class SpawnContext:
         for process in self.processes:
             process.kill()
             process.join()
-        self._close_pipes()
-
-    def _add(self, process: BaseProcess, errors: Connection[Any, Any]) -> None:
-        self.processes.append(process)
-        self._errors.append(errors)
+        for errors in self.errors:
+            errors.close()
 
     def _raise_failure(self) -> None:
         if not any(process.exitcode for process in self.processes):
@@ -128,25 +125,17 @@ class SpawnContext:
             left = end - time.monotonic()
             if texts[first][:1] != b"G" or not silent or left <= 0:
                 return first
-            wait([source for rank in silent for source in self._sources(rank)], left)
-
-    def _sources(self, rank: int) -> list[Any]:
-        """What tells that a rank speaks or ends."""
-        ended = self.processes[rank].sentinel
-        return [ended] if rank in self._texts else [ended, self._errors[rank]]
+            ends: list[Any] = [self.processes[rank].sentinel for rank in silent]
+            wait(ends + [self.errors[rank] for rank in silent if rank not in self._texts], left)
 
     def _text(self, rank: int) -> bytes:
         """What a rank said before it ended, as far as it is there: its kind and its traceback."""
         try:
-            if rank not in self._texts and self._errors[rank].poll():
-                self._texts[rank] = self._errors[rank].recv_bytes()
+            if rank not in self._texts and self.errors[rank].poll():
+                self._texts[rank] = self.errors[rank].recv_bytes()
         except (EOFError, OSError):  # it sent nothing, or a part of it when it was killed
             self._texts[rank] = b""
         return self._texts.get(rank, b"")
-
-    def _close_pipes(self) -> None:
-        for errors in self._errors:
-            errors.close()
 
 
 def spawn(
@@ -179,21 +168,20 @@ def spawn(
         >>> spawn(main, args=(4,), nprocs=4)
     """
     _check(fn, args, nprocs, start_method)
+    # The kernel ties a child to the thread that forked it; the fork server's children are not ours.
+    is_main = threading.current_thread() is threading.main_thread()
+    tied_to = os.getpid() if is_main and start_method != "forkserver" else None
     context: Any = multiprocessing.get_context(start_method)
-    tied_to = os.getpid() if _can_tie(start_method) else None
     children = SpawnContext()
     try:
         for rank in range(nprocs):
             ours, theirs = context.Pipe(duplex=False)
             with theirs:
-                process = context.Process(
-                    target=_child,
-                    args=(fn, rank, tuple(args), theirs, tied_to),
-                    name=f"rank-{rank}",
-                    daemon=daemon,
-                )
+                told = fn, rank, tuple(args), theirs, tied_to
+                process = context.Process(target=_child, args=told, name=f"rank-{rank}", daemon=daemon)
                 process.start()
-            children._add(process, ours)
+            children.processes.append(process)
+            children.errors.append(ours)
     except BaseException:
         children.end()
         raise
@@ -226,11 +214,6 @@ def _check(fn: Callable[..., object], args: Any, nprocs: int, start_method: str)
             f"spawn: {name} cannot be imported by a fresh interpreter; define it at the top level of its "
             "module, or give start_method='fork'"
         )
-
-
-def _can_tie(start_method: str) -> bool:
-    # The kernel ties a child to the thread that forked it; the fork server's children are not ours.
-    return start_method != "forkserver" and threading.current_thread() is threading.main_thread()
 
 
 def _child(

@@ -57,21 +57,17 @@ class RanksMark:
         timeout = options.get("timeout", 60.0)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise UsageError(f"ranks: timeout is a number of seconds above 0, got {timeout!r}")
-        return RanksMark(sizes=tuple(sizes), **{**options, "may_die": _may_die(sizes, options)})
-
-
-def _may_die(sizes: tuple[int, ...], options: Mapping[str, Any]) -> frozenset[int]:
-    value = options.get("may_die", ())
-    ranks = list(range(max(sizes))) if value is True else value
-    if not isinstance(ranks, Iterable) or any(type(r) is not int or not 0 <= r < max(sizes) for r in ranks):
-        raise UsageError(
-            f"ranks: may_die takes ranks from 0 to {max(sizes) - 1} or True for any, got {value!r}"
-        )
-    if ranks and not options.get("fresh", False):
-        raise UsageError(
-            "ranks: may_die needs fresh=True, as a killed process cannot be used by the next test"
-        )
-    return frozenset(ranks)
+        value, any_rank = options.get("may_die", ()), range(max(sizes))
+        ranks = list(any_rank) if value is True else value
+        if not isinstance(ranks, Iterable) or any(type(r) is not int or r not in any_rank for r in ranks):
+            raise UsageError(
+                f"ranks: may_die takes ranks from 0 to {max(sizes) - 1} or True for any, got {value!r}"
+            )
+        if ranks and not options.get("fresh", False):
+            raise UsageError(
+                "ranks: may_die needs fresh=True, as a killed process cannot be used by the next test"
+            )
+        return RanksMark(sizes=tuple(sizes), **{**options, "may_die": frozenset(ranks)})
 
 
 @dataclass(frozen=True)
@@ -199,12 +195,10 @@ def _in_full(failures: Sequence[RankResult], world_size: int) -> list[str]:
     merged: dict[str, list[RankResult]] = {}
     for failure in failures:
         merged.setdefault(failure.cause or failure.summary + failure.text, []).append(failure)
-    return [_block(same, world_size) for same in merged.values()]
-
-
-def _block(same: Sequence[RankResult], world_size: int) -> str:
-    who = name_ranks([failure.rank for failure in same], world_size)
-    return f"{who}: {same[0].summary}\n{same[0].text}".rstrip()
+    return [
+        f"{name_ranks([each.rank for each in same], world_size)}: {same[0].summary}\n{same[0].text}".rstrip()
+        for same in merged.values()
+    ]
 
 
 def _uneven(results: Sequence[RankResult], world_size: int) -> str:

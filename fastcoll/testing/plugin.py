@@ -17,15 +17,14 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from ..errors import UsageError
 from ..launch.job import free_port
-from .leaks import lasting, shm_names
-from .mark import WORKER_PLUGIN, Place, RankResult, RanksMark, Setup, Task, failure_text, skip_reason
+from .mark import WORKER_PLUGIN, Place, RanksMark, Setup, Task, failure_text, skip_reason
 from .pool import Pool
+from .worker import lasting, shm_names
 
 _HELP = (
     "ranks(n, ..., init=True, backend=None, timeout=60, fresh=False, may_die=()): run the test in n "
@@ -62,7 +61,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _HELP)
-    _check_backend(config.getoption("ranks_backend"))
+    backend = config.getoption("ranks_backend")
+    if backend is not None:
+        from ..api.backends import parse_backend
+
+        try:
+            parse_backend(backend)
+        except UsageError as error:
+            raise pytest.UsageError(f"--ranks-backend: {error}") from error
     if not config.pluginmanager.has_plugin(WORKER_PLUGIN):
         config.pluginmanager.register(RanksRunner(config), "fastcoll-ranks-runner")
 
@@ -118,15 +124,21 @@ class RanksRunner:
         mark = _mark_of(pyfuncitem)
         if mark is None:
             return None
-        places = self._places(_size_of(pyfuncitem))
+        config, size = self._config, pyfuncitem.callspec.params["world_size"]
+        assert isinstance(size, int), "the mark's"
+        places = config.hook.pytest_ranks_places(config=config, world_size=size) or [Place()] * size
+        mark = replace(mark, backend=mark.backend or config.getoption("ranks_backend"))
         segments = _segments(places)
-        results = self._run(_tasks(pyfuncitem, self._with_backend(mark), places))
+        self._pool = self._pool or Pool(_setup_of(config))
+        results = self._pool.run(_tasks(pyfuncitem, mark, places))
         left = lasting(lambda: sorted(_segments(places) - segments))
-        complaints = [failure_text(results, _size_of(pyfuncitem))]
+        complaints = [failure_text(results, size)]
         complaints += [f"left in shared memory after the test: {', '.join(left)}"] if left else []
         text = "\n\n".join(filter(None, complaints))
         if text:
-            _show_output(pyfuncitem, results)
+            for result in results:
+                if result.output:
+                    pyfuncitem.add_report_section("call", f"output of rank {result.rank}", result.output)
             pytest.fail(text, pytrace=False)
         if (reason := skip_reason(results)) is not None:
             pytest.skip(reason)
@@ -136,28 +148,6 @@ class RanksRunner:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-    def _run(self, tasks: Sequence[Task]) -> list[RankResult]:
-        if self._pool is None:
-            self._pool = Pool(_setup_of(self._config))
-        return self._pool.run(tasks)
-
-    def _places(self, size: int) -> Sequence[Place]:
-        places = self._config.hook.pytest_ranks_places(config=self._config, world_size=size)
-        return places or [Place()] * size
-
-    def _with_backend(self, mark: RanksMark) -> RanksMark:
-        return replace(mark, backend=mark.backend or self._config.getoption("ranks_backend"))
-
-
-def _check_backend(name: str | None) -> None:
-    if name is not None:
-        from ..api.backends import parse_backend
-
-        try:
-            parse_backend(name)
-        except UsageError as error:
-            raise pytest.UsageError(f"--ranks-backend: {error}") from error
 
 
 def _segments(places: Iterable[Place]) -> set[str]:
@@ -175,12 +165,6 @@ def _mark_of(item: pytest.Item) -> RanksMark | None:
         pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
 
 
-def _size_of(item: pytest.Function) -> int:
-    size = item.callspec.params["world_size"]
-    assert isinstance(size, int)
-    return size
-
-
 def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place]) -> list[Task]:
     classes = item.nodeid.split("::")[1:-1]
     target = "::".join([str(item.path), *classes, item.originalname])
@@ -190,28 +174,14 @@ def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place]) -> l
         "MASTER_PORT": str(free_port()),
         "FASTCOLL_SECRET": os.environ.get("FASTCOLL_SECRET") or secrets.token_hex(32),
     }
-    tmp_path: Any = item.funcargs.get("tmp_path")
-    return [
-        Task(
-            target,
-            item.nodeid,
-            rank,
-            mark,
-            {**shared, **_own_variables(rank, places)},
-            place,
-            None if tmp_path is None else str(tmp_path),
-        )
-        for rank, place in enumerate(places)
-    ]
-
-
-def _own_variables(rank: int, places: Sequence[Place]) -> dict[str, str]:
-    neighbours = [other for other, place in enumerate(places) if place == places[rank]]
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(neighbours.index(rank)),
-        "LOCAL_WORLD_SIZE": str(len(neighbours)),
-    }
+    folder = None if (tmp_path := item.funcargs.get("tmp_path")) is None else str(tmp_path)
+    tasks = []
+    for rank, place in enumerate(places):
+        neighbours = [other for other, its in enumerate(places) if its == place]
+        own = {"RANK": rank, "LOCAL_RANK": neighbours.index(rank), "LOCAL_WORLD_SIZE": len(neighbours)}
+        environment = {**shared, **{name: str(number) for name, number in own.items()}}
+        tasks.append(Task(target, item.nodeid, rank, mark, environment, place, folder))
+    return tasks
 
 
 def _setup_of(config: pytest.Config) -> Setup:
@@ -237,9 +207,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _show_output(item: pytest.Function, results: list[RankResult]) -> None:
-    for result in results:
-        if result.output:
-            item.add_report_section("call", f"output of rank {result.rank}", result.output)

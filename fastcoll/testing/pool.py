@@ -196,7 +196,13 @@ class _Round:
                 if ready.intersection(worker.waitables()):
                     self._note(worker, worker.receive() or self._death(worker))
         for worker in list(self._pending.values()):
-            self._note(worker, self._unfinished(worker))
+            if self._grace_end < self._end:
+                summary = f"was still in the test {_GRACE_SECONDS:g} s after another rank had failed"
+                result = RankResult(worker.rank, "stranded", summary, worker.stacks(), secondary=True)
+            else:
+                summary = f"did not finish within {self._mark.timeout:g} s"
+                result = RankResult(worker.rank, "deadline", summary, worker.stacks())
+            self._note(worker, result)
         return [self._results[rank] for rank in sorted(self._results)]
 
     def _note(self, worker: Worker, result: RankResult) -> None:
@@ -211,13 +217,6 @@ class _Round:
         how = worker.ended()
         if worker.rank in self._mark.may_die:
             return RankResult(worker.rank, "killed")
-        summary = f"its process (pid {worker.process.pid}) ended during the test: {how}"
-        return RankResult(worker.rank, "died", summary)
-
-    def _unfinished(self, worker: Worker) -> RankResult:
-        if self._grace_end < self._end:
-            summary = f"was still in the test {_GRACE_SECONDS:g} s after another rank had failed"
-            return RankResult(worker.rank, "stranded", summary, worker.stacks(), secondary=True)
         return RankResult(
-            worker.rank, "deadline", f"did not finish within {self._mark.timeout:g} s", worker.stacks()
+            worker.rank, "died", f"its process (pid {worker.process.pid}) ended during the test: {how}"
         )

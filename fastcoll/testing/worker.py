@@ -3,26 +3,37 @@
 It collects the test itself, so fixtures, parameters, classes, conftest files and assertion rewriting
 work as in any test; each rank sets its fixtures up for itself, but tmp_path is one directory for all.
 stdout and stderr go to a file of the parent's, which so has them even when this process is killed.
+
+What a test leaves behind is found by a Footprint before and after: threads, file descriptors, child processes. Whatever
+is new gets half a second to go away by itself, since threads and children end a moment after they were told to.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..launch.lifeline import die_with_parent
-from .leaks import Footprint, lasting
+from ..launch.lifeline import children_of, die_with_parent
 from .mark import WORKER_PLUGIN, RankResult, Setup, Task
+
+_SHM = Path("/dev/shm")
+_PATIENCE = 0.5
+_INTERVAL = 0.02
 
 
 class RankWorker:
@@ -50,11 +61,14 @@ class RankWorker:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.parent.send("ready")
-        while (task := self._receive()) is not None:
+        while True:
+            try:
+                task = self.parent.recv()
+            except EOFError:
+                return True
             result = self._run(session, task)
             sys.stdout.flush()
             self.parent.send(result)
-        return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._reports.append(report)
@@ -94,13 +108,6 @@ class RankWorker:
         if self.task is None or self.task.tmp_path is None:
             raise pytest.UsageError("a test with the ranks mark takes tmp_path as an argument of its own")
         return Path(self.task.tmp_path)
-
-    def _receive(self) -> Task | None:
-        try:
-            task: Task | None = self.parent.recv()
-        except EOFError:
-            return None
-        return task
 
     def _run(self, session: pytest.Session, task: Task) -> RankResult:
         from ..config import forget
@@ -150,7 +157,9 @@ class RankWorker:
             secondary = isinstance(self._error, GroupError)
             return RankResult(task.rank, "failed", summary, text, cause, secondary)
         if skipped:
-            return RankResult(task.rank, "skipped", _reason(skipped[0].longrepr))
+            reason: Any = skipped[0].longrepr
+            told = str(reason[2] if isinstance(reason, tuple) else reason)
+            return RankResult(task.rank, "skipped", told.removeprefix("Skipped: "))
         if leaks:
             return RankResult(task.rank, "leaked", "left behind after the test: " + "; ".join(leaks))
         return RankResult(task.rank, "passed")
@@ -162,11 +171,6 @@ def _text(report: pytest.TestReport | pytest.CollectReport) -> str:
     return stage + report.longreprtext + logs
 
 
-def _reason(longrepr: Any) -> str:
-    reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
-    return str(reason).removeprefix("Skipped: ")
-
-
 def _cause(longrepr: Any) -> str:
     """The line of every frame and the message: equal where ranks failed in the same way.
 
@@ -176,6 +180,65 @@ def _cause(longrepr: Any) -> str:
     places = [getattr(entry, "reprfileloc", None) for entry in entries]
     crash = getattr(longrepr, "reprcrash", None)
     return "\n".join([*(f"{at.path}:{at.lineno}" for at in places if at), str(crash or longrepr)])
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What this process holds: thread names by ident, descriptors' targets, children's commands by pid."""
+
+    threads: dict[int, str]
+    files: dict[int, str]
+    children: dict[int, str]
+
+    @staticmethod
+    def now() -> Footprint:
+        """The footprint of the calling process."""
+        threads = {thread.ident or 0: thread.name for thread in threading.enumerate()}
+        files = {}
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # the descriptor that listed the directory
+                files[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        return Footprint(threads, files, {pid: _command(pid) for pid in children_of(os.getpid())})
+
+    def growth(self) -> list[str]:
+        """What the process holds now and did not hold then, one line each; empty when nothing."""
+        now = Footprint.now()
+        lines = [f"thread {name!r}" for ident, name in now.threads.items() if ident not in self.threads]
+        lines += [f"descriptor {fd} ({to})" for fd, to in now.files.items() if self.files.get(fd) != to]
+        lines += [f"child {pid} ({name})" for pid, name in now.children.items() if pid not in self.children]
+        return lines
+
+
+def lasting(look: Callable[[], list[str]]) -> list[str]:
+    """What `look` still finds after garbage collection and half a second."""
+    found, end = look(), time.monotonic() + _PATIENCE
+    if found:
+        gc.collect()
+    while found and time.monotonic() < end:
+        time.sleep(_INTERVAL)
+        found = look()
+    return found
+
+
+def shm_names(folder: Path = _SHM) -> set[str]:
+    """The names of fastcoll's segments that belong to this user, in a place where /dev/shm is seen."""
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        return set()
+    found = set()
+    for entry in entries:
+        with suppress(FileNotFoundError):  # it has gone since
+            if entry.name.startswith("fastcoll") and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                found.add(entry.name)
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "ended, not waited for"
 
 
 def main(parent: int, descriptor: int, stacks: int) -> int:

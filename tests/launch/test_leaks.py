@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from fastcoll.testing.leaks import Footprint, lasting, shm_names
+from fastcoll.testing.worker import Footprint, lasting, shm_names
 
 PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
