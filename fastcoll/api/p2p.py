@@ -8,9 +8,13 @@ and `dst` see api.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ..core.group import ProcessGroup
+from ..core.operands import checked_tag
 from ..core.work import Timeout, Work
 from ..errors import UsageError
 from .groups import Group, group_rank, groups, member_of
@@ -158,10 +162,15 @@ class P2POp:
     def _ready(self, g: ProcessGroup) -> Callable[[], Work]:
         """Check all of it; what is returned posts it."""
         peer = g.checked_rank("peer", group_rank(g, "peer", self.peer, self.group_peer))
-        if self.op is isend:
-            return g.ready_isend(self.tensor, peer, self.tag)
-        post = g.ready_irecv(self.tensor, peer, self.tag)
-        return post if g is groups.world else lambda: _Received(post(), g.ranks)
+        sends = self.op is isend
+        if _is_plain(
+            self.tensor, not sends
+        ):  # nothing to be refused, so the short cut may check it once more
+            tag = checked_tag(self.tag)
+            post: Callable[[], Work] = partial(g.isend if sends else g.irecv, self.tensor, peer, tag)
+        else:
+            post = (g.ready_isend if sends else g.ready_irecv)(self.tensor, peer, self.tag)
+        return post if sends or g is groups.world else lambda: _Received(post(), g.ranks)
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
@@ -193,12 +202,25 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     g = groups.world if group is None else member_of(group, "batch_isend_irecv")
     if g is None:
         return []
+    g.gate.check_usable()
     ready = [op._ready(g) for op in p2p_op_list]
     return [post() for post in ready]
 
 
 def _is_batch(ops: Any) -> bool:
-    return isinstance(ops, Sequence) and len(ops) > 0 and all(isinstance(op, P2POp) for op in ops)
+    many = type(ops) is list or isinstance(ops, Sequence)  # as the second takes 0.6 us
+    return many and len(ops) > 0 and all(isinstance(op, P2POp) for op in ops)
+
+
+def _is_plain(x: Any, writable: bool) -> bool:
+    """Whether an array can be sent, or received into, as it is."""
+    return (
+        type(x) is np.ndarray
+        and x.flags.c_contiguous
+        and x.dtype.kind in "biufc"
+        and x.dtype.isnative
+        and (x.flags.writeable or not writable)
+    )
 
 
 def _sender(g: Any, src: int | None, group_src: int | None) -> int | None:

@@ -33,7 +33,7 @@ from ..core.work import ENDLESS, Work, forks
 from ..errors import AbortedError, FastcollError, GroupError, NotInitializedError, UsageError
 from ..interop.adopted import Adopted
 from .exchange import Exchange
-from .pipe import ANY, ARMED, EVENTS, NOTHING, Pipe
+from .pipe import ANY, ARMED, EVENTS, NOT_MINE, NOTHING, Pipe
 from .transfers import Array, Receive, Send, Transfer, kind_of
 
 _NAP = 1e-3  # seconds without progress after which the engine's thread drives
@@ -78,7 +78,8 @@ class Engine:
         self._sleepers: deque[threading.Event] = deque()
         self._handled = [0] * len(self._pipes)  # events
         self._first = 0  # the pipe whose turn it is, of two
-        self._resting = False  # the turn's holder is in `advance`
+        self._driving = False  # somebody has the turn, not merely a short cut
+        self._resting = True  # and is in `advance`; or nobody has it
         self._nested = 0  # how often a signal handler has driven meanwhile
         self._stamp = 0  # counts who has driven
         self._wanted = False  # the engine's thread is to let go
@@ -222,15 +223,17 @@ class Engine:
     def sent(self, number: int, array: Array, dst: int, tag: int) -> Work:
         """A short cut has put the whole message `number` into its pipe, which it still has."""
         send = Send(self, array, dst, tag)
-        self._exchange.note_sent(send, number)
-        self._let_go(self._routes[dst][0])
+        self._exchange.note_sent(send, number).let_go()
+        if self.inbox or self._sleepers or self._asleep:
+            self._hand_on()
         return send
 
     def armed(self, array: Array, src: int, tag: int) -> Work:
         """A short cut has armed a receive in its pipe, which it still has."""
         receive = Receive(self, array, src, tag)
-        self._exchange.note_armed(receive)
-        self._let_go(self._routes[src][0])
+        self._exchange.note_armed(receive).let_go()
+        if self.inbox or self._sleepers or self._asleep:
+            self._hand_on()
         return receive
 
     def received(self, array: Array, src: int, tag: int) -> Work:
@@ -302,7 +305,7 @@ class Engine:
         if len(pipes) == 2 and not pipes[1].seize():
             pipes[0].let_go()
             return False
-        self._resting = False
+        self._driving, self._resting = True, False
         return True
 
     def has_turn(self) -> bool:
@@ -311,12 +314,13 @@ class Engine:
 
     def _release(self) -> None:
         """Let the turn go; carry on what was posted meanwhile."""
-        if not self._exchange.is_busy and not self._closed:
+        if not self._exchange.is_busy() and not self._closed:
             for pipe in self._pipes:
                 pipe.set_behind(False)
             if self.inbox or self._closed:
                 for pipe in self._pipes:
                     pipe.set_behind(True)
+        self._driving, self._resting = False, True
         for pipe in self._pipes:
             pipe.let_go()
         if self._exchange.ended:
@@ -336,6 +340,7 @@ class Engine:
             try:
                 self._turn(self._admit_posts)
             finally:
+                self._driving, self._resting = False, True
                 for pipe in self._pipes:
                     pipe.let_go()
         if self._sleepers:
@@ -354,7 +359,7 @@ class Engine:
         finally:
             self._sleepers.remove(sleeper)
 
-    def _turn(self, step: Callable[..., None], *args: Any) -> None:
+    def _turn(self, step: Callable[..., object], *args: Any) -> None:
         """Do something with the turn. Whatever goes wrong there ends every operation."""
         try:
             step(*args)
@@ -379,7 +384,28 @@ class Engine:
         """Block until a transfer has ended, at most so many seconds; whether it has."""
         if self._thread is not None and threading.get_ident() == self._thread.ident:
             raise UsageError(f"waiting for {transfer.describe}: a Work's callback may not wait for messages")
-        return self._await(transfer, limit)
+        if transfer.is_small and self._is_single and limit >= ENDLESS and not self.inbox:
+            self._drive_closely(transfer)
+        return transfer.ended or self._await(transfer, limit)
+
+    def _drive_closely(self, transfer: Transfer) -> None:
+        """As `_await`, by one call of a pipe, for what its short cut has posted and what mostly ends at once."""
+        assert transfer.peer is not None
+        pipe, number = self._routes[transfer.peer]
+        nested = self._nested
+        try:
+            event = pipe.complete(self._handled[0], number, transfer.number)
+        except BaseException:  # a signal handler's
+            if pipe.is_mine() and not self._driving:
+                self._release()
+            raise
+        if event == NOT_MINE:
+            return
+        self._driving = True
+        try:
+            self._turn(self._deal, 0, event, nested)
+        finally:
+            self._release()
 
     def _await(self, transfer: Transfer, limit: float) -> bool:
         end = None if limit >= ENDLESS else time.monotonic() + limit
@@ -471,19 +497,21 @@ class Engine:
     def _advance_one(self, index: int, wait: bool) -> bool:
         nested, pipe = self._nested, self._pipes[index]
         event = pipe.advance(self._handled[index], wait)
-        self._resting = False  # before the next line: from here on handlers of signals do not drive
-        if self._nested != nested or self._closed:  # the event was dealt with, or is not to be
+        return self._deal(index, event, nested)
+
+    def _deal(self, index: int, event: int, nested: int) -> bool:
+        """Deal with what `advance` said when `_nested` was `nested`; False: nothing."""
+        self._resting = False
+        if event == NOTHING and self._nested == nested:
+            self._pipes[index].silence_bell()
             self._resting = True
-            return True
-        if event == NOTHING:
-            self._resting = True
-            pipe.silence_bell()
             return False
-        self._exchange.on_event[event % EVENTS](self._ranks[index][event // EVENTS])
-        self._handled[index] += 1
+        if self._nested == nested and not self._closed:  # else it was dealt with, or is not to be
+            self._exchange.on_event[event % EVENTS](self._ranks[index][event // EVENTS])
+            self._handled[index] += 1
+            self._look_in -= 1
         self._resting = True
-        self._look_in -= 1
-        if self._look_in == 0:
+        if self._look_in <= 0:
             self._look()
         return True
 

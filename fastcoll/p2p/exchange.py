@@ -85,11 +85,11 @@ class Exchange:
         self.on_event[events.ACK_SPACE] = self._answer
         self.on_event[events.REST] = self._on_rest
         self.on_event[events.RECEIVED] = self._on_received
+        self.on_event[events.BOTH] = self._on_both
 
-    @property
     def is_busy(self) -> bool:
         """Whether blocking calls have to come behind what is known only here."""
-        return bool(self.live or self._queues.stored)
+        return bool(self.live) or self._queues.stored > 0
 
     def is_entering(self, transfer: Transfer) -> bool:
         """Whether a send is what enters its pipe."""
@@ -122,18 +122,23 @@ class Exchange:
                 self.peers[transfer.peer].queued.append(transfer)
                 self._begin_next(self.peers[transfer.peer])
 
-    def note_sent(self, send: Send, number: int) -> None:
-        """A short cut has put a whole message into a pipe."""
+    def note_sent(self, send: Send, number: int) -> Pipe:
+        """A short cut has put a whole message into a pipe; the pipe that has it."""
+        send.is_small, send.number = True, number
+        peer = self.peers[send.peer]
         self.live[send] = None
-        self.peers[send.peer].unacked[number] = send
+        peer.unacked[number] = send
+        return peer.pipe
 
-    def note_armed(self, receive: Receive) -> None:
-        """A short cut has armed a receive, before which there was none that a message of its peer could match."""
+    def note_armed(self, receive: Receive) -> Pipe:
+        """A short cut has armed a receive, the first that a message of its peer could match; the pipe that has it."""
         assert receive.peer is not None
         peer = self.peers[receive.peer]
+        receive.is_small = True
         self.live[receive] = None
         peer.armed = receive
         peer.interest += 1
+        return peer.pipe
 
     def adopt_send(self, send: Send) -> None:
         """Go on with a blocking send that has begun."""
@@ -219,9 +224,12 @@ class Exchange:
     def _on_acked(self, rank: int) -> None:
         peer = self.peers[rank]
         number = peer.pipe.taken(peer.number)
-        if number and number in peer.unacked:
-            peer.credit += peer.attached.pop(number, 0)
-            self._end(peer.unacked.pop(number))
+        if number in peer.unacked:  # 0 never is
+            if number in peer.attached:
+                peer.credit += peer.attached.pop(number)
+            send = peer.unacked.pop(number)
+            del self.live[send]
+            send.complete()
         else:
             self._on_other_ack(peer, peer.pipe.last_ack(peer.number))
         if peer.rests or peer.queued:
@@ -273,7 +281,12 @@ class Exchange:
         receive, peer.armed = peer.armed, None
         assert receive is not None
         peer.interest -= 1  # as the pipe has counted by itself
-        self._end(receive, rank)
+        del self.live[receive]  # a short cut owes nothing to its array
+        receive.complete(rank)
+
+    def _on_both(self, rank: int) -> None:
+        self._on_received(rank)
+        self._on_acked(rank)
 
     def _on_header(self, rank: int) -> None:
         peer = self.peers[rank]

@@ -23,10 +23,13 @@ ARMED = 16
 """What `post_receive` returns, besides a status: `advance` completes the receive."""
 
 # The events of `advance`, which returns peer * EVENTS + event, or NOTHING. REST: what follows on GO has begun to
-# arrive. RECEIVED: the message for the armed receive has arrived and is acknowledged.
+# arrive. RECEIVED: the message for the armed receive has arrived and is acknowledged. BOTH: that, and ACKED.
 EVENTS = 16
 NOTHING = -1
-ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE, REST, RECEIVED = range(2, 9)
+ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE, REST, RECEIVED, BOTH = range(2, 10)
+
+NOT_MINE = -2
+"""What `complete` returns where another thread has the pipe."""
 
 # Verdicts of an ack. GO: the receiver wants the rest of the message.
 TAKEN, MISFIT, GO = 1, 2, 3
@@ -157,6 +160,14 @@ class Pipe(Protocol):
         Or LATER.
         """
         return LATER
+
+    def complete(self, handled: int, peer: int, number: int) -> int:
+        """Take the pipe and `advance`, first of all what short cuts have posted to or from a peer; or NOT_MINE.
+
+        Args:
+            number: of the send that the caller waits for; 0: it waits for the armed receive.
+        """
+        return NOT_MINE
 
     def leave_send(self, peer: int) -> tuple[int, bool, bool]:
         """Leave a send that has begun to the engine: its number, whether it enters, and whether that is its rest."""

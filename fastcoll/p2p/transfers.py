@@ -118,8 +118,12 @@ class Transfer(Work):
         array: the caller's, or its packed copy.
         peer: the other group rank; None for a receive from any.
         posted: when, by time.monotonic.
+        is_small: a short cut of the pipe has posted it.
+        number: of such a send, its place among the messages to its peer; else 0.
     """
 
+    is_small = False
+    number = 0
     outputs: list[Any] = []  # noqa: RUF012  (messages have none, and nobody adds any)
     _kind = -1
     _watch: Wait | None = None

@@ -118,6 +118,9 @@ class RingPipe(Pipe):
     def post_receive(self, array: NDArray[Any], source: int, kind: int) -> int:
         return ring_kernels.post_receive.call(self.address, source, array, kind, array.nbytes)
 
+    def complete(self, handled: int, peer: int, number: int) -> int:
+        return ring_kernels.complete.call(self.address, handled, peer, number)
+
     def leave_send(self, peer: int) -> tuple[int, bool, bool]:
         entering = self.word(peer, words.OUT_HEAD) < self.word(peer, words.OUT_END)
         return self.word(peer, words.SENT), entering, False

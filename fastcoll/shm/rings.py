@@ -28,6 +28,7 @@ from __future__ import annotations
 from ..kernels.copy import copy, prefetch, prefetch_to_write, stream
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_acquire, load_word, store_release, store_word
+from ..p2p.pipe import TAKEN
 from .autotune import PAST
 from .channels import (
     ACK_KIND,
@@ -170,6 +171,14 @@ def read_ack(channel):
     if (taken + 1) % ACK_BATCH == 0:
         store_release(ring + ACKS_TAKEN, taken + 1)
     return True
+
+
+@inlined
+def is_taken(channel, number):
+    """Whether the next ack is there, and says that message `number` was taken."""
+    taken = load_word(channel, ACKS_READ)
+    ack = load_word(channel, OUT) + ACKS + ACK_BYTES * (taken % ACK_SLOTS)
+    return load_acquire(ack) == taken + 1 and load_word(ack, 1) == number and load_word(ack, 2) == TAKEN
 
 
 @inlined
