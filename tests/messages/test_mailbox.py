@@ -25,6 +25,7 @@ from fastcoll.errors import (
     UsageError,
 )
 from fastcoll.interop.adopted import Adopted
+from fastcoll.shm.pipe import RingPipe
 
 from .worlds import DEADLINE, RING, NodeWorld, Rank, RingWorld, WireWorld, World, pattern, until
 
@@ -524,6 +525,43 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
     thread.join()
     assert time.monotonic() - began < DEADLINE / 2
     assert "interrupted" in str(me.vigil.failure)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_what_a_wait_had_learned_when_a_handler_raised_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """A signal handler raises when the one call of a wait has come back, and with what it says; `lost`: which call."""
+    complete, calls = RingPipe.complete, []
+
+    def interrupted(pipe: RingPipe, *args: int) -> int:
+        calls.append(complete(pipe, *args))
+        if len(calls) == lost:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(RingPipe, "complete", interrupted)
+    world = RingWorld(2)
+    first, second = world.ranks
+    try:
+        for number in range(3):
+            got = [np.zeros(8, np.uint8) for _ in world.ranks]
+            works = [first.isend(pattern(8, number), 1), second.isend(pattern(8, number + 1), 0)]
+            works += [first.irecv(got[0], 1), second.irecv(got[1], 0)]
+            interrupts = 0
+            while not all(work.ended for work in works):
+                try:
+                    for work in works:
+                        work.wait()
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    until(lambda: not any([*first.busy_pipes(), *second.busy_pipes()]))
+            assert interrupts <= 1
+            assert (got[0] == pattern(8, number + 1)).all()
+            assert (got[1] == pattern(8, number)).all()
+        assert len(calls) >= lost
+    finally:
+        world.close()
 
 
 def test_close_ends_pending_operations(worlds) -> None:
