@@ -29,7 +29,7 @@ NOTHING = -1
 ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE, REST, RECEIVED, BOTH = range(2, 10)
 
 NOT_MINE = -2
-"""What `complete` returns where another thread has the pipe."""
+"""What `complete` returns where it has not taken the pipe."""
 
 # Verdicts of an ack. GO: the receiver wants the rest of the message.
 TAKEN, MISFIT, GO = 1, 2, 3
@@ -162,7 +162,9 @@ class Pipe(Protocol):
         return LATER
 
     def complete(self, handled: int, peer: int, number: int) -> int:
-        """Take the pipe and `advance`, first of all what short cuts have posted to or from a peer; or NOT_MINE.
+        """Take the pipe and `advance`, first of all what short cuts have posted to or from a peer.
+
+        NOT_MINE: another thread has the pipe, or had it and has told of other events than `handled` counts.
 
         Args:
             number: of the send that the caller waits for; 0: it waits for the armed receive.

@@ -377,8 +377,9 @@ def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
     m = integer(mailbox)
     if not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
         return NOT_MINE
-    if load_word(m, TOLD) > integer(handled):
-        return load_word(m, EVENT)
+    # `handled` was read before this thread had the rings: another one may have dealt with an event since.
+    if load_word(m, TOLD) != integer(handled):
+        return _let_go(m, NOT_MINE)
     channel = _channel(m, integer(peer))
     event = NOTHING
     turn = 0
