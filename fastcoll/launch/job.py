@@ -130,9 +130,14 @@ def ports_in_use(table: str) -> set[int]:
 
 
 def free_port() -> int:
-    """A random port that no socket of this machine uses now, nor the port beside it, for fastcoll's store.
+    """A random port that no socket of this machine uses now, nor the port beside it, for fastcoll's store."""
+    return free_ports(1)[0]
 
-    It is below the kernel's range for outgoing connections, so that none of those can take it before rank 0 listens.
+
+def free_ports(count: int) -> list[int]:
+    """As free_port, so many: to read which are in use takes Linux 10 ms on a machine with much memory.
+
+    They are below the kernel's range for outgoing connections: none of those can take one before rank 0 listens.
     Two jobs may still draw the same one: rank 0 then says who holds it.
 
     Raises:
@@ -144,10 +149,13 @@ def free_port() -> int:
             used |= ports_in_use((_PROC_NET / name).read_text())
     highest = _first_outgoing_port()
     pick = random.SystemRandom()  # a seeded `random` would give every job the same port
-    for _ in range(_ATTEMPTS):
+    ports: list[int] = []
+    for _ in range(_ATTEMPTS * count):
         port = pick.randrange(_LOWEST, highest)
         if not used & {port, port_beside(port)}:
-            return port
+            ports.append(port)
+            if len(ports) == count:
+                return ports
     raise ResourceError(
         f"no free TCP port in {_LOWEST}..{highest - 1} after {_ATTEMPTS} attempts ({len(used)} are in use); "
         "close some, or choose one with --master_port"

@@ -21,7 +21,7 @@ from dataclasses import replace
 import pytest
 
 from ..errors import UsageError
-from ..launch.job import free_port
+from ..launch.job import free_ports
 from .mark import WORKER_PLUGIN, Place, RanksMark, Setup, Task, failure_text, skip_reason
 from .pool import Pool
 from .worker import lasting, shm_names
@@ -37,6 +37,7 @@ _PARENT_OPTIONS = """
     plugins runxfail setuponly setupplan setupshow trace usepdb usepdb_cls xmlpath
     dist maxprocesses maxworkerrestart numprocesses px tx reruns
 """
+_PORTS = 50  # looked up at once
 
 
 class RanksHooks:
@@ -107,6 +108,7 @@ class RanksRunner:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._pool: Pool | None = None
+        self._ports: list[int] = []  # another one for each test, as somebody may still be at the last
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -130,7 +132,8 @@ class RanksRunner:
         mark = replace(mark, backend=mark.backend or config.getoption("ranks_backend"))
         segments = _segments(places)
         self._pool = self._pool or Pool(_setup_of(config))
-        results = self._pool.run(_tasks(pyfuncitem, mark, places))
+        self._ports = self._ports or free_ports(_PORTS)
+        results = self._pool.run(_tasks(pyfuncitem, mark, places, self._ports.pop()))
         left = lasting(lambda: sorted(_segments(places) - segments))
         complaints = [failure_text(results, size)]
         complaints += [f"left in shared memory after the test: {', '.join(left)}"] if left else []
@@ -165,13 +168,13 @@ def _mark_of(item: pytest.Item) -> RanksMark | None:
         pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
 
 
-def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place]) -> list[Task]:
+def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place], port: int) -> list[Task]:
     classes = item.nodeid.split("::")[1:-1]
     target = "::".join([str(item.path), *classes, item.originalname])
     shared = {
         "WORLD_SIZE": str(len(places)),
         "MASTER_ADDR": places[0].address,
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
         "FASTCOLL_SECRET": os.environ.get("FASTCOLL_SECRET") or secrets.token_hex(32),
     }
     folder = None if (tmp_path := item.funcargs.get("tmp_path")) is None else str(tmp_path)

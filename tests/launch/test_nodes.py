@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from fastcoll.launch import job
 from fastcoll.launch.job import Failure, Nodes, default_port, free_port
 
 FIRST, SECOND = Failure(3, "rank 1 failed"), Failure(4, "rank 2 failed")
@@ -54,7 +55,9 @@ def test_a_failure_reaches_a_node_that_starts_later() -> None:
         assert known(later) == known(first) == FIRST
 
 
-def test_a_launcher_that_never_met_node_0_leaves_nothing() -> None:
+def test_a_launcher_that_never_met_node_0_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_TRY_SECONDS", 0.2)
+    monkeypatch.setattr(job, "_LAST_SECONDS", 2.0)
     threads = set(threading.enumerate())
     with Nodes(2, 1, "127.0.0.1", free_port()) as node:
         node.tell(FIRST)
