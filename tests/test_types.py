@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fastcoll
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +23,7 @@ def check(*words: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long  # pyright checks the same program, as strictly, in a third of the time
 def test_mypy(tmp_path: Path) -> None:
     """As strict as it gets, with what fastcoll's own code is checked with left out."""
     options = ["--strict", "--config-file=", "--follow-imports=silent", f"--cache-dir={tmp_path}"]

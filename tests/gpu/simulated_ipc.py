@@ -26,7 +26,7 @@ PAIRS = [(op, dtype) for dtype in oracle.DTYPES for op in oracle.ops_for(dtype)]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, 4], ids=["n2", "n3", "n4"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with world(request.param) as made:
         yield made

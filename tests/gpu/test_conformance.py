@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from results import results_in
 
 TESTS = Path(__file__).parents[1]
@@ -26,6 +27,7 @@ def suite(*options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long  # test_staged.py and test_several.py have what is of GPUs alone
 def test_staging_passes_the_conformance_suite() -> None:
     # Left out for time, but for both_calls: in a group's first call the others see the agreement that it begins with.
     # Strided outputs on a GPU are not compared with one another, and sends from one are complete once they are staged.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from hosts.network import Network
 from hosts.nodes import finish, launched, told
@@ -16,6 +17,7 @@ from hosts.nodes import finish, launched, told
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "digits.py")
 
 
+@pytest.mark.long  # test_launch.py has ranks of four hosts meet and reduce
 def test_digits_learns_the_same_on_four_hosts(join_hosts: Callable[..., Network], tmp_path: Path) -> None:
     network = join_hosts(4, own_pids=True)
     secret = {"FASTCOLL_SECRET": "of this test"}

@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hosts.network import Network, Started
 
 Join = Callable[..., Network]
@@ -84,6 +86,7 @@ def seen(started: Started) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long  # tests/net/test_hosts.py and tests/faults/test_kill_nodes_net.py kill ranks, too
 def test_a_killed_rank_is_named_on_all_hosts(join_hosts: Join, tmp_path: Path) -> None:
     victim, stamp = 5, tmp_path / "killed"
     with working(join_hosts(HOSTS, own_pids=True), victim, stamp) as started:
@@ -121,6 +124,7 @@ def test_who_makes_a_group_and_who_leaves_knows_who_died_on_another_host(join_ho
             assert saw["seconds"] < KILLED  # the deadline of each of the two is 60
 
 
+@pytest.mark.long  # in tests/net/test_hosts.py a host vanishes, too
 def test_the_ranks_of_a_host_that_vanishes_are_named_on_all_others(join_hosts: Join) -> None:
     network = join_hosts(HOSTS, own_pids=True)
     with working(network) as started:

@@ -56,7 +56,7 @@ def run(
         return [(node.code or 0, node.out, node.err) for node in nodes]
 
 
-@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("version", [pytest.param(4, marks=pytest.mark.long), 6])
 def test_ranks_of_four_hosts_meet(join_hosts: Join, script: Callable[[str], list[str]], version: int) -> None:
     network = join_hosts(4, own_pids=True)
     first = network.hosts[0]
@@ -103,7 +103,7 @@ def test_without_a_secret_one_line_says_where_it_listens(
     assert "secret" not in second
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("others", [JOIN, WAIT], ids=["joining", "busy"])
 def test_a_rank_that_fails_ends_all_hosts_and_is_named(
     join_hosts: Join, script: Callable[[str], list[str]], victim: int, others: str

@@ -68,7 +68,10 @@ def by_hand(rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize("variables", [slurm, open_mpi, hydra, by_hand])
+# Which variables each of them sets is in tests/rendezvous/test_detect.py.
+@pytest.mark.parametrize(
+    "variables", [slurm, *(pytest.param(one, marks=pytest.mark.long) for one in (open_mpi, hydra, by_hand))]
+)
 def test_ranks_meet(
     join_hosts: Callable[..., Network], tmp_path: Path, variables: Callable[[int], Mapping[str, str]]
 ) -> None:

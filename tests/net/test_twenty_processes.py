@@ -27,6 +27,7 @@ def run_every_operation(rank: int, n: int, url: str, backend: str) -> dict[str, 
     return {"kind": kind}
 
 
+@pytest.mark.long  # test_plans_many.py has the plans of as many ranks
 @pytest.mark.parametrize(("backend", "kind"), [("tcp", "TcpBackend"), ("auto", "HybridBackend")])
 def test_every_operation(backend: str, kind: str) -> None:
     assert PROCESSES > MEET_RANKS

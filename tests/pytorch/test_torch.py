@@ -69,7 +69,8 @@ def test_models_train_as_over_gloo_and_faults_raise(tmp_path: Path) -> None:
     assert [code for code, _ in ends] == [0, -signal.SIGKILL], said
 
 
-@pytest.mark.parametrize("how", ["launched", "fastcoll.spawn"])
+# What of it is the same for spawned ranks as for launched ones is in tests/launch/test_spawn.py.
+@pytest.mark.parametrize("how", ["launched", pytest.param("fastcoll.spawn", marks=pytest.mark.long)])
 def test_gloo_and_fastcoll_meet_at_one_address(how: str) -> None:
     """Whichever comes first, by env:// and tcp://, and again at the same port."""
     launcher = ("-m", "fastcoll.launch", "-n", "2") if how == "launched" else ()
@@ -78,6 +79,7 @@ def test_gloo_and_fastcoll_meet_at_one_address(how: str) -> None:
     assert said.count("met 4 times") == 2, said
 
 
+@pytest.mark.long  # that two jobs meet at one port, one after the other, is also tested above
 def test_torchrun_starts_ranks_anew() -> None:
     """Its store has the keys of the ranks before, and its agent listens at MASTER_PORT."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
