@@ -23,21 +23,13 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
 
 
 class Shape(NamedTuple):
-    """What the table must know of an operation; sizes and factors as in nccl-tests.
+    """What the table must know of an operation; sizes and factors as in nccl-tests."""
 
-    Attributes:
-        rounds: how often a link must carry all parts but a rank's own; 0: it carries the size once.
-        per_rank: the size counts a block for each rank, not one array.
-        reduces: takes a reduction.
-        rooted: takes a root.
-        moves: has data at all.
-    """
-
-    rounds: int
-    per_rank: bool = False
+    rounds: int  # how often a link must carry all parts but a rank's own; 0: it carries the size once
+    per_rank: bool = False  # the size counts a block for each rank, not one array
     reduces: bool = False
     rooted: bool = False
-    moves: bool = True
+    moves: bool = True  # has data at all
 
     def bus_factor(self, ranks: int) -> float:
         """busbw / algbw: what a link must carry for each byte of the size."""
@@ -62,22 +54,13 @@ SHAPES: dict[str, Shape] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row to be measured.
+    """One row to be measured."""
 
-    Attributes:
-        operation: a key of SHAPES.
-        dtype: of the arrays.
-        redop: a name of REDOPS, or "none".
-        root: a rank, or -1.
-        count: elements of one block (see `Shape.per_rank`).
-        ranks: the number of ranks.
-    """
-
-    operation: str
+    operation: str  # a key of SHAPES
     dtype: np.dtype[Any]
-    redop: str
-    root: int
-    count: int
+    redop: str  # a name of REDOPS, or "none"
+    root: int  # a rank, or -1
+    count: int  # elements of one block (see `Shape.per_rank`)
     ranks: int
 
     @property
@@ -118,26 +101,21 @@ def _choose(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def parse_dtype(text: str) -> np.dtype[Any]:
-    """The dtype that `text` names: NumPy's names, half, float, double and bfloat16.
-
-    Raises:
-        UsageError: there is none of that name, or its elements are no numbers.
-        UnavailableError: bfloat16 without the package that defines it.
-    """
+    """The dtype of numbers that `text` names: NumPy's names, half, float, double and bfloat16, by ml_dtypes."""
     name = _ALIASES.get(text.lower(), text.lower())
-    kind: Any = name
     if name == "bfloat16":
         try:
-            from ml_dtypes import bfloat16 as kind
+            from ml_dtypes import bfloat16
         except ImportError as error:
             cure = "dtype bfloat16 needs the package ml_dtypes; pip install ml_dtypes"
             raise UnavailableError(cure) from error
+        return np.dtype(bfloat16)
     known = "give e.g. float32, float64, int32, bfloat16"
     try:
-        dtype: np.dtype[Any] = np.dtype(kind)
+        dtype = np.dtype(name)
     except TypeError as error:
         raise UsageError(f"there is no dtype {text!r}; {known}") from error
-    if dtype.kind not in "biufc" and name != "bfloat16":
+    if dtype.kind not in "biufc":
         raise UsageError(f"dtype {text!r} holds no numbers; {known}")
     return dtype
 
@@ -147,9 +125,8 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     nbytes = float(match[1]) * _UNITS[match[2].upper()] if match else 0.5
     if not nbytes.is_integer():
-        raise UsageError(
-            f"{text!r} is no size in bytes; give a number with or without K, M or G, e.g. 8, 4K, 64M"
-        )
+        cure = "give a number with or without K, M or G, e.g. 8, 4K, 64M"
+        raise UsageError(f"{text!r} is no size in bytes; {cure}")
     return int(nbytes)
 
 
@@ -164,16 +141,15 @@ def format_size(nbytes: int) -> str:
 def size_range(begin: int, end: int, factor: float) -> list[int]:
     """`begin`, `begin * factor`, ... up to `end`; strictly increasing."""
     if not 1 <= begin <= end:
-        raise UsageError(
-            f"sizes from {format_size(begin)} to {format_size(end)}: begin must be from 1 to the end"
-        )
+        sizes = f"sizes from {format_size(begin)} to {format_size(end)}"
+        raise UsageError(f"{sizes}: begin must be from 1 to the end")
     if not factor > 1:
         raise UsageError(f"the factor between sizes is {factor:g}; it must be larger than 1")
-    sizes, size = [begin], float(begin)
+    found, size = [begin], float(begin)
     while (size := size * factor) <= end:
-        if int(size) > sizes[-1]:
-            sizes.append(int(size))
-    return sizes
+        if int(size) > found[-1]:
+            found.append(int(size))
+    return found
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:

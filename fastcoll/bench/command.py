@@ -24,7 +24,7 @@ from .show import PICTURES
 from .worker import FAILED, MISUSED, OK, run_launched, run_spawned
 
 _INTERRUPTED = 130
-_STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap"}
+_STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap", "--tune": "tune"}
 """Modules of the folder bench/ of the sources, and the options that ask for them."""
 _OF_VERSUS = ("--peer-python", "--install-peers", "--rounds", "--scale", "--results", "--name")
 _EPILOG = f"""
@@ -35,7 +35,8 @@ percentile); the slowest rank's is shown. all_reduce, reduce and broadcast work 
 busbw are those of nccl-tests. Under a launcher (RANK and WORLD_SIZE, mpirun, srun) its ranks are used.
 
 where the sources are, also: --vs PEERS compares with other libraries (--vs gloo --help: its options),
---start times how ranks start, --overlap asynchronous operations beside a computation.
+--start times how ranks start, --overlap asynchronous operations beside a computation,
+--tune -n N finds this machine's thresholds for N ranks, and keeps them.
 
 exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line or a
 launcher's environment cannot be, or none of the peers is there.
@@ -56,8 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launched = detect(os.environ)
         ranks = count_ranks(given.ranks, launched)
-        if given.tune:
-            return _tune(ranks, launched, words)
         _complete(given, ranks, words)
         if launched.world_size is not None:
             return run_launched(given, launched.local_rank or 0)
@@ -76,18 +75,6 @@ def _study(option: str, words: Sequence[str]) -> int:
         sys.path.append(str(folder))  # ranks that are spawned inherit it
     code: int = importlib.import_module(_STUDIES[option]).main(words)
     return code
-
-
-def _tune(ranks: int, launched: Detected, words: Sequence[str]) -> int:
-    from . import tune  # brings Numba, which the command needs for nothing else
-
-    if ranks < 3:
-        raise UsageError("--tune compares ways that differ from 3 ranks on; give -n, as in --tune -n 4")
-    command = shlex.join(["python", "-m", "fastcoll.bench", *words])
-    if launched.world_size is not None:
-        tune.run(0, ranks, None, command)
-        return OK
-    return run_ranks(tune.run, ranks, lambda meeting: (ranks, meeting, command))
 
 
 def run_ranks(worker: Callable[..., None], ranks: int, arguments: Callable[[str], tuple[Any, ...]]) -> int:
@@ -117,33 +104,20 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("operations", nargs="*", metavar="operation", help="default: all")
     parser.add_argument("-n", "--ranks", type=int, help="processes to start (default: 2)")
-    _add_what(parser.add_argument_group("what is measured").add_argument)
-    _add_how(parser.add_argument_group("how").add_argument)
-    results = parser.add_argument_group("results").add_argument
-    results("--json", type=Path, metavar="FILE", help="also write the whole run")
-    results("--csv", type=Path, metavar="FILE", help="also write the rows")
-    drawn = "also draw, e.g. out.png; without an ending PNG and SVG; repeatable; "
-    drawn += "a run of all operations draws fastcoll-bench.png"
-    results("--plot", type=Path, action="append", default=[], metavar="FILE", help=drawn)
-    tuned = "instead: find this machine's thresholds for -n ranks, and keep them"
-    parser.add_argument("--tune", action="store_true", help=tuned)
-    return parser
 
-
-def _add_what(add: Callable[..., Any]) -> None:
-    size = argument(cases.parse_size)
+    add = parser.add_argument_group("what is measured").add_argument
+    size, sizes = argument(cases.parse_size), listed(cases.parse_size)
     add("-b", "--begin", type=size, metavar="SIZE", help="smallest size (default: 8)")
     add("-e", "--end", type=size, metavar="SIZE", help="largest (default: 64M)")
     add("-f", "--factor", type=float, help="between sizes (default: 2)")
-    add("--sizes", type=listed(cases.parse_size), metavar="SIZES", help="these instead: a,b,...")
+    add("--sizes", type=sizes, metavar="SIZES", help="these instead: a,b,...")
     dtypes, redops = listed(lambda text: cases.parse_dtype(text).name), listed(cases.parse_redop)
     add("-d", "--dtype", type=dtypes, default=["float32"], help="one or several, a,b (default: float32)")
     several = f"one or several of {', '.join(cases.REDOPS)} (default: sum)"
     add("-o", "--op", type=redops, default=["sum"], help=several)
     add("-r", "--root", type=int, default=0, help="of the rooted operations (default: 0)")
 
-
-def _add_how(add: Callable[..., Any]) -> None:
+    add = parser.add_argument_group("how").add_argument
     add("--backend", default="auto", help="default: auto")
     where = "where the arrays lie (default: cpu); cuda needs CuPy"
     add("--device", choices=DEVICES, default="cpu", help=where)
@@ -153,61 +127,55 @@ def _add_how(add: Callable[..., Any]) -> None:
     warmup = "calls before the timed ones (default: 5)"
     add("-w", "--warmup", type=positive(int), default=5, metavar="N", help=warmup)
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify the results (default: 1)")
+    cores = argument(lambda text: [] if text == "none" else [int(part) for part in text.split(",")])
+    pinned = "pin each rank to a core, of these in turn (a,b,...) or of all usable ones; or none of them: "
+    pinned += "none (default: none; with --vs: all usable ones)"
     usable = sorted(os.sched_getaffinity(0))
-    pinned = (
-        "pin each rank to a core, of these in turn (a,b,...) or of all usable ones; or none of them: none "
-    )
-    pinned += "(default: none; with --vs: all usable ones)"
-    add("--cores", "--pin", type=argument(_cores), nargs="?", const=usable, metavar="CORES", help=pinned)
+    add("--cores", "--pin", type=cores, nargs="?", const=usable, metavar="CORES", help=pinned)
 
-
-def _cores(text: str) -> list[int]:
-    return [] if text == "none" else [int(part) for part in text.split(",")]
+    add = parser.add_argument_group("results").add_argument
+    add("--json", type=Path, metavar="FILE", help="also write the whole run")
+    add("--csv", type=Path, metavar="FILE", help="also write the rows")
+    drawn = "also draw, e.g. out.png; without an ending PNG and SVG; repeatable; "
+    drawn += "a run of all operations draws fastcoll-bench.png"
+    add("--plot", type=Path, action="append", default=[], metavar="FILE", help=drawn)
+    return parser
 
 
 def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> None:
-    """Check the options together, and put in what depends on others.
-
-    Raises:
-        UsageError: they cannot be.
-    """
+    """Check the options together, and put in what depends on others."""
     if not 0 <= given.root < ranks:
         raise UsageError(f"--root is {given.root}; the ranks are 0 to {ranks - 1}")
     check_cores(given.cores or [])
     if given.csv:
         check_writable(given.csv)
     parse_backend(given.backend)
-    chosen = given.operations
-    given.operations = _operations(chosen, given.device)
+    asked = [parse_operation(name) for name in given.operations]
+    possible = [n for n in cases.SHAPES if given.device == "cpu" or n != "update_symmetric_all_reduce"]
+    for name in asked:
+        if name not in possible:
+            raise UsageError(f"{name} is for host memory; leave --device {given.device} out")
+    given.operations = asked or possible
     begin = 8 if given.begin is None else given.begin
     end = 64 << 20 if given.end is None else given.end
     given.sizes = given.sizes or cases.size_range(begin, end, 2.0 if given.factor is None else given.factor)
     given.seconds, given.cores = given.seconds or 0.15, given.cores or []
-    given.plot = check_results(given) or ([] if chosen else _default_picture())
+    given.plot = check_results(given)
+    if not (asked or given.plot) and _can_draw() and os.access(".", os.W_OK):
+        given.plot = [Path("fastcoll-bench.png")]
     given.command = ["python", "-m", "fastcoll.bench", *map(shlex.quote, words)]
-
-
-def _operations(names: Sequence[str], device: str) -> list[str]:
-    possible = [name for name in cases.SHAPES if device == "cpu" or name != "update_symmetric_all_reduce"]
-    operations = [parse_operation(name) for name in names]
-    for name in operations:
-        if name not in possible:
-            raise UsageError(f"{name} is for host memory; leave --device {device} out")
-    return operations or possible
 
 
 def count_ranks(asked: int | None, launched: Detected) -> int:
     """How many ranks there are, or are to be started."""
-    if launched.world_size is None:
-        ranks: int = 2 if asked is None else asked
+    ranks = launched.world_size
+    if ranks is None:
+        ranks = 2 if asked is None else asked
         if ranks < 1:
             raise UsageError(f"-n is {ranks}; there must be at least one rank")
-        return ranks
-    if asked not in (None, launched.world_size):
-        raise UsageError(
-            f"-n is {asked}, but {launched.source} says {launched.world_size} ranks; leave -n out"
-        )
-    return launched.world_size
+    elif asked not in (None, ranks):
+        raise UsageError(f"-n is {asked}, but {launched.source} says {ranks} ranks; leave -n out")
+    return ranks
 
 
 def check_cores(wanted: Sequence[int]) -> None:
@@ -225,24 +193,19 @@ def check_results(given: argparse.Namespace) -> list[Path]:
     """
     if given.json:
         check_writable(given.json)
-    pictures = [
-        path.with_suffix(suffix)
-        for path in given.plot
-        for suffix in ([path.suffix] if path.suffix else PICTURES[:2])
-    ]
+    endings = [(path, [path.suffix] if path.suffix else PICTURES[:2]) for path in given.plot]
+    pictures = [path.with_suffix(suffix) for path, suffixes in endings for suffix in suffixes]
     for path in pictures:
         check_writable(path)
         if path.suffix not in PICTURES:
             raise UsageError(f"--plot {path}: the name must end in {', '.join(PICTURES)}")
-    if pictures and importlib.util.find_spec("matplotlib") is None:
+    if pictures and not _can_draw():
         raise UnavailableError("--plot needs matplotlib; pip install 'fastcoll[bench]'")
     return pictures
 
 
-def _default_picture() -> list[Path]:
-    """What a run of all operations draws in the working directory, where it can."""
-    possible = importlib.util.find_spec("matplotlib") is not None and os.access(".", os.W_OK)
-    return [Path("fastcoll-bench.png")] if possible else []
+def _can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_writable(path: Path) -> None:

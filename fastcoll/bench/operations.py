@@ -15,7 +15,7 @@ from .cases import Case
 from .patterns import Tile, count_wrong, fill, moved, reduced_input, reduced_output
 
 DEVICES = ("cpu", "cuda")
-_Numbered = tuple[Sequence[Any], Sequence[int]]
+_Numbered = dict[int, Any]
 
 
 class Host:
@@ -57,11 +57,7 @@ class Cuda(Host):
 
 
 def place_of(device: str, local_rank: int) -> Host:
-    """The place that `--device` names.
-
-    Raises:
-        UnavailableError: there is no CuPy, or no GPU.
-    """
+    """The place that `--device` names; raises UnavailableError without CuPy or a GPU."""
     if device == "cpu":
         return Host()
     from ..gpu.runtime import cupy
@@ -71,18 +67,14 @@ def place_of(device: str, local_rank: int) -> Host:
 
 @dataclass(frozen=True)
 class Trial:
-    """One rank's part in a case.
-
-    Attributes:
-        call: the operation once.
-        given: arrays that the call reads, with their patterns.
-        expected: arrays that the call writes, with the patterns that must be there and where these start.
-    """
+    """One rank's part in a case: `call` is the operation once."""
 
     place: Host
     call: Callable[[], Any]
-    given: Sequence[tuple[Any, Tile]] = ()
-    expected: Sequence[tuple[Any, Tile, int]] = ()
+    given: Sequence[tuple[Any, Tile]] = ()  # arrays that the call reads, with their patterns
+    expected: Sequence[
+        tuple[Any, Tile, int]
+    ] = ()  # those it writes, what must be there, and where that starts
 
     def reset(self) -> None:
         """Make the outputs wrong and the inputs right."""
@@ -98,9 +90,7 @@ class Trial:
 
 def prepare(case: Case, rank: int, place: Host) -> Trial:
     """The trial of a rank, its arrays allocated."""
-    if case.redop != "none":
-        return _reduction(case, rank, place)
-    return _movement(case, rank, place)
+    return (_movement if case.redop == "none" else _reduction)(case, rank, place)
 
 
 def _reduction(case: Case, rank: int, place: Host) -> Trial:
@@ -118,10 +108,8 @@ def _reduction(case: Case, rank: int, place: Host) -> Trial:
         return Trial(place, partial(dist.reduce, x, case.root, op), [(x, given)], [(x, after, 0)])
 
     def update() -> None:
-        """Each rank writes all of its array before each all_reduce, as programs do.
-
-        Without that, a symmetric array would be measured that no core writes but the one that reduces it.
-        """
+        # Programs write all of an array before they reduce it. Without that, a symmetric array would be measured that
+        # no core writes but the one that reduces it.
         np.multiply(x, dtype.type(1), out=x)
         dist.all_reduce(x, op)
 
@@ -140,36 +128,33 @@ def _movement(case: Case, rank: int, place: Host) -> Trial:
         return list(x.reshape(n, case.count))
 
     def trial(call: Callable[[], Any], given: _Numbered, expected: _Numbered) -> Trial:
-        """Arrays with the numbers of their patterns."""
-        holds = [
-            [(x, moved(i, case.dtype)) for x, i in zip(*each, strict=True)] for each in (given, expected)
-        ]
-        return Trial(place, call, holds[0], [(x, tile, 0) for x, tile in holds[1]])
+        """Of arrays, by the numbers of the blocks that they hold."""
+        inputs = [(x, moved(i, case.dtype)) for i, x in given.items()]
+        return Trial(place, call, inputs, [(x, moved(i, case.dtype), 0) for i, x in expected.items()])
 
     match case.operation:
         case "broadcast":
             x = array()
-            return trial(
-                partial(dist.broadcast, x, root), ([x], [root]) if is_root else ([], []), ([x], [root])
-            )
+            return trial(partial(dist.broadcast, x, root), {root: x} if is_root else {}, {root: x})
         case "all_gather":
             x, out = array(), array(n)
             call = partial(dist.all_gather_into_tensor, out, x)
-            return trial(call, ([x], [rank]), (parts(out), range(n)))
+            return trial(call, {rank: x}, dict(enumerate(parts(out))))
         case "gather":
             x, outs = array(), parts(array(n)) if is_root else []
-            return trial(partial(dist.gather, x, outs or None, root), ([x], [rank]), (outs, range(len(outs))))
+            return trial(partial(dist.gather, x, outs or None, root), {rank: x}, dict(enumerate(outs)))
         case "scatter":
             xs, out = parts(array(n)) if is_root else [], array()
-            return trial(partial(dist.scatter, out, xs or None, root), (xs, range(len(xs))), ([out], [rank]))
+            return trial(partial(dist.scatter, out, xs or None, root), dict(enumerate(xs)), {rank: out})
         case "all_to_all":
             x, out = array(n), array(n)
-            sent, got = range(rank * n, rank * n + n), range(rank, n * n, n)
-            return trial(partial(dist.all_to_all_single, out, x), (parts(x), sent), (parts(out), got))
+            sent = {rank * n + peer: part for peer, part in enumerate(parts(x))}
+            got = {peer * n + rank: part for peer, part in enumerate(parts(out))}
+            return trial(partial(dist.all_to_all_single, out, x), sent, got)
         case "sendrecv":  # to the next rank and from the one before, at the same time
             x, out, after, before = array(), array(), (rank + 1) % n, (rank - 1) % n
             both = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, out, before)]
-            return trial(partial(_exchange, both), ([x], [rank]), ([out], [before]))
+            return trial(partial(_exchange, both), {rank: x}, {before: out})
         case _:
             return Trial(place, dist.barrier)
 

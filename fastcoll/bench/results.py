@@ -14,6 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from .cases import SHAPES, Case, format_size
@@ -47,22 +48,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the benchmark; its JSON has the keys of nccl-tests' version 3.
+    """One run of the benchmark; its JSON has the keys of nccl-tests' version 3."""
 
-    Attributes:
-        start_time: ISO 8601, with the offset from UTC.
-        command: the words of the command line.
-        backend: what carried the operations.
-        machine: of rank 0, see `machine.machine` and `machine.memory_speed` (the slowest rank's).
-        devices: rank, pid, hostname and allowed cores of each rank.
-        results: the rows.
-    """
-
-    start_time: str
+    start_time: str  # ISO 8601, with the offset from UTC
     command: Sequence[str]
     backend: str
-    machine: dict[str, Any]
-    devices: Sequence[dict[str, Any]]
+    machine: dict[
+        str, Any
+    ]  # of rank 0, see `machine.machine` and `machine.memory_speed` (the slowest rank's)
+    devices: Sequence[dict[str, Any]]  # rank, pid, hostname and allowed cores of each rank
     results: Sequence[Row]
 
 
@@ -98,29 +92,31 @@ def per_element(rows: Sequence[Row]) -> list[str]:
 
     `per element` and `per byte` are factors: of float32's sum, at the same size of the same operation.
     """
-    bases = {
-        (row.operation, row.size): row
-        for row in rows
-        if (row.type, row.redop) == ("float32", "sum") and row.count
-    }
-    compared = [(row, base) for row in rows if row.count and (base := bases.get((row.operation, row.size)))]
+    rows = [row for row in rows if row.count]
+    usual = [row for row in rows if (row.type, row.redop) == ("float32", "sum")]
+    bases = {(row.operation, row.size): row for row in usual}
+    compared = [(row, base) for row in rows if (base := bases.get((row.operation, row.size)))]
     several = {row.operation for row, base in compared if row is not base}
-    lines = []
+    lines = ["#", "# against float32's sum", _COMPARED.format(*_COMPARED_NAMES)]
     for row, base in compared:
         if row.operation in several:
-            each, usual = row.time_us / row.count, base.time_us / base.count
-            factors = digits(each * 1e6), f"{each / usual:.2f}", f"{row.time_us / base.time_us:.2f}"
-            lines.append(_COMPARED.format(row.operation, row.size, row.type, row.redop, *factors))
-    return ["#", "# against float32's sum", _COMPARED.format(*_COMPARED_NAMES), *lines] if lines else []
+            factor = row.time_us / base.time_us
+            times = (
+                digits(row.time_us / row.count * 1e6),
+                f"{factor * base.count / row.count:.2f}",
+                f"{factor:.2f}",
+            )
+            lines.append(_COMPARED.format(row.operation, row.size, row.type, row.redop, *times))
+    return lines if several else []
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
     """The lines below the table."""
-    wrong = total_wrong(rows)
-    checked = any(row.wrong is not None for row in rows)
-    verdict = "not checked" if not checked else f"{wrong} {'FAILED' if wrong else 'OK'}"
-    data = [row for row in rows if row.size]
-    mean = f"{sum(row.busbw for row in data) / len(data):.4f} GB/s" if data else "N/A"
+    wrong, speeds = total_wrong(rows), [row.busbw for row in rows if row.size]
+    verdict = f"{wrong} {'FAILED' if wrong else 'OK'}"
+    if all(row.wrong is None for row in rows):
+        verdict = "not checked"
+    mean = f"{fmean(speeds):.4f} GB/s" if speeds else "N/A"
     return ["#", f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {mean}"]
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter_ns, thread_time_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,16 +19,14 @@ _LEAST_CALLS = 20
 _MOST_CALLS = 100_000
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """How many batches of how many calls are timed; the same on all ranks."""
 
     batches: int
     calls: int
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Seconds a call: the median over the batches, and their 99th percentile."""
 
     median: float
@@ -37,13 +34,7 @@ class Timing:
 
 
 def schedule(per_call: float, seconds: float, iterations: int | None = None) -> Schedule:
-    """The schedule for calls that take about `per_call` seconds.
-
-    Args:
-        per_call: estimated seconds a call.
-        seconds: the time to fill.
-        iterations: exactly so many calls instead.
-    """
+    """What fills so many seconds with calls that take about `per_call` seconds, or has exactly so many iterations."""
     per_call = max(per_call, 1e-8)
     total = iterations or int(min(_MOST_CALLS, max(_LEAST_CALLS, seconds / per_call)))
     calls = max(1, min(total, round(_BATCH_SECONDS / per_call)))
@@ -58,11 +49,7 @@ def estimate(call: Callable[[], Any], calls: int, settle: Callable[[], None] | N
 
 
 def measure(call: Callable[[], Any], plan: Schedule, settle: Callable[[], None] | None = None) -> Timing:
-    """Time `call` as planned.
-
-    Args:
-        settle: waits for what calls have only queued, at the end of each batch.
-    """
+    """Time `call` as planned; `settle` waits for what calls have only queued, at the end of each batch."""
     with no_collector():
         return time_batches(call, plan, settle=settle)
 
@@ -70,11 +57,7 @@ def measure(call: Callable[[], Any], plan: Schedule, settle: Callable[[], None] 
 def time_batches(
     call: Callable[[], Any], plan: Schedule, cpu_time: bool = False, settle: Callable[[], None] | None = None
 ) -> Timing:
-    """The same at once, for those who have seen to the collector themselves.
-
-    Args:
-        cpu_time: by the time that this thread runs, not by the wall clock.
-    """
+    """The same without a look at the collector; `cpu_time`: by the time that this thread runs, not the wall clock."""
     clock = thread_time_ns if cpu_time else perf_counter_ns
     batches = [_batch(call, plan.calls, clock, settle) for _ in range(plan.batches)]
     each = np.array(batches) * 1e-9 / plan.calls

@@ -13,21 +13,11 @@ import numpy as np
 import fastcoll as dist
 
 from ..errors import UsageError
+from . import results
 from .cases import Case, cases
 from .machine import machine, memory_speed
 from .operations import Host, Trial, place_of, prepare
-from .results import (
-    Row,
-    Run,
-    header,
-    in_short,
-    make_row,
-    per_element,
-    summary,
-    total_wrong,
-    write_csv,
-    write_json,
-)
+from .results import Row, Run
 from .show import Report, draw
 from .timing import Schedule, Timing, estimate, measure, schedule
 
@@ -71,20 +61,16 @@ def _run(options: Namespace, local_rank: int) -> int:
         dist.destroy_process_group()
     if not first:
         return OK
-    _write(run, options)
-    return FAILED if total_wrong(run.results) else OK
-
-
-def _write(run: Run, options: Namespace) -> None:
     if options.json:
-        write_json(options.json, run)
+        results.write_json(options.json, run)
     if options.csv:
-        write_csv(options.csv, run.results)
+        results.write_csv(options.csv, run.results)
     for path in options.plot:
         draw(path, run)
         print(f"# picture: {path.resolve()}", flush=True)
     if not options.plot:
         print("# a picture of it: --plot FILE.png", flush=True)
+    return FAILED if results.total_wrong(run.results) else OK
 
 
 def _measure_all(options: Namespace, place: Host, tell: bool) -> Run:
@@ -92,12 +78,12 @@ def _measure_all(options: Namespace, place: Host, tell: bool) -> Run:
     todo = list(cases(o.operations, o.dtype, o.op, o.sizes, o.root, dist.get_world_size()))
     run = _describe(options, rows)
     with Report(len(todo), tell) as report:
-        report.notes(header(run))
+        report.notes(results.header(run))
         for case in todo:
             report.begin(case)
-            rows.append(_measure_case(case, options, place))
+            rows.append(_measure(case, options, place))
             report.add(rows[-1])
-        report.notes([*per_element(rows), *summary(rows), *in_short(run)])
+        report.notes([*results.per_element(rows), *results.summary(rows), *results.in_short(run)])
     return run
 
 
@@ -105,34 +91,28 @@ def _describe(options: Namespace, rows: list[Row]) -> Run:
     speeds = memory_speed(dist.barrier)
     slowest = np.array(list(speeds.values()))
     dist.all_reduce(slowest, dist.ReduceOp.MIN)
-    here = {
-        "rank": dist.get_rank(),
-        "pid": os.getpid(),
-        "hostname": os.uname().nodename,
-        "cores": sorted(os.sched_getaffinity(0)),
-    }
+    here = {"rank": dist.get_rank(), "pid": os.getpid(), "hostname": os.uname().nodename}
     devices: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(devices, here)
+    dist.all_gather_object(devices, {**here, "cores": sorted(os.sched_getaffinity(0))})
     together = [set(device["cores"]) for device in devices if device["hostname"] == devices[0]["hostname"]]
-    facts = machine(len(set().union(*together)))
-    facts.update(zip(speeds, slowest.tolist(), strict=True))
+    facts = machine(len(set().union(*together))) | dict(zip(speeds, slowest.tolist(), strict=True))
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     return Run(now, options.command, str(dist.get_backend()), facts, devices, rows)
 
 
-def _measure_case(case: Case, options: Namespace, place: Host) -> Row:
+def _measure(case: Case, options: Namespace, place: Host) -> Row:
     trial = prepare(case, dist.get_rank(), place)
     wrong = _verify(trial, options.check)
     settle = None if options.device == "cpu" else place.settle
-    estimated = estimate(trial.call, options.warmup, settle)
-    plan = _as_rank_0(schedule(estimated, options.seconds, options.iters))
+    plan = np.array(schedule(estimate(trial.call, options.warmup, settle), options.seconds, options.iters))
+    dist.broadcast(plan, 0)
+    agreed = Schedule(*plan.tolist())
     dist.barrier()
-    timing = measure(trial.call, plan, settle)
-    wrong += _verify(trial, options.check)
-    seconds, total = np.array([timing.median, timing.p99]), np.array([wrong])
+    seconds = np.array(measure(trial.call, agreed, settle))
+    total = np.array([wrong + _verify(trial, options.check)])
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    return make_row(case, plan, Timing(*seconds.tolist()), int(total[0]) if options.check else None)
+    return results.make_row(case, agreed, Timing(*seconds.tolist()), int(total[0]) if options.check else None)
 
 
 def _verify(trial: Trial, check: bool) -> int:
@@ -140,9 +120,3 @@ def _verify(trial: Trial, check: bool) -> int:
     trial.reset()
     trial.call()
     return trial.wrong() if check else 0
-
-
-def _as_rank_0(plan: Schedule) -> Schedule:
-    numbers = np.array([plan.batches, plan.calls])
-    dist.broadcast(numbers, 0)
-    return Schedule(*numbers.tolist())

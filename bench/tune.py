@@ -1,8 +1,9 @@
-"""`--tune`: from which size on two-shot beats one-shot with so many ranks here, written to this machine's table."""
+"""`python -m fastcoll.bench --tune`: up to which size one-shot beats two-shot here, written to this machine's table."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,10 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 import fastcoll as dist
-
-from ..shm.backend import ShmBackend
-from ..shm.thresholds import BUILT_IN, table_path, write
-from .timing import estimate, measure, schedule
+from fastcoll.bench.command import count_ranks, make_parser, run_ranks
+from fastcoll.bench.timing import estimate, measure, schedule
+from fastcoll.errors import UsageError
+from fastcoll.rendezvous.detect import detect
+from fastcoll.shm.backend import ShmBackend
+from fastcoll.shm.thresholds import BUILT_IN, table_path, write
 
 SIZES = tuple(1 << k for k in range(10, 20))
 _ROUNDS = 7
@@ -27,6 +30,25 @@ class Measured(NamedTuple):
     nbytes: int
     one_shot: float
     two_shot: float
+
+
+def main(words: Sequence[str]) -> int:
+    """Tune for as many ranks as the words of a command line ask for; returns the exit code."""
+    parser = make_parser()
+    parser.add_argument("--tune", action="store_true", help="this study")
+    given = parser.parse_args(words)
+    command = shlex.join(["python", "-m", "fastcoll.bench", *words])
+    try:
+        launched = detect(os.environ)
+        ranks = count_ranks(given.ranks, launched)
+        if ranks < 3:
+            raise UsageError("--tune compares ways that differ from 3 ranks on; give -n, as in --tune -n 4")
+    except UsageError as error:
+        parser.error(str(error))
+    if launched.world_size is None:
+        return run_ranks(run, ranks, lambda meeting: (ranks, meeting, command))
+    run(0, ranks, None, command)
+    return 0
 
 
 def run(rank: int, ranks: int, init_method: str | None, command: str) -> None:
