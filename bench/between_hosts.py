@@ -30,7 +30,7 @@ from hosts.network import Network, lacking
 from hosts.nodes import finish, launched, told
 
 from fastcoll.bench.cases import format_size
-from fastcoll.bench.machine import describe
+from fastcoll.bench.results import describe
 
 _ROUND_SECONDS = 300.0
 

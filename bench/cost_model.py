@@ -38,7 +38,7 @@ from network_model import (
 )
 
 from fastcoll.bench.cases import format_size
-from fastcoll.bench.machine import describe
+from fastcoll.bench.results import describe
 from fastcoll.net.tcp.plans.choose import chosen
 from fastcoll.net.tcp.plans.costs import COSTS
 from fastcoll.net.tcp.plans.shape import MEET_RANKS

@@ -51,7 +51,7 @@ def main() -> int:
 def machine() -> dict[str, Any]:
     import cupy
 
-    from fastcoll.bench.machine import machine as host
+    from fastcoll.bench.results import machine as host
 
     runtime = cupy.cuda.runtime
     said = runtime.getDeviceProperties(0)

@@ -23,7 +23,7 @@ from startup_crowd import RANKS_PER_NODE, Tally, measure, measure_byte
 from startup_model import BACKLOG, CLUSTER, Costs, Machine, Outcome, Sample, Simulation, fit
 from startup_plot import draw
 
-from fastcoll.bench.machine import describe, machine
+from fastcoll.bench.results import describe, machine
 
 # One way over loopback, and its bytes a second: neither matters next to the work of a machine's few cores.
 _LOOPBACK = Machine(len(os.sched_getaffinity(0)), latency=10e-6, bandwidth=5e9)

@@ -24,7 +24,7 @@ from typing import Any
 
 from fastcoll import spawn
 from fastcoll.bench.cases import format_size, parse_size
-from fastcoll.bench.machine import describe, machine
+from fastcoll.bench.results import describe, machine
 
 BACKENDS = ("fastcoll", "gloo")
 MODES = ("sync", "async")

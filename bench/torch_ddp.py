@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fastcoll.bench.machine import describe, machine
+from fastcoll.bench.results import describe, machine
 
 CASES = "mlp:32,mlp:64,mlp:256,transformer:1,transformer:2,transformer:8"
 _TOLERANCE = 1e-5  # of losses: ranks are added in another order

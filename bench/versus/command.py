@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fastcoll.api.backends import parse_backend
-from fastcoll.bench.machine import describe, machine
+from fastcoll.bench.results import describe, machine
 from fastcoll.errors import UsageError
 
 from . import launch, peers

@@ -35,6 +35,8 @@ def main(words: Sequence[str]) -> int:
     parser = make_parser()
     parser.description = "Compare collective operations with those of other libraries."
     parser.epilog = _EPILOG
+    usable = sorted(os.sched_getaffinity(0))
+    parser.set_defaults(begin=None, end=None, factor=None, seconds=_SECONDS, cores=usable)
     _add_options(parser.add_argument_group("compared with others").add_argument)
     given = parser.parse_args(words)
     try:
@@ -43,7 +45,7 @@ def main(words: Sequence[str]) -> int:
             raise UsageError(
                 f"--vs starts its own ranks, but {launched.source} has started this one; run it without"
             )
-        check_cores(given.cores or [])
+        check_cores(given.cores)
         options = _options_of(given, words)
     except UsageError as error:
         parser.error(str(error))
@@ -95,10 +97,10 @@ def _options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
         sizes=given.sizes or _sizes(given),
         dtype=_one_dtype(given.dtype),
         ranks=2 if given.ranks is None else given.ranks,
-        cores=sorted(os.sched_getaffinity(0)) if given.cores is None else given.cores,
+        cores=given.cores,
         rounds=given.rounds,
         scale=given.scale,
-        seconds=given.seconds or _SECONDS,
+        seconds=given.seconds,
         backend=given.backend,
         json=given.json,
         plots=check_results(given),

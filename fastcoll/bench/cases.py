@@ -141,8 +141,8 @@ def format_size(nbytes: int) -> str:
 def size_range(begin: int, end: int, factor: float) -> list[int]:
     """`begin`, `begin * factor`, ... up to `end`; strictly increasing."""
     if not 1 <= begin <= end:
-        sizes = f"sizes from {format_size(begin)} to {format_size(end)}"
-        raise UsageError(f"{sizes}: begin must be from 1 to the end")
+        asked = f"sizes from {format_size(begin)} to {format_size(end)}"
+        raise UsageError(f"{asked}: begin must be from 1 to the end")
     if not factor > 1:
         raise UsageError(f"the factor between sizes is {factor:g}; it must be larger than 1")
     found, size = [begin], float(begin)

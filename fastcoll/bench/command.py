@@ -20,8 +20,8 @@ from ..rendezvous.detect import Detected, detect
 from . import cases
 from .cases import argument, listed, parse_operation, positive
 from .operations import DEVICES
-from .show import PICTURES
-from .worker import FAILED, MISUSED, OK, run_launched, run_spawned
+from .results import PICTURES
+from .worker import FAILED, MISUSED, OK, run, run_spawned
 
 _INTERRUPTED = 130
 _STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap", "--tune": "tune"}
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks = count_ranks(given.ranks, launched)
         _complete(given, ranks, words)
         if launched.world_size is not None:
-            return run_launched(given, launched.local_rank or 0)
+            return run(given, launched.local_rank or 0)
     except UsageError as error:
         parser.error(str(error))
     return run_ranks(run_spawned, ranks, lambda meeting: (given, ranks, meeting))
@@ -83,11 +83,11 @@ def run_ranks(worker: Callable[..., None], ranks: int, arguments: Callable[[str]
         try:
             spawn(worker, arguments(f"file://{folder}/meeting"), ranks)
         except (ProcessExitedError, ProcessRaisedError) as error:
-            code = getattr(error, "exit_code", None)
-            if code in (FAILED, MISUSED):  # rank 0 has said why
-                return int(code)
-            print(error, file=sys.stderr)
-            return FAILED
+            code: int = getattr(error, "exit_code", OK)
+            if code not in (FAILED, MISUSED):  # of which rank 0 has said why
+                print(error, file=sys.stderr)
+                return FAILED
+            return code
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return _INTERRUPTED
@@ -107,9 +107,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("what is measured").add_argument
     size, sizes = argument(cases.parse_size), listed(cases.parse_size)
-    add("-b", "--begin", type=size, metavar="SIZE", help="smallest size (default: 8)")
-    add("-e", "--end", type=size, metavar="SIZE", help="largest (default: 64M)")
-    add("-f", "--factor", type=float, help="between sizes (default: 2)")
+    add("-b", "--begin", type=size, default=8, metavar="SIZE", help="smallest size (default: 8)")
+    add("-e", "--end", type=size, default=64 << 20, metavar="SIZE", help="largest (default: 64M)")
+    add("-f", "--factor", type=float, default=2.0, help="between sizes (default: 2)")
     add("--sizes", type=sizes, metavar="SIZES", help="these instead: a,b,...")
     dtypes, redops = listed(lambda text: cases.parse_dtype(text).name), listed(cases.parse_redop)
     add("-d", "--dtype", type=dtypes, default=["float32"], help="one or several, a,b (default: float32)")
@@ -122,7 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
     where = "where the arrays lie (default: cpu); cuda needs CuPy"
     add("--device", choices=DEVICES, default="cpu", help=where)
     filled = "to fill with calls for each row (default: 0.15); with --vs: at most (default: 5)"
-    add("--seconds", type=positive(float), help=filled)
+    add("--seconds", type=positive(float), default=0.15, help=filled)
     add("--iters", type=positive(int), metavar="N", help="calls a row, instead of --seconds")
     warmup = "calls before the timed ones (default: 5)"
     add("-w", "--warmup", type=positive(int), default=5, metavar="N", help=warmup)
@@ -131,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     pinned = "pin each rank to a core, of these in turn (a,b,...) or of all usable ones; or none of them: "
     pinned += "none (default: none; with --vs: all usable ones)"
     usable = sorted(os.sched_getaffinity(0))
-    add("--cores", "--pin", type=cores, nargs="?", const=usable, metavar="CORES", help=pinned)
+    add("--cores", "--pin", type=cores, nargs="?", default=[], const=usable, metavar="CORES", help=pinned)
 
     add = parser.add_argument_group("results").add_argument
     add("--json", type=Path, metavar="FILE", help="also write the whole run")
@@ -146,7 +146,7 @@ def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> No
     """Check the options together, and put in what depends on others."""
     if not 0 <= given.root < ranks:
         raise UsageError(f"--root is {given.root}; the ranks are 0 to {ranks - 1}")
-    check_cores(given.cores or [])
+    check_cores(given.cores)
     if given.csv:
         check_writable(given.csv)
     parse_backend(given.backend)
@@ -156,10 +156,7 @@ def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> No
         if name not in possible:
             raise UsageError(f"{name} is for host memory; leave --device {given.device} out")
     given.operations = asked or possible
-    begin = 8 if given.begin is None else given.begin
-    end = 64 << 20 if given.end is None else given.end
-    given.sizes = given.sizes or cases.size_range(begin, end, 2.0 if given.factor is None else given.factor)
-    given.seconds, given.cores = given.seconds or 0.15, given.cores or []
+    given.sizes = given.sizes or cases.size_range(given.begin, given.end, given.factor)
     given.plot = check_results(given)
     if not (asked or given.plot) and _can_draw() and os.access(".", os.W_OK):
         given.plot = [Path("fastcoll-bench.png")]
@@ -185,12 +182,7 @@ def check_cores(wanted: Sequence[int]) -> None:
 
 
 def check_results(given: argparse.Namespace) -> list[Path]:
-    """The pictures to draw: a name without an ending is a PNG and an SVG. Before the run, not after it:
-
-    Raises:
-        UsageError: the JSON or a picture cannot be written, or an ending is not known.
-        UnavailableError: a picture without matplotlib.
-    """
+    """The pictures to draw: a name without an ending is a PNG and an SVG. What cannot be written is refused here."""
     if given.json:
         check_writable(given.json)
     endings = [(path, [path.suffix] if path.suffix else PICTURES[:2]) for path in given.plot]

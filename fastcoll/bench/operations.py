@@ -15,7 +15,6 @@ from .cases import Case
 from .patterns import Tile, count_wrong, fill, moved, reduced_input, reduced_output
 
 DEVICES = ("cpu", "cuda")
-_Numbered = dict[int, Any]
 
 
 class Host:
@@ -127,7 +126,7 @@ def _movement(case: Case, rank: int, place: Host) -> Trial:
     def parts(x: Any) -> list[Any]:
         return list(x.reshape(n, case.count))
 
-    def trial(call: Callable[[], Any], given: _Numbered, expected: _Numbered) -> Trial:
+    def trial(call: Callable[[], Any], given: dict[int, Any], expected: dict[int, Any]) -> Trial:
         """Of arrays, by the numbers of the blocks that they hold."""
         inputs = [(x, moved(i, case.dtype)) for i, x in given.items()]
         return Trial(place, call, inputs, [(x, moved(i, case.dtype), 0) for i, x in expected.items()])
@@ -154,14 +153,14 @@ def _movement(case: Case, rank: int, place: Host) -> Trial:
         case "sendrecv":  # to the next rank and from the one before, at the same time
             x, out, after, before = array(), array(), (rank + 1) % n, (rank - 1) % n
             both = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, out, before)]
-            return trial(partial(_exchange, both), {rank: x}, {before: out})
+
+            def exchange() -> None:
+                for work in dist.batch_isend_irecv(both):
+                    work.wait()
+
+            return trial(exchange, {rank: x}, {before: out})
         case _:
             return Trial(place, dist.barrier)
-
-
-def _exchange(both: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(both):
-        work.wait()
 
 
 def reduce_op(name: str) -> dist.ReduceOp:

@@ -22,22 +22,18 @@ PERIOD = 16381
 _INDEX = np.arange(PERIOD, dtype=np.int64)
 
 
-def _small(rank: int, _: int) -> Array:
+def _small(rank: int, ranks: int) -> Array:
     return 1 + (_INDEX + rank) % 2
 
 
-def _shared(rank: int, ranks: int) -> Array:
-    # One rank gives a multiple of the number of ranks, so that the average is exact in integers too.
-    return np.where(_INDEX % ranks == rank, ranks * (1 + _INDEX % 3), 0)
-
-
-def _bits(rank: int, _: int) -> Array:
+def _bits(rank: int, ranks: int) -> Array:
     return 1 + (5 * _INDEX + 3 * rank) % 63
 
 
 _REDUCTIONS: dict[str, tuple[Callable[[int, int], Array], Callable[[Array, Array], Array]]] = {
     "sum": (_small, np.add),
-    "avg": (_shared, np.add),
+    # One rank gives a multiple of the number of ranks, so that the average is exact in integers too.
+    "avg": (lambda rank, n: np.where(_INDEX % n == rank, n * (1 + _INDEX % 3), 0), np.add),
     "product": (_small, np.multiply),
     "min": (_bits, np.minimum),
     "max": (_bits, np.maximum),

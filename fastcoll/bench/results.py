@@ -1,4 +1,4 @@
-"""A row of results, and the lines, JSON and CSV that show rows.
+"""Rows of results, what they were measured on, and the lines, JSON, CSV and picture that show them.
 
 time, p99       microseconds a call: every rank's median (99th percentile) over its batches of
                 calls; the slowest rank's
@@ -11,15 +11,27 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+import os
+import platform
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
+from .._version import __version__
 from .cases import SHAPES, Case, format_size
-from .machine import describe
-from .timing import Schedule, Timing
+from .timing import Schedule, Timing, estimate
+
+PICTURES = (".png", ".svg", ".pdf")
+"""The endings of file names that `draw` takes."""
+# Okabe and Ito's colours, which the colour-blind can tell apart; then other marks with the same colours.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKS = "osD^v"
+_STREAM_BYTES = 64 << 20
 
 _ROW = "{:>12} {:>12} {:>10} {:>8} {:>5} {:>11} {:>11} {:>8} {:>8} {:>8}"
 _NAMES = "size count type redop root time p99 algbw busbw #wrong".split()
@@ -53,9 +65,7 @@ class Run:
     start_time: str  # ISO 8601, with the offset from UTC
     command: Sequence[str]
     backend: str
-    machine: dict[
-        str, Any
-    ]  # of rank 0, see `machine.machine` and `machine.memory_speed` (the slowest rank's)
+    machine: dict[str, Any]  # what `machine` says on rank 0, and `memory_speed` of the slowest rank
     devices: Sequence[dict[str, Any]]  # rank, pid, hostname and allowed cores of each rank
     results: Sequence[Row]
 
@@ -100,12 +110,8 @@ def per_element(rows: Sequence[Row]) -> list[str]:
     lines = ["#", "# against float32's sum", _COMPARED.format(*_COMPARED_NAMES)]
     for row, base in compared:
         if row.operation in several:
-            factor = row.time_us / base.time_us
-            times = (
-                digits(row.time_us / row.count * 1e6),
-                f"{factor * base.count / row.count:.2f}",
-                f"{factor:.2f}",
-            )
+            each, factor = row.time_us / row.count, row.time_us / base.time_us
+            times = digits(each * 1e6), f"{each * base.count / base.time_us:.2f}", f"{factor:.2f}"
             lines.append(_COMPARED.format(row.operation, row.size, row.type, row.redop, *times))
     return lines if several else []
 
@@ -160,6 +166,53 @@ def in_short(run: Run) -> list[str]:
     ]
 
 
+def machine(usable_cores: int) -> dict[str, Any]:
+    """Facts about this machine and its software, ready for JSON; the measured processes share `usable_cores`."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    names = (value.strip() for key, _, value in lines if key.strip() in ("model name", "Model", "cpu"))
+    return {
+        "hostname": os.uname().nodename,
+        "cpu": next(names, platform.machine()),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores,
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "numpy": version("numpy"),
+        "numba": version("numba"),
+        "fastcoll": __version__,
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """Processor, cores, kernel and versions in one line."""
+    return (
+        f"{facts['cpu']}, {facts['cores']} cores ({facts['usable_cores']} usable), {facts['kernel']}, "
+        f"Python {facts['python']}, NumPy {facts['numpy']}, Numba {facts['numba']}"
+    )
+
+
+def memory_speed(barrier: Callable[[], Any]) -> dict[str, float]:
+    """This rank's GB/s while all ranks, which meet in `barrier`, do the same: bytes of the array a second.
+
+    `update_gbs` is an in-place `x *= 1` on 64 MiB of float32, the least that an all_reduce must do;
+    `copy_gbs` a copy of as much, the least that an operation must do that moves data. Medians of nine.
+    """
+    x = np.ones(_STREAM_BYTES // 4, np.float32)
+    y, one = np.ones_like(x), np.float32(1)
+
+    def gbs(sweep: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(9):
+            barrier()
+            seconds.append(estimate(sweep, 1))
+        return _STREAM_BYTES / median(seconds) / 1e9
+
+    return {
+        "update_gbs": gbs(lambda: np.multiply(x, one, out=x)),
+        "copy_gbs": gbs(lambda: np.copyto(y, x)),
+    }
+
+
 def write_json(path: Path, run: Run) -> None:
     """Write the whole run as one JSON object."""
     short = [text[2:] for text in summary(run.results)[1:]]
@@ -172,3 +225,59 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
+
+
+def draw(path: Path, run: Run) -> None:
+    """Draw time and bandwidth over size to `path` (png, svg, pdf), a line for each operation, dtype and reduction."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5.4), layout="constrained")
+    times, speeds = figure.subplots(1, 2)
+    lines = _lines(run.results)
+    _panel(times, lines, lambda row: row.time_us, "time per call (µs)")
+    if len(run.devices) > 1:
+        _panel(speeds, lines, lambda row: row.busbw, "bus bandwidth (GB/s)")
+    else:
+        _panel(speeds, lines, lambda row: row.algbw, "size / time (GB/s); one rank has no bus")
+    # What the memory gives to each rank when all ranks use it at once.
+    update, copy = run.machine["update_gbs"], run.machine["copy_gbs"]
+    for speed in (update, copy):
+        speeds.axhline(speed, color="grey", linewidth=1, linestyle=":")
+    text, at = f"memory: in-place update {update:.1f}, copy {copy:.1f} GB/s", (0.01, max(update, copy))
+    how = {"xytext": (0, 3), "textcoords": "offset points", "fontsize": 8, "color": "grey"}
+    speeds.annotate(text, at, xycoords=("axes fraction", "data"), **how)
+    speeds.set_ylim(top=2 * max(update, copy, speeds.get_ylim()[1] / 2))
+    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    title = (
+        f"fastcoll {run.machine['fastcoll']} · {run.backend} · {len(run.devices)} ranks on {run.machine['cpu']}, "
+        f"{run.machine['usable_cores']} cores · {run.start_time[:10]}"
+    )
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows that have data, by label; what all of them share is left out of the labels."""
+    data = [row for row in rows if row.size]
+    telling = [name for name in ("type", "redop") if len({getattr(row, name) for row in data} - {"none"}) > 1]
+    lines: dict[str, list[Row]] = {}
+    for row in data:
+        words = [row.operation, *(getattr(row, name) for name in telling)]
+        lines.setdefault(" ".join(word for word in words if word != "none"), []).append(row)
+    return lines
+
+
+def _panel(axes: Any, lines: dict[str, list[Row]], value: Callable[[Row], float], label: str) -> None:
+    for number, (name, rows) in enumerate(lines.items()):
+        sizes, values = [row.size for row in rows], [value(row) for row in rows]
+        colour = _COLOURS[number % len(_COLOURS)]
+        mark = _MARKS[number // len(_COLOURS) % len(_MARKS)]
+        axes.plot(sizes, values, mark + "-", color=colour, label=name, markersize=4, linewidth=1.5)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("size (bytes)")
+    axes.set_title(label, loc="left", fontsize=10)
+    axes.xaxis.set_major_formatter(lambda size, _: format_size(round(size)))
+    axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -45,7 +45,7 @@ def schedule(per_call: float, seconds: float, iterations: int | None = None) -> 
 
 def estimate(call: Callable[[], Any], calls: int, settle: Callable[[], None] | None = None) -> float:
     """Seconds a call, over `calls` calls in a row."""
-    return _batch(call, max(1, calls), perf_counter_ns, settle) * 1e-9 / max(1, calls)
+    return time_batches(call, Schedule(1, max(1, calls)), settle=settle).median
 
 
 def measure(call: Callable[[], Any], plan: Schedule, settle: Callable[[], None] | None = None) -> Timing:
@@ -58,21 +58,16 @@ def time_batches(
     call: Callable[[], Any], plan: Schedule, cpu_time: bool = False, settle: Callable[[], None] | None = None
 ) -> Timing:
     """The same without a look at the collector; `cpu_time`: by the time that this thread runs, not the wall clock."""
-    clock = thread_time_ns if cpu_time else perf_counter_ns
-    batches = [_batch(call, plan.calls, clock, settle) for _ in range(plan.batches)]
+    clock, batches = thread_time_ns if cpu_time else perf_counter_ns, []
+    for _ in range(plan.batches):
+        start = clock()
+        for _ in range(plan.calls):
+            call()
+        if settle is not None:
+            settle()
+        batches.append(clock() - start)
     each = np.array(batches) * 1e-9 / plan.calls
     return Timing(float(np.median(each)), float(np.percentile(each, 99)))
-
-
-def _batch(
-    call: Callable[[], Any], calls: int, clock: Callable[[], int], settle: Callable[[], None] | None
-) -> int:
-    start = clock()
-    for _ in range(calls):
-        call()
-    if settle is not None:
-        settle()
-    return clock() - start
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,45 +16,31 @@ import fastcoll as dist
 
 from ..errors import UsageError
 from . import results
-from .cases import Case, cases
-from .machine import machine, memory_speed
+from .cases import Case, cases, format_size
 from .operations import Host, Trial, place_of, prepare
 from .results import Row, Run
-from .show import Report, draw
 from .timing import Schedule, Timing, estimate, measure, schedule
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 OK, FAILED, MISUSED = range(3)
 """Exit codes: all results right; wrong results or a failed rank; a call that cannot be."""
 
 
 def run_spawned(rank: int, options: Namespace, ranks: int, init_method: str) -> None:
-    """A worker that the command started itself; ends the process with rank 0's exit code.
-
-    `options` are a run as asked for: the command line's, completed by `command`.
-    """
-    _pin(options.cores, rank)
-    dist.init_process_group(options.backend, init_method, world_size=ranks, rank=rank)
-    sys.exit(_run(options, rank))
+    """A worker that the command started itself; ends the process with its exit code. For `options` see `run`."""
+    sys.exit(run(options, rank, init_method=init_method, world_size=ranks, rank=rank))
 
 
-def run_launched(options: Namespace, local_rank: int) -> int:
-    """The part of a process that a launcher started; returns its exit code."""
-    _pin(options.cores, local_rank)
-    dist.init_process_group(options.backend)
-    return _run(options, local_rank)
-
-
-def _pin(cores: list[int], local_rank: int) -> None:
-    """Before the ranks meet: they choose how to wait by the cores that they have."""
-    if cores:
-        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
-
-
-def _run(options: Namespace, local_rank: int) -> int:
-    """Measure and tell. Only rank 0 returns another code than OK, after everything was written."""
+def run(options: Namespace, local_rank: int, **meeting: Any) -> int:
+    """One rank's part of a run as `command` completed it; returns its exit code, OK on all ranks but rank 0."""
+    if options.cores:  # before the ranks meet: they choose how to wait by the cores that they have
+        os.sched_setaffinity(0, {options.cores[local_rank % len(options.cores)]})
+    dist.init_process_group(options.backend, **meeting)
     first = dist.get_rank() == 0
     try:
-        run = _measure_all(options, place_of(options.device, local_rank), first)
+        done = _measure_all(options, place_of(options.device, local_rank), first)
     except UsageError as error:  # the same on every rank, e.g. a reduction that the dtype does not have
         if first:
             print(f"python -m fastcoll.bench: error: {error}", file=sys.stderr, flush=True)
@@ -62,22 +50,24 @@ def _run(options: Namespace, local_rank: int) -> int:
     if not first:
         return OK
     if options.json:
-        results.write_json(options.json, run)
+        results.write_json(options.json, done)
     if options.csv:
-        results.write_csv(options.csv, run.results)
+        results.write_csv(options.csv, done.results)
     for path in options.plot:
-        draw(path, run)
+        results.draw(path, done)
         print(f"# picture: {path.resolve()}", flush=True)
     if not options.plot:
         print("# a picture of it: --plot FILE.png", flush=True)
-    return FAILED if results.total_wrong(run.results) else OK
+    return FAILED if results.total_wrong(done.results) else OK
 
 
 def _measure_all(options: Namespace, place: Host, tell: bool) -> Run:
     o, rows = options, list[Row]()
     todo = list(cases(o.operations, o.dtype, o.op, o.sizes, o.root, dist.get_world_size()))
     run = _describe(options, rows)
-    with Report(len(todo), tell) as report:
+    bar = _bar(len(todo)) if tell and sys.stdout.isatty() else None
+    report = Report(bar, tell)
+    with bar or nullcontext():
         report.notes(results.header(run))
         for case in todo:
             report.begin(case)
@@ -88,14 +78,14 @@ def _measure_all(options: Namespace, place: Host, tell: bool) -> Run:
 
 
 def _describe(options: Namespace, rows: list[Row]) -> Run:
-    speeds = memory_speed(dist.barrier)
+    speeds = results.memory_speed(dist.barrier)
     slowest = np.array(list(speeds.values()))
     dist.all_reduce(slowest, dist.ReduceOp.MIN)
     here = {"rank": dist.get_rank(), "pid": os.getpid(), "hostname": os.uname().nodename}
     devices: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(devices, {**here, "cores": sorted(os.sched_getaffinity(0))})
     together = [set(device["cores"]) for device in devices if device["hostname"] == devices[0]["hostname"]]
-    facts = machine(len(set().union(*together))) | dict(zip(speeds, slowest.tolist(), strict=True))
+    facts = results.machine(len(set().union(*together))) | dict(zip(speeds, slowest.tolist(), strict=True))
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     return Run(now, options.command, str(dist.get_backend()), facts, devices, rows)
 
@@ -120,3 +110,51 @@ def _verify(trial: Trial, check: bool) -> int:
     trial.reset()
     trial.call()
     return trial.wrong() if check else 0
+
+
+class Report:
+    """Shows a run: lines on stdout, each as soon as it is known. Ranks that do not `tell` show nothing.
+
+    On a terminal where rich is installed the lines have colours (unless NO_COLOR is set) and scroll above a bar that
+    says what runs now. The bar is drawn between cases only: a thread that redraws it would be timed with the calls.
+    """
+
+    def __init__(self, bar: Progress | None, tell: bool) -> None:
+        self._bar, self._tell, self._operation = bar, tell, ""
+
+    def notes(self, lines: Sequence[str], style: str = "dim") -> None:
+        """Show what is not a row: the header, the summary."""
+        for text in lines if self._tell else ():
+            if self._bar:
+                from rich.text import Text
+
+                # A Text has its style to itself; `style=` would be the bar's too.
+                self._bar.console.print(Text(text, style), no_wrap=True, overflow="ignore", crop=False)
+            else:
+                print(text, flush=True)
+
+    def begin(self, case: Case) -> None:
+        """A case is being measured; a heading where the operation changes."""
+        if case.operation != self._operation:
+            self._operation = case.operation
+            self.notes(results.heading(case.operation), "bold")
+        if self._bar:
+            size = f" {format_size(case.size)}" if case.size else ""
+            self._bar.update(self._bar.task_ids[0], description=f"{case.operation}{size}", refresh=True)
+
+    def add(self, row: Row) -> None:
+        """It has been measured."""
+        self.notes([results.line(row)], "bold red" if row.wrong else "")
+        if self._bar:
+            self._bar.advance(self._bar.task_ids[0])
+
+
+def _bar(total: int) -> Progress | None:
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        return None
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, transient=True, auto_refresh=False)
+    bar.add_task("", total=total)
+    return bar

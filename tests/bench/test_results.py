@@ -9,8 +9,7 @@ import pytest
 
 from fastcoll.bench import results
 from fastcoll.bench.cases import Case
-from fastcoll.bench.results import Run, header, in_short, per_element, write_csv, write_json
-from fastcoll.bench.show import draw
+from fastcoll.bench.results import Run, draw, header, in_short, per_element, write_csv, write_json
 from fastcoll.bench.timing import Schedule, Timing
 
 
