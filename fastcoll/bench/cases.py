@@ -103,19 +103,19 @@ def _choose(what: str, name: str, known: Iterable[str]) -> str:
 def parse_dtype(text: str) -> np.dtype[Any]:
     """The dtype of numbers that `text` names: NumPy's names, half, float, double and bfloat16, by ml_dtypes."""
     name = _ALIASES.get(text.lower(), text.lower())
+    kind: Any = name
     if name == "bfloat16":
         try:
-            from ml_dtypes import bfloat16
+            from ml_dtypes import bfloat16 as kind
         except ImportError as error:
             cure = "dtype bfloat16 needs the package ml_dtypes; pip install ml_dtypes"
             raise UnavailableError(cure) from error
-        return np.dtype(bfloat16)
     known = "give e.g. float32, float64, int32, bfloat16"
     try:
-        dtype = np.dtype(name)
+        dtype: np.dtype[Any] = np.dtype(kind)
     except TypeError as error:
         raise UsageError(f"there is no dtype {text!r}; {known}") from error
-    if dtype.kind not in "biufc":
+    if dtype.kind not in "biufc" and kind is name:
         raise UsageError(f"dtype {text!r} holds no numbers; {known}")
     return dtype
 
