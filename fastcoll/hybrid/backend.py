@@ -79,13 +79,7 @@ class HybridBackend(Backend):
 
     @classmethod
     def make(
-        cls,
-        store: Store,
-        name: str,
-        members: Sequence[Member],
-        rank: int,
-        timeout: float,
-        crowd: Sequence[Member] | None = None,
+        cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
     ) -> HybridBackend:
         """Meet the other members; collective. The arguments and errors are those of ShmBackend and TcpBackend."""
         topology = Topology.of(members, rank)
@@ -99,17 +93,15 @@ class HybridBackend(Backend):
             return made
 
         try:
-            everyone = TcpBackend.make(store, name, members, rank, timeout, crowd)
+            everyone = TcpBackend.make(store, name, members, rank, timeout)
             # Of a part of the world it is not known here how many other ranks are on the node.
             is_world = len(members) == members[rank].world_size
-            neighbours = len(topology.local) if is_world else None
-            near = part(
-                partial(ShmBackend.make, neighbours=neighbours), f"node{topology.node}", topology.local
-            )
+            inside = partial(ShmBackend.make, neighbours=len(topology.local) if is_world else None)
+            near = part(inside, f"node{topology.node}", topology.local)
             assert isinstance(near, ShmBackend)
             if topology.rail is not None:
-                make = partial(_between_nodes(), crowd=crowd or members)
-                part(make, f"rail{topology.local_rank}", topology.rail)
+                between = partial(_between_nodes(), crowd=members)
+                part(between, f"rail{topology.local_rank}", topology.rail)
         except BaseException as error:
             for place in range(topology.rails):  # whoever makes a rail already looks at its store only
                 GroupMeeting(PrefixStore(f"rail{place}", store), members, rank, timeout, name).tell(error)
@@ -151,11 +143,9 @@ class HybridBackend(Backend):
                 return None
             return self._places.get(peer)
 
-        def send(tensor: Any, dst: int, tag: int = 0) -> None:
-            place = place_of(dst, tag)
-            if place is None:
-                flat["send"](tensor, dst, tag)
-                return None
+        def send(tensor: Any, dst: int, tag: int = 0) -> Any:
+            if (place := place_of(dst, tag)) is None:
+                return flat["send"](tensor, dst, tag)
             try:
                 status = ring_kernels.send.call(rings, place, tensor, tag, -1)
                 if status == DONE:
@@ -167,14 +157,13 @@ class HybridBackend(Backend):
                 raise
             return ProcessGroup.send(group, tensor, dst, tag)
 
-        def recv(tensor: Any, src: int | None = None, tag: int = 0) -> int:
-            place = place_of(src, tag)
-            if place is None:
-                return int(flat["recv"](tensor, src, tag))
+        def recv(tensor: Any, src: Any = None, tag: int = 0) -> Any:
+            if (place := place_of(src, tag)) is None:
+                return flat["recv"](tensor, src, tag)
             try:
                 status = ring_kernels.receive.call(rings, place, tensor, tag, -1)
                 if status < DONE:
-                    return int(src)  # type: ignore[arg-type]
+                    return src
                 if status != LATER:
                     return messages.resume_receive(status, tensor, src, tag)
             except BaseException as error:
@@ -187,8 +176,7 @@ class HybridBackend(Backend):
     # ---- operations ----------------------------------------------------------------------------------
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        work = self._through_nodes(operation)
-        if work is None:
+        if not self._goes_through_nodes(operation):
             return self._everyone.plan(operation, timeout)
         meeting = self._everyone.meeting(operation)
         calls = self._everyone.context
@@ -197,42 +185,58 @@ class HybridBackend(Backend):
             before = calls[words.CALLS]
             try:
                 meeting()
-                work()
+                _WAYS[operation.kind](self, operation)
             except BaseException as error:
                 if isinstance(error, MismatchError) or calls[words.CALLS] == before:
                     raise  # no rank goes on, or this one did not begin
-                failure = self._broken_off(error)
+                doing = self._everyone.doing()
+                if not isinstance(error, GroupError):
+                    self._everyone.interrupted(error, doing)
+                    raise
+                # A part says who left it; the monitor of all ranks knows why.
+                deadline = time.monotonic() + _REASON_SECONDS
+                while (found := self.monitor.verdict([], doing)) is None and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                failure = found or error
+                self.fail(failure)
                 if failure is error:
                     raise
                 raise failure.with_traceback(None) from error
 
         return call
 
-    def _through_nodes(self, operation: Operation) -> Call | None:
-        """What the groups of this node and rail do after the meeting; None: all ranks take the direct way."""
+    def _goes_through_nodes(self, operation: Operation) -> bool:
+        """Whether the groups of this node and rail carry it out after the meeting; else all ranks go the direct way."""
         kind, outputs, inputs, op, _, _ = operation
         if kind not in _WAYS:
-            return None
+            return False
         sizes = [x.nbytes for x in (inputs if kind == "reduce_scatter" else outputs)]
         if max(sizes) <= self._direct:
-            return None
+            return False
         # A user's function is folded in rank order only.
         if op is not None and op.function is not None and not self._topology.in_order:
-            return None
-        if kind in ("reduce_scatter", "all_gather") and (not self._topology.even or len(set(sizes)) > 1):
-            return None
-        return partial(_WAYS[kind], self, operation)
+            return False
+        blocks_differ = not self._topology.even or len(set(sizes)) > 1
+        return not (blocks_differ and kind in ("reduce_scatter", "all_gather"))
 
     def _all_reduce(self, operation: Operation) -> None:
-        assert operation.op is not None
-        self._reduce_everywhere(operation.outputs[0], operation.op)
+        x, op = operation.outputs[0], operation.op
+        assert op is not None
+        if x.nbytes > SMALL:
+            self._reduce_by_rails(x, op)
+            return
+        self.local.reduce(x, 0, sum_for(op))
+        if self._topology.local_rank == 0:
+            assert self.rail is not None
+            self.rail.all_reduce(x, sum_for(op))
+            self._divide(x, op)
+        self.local.broadcast(x, 0)
 
     def _reduce(self, operation: Operation) -> None:
-        (out,), (x,), op = operation.outputs, operation.inputs, operation.op
-        assert op is not None
+        (out,), (x,) = operation.outputs, operation.inputs
         is_root = self.gate.rank == operation.root
         total = out if is_root and out is x else x.copy()
-        self._reduce_everywhere(total, op)
+        self._all_reduce(Operation("all_reduce", (total,), (), operation.op))
         if is_root:
             out[...] = total
 
@@ -272,26 +276,11 @@ class HybridBackend(Backend):
             for place, rank in enumerate(ranks):
                 outs[rank].reshape(-1)[...] = everything[place, number]
 
-    # ---- reducing through nodes ----------------------------------------------------------------------
-
-    def _reduce_everywhere(self, x: Array, op: ReduceOp) -> None:
-        """x = the reduction over all ranks."""
-        if x.nbytes <= SMALL:
-            self.local.reduce(x, 0, sum_for(op))
-            if self._topology.local_rank == 0:
-                assert self.rail is not None
-                self.rail.all_reduce(x, sum_for(op))
-                self._divide(x, op)
-            self.local.broadcast(x, 0)
-        else:
-            self._reduce_by_rails(x, op)
-
     def _reduce_by_rails(self, x: Array, op: ReduceOp) -> None:
         """Each rail reduces its part of each segment; while one travels, the next is reduced in shared memory."""
-        under_way: list[tuple[list[Array], Work | None]] = []
-        flat, rails = x.reshape(-1), self._topology.rails
-        items = max(rails, rails * SEGMENT // x.itemsize)
-        segments = cut(flat, items)
+        before: tuple[list[Array], Work | None] | None = None
+        rails = self._topology.rails
+        segments = cut(x.reshape(-1), max(rails, rails * SEGMENT // x.itemsize))
         for segment in segments:
             parts = self._parts_of(segment)
             own = parts[self._topology.local_rank]
@@ -299,11 +288,11 @@ class HybridBackend(Backend):
             # With nothing to overlap it with, handing over to another thread only costs.
             overlaps = len(segments) > 1
             work = None if self.rail is None else self.rail.all_reduce(own, sum_for(op), async_op=overlaps)
-            under_way.append((parts, work))
-            if len(under_way) > 1:
-                self._share(*under_way.pop(0), op)
-        for parts, work in under_way:
-            self._share(parts, work, op)
+            if before is not None:
+                self._share(*before, op)
+            before = parts, work
+        if before is not None:
+            self._share(*before, op)
 
     def _share(self, parts: list[Array], work: Work | None, op: ReduceOp) -> None:
         """Give each rank of the node what the others have got."""
@@ -323,21 +312,7 @@ class HybridBackend(Backend):
         if op.code == AVG:
             divide(x, self.gate.size)
 
-    # ---- when things go wrong, and the end -----------------------------------------------------------
-
-    def _broken_off(self, error: BaseException) -> BaseException:
-        """What to raise when a call ended in the middle of its way, after telling all ranks."""
-        doing = self._everyone.doing()
-        if not isinstance(error, GroupError):
-            self._everyone.interrupted(error, doing)
-            return error
-        # A part says who left it; the monitor of all ranks knows why.
-        deadline = time.monotonic() + _REASON_SECONDS
-        while (found := self.monitor.verdict([], doing)) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        failure = found or error
-        self.fail(failure)
-        return failure
+    # ---- the end -------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         for part in self._parts:
