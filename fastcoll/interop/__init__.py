@@ -1,5 +1,4 @@
-"""Other libraries' arrays, seen as ndarrays over the same memory or refused with the cure.
+"""Other libraries' arrays, seen as ndarrays over the same memory or refused with the cure: a file a kind of library.
 
-A file a library, or a kind of them. None of these libraries is imported here: who has made one of their arrays has
-imported it. `arrays.py` asks by the array's type.
+None of them is imported here: who has made one of their arrays has imported it. `arrays.py` asks by the array's type.
 """

@@ -8,20 +8,30 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArrayError
+
 Array = np.ndarray[Any, Any]
+
+
+class OnDeviceError(ArrayError):
+    """The array is not in host memory; a group that serves GPUs takes it in another way."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(
+            f"{what} is on a GPU ({where}), and this call takes host arrays: copy it there first"
+        )
 
 
 class Adopted:
     """An array as the backends use it, and what is owed to the caller's.
 
     Attributes:
-        array: C-contiguous; the caller's own memory, or a packed copy of it.
+        array: C-contiguous; the caller's own memory, or a packed copy, which goes back by `owner[...] = array`.
     """
 
     __slots__ = ("_owner", "array")
 
     def __init__(self, array: Array, owner: Any = None) -> None:
-        """`owner`: what the copy goes back to by `owner[...] = array`."""
         self.array = array
         self._owner = owner
 
@@ -45,11 +55,7 @@ class Adopted:
         ctypes.memmove(self.array.ctypes.data, address, nbytes)
 
     def finish(self) -> Any:
-        """Write the packed copy of a writable array back; nothing to do for any other.
-
-        Returns:
-            None, or the new array that stands for an immutable one.
-        """
+        """Write a packed copy back; the new array that stands for an immutable one, else None."""
         if self._owner is not None:
             self._owner[...] = self.array
         return None
@@ -66,7 +72,6 @@ class Renewed(Adopted):
         self._renew = renew
 
     def finish(self) -> Any:
-        """The array after the call, in its own library's form."""
         return self._renew(self.array)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ArrayError, UsageError
 from . import columns, jax_arrays, tensors
-from .adopted import Adopted, Array, Renewed, finish_all
+from .adopted import Adopted, Array, OnDeviceError, Renewed, finish_all
 
 __all__ = ["Adopted", "Array", "OnDeviceError", "Renewed", "adopt", "adopt_list", "finish_all", "room_like"]
 
@@ -23,12 +23,19 @@ _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost (dlpack.h)
 _NEVER_COPY: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
 
 
-class OnDeviceError(ArrayError):
-    """The array is not in host memory; a group that serves GPUs takes it in another way."""
+# What takes an array of a library in, or says by None that it is none, by where the array's type is from.
+_LIBRARIES: dict[str, Callable[[Any, str, bool, bool], Array | Adopted | None]] = {
+    "torch": tensors.adopt,
+    "jax": jax_arrays.adopt,
+    "jaxlib": jax_arrays.adopt,
+    "pandas": columns.of_pandas,
+    "polars": columns.of_polars,
+    "pyarrow": columns.of_arrow,
+}
 
 
 def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) -> Adopted:
-    """Take an array in: NumPy's, of a library in `kinds`, or one that speaks DLPack, the array interface or buffers.
+    """Take an array in: NumPy's, of a library in `_LIBRARIES`, or one that speaks DLPack, array interface or buffers.
 
     Args:
         x: the caller's array, of any number of dimensions, also 0; NumPy scalars too, where they are only read.
@@ -67,15 +74,7 @@ def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) 
 def adopt_list(
     xs: Sequence[Any], n: int, *, writable: bool, what: str, adopt: Callable[..., Adopted] = adopt
 ) -> list[Adopted]:
-    """Take in a list of exactly `n` arrays, one a rank.
-
-    Args:
-        adopt: what takes each of them in, for groups that take arrays on GPUs.
-
-    Raises:
-        UsageError: it is no list or tuple, or has another length.
-        ArrayError: an item cannot be used; the message has its index.
-    """
+    """Take in a list of exactly `n` arrays, one a rank, each by `adopt`; messages have an item's index."""
     if not isinstance(xs, Sequence) or isinstance(xs, str | bytes | bytearray | memoryview):
         raise UsageError(f"{what} must be a list of {n} arrays, got {type(xs).__name__}")
     if len(xs) != n:
@@ -84,19 +83,19 @@ def adopt_list(
 
 
 def room_like(x: Any, adopted: Array, shape: Sequence[int]) -> Renewed:
-    """Room in host memory for an array of x's library and dtype; `finish` makes it, a NumPy array for most libraries.
-
-    Args:
-        adopted: x, adopted.
-    """
-    library = {kind.__module__.partition(".")[0] for kind in type(x).__mro__}
+    """Room in host memory for an array as x, `adopted`, is; `finish` makes it, a NumPy array for most libraries."""
+    library = set(_libraries(x))
     if "torch" in library:
         tensor = x.new_empty(tuple(shape))
         return Renewed(adopt(tensor, writable=True).array, lambda _: tensor)
     array = np.empty(shape, adopted.dtype)
     if library & {"jax", "jaxlib"}:
-        return Renewed(array, partial(jax_arrays.from_numpy, like=x))
+        return Renewed(array, partial(jax_arrays.from_numpy, sharding=x.sharding, dtype=x.dtype))
     return Renewed(array, lambda same: same)
+
+
+def _libraries(x: Any) -> list[str]:
+    return [kind.__module__.partition(".")[0] for kind in type(x).__mro__]
 
 
 def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopted:
@@ -108,65 +107,35 @@ def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopt
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)
     if isinstance(x, np.generic):
-        return _scalar(x, what, writable)
-    if (known := _of_library(x, what, writable, renew)) is not None:
+        if writable:
+            raise ArrayError(
+                f"{what} is a NumPy scalar ({x.dtype}), which cannot be written to; give an array, e.g. numpy.array(x)"
+            )
+        return np.asarray(x)
+    library = next((name for name in _libraries(x) if name in _LIBRARIES), None)
+    if library and (known := _LIBRARIES[library](x, what, writable, renew)) is not None:
         return known
-    _refuse_other_devices(x, what)
+    if hasattr(x, "__cuda_array_interface__"):
+        raise OnDeviceError(what, type(x).__name__)
+    if hasattr(x, "__dlpack_device__"):
+        kind, index = x.__dlpack_device__()
+        if kind not in _DLPACK_HOST:
+            raise OnDeviceError(what, f"DLPack device type {int(kind)}, number {index}")
     # The array interface and buffers come first, as they always say whether the memory may be written to.
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__"):
         return _from_dlpack(x, what, writable)
-    return _from_buffer(x, what)
-
-
-def _of_library(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopted | None:
-    """An array of a library that has a file in `kinds`, by the libraries that its classes are from."""
-    for kind in type(x).__mro__:
-        library = kind.__module__.partition(".")[0]
-        if library == "torch":
-            return _tensor(x, what, writable)
-        if library in ("jax", "jaxlib"):
-            return jax_arrays.adopt(x, what, writable, renew)
-        if library in _COLUMNS:
-            return _COLUMNS[library](x, what, writable)
-    return None
-
-
-_COLUMNS: dict[str, Callable[[Any, str, bool], Array | None]] = {
-    "pandas": columns.of_pandas,
-    "polars": columns.of_polars,
-    "pyarrow": columns.of_arrow,
-}
-
-
-def _scalar(x: np.generic, what: str, writable: bool) -> Array:
-    if writable:
+    try:
+        view = memoryview(x)
+    except TypeError:
+        raise ArrayError(f"{what} must be an array, got {type(x).__name__}; {_cure(x)}") from None
+    try:
+        return np.asarray(view)
+    except (BufferError, ValueError) as error:
         raise ArrayError(
-            f"{what} is a NumPy scalar ({x.dtype}), which cannot be written to; give an array, e.g. numpy.array(x)"
-        )
-    return np.asarray(x)
-
-
-def _tensor(x: Any, what: str, writable: bool) -> Array | Adopted | None:
-    if tensors.is_elsewhere(x):
-        raise _on_a_gpu(what, str(x.device))
-    return tensors.adopt(x, what, writable)
-
-
-def _refuse_other_devices(x: Any, what: str) -> None:
-    if hasattr(x, "__cuda_array_interface__"):
-        raise _on_a_gpu(what, type(x).__name__)
-    if hasattr(x, "__dlpack_device__"):
-        kind, index = x.__dlpack_device__()
-        if kind not in _DLPACK_HOST:
-            raise _on_a_gpu(what, f"DLPack device type {int(kind)}, number {index}")
-
-
-def _on_a_gpu(what: str, where: str) -> OnDeviceError:
-    return OnDeviceError(
-        f"{what} is on a GPU ({where}), and this call takes host arrays: copy it there first"
-    )
+            f"{what} is a {type(x).__name__} whose buffer NumPy cannot view: {error}; give a NumPy array"
+        ) from error
 
 
 def _from_dlpack(x: Any, what: str, writable: bool) -> Array:
@@ -184,19 +153,6 @@ def _from_dlpack(x: Any, what: str, writable: bool) -> Array:
     return array
 
 
-def _from_buffer(x: Any, what: str) -> Array:
-    try:
-        view = memoryview(x)
-    except TypeError:
-        raise ArrayError(f"{what} must be an array, got {type(x).__name__}; {_cure(x)}") from None
-    try:
-        return np.asarray(view)
-    except (BufferError, ValueError) as error:
-        raise ArrayError(
-            f"{what} is a {type(x).__name__} whose buffer NumPy cannot view: {error}; give a NumPy array"
-        ) from error
-
-
 def _cure(x: Any) -> str:
     if x is None:
         return "every rank gives one"
@@ -208,9 +164,7 @@ def _cure(x: Any) -> str:
 def _may_overlap(x: Array) -> bool:
     """Whether two elements may share memory: some stride does not step over all of the smaller ones' extent."""
     extent = x.itemsize
-    for stride, length in sorted(
-        (abs(stride), length) for stride, length in zip(x.strides, x.shape, strict=True)
-    ):
+    for stride, length in sorted(zip(map(abs, x.strides), x.shape, strict=True)):
         if length > 1:
             if stride < extent:
                 return True

@@ -23,12 +23,8 @@ _PANDAS_CURES = (  # by a part of the dtype's name
 )
 
 
-def of_pandas(x: Any, what: str, writable: bool) -> Array | None:
-    """A Series, an Index or one of pandas' arrays; None for what is none of them.
-
-    Raises:
-        ArrayError: it has missing values, elements of no fixed size, or the call writes into it.
-    """
+def of_pandas(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
+    """A Series, an Index or one of pandas' arrays; None for what is none of them."""
     pandas = sys.modules["pandas"]
     if isinstance(x, pandas.DataFrame):
         raise ArrayError(f"{what} is a pandas DataFrame; give its columns one by one, or x.to_numpy()")
@@ -47,33 +43,25 @@ def _elements_of_pandas(pandas: Any, x: Any, what: str) -> Array:
     dtype = x.dtype.numpy_dtype if isinstance(x, pandas.arrays.NumpyExtensionArray) else x.dtype
     if isinstance(dtype, np.dtype) and not dtype.hasobject:
         return np.asarray(x.to_numpy())
-    name = str(dtype)
-    arrow = isinstance(dtype, pandas.ArrowDtype)
-    nullable = getattr(dtype, "numpy_dtype", None)
-    if not (arrow or isinstance(nullable, np.dtype)) or name.startswith("str"):
-        cure = next((cure for part, cure in _PANDAS_CURES if part in name), "give x.to_numpy(dtype=...)")
-        raise ArrayError(
-            f"{what} is a pandas {type(x).__name__} of {name}, which NumPy has no dtype for; {cure}"
+    name = f"{what} is a pandas {type(x).__name__} of {dtype}"
+    arrow, nullable = isinstance(dtype, pandas.ArrowDtype), getattr(dtype, "numpy_dtype", None)
+    if not (arrow or isinstance(nullable, np.dtype)) or str(dtype).startswith("str"):
+        cure = next(
+            (cure for part, cure in _PANDAS_CURES if part in str(dtype)), "give x.to_numpy(dtype=...)"
         )
+        raise ArrayError(f"{name}, which NumPy has no dtype for; {cure}")
     if x.isna().any():
-        raise ArrayError(
-            f"{what} is a pandas {type(x).__name__} of {name} with missing values; give x.fillna(value) or x.dropna()"
-        )
+        raise ArrayError(f"{name} with missing values; give x.fillna(value) or x.dropna()")
     if arrow:
-        return _of_arrow_array(
-            getattr(x, "array", x).__arrow_array__(), what, "x.astype('uint8')", "x.to_numpy()"
-        )
+        column = getattr(x, "array", x).__arrow_array__()
+        return _elements_of_arrow(column, what, "x.astype('uint8')", "x.to_numpy()")
     array = np.asarray(x.to_numpy(dtype=nullable)).view()
     array.flags.writeable = False
     return array
 
 
-def of_arrow(x: Any, what: str, writable: bool) -> Array | None:
-    """An Array, a ChunkedArray of at most one chunk, or a Tensor; None for what is none, as a buffer.
-
-    Raises:
-        ArrayError: it has missing values, several chunks, elements of no fixed size, or the call writes into it.
-    """
+def of_arrow(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
+    """An Array, a ChunkedArray of at most one chunk, or a Tensor; None for what is none, as a buffer."""
     arrow = sys.modules["pyarrow"]
     if isinstance(x, arrow.Table | arrow.RecordBatch):
         raise ArrayError(f"{what} is an Arrow {type(x).__name__}; give its columns one by one")
@@ -82,64 +70,57 @@ def of_arrow(x: Any, what: str, writable: bool) -> Array | None:
     if not isinstance(x, arrow.Array | arrow.ChunkedArray):
         return None
     if writable:
-        _refuse_to_write(what, f"an Arrow {type(x).__name__}", "pyarrow.array(output)")
-    return _of_arrow_array(x, what)
+        raise _immutable(what, f"an Arrow {type(x).__name__}", "pyarrow.array(output)")
+    return _elements_of_arrow(x, what, "x.cast(pyarrow.uint8())", "x.combine_chunks()")
 
 
-def _of_arrow_array(
-    x: Any, what: str, unpacked: str = "x.cast(pyarrow.uint8())", whole: str = "x.combine_chunks()"
-) -> Array:
-    """An Array, or a ChunkedArray of at most one chunk; `unpacked` and `whole`: cures for bits and for chunks."""
+def _elements_of_arrow(x: Any, what: str, unpacked: str, whole: str) -> Array:
+    """The cures: `unpacked` for bits, `whole` for chunks."""
     arrow = sys.modules["pyarrow"]
-    name = f"an Arrow {type(x).__name__} of {x.type}"
+    name = f"{what} is an Arrow {type(x).__name__} of {x.type}"
     if x.null_count:
-        raise ArrayError(f"{what} is {name} with nulls; give x.fill_null(value) or x.drop_null()")
+        raise ArrayError(f"{name} with nulls; give x.fill_null(value) or x.drop_null()")
     if isinstance(x, arrow.ChunkedArray):
         if x.num_chunks > 1:
-            raise ArrayError(f"{what} is {name} in {x.num_chunks} chunks; give {whole}")
+            raise ArrayError(f"{name} in {x.num_chunks} chunks; give {whole}")
         x = x.chunk(0) if x.num_chunks else arrow.array([], x.type)
     if arrow.types.is_boolean(x.type):
-        raise ArrayError(f"{what} is {name}, packed into bits; give {unpacked}")
+        raise ArrayError(f"{name}, packed into bits; give {unpacked}")
     try:
         array: Array = x.to_numpy(zero_copy_only=True)
     except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError) as error:
-        raise ArrayError(
-            f"{what} is {name}, whose elements NumPy cannot view; give x.cast to a number, the parts that it is made "
-            "of (x.indices, x.flatten()), or use the object collectives"
-        ) from error
+        cure = "give x.cast to a number, the parts that it is made of (x.indices, x.flatten())"
+        raise _unseen(name, cure) from error
     return array
 
 
-def of_polars(x: Any, what: str, writable: bool) -> Array | None:
-    """A Series; None for what is none.
-
-    Raises:
-        ArrayError: it has missing values, several chunks, elements of no fixed size, or the call writes into it.
-    """
+def of_polars(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
+    """A Series; None for what is none."""
     polars = sys.modules["polars"]
     if isinstance(x, polars.DataFrame | polars.LazyFrame):
         raise ArrayError(f"{what} is a polars {type(x).__name__}; give its columns one by one")
     if not isinstance(x, polars.Series):
         return None
     if writable:
-        _refuse_to_write(what, "a polars Series", "polars.Series(output)")
-    name = f"a polars Series of {x.dtype}"
+        raise _immutable(what, "a polars Series", "polars.Series(output)")
+    name = f"{what} is a polars Series of {x.dtype}"
     if x.null_count():
-        raise ArrayError(f"{what} is {name} with nulls; give x.fill_null(value) or x.drop_nulls()")
+        raise ArrayError(f"{name} with nulls; give x.fill_null(value) or x.drop_nulls()")
     if x.n_chunks() > 1:
-        raise ArrayError(f"{what} is {name} in {x.n_chunks()} chunks; give x.rechunk()")
+        raise ArrayError(f"{name} in {x.n_chunks()} chunks; give x.rechunk()")
     try:
         array: Array = x.to_numpy(allow_copy=False)
     except RuntimeError as error:
-        raise ArrayError(
-            f"{what} is {name}, whose elements NumPy cannot view; give x.cast to a number (Booleans: polars.UInt8), "
-            "or use the object collectives"
-        ) from error
+        raise _unseen(name, "give x.cast to a number (Booleans: polars.UInt8)") from error
     return array
 
 
-def _refuse_to_write(what: str, name: str, back: str) -> None:
-    raise ArrayError(
+def _immutable(what: str, name: str, back: str) -> ArrayError:
+    return ArrayError(
         f"{what} is {name}, which is immutable, and the result goes there; give a NumPy array as the output, and "
         f"make {back} of it afterwards"
     )
+
+
+def _unseen(name: str, cure: str) -> ArrayError:
+    return ArrayError(f"{name}, whose elements NumPy cannot view; {cure}, or use the object collectives")

@@ -6,6 +6,7 @@ can be moved and compared by dtype; bfloat16 can be reduced too, since kernels k
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -22,27 +23,18 @@ class bfloat(np.void):  # type: ignore[misc]  # final for type checkers only
 
 @lru_cache(maxsize=256)
 def dtype_of(name: str, itemsize: int) -> np.dtype[Any]:
-    """The dtype of that name; one object for each, as kernels tell dtypes apart by their address.
-
-    Args:
-        name: NumPy's, ml_dtypes' or torch's name of it.
-        itemsize: bytes of an element.
-    """
+    """The dtype that NumPy, ml_dtypes or torch calls so; one object for each: kernels know dtypes by their address."""
     if name in _NUMPY:
         return np.dtype(name)
-    if name.startswith(("bfloat16", "float8")) and (known := _of_ml_dtypes(name)):
-        return known
+    if name.startswith(("bfloat16", "float8")):
+        with suppress(ImportError, AttributeError):
+            import ml_dtypes
+
+            known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+            return known
     # A record of one field, as NumPy takes plain void dtypes of one size for the same.
     record = np.dtype([(name, f"V{itemsize}")])
     return np.dtype((bfloat, record)) if name == "bfloat16" else record
-
-
-def _of_ml_dtypes(name: str) -> np.dtype[Any] | None:
-    try:
-        import ml_dtypes
-    except ImportError:
-        return None
-    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else None
 
 
 def widened(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -15,49 +15,11 @@ from .adopted import Array, Renewed
 def adopt(x: Any, what: str, writable: bool, renew: bool) -> Renewed | Array | None:
     """A JAX array in host memory; None for what is none, or is on another device.
 
-    Args:
-        writable: whether the call writes into it.
-        renew: whether the call can return a new array instead.
-
-    Raises:
-        ArrayError: it has no elements here, or the call writes into it and returns nothing.
+    What has no elements here is refused, and what the call writes into, unless it can `renew` it: return a new array.
     """
     jax = sys.modules["jax"]
     if not isinstance(x, jax.Array):
         return None
-    _refuse_special(jax, x, what)
-    if next(iter(x.devices())).platform != "cpu":
-        return None
-    if writable and not renew:
-        raise ArrayError(
-            f"{what} is a JAX array, which is immutable, and the result goes there; give a NumPy array, "
-            "e.g. numpy.empty(x.shape, x.dtype), and make jax.numpy.asarray of it afterwards"
-        )
-    array = np.asarray(
-        x
-    )  # waits for the computation; no copy on the CPU, of any dtype, where DLPack knows fewer
-    if not renew:
-        return array
-    if not writable:
-        return Renewed(np.ascontiguousarray(array), lambda same: x)
-    return Renewed(array.copy(order="C"), partial(_renewed, jax, x.sharding, x.dtype))
-
-
-def from_numpy(array: Array, like: Any) -> Any:
-    """A JAX array with these elements, where another one is."""
-    return _renewed(sys.modules["jax"], like.sharding, like.dtype, array)
-
-
-def _renewed(jax: Any, sharding: Any, dtype: Any, result: Array) -> Any:
-    """The result as a JAX array where the caller's was."""
-    # Asynchronous calls end on another thread, where 64 bits may not be enabled as they were for the caller.
-    if dtype.itemsize < 8:
-        return jax.device_put(result, sharding)
-    with jax.enable_x64(True):
-        return jax.device_put(result, sharding)
-
-
-def _refuse_special(jax: Any, x: Any, what: str) -> None:
     if isinstance(x, jax.core.Tracer):
         raise ArrayError(
             f"{what} is traced by JAX ({type(x).__name__}), so it has no elements yet; call from outside jax.jit, "
@@ -72,3 +34,27 @@ def _refuse_special(jax: Any, x: Any, what: str) -> None:
             f"{what} is a JAX array on {len(x.devices())} devices; give numpy.asarray(x), or the data of its "
             "addressable_shards one by one"
         )
+    if next(iter(x.devices())).platform != "cpu":
+        return None
+    if writable and not renew:
+        raise ArrayError(
+            f"{what} is a JAX array, which is immutable, and the result goes there; give a NumPy array, "
+            "e.g. numpy.empty(x.shape, x.dtype), and make jax.numpy.asarray of it afterwards"
+        )
+    # Waits for the computation; no copy on the CPU, of any dtype, where DLPack knows fewer.
+    array = np.asarray(x)
+    if not renew:
+        return array
+    if not writable:
+        return Renewed(np.ascontiguousarray(array), lambda same: x)
+    return Renewed(array.copy(order="C"), partial(from_numpy, sharding=x.sharding, dtype=x.dtype))
+
+
+def from_numpy(array: Array, sharding: Any, dtype: Any) -> Any:
+    """A JAX array with these elements, where another one is."""
+    jax = sys.modules["jax"]
+    # Asynchronous calls end on another thread, where 64 bits may not be enabled as they were for the caller.
+    if dtype.itemsize < 8:
+        return jax.device_put(array, sharding)
+    with jax.enable_x64(True):
+        return jax.device_put(array, sharding)

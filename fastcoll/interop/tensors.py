@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArrayError
-from .adopted import Adopted, Array
+from .adopted import Adopted, Array, OnDeviceError
 from .dtypes import dtype_of
 
 _CURES = {
@@ -26,31 +26,63 @@ _CURES = {
 }
 
 
-def is_elsewhere(x: Any) -> bool:
-    """Whether this is a tensor with data that is not in host memory."""
-    return isinstance(x, sys.modules["torch"].Tensor) and not (x.is_cpu or x.is_meta)
-
-
-def adopt(x: Any, what: str, writable: bool) -> Adopted | Array | None:
-    """A tensor in host memory; None for what is no tensor.
-
-    Raises:
-        ArrayError: its elements do not lie in memory as an array's.
-    """
+def adopt(x: Any, what: str, writable: bool, renew: bool) -> Adopted | Array | None:
+    """A tensor in host memory; None for what is no tensor. One whose elements do not lie as an array's is refused."""
     torch = sys.modules["torch"]
     if not isinstance(x, torch.Tensor):
         return None
-    _refuse_special(torch, x, what)
+    if not (x.is_cpu or x.is_meta):
+        raise OnDeviceError(what, str(x.device))
+    if odd := _oddity(torch, x):
+        raise _refusal(what, x, *odd)
     x = x.detach()
     try:
-        if x.is_conj() or x.is_neg():
-            return _resolved(x, writable)
+        if (
+            x.is_conj() or x.is_neg()
+        ):  # the view of memory does more than lie there: a copy, and back the same way
+            copy = x.resolve_conj().resolve_neg().contiguous()
+            return Adopted(_memory(copy), owner=_Back(x) if writable else None)
         array = _memory(x)
     except RuntimeError as error:
         raise _refusal(what, x, f"has no memory of its own ({error})", "give a tensor with data") from error
     if not plain_types:
         plain_types.update((torch.Tensor, torch.nn.Parameter))
     return array
+
+
+def _oddity(torch: Any, x: Any) -> tuple[str, str] | None:
+    """Why a tensor has no elements in memory, or none that mean something alone, and the cure."""
+    kind = type(x)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind.__name__ in _CURES:
+        cure = _CURES.get(kind.__name__, "give the plain torch.Tensors that it is made of")
+        return "keeps its data in its own way", cure
+    if x.is_meta:
+        cure = "make it with device='cpu', or use torch.empty_like(x, device='cpu')"
+        return "is on the device meta, where it has no data", cure
+    if x.is_nested:
+        return "is nested", "give its x.unbind() one by one, or a padded tensor"
+    if x.is_quantized:
+        cure = "give x.int_repr() and send the scale and zero point, or x.dequantize()"
+        return f"is quantized ({x.dtype})", cure
+    if x.layout is not torch.strided:
+        return f"has the layout {x.layout}", "give x.to_dense(), or its indices and values one by one"
+    return None
+
+
+def _refusal(what: str, x: Any, why: str, cure: str) -> ArrayError:
+    kind = type(x)
+    name = "torch.Tensor" if kind.__module__ == "torch" else f"{kind.__module__}.{kind.__qualname__}"
+    return ArrayError(f"{what} is a {name} that {why}; {cure}")
+
+
+class _Back:
+    """`[...] =` for tensors that NumPy cannot write to."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __setitem__(self, everything: Any, array: Array) -> None:
+        self._x.copy_(sys.modules["torch"].from_numpy(array))
 
 
 def _memory(x: Any) -> Array:
@@ -78,14 +110,8 @@ class _Interface:
 def _at(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: np.dtype[Any], owner: Any
 ) -> Array:
-    typestr = _typestr(dtype)
-    said = {
-        "version": 3,
-        "data": (address, False),
-        "shape": shape,
-        "strides": strides,
-        "typestr": typestr,
-    }
+    data, typestr = (address, False), _typestr(dtype)
+    said = {"version": 3, "data": data, "shape": shape, "strides": strides, "typestr": typestr}
     array = np.asarray(_Interface(said, owner))
     return array if array.dtype is dtype else array.view(dtype)
 
@@ -110,47 +136,6 @@ def _dtype_of(x: Any) -> np.dtype[Any]:
     return dtype_of(str(x.dtype).removeprefix("torch."), x.element_size())
 
 
-class _Back:
-    """`[...] =` for tensors that NumPy cannot write to."""
-
-    def __init__(self, x: Any) -> None:
-        self._x = x
-
-    def __setitem__(self, everything: Any, array: Array) -> None:
-        self._x.copy_(sys.modules["torch"].from_numpy(array))
-
-
-def _resolved(x: Any, writable: bool) -> Adopted:
-    """A view that conjugates or negates what is in memory: a copy, and back the same way."""
-    copy = x.resolve_conj().resolve_neg().contiguous()
-    return Adopted(_memory(copy), owner=_Back(x) if writable else None)
-
-
-def _refuse_special(torch: Any, x: Any, what: str) -> None:
-    """Refuse what has no elements in memory, or none that mean something alone."""
-    kind = type(x)
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind.__name__ in _CURES:
-        cure = _CURES.get(kind.__name__, "give the plain torch.Tensors that it is made of")
-        raise _refusal(what, x, "keeps its data in its own way", cure)
-    if x.is_meta:
-        cure = "make it with device='cpu', or use torch.empty_like(x, device='cpu')"
-        raise _refusal(what, x, "is on the device meta, where it has no data", cure)
-    if x.is_nested:
-        raise _refusal(what, x, "is nested", "give its x.unbind() one by one, or a padded tensor")
-    if x.is_quantized:
-        cure = "give x.int_repr() and send the scale and zero point, or x.dequantize()"
-        raise _refusal(what, x, f"is quantized ({x.dtype})", cure)
-    if x.layout is not torch.strided:
-        cure = "give x.to_dense(), or its indices and values one by one"
-        raise _refusal(what, x, f"has the layout {x.layout}", cure)
-
-
-def _refusal(what: str, x: Any, why: str, cure: str) -> ArrayError:
-    kind = type(x)
-    name = "torch.Tensor" if kind.__module__ == "torch" else f"{kind.__module__}.{kind.__qualname__}"
-    return ArrayError(f"{what} is a {name} that {why}; {cure}")
-
-
 # ---- the short path ---------------------------------------------------------------------------------
 #
 # A *header* is an ndarray that says where a tensor's elements are and owns nothing. The same headers serve again for
@@ -165,7 +150,7 @@ plain_types: set[type] = set()
 """Tensor and Parameter, once a tensor was adopted."""
 
 _headers: dict[Any, Array] = {}
-_complex_headers: dict[Any, Array] = {}
+_complex_headers: dict[Any, Array] = {}  # by themselves, as no other tensors can be conjugated
 
 
 def headers_for(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -196,14 +181,9 @@ def header_of(x: Any) -> Any:
 
 
 def _new_header(place: tuple[int, Any, Any], x: Any) -> Any:
-    if place[0] == 0 or x.is_quantized or not _is_backed(x):
+    if place[0] == 0 or x.is_quantized or x.is_conj() or not _is_backed(x):
         return x
-    if x.is_complex():  # in a memo of their own, as no other tensors can be conjugated
-        return x if x.is_conj() else _remembered(_complex_headers, place, x)
-    return _remembered(_headers, place, x)
-
-
-def _remembered(headers: dict[Any, Array], place: tuple[int, Any, Any], x: Any) -> Array:
+    headers = _complex_headers if x.is_complex() else _headers
     header = headers.get(place)
     if header is None:
         if len(headers) >= _LARGEST_MEMO:
