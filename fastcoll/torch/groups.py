@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -25,14 +26,16 @@ from ..core.group import ProcessGroup
 from ..core.members import Member, forget, speak_as
 from ..core.processes import this_process
 from ..errors import AbortedError, GroupError, StoreTimeoutError, UnavailableError, UsageError
-from ..rendezvous import HashStore, PrefixStore
+from ..rendezvous import HashStore, PrefixStore, Store
 from ..rendezvous.join import join
+from ..rendezvous.store import listed
 from ..rendezvous.views import TorchStore
-from .completion import completions
-from .meeting import meet_anew
+from ..rendezvous.waiting import LateWarning, fetch_for
+from .work import completions
 
 _log = logging.getLogger("fastcoll")
 _SETTLE_SECONDS = 5.0
+_POLL_SECONDS = 0.01
 
 _made: dict[ProcessGroup, Sequence[Member]] = {}
 
@@ -40,19 +43,12 @@ _made: dict[ProcessGroup, Sequence[Member]] = {}
 def make_group(
     store: Any, name: str, rank: int, size: int, timeout: float, global_ranks: Sequence[int], world_size: int
 ) -> ProcessGroup:
-    """Meet the other members; collective.
+    """Meet the other members in torch's `store`; collective. `timeout` is for this and for every call on the group.
 
     Args:
-        store: torch's store for this group, shared by all members.
-        name: torch's name of the group, for error messages.
         rank, size: this process's group rank, and the number of members.
-        timeout: seconds, for this and for every call on the group.
         global_ranks: of the members, in the order of their group ranks; empty: the same numbers.
         world_size: ranks of the whole job.
-
-    Raises:
-        PeerDiedError, StoreTimeoutError: a member died or did not come in time.
-        ResourceError: no shared memory or no port.
     """
     config.check()
     _watch_ends()
@@ -95,10 +91,7 @@ def refuse_gpus(group: ProcessGroup) -> NoReturn:
 
 
 def leave_group(group: ProcessGroup) -> None:
-    """Leave a group and let go of what it holds, as leaving.py does. Leaving twice is fine.
-
-    What was lost is logged: an exception would leave torch with a group half destroyed.
-    """
+    """Leave a group; twice is fine. What was lost is logged: an exception would leave torch a group half destroyed."""
     if (lost := _leave([group], sys.exc_info()[1])) is not None:
         _log.error("%s", lost)
 
@@ -122,11 +115,71 @@ def _job_store(store: Any, rank: int, size: int, timeout: float) -> PrefixStore:
     return PrefixStore(str(use), ours)
 
 
+def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
+    """A name that all ranks of this start get, and nobody got before; collective.
+
+    torchrun starts all ranks anew after a failure or a change of members, and its store has the keys of those before.
+    Nothing that it tells a rank is then both new and the same on all ranks: agents of several nodes count restarts each
+    for itself. So rank 0 names a meeting, and the others take that name once rank 0 has seen them there.
+
+        meeting             the name of the latest meeting, as rank 0 set it
+        <name>/here/<rank>  a counter: who makes it 1 has come to that meeting
+        <name>/met          set when all have come
+
+    Raises:
+        StoreTimeoutError: not all ranks came within `timeout` seconds; on rank 0 it names them.
+        StoreError: the store is gone.
+    """
+    end, late, doing = time.monotonic() + timeout, LateWarning(), f"joining as rank {rank} of {size}"
+    if rank == 0:
+        name = f"{size}/{secrets.token_hex(8)}"
+        store.set("meeting", name)
+        keys = {rank: f"{name}/here/{rank}" for rank in range(1, size)}
+
+        def absent() -> str:
+            return f"rank(s) {listed([rank for rank, key in keys.items() if not store.check([key])])}"
+
+        fetch_for(store, list(keys.values()), (), timeout, doing, missing=absent)
+        store.set(f"{name}/met", b"")
+        return name
+
+    def missing() -> str:
+        return "others, which rank 0 knows," if mine else "rank 0"
+
+    # Come to the latest meeting, and go on to a later one while this one has not met.
+    seen = mine = ""
+    while not (mine and store.check([f"{mine}/met"])):
+        latest = (store.peek(["meeting"])[0] or b"").decode()
+        if latest != seen:
+            seen = latest
+            # One of another size, or to which this rank has come, is of processes before.
+            is_new = latest.startswith(f"{size}/") and store.add(f"{latest}/here/{rank}", 1) == 1
+            mine = latest if is_new else ""
+            continue
+        late.look(doing, missing)
+        if time.monotonic() > end:
+            raise StoreTimeoutError(f"{doing}: {missing()} did not come within {timeout:.3g} s")
+        time.sleep(_POLL_SECONDS)
+    return mine
+
+
 @functools.cache
 def _watch_ends() -> None:
     """Once a process."""
+
+    def disown_all() -> None:
+        completions.start_anew()
+        for group in _made:
+            group.disown(
+                AbortedError(
+                    f"the process group belongs to process {os.getppid()}, from which process {os.getpid()} was "
+                    "forked; call init_process_group in the new process, or start it by spawn"
+                )
+            )
+        _made.clear()
+
     ExitHook(_leave_all).set()
-    os.register_at_fork(after_in_child=_disown_all)
+    os.register_at_fork(after_in_child=disown_all)
 
 
 def _leave_all(error: BaseException | None) -> GroupError | None:
@@ -137,15 +190,3 @@ def _leave_all(error: BaseException | None) -> GroupError | None:
     finally:
         # A thread that Python's end finds inside torch's C++ would take the process down.
         completions.settle(_SETTLE_SECONDS)
-
-
-def _disown_all() -> None:
-    completions.start_anew()
-    for group in _made:
-        group.disown(
-            AbortedError(
-                f"the process group belongs to process {os.getppid()}, from which process {os.getpid()} was forked; "
-                "call init_process_group in the new process, or start it by spawn"
-            )
-        )
-    _made.clear()

@@ -1,43 +1,212 @@
-"""The adapter: a process group of torch, all of whose operations are those of a group of fastcoll.
+"""The process group that torch sees, all of whose operations are those of a group of fastcoll.
 
 It subclasses torch's ProcessGroup, not its Backend. Up to 2.13 Python can subclass no Backend; from then on C++ hides
 the Works of a Backend in Python behind its own, which are never `is_completed` and know no source of a message. Such a
 group takes the place of all the backends that were asked for together, so that none of them serves CUDA tensors beside
-it. The naming methods must be there: DeviceMesh, functional collectives and FSDP2 find groups by name.
+it.
+
+The methods are named as torch names them since 2.13, and take what those of groups in C++ take: torch's options, or in
+their place `op`, `root` and `timeout`, by position too, and then a tensor where there is a list of one. A call with
+opts.asyncOp goes to the group's progress thread, so that it overlaps with what the caller computes; C++ (DDP's reducer,
+functional collectives) always asks for that. Without it, as in `dist.all_reduce(x)`, the operation is done when the
+call returns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
+from torch._C import _distributed_c10d as c10d
 
 from ..core.group import ProcessGroup
-from .calls import TorchCalls
-from .groups import refuse_gpus
+from ..errors import CollectiveTimeoutError, UnavailableError, UsageError
+from . import calls as c
+from .calls import Tensors
+from .groups import leave_group, refuse_gpus
+from .sparse import all_reduce_sparse
+from .work import DoneWork, PendingWork
 
 
-class FastcollProcessGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch on a group of fastcoll."""
+def _lacks(name: str, cure: str) -> Any:
+    """A method of torch's backends that fastcoll's have not."""
+
+    def refuse(self: FastcollProcessGroup, *args: Any, **options: Any) -> NoReturn:
+        raise UnavailableError(f"{name}: a group of fastcoll has no such thing; {cure}")
+
+    return refuse
+
+
+class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group of torch on the group `fastcoll`, whose methods' errors it raises; operations return a Work.
+
+    `opts` are torch's options of each operation, None for the defaults; ranks are group ranks.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group.rank, group.size)
         self.fastcoll = group
         self._name = self._description = ""
 
-    # The names that torch had before 2.13.
-    _allgather_base = TorchCalls.all_gather_single
-    allgather_into_tensor_coalesced = TorchCalls.all_gather_single_coalesced
-    _reduce_scatter_base = TorchCalls.reduce_scatter_single
-    reduce_scatter_tensor_coalesced = TorchCalls.reduce_scatter_single_coalesced
-    alltoall_base = TorchCalls.all_to_all_single
-    gather_into_tensor = TorchCalls.gather_single
-    recvAnysource = TorchCalls.recv_anysource  # what C++ looks for
+    # ---- reductions -------------------------------------------------------------------------------
 
-    # ---- names ------------------------------------------------------------------------------------
+    def allreduce(self, tensors: Any, *short: Any, **named: Any) -> DoneWork:
+        opts, x = c.options(c10d.AllreduceOptions, short, **named), c.only("tensors", tensors)
+        if getattr(x, "is_sparse", False):
+            return c.run("allreduce_", opts, [x], all_reduce_sparse, self.fastcoll, x, c.op(opts))
+        return c.run("allreduce_", opts, [x], self.fastcoll.all_reduce, x, c.op(opts))
+
+    allreduce_sparse = allreduce
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> DoneWork:
+        reduce = self.fastcoll.all_reduce_coalesced
+        return c.run("allreduce_coalesced_", opts, tensors, reduce, tensors, c.op(opts))
+
+    def reduce(self, tensors: Any, *short: Any, **named: Any) -> DoneWork:
+        opts, x = c.options(c10d.ReduceOptions, short, **named), c.only("tensors", tensors)
+        return c.run("reduce_", opts, [x], self.fastcoll.reduce, x, c.root(opts), c.op(opts))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
+        opts = c.options(c10d.ReduceScatterOptions, short, **named)
+        out, blocks = c.only("outputs", outputs), c.only_list("inputs", inputs)
+        return c.run("reduce_scatter_", opts, [out], self.fastcoll.reduce_scatter, out, blocks, c.op(opts))
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
+        reduce = self.fastcoll.reduce_scatter_single
+        return c.run("_reduce_scatter_base_", opts, [output], reduce, output, input, c.op(opts))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> DoneWork:
+        op, name = c.op(opts), "reduce_scatter_tensor_coalesced_"
+        calls = [(out, x, op) for out, x in c.pairs(outputs, inputs)]
+        return c.run_each(name, opts, outputs, self.fastcoll.reduce_scatter_single, calls)
+
+    # ---- moves ------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, *short: Any, **named: Any) -> DoneWork:
+        opts, x = c.options(c10d.BroadcastOptions, short, **named), c.only("tensors", tensors)
+        return c.run("broadcast_", opts, [x], self.fastcoll.broadcast, x, c.root(opts))
+
+    def allgather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
+        opts, outs = c.options(c10d.AllgatherOptions, short, **named), c.only_list("outputs", outputs)
+        return c.run("allgather_", opts, outs, self.fastcoll.all_gather, outs, c.only("inputs", inputs))
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
+        return c.run("_allgather_base_", opts, [output], self.fastcoll.all_gather_single, output, input)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> DoneWork:
+        calls, name = c.pairs(outputs, inputs), "allgather_into_tensor_coalesced_"
+        return c.run_each(name, opts, outputs, self.fastcoll.all_gather_single, calls)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> DoneWork:
+        if any(len(outs) != len(inputs) for outs in outputs):
+            raise UsageError(
+                f"outputs has lists of {[len(outs) for outs in outputs]} tensors; there are {len(inputs)} inputs, so "
+                "give a list of as many for each rank"
+            )
+        lists = [list(outs) for outs in zip(*outputs, strict=True)]  # torch has a list for each rank
+        flat = [out for outs in outputs for out in outs]
+        gather = self.fastcoll.all_gather_coalesced
+        return c.run("allgather_coalesced_", opts, flat, gather, lists, inputs)
+
+    def gather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
+        opts, x = c.options(c10d.GatherOptions, short, **named), c.only("inputs", inputs)
+        outs = c.only_list("outputs", outputs) if outputs else None
+        return c.run("gather_", opts, outs or [], self.fastcoll.gather, x, outs, opts.rootRank)
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
+        opts, outs = c.options(c10d.GatherOptions, (opts,)), None
+        if opts.rootRank == self.fastcoll.rank:
+            if output.numel() != self.fastcoll.size * input.numel() or not output.is_contiguous():
+                raise UsageError(
+                    f"output has shape {list(output.shape)} and strides {output.stride()}; give a contiguous one of "
+                    f"{self.fastcoll.size} x {input.numel()} elements"
+                )
+            outs = list(output.view(self.fastcoll.size, -1).unbind())
+        return c.run("gather_", opts, [output], self.fastcoll.gather, input, outs, opts.rootRank)
+
+    def scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
+        opts, out = c.options(c10d.ScatterOptions, short, **named), c.only("outputs", outputs)
+        blocks = c.only_list("inputs", inputs) if inputs else None
+        return c.run("scatter_", opts, [out], self.fastcoll.scatter, out, blocks, opts.rootRank)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> DoneWork:
+        return c.run("alltoall_", opts, outputs, self.fastcoll.all_to_all, outputs, inputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        *short: Any,
+        **named: Any,
+    ) -> DoneWork:
+        opts, exchange = c.options(c10d.AllToAllOptions, short, **named), self.fastcoll.all_to_all_single
+        outs, ins = output_splits or None, input_splits or None  # torch says "equal parts" by an empty list
+        return c.run("alltoall_base_", opts, [output], exchange, output, input, outs, ins)
+
+    def barrier(self, *short: Any, **named: Any) -> DoneWork:
+        opts = c.options(c10d.BarrierOptions, short, **named)
+        # The timeout is the barrier's own here, not that of waiting for it.
+        if c.is_async(opts):
+            return PendingWork([c.started(self.fastcoll.barrier, (), timeout=c.limit_of(opts))], [])
+        self.fastcoll.barrier(timeout=c.limit_of(opts))
+        return DoneWork([])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names every missing rank on every rank, whatever `wait_all_ranks` is.
+
+        Up to 2.13 torch.distributed.monitored_barrier calls it for Gloo's groups alone; call it on the group.
+        """
+        self.fastcoll.monitored_barrier(None if timeout is None else timeout.total_seconds())
+
+    # ---- point to point ---------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> PendingWork:
+        return PendingWork([self.fastcoll.isend(c.only("tensors", tensors), dst, tag)], tensors)
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> PendingWork:
+        return PendingWork([self.fastcoll.irecv(c.only("tensors", tensors), src, tag)], tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> PendingWork:
+        return PendingWork([self.fastcoll.irecv(c.only("tensors", tensors), None, tag)], tensors)
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """What collectives may take from now on; sends and receives keep the timeout that the group was made with."""
+        self.fastcoll.timeout = timeout.total_seconds()
+
+    def get_error(self) -> Any:
+        """How the group has failed."""
+        failure, kinds = self.fastcoll.failure, c10d.ErrorType
+        if failure is None:
+            return kinds.SUCCESS
+        return kinds.TIMEOUT if isinstance(failure, CollectiveTimeoutError) else kinds.COMM_ERROR
+
+    def abort(self) -> None:
+        """Fail the group on all ranks, from any thread."""
+        self.fastcoll.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group. Leaving twice is fine."""
+        leave_group(self.fastcoll)
+
+    # The names that torch had before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single
+    recvAnysource = recv_anysource  # what C++ looks for
+
+    # ---- names, by which DeviceMesh, functional collectives and FSDP2 find groups ------------------
 
     def getBackendName(self) -> str:
         return "fastcoll"
@@ -69,4 +238,32 @@ class FastcollProcessGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]
     @property
     def options(self) -> Any:
         """torch's Backend.Options: the name and the timeout."""
-        return Backend.Options("fastcoll", timedelta(seconds=self.fastcoll.timeout))
+        return c10d.Backend.Options("fastcoll", timedelta(seconds=self.fastcoll.timeout))
+
+    # ---- what torch asks other backends for -------------------------------------------------------
+
+    supports_splitting = supports_coalescing = supports_shrinking = supports_reconfigure = False
+    supports_window = supports_abort_hooks = supports_completion_hooks = False
+    supports_time_estimate = _supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return False
+
+    shrink = _lacks("shrink", "destroy this one, and make one of the other ranks by new_group(ranks)")
+    split = split_group = _lacks("split", "use torch.distributed.new_group(ranks)")
+    merge = merge_remote_group = _lacks("merge", "start all ranks in one world, and use new_group(ranks)")
+    reconfigure = get_reconfigure_handle = _lacks("reconfigure", "let torchrun start the ranks anew")
+    suspend = resume = memory_stats = _lacks(
+        "suspend", "destroy the group, and make it again when it is needed"
+    )
+    new_window = _lacks("new_window", "use send and recv, or fastcoll.symmetric in a world of fastcoll's own")
+    allocate_tensor = _lacks("allocate_tensor", "torch.empty makes tensors that are as good here")
+    register_abort_hook = unregister_abort_hook = _lacks("abort hooks", "catch what the call raises")
+    register_completion_hook = unregister_completion_hook = _lacks(
+        "completion hooks", "use work.get_future()"
+    )
+    _register_on_completion_hook = register_completion_hook
+    _start_time_estimate = _end_time_estimate = _lacks("time estimates", "measure the call")
+    _start_coalescing = _end_coalescing = _lacks(
+        "coalescing", "use torch.distributed's own, which needs none"
+    )

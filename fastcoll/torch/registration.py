@@ -1,20 +1,20 @@
-"""How torch learns of the backend, and makes a group of it."""
+"""How torch learns of the backend, makes a group of it, and leaves it alone when it compiles."""
 
 from __future__ import annotations
 
 import functools
+from types import FunctionType
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_work, _resolve_process_group
 
-from ..core.group import ProcessGroup
 from ..errors import UnavailableError
-from .dispatch import run_uncompiled, serve_functional_collectives
 from .groups import make_group
 from .process_group import FastcollProcessGroup
 from .work import PendingWork
 
-NAME = "fastcoll"
 _kept: list[Any] = []  # what must live as long as the registration
 
 
@@ -29,21 +29,19 @@ def register() -> None:
     """
     if not dist.is_available():
         raise UnavailableError("this torch was built without torch.distributed; install another build of it")
-    _kept.append(serve_functional_collectives())
-    run_uncompiled(FastcollProcessGroup, PendingWork)
-
-    def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
-        return FastcollProcessGroup(_make(options, pg_options))
-
+    if not hasattr(dist, "gather_single"):  # came together with torch's own look at groups in Python
+        _kept.append(torch.library.Library("_c10d_functional", "IMPL", "CPU"))
+        _kept[0].impl("all_gather_into_tensor_out", _all_gather_into_tensor_out)
+    _run_uncompiled()
     # A list: torch 2.13 takes a text for a list of one-letter devices.
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("fastcoll", _create, extended_api=True, devices=["cpu"])
 
 
-def _make(options: Any, pg_options: Any) -> ProcessGroup:
+def _create(options: Any, pg_options: Any) -> FastcollProcessGroup:
     """The group that torch's `options` describe; collective."""
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but this backend has no options; leave it out")
-    return make_group(
+    group = make_group(
         options.store,
         str(options.group_id),
         options.group_rank,
@@ -52,3 +50,34 @@ def _make(options: Any, pg_options: Any) -> ProcessGroup:
         options.global_ranks_in_group,
         dist.get_world_size() if dist.is_initialized() else options.group_size,
     )
+    return FastcollProcessGroup(group)
+
+
+def _all_gather_into_tensor_out(
+    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    """As torch's own, which up to 2.13 calls the one method that C++ does not look for in Python."""
+    group = group_name if isinstance(group_name, dist.ProcessGroup) else _resolve_process_group(group_name)
+    _register_work(out, group.all_gather_single(out, input))
+    return out
+
+
+def _run_uncompiled() -> None:
+    """Let Dynamo skip our methods, and all that these call.
+
+    It would compile them as it compiles the function around them, and refuses to look at a process group's members; so
+    they run as they are where it could not put a call into a graph. Dynamo itself, seconds of import, is not loaded for
+    that. A torch without this switch is left as it is.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        skip_all = eval_frame._FrameExecStrategy(skip, skip)
+        set_strategy = eval_frame.set_code_exec_strategy
+    except (ImportError, AttributeError):  # up to 2.6, or changed by then
+        return
+    for base in {*FastcollProcessGroup.__mro__, *PendingWork.__mro__}:
+        for method in vars(base).values() if base.__module__.startswith(__package__) else ():
+            if isinstance(method, FunctionType):
+                set_strategy(method.__code__, skip_all)

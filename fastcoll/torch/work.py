@@ -6,8 +6,11 @@ raises: Future.set_exception makes DDP crash, and lets C++ take the failure for 
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,9 +20,13 @@ from torch._C._distributed_c10d import Work as TorchWork
 
 from ..core.work import Work
 from ..errors import CollectiveTimeoutError
-from .completion import completions
 
+_log = logging.getLogger("fastcoll")
+_IDLE_SECONDS = 5.0
 _NO_LIMIT = timedelta()  # how C++ says "no timeout"; it also uses negative ones
+
+
+Job = Callable[[], None]
 
 
 class DoneWork(TorchWork):  # type: ignore[misc]
@@ -75,33 +82,27 @@ class PendingWork(DoneWork):
         self._future: Any = None
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Block until complete.
+        """Block until complete; several operations share the time.
 
         Raises:
             CollectiveTimeoutError: not complete within `timeout`; the operation goes on.
             FastcollError: whatever ended the operation.
         """
         limit = timeout.total_seconds() if timeout and timeout > _NO_LIMIT else self._limit
-        if limit is None or len(self._works) == 1:
-            for work in self._works:
-                work.wait(limit)
-        else:
-            self._wait_for_all(limit)
-        return True
-
-    def _wait_for_all(self, limit: float) -> None:
-        """Wait for several operations, which share the time."""
-        end = time.monotonic() + limit
+        left, start = limit, time.monotonic()
         for work in self._works:
             try:
-                work.wait(max(0.0, end - time.monotonic()))
+                work.wait(left)
             except CollectiveTimeoutError as error:
-                if work.is_completed():
+                if limit is None or len(self._works) == 1 or work.is_completed():
                     raise  # the operation's own
                 count = len(self._works)
                 raise CollectiveTimeoutError(
                     f"{count} operations are not complete after {limit:g} s"
                 ) from error
+            if limit is not None:
+                left = max(0.0, start + limit - time.monotonic())
+        return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -117,8 +118,28 @@ class PendingWork(DoneWork):
         return self._tensors
 
     def get_future(self) -> Any:
+        """A future with the tensors, or with the error of one of the works."""
         if self._future is None:
-            self._future = _future_of(self._works, self._tensors)
+            base: Any = torch.futures.Future()
+            works, tensors = (
+                self._works,
+                self._tensors,
+            )  # a future that held this Work would keep itself alive
+
+            def outcome(_: Any) -> list[torch.Tensor]:
+                for work in works:
+                    work.wait()
+                return tensors
+
+            self._future = base.then(outcome)
+            # Operations of one group end in the order in which they were started, so at the end of the last one there
+            # is hardly anything to wait for.
+            if self.is_completed():
+                base.set_result(None)
+            else:
+                self._works[-1].add_done_callback(
+                    lambda _: completions.submit(partial(base.set_result, None))
+                )
         return self._future
 
     def source_rank(self) -> int:
@@ -128,20 +149,76 @@ class PendingWork(DoneWork):
     _source_rank = source_rank
 
 
-def _future_of(works: Sequence[Work], tensors: list[torch.Tensor]) -> Any:
-    """A future with the tensors, or with the error of one of the works."""
-    base: Any = torch.futures.Future()
+class Completions:
+    """Threads that complete futures, as many as there are completions at one time; idle ones end after a while.
 
-    def outcome(_: Any) -> list[torch.Tensor]:
-        for work in works:
-            work.wait()
-        return tensors
+    A future's callbacks run where it is completed, and may wait for other operations of the same group (PowerSGD's do).
+    On the progress thread, which carries these out, they would wait for ever; so each completion goes to a thread that
+    is idle, or to a new one.
+    """
 
-    future = base.then(outcome)
-    # Operations of one group end in the order in which they were started, so at the end of the last one there is
-    # hardly anything to wait for.
-    if all(work.is_completed() for work in works):
-        base.set_result(None)
-    else:
-        works[-1].add_done_callback(lambda _: completions.submit(partial(base.set_result, None)))
-    return future
+    def __init__(self) -> None:
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """In a child of fork, which has none of the threads."""
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._idle = 0
+        self._threads = 0
+
+    def submit(self, job: Job) -> None:
+        """Run `job` on another thread. Never blocks.
+
+        Where Python starts no more threads, as at its end, this one runs it: what waits there for the group whose
+        progress thread this is, raises.
+        """
+        with self._changed:
+            self._jobs.append(job)
+            if self._idle >= len(self._jobs):
+                self._changed.notify()
+                return
+            self._threads += 1
+        try:
+            threading.Thread(target=self._run, name="fastcoll-torch", daemon=True).start()
+        except RuntimeError:
+            with self._changed:
+                here = self._jobs.pop() if self._jobs else None
+            if here is not None:
+                _do(here)
+            with self._changed:
+                self._threads -= 1
+                self._changed.notify_all()
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until nothing is under way, `timeout` seconds at most; whether that was reached."""
+        with self._changed:
+            return self._changed.wait_for(self._is_settled, timeout)
+
+    def _is_settled(self) -> bool:
+        return not self._jobs and self._idle == self._threads
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                if self._is_settled():
+                    self._changed.notify_all()
+                self._changed.wait_for(lambda: self._jobs, _IDLE_SECONDS)
+                self._idle -= 1
+                if not self._jobs:
+                    self._threads -= 1
+                    return
+                job = self._jobs.popleft()
+            _do(job)
+            del job
+
+
+def _do(job: Job) -> None:
+    try:
+        job()
+    except Exception:
+        _log.exception("a future could not be completed")
+
+
+completions = Completions()

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.rendezvous.views import TorchStore
-from fastcoll.torch.completion import Completions
-from fastcoll.torch.groups import make_group
-from fastcoll.torch.meeting import meet_anew
-from fastcoll.torch.work import PendingWork
+from fastcoll.torch.groups import make_group, meet_anew
+from fastcoll.torch.work import Completions, PendingWork
 
 
 def torchs_store_is_one_of_ours() -> None:
