@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core import signature
+from ...core.status import AGAIN
 from ...kernels.primitives import address_of
 from ..tcp.sizes import Sizes
 from . import compiled as c
 from .library import Library
-from .memory import Block
 from .requests import Requests, abandon
 
 ROOMS = (88, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
@@ -113,6 +113,11 @@ class Meeting:
         return int(self._words[c.CALLS])
 
     @property
+    def near(self) -> bool:
+        """Whether MPI's collective operations can address the arrays of all ranks, once these have met."""
+        return bool(self._words[c.NEAR])
+
+    @property
     def under_way(self) -> bool:
         """Whether a call has begun and is not over."""
         return bool(self._words[c.UNDER_WAY])
@@ -121,8 +126,8 @@ class Meeting:
         """The call is over."""
         self._words[c.UNDER_WAY] = 0
 
-    def meet(self, said: Prepared, near: bool, attached: Block, look: Callable[[], None]) -> int:
-        """Begin a call; returns AGREED, APART, DIFFERENT or UNBALANCED once all rows are here.
+    def meet(self, said: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]) -> int:
+        """Begin a call; DONE or MISMATCH once all rows are here.
 
         Args:
             near: whether MPI's collective operations can address this rank's arrays.
@@ -137,7 +142,7 @@ class Meeting:
     def resume(self, code: int, again: Callable[[], int], look: Callable[[], None]) -> int:
         """What a compiled call returns in the end, if it has come back with `code`; `again` calls it again."""
         try:
-            while code == c.AGAIN:
+            while code == AGAIN:
                 self._requests.pause(look)
                 with self._library.lock:
                     code = again()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from ...core.monitor import Wait
 from ...core.operands import Array
 from ...core.operation import Call, Operation
 from ...core.reduce_op import ReduceOp
+from ...core.status import DONE
 from ...core.work import Work
 from ...errors import AbortedError, GroupError
 from ...kernels.reduce import Reducer
@@ -38,10 +40,9 @@ from ..tcp.plans.shape import Limits, Shape
 from ..tcp.sizes import sizes_of
 from . import compiled as c
 from .agreement import Meeting, Prepared
-from .execution import Addressed, Execution, are_near
+from .execution import Addressed, Execution, HostMemory, Memory, are_near
 from .library import Library, load
 from .membership import MpiControl, lay_down, make_comm
-from .memory import Block, HostMemory, Memory
 from .pipe import INSIDE, MpiPipe, Tags
 from .requests import Requests, abandon
 
@@ -51,13 +52,9 @@ _NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
 _LITTLE = 4 << 10  # bytes of an array that goes with the meeting to all ranks, though it is for one
 _ON_GPU = 1 << 7  # in a call word, where the operation's number leaves it free
 _NO_LIMITS = Limits(0, 0)
-_VECTORS = (
-    "reduce_scatter",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-)  # for which blocks must be near
+_VECTORS = frozenset(
+    "reduce_scatter all_gather gather scatter all_to_all".split()
+)  # whose blocks must be near
 
 
 class MpiBackend(Backend):
@@ -105,7 +102,8 @@ class MpiBackend(Backend):
         self.monitor = NetMonitor(members, comm.rank, self._control)
         self._meeting = Meeting(library, comm, dedicated, _MEET)
         self._requests = Requests(library, dedicated)
-        self._host = self._execution(HostMemory(self.gate.size))
+        self._execution = partial(Execution, library, comm, self._requests, _MOVE, self._look)
+        self._host = self._execution(HostMemory(gate.size))
         self._gpus: Execution | None = None
         room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
         self._most_attached = {"all_reduce": room, "scan": room, "exscan": room, "broadcast": room}
@@ -119,45 +117,30 @@ class MpiBackend(Backend):
         self.messages: Engine = Engine(routes, comm.rank, self.monitor, gate.timeout)
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
-        size, at_once = group.size, self._at_once
+        at_once = self._at_once
 
         def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
-            if not async_op and _is_plain(tensor) and type(op) is ReduceOp:
-                key = ("all_reduce", tensor.dtype, op, 0, (tensor.nbytes,), ())
-                if at_once(key, tensor, tensor):
-                    return None
+            if not async_op and type(op) is ReduceOp and at_once("all_reduce", tensor, tensor, op):
+                return None
             return ProcessGroup.all_reduce(group, tensor, op, async_op)
 
         def broadcast(tensor: Any, root: int, async_op: bool = False) -> Any:
-            if not async_op and _is_plain(tensor) and type(root) is int:
-                key = ("broadcast", tensor.dtype, None, root, (tensor.nbytes,), ())
-                if at_once(key, tensor, tensor):
-                    return None
+            if not async_op and type(root) is int and at_once("broadcast", tensor, tensor, None, root):
+                return None
             return ProcessGroup.broadcast(group, tensor, root, async_op)
 
         def all_gather_single(output: Any, input: Any, async_op: bool = False) -> Work | None:
-            plain = not async_op and _is_plain(output) and _is_plain(input)
-            if plain and output.dtype == input.dtype and output.size == input.size * size:
-                key = ("all_gather", input.dtype, None, 0, (input.nbytes,) * size, ())
-                if at_once(key, output, input):
-                    return None
+            if not async_op and at_once("all_gather", output, input):
+                return None
             return ProcessGroup.all_gather_single(group, output, input, async_op)
 
         def barrier(async_op: bool = False, timeout: float | None = None) -> Work | None:
-            plain = not async_op and timeout is None
-            if plain and at_once(("barrier", None, None, 0, (), ()), None, None):
+            if not async_op and timeout is None and at_once("barrier"):
                 return None
             return ProcessGroup.barrier(group, async_op, timeout)
 
-        return {
-            "all_reduce": all_reduce,
-            "broadcast": broadcast,
-            "all_gather_single": all_gather_single,
-            "barrier": barrier,
-        }
-
-    def _execution(self, memory: Memory) -> Execution:
-        return Execution(self._library, self._comm, self._requests, _MOVE, self._look, memory)
+        methods = (all_reduce, broadcast, all_gather_single, barrier)
+        return {method.__name__: method for method in methods}
 
     # ---- calls -------------------------------------------------------------------------------------
 
@@ -174,7 +157,12 @@ class MpiBackend(Backend):
         dtype = arrays[0].dtype if arrays else None
         how = None if op is None else execution.memory.reducer(op, arrays[0].dtype, [*takes, *gives])
         ready = Addressed(kind, takes, gives, how, root)
-        said = self._prepare(kind, dtype, op, root, _sizes(kind, takes, gives), tuple(parts), on_gpu, how)
+        # The bytes that say everything of a call, as in plans/shape.py.
+        sized = takes or gives if kind in ("all_gather", "gather") else gives or takes
+        if kind == "all_to_all":
+            sized = [*takes, *gives]
+        nbytes = tuple([size for _, size in sized])
+        said = self._prepare((kind, dtype, op, root, nbytes, tuple(parts), on_gpu), how)
         most = -1 if on_gpu else self._most_attached.get(kind, -1)
         fits = bool(gives) and gives[0][1] <= most
         attached = gives[0] if fits and (kind != "broadcast" or self.gate.rank == root) else (0, 0)
@@ -185,15 +173,14 @@ class MpiBackend(Backend):
             self.gate.check_usable()
             try:
                 self._begin(timeout)
-                found = self._meeting.meet(said, near and able, attached, self._look)
-                if found in (c.DIFFERENT, c.UNBALANCED):
-                    raise self._mismatch(found, said)
+                if self._meeting.meet(said, near and able, attached, self._look) != DONE:
+                    raise self._mismatch(said)
                 self._moving = True
-                done = found == c.AGREED or not on_gpu
+                done = self._meeting.near or not on_gpu
                 if fits and (kind not in _VECTORS or self._meeting.rows[:, c.ROW_SHAPE].max() <= most):
                     execution.run_attached(ready, self._meeting.attached)
                 elif done:
-                    execution.run(ready, found == c.AGREED, operation)
+                    execution.run(ready, self._meeting.near, operation)
                 self._meeting.end()
                 return done
             except BaseException as error:
@@ -201,24 +188,16 @@ class MpiBackend(Backend):
 
         return call
 
-    def _prepare(
-        self,
-        kind: str,
-        dtype: np.dtype[Any] | None,
-        op: ReduceOp | None,
-        root: int,
-        nbytes: tuple[int, ...],
-        parts: tuple[int, ...],
-        on_gpu: bool,
-        how: Reducer | None,
-    ) -> Prepared:
-        """What this rank says of a call, and what is left to do of it where all data is attached."""
-        key: tuple[Any, ...] = (kind, dtype, op, root, nbytes, parts)  # as in `_at_once`
-        if on_gpu:
-            key = (*key, _ON_GPU)
+    def _prepare(self, key: tuple[Any, ...], how: Reducer | None) -> Prepared:
+        """What this rank says of a call, and what is left to do of it where all data is attached.
+
+        Args:
+            key: kind, dtype, reduce operation, root, bytes, parts, and whether the arrays are on GPUs.
+        """
         found = self._prepared.get(key)
         if found is not None:
             return found
+        kind, dtype, op, root, nbytes, parts, on_gpu = key
         code = signature.encode(kind, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
         sizes = sizes_of(Shape(kind, self.gate.size, self.gate.rank, nbytes, _NO_LIMITS, root=root))
         own = nbytes[0] if nbytes else 0
@@ -263,30 +242,28 @@ class MpiBackend(Backend):
             if rank != self.gate.rank and not self.monitor.has_left(rank)
         ]
 
-    def _mismatch(self, found: int, said: Prepared) -> Exception:
+    def _mismatch(self, said: Prepared) -> Exception:
         """The error of calls that differ, which all ranks have seen; the group goes on."""
         rows = self._meeting.rows[:, c.ROW_CODE : c.ROW_SHAPE + 1].tolist()
         heads = [(code & ~_ON_GPU, shape) for code, shape in rows]
-        number = self._meeting.calls
-        error = signature.refused(
-            heads, self.gate.ranks, self.gate.refusal, self._from_all, number, self.gate.name
-        )
-        if found == c.UNBALANCED:
-            sizes = self._from_all(np.array([said.sizes.gives, said.sizes.takes], np.int64)).tolist()
-            text = signature.describe_mismatch(heads, self.gate.ranks, lambda: sizes)
-        else:
-            text = signature.describe_differences(signature.comparable(heads), self.gate.ranks)
-            on_gpus = [self.gate.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
+        ranks, number, name = self.gate.ranks, self._meeting.calls, self.gate.name
+        error = signature.refused(heads, ranks, self.gate.refusal, self._from_all, number, name)
+        if error is None:
+            on_gpus = [ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
             if 0 < len(on_gpus) < self.gate.size:
+                text = signature.describe_differences(signature.comparable(heads), ranks)
                 text += f"; the arrays of {on_gpus} are on GPUs, those of the others are not"
+            else:
+                sizes = np.array([said.sizes.gives, said.sizes.takes], np.int64)
+                text = signature.describe_mismatch(heads, ranks, lambda: self._from_all(sizes).tolist())
+            error = signature.mismatch(text, number, name)
         self._meeting.end()
-        return error or signature.mismatch(text, number, self.gate.name)
+        return error
 
     def _from_all(self, own: Array) -> Array:
         """Every rank's array; all of them ask, since all have seen that something does not fit."""
         everybody = np.empty((self.gate.size, *own.shape), own.dtype)
-        blocks = self._host.memory.blocks(list(everybody))
-        x = self._host.memory.blocks([own])
+        blocks, x = self._host.memory.blocks(list(everybody)), self._host.memory.blocks([own])
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
         return everybody
 
@@ -303,12 +280,22 @@ class MpiBackend(Backend):
 
     # ---- small plain arrays, in one compiled call ------------------------------------------------------
 
-    def _at_once(self, key: Any, out: Any, x: Any) -> bool:
+    def _at_once(self, kind: str, out: Any = None, x: Any = None, op: Any = None, root: int = 0) -> bool:
         """Do a synchronous call that was seen before, so what was prepared for it is known to be right.
 
         Only with nothing before it, and where MPI was initialised for many threads. False: it takes the general way.
         """
-        said = self._prepared.get(key)
+        dtype = None
+        nbytes: tuple[int, ...] = ()
+        if kind != "barrier":
+            if not _is_plain(x):
+                return False
+            dtype, nbytes = x.dtype, (x.nbytes,)
+            if out is not x:
+                nbytes *= self.gate.size
+                if not _is_plain(out) or out.dtype != dtype or out.nbytes != sum(nbytes):
+                    return False
+        said = self._prepared.get((kind, dtype, op, root, nbytes, (), False))
         if said is None or not said.finishes or self._library.serial or not self.gate.is_clear():
             return False
         self.gate.in_turn(self._carry_out, said, out, x)
@@ -320,14 +307,12 @@ class MpiBackend(Backend):
         context, call = self._meeting.address, said.address
         try:
             code = c.carry_out.call(context, call, out, x)
-            if code == c.DONE:
+            if code == DONE:
                 return
             self._begin()
-            code = self._meeting.resume(
-                code, lambda: c.carry_out.call(context | c.RESUMED, call, out, x), self._look
-            )
-            if code != c.DONE:
-                raise self._mismatch(code, said)
+            again = partial(c.carry_out.call, context | c.RESUMED, call, out, x)
+            if self._meeting.resume(code, again, self._look) != DONE:
+                raise self._mismatch(said)
         except BaseException as error:
             raise self._torn(error) from error.__cause__
 
@@ -368,17 +353,6 @@ class MpiBackend(Backend):
 
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise. MPI is the parent's."""
-
-
-def _sizes(kind: str, takes: Sequence[Block], gives: Sequence[Block]) -> tuple[int, ...]:
-    """The bytes that say everything of a call, as in plans/shape.py."""
-    if kind == "all_to_all":
-        sized: Sequence[Block] = [*takes, *gives]
-    elif kind in ("all_gather", "gather"):
-        sized = takes or gives
-    else:
-        sized = gives or takes
-    return tuple([nbytes for _, nbytes in sized])
 
 
 def _is_plain(x: Any) -> bool:

@@ -1,6 +1,6 @@
 """What is compiled: waiting for MPI's requests, and the meeting of a call, with all of a call whose data is small.
 
-All state is in tables of words. That of a wait, from its address on:
+Entries return a status, or minus the code of an MPI error. All state is in tables of words. That of a wait:
 
     0-8     patience, as kernels/polling.py has it
     MODE    0: until all are complete, resting between sweeps; with ANY until one is; with BUSY without sleeping
@@ -19,6 +19,7 @@ The context of a group's meeting; its address with RESUMED goes on with a wait:
     UNDER_WAY        whether one has begun and is not over
     TABLE, START     addresses of the table of the wait, and of MPI_Start
     NEAR, SOURCE, ATTACHED   what the row says, and has attached: from where, and how many bytes
+                     (once all rows are here, NEAR says whether all of them do)
     HANDLES          address of the requests' handles: those that receive, one a peer, then those that send, by class
     SOURCES          address of the addresses of what each rank attached
     LIMITS           and on: the most bytes attached to a row of each class, ascending
@@ -35,6 +36,7 @@ A call, of which the first three words travel:
 from __future__ import annotations
 
 from ...core.signature import UNEVEN
+from ...core.status import AGAIN, DONE, MISMATCH
 from ...kernels.copy import copy
 from ...kernels.jit import entry, inlined, kernel
 from ...kernels.primitives import call_foreign, call_reducer, load_word, store_word, word_at
@@ -56,32 +58,10 @@ NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: all is 
 ROW_NUMBER, ROW_CODE, ROW_SHAPE, ROW_BALANCE, ROW_NEAR, ROW_PAYLOAD = range(6)
 HEAD_BYTES = 8 * ROW_PAYLOAD
 
-# What is returned, besides minus the code of an MPI error. AGREED: and all rows are NEAR; APART: and they are not.
-DONE, AGAIN, AGREED, APART, DIFFERENT, UNBALANCED = range(6)
 _CLOCK_EVERY = 32  # sweeps between two looks at the clock, which cost 30 ns each
 
 
 # ---- waiting: MPI moves most data only while somebody calls it ---------------------------------------
-
-
-@inlined
-def _sweep(table):
-    """Test every request once: those still open, or the code of an error below 0."""
-    left = 0
-    for slot in range(load_word(table, COUNT)):
-        request = load_word(table, SLOTS + slot)
-        if request == 0:
-            continue
-        store_word(table, FLAG, 0)
-        code = call_foreign(load_word(table, TEST), request, table + 8 * FLAG, table + 8 * STATUS)
-        if code != 0:
-            return -code
-        if load_word(table, FLAG) & 0xFFFFFFFF:
-            store_word(table, SLOTS + slot, 0)
-            moved(table)
-        else:
-            left += 1
-    return left
 
 
 @kernel
@@ -94,9 +74,20 @@ def wait(table):
     turn = 0
     end = 0
     while True:
-        left = _sweep(table)
-        if left < 0:
-            return left
+        left = 0
+        for slot in range(load_word(table, COUNT)):
+            request = load_word(table, SLOTS + slot)
+            if request == 0:
+                continue
+            store_word(table, FLAG, 0)
+            code = call_foreign(load_word(table, TEST), request, table + 8 * FLAG, table + 8 * STATUS)
+            if code != 0:
+                return -code
+            if load_word(table, FLAG) & 0xFFFFFFFF:
+                store_word(table, SLOTS + slot, 0)
+                moved(table)
+            else:
+                left += 1
         if left == 0 or (mode & ANY and left < start):
             return DONE
         if load_word(table, BELL) != 0:
@@ -123,20 +114,6 @@ def poll(address: Index) -> int:
 
 
 @inlined
-def _write_row(context, call, source, nbytes):
-    row = load_word(context, ROWS) + load_word(context, STRIDE) * load_word(context, RANK)
-    number = load_word(context, CALLS) + 1
-    store_word(context, CALLS, number)
-    store_word(context, UNDER_WAY, 1)
-    store_word(row, ROW_NUMBER, number)
-    store_word(row, ROW_CODE, load_word(call, CODE))
-    store_word(row, ROW_SHAPE, load_word(call, SHAPE))
-    store_word(row, ROW_BALANCE, load_word(call, BALANCE))
-    store_word(row, ROW_NEAR, load_word(context, NEAR))
-    copy(row + HEAD_BYTES, source, nbytes)
-
-
-@inlined
 def _start(context, first, slot):
     """Start a request for each peer, from handle `first` on, to wait for in the slots from `slot` on."""
     handles = load_word(context, HANDLES)
@@ -153,7 +130,16 @@ def _start(context, first, slot):
 @kernel
 def _begin(context, call, source, nbytes):
     """Send this rank's row to all peers, and be ready for theirs."""
-    _write_row(context, call, source, nbytes)
+    row = load_word(context, ROWS) + load_word(context, STRIDE) * load_word(context, RANK)
+    number = load_word(context, CALLS) + 1
+    store_word(context, CALLS, number)
+    store_word(context, UNDER_WAY, 1)
+    store_word(row, ROW_NUMBER, number)
+    store_word(row, ROW_CODE, load_word(call, CODE))
+    store_word(row, ROW_SHAPE, load_word(call, SHAPE))
+    store_word(row, ROW_BALANCE, load_word(call, BALANCE))
+    store_word(row, ROW_NEAR, load_word(context, NEAR))
+    copy(row + HEAD_BYTES, source, nbytes)
     peers = load_word(context, SIZE) - 1
     table = load_word(context, TABLE)
     store_word(table, MODE, 0)
@@ -167,9 +153,18 @@ def _begin(context, call, source, nbytes):
     return code if code != DONE else _start(context, sends, peers)
 
 
-@inlined
-def _compare(context):
-    """Compare the rows of all ranks."""
+@kernel
+def _meet(context, call, source, nbytes):
+    """DONE, MISMATCH, or AGAIN: go on with RESUMED."""
+    if not context & RESUMED:
+        code = _begin(context, call, source, nbytes)
+        if code != DONE:
+            return code
+    context &= ~RESUMED
+    code = wait(load_word(context, TABLE))
+    if code != DONE:
+        return code
+    # All rows are here: compare them.
     rows = load_word(context, ROWS)
     stride = load_word(context, STRIDE)
     near = 1
@@ -177,26 +172,13 @@ def _compare(context):
     for rank in range(load_word(context, SIZE)):
         row = rows + stride * rank
         if load_word(row, ROW_CODE) != load_word(rows, ROW_CODE):
-            return DIFFERENT
+            return MISMATCH
         if load_word(row, ROW_SHAPE) != load_word(rows, ROW_SHAPE) and not load_word(rows, ROW_CODE) & UNEVEN:
-            return DIFFERENT
+            return MISMATCH
         balance += load_word(row, ROW_BALANCE)
         near &= load_word(row, ROW_NEAR)
-    if balance != 0:
-        return UNBALANCED
-    return AGREED if near else APART
-
-
-@kernel
-def _meet(context, call, source, nbytes):
-    """AGREED, APART, DIFFERENT or UNBALANCED; AGAIN: go on with RESUMED; or minus the code of an MPI error."""
-    if not context & RESUMED:
-        code = _begin(context, call, source, nbytes)
-        if code != DONE:
-            return code
-    context &= ~RESUMED
-    code = wait(load_word(context, TABLE))
-    return code if code != DONE else _compare(context)
+    store_word(context, NEAR, near)
+    return MISMATCH if balance != 0 else DONE
 
 
 @kernel
@@ -220,7 +202,7 @@ def _finish(context, call, out):
 
 @entry
 def meet(context: Index, call: Index) -> int:
-    """The meeting of a call; what is attached, the context says. Returns what `_meet` does."""
+    """The meeting of a call; what is attached, the context says."""
     address = integer(context)
     plain = address & ~RESUMED
     return _meet(address, integer(call), load_word(plain, SOURCE), load_word(plain, ATTACHED))
@@ -228,11 +210,7 @@ def meet(context: Index, call: Index) -> int:
 
 @entry
 def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
-    """All of a call that has a FINISH: DONE, or what `_meet` returns.
-
-    Args:
-        out, x: plain ndarrays, where the result goes and what this rank gives; anything where there is nothing to do.
-    """
+    """All of a call that has a FINISH; `out` and `x` are plain ndarrays, or anything where there is nothing to do."""
     address = integer(context)
     plain = address & ~RESUMED
     finish = load_word(integer(call), FINISH)
@@ -247,7 +225,7 @@ def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
     if address == plain:
         store_word(plain, NEAR, 1)
     code = _meet(address, integer(call), source, nbytes)
-    if not AGREED <= code <= APART:  # nothing here needs to be near
+    if code != DONE:
         return code
     _finish(plain, integer(call), target)
     store_word(plain, UNDER_WAY, 0)

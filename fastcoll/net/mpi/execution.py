@@ -3,7 +3,9 @@
 MPI's collective operations move blocks, an address and a number of bytes each. They take counts and displacements of 31
 bits, so a rank's blocks must lie *near* one another, within 2 GiB of address space; otherwise all ranks exchange
 messages of at most 1 GiB. All ranks must choose alike, so each tells whether its blocks are near when the call
-begins. Blocks on GPUs always go by messages (memory.py).
+begins. Blocks on GPUs (gpu/cuda_aware_mpi.py) always go by messages: all CUDA-aware libraries take them in MPI_Isend
+and MPI_Irecv, but Open MPI's non-blocking collective operations read GPU memory as the host's and crash
+(https://github.com/open-mpi/ompi/issues/9845), and the blocking ones know no deadline.
 
 MPI's own reductions promise neither an order nor the same bits on all ranks, and lack dtypes and operations. So MPI
 only moves, and our compiled reducers combine, in rank order: a small array goes to all ranks, which all reduce the
@@ -14,13 +16,18 @@ array, as by a ring. Longer arrays go by segments.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from ...core import partition
+from ...core.reduce_op import ReduceOp
+from ...kernels.primitives import address_of
+from ...kernels.reduce import Reducer, reducer
 from . import compiled as c
 from .library import Library
-from .memory import Block, Memory
 from .requests import Requests
 
 LARGEST = 1 << 30
@@ -34,20 +41,82 @@ GATHERED = 256 << 10
 """Bytes of all ranks' arrays together up to which everybody gets them all to reduce them."""
 SEGMENT = 4 << 20
 """Bytes of an array to be reduced that are under way at one time."""
+_PIECE = 1 << 20  # bytes that are reduced at a time: in between Python sees signals
+
+Block = tuple[int, int]
+"""Address and bytes."""
 _NOWHERE: Block = (0, 0)
 
 
-class Addressed(NamedTuple):
-    """An operation (core/operation.py) as this file sees it: blocks instead of arrays.
+class Memory(Protocol):
+    """The memory of the host or of GPUs. Every method but `blocks` and `reducer` blocks until it is done."""
 
-    Attributes:
-        how: what reduces, as `memory.reducer` returned it.
-    """
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is a GPU's: then only MPI's messages take its addresses, and no call of the host may."""
+
+    def blocks(self, arrays: Sequence[Any]) -> list[Block]:
+        """The arrays' blocks; they must be contiguous."""
+
+    def copy(self, source: Block, target: Block) -> None:
+        """Copy a block; they are the same, or apart."""
+
+    def scratch(self, nbytes: int) -> tuple[int, Any]:
+        """The address of so many bytes, and what keeps them; what is in them is lost with the next call of this."""
+
+    def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Any:
+        """What reduces such blocks, with an attribute `itemsize`; None: they cannot be reduced here.
+
+        Raises what is wrong with the two.
+        """
+
+    def fold(self, how: Any, target: int, sources: Sequence[int], nbytes: int) -> None:
+        """Reduce the arrays at `sources`, in this order, into the one at `target`: one of them, or apart from all."""
+
+
+class HostMemory:
+    """The host's memory, for reductions of so many ranks' arrays."""
+
+    on_gpu = False
+
+    def __init__(self, ranks: int) -> None:
+        self._sources = np.zeros(ranks, np.int64)
+        self._address = address_of(self._sources)
+        self._scratch = np.empty(0, np.uint8)
+
+    def blocks(self, arrays: Sequence[Any]) -> list[Block]:
+        return [(c.address.call(x), x.nbytes) for x in arrays]
+
+    def copy(self, source: Block, target: Block) -> None:
+        if source[0] != target[0]:
+            ctypes.memmove(target[0], source[0], source[1])
+
+    def scratch(self, nbytes: int) -> tuple[int, Any]:
+        if self._scratch.nbytes < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return address_of(self._scratch), self._scratch
+
+    def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Reducer:
+        return reducer(op, dtype)
+
+    def fold(self, how: Reducer, target: int, sources: Sequence[int], nbytes: int) -> None:
+        left, piece = nbytes // how.itemsize, max(_PIECE // how.itemsize, 1)
+        self._sources[: len(sources)] = sources
+        while left > piece:
+            c.reduce.call(how.address, how.code, target, self._address, len(sources), piece)
+            left -= piece
+            target += piece * how.itemsize
+            self._sources[: len(sources)] += piece * how.itemsize
+        c.reduce.call(how.address, how.code, target, self._address, len(sources), left)
+
+
+class Addressed(NamedTuple):
+    """An operation (core/operation.py) as this file sees it: blocks instead of arrays."""
 
     kind: str
     takes: Sequence[Block]
     gives: Sequence[Block]
-    how: Any
+    how: Any  # what reduces, as `memory.reducer` returned it
     root: int
 
 
@@ -55,7 +124,6 @@ class Execution:
     """Carries out what all ranks have agreed on; every method blocks until this rank's part is done.
 
     Args:
-        comm: the communicator.
         tag: of messages in place of collective operations.
         look: called every 50 ms while waiting; what it raises ends the call.
         memory: where the blocks lie.
@@ -101,9 +169,8 @@ class Execution:
             if last:
                 self.memory.fold(call.how, call.takes[0][0], attached[:last], call.gives[0][1])
         elif call.kind != "broadcast":
-            for source, target in zip(
-                attached, call.takes, strict=False
-            ):  # gather has targets on the root only
+            # gather has targets on the root only
+            for source, target in zip(attached, call.takes, strict=False):
                 self.memory.copy((source, target[1]), target)
         elif self.rank != call.root:
             self.memory.copy((attached[call.root], call.takes[0][1]), call.takes[0])
@@ -114,7 +181,7 @@ class Execution:
         """The root's block to all; on GPUs along a binomial tree, each rank's block whole before it is sent on."""
         if not self.memory.on_gpu:
             with self._library.lock:
-                posted = [self._comm.Ibcast(self._bytes(piece), root) for piece in pieces(block)]
+                posted = [self._comm.Ibcast(self._library.data(*piece), root) for piece in pieces(block)]
             self._finish(posted)
             return
         place, step = (self.rank - root) % self.size, 1
@@ -127,14 +194,16 @@ class Execution:
         self._post([(child, block) for child in reversed(children)], [])
 
     def all_to_all(self, gives: Sequence[Block], takes: Sequence[Block], near: bool) -> None:
-        """Block `gives[r]` to each rank r, `takes[r]` from it; they may not overlap."""
+        """Block `gives[r]` to each rank r, `takes[r]` from it; they may not overlap, but one's own may be the same."""
+        own = self.rank
+        if gives[own][0] and takes[own][0]:
+            self.memory.copy(gives[own], takes[own])
         if near and not self.memory.on_gpu:
+            gives, takes = [[*blocks[:own], _NOWHERE, *blocks[own + 1 :]] for blocks in (gives, takes)]
             self._start(self._comm.Ialltoallv, self._vector(gives), self._vector(takes))
-            return
-        if gives[self.rank][0] and takes[self.rank][0]:
-            self.memory.copy(gives[self.rank], takes[self.rank])
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self._post([(peer, gives[peer]) for peer in peers], [(peer, takes[peer]) for peer in peers])
+        else:
+            peers = [(own + step) % self.size for step in range(1, self.size)]
+            self._post([(peer, gives[peer]) for peer in peers], [(peer, takes[peer]) for peer in peers])
 
     def all_gather(self, x: Block, takes: Sequence[Block], near: bool) -> None:
         """Everybody's x to `takes` of all; x may be `takes[rank]`."""
@@ -146,23 +215,11 @@ class Execution:
 
     def gather(self, x: Block, takes: Sequence[Block], root: int, near: bool) -> None:
         """Everybody's x to `takes` of the root (elsewhere empty); there x may be `takes[rank]`."""
-        if not near or self.memory.on_gpu:
-            self.all_to_all(self._only(root, x), takes or self._only(root, _NOWHERE), False)
-        elif self.rank == root:
-            self.memory.copy(x, takes[root])
-            self._start(self._comm.Igatherv, self._library.MPI.IN_PLACE, self._vector(takes), root)
-        else:
-            self._start(self._comm.Igatherv, self._bytes(x), None, root)
+        self.all_to_all(self._only(root, x), takes or self._only(root, _NOWHERE), near)
 
     def scatter(self, x: Block, gives: Sequence[Block], root: int, near: bool) -> None:
         """`gives` of the root (elsewhere empty), each to its rank's x, which there may be `gives[rank]`."""
-        if not near or self.memory.on_gpu:
-            self.all_to_all(gives or self._only(root, _NOWHERE), self._only(root, x), False)
-        elif self.rank == root:
-            self.memory.copy(gives[root], x)
-            self._start(self._comm.Iscatterv, self._vector(gives), self._library.MPI.IN_PLACE, root)
-        else:
-            self._start(self._comm.Iscatterv, None, self._bytes(x), root)
+        self.all_to_all(gives or self._only(root, _NOWHERE), self._only(root, x), near)
 
     def _only(self, root: int, x: Block) -> list[Block]:
         return [x if rank == root else _NOWHERE for rank in range(self.size)]
@@ -176,16 +233,16 @@ class Execution:
         """Send and receive blocks, each to or from a rank."""
         comm, tag = self._comm, self._tag
         with self._library.lock:
-            posted = [comm.Irecv(self._bytes(b), peer, tag) for peer, block in takes for b in pieces(block)]
-            posted += [comm.Isend(self._bytes(b), peer, tag) for peer, block in gives for b in pieces(block)]
+            posted = [
+                comm.Irecv(self._library.data(*b), peer, tag) for peer, block in takes for b in pieces(block)
+            ]
+            posted += [
+                comm.Isend(self._library.data(*b), peer, tag) for peer, block in gives for b in pieces(block)
+            ]
         self._finish(posted)
 
     def _finish(self, posted: Sequence[Any]) -> None:
         self._requests.finish(posted, self._look, c.BUSY, (self._keep, self._scratch))
-
-    def _bytes(self, block: Block) -> list[Any]:
-        MPI = self._library.MPI
-        return [MPI.buffer.fromaddress(*block), MPI.BYTE]
 
     def _vector(self, blocks: Sequence[Block]) -> list[Any]:
         """Blocks as MPI's operations with a `v` in their names take them."""
@@ -266,9 +323,9 @@ class Execution:
         """Exchange blocks; the addresses of those that came to this rank, its own being where it was."""
         own, nbytes = gives[self.rank]
         takes = [(room + rank * nbytes, nbytes) for rank in range(self.size)]
-        gives[self.rank] = takes[self.rank] = _NOWHERE
+        takes[self.rank] = own, nbytes
         self.all_to_all(gives, takes, near)
-        return [own if rank == self.rank else room + rank * nbytes for rank in range(self.size)]
+        return [address for address, _ in takes]
 
     def _room(self, nbytes: int) -> int:
         """The address of so much scratch memory, whose contents are lost with the next call of this."""

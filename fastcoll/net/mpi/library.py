@@ -32,27 +32,23 @@ _START = "start it with mpiexec -n 4 python script.py, or with srun --mpi=pmix o
 
 
 class Library(NamedTuple):
-    """The MPI library of this process, initialised.
+    """The MPI library of this process, initialised."""
 
-    Attributes:
-        MPI: mpi4py's module.
-        test, start: addresses of MPI_Test and MPI_Start.
-        lock: around every call of MPI.
-        serial: whether that lock is a real one.
-        cuda_aware: whether it says that it takes arrays in the memory of CUDA's GPUs.
-    """
-
-    MPI: Any
-    test: int
-    start: int
-    lock: AbstractContextManager[Any]
-    serial: bool
-    cuda_aware: bool
+    MPI: Any  # mpi4py's module
+    test: int  # the address of MPI_Test
+    start: int  # that of MPI_Start
+    lock: AbstractContextManager[Any]  # around every call of MPI
+    serial: bool  # whether that lock is a real one
+    cuda_aware: bool  # whether it says that it takes arrays in the memory of CUDA's GPUs
 
     @property
     def name(self) -> str:
         """The library's name and version."""
         return str(self.MPI.Get_library_version()).partition("\n")[0].partition(",")[0].strip()
+
+    def data(self, address: int, nbytes: int) -> list[Any]:
+        """So many bytes there, as MPI's messages and operations take them."""
+        return [self.MPI.buffer.fromaddress(address, nbytes), self.MPI.BYTE]
 
 
 def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
@@ -80,11 +76,9 @@ def _missing() -> str | None:
     if found is None:
         return f"mpi4py has no module for the MPI library here; {_INSTALL}"
     version = importlib.metadata.version("mpi4py")
-    return (
-        f"mpi4py is {version}, but 4 or newer is needed; {_INSTALL}"
-        if int(version.split(".")[0]) < 4
-        else None
-    )
+    if int(version.split(".")[0]) < 4:
+        return f"mpi4py is {version}, but 4 or newer is needed; {_INSTALL}"
+    return None
 
 
 @functools.cache
@@ -105,10 +99,12 @@ def load() -> Library:
     if serial:
         logger.warning("this MPI was initialised without MPI_THREAD_MULTIPLE: threads take turns to call it")
     functions = ctypes.CDLL(MPI.__file__)
+    test, start = (ctypes.cast(f, ctypes.c_void_p).value for f in (functions.MPI_Test, functions.MPI_Start))
+    assert test is not None
+    assert start is not None
     # Reentrant: a signal handler may abort a group in the middle of another call's preparations.
     lock = threading.RLock() if serial else nullcontext()
-    aware = is_cuda_aware(functions)
-    return Library(MPI, _address(functions.MPI_Test), _address(functions.MPI_Start), lock, serial, aware)
+    return Library(MPI, test, start, lock, serial, is_cuda_aware(functions))
 
 
 def is_cuda_aware(functions: Any) -> bool:
@@ -122,9 +118,3 @@ def is_cuda_aware(functions: Any) -> bool:
         status = functions.MPIX_GPU_query_support(_CUDA, ctypes.byref(answer))
         return status == 0 and answer.value == 1
     return hasattr(functions, "MPIX_Query_cuda_support") and functions.MPIX_Query_cuda_support() == 1
-
-
-def _address(function: Any) -> int:
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return address

@@ -29,7 +29,7 @@ from ...rendezvous.assemble import assemble
 from ...rendezvous.detect import detect
 from ..tcp.control import NOTICE_SIZE, Control, Notice, NoticeError
 from .library import Library, load
-from .requests import Requests
+from .requests import Requests, abandon
 
 _log = logging.getLogger("fastcoll")
 _STORE_TAG = 32749
@@ -40,7 +40,6 @@ _LEAST_TAG_LIMIT = 32767  # what every MPI allows
 
 laid_down: list[tuple[Any, MpiControl]] = []
 """Communicators that this rank has left, and others perhaps not."""
-_given_up: list[tuple[Any, MpiControl]] = []  # MPI may still read the notices
 _lock = threading.Lock()
 
 
@@ -167,8 +166,11 @@ def make_comm(
 
 def lay_down(library: Library, comm: Any, control: MpiControl, failed: bool) -> None:
     """Give a communicator up; nothing of this rank's is under way in it, unless the group failed."""
-    with _lock:
-        (_given_up if failed else laid_down).append((comm, control))
+    if failed:
+        abandon([], (comm, control))  # MPI may still read the notices
+    else:
+        with _lock:
+            laid_down.append((comm, control))
     free_finished(library)
 
 
@@ -228,6 +230,6 @@ class MpiControl(Control):
                 status, data = MPI.Status(), bytearray(NOTICE_SIZE)
                 message.Recv([data, MPI.BYTE], status)
                 try:
-                    self._hear(status.Get_source(), Notice.from_bytes(bytes(data), self._size))
+                    self._hear(status.Get_source(), Notice.from_bytes(bytes(data), self._comm.size))
                 except NoticeError as error:
                     _log.warning("group rank %d sent what cannot be read: %s", status.Get_source(), error)

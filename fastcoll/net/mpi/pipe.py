@@ -45,11 +45,6 @@ class Tags(NamedTuple):
     data: int
 
 
-class _Letter(NamedTuple):
-    header: Header
-    inside: bytes
-
-
 class _Posted(NamedTuple):
     """A request under way; `keep` is what it reads or writes."""
 
@@ -86,8 +81,8 @@ class MpiPipe(Pipe):
         self._listening = False
         self._begun = 0.0
         self._events: deque[tuple[int, int]] = deque()
-        self._letters: list[deque[_Letter]] = [deque() for _ in range(size)]
-        self._taken = [_Letter(Header(0, 0, 0, 0), b"")] * size
+        self._letters: list[deque[tuple[Header, bytes]]] = [deque() for _ in range(size)]
+        self._taken = [(Header(0, 0, 0, 0), b"")] * size
         self._is_taking = [False] * size
         self._acks: list[deque[Ack]] = [deque() for _ in range(size)]
         self._last_acks = [Ack(0, 0, 0, 0)] * size
@@ -145,31 +140,33 @@ class MpiPipe(Pipe):
         if self._told > handled:
             return self._event
         try:
-            event = self._next_event(wait)
+            if not self._listening:  # be ready for letters and acks from anybody
+                self._listening = True
+                self._listen_for(_LETTER, self._tags.letter, _HEAD + INSIDE)
+                self._listen_for(ACKED, self._tags.ack, _HEAD)
+            while (event := self._next_event()) == NOTHING:
+                if not self._progress(wait):
+                    return NOTHING
         except self._library.MPI.Exception as error:
             raise AbortedError(f"carrying messages was interrupted by {error!r}") from error
-        if event != NOTHING:
-            self._event = event
-            self._told += 1
+        self._event = event
+        self._told += 1
         return event
 
-    def _next_event(self, wait: bool) -> int:
-        self._listen()
-        while True:
-            if self._events:
-                event, peer = self._events.popleft()
-                if event == ACKED:
-                    self._last_acks[peer] = self._acks[peer].popleft()
-                elif event == ARRIVED:
-                    self._is_taking[peer] = False
-                return peer * EVENTS + event
-            for peer, letters in enumerate(self._letters):
-                if letters and self._interest[peer] and not self._is_taking[peer]:
-                    self._taken[peer] = letters.popleft()
-                    self._is_taking[peer] = True
-                    return peer * EVENTS + HEADER
-            if not self._progress(wait):
-                return NOTHING
+    def _next_event(self) -> int:
+        if self._events:
+            event, peer = self._events.popleft()
+            if event == ACKED:
+                self._last_acks[peer] = self._acks[peer].popleft()
+            elif event == ARRIVED:
+                self._is_taking[peer] = False
+            return peer * EVENTS + event
+        for peer, letters in enumerate(self._letters):
+            if letters and self._interest[peer] and not self._is_taking[peer]:
+                self._taken[peer] = letters.popleft()
+                self._is_taking[peer] = True
+                return peer * EVENTS + HEADER
+        return NOTHING
 
     def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
         """Send a letter, and the message behind it if it is long."""
@@ -184,7 +181,7 @@ class MpiPipe(Pipe):
         with self.current(), self._library.lock:
             posted = [self._comm.Isend([letter, MPI.BYTE], peer, self._tags.letter)]
             posted += [
-                self._comm.Isend(self._bytes(piece), peer, self._tags.data)
+                self._comm.Isend(self._library.data(*piece), peer, self._tags.data)
                 for piece in pieces((address, nbytes - inside))
             ]
         self._posted += [_Posted(request, ENTERED, peer, (letter, send.array)) for request in posted]
@@ -194,12 +191,12 @@ class MpiPipe(Pipe):
         return self._last_acks[peer]
 
     def header(self, peer: int) -> Header:
-        return self._taken[peer].header
+        return self._taken[peer][0]
 
     def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
         if nbytes <= INSIDE:
             if address:
-                ctypes.memmove(address, self._taken[peer].inside, nbytes)
+                ctypes.memmove(address, self._taken[peer][1], nbytes)
             self._events.append((ARRIVED, peer))
             return
         if not address:
@@ -208,7 +205,7 @@ class MpiPipe(Pipe):
         self._begun = time.monotonic()
         with self.current(), self._library.lock:
             for piece in pieces((address, nbytes)):
-                request = self._comm.Irecv(self._bytes(piece), peer, self._tags.data)
+                request = self._comm.Irecv(self._library.data(*piece), peer, self._tags.data)
                 self._posted.append(_Posted(request, ARRIVED, peer, keep))
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:
@@ -223,13 +220,6 @@ class MpiPipe(Pipe):
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        """Be ready for letters and acks from anybody."""
-        if not self._listening:
-            self._listening = True
-            self._listen_for(_LETTER, self._tags.letter, _HEAD + INSIDE)
-            self._listen_for(ACKED, self._tags.ack, _HEAD)
-
     def _listen_for(self, event: int, tag: int, nbytes: int) -> None:
         MPI = self._library.MPI
         data = np.zeros(nbytes // 8, np.int64)
@@ -237,37 +227,29 @@ class MpiPipe(Pipe):
             request = self._comm.Irecv([data, MPI.BYTE], MPI.ANY_SOURCE, tag)
         self._posted.append(_Posted(request, event, -1, data))
 
-    def _bytes(self, piece: tuple[int, int]) -> list[Any]:
-        MPI = self._library.MPI
-        return [MPI.buffer.fromaddress(*piece), MPI.BYTE]
-
     def _progress(self, wait: bool) -> bool:
         """Wait until a request is complete, and deal with it; False after 50 ms without one, or when the bell rang."""
         if not wait:
             self._requests.ring()
         self._requests.load(self._requests.handles([posted.request for posted in self._posted]))
+        # MPI moves data in calls only: it is called as often as can be while data gets on.
+        moving = time.monotonic() - self._begun < _MOVING_SECONDS
+        moving = moving and any(posted.event in (ENTERED, ARRIVED) for posted in self._posted)
         with self.current():
-            done = self._requests.poll(words.ANY | (words.BUSY if self._is_moving() else 0))
-        if not done:
-            return False
+            if not self._requests.poll(words.ANY | words.BUSY * moving):
+                return False
         still = set(self._requests.open())
         # One by one, as what is left tells whether an event is complete; new requests come behind all of these.
         for slot in sorted(set(range(len(self._posted))) - still, reverse=True):
             self._complete(self._posted.pop(slot))
         return True
 
-    def _is_moving(self) -> bool:
-        """Whether MPI should be called as often as can be: it moves data in those calls only."""
-        return time.monotonic() - self._begun < _MOVING_SECONDS and any(
-            posted.event in (ENTERED, ARRIVED) for posted in self._posted
-        )
-
     def _complete(self, posted: _Posted) -> None:
         if posted.event == _LETTER:
             self._listen_for(_LETTER, self._tags.letter, _HEAD + INSIDE)
             source, kind, nbytes, number, inside = posted.keep[:5].tolist()
             text = posted.keep.view(np.uint8)[_HEAD : _HEAD + inside].tobytes()
-            self._letters[source].append(_Letter(Header(kind, nbytes, number, nbytes), text))
+            self._letters[source].append((Header(kind, nbytes, number, nbytes), text))
         elif posted.event == ACKED:
             self._listen_for(ACKED, self._tags.ack, _HEAD)
             source, *ack = posted.keep.tolist()
@@ -279,12 +261,9 @@ class MpiPipe(Pipe):
             self._begun = time.monotonic()
             if not self._is_under_way(posted.event, posted.peer):
                 self._events.append((posted.event, posted.peer))
-                if posted.event == ENTERED:
-                    self._events.extend([(ACKED, posted.peer)] * self._unannounced(posted.peer))
+                if posted.event == ENTERED:  # the acks of this peer that have no event yet have one now
+                    acked = (ACKED, posted.peer)
+                    self._events.extend([acked] * (len(self._acks[posted.peer]) - self._events.count(acked)))
 
     def _is_under_way(self, event: int, peer: int) -> bool:
         return any(posted.event == event and posted.peer == peer for posted in self._posted)
-
-    def _unannounced(self, peer: int) -> int:
-        """How many acks of a peer have no event yet."""
-        return len(self._acks[peer]) - self._events.count((ACKED, peer))

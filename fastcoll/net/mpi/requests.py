@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.status import AGAIN, DONE
 from ...kernels import waiting
 from ...kernels.primitives import address_of
 from . import compiled as words
@@ -87,9 +88,9 @@ class Requests:
             code = words.poll.call(self.address)
         if code < 0:
             raise self._library.MPI.Exception(-code)
-        if code == words.AGAIN:
+        if code == AGAIN:
             self._give_way()
-        return code == words.DONE
+        return code == DONE
 
     def pause(self, look: Callable[[], None]) -> None:
         """Between two waits that were not enough: let other threads have their turn, and look every 50 ms."""
