@@ -29,32 +29,18 @@ _MOST_BYTES = 256 << 10  # of all ranks' data together, which each rank keeps
 
 
 class Prepared(NamedTuple):
-    """A call as it is prepared once for all calls that are alike.
+    """A call as it is prepared once for all calls that are alike."""
 
-    Attributes:
-        address: of its words in compiled.py.
-        table: those words.
-        sizes: bytes that the rank contributes, gives and expects.
-        finishes: whether the compiled call does all of it.
-    """
-
-    address: int
-    table: NDArray[np.int64]
-    sizes: Sizes
-    finishes: bool
+    address: int  # of its words in compiled.py
+    table: NDArray[np.int64]  # those words
+    sizes: Sizes  # bytes that the rank contributes, gives and expects
+    finishes: bool  # whether the compiled call does all of it
 
     @classmethod
     def make(cls, code: int, sizes: Sizes, rank: int, finish: Sequence[int]) -> Prepared:
-        """Prepare a call.
-
-        Args:
-            code: the call word of core/signature.py.
-            rank: this one.
-            finish: the words from FINISH on; none: the rest is left to Python.
-        """
-        balance = signature.balance(rank, sizes.gives, sizes.takes)
+        """`code` is that of core/signature.py; `finish` the words from FINISH on; none: the rest is left to Python."""
+        said = (code, sizes.shape, signature.balance(rank, sizes.gives, sizes.takes), *finish)
         table: NDArray[np.int64] = np.zeros(c.CALL_WORDS, np.int64)
-        said = (code, sizes.shape, balance, *finish)
         table[: len(said)] = said
         return cls(address_of(table), table, sizes, bool(finish))
 
@@ -66,12 +52,7 @@ def row_sizes(ranks: int) -> list[int]:
 
 
 class Meeting:
-    """The rows of a group's ranks.
-
-    Args:
-        comm: the group's communicator.
-        dedicated: as for Requests.
-        tag: of the rows.
+    """The rows of a group's ranks, which travel with a `tag` of their own.
 
     Attributes:
         address: of the context of compiled.py.
@@ -96,10 +77,7 @@ class Meeting:
         self._persistent = made
         self._requests = Requests(library, dedicated)
         self._requests.reserve(2 * len(self._peers))
-        self._tables = (
-            np.array(self._requests.handles(made), np.int64),
-            np.array(self.attached, np.int64),
-        )
+        self._tables = [np.array(words, np.int64) for words in (self._requests.handles(made), self.attached)]
         self._words: NDArray[np.int64] = np.zeros(c.LIMITS + len(sizes), np.int64)
         self._words[c.ROWS : c.CALLS] = address_of(self.rows), sizes[-1], comm.size, comm.rank
         self._words[c.TABLE : c.NEAR] = self._requests.address, library.start

@@ -80,8 +80,10 @@ class MpiBackend(Backend):
         """
         library = load()
         comm, cuda_aware = make_comm(library, store, name, members, rank, timeout)
-        gate = Gate(name, [member.rank for member in members], comm.rank, timeout)
-        return cls(library, comm, gate, members, crowd or members, cuda_aware)
+        here = [member for member in crowd or members if member.boot_id == members[rank].boot_id]
+        dedicated = len(here) <= len(os.sched_getaffinity(0))  # there is a core for each rank of this host
+        gate = Gate(name, [member.rank for member in members], rank, timeout)
+        return cls(library, comm, gate, members, dedicated, cuda_aware)
 
     def __init__(
         self,
@@ -89,12 +91,10 @@ class MpiBackend(Backend):
         comm: Any,
         gate: Gate,
         members: Sequence[Member],
-        crowd: Sequence[Member],
+        dedicated: bool,
         cuda_aware: bool,
     ) -> None:
         self.gate = gate
-        here = [member for member in crowd if member.boot_id == members[comm.rank].boot_id]
-        dedicated = len(here) <= len(os.sched_getaffinity(0))  # there is a core for each rank of this host
         self.cuda_aware = cuda_aware
         self._library = library
         self._comm = comm
@@ -236,11 +236,8 @@ class MpiBackend(Backend):
         """The group ranks that have not come; once all have, those that may still be in the call."""
         if not self._moving:
             return self._meeting.late()
-        return [
-            rank
-            for rank in range(self.gate.size)
-            if rank != self.gate.rank and not self.monitor.has_left(rank)
-        ]
+        others = (rank for rank in range(self.gate.size) if rank != self.gate.rank)
+        return [rank for rank in others if not self.monitor.has_left(rank)]
 
     def _mismatch(self, said: Prepared) -> Exception:
         """The error of calls that differ, which all ranks have seen; the group goes on."""
@@ -319,12 +316,9 @@ class MpiBackend(Backend):
     # ---- GPUs --------------------------------------------------------------------------------------
 
     def take_gpus(self, memory: Memory, current: Callable[[], AbstractContextManager[None]]) -> None:
-        """From now on `plan` also takes dense arrays on GPUs: what `memory` knows, with a dtype.
-
-        The MPI library of every rank must be CUDA-aware.
+        """From now on `plan` also takes dense arrays on GPUs, which `memory` knows; all libraries must be CUDA-aware.
 
         Args:
-            memory: theirs.
             current: a context in which their GPU is the thread's current one, for the threads that carry messages.
         """
         self._gpus = self._execution(memory)

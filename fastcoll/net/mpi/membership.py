@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from ...rendezvous import HashStore, Rendezvous, Store, TCPStore
 from ...rendezvous.address import make_room, own_address
 from ...rendezvous.assemble import assemble
 from ...rendezvous.detect import detect
+from ...rendezvous.store import listed
 from ..tcp.control import NOTICE_SIZE, Control, Notice, NoticeError
 from .library import Library, load
 from .requests import Requests, abandon
@@ -47,10 +48,7 @@ _lock = threading.Lock()
 
 
 def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
-    """Meet the other ranks of the MPI job in a store that rank 0 serves; collective over all of them.
-
-    Args:
-        rank, world_size: as MPI has them, or -1.
+    """Meet the other ranks of the MPI job in a store that rank 0 serves; collective. What MPI knows may be -1.
 
     Raises:
         UsageError: MPI has another rank or world size.
@@ -82,7 +80,7 @@ def _serve(library: Library, timeout: float) -> Rendezvous:
         with library.lock:
             data = [text, library.MPI.BYTE]
             sent = [world.Isend(data, peer, _STORE_TAG) for peer in range(1, world.size)]
-        _await(library, sent, text, timeout, lambda late: f"rank(s) {', '.join(str(1 + k) for k in late)}")
+        _await(library, sent, text, timeout, range(1, world.size))
     except BaseException:
         store.close()
         raise
@@ -98,7 +96,7 @@ def _hear(library: Library, timeout: float) -> tuple[str, int]:
         with library.lock:
             request = world.Irecv([data, library.MPI.BYTE], 0, _STORE_TAG)
         try:
-            _await(library, [request], data, timeout, lambda late: "rank 0")
+            _await(library, [request], data, timeout, [0])
         except BaseException:
             with library.lock:
                 request.Cancel()
@@ -110,18 +108,15 @@ def _hear(library: Library, timeout: float) -> tuple[str, int]:
     return host, int(port)
 
 
-def _await(
-    library: Library, posted: list[Any], keep: Any, timeout: float, names: Callable[[list[int]], str]
-) -> None:
+def _await(library: Library, posted: list[Any], keep: Any, timeout: float, peers: Sequence[int]) -> None:
     """Wait for messages; a first one needs a connection, on which MPI works while it is called."""
     deadline = time.monotonic() + timeout
     requests = Requests(library, dedicated=False)
 
     def look() -> None:
         if time.monotonic() > deadline:
-            raise StoreTimeoutError(
-                f"{names(requests.open())} did not call init_process_group within {timeout:g} s"
-            )
+            late = listed([peers[k] for k in requests.open()])
+            raise StoreTimeoutError(f"rank(s) {late} did not call init_process_group within {timeout:g} s")
 
     requests.finish(posted, look, 0, keep)
 
@@ -189,10 +184,6 @@ class MpiControl(Control):
     """Notices that a rank leaves or fails the group, as messages of MPI: two from each rank to each other at the most.
 
     MPI does not tell when a rank dies (mpiexec ends the others then), so `lost` stays empty.
-
-    Args:
-        comm: the group's communicator.
-        tag: of notices.
     """
 
     def __init__(self, library: Library, comm: Any, tag: int) -> None:

@@ -26,11 +26,7 @@ _abandoned: list[Any] = []
 
 
 class Requests:
-    """Waits for requests, one wait at a time.
-
-    Args:
-        library: the MPI library.
-        dedicated: whether every rank of this host has a core of its own.
+    """Waits for requests, one wait at a time; `dedicated` says whether every rank of this host has a core of its own.
 
     Attributes:
         address: of the table, until there are more requests than ever, or than were reserved for.
@@ -104,10 +100,9 @@ class Requests:
             time.sleep(1e-5)  # or the lock would be ours again before another thread has woken up
 
     def finish(self, requests: Sequence[Any], look: Callable[[], None], mode: int, keep: Any = ()) -> None:
-        """Wait until all are complete.
+        """Wait until all are complete, or `look`, called every 50 ms, raises.
 
         Args:
-            look: called every 50 ms; what it raises ends the wait.
             keep: what the requests read and write, kept alive if the wait ends without them.
         """
         self.load(self.handles(requests))
