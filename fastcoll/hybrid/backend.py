@@ -126,7 +126,6 @@ class HybridBackend(Backend):
         self.rail = parts[1] if len(parts) > 1 else None
         self._direct = DIRECT if self.gate.size <= MEET_RANKS else 0
         self._near = near
-        self._places = {peer: place for place, peer in enumerate(topology.local) if peer != self.gate.rank}
         everyone.route({peer: (near.pipe, place) for place, peer in enumerate(topology.local)})
         self.messages: Engine = everyone.messages
 
@@ -136,12 +135,12 @@ class HybridBackend(Backend):
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
         flat = self._everyone.fast(group)
         rings, messages = self._near.pipe.address, self.messages
+        places = {peer: place for place, peer in enumerate(self._topology.local) if peer != self.gate.rank}
 
         def place_of(peer: Any, tag: Any) -> int | None:
             """Of a rank of this node; None: it is on another, or the arguments are not those of a plain call."""
-            if type(peer) is not int or type(tag) is not int or not 0 <= tag <= LARGEST_TAG:
-                return None
-            return self._places.get(peer)
+            plain = type(peer) is int and type(tag) is int and 0 <= tag <= LARGEST_TAG
+            return places.get(peer) if plain else None
 
         def send(tensor: Any, dst: int, tag: int = 0) -> Any:
             if (place := place_of(dst, tag)) is None:

@@ -23,11 +23,7 @@ class OnDeviceError(ArrayError):
 
 
 class Adopted:
-    """An array as the backends use it, and what is owed to the caller's.
-
-    Attributes:
-        array: C-contiguous; the caller's own memory, or a packed copy, which goes back by `owner[...] = array`.
-    """
+    """A C-contiguous array for the backends: the caller's memory, or a copy that goes back by `owner[...] = array`."""
 
     __slots__ = ("_owner", "array")
 

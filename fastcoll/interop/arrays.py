@@ -125,7 +125,18 @@ def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopt
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__"):
-        return _from_dlpack(x, what, writable)
+        try:
+            array = np.from_dlpack(x, **_NEVER_COPY)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise ArrayError(
+                f"{what} is a {type(x).__name__} that NumPy cannot view through DLPack: {error}; give a NumPy array"
+            ) from error
+        if writable and not array.flags.writeable:
+            raise ArrayError(
+                f"{what} is a {type(x).__name__}, which is read-only through DLPack with NumPy {np.__version__}, and "
+                "the result goes there; give a NumPy array (before NumPy 2.1 all that comes by DLPack is read-only)"
+            )
+        return array
     try:
         view = memoryview(x)
     except TypeError:
@@ -136,21 +147,6 @@ def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopt
         raise ArrayError(
             f"{what} is a {type(x).__name__} whose buffer NumPy cannot view: {error}; give a NumPy array"
         ) from error
-
-
-def _from_dlpack(x: Any, what: str, writable: bool) -> Array:
-    try:
-        array = np.from_dlpack(x, **_NEVER_COPY)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise ArrayError(
-            f"{what} is a {type(x).__name__} that NumPy cannot view through DLPack: {error}; give a NumPy array"
-        ) from error
-    if writable and not array.flags.writeable:
-        raise ArrayError(
-            f"{what} is a {type(x).__name__}, which is read-only through DLPack with NumPy {np.__version__}, and "
-            "the result goes there; give a NumPy array (before NumPy 2.1 all that comes by DLPack is read-only)"
-        )
-    return array
 
 
 def _cure(x: Any) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ SUITE = ["tests/conformance", "tests/test_p2p.py", "tests/test_objects.py", *CAS
 ON_GPUS = [f"tests/conformance/test_{name}.py" for name in ("moves", "reductions", "point_to_point")]
 SHM = Path("/dev/shm")
 JOB_SECONDS = 150.0
+COMPILE_SECONDS = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,15 @@ def run(
     return job.returncode, output
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """The kernels that the cases between nodes need: to compile them can take longer than their deadlines."""
+    warmup = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", "float64,int64"]
+    subprocess.run(warmup, env=environment(), check=True, timeout=COMPILE_SECONDS)
+
+
 @pytest.mark.mpi
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_conformance_suite(python: Path, ranks: int) -> None:
     options = ["-q", "--color=no", "-W", "error", *results_in(f"mpi-{python.parents[1].name}-{ranks}")]

@@ -43,7 +43,7 @@ from .agreement import Meeting, Prepared
 from .execution import Addressed, Execution, HostMemory, Memory, are_near
 from .library import Library, load
 from .membership import MpiControl, lay_down, make_comm
-from .pipe import INSIDE, MpiPipe, Tags
+from .pipe import INSIDE, MpiPipe
 from .requests import Requests, abandon
 
 _CLOSE_SECONDS = 5.0
@@ -112,7 +112,7 @@ class MpiBackend(Backend):
         self._wait: Wait | None = None
         self._limit = gate.timeout
         self._moving = False
-        self.pipe = MpiPipe(library, comm, Tags(*_MAIL), dedicated)
+        self.pipe = MpiPipe(library, comm, _MAIL, dedicated)
         routes: list[tuple[Pipe, int]] = [(self.pipe, rank) for rank in range(comm.size)]
         self.messages: Engine = Engine(routes, comm.rank, self.monitor, gate.timeout)
 

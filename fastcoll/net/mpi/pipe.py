@@ -15,7 +15,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -37,14 +37,6 @@ _NOBODY, _LETTER = -1, -2  # what a request is for, besides events
 _MOVING_SECONDS = 1.0  # a message that does not get on for so long waits for the other side
 
 
-class Tags(NamedTuple):
-    """Tags of the messages of a mailbox."""
-
-    letter: int
-    ack: int
-    data: int
-
-
 class _Posted(NamedTuple):
     """A request under way; `keep` is what it reads or writes."""
 
@@ -58,19 +50,18 @@ class MpiPipe(Pipe):
     """To all ranks of a communicator; their numbers are their ranks there.
 
     Args:
-        comm: the group's communicator.
-        dedicated: as for Requests.
+        tags: of letters, acks and what follows letters.
 
     Attributes:
-        current: a context for everything that MPI does with messages; see MpiGroup.take_gpus.
+        current: a context for everything that MPI does with messages; see MpiBackend.take_gpus.
     """
 
-    def __init__(self, library: Library, comm: Any, tags: Tags, dedicated: bool) -> None:
+    def __init__(self, library: Library, comm: Any, tags: Sequence[int], dedicated: bool) -> None:
         size, self._rank = comm.size, comm.rank
         self.current: Callable[[], AbstractContextManager[None]] = nullcontext
         self._library = library
         self._comm = comm
-        self._tags = tags
+        self._letter_tag, self._ack_tag, self._data_tag = tags
         self._requests = Requests(library, dedicated)
         self._free = threading.Lock()
         self._owner = 0
@@ -142,8 +133,8 @@ class MpiPipe(Pipe):
         try:
             if not self._listening:  # be ready for letters and acks from anybody
                 self._listening = True
-                self._listen_for(_LETTER, self._tags.letter, _HEAD + INSIDE)
-                self._listen_for(ACKED, self._tags.ack, _HEAD)
+                self._listen_for(_LETTER, self._letter_tag, _HEAD + INSIDE)
+                self._listen_for(ACKED, self._ack_tag, _HEAD)
             while (event := self._next_event()) == NOTHING:
                 if not self._progress(wait):
                     return NOTHING
@@ -179,9 +170,9 @@ class MpiPipe(Pipe):
         MPI = self._library.MPI
         self._begun = time.monotonic()
         with self.current(), self._library.lock:
-            posted = [self._comm.Isend([letter, MPI.BYTE], peer, self._tags.letter)]
+            posted = [self._comm.Isend([letter, MPI.BYTE], peer, self._letter_tag)]
             posted += [
-                self._comm.Isend(self._library.data(*piece), peer, self._tags.data)
+                self._comm.Isend(self._library.data(*piece), peer, self._data_tag)
                 for piece in pieces((address, nbytes - inside))
             ]
         self._posted += [_Posted(request, ENTERED, peer, (letter, send.array)) for request in posted]
@@ -205,13 +196,13 @@ class MpiPipe(Pipe):
         self._begun = time.monotonic()
         with self.current(), self._library.lock:
             for piece in pieces((address, nbytes)):
-                request = self._comm.Irecv(self._library.data(*piece), peer, self._tags.data)
+                request = self._comm.Irecv(self._library.data(*piece), peer, self._data_tag)
                 self._posted.append(_Posted(request, ARRIVED, peer, keep))
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:
         data = np.array([self._rank, *ack], np.int64)
         with self._library.lock:
-            request = self._comm.Isend([data, self._library.MPI.BYTE], peer, self._tags.ack)
+            request = self._comm.Isend([data, self._library.MPI.BYTE], peer, self._ack_tag)
         self._posted.append(_Posted(request, _NOBODY, peer, data))
         return True
 
@@ -246,12 +237,12 @@ class MpiPipe(Pipe):
 
     def _complete(self, posted: _Posted) -> None:
         if posted.event == _LETTER:
-            self._listen_for(_LETTER, self._tags.letter, _HEAD + INSIDE)
+            self._listen_for(_LETTER, self._letter_tag, _HEAD + INSIDE)
             source, kind, nbytes, number, inside = posted.keep[:5].tolist()
             text = posted.keep.view(np.uint8)[_HEAD : _HEAD + inside].tobytes()
             self._letters[source].append((Header(kind, nbytes, number, nbytes), text))
         elif posted.event == ACKED:
-            self._listen_for(ACKED, self._tags.ack, _HEAD)
+            self._listen_for(ACKED, self._ack_tag, _HEAD)
             source, *ack = posted.keep.tolist()
             self._acks[source].append(Ack(*ack))
             # What is acknowledged has entered, though MPI may tell so later.
