@@ -257,7 +257,7 @@ class Reducing(NamedTuple):
 
 
 class DeviceMemory:
-    """The memory of the GPU that is in use, that of the arrays of the call under way, as net/mpi/memory.py wants it.
+    """The memory of the GPU that is in use, that of the arrays of the call under way, as net/mpi/execution.py wants it.
 
     Copies and reductions are queued on a stream of the group's and waited for: MPI, which comes next, knows no streams.
     """
