@@ -24,8 +24,11 @@ series.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
+
+from ...core.partition import Span, segments, start_of
 
 IN, OUT, SLOT = 0, 1, 2
 SLOTS = 4
@@ -77,37 +80,6 @@ def slot_of(call: int, step: int) -> int:
     return call % 2 if step == 0 else 2 + step % 2
 
 
-class _Rank:
-    """The schedule of one rank while it is made."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.peers = [peer for peer in range(size) if peer != rank]
-        self._done: list[Move | Fold | Step | Last] = []
-
-    def move(self, dst: Place, src: Place, nbytes: int) -> None:
-        if nbytes > 0:
-            self._done.append(Move(dst, src, nbytes))
-
-    def fold(self, dst: Place, srcs: Sequence[Place], nbytes: int) -> None:
-        if nbytes > 0 and srcs:
-            self._done.append(Fold(dst, tuple(srcs), nbytes))
-
-    def step(self, number: int) -> None:
-        self._done.append(Step(number))
-
-    def slot(self, rank: int, step: int, offset: int = 0) -> Place:
-        return Place(SLOT + step, rank, offset)
-
-    def sources(self, step: int, offset: int, own: Place, ranks: Sequence[int] | None = None) -> list[Place]:
-        """The same part of all ranks' slots, but this rank's input where it lies."""
-        everybody = range(self.size) if ranks is None else ranks
-        return [own if r == self.rank else self.slot(r, step, offset) for r in everybody]
-
-    def schedule(self, last: bool = False) -> Schedule:
-        return (*self._done, Last()) if last else tuple(self._done)
-
-
 def share_of(slot: int, parts: int, itemsize: int) -> int:
     """Bytes of each of `parts` equal parts of a slot: whole elements; 0 if not one fits."""
     most = slot // parts
@@ -115,155 +87,155 @@ def share_of(slot: int, parts: int, itemsize: int) -> int:
     return most // unit * unit or most // itemsize * itemsize
 
 
-def _rounds(nbytes: int, chunk: int) -> range:
-    """One at least, as a call without data meets too."""
-    return range(max(1, -(-nbytes // chunk)))
-
-
-def _part(nbytes: int, chunk: int, k: int) -> int:
-    """Bytes of chunk k of an array; 0 after its end."""
-    return max(0, min(chunk, nbytes - k * chunk))
-
-
 def is_one_shot(size: int, nbytes: int) -> bool:
     """Whether an all_reduce of so many bytes among so many ranks goes one-shot."""
     return size <= 2 or any(size <= most and nbytes < limit for most, limit in ONE_SHOT_BELOW)
+
+
+def _chunks(nbytes: int, most: int) -> list[Span]:
+    """One at least, as a call without data meets too."""
+    return segments(nbytes, most) or [Span(0, 0)]
+
+
+class _Part(NamedTuple):
+    """An input put into this rank's slot, or a part of some ranks' slots, moved or reduced into an output.
+
+    Attributes:
+        array: number of the input or output; of this rank's own input where slots are reduced, into output 0.
+        offset: in the slots.
+        nbytes: of the whole array.
+        ranks: whose slots; one where they are moved.
+    """
+
+    array: int
+    offset: int
+    nbytes: int
+    ranks: Sequence[int] = ()
+
+
+def _in_chunks(
+    rank: int, chunk: int, puts: Sequence[_Part], moved: Sequence[_Part] = (), reduced: Sequence[_Part] = ()
+) -> Schedule:
+    """Before step k chunk k of each put, after it chunk k of what is moved and reduced."""
+    items: list[Move | Fold | Step] = []
+    for k, (at, _) in enumerate(
+        _chunks(max((x.nbytes for x in (*puts, *moved, *reduced)), default=0), chunk)
+    ):
+        for x in puts:
+            place = Place(SLOT + k, rank, x.offset)
+            items.append(Move(place, Place(IN, x.array, at), min(chunk, x.nbytes - at)))
+        items.append(Step(k))
+        for x in moved:
+            place = Place(SLOT + k, x.ranks[0], x.offset)
+            items.append(Move(Place(OUT, x.array, at), place, min(chunk, x.nbytes - at)))
+        for x in reduced:
+            srcs = _sources(rank, x.ranks, k, x.offset, Place(IN, x.array, at))
+            items.append(Fold(Place(OUT, 0, at), srcs, min(chunk, x.nbytes - at)))
+    return _filled(items)
+
+
+def _sources(rank: int, ranks: Sequence[int], step: int, offset: int, own: Place) -> tuple[Place, ...]:
+    """The same part of some ranks' slots, but this rank's input where it lies."""
+    return tuple(own if r == rank else Place(SLOT + step, r, offset) for r in ranks)
+
+
+def _filled(items: Sequence[Move | Fold | Step]) -> Schedule:
+    """Without what moves nothing."""
+    return tuple(
+        x for x in items if isinstance(x, Step) or (x.nbytes > 0 and (isinstance(x, Move) or x.srcs))
+    )
+
+
+def _own(out: int, block: int, nbytes: int) -> Schedule:
+    """A rank's block for itself."""
+    return _filled([Move(Place(OUT, out, 0), Place(IN, block, 0), nbytes)])
+
+
+def _peers(rank: int, size: int) -> list[int]:
+    return [peer for peer in range(size) if peer != rank]
 
 
 def one_shot(
     rank: int, size: int, nbytes: int, itemsize: int, slot: int, readers: Sequence[int] | None = None
 ) -> Schedule:
     """All_reduce or reduce: every rank, or `readers`, folds the slots of all."""
-    p, chunk = _Rank(rank, size), share_of(slot, 1, itemsize)
-    reads = readers is None or rank in readers
-    is_read = readers is None or any(reader != rank for reader in readers)
-    for k in _rounds(nbytes, chunk):
-        at, part = k * chunk, _part(nbytes, chunk, k)
-        if is_read:
-            p.move(p.slot(rank, k), Place(IN, 0, at), part)
-        p.step(k)
-        if reads:
-            p.fold(Place(OUT, 0, at), p.sources(k, 0, Place(IN, 0, at)), part)
-    return p.schedule()
+    readers = range(size) if readers is None else readers
+    puts = [_Part(0, 0, nbytes)] * any(reader != rank for reader in readers)
+    reduced = [_Part(0, 0, nbytes, range(size))] * (rank in readers)
+    return _in_chunks(rank, share_of(slot, 1, itemsize), puts, (), reduced)
 
 
 def two_shot(rank: int, size: int, nbytes: int, itemsize: int, slot: int) -> Schedule:
     """All_reduce: each rank folds its slice of every chunk into its slot, from where all take it."""
-    p, share = _Rank(rank, size), share_of(slot, size, itemsize)
-    chunk = share * size
-    for k in _rounds(nbytes, chunk):
-        at, part = k * chunk, _part(nbytes, chunk, k)
-        each = _slice_of(part, size, itemsize)
-        sizes = [_part(part, each, r) for r in range(size)]
-        for r in p.peers:
-            p.move(p.slot(rank, 2 * k, r * each), Place(IN, 0, at + r * each), sizes[r])
-        p.step(2 * k)
-        mine = rank * each
-        sources = p.sources(2 * k, mine, Place(IN, 0, at + mine))
-        p.fold(p.slot(rank, 2 * k + 1, mine), sources, sizes[rank])
-        p.step(2 * k + 1)
-        for r in range(size):
-            p.move(Place(OUT, 0, at + r * each), p.slot(r, 2 * k + 1, r * each), sizes[r])
-    return p.schedule()
-
-
-def _slice_of(nbytes: int, size: int, itemsize: int) -> int:
-    """Bytes of all but the last slices of a chunk: whole elements, in whole lines."""
+    items: list[Move | Fold | Step] = []
     unit = lcm(itemsize, ALIGNMENT)
-    return max(1, -(-nbytes // (size * unit))) * unit
+    for k, (at, part) in enumerate(_chunks(nbytes, share_of(slot, size, itemsize) * size)):
+        starts = [start_of(part, size, r, unit) for r in range(size + 1)]
+        slices = [Span(low, high - low) for low, high in pairwise(starts)]
+        for r in _peers(rank, size):
+            low, length = slices[r]
+            items.append(Move(Place(SLOT + 2 * k, rank, low), Place(IN, 0, at + low), length))
+        items.append(Step(2 * k))
+        low, length = slices[rank]
+        srcs = _sources(rank, range(size), 2 * k, low, Place(IN, 0, at + low))
+        items.append(Fold(Place(SLOT + 2 * k + 1, rank, low), srcs, length))
+        items.append(Step(2 * k + 1))
+        for r, (low, length) in enumerate(slices):
+            items.append(Move(Place(OUT, 0, at + low), Place(SLOT + 2 * k + 1, r, low), length))
+    return _filled(items)
 
 
 def reduce_scatter(rank: int, size: int, sizes: Sequence[int], itemsize: int, slot: int) -> Schedule:
     """Rank r folds part r of all ranks' slots; `sizes` are those of the blocks."""
-    p, share = _Rank(rank, size), share_of(slot, size, itemsize)
-    for k in _rounds(max(sizes), share):
-        at = k * share
-        for r in p.peers:
-            p.move(p.slot(rank, k, r * share), Place(IN, r, at), _part(sizes[r], share, k))
-        p.step(k)
-        sources = p.sources(k, rank * share, Place(IN, rank, at))
-        p.fold(Place(OUT, 0, at), sources, _part(sizes[rank], share, k))
-    return p.schedule()
+    share = share_of(slot, size, itemsize)
+    puts = [_Part(r, r * share, sizes[r]) for r in _peers(rank, size)]
+    return _in_chunks(rank, share, puts, (), [_Part(rank, rank * share, sizes[rank], range(size))])
 
 
 def scan(rank: int, size: int, nbytes: int, itemsize: int, slot: int, exclusive: bool) -> Schedule:
     """Rank r folds the slots of ranks 0..r, or 0..r-1."""
-    p, chunk = _Rank(rank, size), share_of(slot, 1, itemsize)
-    ranks = range(rank if exclusive else rank + 1)
-    for k in _rounds(nbytes, chunk):
-        at, part = k * chunk, _part(nbytes, chunk, k)
-        if rank < size - 1:
-            p.move(p.slot(rank, k), Place(IN, 0, at), part)
-        p.step(k)
-        p.fold(Place(OUT, 0, at), p.sources(k, 0, Place(IN, 0, at), ranks), part)
-    return p.schedule()
+    puts = [_Part(0, 0, nbytes)] * (rank < size - 1)
+    reduced = [_Part(0, 0, nbytes, range(rank if exclusive else rank + 1))]
+    return _in_chunks(rank, share_of(slot, 1, itemsize), puts, (), reduced)
 
 
 def broadcast(rank: int, size: int, nbytes: int, slot: int, root: int) -> Schedule:
     """All take the root's slot."""
-    p = _Rank(rank, size)
-    for k in _rounds(nbytes, slot):
-        part = _part(nbytes, slot, k)
-        if rank == root and p.peers:
-            p.move(p.slot(root, k), Place(IN, 0, k * slot), part)
-        p.step(k)
-        if rank != root:
-            p.move(Place(OUT, 0, k * slot), p.slot(root, k), part)
-    return p.schedule()
+    if rank == root:
+        return _in_chunks(rank, slot, [_Part(0, 0, nbytes)] * (size > 1))
+    return _in_chunks(rank, slot, (), [_Part(0, 0, nbytes, (root,))])
 
 
 def all_gather(rank: int, size: int, sizes: Sequence[int], slot: int) -> Schedule:
     """All take the slots of all; `sizes` are those of the outputs."""
-    p = _Rank(rank, size)
-    p.move(Place(OUT, rank, 0), Place(IN, 0, 0), sizes[rank])
-    for k in _rounds(max(sizes), slot):
-        if p.peers:
-            p.move(p.slot(rank, k), Place(IN, 0, k * slot), _part(sizes[rank], slot, k))
-        p.step(k)
-        for r in p.peers:
-            p.move(Place(OUT, r, k * slot), p.slot(r, k), _part(sizes[r], slot, k))
-    return p.schedule()
+    puts = [_Part(0, 0, sizes[rank])] * (size > 1)
+    moved = [_Part(r, 0, sizes[r], (r,)) for r in _peers(rank, size)]
+    return *_own(rank, 0, sizes[rank]), *_in_chunks(rank, slot, puts, moved)
+
+
+# In the next three a rank knows its own sizes alone, so ranks may take different numbers of steps.
 
 
 def gather(rank: int, size: int, sizes: Sequence[int], slot: int, root: int) -> Schedule:
     """The root takes the slots of all; `sizes` are those of its outputs, or of this rank's input alone."""
-    p = _Rank(rank, size)
-    if rank == root:
-        p.move(Place(OUT, root, 0), Place(IN, 0, 0), sizes[root])
-    others = [sizes[r] for r in p.peers] if rank == root else sizes
-    for k in _rounds(max(others, default=0), slot):
-        if rank != root:
-            p.move(p.slot(rank, k), Place(IN, 0, k * slot), _part(sizes[0], slot, k))
-        p.step(k)
-        for r in p.peers if rank == root else ():
-            p.move(Place(OUT, r, k * slot), p.slot(r, k), _part(sizes[r], slot, k))
-    return p.schedule(last=True)
+    if rank != root:
+        return *_in_chunks(rank, slot, [_Part(0, 0, sizes[0])]), Last()
+    moved = [_Part(r, 0, sizes[r], (r,)) for r in _peers(rank, size)]
+    return *_own(root, 0, sizes[root]), *_in_chunks(rank, slot, (), moved), Last()
 
 
 def scatter(rank: int, size: int, sizes: Sequence[int], slot: int, root: int) -> Schedule:
     """Rank r takes part r of the root's slot; `sizes` are those of its blocks, or of this rank's output alone."""
-    p, share = _Rank(rank, size), share_of(slot, size, 1)
-    if rank == root:
-        p.move(Place(OUT, 0, 0), Place(IN, root, 0), sizes[root])
-    others = [sizes[r] for r in p.peers] if rank == root else sizes
-    for k in _rounds(max(others, default=0), share):
-        for r in p.peers if rank == root else ():
-            p.move(p.slot(root, k, r * share), Place(IN, r, k * share), _part(sizes[r], share, k))
-        p.step(k)
-        if rank != root:
-            p.move(Place(OUT, 0, k * share), p.slot(root, k, rank * share), _part(sizes[0], share, k))
-    return p.schedule(last=True)
+    share = share_of(slot, size, 1)
+    if rank != root:
+        return *_in_chunks(rank, share, (), [_Part(0, rank * share, sizes[0], (root,))]), Last()
+    puts = [_Part(r, r * share, sizes[r]) for r in _peers(rank, size)]
+    return *_own(0, root, sizes[root]), *_in_chunks(rank, share, puts), Last()
 
 
 def all_to_all(rank: int, size: int, gives: Sequence[int], takes: Sequence[int], slot: int) -> Schedule:
     """Rank r takes part r of all slots; `gives` and `takes` are the sizes of its blocks and outputs."""
-    p, share = _Rank(rank, size), share_of(slot, size, 1)
-    p.move(Place(OUT, rank, 0), Place(IN, rank, 0), takes[rank])
-    most = max((max(gives[r], takes[r]) for r in p.peers), default=0)
-    for k in _rounds(most, share):
-        for r in p.peers:
-            p.move(p.slot(rank, k, r * share), Place(IN, r, k * share), _part(gives[r], share, k))
-        p.step(k)
-        for r in p.peers:
-            p.move(Place(OUT, r, k * share), p.slot(r, k, rank * share), _part(takes[r], share, k))
-    return p.schedule(last=True)
+    share, peers = share_of(slot, size, 1), _peers(rank, size)
+    puts = [_Part(r, r * share, gives[r]) for r in peers]
+    moved = [_Part(r, rank * share, takes[r], (r,)) for r in peers]
+    return *_own(rank, rank, takes[rank]), *_in_chunks(rank, share, puts, moved), Last()
