@@ -3,7 +3,7 @@
     device_array         DeviceArray, and how any library's array becomes one
     runtime              memory, streams, events: CUDA's runtime as CuPy binds it, imported when a GPU array first comes
     auto                 which carrier serves a group, and the carrier that finds out
-    staged, staged_mail, transit
+    staged, transit
                          any group's CPU backend, through pinned host memory
     streams, stream_work what the carriers share that queue work on streams
     nccl/                NCCL

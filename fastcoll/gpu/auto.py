@@ -153,12 +153,12 @@ class AutoCarrier(DeviceCarrier):
         if self.chosen is not None and not self._group.gate.queue.pending:
             return self.chosen.plan(operation, timeout)
         name, arrays = operation.kind, [*operation.inputs, *operation.outputs]
-        marks = self._staged.mark(arrays)
+        marks = self._staged.transit.mark(arrays)
 
         def call() -> None:
             with self._staged.whole(name, arrays):
                 chosen = self.chosen or self._choose(name, next((x.device for x in arrays if x.size), 0))
-                self._staged.await_marks(marks, name)
+                self._staged.transit.await_marks(marks, name)
                 planned = chosen.plan(operation, timeout)
                 if isinstance(planned, StreamCall):
                     planned.start(name, ()).join()  # may be on the progress thread

@@ -27,8 +27,7 @@ from ..interop.arrays import Adopted, Array
 from . import auto
 from .device_array import DeviceArray, must_be_copied, parts, scratch
 from .runtime import runtime
-from .staged import StagedCarrier, checked
-from .staged_mail import StagedMail, arrays_of
+from .staged import StagedCarrier, StagedMessages, array_of, checked
 from .transit import Transit, laid_out
 
 MOST_SOURCES = 64
@@ -63,14 +62,10 @@ class MpiCarrier(StagedCarrier):
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         assert isinstance(group.backend, TakesGpus)
-        self._memory = DeviceMemory(self._transit)
+        self._memory = DeviceMemory(self.transit)
         self._direct: Any = group.backend  # what it takes of GPUs, its annotations do not say
-        self._messages = MpiMessages(group, self._transit, self._mail)
-        group.backend.take_gpus(self._memory, lambda: runtime().on(self._messages.device))
-
-    @property
-    def messages(self) -> MpiMessages:
-        return self._messages
+        self._messages = messages = MpiMessages(group, self.transit)
+        group.backend.take_gpus(self._memory, lambda: runtime().on(messages.device))
 
     # ---- collectives ---------------------------------------------------------------------------------
 
@@ -84,11 +79,11 @@ class MpiCarrier(StagedCarrier):
             return super().plan(operation, timeout)
         staged = super().plan
         arrays = [*inputs, *outputs]
-        marks = self.mark(arrays)
+        marks = self.transit.mark(arrays)
 
         def call() -> None:
             with self.whole(kind, arrays), self._memory.use(arrays):
-                self.await_marks(marks, kind)
+                self.transit.await_marks(marks, kind)
                 done = self._carry_out(operation, outputs, plain)
             if not done and plain is not None:
                 staged(operation)()
@@ -155,8 +150,8 @@ class MpiMessages:
         device: the GPU of the last message.
     """
 
-    def __init__(self, group: ProcessGroup, transit: Transit, staged: StagedMail) -> None:
-        self._group, self._transit, self._staged = group, transit, staged
+    def __init__(self, group: ProcessGroup, transit: Transit) -> None:
+        self._group, self._transit, self._staged = group, transit, StagedMessages(group, transit)
         self._direct: Any = group.backend
         self.device = 0
 
@@ -168,25 +163,25 @@ class MpiMessages:
         if not self._suits(x, dst):
             self._staged.send(x, dst, tag)
             return
-        with self._transit.in_use(arrays_of([x])):
+        with self._transit.in_use([array_of(x)]):
             self._group.messages.send(Adopted(self._ready(x.array, "send")), dst, tag)
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         if not self._suits(x, dst):
             return self._staged.isend(x, dst, tag)
-        with self._transit.in_use(arrays_of([x])):
+        with self._transit.in_use([array_of(x)]):
             return self._group.post_send(Adopted(self._ready(x.array, "isend")), dst, tag)
 
     def recv(self, x: Adopted, src: int | None, tag: int) -> int:
         if not self._suits(x, src):
             return self._staged.recv(x, src, tag)
-        with self._transit.in_use(arrays_of([x])):
+        with self._transit.in_use([array_of(x)]):
             return self._group.messages.recv(self._landing(x), src, tag)
 
     def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
         if not self._suits(x, src):
             return self._staged.irecv(x, src, tag)
-        with self._transit.in_use(arrays_of([x])):
+        with self._transit.in_use([array_of(x)]):
             return self._group.post_receive(self._landing(x), src, tag)
 
     def _ready(self, x: Any, name: str) -> Array:
@@ -197,8 +192,7 @@ class MpiMessages:
         return flat
 
     def _landing(self, adopted: Adopted) -> Adopted:
-        (x,) = arrays_of([adopted])
-        return _Landing(self._ready(x, "recv"), adopted, self._transit)
+        return _Landing(self._ready(adopted.array, "recv"), adopted, self._transit)
 
 
 class _Landing(Adopted):
@@ -222,13 +216,13 @@ class _Landing(Adopted):
         ctypes.memmove(self._came.ctypes.data, address, nbytes)
 
     def finish(self) -> None:
-        targets = arrays_of([self._of])
-        with self._transit.in_use(targets):
+        x = array_of(self._of)
+        with self._transit.in_use([x]):
             if self._came is not None:
-                with self._transit.pool.lent(targets[0].nbytes) as buffer:
-                    (host,) = laid_out(buffer, targets)
+                with self._transit.pool.lent(x.nbytes) as buffer:
+                    (host,) = laid_out(buffer, [x])
                     host[...] = self._came
-                    self._transit.bring(targets, [host])
+                    self._transit.bring([x], [host])
                 self._came = None
             self._of.finish()
 

@@ -12,13 +12,17 @@ backend work at the same time:
 Three buffers take turns. A segment's buffer is filled again when its copy up is past: the GPU waits for that, or the
 host, where nothing comes down. Before the first segment all ranks tell each other what they call, since a rank with
 an array of another size would go through other segments.
+
+A message's send waits for the array's stream and copies the array to the host; the message goes on from there, and the
+array is free again when it is said to be sent, as with any. A receive is posted with host memory; whoever completes it
+waits for the array's stream and copies the message to the GPU, before the receive is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,13 +32,14 @@ from ..core.carrier import DeviceCarrier
 from ..core.group import ProcessGroup
 from ..core.operands import scaled
 from ..core.operation import Call, Operation
+from ..core.partition import Span, segments
 from ..core.reduce_op import ReduceOp
+from ..core.work import Work
 from ..errors import FastcollError, GroupError, MismatchError, UsageError
 from ..interop.arrays import Adopted, Array
 from ..kernels.reduce import reducer
-from .device_array import DeviceArray, adopt
+from .device_array import DeviceArray, OnDevice, adopt
 from .runtime import runtime
-from .staged_mail import StagedMail
 from .streams import Compared
 from .transit import Marks, Transit, laid_out
 
@@ -48,16 +53,20 @@ _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast")
 
 
 class StagedCarrier(DeviceCarrier):
-    """The carrier of GPU arrays that works with every backend and any GPUs."""
+    """The carrier of GPU arrays that works with every backend and any GPUs.
+
+    Attributes:
+        transit: the copies of its group.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._transit = Transit(group)
-        self._mail = StagedMail(group, self._transit)
+        self.transit = Transit(group)
+        self._messages: Messages = StagedMessages(group, self.transit)
 
     @property
     def messages(self) -> Messages:
-        return self._mail
+        return self._messages
 
     def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:
         return adopt(x, writable=writable, what=what)
@@ -77,34 +86,26 @@ class StagedCarrier(DeviceCarrier):
             return self._in_segments(operation._replace(op=plain), down, up, op)
         in_place = kind in _IN_PLACE or (outs != () and up == ())
         arrays = ins if in_place else (*ins, *outs)
-        marks = self._transit.mark(arrays)
+        marks = self.transit.mark(arrays)
 
         def call() -> None:
-            with self.whole(kind, arrays), self._transit.pool.lent(_bytes(arrays)) as buffer:
-                self._transit.await_marks(marks, kind)
+            with self.whole(kind, arrays), self.transit.pool.lent(_bytes(arrays)) as buffer:
+                self.transit.await_marks(marks, kind)
                 hosts = tuple(laid_out(buffer, arrays))
                 given, taken = hosts[: len(ins)], hosts if in_place else hosts[len(ins) :]
-                self._transit.fetch(down, given)
+                self.transit.fetch(down, given)
                 if op is not plain:
                     for host in given:
                         _scale(host, op)
                 self._group.planned(Operation(kind, taken, given, plain, root, parts))()
-                self._transit.bring(up, taken)
+                self.transit.bring(up, taken)
 
         return call
-
-    def mark(self, arrays: Arrays) -> Marks:
-        """See Transit."""
-        return self._transit.mark(arrays)
-
-    def await_marks(self, marks: Marks, doing: str) -> None:
-        """See Transit."""
-        self._transit.await_marks(marks, doing)
 
     @contextmanager
     def whole(self, name: str, arrays: Sequence[DeviceArray]) -> Iterator[None]:
         """A call on this rank; the group fails if it ends half-way, as the peers count on it."""
-        with self._transit.in_use(arrays):
+        with self.transit.in_use(arrays):
             try:
                 yield
             except UsageError:
@@ -113,7 +114,7 @@ class StagedCarrier(DeviceCarrier):
                 self._group.abort(f"{name} of arrays on a GPU ended with {type(error).__name__}: {error}")
                 # Before the memory of copies that are queued is free.
                 with suppress(FastcollError):
-                    self._transit.settle()
+                    self.transit.settle()
                 raise
 
     # ---- large arrays --------------------------------------------------------------------------------
@@ -128,18 +129,32 @@ class StagedCarrier(DeviceCarrier):
         kind = operation.kind.removesuffix("_coalesced")
         arrays = operation.inputs
         said = Compared.of(operation, self._group.size)
-        marks = self._transit.mark((*arrays, *operation.outputs))
-
-        def each(host: Array) -> None:
-            if op is not operation.op:
-                _scale(host, op)
-            self._group.planned(Operation(kind, (host,), (host,), operation.op, operation.root))()
+        marks = self.transit.mark((*arrays, *operation.outputs))
+        whole = down or up
+        dtype = whole[0].dtype
+        spans = segments(sum(x.size for x in whole), max(1, SEGMENT // dtype.itemsize))
 
         def call() -> None:
-            with self.whole(kind, arrays):
+            with self.whole(kind, arrays), ExitStack() as ends:
                 self._agree(said.call, _bytes(arrays))
-                self._transit.await_marks(marks, kind)
-                self._run_segments(kind, down, up, each)
+                self.transit.await_marks(marks, kind)
+                buffer = ends.enter_context(
+                    self.transit.pool.lent(_BUFFERS * spans[0].nbytes * dtype.itemsize)
+                )
+                pipeline = _Pipeline(self.transit, kind, down, up, spans, buffer)
+                ends.callback(pipeline.close)
+                ends.callback(
+                    self.transit.settle
+                )  # whatever happens, the copies end before their memory is free
+                pipeline.fetch(0)
+                for k in range(len(spans)):
+                    if k + 1 < len(spans):
+                        pipeline.fetch(k + 1)
+                    host = pipeline.ready(k)
+                    if op is not operation.op:
+                        _scale(host, op)
+                    self._group.planned(Operation(kind, (host,), (host,), operation.op, operation.root))()
+                    pipeline.bring(k)
 
         return call
 
@@ -159,75 +174,63 @@ class StagedCarrier(DeviceCarrier):
                 "same order"
             )
 
-    def _run_segments(self, name: str, down: Arrays, up: Arrays, each: Callable[[Array], None]) -> None:
-        """Carry a call out whose arrays are ready; `each` does the CPU backend's part on a segment, in place."""
-        whole = down or up
-        dtype, size = whole[0].dtype, sum(x.size for x in whole)
-        length = max(1, SEGMENT // dtype.itemsize)
-        ends = [min(start + length, size) for start in range(0, size, length)]
-        nbytes = length * dtype.itemsize
-        with self._transit.pool.lent(_BUFFERS * nbytes) as buffer:
-            slots = [np.frombuffer(buffer, dtype, length, k * nbytes) for k in range(_BUFFERS)]
-            device = next(x.device for x in whole if x.size)
-            pipeline = _Pipeline(self._transit, device, slots, name)
-            try:
-                start = 0
-                pipeline.down(0, down, 0, ends[0])
-                for k, end in enumerate(ends):
-                    if k + 1 < len(ends):
-                        pipeline.down(k + 1, down, end, ends[k + 1])
-                    each(pipeline.ready(k, bool(down))[: end - start])
-                    pipeline.up(k, up, start, end)
-                    start = end
-            finally:
-                try:
-                    self._transit.settle()
-                finally:
-                    pipeline.close()
-
     # ---- the end -------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Nothing to do: calls see that the group has failed, and copies end by themselves."""
 
     def close(self, reason: GroupError | None) -> None:
-        self._transit.close()
+        self.transit.close()
 
 
 class _Pipeline:
     """The copies of one call: for each buffer, events behind its last copies down and up."""
 
-    def __init__(self, transit: Transit, device: int, slots: list[Array], name: str) -> None:
-        self._transit, self._device, self._slots, self._name = transit, device, slots, name
+    def __init__(
+        self, transit: Transit, name: str, down: Arrays, up: Arrays, spans: Sequence[Span], buffer: Array
+    ) -> None:
+        self._transit, self._name, self._arrays, self._spans = transit, name, (down, up), spans
+        first = next(x for x in down or up if x.size)
+        length = spans[0].nbytes
+        self._slots = np.frombuffer(buffer, first.dtype, _BUFFERS * length).reshape(_BUFFERS, length)
+        self._device = device = first.device
         self._down, self._up = transit.stream(device, "down"), transit.stream(device, "up")
-        self._downs = [transit.events.take(device) for _ in slots]
-        self._ups = [transit.events.take(device) for _ in slots]
+        self._downs = [transit.events.take(device) for _ in self._slots]
+        self._ups = [transit.events.take(device) for _ in self._slots]
 
-    def down(self, k: int, inputs: Arrays, start: int, end: int) -> None:
-        """Queue the copy of elements to the buffer of segment k."""
-        slot = k % _BUFFERS
-        if inputs:
+    def fetch(self, k: int) -> None:
+        """Queue the copy of segment k to its buffer, if anything comes down."""
+        down, slot = self._arrays[0], k % _BUFFERS
+        if down:
             if k >= _BUFFERS:
                 runtime().order(self._down, self._ups[slot])
-            for address, host in _pieces(inputs, start, end, self._slots[slot]):
+            for address, host in self._pieces(down, k):
                 runtime().to_host(host, address, self._down)
             self._record(self._downs[slot], self._down)
 
-    def ready(self, k: int, comes_down: bool) -> Array:
-        """The buffer of segment k, once the CPU may use it."""
+    def ready(self, k: int) -> Array:
+        """Segment k in its buffer, once the CPU may use it."""
         slot = k % _BUFFERS
-        if comes_down:
-            self._transit.until(self._downs[slot], self._name)
-        elif k >= _BUFFERS:
-            self._transit.until(self._ups[slot], self._name)
-        return self._slots[slot]
+        if self._arrays[0] or k >= _BUFFERS:
+            self._transit.until((self._downs if self._arrays[0] else self._ups)[slot], self._name)
+        host: Array = self._slots[slot][: self._spans[k].nbytes]
+        return host
 
-    def up(self, k: int, outputs: Arrays, start: int, end: int) -> None:
-        """Queue the copy of segment k's buffer to elements."""
-        slot = k % _BUFFERS
-        for address, host in _pieces(outputs, start, end, self._slots[slot]):
+    def bring(self, k: int) -> None:
+        """Queue the copy of segment k's buffer to the GPU."""
+        for address, host in self._pieces(self._arrays[1], k):
             runtime().to_device(address, host, self._up)
-        self._record(self._ups[slot], self._up)
+        self._record(self._ups[k % _BUFFERS], self._up)
+
+    def _pieces(self, arrays: Arrays, k: int) -> Iterator[tuple[int, Array]]:
+        """Where the elements of segment k lie in arrays, one after the other: addresses, and places in the buffer."""
+        (start, length), begin = self._spans[k], 0
+        for x in arrays:
+            first, last = max(start - begin, 0), min(start + length - begin, x.size)
+            if first < last:
+                at = begin + first - start
+                yield x.address + first * x.dtype.itemsize, self._slots[k % _BUFFERS][at : at + last - first]
+            begin += x.size
 
     def _record(self, event: int, stream: int) -> None:
         with runtime().on(self._device):
@@ -236,17 +239,6 @@ class _Pipeline:
     def close(self) -> None:
         """Give the events back."""
         self._transit.events.give(self._device, [*self._downs, *self._ups])
-
-
-def _pieces(arrays: Arrays, start: int, end: int, slot: Array) -> Iterator[tuple[int, Array]]:
-    """Where elements start..end of arrays, one after the other, lie: addresses, and their places in a buffer."""
-    begin = 0
-    for x in arrays:
-        first, last = max(start - begin, 0), min(end - begin, x.size)
-        if first < last:
-            at = begin + first - start
-            yield x.address + first * x.dtype.itemsize, slot[at : at + last - first]
-        begin += x.size
 
 
 def _bytes(arrays: Arrays) -> int:
@@ -264,3 +256,83 @@ def _scale(host: Array, op: ReduceOp | None) -> None:
     """PREMUL_SUM's factor, in place."""
     assert op is not None
     host[...] = scaled(host, op)[0]
+
+
+# ---- messages --------------------------------------------------------------------------------------------
+
+
+class StagedMessages:
+    """The messages of one group; arguments, results and errors are those of the group's own.
+
+    `marks`: where the array's stream was when it was given, if not now. A receive then waits for it when it is posted.
+    """
+
+    def __init__(self, group: ProcessGroup, transit: Transit) -> None:
+        self._group, self._transit = group, transit
+
+    def send(self, x: Adopted, dst: int, tag: int) -> None:
+        buffer, host = self._fetched(x, "send", None)
+        self._group.messages.send(Adopted(host), dst, tag)
+        self._transit.pool.give(buffer)
+
+    def isend(self, x: Adopted, dst: int, tag: int, marks: Marks | None = None) -> Work:
+        buffer, host = self._fetched(x, "isend", marks)
+        work = self._group.post_send(Adopted(host), dst, tag)
+
+        def give(work: Work) -> None:
+            # After an error channels may still know the memory; it goes when they do.
+            if work.is_success():
+                self._transit.pool.give(buffer)
+
+        work.add_done_callback(give)
+        return work
+
+    def _fetched(self, adopted: Adopted, name: str, marks: Marks | None) -> tuple[Array, Array]:
+        """A buffer, and in it what an array holds once its stream has come here."""
+        x = array_of(adopted)
+        with self._transit.in_use([x]):
+            buffer = self._transit.pool.take(x.nbytes)
+            (host,) = laid_out(buffer, [x])
+            self._transit.await_marks(self._transit.mark([x]) if marks is None else marks, name)
+            self._transit.fetch([x], [host])
+        return buffer, host.reshape(x.shape)
+
+    def recv(self, x: Adopted, src: int | None, tag: int) -> int:
+        return self._group.messages.recv(_Incoming(self._transit, x, None), src, tag)
+
+    def irecv(self, x: Adopted, src: int | None, tag: int, marks: Marks | None = None) -> Work:
+        with self._transit.in_use([array_of(x)]):
+            if marks is not None:
+                self._transit.await_marks(marks, "irecv")
+            incoming = _Incoming(self._transit, x, None if marks is None else [])
+            return self._group.post_receive(incoming, src, tag)
+
+
+class _Incoming(Adopted):
+    """Host memory that a message is received into; `finish` brings it to the GPU."""
+
+    __slots__ = ("_buffer", "_marks", "_target", "_transit")
+    owes = True
+
+    def __init__(self, transit: Transit, target: Adopted, marks: Marks | None) -> None:
+        x = array_of(target)
+        self._transit, self._target = transit, target
+        with transit.in_use([x]):
+            self._buffer = transit.pool.take(x.nbytes)
+            self._marks = transit.mark([x]) if marks is None else marks
+        (host,) = laid_out(self._buffer, [x])
+        super().__init__(host.reshape(x.shape))
+
+    def finish(self) -> None:
+        target = array_of(self._target)
+        with self._transit.in_use([target]):
+            self._transit.await_marks(self._marks, "recv")
+            self._transit.bring([target], [self.array.reshape(-1)])
+            self._target.finish()
+        self._transit.pool.give(self._buffer)
+
+
+def array_of(item: Adopted) -> DeviceArray:
+    """The array on a GPU that a carrier has adopted."""
+    x: DeviceArray = cast(OnDevice, item).array
+    return x

@@ -178,27 +178,22 @@ class Transit:
             return self._streams[device, way]
 
     def fetch(self, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
-        """Copy arrays that are ready to pinned host memory; blocks until they are there."""
-        for device in self._each(arrays):
-            stream = self.stream(device, "down")
-            for x, host in zip(arrays, hosts, strict=True):
-                runtime().to_host(host, x.address, stream)
-            runtime().wait_stream(stream)
+        """Copy arrays of one GPU that are ready to pinned host memory; blocks until they are there."""
+        self._move(arrays, hosts, "down")
 
     def bring(self, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
-        """Copy pinned host memory to arrays; blocks until it is there."""
-        for device in self._each(arrays):
-            stream = self.stream(device, "up")
-            for x, host in zip(arrays, hosts, strict=True):
-                runtime().to_device(x.address, host, stream)
-            runtime().wait_stream(stream)
+        """Copy pinned host memory to arrays of one GPU; blocks until it is there."""
+        self._move(arrays, hosts, "up")
 
-    @staticmethod
-    def _each(arrays: Sequence[DeviceArray]) -> set[int]:
-        """The one GPU that arrays are on; none, if they are empty."""
-        devices = {x.device for x in arrays if x.size}
-        assert len(devices) < 2
-        return devices
+    def _move(self, arrays: Sequence[DeviceArray], hosts: Sequence[Array], way: str) -> None:
+        for device in {x.device for x in arrays if x.size}:
+            stream = self.stream(device, way)
+            for x, host in zip(arrays, hosts, strict=True):
+                if way == "down":
+                    runtime().to_host(host, x.address, stream)
+                else:
+                    runtime().to_device(x.address, host, stream)
+            runtime().wait_stream(stream)
 
     # ---- the end ---------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class Queued(StreamCall):
     def start(self, name, owners):
         self.call()
         KEPT.append(owners)  # until the stream is through
-        stream = self.carrier._transit.stream(0, "up")
+        stream = self.carrier.transit.stream(0, "up")
         for owner in owners:
             owner.unpack(stream)
         return fastcoll.Work(name)

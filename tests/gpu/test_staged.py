@@ -399,7 +399,7 @@ def test_pinned_memory_is_used_again_and_bounded(gpu, monkeypatch):
     with staged(1) as (group,):
         for count in (10, 500, 11, 501):
             group.all_reduce(FakeArray(np.ones(count)))
-        pool = group.devices()._transit.pool
+        pool = group.devices().transit.pool
         assert pool.kept == 4096
         for count in (1000, 2000, 100_000, 700):
             group.scan(FakeArray(np.ones(count, "u1")))

@@ -44,7 +44,7 @@ from ...errors import AbortedError, FastcollError, GroupError, UnavailableError
 from ...interop.arrays import Adopted, Array
 from ...p2p.transfers import LETTER, kind_of, refused, unfit
 from ..device_array import DeviceArray, OnDevice
-from ..staged_mail import StagedMail
+from ..staged import StagedMessages
 from ..streams import StreamCarrier
 from ..transit import Transit
 from .bindings import Library
@@ -109,7 +109,7 @@ class NcclMessages:
         self._group = carrier.group
         self._carrier, self._library = carrier, library
         self._transit = Transit(self._group)
-        self._staged = StagedMail(self._group, self._transit)
+        self._staged = StagedMessages(self._group, self._transit)
         self._numbers = itertools.count()
         self._posted: dict[int, Message] = {}  # what nobody has claimed
         self._directions: dict[tuple[int, bool], Direction] = {}
@@ -257,7 +257,7 @@ class NcclMessages:
             if answer.verdict == NCCL:
                 direction.move(message, answer.seat.identity)
             elif answer.verdict == STAGED:
-                self._go_staged(message, self._staged.isend_after, dst)
+                self._go_staged(message, self._staged.isend, dst)
             else:
                 misfit = answer.verdict == MISFIT
                 self._over(message, self._misfit(refused, message, dst, answer) if misfit else None)
@@ -275,7 +275,7 @@ class NcclMessages:
                 direction.move(message, identity)
             elif verdict == STAGED:
                 # Waits for the array's stream here: the CPU backend's thread must not, as that may wait for messages.
-                self._go_staged(message, self._staged.irecv_after, source)
+                self._go_staged(message, self._staged.irecv, source)
             else:
                 misfit = verdict == MISFIT
                 self._over(message, self._misfit(unfit, message, source, envelope) if misfit else None)
