@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,23 +26,11 @@ from ..interop.arrays import Adopted, Array
 from .device_array import DeviceArray, OnDevice, scratch
 from .runtime import runtime, waited_stream
 
-_BYTE = np.dtype(np.uint8)
-
 
 def all_reduce(group: ProcessGroup, tensors: Sequence[Any], op: ReduceOp, async_op: bool) -> Any:
     if _length("tensor_list", tensors) == 1:
         return group.all_reduce(tensors[0], op, async_op)
-    items = _adopted(group, tensors, "tensor_list")
-    mine = Several(group, items, "tensor_list")
-    total = mine.room(mine.arrays[0].size)
-    return mine.run(
-        "all_reduce_multigpu",
-        lambda mover: mover.fold(total, mine.arrays, op),
-        Operation("all_reduce", (total,), (total,), mine.left_of(op)),
-        lambda mover: _hand_out(mover, total, op, mine.arrays, len(items)),
-        items,
-        async_op,
-    )
+    return _reduced(group, "all_reduce", tensors, None, op, 0, async_op)
 
 
 def reduce(
@@ -52,16 +40,34 @@ def reduce(
     place = _index("dst_tensor", place, _length("tensor_list", tensors))
     if len(tensors) == 1:
         return group.reduce(tensors[0], root, op, async_op)
-    written = [place] if group.rank == root else []
-    items = _adopted(group, tensors, "tensor_list", written)
-    mine = Several(group, items, "tensor_list")
-    total = mine.room(mine.arrays[0].size)
+    return _reduced(group, "reduce", tensors, [place] * (group.rank == root), op, root, async_op)
+
+
+def _reduced(
+    group: ProcessGroup,
+    kind: str,
+    tensors: Sequence[Any],
+    written: Sequence[int] | None,
+    op: ReduceOp,
+    root: int,
+    async_op: bool,
+) -> Any:
+    mine = Several(group, tensors, "tensor_list", written)
+    total, outputs = mine.room(mine.arrays[0].size), mine.written
+    left = scaled(np.empty(0, total.dtype), op)[1] if mine.on_host else op  # what `Mover.fold` has not done
+
+    def after(mover: Mover) -> None:
+        if op.code == AVG and outputs:
+            mover.divide(total, len(tensors))
+        for out in outputs:
+            mover.copy(out.array, total)
+
     return mine.run(
-        "reduce_multigpu",
+        f"{kind}_multigpu",
         lambda mover: mover.fold(total, mine.arrays, op),
-        Operation("reduce", (total,), (total,), mine.left_of(op), root),
-        lambda mover: _hand_out(mover, total, op, [mine.arrays[k] for k in written], len(items)),
-        [items[k] for k in written],
+        Operation(kind, (total,), (total,), left, root),
+        after,
+        outputs,
         async_op,
     )
 
@@ -72,23 +78,19 @@ def broadcast(group: ProcessGroup, tensors: Sequence[Any], root: int, place: int
     if len(tensors) == 1:
         return group.broadcast(tensors[0], root, async_op)
     here = group.rank == root
-    written = [k for k in range(len(tensors)) if not here or k != place]
-    items = _adopted(group, tensors, "tensor_list", written)
-    mine = Several(group, items, "tensor_list")
+    mine = Several(group, tensors, "tensor_list", [k for k in range(len(tensors)) if not here or k != place])
     value = mine.room(mine.arrays[0].size)
 
     def before(mover: Mover) -> None:
         if here:
             mover.copy(value, mine.arrays[place])
 
-    return mine.run(
-        "broadcast_multigpu",
-        before,
-        Operation("broadcast", (value,), (value,), root=root),
-        lambda mover: _hand_out(mover, value, ReduceOp.SUM, [mine.arrays[k] for k in written], 1),
-        [items[k] for k in written],
-        async_op,
-    )
+    def after(mover: Mover) -> None:
+        for out in mine.written:
+            mover.copy(out.array, value)
+
+    operation = Operation("broadcast", (value,), (value,), root=root)
+    return mine.run("broadcast_multigpu", before, operation, after, mine.written, async_op)
 
 
 def all_gather(
@@ -97,14 +99,14 @@ def all_gather(
     many = _length("input_tensor_list", tensors)
     if len(lists) != many:
         raise UsageError(f"output_tensor_lists has {len(lists)} lists for {many} input tensors")
-    items = _adopted(group, tensors, "input_tensor_list", ())
-    mine = Several(group, items, "input_tensor_list")
+    mine = Several(group, tensors, "input_tensor_list", ())
+    names = [f"output_tensor_lists[{k}]" for k in range(many)]
     outs = [
-        group.adopt_list(outputs, group.size * many, writable=True, what=f"output_tensor_lists[{k}]")
-        for k, outputs in enumerate(lists)
+        group.adopt_list(outputs, group.size * many, writable=True, what=name)
+        for name, outputs in zip(names, lists, strict=True)
     ]
-    for k, outputs in enumerate(outs):
-        check_alike(f"output_tensor_lists[{k}]", outputs, mine.arrays[0], "input_tensor_list[0]")
+    for name, outputs in zip(names, outs, strict=True):
+        check_alike(name, outputs, mine.arrays[0], "input_tensor_list[0]")
     size = mine.arrays[0].size
     everything = mine.room(group.size * many * size)
     ranks = pieces(everything, [many * size] * group.size)
@@ -119,14 +121,9 @@ def all_gather(
             for out, slot in zip(outputs, slots, strict=True):
                 mover.copy(out.array, slot)
 
-    return mine.run(
-        "all_gather_multigpu",
-        before,
-        Operation("all_gather", tuple(ranks), (ranks[group.rank],), parts=(size,) * many),
-        after,
-        [out for outputs in outs for out in outputs],
-        async_op,
-    )
+    operation = Operation("all_gather", tuple(ranks), (ranks[group.rank],), parts=(size,) * many)
+    written = [out for outputs in outs for out in outputs]
+    return mine.run("all_gather_multigpu", before, operation, after, written, async_op)
 
 
 def _length(what: str, tensors: Any) -> int:
@@ -141,57 +138,17 @@ def _index(name: str, index: int, length: int) -> int:
     return index
 
 
-def _adopted(
-    group: ProcessGroup, tensors: Sequence[Any], what: str, written: Sequence[int] | None = None
-) -> list[Adopted]:
-    """The arrays of a list.
-
-    Args:
-        written: places of those that the call writes; None for all.
-    """
-    items = [
-        group.adopt(x, writable=written is None or k in written, what=f"{what}[{k}]")
-        for k, x in enumerate(tensors)
-    ]
-    if written is None:
-        check_apart(items, what)
-    return items
-
-
-def _hand_out(mover: Mover, total: Any, op: ReduceOp, outs: Sequence[Any], many: int) -> None:
-    if op.code == AVG and many > 1 and outs:
-        mover.divide(total, many)
-    for out in outs:
-        mover.copy(out, total)
-
-
 # ---- what a rank does with arrays of its own -------------------------------------------------------------
 
 
-class Mover(Protocol):
-    """What a rank does with its own arrays. Arrays of a call have one dtype and lie in one kind of memory."""
-
-    def fold(self, out: Any, xs: Sequence[Any], op: ReduceOp) -> None:
-        """out = reduction of xs, in their order, with which the ranks' reduction begins; out is apart from them.
-
-        An average is a sum, to be divided later; what PREMUL_SUM scales is scaled here or by the GPU's carrier.
-        """
-
-    def divide(self, x: Any, n: int) -> None:
-        """x /= n, as AVG divides."""
-
-    def copy(self, out: Any, x: Any) -> None:
-        """out = x."""
-
-
-def _local(op: ReduceOp) -> ReduceOp:
-    return ReduceOp.SUM if op.code == PREMUL_SUM else sum_for(op)
-
-
 class OnHost:
-    """See Mover."""
+    """What a rank does with its own arrays in host memory. Arrays of a call have one dtype."""
 
     def fold(self, out: Array, xs: Sequence[Array], op: ReduceOp) -> None:
+        """out = reduction of xs, in their order, with which the ranks' reduction begins; out is apart from them.
+
+        An average is a sum, to be divided later. What PREMUL_SUM scales is scaled here; on a GPU by its carrier.
+        """
         from ..kernels.reduce import reducer
 
         how = reducer(_local(op), out.dtype)
@@ -203,6 +160,7 @@ class OnHost:
             out[...] = source
 
     def divide(self, x: Array, n: int) -> None:
+        """x /= n, as AVG divides."""
         divide(x, n)
 
     def copy(self, out: Array, x: Array) -> None:
@@ -210,39 +168,45 @@ class OnHost:
 
 
 class OnStream:
-    """Queues on a stream of one GPU, which is current."""
+    """The same on a GPU: queues on a stream of it, which is current."""
 
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._stream = device, stream
 
     def fold(self, out: DeviceArray, xs: Sequence[DeviceArray], op: ReduceOp) -> None:
-        from ..kernels.cuda.reducers import cuda_reducer
-
-        here = [x if x.device == self._device else self._brought(x) for x in xs]
-        addresses = [x.address for x in here]
-        cuda_reducer(_local(op), out.dtype).launch(out.address, addresses, out.size, self._stream)
-
-    def _brought(self, x: DeviceArray) -> DeviceArray:
-        # Dropped when the fold is queued: the pool gives it to what is queued later on this stream.
-        copied = scratch(x.size, x.dtype, self._device, self._stream)
-        self.copy(copied, x)
-        return copied
+        here = []
+        for x in xs:
+            if x.device != self._device:
+                # Dropped when the fold is queued: the pool gives it to what is queued later on this stream.
+                far, x = x, scratch(x.size, x.dtype, self._device, self._stream)
+                self.copy(x, far)
+            here.append(x)
+        self._reduce(_local(op), out, here)
 
     def divide(self, x: DeviceArray, n: int) -> None:
+        """The average of x and zeros, which are x ^ x."""
+        bits = DeviceArray(x.address, np.dtype(np.uint8), (x.nbytes,), x.device, x.stream, x.owner)
+        zero = scratch(x.nbytes, bits.dtype, self._device, self._stream)
+        self._reduce(ReduceOp.BXOR, zero, [bits, bits])
+        self._reduce(ReduceOp.AVG, x, [x, *[zero] * (n - 1)])
+
+    def _reduce(self, op: ReduceOp, out: DeviceArray, xs: Sequence[DeviceArray]) -> None:
         from ..kernels.cuda.reducers import cuda_reducer
 
-        zero = scratch(x.size, x.dtype, self._device, self._stream)
-        bytes_of = cuda_reducer(ReduceOp.BXOR, _BYTE)
-        bytes_of.launch(zero.address, [x.address, x.address], x.nbytes, self._stream)
-        others = [zero.address] * (n - 1)
-        cuda_reducer(ReduceOp.AVG, x.dtype).launch(x.address, [x.address, *others], x.size, self._stream)
+        cuda_reducer(op, out.dtype).launch(out.address, [x.address for x in xs], out.size, self._stream)
 
     def copy(self, out: DeviceArray, x: DeviceArray) -> None:
         if out.address != x.address:
             runtime().copy(out.address, x.address, x.nbytes, self._stream)
 
 
+Mover: TypeAlias = Any
+"""OnHost or OnStream."""
 Part = Callable[[Mover], None]
+
+
+def _local(op: ReduceOp) -> ReduceOp:
+    return ReduceOp.SUM if op.code == PREMUL_SUM else sum_for(op)
 
 
 class Several:
@@ -250,24 +214,30 @@ class Several:
 
     Args:
         group: the call's.
-        items: the arrays, adopted; one at least.
+        tensors: one at least.
         what: the argument's name, for messages.
+        places: of those that the call writes; None for all, which must be apart then.
 
     Attributes:
         arrays: adopted.
+        written: of these the ones at `places`.
         on_host: whether they lie in host memory.
     """
 
-    def __init__(self, group: ProcessGroup, items: Sequence[Adopted], what: str) -> None:
-        self.items = list(items)
+    def __init__(
+        self, group: ProcessGroup, tensors: Sequence[Any], what: str, places: Sequence[int] | None
+    ) -> None:
+        items = [
+            group.adopt(x, writable=places is None or k in places, what=f"{what}[{k}]")
+            for k, x in enumerate(tensors)
+        ]
+        if places is None:
+            check_apart(items, what)
         self.arrays: list[Any] = [item.array for item in items]
+        self.written = items if places is None else [items[k] for k in places]
         self._group = group
         self.on_host = type(self.arrays[0]) is np.ndarray
         check_alike(what, items, self.arrays[0], f"{what}[0]")
-
-    def left_of(self, op: ReduceOp) -> ReduceOp:
-        """What the group's call does after `Mover.fold`, which has scaled what lies on the host."""
-        return scaled(np.empty(0, self.arrays[0].dtype), op)[1] if self.on_host else op
 
     def room(self, size: int) -> Any:
         """Memory of the call's own where the first array is."""
@@ -292,30 +262,27 @@ class Several:
             operation: the group's.
             after: this rank's own part that writes `outputs`.
         """
-        if self.on_host:
-            inner = self._group.planned(operation)
-
-            def call() -> None:
-                before(OnHost())
-                inner()
-                after(OnHost())
-
-            return self._group.run(name, call, outputs, async_op)
-        targets: list[Any] = list(outputs)
-        first: DeviceArray = self.arrays[0]
-        with runtime().on(first.device):
-            _follow(first.device, first.stream, [*self.arrays, *(target.array for target in targets)])
-            before(OnStream(first.device, first.stream))
-        ends = _Ends(first, after, targets)
+        first = self.arrays[0]
+        if not self.on_host:
+            with runtime().on(first.device):
+                for x in (*self.arrays, *(output.array for output in outputs)):
+                    _follow(first, first.stream, x, x.stream)
+                before(OnStream(first.device, first.stream))
         inner = self._group.planned(operation)
+        ends = _Ends(first, after, outputs)
         if isinstance(inner, StreamCall):
-            return self._group.run(name, _Streamed(inner, ends), (), async_op)
+            return self._group.run(name, inner, [ends], async_op)
 
-        def staged() -> None:
+        def call() -> None:
+            if self.on_host:
+                before(OnHost())
             inner()
-            ends.now()
+            if self.on_host:
+                after(OnHost())
+            else:
+                ends.now()
 
-        return self._group.run(name, staged, outputs, async_op)
+        return self._group.run(name, call, outputs, async_op)
 
 
 def check_alike(what: str, items: Sequence[Adopted], y: Any, other: str) -> None:
@@ -336,23 +303,16 @@ class _Ends(OnDevice):
 
     __slots__ = ("_after", "_targets")
 
-    def __init__(self, first: DeviceArray, after: Part, targets: Sequence[OnDevice]) -> None:
+    def __init__(self, first: DeviceArray, after: Part, targets: Sequence[Any]) -> None:
         super().__init__(first)
         self._after, self._targets = after, targets
 
     def unpack(self, stream: int) -> None:
-        device = self.array.device
-        with runtime().on(device):
-            self._after(OnStream(device, stream))
-        event = runtime().new_event(device)
-        with runtime().on(device):
-            runtime().record(event, stream)
+        with runtime().on(self.array.device):
+            self._after(OnStream(self.array.device, stream))
         for target in self._targets:
-            x = target.array
-            with runtime().on(x.device):
-                runtime().order(x.stream, event)
-            target.unpack(x.stream)
-        runtime().end_event(event)
+            _follow(target.array, target.array.stream, self.array, stream)
+            target.unpack(target.array.stream)
 
     def now(self) -> None:
         """On a stream that the host waits for; what is packed stays so."""
@@ -361,22 +321,12 @@ class _Ends(OnDevice):
             self._after(OnStream(device, stream))
 
 
-class _Streamed(StreamCall):
-    def __init__(self, call: StreamCall, ends: _Ends) -> None:
-        self._call, self._ends = call, ends
-
-    def start(self, name: str, owners: Sequence[Adopted]) -> Work:
-        return self._call.start(name, [self._ends])
-
-
-def _follow(device: int, stream: int, arrays: Sequence[DeviceArray]) -> None:
-    """What is queued on a stream from here on waits for what the arrays' streams hold now."""
-    for there, other in dict.fromkeys((x.device, x.stream) for x in arrays):
-        if (there, other) == (device, stream):
-            continue
-        event = runtime().new_event(there)
-        with runtime().on(there):
-            runtime().record(event, other)
-        with runtime().on(device):
+def _follow(x: DeviceArray, stream: int, other: DeviceArray, other_stream: int) -> None:
+    """What is queued from here on on a stream of one array's GPU waits for what a stream of the other's holds now."""
+    if (x.device, stream) != (other.device, other_stream):
+        event = runtime().new_event(other.device)
+        with runtime().on(other.device):
+            runtime().record(event, other_stream)
+        with runtime().on(x.device):
             runtime().order(stream, event)
         runtime().end_event(event)

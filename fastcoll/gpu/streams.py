@@ -28,6 +28,7 @@ from ..core import signature
 from ..core.carrier import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Operation
+from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
 from ..interop.arrays import Adopted
 from .device_array import DeviceArray, OnDevice, adopt, parts
@@ -113,6 +114,16 @@ class Turn:
     def copy_each(self, dsts: Sequence[DeviceArray], srcs: Sequence[DeviceArray]) -> None:
         for dst, src in zip(dsts, srcs, strict=True):
             self.copy(dst, src)
+
+    def scaled(self, x: DeviceArray, op: ReduceOp | None) -> DeviceArray:
+        """x; for PREMUL_SUM x times its factor, in memory of the call's own."""
+        if op is None or op.code != PREMUL_SUM or not x.size:
+            return x
+        from ..kernels.cuda.packing import scale
+
+        result = self.scratch(x.size, x.dtype)
+        scale(result.address, x.address, x.size, x.dtype, op.factor, self.stream)
+        return result
 
     def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
         """Copy an array to another of its size; nothing to do for the same memory."""

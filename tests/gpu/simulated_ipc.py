@@ -160,7 +160,7 @@ def test_strided_arrays_empty_ones_and_works(ranks: Ranks) -> None:
 def test_numbers_of_calls_have_no_end(ranks: Ranks) -> None:
     """As after years of calls: words are compared, never reset."""
     for rank in range(ranks.size):
-        ranks.carrier(rank)._calls = (1 << 46) - 6
+        ranks.carrier(rank).calls = (1 << 46) - 6
     inputs = ranks.each(lambda rank: oracle.values(rank, 300, F4))
     for _ in range(4):
         arrays = [x.copy() for x in inputs]

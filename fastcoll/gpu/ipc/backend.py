@@ -21,12 +21,11 @@ from ...core import signature
 from ...core.backend import Messages
 from ...core.carrier import DeviceCarrier
 from ...core.group import ProcessGroup
+from ...core.operands import scaled
 from ...core.operation import Call, Operation
-from ...core.reduce_op import PREMUL_SUM, ReduceOp
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, UnavailableError
 from ...kernels.cuda import page as at
-from ...kernels.cuda.packing import scale
-from ...kernels.cuda.reducers import CudaReducer, cuda_reducer
+from ...kernels.cuda.reducers import cuda_reducer
 from ..device_array import DeviceArray, must_be_copied, parts
 from ..stream_work import Own, StreamWork
 from ..streams import Compared, QueuedCall, StreamCarrier, Turn, sizes_of
@@ -99,6 +98,10 @@ class IpcCarrier(StreamCarrier):
         group: whose ranks are on one node, at most MOST_RANKS.
         fallback: carries messages; and large calls, if it queues on streams too (NCCL).
         slot: bytes of a slot; ranks that differ take the smallest.
+
+    Attributes:
+        line: what queues its calls, once the ranks have met.
+        calls: how many it has queued.
     """
 
     def __init__(self, group: ProcessGroup, fallback: DeviceCarrier, slot: int = SLOT) -> None:
@@ -107,8 +110,8 @@ class IpcCarrier(StreamCarrier):
         self._hand_over_above = HAND_OVER_ABOVE if isinstance(fallback, StreamCarrier) else None
         self._slot_wanted = slot
         self._shared: Shared | None = None
-        self._line: Line | None = None
-        self._calls = 0
+        self.line: Line | None = None
+        self.calls = 0
 
     @property
     def messages(self) -> Messages:
@@ -126,7 +129,7 @@ class IpcCarrier(StreamCarrier):
         shared, reason = Shared.meet(self.group, self.runtime, device, self._slot_wanted, lacking)
         if shared is not None:
             wait = wait if shared.shares_gpu else None
-            self._line = Line(shared, self.runtime, device, self.group.rank, self.group.size, wait)
+            self.line = Line(shared, self.runtime, device, self.group.rank, self.group.size, wait)
             self.lane = self.lane or Own(self.runtime, device)
             self._shared = shared
         return reason
@@ -159,25 +162,6 @@ class IpcCarrier(StreamCarrier):
             )
         return self._shared.slot
 
-    def next(self) -> int:
-        """The number of the next call."""
-        self._calls += 1
-        return self._calls
-
-    def run(
-        self,
-        stream: int,
-        number: int,
-        schedule: schedules.Schedule,
-        said: signature.Signature,
-        ins: Arrays,
-        outs: Arrays,
-        reducer: CudaReducer | None,
-    ) -> None:
-        """See Line."""
-        assert self._line is not None
-        self._line.run(stream, number, schedule, said, ins, outs, reducer)
-
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
     def judge(self, number: int) -> None:
@@ -186,10 +170,10 @@ class IpcCarrier(StreamCarrier):
         A rank that fails the group tells the peers before its streams go on (`abort`), so what it wrote over meanwhile
         is seen here as its failure.
         """
-        vigil = self.group.monitor
+        monitor = self.group.monitor
         error = self.group.failure or self._stopped(number)
-        if error is None and vigil.has_failed():
-            error = vigil.verdict([], f"call {number} of the group {self.group.name!r} on a GPU")
+        if error is None and monitor.has_failed():
+            error = monitor.verdict([], f"call {number} of the group {self.group.name!r} on a GPU")
         if error is not None:
             self.fail(error)
 
@@ -210,36 +194,32 @@ class IpcCarrier(StreamCarrier):
         return AbortedError(f"on a GPU {signature.mismatch(text, stopped, group.name)}")
 
     def trouble(self) -> GroupError | None:
-        return self._stopped(self._calls)
+        return self._stopped(self.calls)
 
     def fail(self, error: GroupError) -> None:
-        if isinstance(error, CollectiveTimeoutError) and (late := self._late()):
-            names = ", ".join(map(str, late))
-            error = CollectiveTimeoutError(f"{error}; not begun on rank {names}", late)
+        if isinstance(error, CollectiveTimeoutError) and self._shared is not None:
+            ranks = self.group.ranks
+            arrived = self._shared.control[at.ARRIVED // 8 :][: len(ranks)].tolist()
+            here = arrived[self.group.rank]
+            if late := [rank for rank, last in zip(ranks, arrived, strict=True) if last < here]:
+                names = ", ".join(map(str, late))
+                error = CollectiveTimeoutError(f"{error}; not begun on rank {names}", late)
         super().fail(error)
 
-    def _late(self) -> list[int]:
-        """The ranks that have not begun the call under way."""
-        if self._shared is None:
-            return []
-        arrived = self._shared.control[at.ARRIVED // 8 :][: self.group.size].tolist()
-        here = arrived[self.group.rank]
-        return [rank for rank, last in zip(self.group.ranks, arrived, strict=True) if last < here]
-
     def break_off(self) -> None:
-        if self._line is not None:
-            self._line.stop(lambda: self.watcher.outstanding == 0)
+        if self.line is not None:
+            self.line.stop(lambda: self.watcher.outstanding == 0)
 
     def release(self) -> None:
-        if self._shared is None or self._line is None or self.lane is None:
+        if self._shared is None or self.line is None or self.lane is None:
             return
         if self.broken or self.group.failure is not None:
             self._shared.lose()
         else:
-            vigil = self.group.monitor
-            self._line.say_bye(self.lane.stream)
-            self._shared.close(lambda: vigil.verdict([], "leaving") is not None)
-        self._shared = self._line = None
+            monitor = self.group.monitor
+            self.line.say_bye(self.lane.stream)
+            self._shared.close(lambda: monitor.verdict([], "leaving") is not None)
+        self._shared = self.line = None
 
 
 class _IpcWork(StreamWork):
@@ -275,12 +255,17 @@ class IpcCall(QueuedCall):
         super().__init__(carrier, [*self._ins, *self._outs])
         self._ipc, self._facts, self._op = carrier, facts, operation.op
         self._is_coalesced = operation.kind.endswith("_coalesced")
-        self._scales = self._op is not None and self._op.code == PREMUL_SUM
-        plain = operation._replace(op=ReduceOp.SUM) if self._scales else operation
-        said = Compared.of(plain, facts.size)
+        dtype: np.dtype[Any] = self.arrays[0].dtype
+        plain = None if self._op is None else scaled(np.empty(0, dtype), self._op)[1]
+        said = Compared.of(operation._replace(op=plain), facts.size)
         balance = signature.balance(facts.rank, said.gives, said.takes) & at.BALANCE_MASK
         self._said = signature.Signature(said.call, said.shape, balance)
-        self._reducer = None if plain.op is None else _reducer(operation.op, plain.op, self.arrays)
+        self._reducer = None if plain is None else cuda_reducer(plain, dtype)
+        for x in self.arrays if plain is not None and dtype.names is None else ():
+            if x.size and x.address % dtype.alignment:
+                raise ArrayError(
+                    f"a {x} lies at {x.address:#x}, which is not aligned to {dtype.alignment} bytes; give a copy of it"
+                )
         self._schedule: schedules.Schedule = ()
         self._number = 0
 
@@ -292,55 +277,32 @@ class IpcCall(QueuedCall):
             with self._ipc.runtime.on(self._ipc.own(self.arrays).device):
                 for n in sources or {self._facts.size}:
                     self._reducer.prepare(n)
-        self._number = self._ipc.next()
+        self._ipc.calls += 1
+        self._number = self._ipc.calls
 
     def handle(self, describe: str, own: Own) -> StreamWork:
         return _IpcWork(describe, own, self.arrays, self._number, self._ipc.judge)
 
     def work(self, turn: Turn) -> None:
-        if self._is_coalesced:
-            self._work_together(turn)
-        else:
-            self._run(turn, [self._input(turn, k) for k in range(len(self._ins))], self._outs)
-
-    def _work_together(self, turn: Turn) -> None:
-        """A call on arrays that are laid one after another in memory of the turn's own."""
-        flat = turn.copied(self._ins)
-        if self._op is not None:
-            lists, flats = [self._outs], [flat]
-        else:
-            size = self._facts.size
-            lists = [self._outs[rank::size] for rank in range(size)]
-            flats = [turn.scratch_like(xs) for xs in lists]
-        self._run(turn, [self._scaled(turn, flat) if self._scales else flat], flats)
+        ins, outs, size = self._ins, self._outs, self._facts.size
+        if not self._is_coalesced:
+            self._queue(turn, [self._input(turn, k) for k in range(len(ins))], outs)
+            return
+        # On arrays that are laid one after another in memory of the turn's own.
+        flat = turn.scaled(turn.copied(ins), self._op)
+        lists = [outs] if self._op is not None else [outs[rank::size] for rank in range(size)]
+        flats = [flat] if self._op is not None else [turn.scratch_like(xs) for xs in lists]
+        self._queue(turn, [flat], flats)
         for one, xs in zip(flats, lists, strict=True):
             turn.copy_each(xs, parts(one, xs))
 
-    def _run(self, turn: Turn, ins: Arrays, outs: Arrays) -> None:
-        self._ipc.run(turn.stream, self._number, self._schedule, self._said, ins, outs, self._reducer)
-
     def _input(self, turn: Turn, k: int) -> DeviceArray:
         """Input k as the schedule may use it: scaled for PREMUL_SUM, and apart from the outputs but its own."""
-        x = self._ins[k]
-        if self._scales:
-            return self._scaled(turn, x)
+        x = turn.scaled(self._ins[k], self._op)
+        if x is not self._ins[k]:
+            return x
         return turn.copied([x]) if must_be_copied(k, self._ins, self._outs, self._facts.rank) else x
 
-    def _scaled(self, turn: Turn, x: DeviceArray) -> DeviceArray:
-        assert self._op is not None
-        result = turn.scratch(x.size, x.dtype)
-        scale(result.address, x.address, x.size, x.dtype, self._op.factor, turn.stream)
-        return result
-
-
-def _reducer(op: ReduceOp | None, plain: ReduceOp, arrays: Arrays) -> CudaReducer:
-    dtype: np.dtype[Any] = arrays[0].dtype
-    if op is not plain and dtype.kind in "biu":
-        raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {dtype}; scale it beforehand")
-    reducer = cuda_reducer(plain, dtype)
-    for x in arrays:
-        if x.size and x.dtype.names is None and x.address % x.dtype.alignment:
-            raise ArrayError(
-                f"a {x} lies at {x.address:#x}, which is not aligned to {x.dtype.alignment} bytes; give a copy of it"
-            )
-    return reducer
+    def _queue(self, turn: Turn, ins: Arrays, outs: Arrays) -> None:
+        assert self._ipc.line is not None
+        self._ipc.line.run(turn.stream, self._number, self._schedule, self._said, ins, outs, self._reducer)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ...kernels.cuda.steps import POISON
 from ...kernels.cuda.toolkit import SIMULATED
 from ..device_array import DeviceArray
 from ..runtime import waited_stream
-from .schedules import IN, SLOT, SLOTS, Fold, Last, Move, Place, Schedule, Step, slot_of
+from .schedules import IN, SLOT, SLOTS, Fold, Move, Place, Schedule, Step, slot_of
 
 Array = np.ndarray[Any, Any]
 WaitValue = Callable[[int, int, int], None]
@@ -70,7 +70,7 @@ def _region(runtime: Any, device: int, nbytes: int, size: int) -> Region:
         for old in _kept:
             if (old.device, old.nbytes) == (device, nbytes) and old.is_free(runtime):
                 _kept.remove(old)
-                return Region(device, nbytes, old.address, size)
+                return replace(old, size=size)
     return Region(device, nbytes, runtime.allocate_shareable(nbytes, device), size)
 
 
@@ -116,44 +116,39 @@ class Shared:
             note["gpu"] = np.void(runtime.uuid(device))
         except FastcollError as error:
             note["error"] = str(error).encode()[:256]
-        notes = _gathered(group, note)
-        reason = _first_error(group, notes)
-        if region is None or reason:
-            _keep(region, unused=True)
-            return None, reason
-        shared = cls(runtime, group.rank, device, int(notes["slot"].min()), region)
-        shared.shares_gpu = len(set(notes["gpu"].tolist())) < group.size
-        with runtime.on(device):
-            reason = _first_error(group, _gathered(group, shared._mapped(notes)))
-            if reason:
+        notes, reason = _told(group, note)
+        if region is not None and not reason:
+            shared = cls(runtime, group.rank, device, int(notes["slot"].min()), region)
+            shared.shares_gpu = len(set(notes["gpu"].tolist())) < group.size
+            with runtime.on(device):
+                # What a peer may write comes after its next message.
+                _, reason = _told(group, shared._mapped(notes["handle"]))
+                if not reason:
+                    return shared, ""
                 shared._unmap()
-                _keep(region, unused=True)
-                return None, reason
-        return shared, ""
+        if region is not None:
+            _keep(replace(region, size=0))
+        return None, reason
 
-    def _mapped(self, notes: Array) -> Array:
-        """Map the peers' regions and fill this rank's page; what a peer may write comes after its next message."""
-        note = np.zeros(1, _NOTE)
+    def _mapped(self, handles: Array) -> Array:
+        """Map the peers' regions and fill this rank's page; a note of what went wrong."""
+        note, size, words = np.zeros(1, _NOTE), self._region.size, self._header
         try:
-            for peer, handle in enumerate(notes["handle"]):
+            for peer, handle in enumerate(handles):
                 own = peer == self._rank
                 self._bases[peer] = (
                     self.page if own else self._runtime.open(bytes(handle), self._region.device)
                 )
-            self._fill()
+            words[:] = 0
+            words[at.SIZE // 8] = size
+            words[at.RANK // 8] = self._rank
+            words[at.CONTROL // 8] = self.control.ctypes.data
+            words[at.PEERS // 8 :][:size] = self._bases
+            with waited_stream(self._runtime, self._region.device) as stream:
+                self._runtime.to_device(self.page, words.view(np.uint8), stream)
         except FastcollError as error:
             note["error"] = str(error).encode()[:256]
         return note
-
-    def _fill(self) -> None:
-        size, words = self._region.size, self._header
-        words[:] = 0
-        words[at.SIZE // 8] = size
-        words[at.RANK // 8] = self._rank
-        words[at.CONTROL // 8] = self.control.ctypes.data
-        words[at.PEERS // 8 :][:size] = self._bases
-        with waited_stream(self._runtime, self._region.device) as stream:
-            self._runtime.to_device(self.page, words.view(np.uint8), stream)
 
     def slot_of(self, rank: int, index: int) -> int:
         """The address of a rank's slot."""
@@ -189,24 +184,18 @@ class Shared:
 _lost: list[Shared] = []
 
 
-def _keep(region: Region | None, unused: bool = False) -> None:
-    if region is not None:
-        with _turn:
-            _kept.append(Region(region.device, region.nbytes, region.address, 0) if unused else region)
+def _keep(region: Region) -> None:
+    with _turn:
+        _kept.append(region)
 
 
-def _gathered(group: ProcessGroup, note: Array) -> Array:
-    """Every rank's note."""
-    mine = note.view(np.uint8)
-    return group.rows_of_all(mine).reshape(-1).view(_NOTE)
-
-
-def _first_error(group: ProcessGroup, notes: Sequence[Any] | Array) -> str:
-    """What a rank could not do, or nothing."""
-    for rank, note in zip(group.ranks, notes, strict=True):
-        if note["error"]:
-            return f"rank {rank}: {note['error'].decode(errors='replace')}"
-    return ""
+def _told(group: ProcessGroup, note: Array) -> tuple[Array, str]:
+    """Every rank's note, and what a rank could not do, or nothing."""
+    notes: Array = group.rows_of_all(note.view(np.uint8)).reshape(-1).view(_NOTE)
+    for rank, error in zip(group.ranks, notes["error"].tolist(), strict=True):
+        if error:
+            return notes, f"rank {rank}: {error.decode(errors='replace')}"
+    return notes, ""
 
 
 def ready(device: int) -> tuple[WaitValue | None, str]:
@@ -250,7 +239,7 @@ class Line:
         self._step, self._say = kernels.compiled(kernels.step), kernels.compiled(kernels.say)
         if wait is not None:
             # Made now: pinning memory or making a stream may wait for the GPU, and that for the poison.
-            self._poisoned: np.ndarray[Any, Any] = runtime.pinned(at.RANK_BYTES * ranks)
+            self._poisoned: Array = runtime.pinned(at.RANK_BYTES * ranks)
             self._poisoned.view(np.int64)[:] = POISON
             self._poisoning: int = runtime.new_stream(device)
 
@@ -291,7 +280,6 @@ class Line:
             elif isinstance(item, Step):
                 self._take_step(stream, number, item.number, said)
             else:
-                assert isinstance(item, Last)
                 self._say(1, stream, self._shared.page, at.STEP, number << at.STEP_BITS | at.LAST_STEP)
 
     def _take_step(self, stream: int, number: int, step: int, said: Signature) -> None:

@@ -14,14 +14,15 @@ the parts are gathered. Both are made when a call is planned, and refuse there w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
+from ...core.operands import scaled
 from ...core.partition import cut, shares
 from ...core.reduce_op import AVG, PREMUL_SUM, ReduceOp
-from ...errors import ArrayError, UnavailableError
+from ...errors import UnavailableError
 from ...kernels.reduce import memory_type, refuse_undefined
 from ..device_array import DeviceArray, joined, parts
 from ..streams import Turn
@@ -58,7 +59,12 @@ class Moves:
     def all_gather(self, outs: Arrays, x: DeviceArray) -> None:
         """outs[r] = rank r's x, of any sizes."""
         if len({out.nbytes for out in outs}) > 1:
-            self._all_gather_uneven(outs, x)
+            x = self._apart(x, outs, outs[self.rank])
+            with self.comm.group(self.doing):
+                for root, out in enumerate(outs):
+                    if out.nbytes:
+                        src = x.address if root == self.rank else out.address
+                        self.comm.broadcast(src, out.address, out.nbytes, root, self.turn.stream)
         elif x.nbytes:
             whole = joined(outs)
             target = whole or self.turn.scratch_like(outs)
@@ -68,14 +74,6 @@ class Moves:
                 self.comm.all_gather(x.address, target.address, x.nbytes, self.turn.stream)
             if whole is None:
                 self.turn.copy_each(outs, parts(target, outs))
-
-    def _all_gather_uneven(self, outs: Arrays, x: DeviceArray) -> None:
-        x = self._apart(x, outs, outs[self.rank])
-        with self.comm.group(self.doing):
-            for root, out in enumerate(outs):
-                if out.nbytes:
-                    src = x.address if root == self.rank else out.address
-                    self.comm.broadcast(src, out.address, out.nbytes, root, self.turn.stream)
 
     def gather(self, outs: Arrays | None, x: DeviceArray, root: int) -> None:
         """On the root outs[r] = rank r's x."""
@@ -138,17 +136,15 @@ class Moves:
 
 def _meet(some: Arrays, others: Arrays) -> bool:
     """Whether any of some arrays shares memory with any of others."""
-    (start, end), (other_start, other_end) = _extent(some), _extent(others)
+
+    def extent(arrays: Arrays) -> tuple[int, int]:
+        ends = [(x.address, x.address + x.nbytes) for x in arrays if x.nbytes] or [(0, 0)]
+        return min(ends)[0], max(end for _, end in ends)
+
+    (start, end), (other_start, other_end) = extent(some), extent(others)
     if start >= other_end or other_start >= end:
         return False
     return any(x.overlaps(y) for x in some for y in others)
-
-
-def _extent(arrays: Arrays) -> tuple[int, int]:
-    there = [x for x in arrays if x.nbytes]
-    if not there:
-        return 0, 0
-    return min(x.address for x in there), max(x.address + x.nbytes for x in there)
 
 
 def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernels:
@@ -158,19 +154,13 @@ def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernel
         ArrayError: there is no such operation for this dtype.
         UnavailableError: our kernels are needed, and an extra is missing; or the group is too large for them.
     """
-    check(op, dtype)
+    plain = scaled(np.empty(0, dtype), op)[1]
+    memory_type(plain, dtype)
+    refuse_undefined(plain, dtype)
     how = reduction(op, dtype)
     if how is None or (op.code == PREMUL_SUM and complex(op.factor).imag):
         return Kernels(op, dtype, size)
     return Native(op, dtype, how)
-
-
-def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
-    """Refuse what means nothing for a dtype, as the CPU backends do."""
-    if op.code == PREMUL_SUM and dtype.kind in "biu":
-        raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {dtype}; scale it beforehand")
-    memory_type(op, dtype)
-    refuse_undefined(op, dtype)
 
 
 class Native:
@@ -190,26 +180,24 @@ class Native:
                 moves.comm.all_reduce(x.address, x.address, x.size * self._parts, how, moves.turn.stream)
 
     def reduce(self, moves: Moves, out: DeviceArray, x: DeviceArray, root: int) -> None:
+        place = _apart(moves, out, (x,), x.address) if moves.rank == root else nullcontext(None)
         if x.size:
-            with self._target(moves, out, (x,), x.address, root) as target, self._group(moves) as how:
+            with place as target, self._group(moves) as how:
                 self._reduce(moves, target, x, how, root)
 
     def reduce_scatter(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
         if len({block.size for block in blocks}) > 1:
-            self._uneven(moves, out, blocks)
+            place = blocks[moves.rank].address
+            with _apart(moves, out, blocks, place) as target, self._group(moves) as how:
+                for root, block in enumerate(blocks):
+                    if block.size:
+                        self._reduce(moves, target if root == moves.rank else None, block, how, root)
         elif out.size:
             whole = joined(blocks) or moves.turn.copied(blocks)
             place = whole.address + moves.rank * out.nbytes
             with _apart(moves, out, (whole,), place) as target, self._group(moves) as how:
                 count = out.size * self._parts
                 moves.comm.reduce_scatter(whole.address, target.address, count, how, moves.turn.stream)
-
-    def _uneven(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
-        place = blocks[moves.rank].address
-        with _apart(moves, out, blocks, place) as target, self._group(moves) as how:
-            for root, block in enumerate(blocks):
-                if block.size:
-                    self._reduce(moves, target if root == moves.rank else None, block, how, root)
 
     def _reduce(
         self, moves: Moves, out: DeviceArray | None, x: DeviceArray, how: tuple[int, int], root: int
@@ -218,32 +206,17 @@ class Native:
         moves.comm.reduce(x.address, to, x.size * self._parts, how, root, moves.turn.stream)
 
     @contextmanager
-    def _target(
-        self, moves: Moves, out: DeviceArray, inputs: Arrays, place: int, root: int
-    ) -> Iterator[DeviceArray | None]:
-        """Where the root's result can be written."""
-        if moves.rank != root:
-            yield None
-            return
-        with _apart(moves, out, inputs, place) as target:
-            yield target
-
-    @contextmanager
     def _group(self, moves: Moves) -> Iterator[tuple[int, int]]:
         """An operation of NCCL's; its datatype and operation."""
-        with self._how(moves) as how, moves.comm.group(moves.doing):
-            yield how
-
-    @contextmanager
-    def _how(self, moves: Moves) -> Iterator[tuple[int, int]]:
-        if self._op.code != PREMUL_SUM:
-            yield self._number, self._code
-            return
-        dtype, factor = self._dtype, self._op.factor
-        if self._parts == 2:
-            dtype, factor = np.dtype(f"f{dtype.itemsize // 2}"), complex(factor).real
-        assert dtype_code(dtype) == self._number
-        with moves.comm.premultiplied_sum(factor, dtype) as code:
+        with ExitStack() as ends:
+            code = self._code
+            if self._op.code == PREMUL_SUM:
+                dtype, factor = self._dtype, self._op.factor
+                if self._parts == 2:
+                    dtype, factor = np.dtype(f"f{dtype.itemsize // 2}"), complex(factor).real
+                assert dtype_code(dtype) == self._number
+                code = ends.enter_context(moves.comm.premultiplied_sum(factor, dtype))
+            ends.enter_context(moves.comm.group(moves.doing))
             yield self._number, code
 
 
@@ -253,31 +226,28 @@ class Kernels:
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any], size: int) -> None:
         from ...kernels.cuda.reducers import MOST_SOURCES, cuda_reducer
 
-        check(op, dtype)
+        plain = scaled(np.empty(0, dtype), op)[1]
         if op.code == AVG and size > MOST_SOURCES:
             raise UnavailableError(
                 f"{op!r} of {dtype} on GPUs takes groups of up to {MOST_SOURCES} ranks, this one has {size}; use SUM, "
                 "and divide afterwards"
             )
         self._op, self._dtype, self._most = op, dtype, MOST_SOURCES
-        self._reducer = cuda_reducer(ReduceOp.SUM if op.code == PREMUL_SUM else op, dtype)
+        self._reducer = cuda_reducer(plain, dtype)
 
     def all_reduce(self, moves: Moves, x: DeviceArray) -> None:
-        source = self._scaled(moves.turn, x)
+        source = moves.turn.scaled(x, self._op)
         for piece, out in zip(_pieces(source, moves.size), _pieces(x, moves.size), strict=True):
             if moves.size > 2 and piece.nbytes >= DIVIDED:
-                self._divided(moves, out, piece)
+                outs = shares(out, moves.size)
+                self._exchange(moves, outs[moves.rank], shares(piece, moves.size))
+                moves.all_gather(outs, outs[moves.rank])
             else:
                 self._fold(moves.turn, out, self._gathered(moves, piece))
 
-    def _divided(self, moves: Moves, out: DeviceArray, x: DeviceArray) -> None:
-        blocks, outs = shares(x, moves.size), shares(out, moves.size)
-        self.reduce_scatter(moves, outs[moves.rank], blocks, scale=False)
-        moves.all_gather(outs, outs[moves.rank])
-
     def reduce(self, moves: Moves, out: DeviceArray, x: DeviceArray, root: int) -> None:
         here = moves.rank == root
-        x = self._scaled(moves.turn, x)
+        x = moves.turn.scaled(x, self._op)
         if here and out.address != x.address and out.overlaps(x):
             x = moves.turn.copied((x,))
         for piece, to in zip(_pieces(x, moves.size), _pieces(out, moves.size), strict=True):
@@ -288,7 +258,7 @@ class Kernels:
 
     def scan(self, moves: Moves, out: DeviceArray, x: DeviceArray, exclusive: bool) -> None:
         """out = reduction of x over ranks 0..rank, or 0..rank-1, where rank 0's out stays."""
-        x = self._scaled(moves.turn, x)
+        x = moves.turn.scaled(x, self._op)
         if out.address != x.address and out.overlaps(x):
             x = moves.turn.copied((x,))
         count = moves.rank + (not exclusive)
@@ -297,9 +267,11 @@ class Kernels:
             if count:
                 self._fold(moves.turn, to, everybody[:count])
 
-    def reduce_scatter(self, moves: Moves, out: DeviceArray, blocks: Arrays, scale: bool = True) -> None:
-        if scale:
-            blocks = [self._scaled(moves.turn, block) for block in blocks]
+    def reduce_scatter(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
+        self._exchange(moves, out, [moves.turn.scaled(block, self._op) for block in blocks])
+
+    def _exchange(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
+        """out = reduction of all ranks' blocks[rank], which are scaled."""
         room = self._room(moves, [out] * moves.size)
         moves.all_to_all(room, blocks)
         self._fold(moves.turn, out, room)
@@ -322,21 +294,10 @@ class Kernels:
             more = addresses[start : start + self._most - 1]
             launch(out.address, [out.address, *more], out.size, turn.stream)
 
-    def _scaled(self, turn: Turn, x: DeviceArray) -> DeviceArray:
-        """x, or x times PREMUL_SUM's factor, in scratch memory."""
-        if self._op.code != PREMUL_SUM or not x.size:
-            return x
-        from ...kernels.cuda.packing import scale
-
-        scaled = turn.scratch(x.size, x.dtype)
-        scale(scaled.address, x.address, x.size, x.dtype, self._op.factor, turn.stream)
-        return scaled
-
 
 def _pieces(x: DeviceArray, size: int) -> list[DeviceArray]:
     """Parts of a flat array of which all ranks' fit into SCRATCH."""
-    length = max(SCRATCH // (size * x.dtype.itemsize) // size * size, size)
-    return cut(x, length)
+    return cut(x, max(SCRATCH // (size * x.dtype.itemsize) // size * size, size))
 
 
 @contextmanager
