@@ -124,7 +124,7 @@ def on_one_node(group: ProcessGroup) -> bool:
 def has_kernels() -> bool:
     """Whether our kernels can be used; if not, the log says why, once."""
     try:
-        from ..kernels.cuda import toolkit  # noqa: F401
+        from ..kernels.cuda import kernel  # noqa: F401
     except (UnavailableError, ImportError) as error:  # the second: another thread was told why
         _log.info("no kernels for arrays on GPUs: %s", error)
         return False

@@ -201,7 +201,7 @@ def check_waiting(rank: int, size: int) -> None:
 def check_directions(size: int) -> None:
     """The messages went by NCCL."""
     devices: Any = groups.world.devices()
-    connected = [pair for pair, one in devices._mail._directions.items() if one.is_connected]
+    connected = [pair for pair, one in devices.messages._directions.items() if one.is_connected]
     assert len(connected) == 2 * (size - 1), f"NCCL carried the messages of {connected} only"
 
 

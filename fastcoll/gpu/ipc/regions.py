@@ -22,9 +22,9 @@ from ...errors import FastcollError
 from ...kernels.cuda import page as at
 from ...kernels.cuda import steps as kernels
 from ...kernels.cuda.driver import driver
+from ...kernels.cuda.kernel import SIMULATED
 from ...kernels.cuda.reducers import CudaReducer
 from ...kernels.cuda.steps import POISON
-from ...kernels.cuda.toolkit import SIMULATED
 from ..device_array import DeviceArray
 from ..runtime import waited_stream
 from .schedules import IN, SLOT, SLOTS, Fold, Move, Place, Schedule, Step, slot_of

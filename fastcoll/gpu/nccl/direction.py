@@ -21,7 +21,7 @@ from ...core.work import ENDLESS, ProgressQueue, Work, refuse_to_block
 from ...errors import AbortedError, FastcollError, GroupError
 from ..device_array import DeviceArray, OnDevice
 from ..stream_work import Own, StreamWork, Watcher
-from ..streams import StreamCarrier
+from ..streams import StreamCarrier, Turn
 from ..transit import Events, Marks
 from .bindings import Library
 from .communicator import Communicator, Patience
@@ -140,36 +140,6 @@ class Direction:
         Raises:
             NcclError, GroupError: it cannot be done.
         """
-        comm, x = self._communicator(identity), message.array
-
-        def work(own: Own, kept: list[Any]) -> None:
-            with comm.group(message.describe):
-                if self._sending:
-                    comm.send(x.address, x.nbytes, _RECEIVER, own.stream)
-                else:
-                    comm.recv(x.address, x.nbytes, _SENDER, own.stream)
-            if not self._sending:
-                message.item.unpack(own.stream)
-
-        self._queue([message], work)
-
-    def copy(self, sent: Message, received: Message) -> None:
-        """Queue a message to oneself."""
-
-        def work(own: Own, kept: list[Any]) -> None:
-            src, dst = sent.array, received.array
-            if dst.overlaps(src):
-                src = _copied(own, src, kept)
-            own.runtime.copy(dst.address, src.address, src.nbytes, own.stream)
-            received.item.unpack(own.stream)
-
-        self._queue([sent, received], work)
-
-    def buffer(self, message: Message, take: Callable[[DeviceArray], None]) -> None:
-        """Queue a copy of an array, in memory of its own, which `take` gets before the message counts as queued."""
-        self._queue([message], lambda own, kept: take(_copied(own, message.array, kept)))
-
-    def _communicator(self, identity: bytes) -> Communicator:
         if self._comm is None:
             place = _SENDER if self._sending else _RECEIVER
             patience = Patience(self._group, lambda doing: self._group.monitor.verdict([self._peer], doing))
@@ -177,14 +147,39 @@ class Direction:
                 self._comm = Communicator.make(self._library, 2, place, identity, patience)
             if self._carrier.broken:  # meanwhile, when there was nothing to abort yet
                 self._comm.abort()
-        return self._comm
+        comm, x = self._comm, message.array
 
-    def _queue(self, messages: Sequence[Message], work: Callable[[Own, list[Any]], None]) -> None:
+        def work(turn: Turn) -> None:
+            with comm.group(message.describe):
+                if self._sending:
+                    comm.send(x.address, x.nbytes, _RECEIVER, turn.stream)
+                else:
+                    comm.recv(x.address, x.nbytes, _SENDER, turn.stream)
+            if not self._sending:
+                message.item.unpack(turn.stream)
+
+        self._queue([message], work)
+
+    def copy(self, sent: Message, received: Message) -> None:
+        """Queue a message to oneself."""
+
+        def work(turn: Turn) -> None:
+            src, dst = sent.array, received.array
+            turn.copy(dst, turn.copied([src]) if dst.overlaps(src) else src)
+            received.item.unpack(turn.stream)
+
+        self._queue([sent, received], work)
+
+    def buffer(self, message: Message, take: Callable[[DeviceArray], None]) -> None:
+        """Queue a copy of an array, in memory of its own, which `take` gets before the message counts as queued."""
+        self._queue([message], lambda turn: take(turn.copied([message.array])))
+
+    def _queue(self, messages: Sequence[Message], work: Callable[[Turn], None]) -> None:
         """Queue work behind what the arrays' streams held when the messages were posted; its end is theirs."""
         if self._lane is None:
             self._lane = Own(self._carrier.runtime, self._device)  # here, as making one may wait for the GPU
         own, error = self._lane, None
-        kept: list[Any] = []
+        turn = Turn(own, ())
         with own.runtime.on(own.device):
             try:
                 with self._carrier.failing(messages[0].describe):
@@ -193,7 +188,7 @@ class Direction:
                         for device, event in marks:
                             own.runtime.order(own.stream, event)
                             self._events.give(device, [event])
-                    work(own, kept)
+                    work(turn)
             except BaseException as problem:
                 error = problem
                 raise
@@ -202,7 +197,7 @@ class Direction:
                 for message in messages:
                     event = own.event()
                     own.runtime.record(event, own.stream)
-                    message.queued_on(own, event, kept, error)
+                    message.queued_on(own, event, turn.kept, error)
                     self._watcher.add(message)
 
     # ---- when things go wrong, and the end -----------------------------------------------------------
@@ -226,12 +221,8 @@ class Direction:
 
     def disconnect(self) -> None:
         """Begin to end the communicator. It waits for the peer, which does the same, for some seconds at most."""
-
-        def end() -> None:
-            if self._comm is not None:
-                self._comm.close()
-
-        self._ending = self._jobs.submit("the end", end)
+        if self._comm is not None:
+            self._ending = self._jobs.submit("the end", self._comm.close)
 
     def close(self) -> None:
         """Give everything back, after `finish` and `disconnect`."""
@@ -243,11 +234,3 @@ class Direction:
             # A GPU that failed gives nothing back.
             with suppress(FastcollError) if self._carrier.broken else nullcontext():
                 self._lane.end()
-
-
-def _copied(own: Own, x: DeviceArray, kept: list[Any]) -> DeviceArray:
-    """A copy of an array, queued on a stream, in memory that `kept` keeps."""
-    memory = own.runtime.allocate(x.nbytes, own.device, own.stream)
-    kept.append(memory)
-    own.runtime.copy(memory.ptr, x.address, x.nbytes, own.stream)
-    return DeviceArray(memory.ptr, x.dtype, x.shape, own.device, own.stream, memory)

@@ -121,18 +121,32 @@ class NcclMessages:
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         message = self._new(x, f"send to {self._name(dst)}, tag {tag}", tag)
+
+        def on_taken(work: Work) -> None:  # on the CPU backend's thread, as what follows
+            if (error := work.exception()) is not None:
+                self._end(message, error)
+            elif dst != self._group.rank:  # an envelope has found its receive, and an answer comes
+                self._submit(message, dst, True, partial(self._take_answer, dst))
+
         with self._posting(message):
-            work = self._group.post_send(self._envelope(message), dst, tag)
-            work.add_done_callback(partial(self._on_taken, message, dst))
+            self._group.post_send(self._envelope(message), dst, tag).add_done_callback(on_taken)
         return message
 
     def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
         source = "any rank" if src is None else self._name(src)
-        message = self._new(x, f"recv from {source}, tag {tag}", tag)
+        message, envelope = self._new(x, f"recv from {source}, tag {tag}", tag), blank()
+
+        def on_matched(work: Work) -> None:
+            if (error := work.exception()) is not None:
+                self._end(message, error)
+                return
+            source = work.source_rank()
+            job = self._copy if source == self._group.rank else self._answer
+            letter = Letter.from_array(envelope)
+            self._submit(message, source, False, partial(job, message.number, letter, source))
+
         with self._posting(message):
-            envelope = blank()
-            work = self._group.post_receive(Adopted(envelope), src, tag)
-            work.add_done_callback(partial(self._on_matched, message, envelope))
+            self._group.post_receive(Adopted(envelope), src, tag).add_done_callback(on_matched)
         return message
 
     def send(self, x: Adopted, dst: int, tag: int) -> None:
@@ -144,7 +158,12 @@ class NcclMessages:
         if x.array.nbytes:
             copies: list[DeviceArray] = []
             copying = self._new(x, "a copy for a send to oneself", tag)
-            self._submit(copying, dst, False, partial(self._buffer, copying.number, copies.append))
+
+            def copy(direction: Direction) -> None:
+                with self._claimed(copying.number):
+                    direction.buffer(copying, copies.append)
+
+            self._submit(copying, dst, False, copy)
             self._await(copying)
             x = OnDevice(copies[0])
         message = self._new(x, f"send to {self._name(dst)}, tag {tag}", tag)
@@ -202,36 +221,17 @@ class NcclMessages:
             self._seat = Seat.here(gpu, self._library.version, b"")
         return self._seat._replace(identity=identity)
 
-    # ---- what the CPU backend has matched, on its thread ---------------------------------------------
-
-    def _on_taken(self, message: Message, dst: int, work: Work) -> None:
-        """An envelope has found its receive, and an answer comes."""
-        if (error := work.exception()) is not None:
-            self._end(message, error)
-        elif dst != self._group.rank:
-            self._submit(message, dst, True, partial(self._take_answer, dst))
-
-    def _on_matched(self, message: Message, envelope: Array, work: Work) -> None:
-        """A receive has found its envelope."""
-        if (error := work.exception()) is not None:
-            self._end(message, error)
-            return
-        source = work.source_rank()
-        job = self._copy if source == self._group.rank else self._answer
-        letter = Letter.from_array(envelope)
-        self._submit(message, source, False, partial(job, message.number, letter, source))
-
     def _submit(self, message: Message, peer: int, sending: bool, job: Callable[[Direction], None]) -> None:
         """Have a direction's thread go on with a message."""
         try:
             with self._lock:
                 if self._closed:
                     raise self._destroyed()
-                if (peer, sending) not in self._directions:
-                    self._directions[peer, sending] = Direction(
-                        self._carrier, self._library, peer, sending, self._transit.events
-                    )
-                direction = self._directions[peer, sending]
+                direction = self._directions.get((peer, sending))
+                if direction is None:
+                    events = self._transit.events
+                    direction = Direction(self._carrier, self._library, peer, sending, events)
+                    self._directions[peer, sending] = direction
                 direction.submit(message, partial(self._run, direction, message.describe, job))
         except BaseException as error:
             self._end(message, error)
@@ -315,11 +315,6 @@ class NcclMessages:
                 self._over(received)
             else:
                 direction.copy(sent, received)
-
-    def _buffer(self, number: int, take: Callable[[Any], None], direction: Direction) -> None:
-        """Copy what is sent to oneself and not received yet."""
-        with self._claimed(number) as message:
-            direction.buffer(message, take)
 
     def _misfit(
         self, error: Callable[..., FastcollError], message: Message, peer: int, letter: Letter

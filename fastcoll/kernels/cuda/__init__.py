@@ -2,7 +2,7 @@
 
 Importing this package imports `numba.cuda`, so nothing imports it until an array lies on a GPU. What a kernel does to
 elements and addresses is plain Python, which Numba's simulator runs too (NUMBA_ENABLE_CUDASIM=1); the few machine
-instructions (accesses.py, steps.py) have twins for it, chosen in toolkit.py.
+instructions (accesses.py, steps.py) have twins for it, chosen in kernel.py.
 """
 
 INSTALL = "pip install 'fastcoll[cuda12]' (or 'fastcoll[cuda13]', as the driver is)"

@@ -21,7 +21,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from .toolkit import SIMULATED, device
+from .kernel import SIMULATED, device
 
 VECTOR = 16
 """Bytes of the widest access."""

@@ -15,40 +15,39 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import from_dtype, types
 
 from ...core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
 from . import accesses as bits
-from .toolkit import SIMULATED, cuda, device
+from .kernel import SIMULATED, cuda, device
 
 
-@dataclass(frozen=True)
-class Element:
-    """What kernels need to know of a dtype."""
+class Element(NamedTuple):
+    """What kernels need to know of a dtype.
+
+    Attributes:
+        lane: Numba's type of a lane in memory.
+        computed: and in registers.
+        lanes: of an element.
+        widen, narrow: from memory to registers, and back; None where nothing changes.
+    """
 
     lane: Any
-    """Numba's type of a lane in memory."""
     computed: Any
-    """Numba's type of a lane in registers."""
     lanes: int = 1
-    """Lanes of an element."""
     widen: Callable[..., Any] | None = None
-    """From memory to registers; None where nothing changes."""
     narrow: Callable[..., Any] | None = None
-    """From registers to memory."""
 
 
 def element_of(dtype: np.dtype[Any]) -> Element:
     """The lanes of a numeric dtype."""
-    if dtype.name == "float16":
-        return _half(bits.widen_float16, bits.round_float16)
-    if dtype.name == "bfloat16":
-        return _half(bits.widen_bfloat16, bits.round_bfloat16)
+    if dtype.name in _HALVES:
+        widen, narrow = (_each(function) for function in _HALVES[dtype.name])
+        return Element(types.uint16, types.float32, 1, widen, narrow)
     if dtype.kind == "b":
         return Element(types.uint8, types.uint8, widen=_truth)
     if dtype.kind == "c":
@@ -59,8 +58,10 @@ def element_of(dtype: np.dtype[Any]) -> Element:
     return Element(kind, kind)
 
 
-def _half(widen: Callable[..., Any], narrow: Callable[..., Any]) -> Element:
-    return Element(types.uint16, types.float32, widen=_each(widen), narrow=_each(narrow))
+_HALVES = {
+    "float16": (bits.widen_float16, bits.round_float16),
+    "bfloat16": (bits.widen_bfloat16, bits.round_bfloat16),
+}
 
 
 def _each(function: Callable[..., Any]) -> Any:
@@ -83,14 +84,9 @@ def combination(code: int, element: Element, kind: str) -> Any:
     """
     if kind == "c":
         return _multiply_complex(element.computed) if code == PRODUCT else _add_complex
-    table = _BOOL if kind == "b" else _NUMBERS
-    return _wrapped(table.get(code, table[SUM]), element.computed)
-
-
-def _wrapped(function: Callable[..., Any], kind: Any) -> Any:
-    """One lane; integers wrap, as Numba computes small ones with 64 bits."""
-    scalar = device(function)
-    return device(lambda a, b: (kind(scalar(a[0], b[0])),))
+    table, wrapped = _BOOL if kind == "b" else _NUMBERS, element.computed
+    scalar = device(table.get(code, table[SUM]))
+    return device(lambda a, b: (wrapped(scalar(a[0], b[0])),))  # Numba computes small integers with 64 bits
 
 
 @device
@@ -108,15 +104,6 @@ def _multiply_complex(part: Any) -> Any:
     return multiply
 
 
-def _smaller(a, b):
-    """As `numpy.minimum`: the first of equals, and a NaN rather than a number."""
-    return a if a <= b or a != a else b
-
-
-def _larger(a, b):
-    return a if a >= b or a != a else b
-
-
 def _either(a, b):
     return a | b
 
@@ -125,11 +112,12 @@ def _both(a, b):
     return a & b
 
 
+# MIN and MAX are as `numpy.minimum`: the first of equals, and a NaN rather than a number.
 _NUMBERS: dict[int, Callable[..., Any]] = {
     SUM: lambda a, b: a + b,
     PRODUCT: lambda a, b: a * b,
-    MIN: _smaller,
-    MAX: _larger,
+    MIN: lambda a, b: a if a <= b or a != a else b,
+    MAX: lambda a, b: a if a >= b or a != a else b,
     BAND: _both,
     BOR: _either,
     BXOR: lambda a, b: a ^ b,

@@ -1,6 +1,9 @@
 """Kernels that can be launched: compiled for the driver, or run by the simulator.
 
-Parameters are int64 words and, behind them, tuples of words; a launch gives all words in a row.
+This is the one place that imports `numba.cuda` and knows whether it is the simulator. On a GPU it must be numba-cuda's:
+the target inside Numba is deprecated. Either has a simulator, which needs no extra.
+
+A kernel's parameters are int64 words and, behind them, tuples of words; a launch gives all words in a row.
 """
 
 from __future__ import annotations
@@ -8,15 +11,59 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numba
+import numpy as np
 from numba import types
 
 from ...errors import UnavailableError
 from . import INSTALL
 from .driver import driver
-from .toolkit import SIMULATED, cuda
+
+SIMULATED = bool(numba.config.ENABLE_CUDASIM)
+"""Whether kernels run in Python threads, on arrays in host memory."""
+
+
+def _import_cuda() -> Any:
+    try:
+        if not SIMULATED:
+            import numba_cuda
+        from numba import cuda
+    except ImportError as error:
+        raise UnavailableError(f"CUDA kernels need the package numba-cuda ({error}): {INSTALL}") from error
+    if SIMULATED:
+        return cuda
+    if "numba_cuda" not in (cuda.__file__ or ""):
+        raise UnavailableError(
+            f"numba.cuda is Numba's own ({cuda.__file__}), not numba-cuda's, although that is installed: its "
+            ".pth file is not read where it lies; install it into site-packages"
+        )
+    from numba.cuda.descriptor import cuda_target
+
+    try:
+        # Import what the first compilation would, as numba-cuda does not look whether NumPy is too new for it.
+        cuda_target.target_context.refresh()
+    except Exception as error:  # an AttributeError, for what NumPy no longer has
+        raise UnavailableError(
+            f"numba-cuda {numba_cuda.__version__} does not work with NumPy {np.__version__} "
+            f"({type(error).__name__}: {error}): {INSTALL}, which installs versions that fit"
+        ) from error
+    return cuda
+
+
+with warnings.catch_warnings():
+    # What numba-cuda uses of NumPy that is to go is no fault of who has warnings as errors.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    cuda: Any = _import_cuda()
+
+
+def device(function: Callable[..., Any]) -> Any:
+    """A function for kernels to call."""
+    return function if SIMULATED else cuda.jit(device=True)(function)
+
 
 THREADS = 4 if SIMULATED else 256
 """Of a block."""
@@ -60,7 +107,12 @@ class _Compiled:
     def __init__(self, function: Callable[..., None], words: int, tuples: Sequence[int]) -> None:
         self._driver = driver()
         lowest, *others = self._driver.capabilities
-        ptx, name = _compiled_here(function, words, tuples, lowest)
+        try:
+            ptx, name = compile_ptx(function, words, tuples, lowest)
+        except Exception as error:  # Numba lets errors of many kinds through
+            raise CompilationError(
+                f"numba-cuda cannot compile a kernel ({type(error).__name__}: {error}): {INSTALL}"
+            ) from error
         # Different devices need the driver's own compiler, which may be too old for this PTX.
         code = ptx.encode() + b"\0" if others else assemble(ptx, lowest)
         self._kernel = self._driver.load(code, name)
@@ -74,17 +126,6 @@ class _Compiled:
         status = self._launch(self._kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, frame.pointers, None)
         if status:
             self._driver.check(status, "launching a kernel")
-
-
-def _compiled_here(
-    function: Callable[..., None], words: int, tuples: Sequence[int], capability: tuple[int, int]
-) -> tuple[str, str]:
-    try:
-        return compile_ptx(function, words, tuples, capability)
-    except Exception as error:  # Numba lets errors of many kinds through
-        raise CompilationError(
-            f"numba-cuda cannot compile a kernel ({type(error).__name__}: {error}): {INSTALL}"
-        ) from error
 
 
 Kernel: Any = _Simulated if SIMULATED else _Compiled

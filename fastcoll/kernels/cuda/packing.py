@@ -14,9 +14,8 @@ from ...core.reduce_op import PRODUCT, ReduceOp
 from .accesses import VECTOR, accesses, lane_of, size_of
 from .addresses import address_of, layout_of
 from .combining import combination, element_of
-from .kernel import Kernel
+from .kernel import Kernel, cuda, device
 from .reducers import cuda_reducer
-from .toolkit import cuda, device
 
 _BYTE = np.dtype(np.uint8)
 _WORDS = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
@@ -59,7 +58,9 @@ def _move(dense: Any, dense_name: str, strided: Any, strided_name: str, packing:
     if nbytes == 0:
         return
     contiguous = address_of(dense, nbytes, dense_name)
-    extents, steps = _with_run(*coalesced((*shape, itemsize), (*strides, 1)))
+    extents, steps = coalesced((*shape, itemsize), (*strides, 1))
+    if steps[-1] != 1:  # then the last dimension is to be a run of bytes all the same
+        extents, steps = (*extents, 1), (*steps, 1)
     word = gcd(VECTOR, extents[-1], contiguous, address, *steps[:-1])
     extents, steps = coalesced((*extents[:-1], extents[-1] // word), (*steps[:-1], word))
     kernel = _mover(word, len(extents), packing)
@@ -81,11 +82,6 @@ def coalesced(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, 
             extents.append(extent)
             steps.append(step)
     return (tuple(extents), tuple(steps)) if extents else ((1,), (0,))
-
-
-def _with_run(extents: tuple[int, ...], steps: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Dimensions in bytes, of which the last is a run of bytes one after another."""
-    return (extents, steps) if steps[-1] == 1 else ((*extents, 1), (*steps, 1))
 
 
 @cache
@@ -140,15 +136,10 @@ def scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: Any, str
         stream: the handle of a CUDA stream of the current device.
     """
     if count:
-        _scaler(dtype)(count, stream, dst, src, count, *_words(factor, dtype))
-
-
-def _words(factor: Any, dtype: np.dtype[Any]) -> list[int]:
-    """The bits of a number's lanes."""
-    number = np.zeros(1, dtype)
-    number[0] = factor
-    words: list[int] = number.view(f"i{size_of(element_of(dtype).lane)}").tolist()
-    return words
+        number = np.zeros(1, dtype)
+        number[0] = factor
+        words = number.view(f"i{size_of(element_of(dtype).lane)}").tolist()  # the bits of its lanes
+        _scaler(dtype)(count, stream, dst, src, count, *words)
 
 
 @cache

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +30,7 @@ from ..reduce import kind_of, memory_type, refuse_undefined
 from .accesses import VECTOR, accesses, size_of
 from .addresses import address_of
 from .combining import Element, combination, combination_by, element_of, ending, records_kernel
-from .kernel import CompilationError, Kernel
-from .toolkit import cuda, device
+from .kernel import CompilationError, Kernel, cuda, device
 
 MOST_SOURCES = 64
 """More make the straight-line code of a kernel, and so its compilation, long; a node has fewer GPUs."""
@@ -103,11 +101,19 @@ class CudaReducer:
     def _compile(self, n: int) -> Callable[..., None]:
         if not 0 < n <= MOST_SOURCES:
             raise UsageError(f"a reduction on a GPU takes 1 to {MOST_SOURCES} arrays, got {n}")
+        op = self._op
         with _compiling:
             if n not in self._kernels:
-                self._kernels[n] = _custom_errors(
-                    self._op, self._dtype, lambda: Kernel(self.kernel(n), 4, (n,))
-                )
+                try:
+                    self._kernels[n] = Kernel(self.kernel(n), 4, (n,))
+                except Exception as error:  # Numba lets errors of many kinds through
+                    if op.function is None or isinstance(error, UsageError):
+                        raise
+                    said = error.__cause__ if isinstance(error, CompilationError) else error
+                    raise UsageError(
+                        f"{op!r}: Numba cannot compile the function {op.name!r} for CUDA and elements of dtype "
+                        f"{self._dtype}; it must take two of them and return one. Numba says: {said}"
+                    ) from said
             return self._kernels[n]
 
     def kernel(self, n: int) -> Callable[..., None]:
@@ -124,23 +130,6 @@ class CudaReducer:
         return kernel_of(Fold(element, combine, ending(op.code, element, n)), n)
 
 
-def _custom_errors(op: ReduceOp, dtype: np.dtype[Any], compile: Callable[[], Any]) -> Any:
-    if op.function is None:
-        return compile()
-    try:
-        return compile()
-    except CompilationError as error:
-        said = error.__cause__
-    except UsageError:
-        raise
-    except Exception as error:  # Numba lets errors of many kinds through
-        said = error
-    raise UsageError(
-        f"{op!r}: Numba cannot compile the function {op.name!r} for CUDA and elements of dtype {dtype}; "
-        f"it must take two of them and return one. Numba says: {said}"
-    ) from said
-
-
 def cuda_reducer(op: ReduceOp, dtype: np.dtype[Any]) -> CudaReducer:
     """The reduction by `op` of arrays of `dtype` on a GPU; PREMUL_SUM adds what was multiplied before.
 
@@ -149,31 +138,22 @@ def cuda_reducer(op: ReduceOp, dtype: np.dtype[Any]) -> CudaReducer:
     Raises:
         ArrayError: there is no such operation for this dtype.
     """
-    return _custom(op, dtype) if op.function is not None else _predefined(op.code, dtype)
+    return _made(_PREDEFINED[op.code] if op.function is None else op, dtype)
 
 
-@cache
-def _custom(op: ReduceOp, dtype: np.dtype[Any]) -> CudaReducer:
-    return CudaReducer(op, dtype)
-
-
-@cache
-def _predefined(code: int, dtype: np.dtype[Any]) -> CudaReducer:
-    return CudaReducer(ReduceOp(NAMES[code], code), dtype)
+_PREDEFINED = {code: ReduceOp(name, code) for code, name in NAMES.items()}
+_made = cache(CudaReducer)
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Fold:
-    """What is done to elements."""
+class Fold(NamedTuple):
+    """What is done to elements: `combine` to two groups, `end` to the combined group."""
 
     element: Element
     combine: Callable[..., Any]
-    """Of two groups."""
     end: Callable[..., Any] | None
-    """Of the combined group."""
 
 
 def unroll(n: int) -> int:
@@ -246,26 +226,23 @@ def _writes(store: Any, lanes: int, ahead: int) -> Any:
 def _reduction(fold: Fold, n: int, lanes: int, load: Any) -> Any:
     """A function that combines lanes of all sources, some bytes from their beginnings."""
     group = fold.element.lanes
-    widen = _chain(lanes, group, fold.element.widen)
+    widen, parts = _chain(lanes, group, fold.element.widen), lanes // group
     finish = _chain(lanes, group, fold.end, fold.element.narrow)
     if n == 1:
         return device(lambda srcs, at: finish(widen(load(srcs[0] + at))))
-    rest = _taking(load, widen, _lanewise(fold.combine, lanes // group, group))(n - 1)
-    return device(lambda srcs, at: finish(rest(widen(load(srcs[0] + at)), srcs[1:], at)))
-
-
-def _taking(load: Any, widen: Any, combine: Any) -> Callable[[int], Any]:
-    """Makes functions that combine what was taken with some more sources, in order."""
+    combine = _lanewise(fold.combine, parts, group)
 
     @cache
     def take(sources: int) -> Any:
+        """A function that combines what was taken with some more sources, in order."""
         if sources == 1:
             return device(lambda taken, srcs, at: combine(taken, widen(load(srcs[0] + at))))
         half = sources // 2
         first, second = take(half), take(sources - half)
         return device(lambda taken, srcs, at: second(first(taken, srcs[:half], at), srcs[half:], at))
 
-    return take
+    rest = take(n - 1)
+    return device(lambda srcs, at: finish(rest(widen(load(srcs[0] + at)), srcs[1:], at)))
 
 
 def _lanewise(combine: Any, parts: int, group: int) -> Any:
@@ -279,15 +256,15 @@ def _lanewise(combine: Any, parts: int, group: int) -> Any:
 
 def _chain(lanes: int, group: int, *functions: Callable[..., Any] | None) -> Any:
     """Functions of a group one after another, for tuples of lanes."""
+
+    def after(first: Any, second: Any) -> Any:
+        return device(lambda a: second(first(a)))
+
     chained = device(lambda a: a)
     for function in functions:
         if function is not None:
-            chained = _after(chained, _mapped(function, lanes // group, group))
+            chained = after(chained, _mapped(function, lanes // group, group))
     return chained
-
-
-def _after(first: Any, second: Any) -> Any:
-    return device(lambda a: second(first(a)))
 
 
 def _mapped(function: Any, parts: int, group: int) -> Any:

@@ -31,8 +31,7 @@ from numba import types
 
 from ...core.signature import UNEVEN
 from . import page as at
-from .kernel import Kernel
-from .toolkit import SIMULATED, cuda, device
+from .kernel import SIMULATED, Kernel, cuda, device
 
 # Numba takes numbers from globals, and not from modules among them.
 _DEAD, _SIZE, _RANK, _CONTROL, _PEERS = at.DEAD, at.SIZE, at.RANK, at.CONTROL, at.PEERS

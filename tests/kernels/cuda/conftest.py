@@ -21,7 +21,7 @@ class Placed:
     """A copy of an array in device memory, some bytes after a multiple of 16; it has the array interface."""
 
     def __init__(self, array: Array, shift: int = 0, extent: int | None = None) -> None:
-        from fastcoll.kernels.cuda.toolkit import SIMULATED, cuda
+        from fastcoll.kernels.cuda.kernel import SIMULATED, cuda
 
         self._start, self._like = GUARD + shift, array
         nbytes = array.nbytes if extent is None else extent
@@ -63,7 +63,7 @@ def device() -> type[Placed]:
 
     try:
         from fastcoll.kernels.cuda.driver import driver
-        from fastcoll.kernels.cuda.toolkit import SIMULATED
+        from fastcoll.kernels.cuda.kernel import SIMULATED
 
         if not SIMULATED:
             driver()
@@ -98,7 +98,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """numba-cuda with NVVM, made to believe in a device; skips where they are not."""
     if importlib.util.find_spec("numba_cuda") is None:
         pytest.skip("numba-cuda is not installed; pip install numba-cuda nvidia-nvvm")
-    from fastcoll.kernels.cuda.toolkit import SIMULATED, cuda
+    from fastcoll.kernels.cuda.kernel import SIMULATED, cuda
 
     if SIMULATED:
         pytest.skip("the simulator compiles nothing")

@@ -69,7 +69,7 @@ descriptor.cuda_target = types.SimpleNamespace(target_context=Context())
 sys.modules |= {"numba_cuda": cuda, "numba.cuda": cuda, "numba.cuda.descriptor": descriptor}
 numba.cuda = cuda
 try:
-    import fastcoll.kernels.cuda.toolkit
+    import fastcoll.kernels.cuda.kernel
 except UnavailableError as error:
     print(error)
 from fastcoll.gpu import auto
