@@ -21,13 +21,14 @@ import numpy as np
 
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
-from ..core.reduce_op import PREMUL_SUM, ReduceOp
+from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..interop.arrays import Adopted, Array
 from . import auto
-from .device_array import DeviceArray, must_be_copied, parts, scratch
+from .device_array import DeviceArray, must_be_copied, parts
 from .runtime import runtime
 from .staged import StagedCarrier, StagedMessages, array_of, checked
+from .streams import Turn
 from .transit import Transit, laid_out
 
 MOST_SOURCES = 64
@@ -98,15 +99,17 @@ class MpiCarrier(StagedCarrier):
             plain: what is left to do once PREMUL_SUM's inputs are scaled.
         """
         kind, _, inputs, op, _, sizes = operation
-        memory = self._memory
+        memory, turn = self._memory, self._memory.turn
         if kind == "all_gather_coalesced":
             size = self._group.size
             per_rank = [outputs[rank::size] for rank in range(size)]
-            wholes = tuple(memory.array(sum(out.size for out in outs), outs[0]) for outs in per_rank)
-            flat, sizes = memory.lay_out(inputs), tuple(x.size for x in inputs)
+            wholes = tuple(turn.scratch_like(outs) for outs in per_rank)
+            flat, sizes = turn.copied(inputs), tuple(x.size for x in inputs)
+            memory.settle()
             self._direct.plan(Operation("all_gather", wholes, (flat,), parts=sizes))()
             for whole, outs in zip(wholes, per_rank, strict=True):
-                memory.copy_all(parts(whole, outs), outs)
+                turn.copy_each(outs, parts(whole, outs))
+            memory.settle()
             return True
         if kind in ("all_reduce", "all_reduce_coalesced"):
             flat = inputs[0]
@@ -116,31 +119,29 @@ class MpiCarrier(StagedCarrier):
                 sizes = sizes or tuple(x.size for x in inputs)
             done = bool(self._direct.plan(Operation("all_reduce", (flat,), (flat,), plain, parts=sizes))())
             if done and flat is not inputs[0]:
-                memory.copy_all(parts(flat, inputs), inputs)
+                turn.copy_each(inputs, parts(flat, inputs))
+                memory.settle()
             return done
-        if kind == "broadcast":
-            sources: Arrays = inputs
-        elif plain is not op:
+        sources: Arrays = inputs
+        if kind != "broadcast" and plain is not op:
             sources = parts(self._scaled(inputs, op), inputs)
-        else:
-            sources = self._apart(inputs, outputs)
+        elif kind != "broadcast":
+            sources = [
+                turn.copied([x]) if must_be_copied(k, inputs, outputs, self._group.rank) else x
+                for k, x in enumerate(inputs)
+            ]
+            memory.settle()
         targets = outputs or (sources if kind == "reduce" else ())
         direct = operation._replace(outputs=tuple(targets), inputs=tuple(sources), op=plain)
         return bool(self._direct.plan(direct)())
 
     def _scaled(self, xs: Arrays, op: ReduceOp | None) -> DeviceArray:
         """Copies, one after the other, scaled for PREMUL_SUM if there are kernels."""
-        flat = self._memory.lay_out(xs)
-        if op is not None and op.code == PREMUL_SUM and auto.has_kernels():
-            self._memory.scale(flat, op.factor)
+        flat = self._memory.turn.copied(xs)
+        if auto.has_kernels():
+            flat = self._memory.turn.scaled(flat, op)
+        self._memory.settle()
         return flat
-
-    def _apart(self, inputs: Arrays, outputs: Arrays) -> list[DeviceArray]:
-        """The inputs, copied where they share memory with outputs; this rank's own two may be the very same."""
-        return [
-            self._memory.lay_out([x]) if must_be_copied(k, inputs, outputs, self._group.rank) else x
-            for k, x in enumerate(inputs)
-        ]
 
 
 class MpiMessages:
@@ -254,33 +255,42 @@ class DeviceMemory:
     """The memory of the GPU that is in use, that of the arrays of the call under way, as net/mpi/execution.py wants it.
 
     Copies and reductions are queued on a stream of the group's and waited for: MPI, which comes next, knows no streams.
+
+    Attributes:
+        turn: that stream, and memory of the call's own.
     """
 
     on_gpu = True
 
     def __init__(self, transit: Transit) -> None:
         self._transit = transit
-        self._device = 0
-        self._stream = 0
+        self.turn: Turn
 
     @contextmanager
     def use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
         """Work on the arrays' GPU; one call at a time."""
         with self._transit.in_use(arrays):
-            self._device = next((x.device for x in arrays if x.size), arrays[0].device)
-            self._stream = self._transit.stream(self._device, "own")
-            yield
+            device = next((x.device for x in arrays if x.size), arrays[0].device)
+            self.turn = Turn(runtime(), device, self._transit.stream(device, "own"))
+            try:
+                yield
+            finally:
+                del self.turn
+
+    def settle(self) -> None:
+        """Wait for what is queued on the stream of `turn`."""
+        runtime().wait_stream(self.turn.stream)
 
     def blocks(self, arrays: Sequence[DeviceArray]) -> list[Block]:
         return [(x.address, x.nbytes) for x in arrays]
 
     def copy(self, source: Block, target: Block) -> None:
         if source[0] != target[0]:
-            runtime().copy(target[0], source[0], source[1], self._stream)
-            runtime().wait_stream(self._stream)
+            runtime().copy(target[0], source[0], source[1], self.turn.stream)
+            self.settle()
 
     def scratch(self, nbytes: int) -> tuple[int, Any]:
-        memory = runtime().allocate(nbytes, self._device, self._stream)
+        memory = runtime().allocate(nbytes, self.turn.device, self.turn.stream)
         return memory.ptr, memory
 
     def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Reducing | None:
@@ -291,30 +301,5 @@ class DeviceMemory:
         return Reducing(cuda_reducer(op, dtype), dtype.itemsize)
 
     def fold(self, how: Reducing, target: int, sources: Sequence[int], nbytes: int) -> None:
-        how.kernel.launch(target, sources, nbytes // how.itemsize, self._stream)
-        runtime().wait_stream(self._stream)
-
-    # ---- arrays ----------------------------------------------------------------------------------------
-
-    def array(self, size: int, like: DeviceArray) -> DeviceArray:
-        """A flat array of the call's own."""
-        return scratch(size, like.dtype, self._device, self._stream, like.owner)
-
-    def lay_out(self, xs: Sequence[DeviceArray]) -> DeviceArray:
-        """Copies of arrays, one after the other."""
-        flat = self.array(sum(x.size for x in xs), xs[0])
-        self.copy_all(xs, parts(flat, xs))
-        return flat
-
-    def copy_all(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
-        """Copy arrays to others of their sizes, which are apart from all of them."""
-        for source, target in zip(sources, targets, strict=True):
-            runtime().copy(target.address, source.address, source.nbytes, self._stream)
-        runtime().wait_stream(self._stream)
-
-    def scale(self, x: DeviceArray, factor: Any) -> None:
-        """Multiply an array by a number, in place."""
-        from ..kernels.cuda.packing import scale
-
-        scale(x.address, x.address, x.size, x.dtype, factor, self._stream)
-        runtime().wait_stream(self._stream)
+        how.kernel.launch(target, sources, nbytes // how.itemsize, self.turn.stream)
+        self.settle()

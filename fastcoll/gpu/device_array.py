@@ -148,7 +148,13 @@ def describe(x: Any, what: str, device_at: Any) -> Described:
     if torch is not None and isinstance(x, torch.Tensor):
         return _of_torch(torch, x, what)
     if not hasattr(x, "__cuda_array_interface__"):
-        x = _through_dlpack(x, what)
+        kind, number = x.__dlpack_device__()
+        if kind not in _DLPACK_CUDA:
+            raise ArrayError(
+                f"{what} is on a device of DLPack's type {int(kind)}, number {number}; arrays in host memory and on "
+                "CUDA GPUs are taken"
+            )
+        x = cupy().from_dlpack(x)
     said = x.__cuda_array_interface__
     if said.get("mask") is not None:
         raise ArrayError(f"{what} has a mask, which would be ignored; give the array without it")
@@ -177,16 +183,6 @@ def _of_torch(torch: Any, x: Any, what: str) -> Described:
         x.data_ptr(), dtype, tuple(x.shape), x.device.index, current_stream(x, x.device.index), x
     )
     return Described(array, strides, False)
-
-
-def _through_dlpack(x: Any, what: str) -> Any:
-    kind, number = x.__dlpack_device__()
-    if kind not in _DLPACK_CUDA:
-        raise ArrayError(
-            f"{what} is on a device of DLPack's type {int(kind)}, number {number}; arrays in host memory and on CUDA "
-            "GPUs are taken"
-        )
-    return cupy().from_dlpack(x)
 
 
 def current_stream(x: Any, device: int, unknown: int = 0) -> int:
@@ -261,20 +257,15 @@ def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:
             f"{what} is a {array} with strides {said.strides}, so that elements share memory, and the result goes "
             "there; give a copy of it"
         )
-    return OnDevice(_packed(said), said if writable else None)
-
-
-def _packed(said: Described) -> DeviceArray:
     from ..kernels.cuda.packing import pack
 
-    array = said.array
     memory = runtime().allocate(array.nbytes, array.device, array.stream)
     with runtime().on(array.device):
         pack(memory.ptr, said, array.stream)
     # The caller's array stays too: the kernel that reads it is only queued.
-    return DeviceArray(
-        memory.ptr, array.dtype, array.shape, array.device, array.stream, (memory, array.owner)
-    )
+    owner = (memory, array.owner)
+    packed = DeviceArray(memory.ptr, array.dtype, array.shape, array.device, array.stream, owner)
+    return OnDevice(packed, said if writable else None)
 
 
 def _may_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

@@ -6,7 +6,7 @@ Addresses, streams and events are integers. `stream` 0 is the legacy default str
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -116,22 +116,12 @@ class Runtime:
         Args:
             stream: the handle; None: the one that is current in CuPy.
         """
-        with self.on(device), self._made_current(stream):
+        with self.on(device), ExitStack() as ends:
+            if stream is not None:
+                # Not `with` a stream: at its end CuPy forgets a current one that was chosen by use().
+                ends.callback(self._cupy.cuda.get_current_stream().use)
+                self._stream(stream).use()
             return self._do("allocating GPU memory", self._cupy.cuda.alloc, max(nbytes, 1))
-
-    @contextmanager
-    def _made_current(self, stream: int | None) -> Iterator[None]:
-        """Make a stream CuPy's current one, and then the earlier one again."""
-        if stream is None:
-            yield
-            return
-        # Not `with` a stream: at its end CuPy forgets a current one that was chosen by use().
-        before = self._cupy.cuda.get_current_stream()
-        self._stream(stream).use()
-        try:
-            yield
-        finally:
-            before.use()
 
     def _stream(self, handle: int) -> Any:
         streams = self._cupy.cuda.Stream

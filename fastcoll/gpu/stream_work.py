@@ -119,11 +119,16 @@ class StreamWork(Work):
         return True
 
     def _order(self) -> None:
-        runtime = self._own.runtime
+        """Make the streams wait that must before the arrays' libraries use them again."""
         with self._event_in_use() as event:
             if event is not None:
-                for stream in {_waiting_stream(x, self._own.device) for x in self._arrays}:
-                    runtime.order(stream, event)  # blocks while the stream's queue is full
+                # A packed copy has two owners: its memory and the array. Of a library that is not known, the stream
+                # that the array came with is the best that is.
+                owners = [
+                    (x.owner[1] if isinstance(x.owner, tuple) else x.owner, x.stream) for x in self._arrays
+                ]
+                for stream in {current_stream(owner, self._own.device, came) for owner, came in owners}:
+                    self._own.runtime.order(stream, event)  # blocks while the stream's queue is full
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Asks the GPU; never blocks."""
@@ -191,14 +196,6 @@ class StreamWork(Work):
         self.complete(self._result, error)
 
 
-def _waiting_stream(x: DeviceArray, device: int) -> int:
-    """The stream that must wait before the array's library uses it again."""
-    # A packed copy has two owners: its memory and the array.
-    owner = x.owner[1] if isinstance(x.owner, tuple) else x.owner
-    # Of other libraries the stream that the array came with is the best that is known.
-    return current_stream(owner, device, x.stream)
-
-
 class Watcher:
     """Looks after the Works of one carrier, oldest first, as their stream ends them.
 
@@ -246,10 +243,10 @@ class Watcher:
         """Block while too much is outstanding, and not broken off; never on a thread that carries operations out."""
         if len(self._works) >= _MOST and not is_progressing():
             with self._changed:
-                self._changed.wait_for(self._has_room, ENDLESS)
-
-    def _has_room(self) -> bool:
-        return len(self._works) < _MOST or self._thread is None or self._broken_at is not None
+                self._changed.wait_for(
+                    lambda: len(self._works) < _MOST or self._thread is None or self._broken_at is not None,
+                    ENDLESS,
+                )
 
     def break_off(self, error: GroupError) -> None:
         """All outstanding Works end with `error`; their memory stays until the GPU is past them."""

@@ -31,8 +31,8 @@ from ..core.operation import Operation
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
 from ..interop.arrays import Adopted
-from .device_array import DeviceArray, OnDevice, adopt, parts
-from .runtime import runtime
+from .device_array import DeviceArray, OnDevice, adopt, parts, scratch
+from .runtime import Runtime, runtime
 from .stream_work import Own, StreamWork, Watcher
 
 _name = cache(str)  # of a dtype, which takes NumPy 5 us
@@ -84,22 +84,22 @@ def sizes_of(arrays: Sequence[DeviceArray]) -> tuple[int, ...]:
 
 
 class Turn:
-    """One call while it is queued.
+    """Memory and copies of one call, on a stream.
 
     Attributes:
-        runtime, device, stream: the runtime, the GPU, which is current, and the carrier's own stream there.
+        runtime, device, stream: the runtime, the GPU, which is current, and a stream there that is not the caller's.
         kept: what stays alive until the GPU is past the call.
     """
 
-    def __init__(self, own: Own, arrays: Sequence[DeviceArray]) -> None:
-        self.runtime, self.device, self.stream = own.runtime, own.device, own.stream
-        self.kept: list[Any] = [arrays]
+    def __init__(self, runtime: Runtime, device: int, stream: int, kept: Sequence[Any] = ()) -> None:
+        self.runtime, self.device, self.stream = runtime, device, stream
+        self.kept = [*kept]
 
     def scratch(self, size: int, dtype: np.dtype[Any]) -> DeviceArray:
         """A flat array for this call alone."""
-        memory = self.runtime.allocate(size * dtype.itemsize, self.device, self.stream)
-        self.kept.append(memory)
-        return DeviceArray(memory.ptr, dtype, (size,), self.device, self.stream, memory)
+        x = scratch(size, dtype, self.device, self.stream)
+        self.kept.append(x)
+        return x
 
     def scratch_like(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
         """As `scratch`, for copies of arrays of one dtype, one after the other."""
@@ -111,10 +111,6 @@ class Turn:
         self.copy_each(parts(whole, arrays), arrays)
         return whole
 
-    def copy_each(self, dsts: Sequence[DeviceArray], srcs: Sequence[DeviceArray]) -> None:
-        for dst, src in zip(dsts, srcs, strict=True):
-            self.copy(dst, src)
-
     def scaled(self, x: DeviceArray, op: ReduceOp | None) -> DeviceArray:
         """x; for PREMUL_SUM x times its factor, in memory of the call's own."""
         if op is None or op.code != PREMUL_SUM or not x.size:
@@ -124,6 +120,10 @@ class Turn:
         result = self.scratch(x.size, x.dtype)
         scale(result.address, x.address, x.size, x.dtype, op.factor, self.stream)
         return result
+
+    def copy_each(self, dsts: Sequence[DeviceArray], srcs: Sequence[DeviceArray]) -> None:
+        for dst, src in zip(dsts, srcs, strict=True):
+            self.copy(dst, src)
 
     def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
         """Copy an array to another of its size; nothing to do for the same memory."""
@@ -158,7 +158,8 @@ class QueuedCall(StreamCall):
         with carrier.in_turn(name):
             self.prepare(name)
             own = carrier.own(arrays)
-            handle, turn = self.handle(carrier.describe(name, arrays), own), Turn(own, arrays)
+            handle = self.handle(carrier.describe(name, arrays), own)
+            turn = Turn(own.runtime, own.device, own.stream, arrays)
             with own.runtime.on(own.device):
                 try:
                     with carrier.failing(handle.describe):

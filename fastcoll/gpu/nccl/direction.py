@@ -179,7 +179,7 @@ class Direction:
         if self._lane is None:
             self._lane = Own(self._carrier.runtime, self._device)  # here, as making one may wait for the GPU
         own, error = self._lane, None
-        turn = Turn(own, ())
+        turn = Turn(own.runtime, own.device, own.stream)
         with own.runtime.on(own.device):
             try:
                 with self._carrier.failing(messages[0].describe):

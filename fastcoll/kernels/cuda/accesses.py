@@ -41,7 +41,7 @@ def accesses(kind: Any, lanes: int, whole: bool) -> Accesses:
     """`load` and `store` of `lanes` successive numbers of a type; `whole`: as one access of VECTOR bytes."""
     if SIMULATED:
         return _simulated(kind, lanes, whole)
-    return _vectors(kind, lanes) if whole else _scalars(kind, lanes)
+    return _compiled(kind, lanes, _Words(kind) if whole else _Scalars(kind))
 
 
 def _simulated(kind: Any, lanes: int, whole: bool) -> Accesses:
@@ -63,19 +63,15 @@ def _simulated(kind: Any, lanes: int, whole: bool) -> Accesses:
     return load, store
 
 
-def _scalars(kind: Any, lanes: int) -> Accesses:
+def _compiled(kind: Any, lanes: int, memory: _Words | _Scalars) -> Accesses:
     from numba.cuda.extending import intrinsic
 
-    pack, size = types.UniTuple(kind, lanes), size_of(kind)
-
-    def place(context: Any, builder: Any, address: Any, lane: int) -> Any:
-        pointer = context.get_data_type(kind).as_pointer()
-        return builder.inttoptr(builder.add(address, ir.Constant(address.type, lane * size)), pointer)
+    pack = types.UniTuple(kind, lanes)
 
     @intrinsic
     def load(typing_context, address):
         def emit(context, builder, signature, args):
-            values = [builder.load(place(context, builder, args[0], lane)) for lane in range(lanes)]
+            values = memory.load(builder, args[0], lanes, context.get_value_type(kind))
             return context.make_tuple(builder, pack, values)
 
         return pack(types.int64), emit
@@ -83,8 +79,7 @@ def _scalars(kind: Any, lanes: int) -> Accesses:
     @intrinsic
     def store(typing_context, address, values):
         def emit(context, builder, signature, args):
-            for lane in range(lanes):
-                builder.store(builder.extract_value(args[1], lane), place(context, builder, args[0], lane))
+            memory.store(builder, args[0], [builder.extract_value(args[1], lane) for lane in range(lanes)])
             return context.get_dummy_value()
 
         return types.void(types.int64, pack), emit
@@ -92,32 +87,22 @@ def _scalars(kind: Any, lanes: int) -> Accesses:
     return load, store
 
 
-def _vectors(kind: Any, lanes: int) -> Accesses:
-    from numba.cuda.extending import intrinsic
+class _Scalars:
+    """Numbers, one access each."""
 
-    pack, words = types.UniTuple(kind, lanes), _Words(kind)
-    assert lanes * size_of(kind) == VECTOR
+    def __init__(self, kind: Any) -> None:
+        self._size = size_of(kind)
 
-    @intrinsic
-    def load(typing_context, address):
-        def emit(context, builder, signature, args):
-            lane = context.get_value_type(kind)
-            return context.make_tuple(
-                builder, pack, words.taken_apart(builder, words.load(builder, *args), lane)
-            )
+    def load(self, builder: Any, address: Any, lanes: int, kind: Any) -> list[Any]:
+        return [builder.load(self._place(builder, address, lane, kind)) for lane in range(lanes)]
 
-        return pack(types.int64), emit
+    def store(self, builder: Any, address: Any, values: list[Any]) -> None:
+        for lane, value in enumerate(values):
+            builder.store(value, self._place(builder, address, lane, value.type))
 
-    @intrinsic
-    def store(typing_context, address, values):
-        def emit(context, builder, signature, args):
-            values = [builder.extract_value(args[1], lane) for lane in range(lanes)]
-            words.store(builder, args[0], words.put_together(builder, values))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, pack), emit
-
-    return load, store
+    def _place(self, builder: Any, address: Any, lane: int, kind: Any) -> Any:
+        moved = builder.add(address, ir.Constant(address.type, lane * self._size))
+        return builder.inttoptr(moved, kind.as_pointer())
 
 
 class _Words:
@@ -130,46 +115,35 @@ class _Words:
         self._suffix = f"v{self._count}.u{self._word.width}"
         self._register = "l" if self._word.width == 64 else "r"
 
-    def load(self, builder: Any, address: Any) -> list[Any]:
+    def load(self, builder: Any, address: Any, lanes: int, kind: Any) -> list[Any]:
         n = self._count
         targets = ", ".join(f"${i}" for i in range(n))
         code = _ADDRESS.format(n) + f"ld.global.{self._suffix} {{{targets}}}, [a]; }}"
-        kind = ir.FunctionType(ir.LiteralStructType([self._word] * n), [address.type])
+        words = ir.FunctionType(ir.LiteralStructType([self._word] * n), [address.type])
         constraints = ",".join([f"={self._register}"] * n + ["l"])
-        loaded = builder.asm(kind, code, constraints, [address], False)
-        return [builder.extract_value(loaded, i) for i in range(n)]
+        loaded = builder.asm(words, code, constraints, [address], False)
+        values = []
+        for i in range(lanes):  # lowest address first
+            word, shift = divmod(i * self._lane.width, self._word.width)
+            value = builder.lshr(builder.extract_value(loaded, word), ir.Constant(self._word, shift))
+            values.append(builder.bitcast(builder.trunc(value, self._lane), kind))
+        return values
 
     def store(self, builder: Any, address: Any, values: list[Any]) -> None:
         n = self._count
-        sources = ", ".join(f"${i + 1}" for i in range(n))
-        code = _ADDRESS.format(0) + f"st.global.{self._suffix} [a], {{{sources}}}; }}"
-        kind = ir.FunctionType(ir.VoidType(), [address.type, *[self._word] * n])
-        constraints = ",".join(["l"] + [self._register] * n + ["~{memory}"])
-        builder.asm(kind, code, constraints, [address, *values], True)
-
-    def taken_apart(self, builder: Any, values: list[Any], lane: Any) -> list[Any]:
-        """The lanes in some words, lowest address first."""
-        shifts = range(0, self._word.width, self._lane.width)
-        return [
-            builder.bitcast(
-                builder.trunc(builder.lshr(value, ir.Constant(self._word, shift)), self._lane), lane
-            )
-            for value in values
-            for shift in shifts
-        ]
-
-    def put_together(self, builder: Any, values: list[Any]) -> list[Any]:
-        """The inverse of `taken_apart`."""
         wide = [builder.zext(builder.bitcast(value, self._lane), self._word) for value in values]
-        each = len(wide) // self._count
-        words = []
+        words, each = [], len(wide) // n
         for first in range(0, len(wide), each):
             word = wide[first]
             for i in range(1, each):
                 shift = ir.Constant(self._word, i * self._lane.width)
                 word = builder.or_(word, builder.shl(wide[first + i], shift))
             words.append(word)
-        return words
+        sources = ", ".join(f"${i + 1}" for i in range(n))
+        code = _ADDRESS.format(0) + f"st.global.{self._suffix} [a], {{{sources}}}; }}"
+        kind = ir.FunctionType(ir.VoidType(), [address.type, *[self._word] * n])
+        constraints = ",".join(["l"] + [self._register] * n + ["~{memory}"])
+        builder.asm(kind, code, constraints, [address, *words], True)
 
 
 # ---- bits ------------------------------------------------------------------------------------------------

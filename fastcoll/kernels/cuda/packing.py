@@ -1,4 +1,4 @@
-"""Moving bytes on a GPU: copies, strided arrays packed into contiguous ones and unpacked again, and scaled copies."""
+"""Strided arrays on a GPU packed into contiguous ones and unpacked again, and scaled copies."""
 
 from __future__ import annotations
 
@@ -10,27 +10,13 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from ...core.reduce_op import PRODUCT, ReduceOp
+from ...core.reduce_op import PRODUCT
 from .accesses import VECTOR, accesses, lane_of, size_of
 from .addresses import address_of, layout_of
 from .combining import combination, element_of
 from .kernel import Kernel, cuda, device
-from .reducers import cuda_reducer
 
-_BYTE = np.dtype(np.uint8)
 _WORDS = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
-
-
-def copy(dst: Any, src: Any, nbytes: int, stream: int = 0) -> None:
-    """Copy bytes between two places of device memory, also a peer's that is mapped here; does not wait.
-
-    Args:
-        dst: a device address, or a contiguous array with `__cuda_array_interface__`.
-        src: likewise, apart from `dst`.
-        nbytes: how many bytes.
-        stream: the handle of a CUDA stream of the current device.
-    """
-    cuda_reducer(ReduceOp.BOR, _BYTE).launch(dst, [src], nbytes, stream)
 
 
 def pack(dst: Any, src: Any, stream: int = 0) -> None:

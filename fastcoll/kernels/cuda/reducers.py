@@ -107,9 +107,10 @@ class CudaReducer:
                 try:
                     self._kernels[n] = Kernel(self.kernel(n), 4, (n,))
                 except Exception as error:  # Numba lets errors of many kinds through
-                    if op.function is None or isinstance(error, UsageError):
+                    failed = isinstance(error, CompilationError)
+                    if op.function is None or (isinstance(error, UsageError) and not failed):
                         raise
-                    said = error.__cause__ if isinstance(error, CompilationError) else error
+                    said = error.__cause__ if failed else error
                     raise UsageError(
                         f"{op!r}: Numba cannot compile the function {op.name!r} for CUDA and elements of dtype "
                         f"{self._dtype}; it must take two of them and return one. Numba says: {said}"

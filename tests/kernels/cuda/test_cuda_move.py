@@ -43,16 +43,6 @@ def table(dtype) -> np.ndarray:
     return data.view(dtype)[..., 0] if dtype.names is None else data.view(dtype).reshape(4, 8)
 
 
-def test_copies_move_bytes_whatever_they_mean(device):
-    from fastcoll.kernels.cuda.packing import copy
-
-    for count, shift in ((0, 0), (1, 0), (500, 0), (500, 3), (16, 1)):
-        source = np.random.default_rng(count).integers(0, 256, count, np.uint8)
-        src, dst = device(source, shift), device(np.zeros_like(source))
-        copy(dst, src, count)
-        assert (dst.get() == source).all()
-
-
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pack_and_unpack(device, name, dtype):
