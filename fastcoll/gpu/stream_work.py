@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from ..core.work import ENDLESS, Timeout, Work, is_progressing, mark_progressing, refuse_to_block, seconds
@@ -60,9 +60,9 @@ class Own:
             self.runtime.order(self.stream, event)
             self.put_back(event)  # what waits for an event waits for its record of that moment
 
-    def end(self) -> None:
-        """Give the stream and the events back; the GPU ends what is queued first."""
-        with self.runtime.on(self.device):
+    def end(self, failed: bool = False) -> None:
+        """Give all back; the GPU ends what is queued first. One that `failed` gives nothing back."""
+        with suppress(FastcollError) if failed else nullcontext(), self.runtime.on(self.device):
             for event in self._free:
                 self.runtime.end_event(event)
             self._free.clear()
@@ -86,7 +86,7 @@ class StreamWork(Work):
         self._own = own
         self._arrays: Sequence[DeviceArray] = arrays
         self._kept: Any = None
-        self._event: int | None = None
+        self.event: int | None = None
         self._users = 0  # of the event; the Work itself is one
         self._settled = False
         self._result = result
@@ -145,7 +145,7 @@ class StreamWork(Work):
 
     def queued(self, event: int, kept: Any) -> None:
         """The event stands for all of it; `kept` stays alive until it is past."""
-        self._event, self._kept, self._users = event, kept, 1
+        self.event, self._kept, self._users = event, kept, 1
 
     @contextmanager
     def _event_in_use(self) -> Iterator[int | None]:
@@ -154,7 +154,7 @@ class StreamWork(Work):
         Calls of CUDA may block, and so are not under the lock, which the watcher needs.
         """
         with self._condition:
-            event = self._event
+            event = self.event
             self._users += event is not None
         if event is None:
             yield None
@@ -181,7 +181,7 @@ class StreamWork(Work):
     def let_go(self) -> None:
         """The GPU is past it: its memory and event are free."""
         with self._condition:
-            event, self._event = self._event, None
+            event, self.event = self.event, None
         if event is not None:
             self._leave(event)
         self._arrays, self._kept = (), None

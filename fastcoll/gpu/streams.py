@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -313,6 +313,4 @@ class StreamCarrier(DeviceCarrier):
         self.release()
         self.watcher.close()
         if self.lane is not None:
-            # A GPU that failed gives nothing back.
-            with suppress(FastcollError) if self.broken else nullcontext():
-                self.lane.end()
+            self.lane.end(self.broken)

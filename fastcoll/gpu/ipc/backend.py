@@ -30,7 +30,7 @@ from ..device_array import DeviceArray, must_be_copied, parts
 from ..stream_work import Own, StreamWork
 from ..streams import Compared, QueuedCall, StreamCarrier, Turn, sizes_of
 from . import schedules
-from .regions import Line, Shared, ready
+from .regions import Shared
 
 Arrays = Sequence[DeviceArray]
 
@@ -100,7 +100,7 @@ class IpcCarrier(StreamCarrier):
         slot: bytes of a slot; ranks that differ take the smallest.
 
     Attributes:
-        line: what queues its calls, once the ranks have met.
+        shared: the memory, once the ranks have met.
         calls: how many it has queued.
     """
 
@@ -109,8 +109,7 @@ class IpcCarrier(StreamCarrier):
         self._fallback = fallback
         self._hand_over_above = HAND_OVER_ABOVE if isinstance(fallback, StreamCarrier) else None
         self._slot_wanted = slot
-        self._shared: Shared | None = None
-        self.line: Line | None = None
+        self.shared: Shared | None = None
         self.calls = 0
 
     @property
@@ -125,13 +124,9 @@ class IpcCarrier(StreamCarrier):
         """
         if self.group.size > at.MOST_RANKS:
             return f"{self.group.size} ranks are more than {at.MOST_RANKS}"
-        wait, lacking = ready(device)
-        shared, reason = Shared.meet(self.group, self.runtime, device, self._slot_wanted, lacking)
-        if shared is not None:
-            wait = wait if shared.shares_gpu else None
-            self.line = Line(shared, self.runtime, device, self.group.rank, self.group.size, wait)
+        self.shared, reason = Shared.meet(self.group, self.runtime, device, self._slot_wanted)
+        if self.shared is not None:
             self.lane = self.lane or Own(self.runtime, device)
-            self._shared = shared
         return reason
 
     # ---- collectives ---------------------------------------------------------------------------------
@@ -142,7 +137,7 @@ class IpcCarrier(StreamCarrier):
         if above is not None and facts.kind in _HANDED_OVER and facts.volume > above:
             return self._fallback.plan(operation, timeout)
         if facts.parts:
-            slot = self._slot_wanted if self._shared is None else self._shared.slot
+            slot = self._slot_wanted if self.shared is None else self.shared.slot
             if facts.itemsize > slot // facts.parts:
                 raise ArrayError(
                     f"an element has {facts.itemsize} bytes; reductions on GPUs take {slot // facts.parts} here"
@@ -151,16 +146,16 @@ class IpcCarrier(StreamCarrier):
 
     def slot(self, arrays: Arrays) -> int:
         """Bytes of a slot; the first call meets the peers here."""
-        if self._shared is not None:
-            return self._shared.slot
+        if self.shared is not None:
+            return self.shared.slot
         with self.failing("mapping the memory of the peers' GPUs"):
             reason = self.meet(self.own(arrays).device)
-        if self._shared is None:
+        if self.shared is None:
             raise UnavailableError(
                 f"the ranks cannot map the memory of each other's GPUs: {reason}; containers must share their IPC "
                 "namespace, and GPUs reach each other; or use the backend tcp, which stages through the host"
             )
-        return self._shared.slot
+        return self.shared.slot
 
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
@@ -179,9 +174,9 @@ class IpcCarrier(StreamCarrier):
 
     def _stopped(self, number: int) -> GroupError | None:
         """Why nothing is said any more since a call up to this one."""
-        if self._shared is None:
+        if self.shared is None:
             return None
-        words = self._shared.control
+        words = self.shared.control
         stopped = int(words[at.STOPPED // 8])
         if not 0 < stopped <= number:
             return None
@@ -197,9 +192,9 @@ class IpcCarrier(StreamCarrier):
         return self._stopped(self.calls)
 
     def fail(self, error: GroupError) -> None:
-        if isinstance(error, CollectiveTimeoutError) and self._shared is not None:
+        if isinstance(error, CollectiveTimeoutError) and self.shared is not None:
             ranks = self.group.ranks
-            arrived = self._shared.control[at.ARRIVED // 8 :][: len(ranks)].tolist()
+            arrived = self.shared.control[at.ARRIVED // 8 :][: len(ranks)].tolist()
             here = arrived[self.group.rank]
             if late := [rank for rank, last in zip(ranks, arrived, strict=True) if last < here]:
                 names = ", ".join(map(str, late))
@@ -207,19 +202,19 @@ class IpcCarrier(StreamCarrier):
         super().fail(error)
 
     def break_off(self) -> None:
-        if self.line is not None:
-            self.line.stop(lambda: self.watcher.outstanding == 0)
+        if self.shared is not None:
+            self.shared.stop(lambda: self.watcher.outstanding == 0)
 
     def release(self) -> None:
-        if self._shared is None or self.line is None or self.lane is None:
+        if self.shared is None or self.lane is None:
             return
         if self.broken or self.group.failure is not None:
-            self._shared.lose()
+            self.shared.lose()
         else:
             monitor = self.group.monitor
-            self.line.say_bye(self.lane.stream)
-            self._shared.close(lambda: monitor.verdict([], "leaving") is not None)
-        self._shared = self.line = None
+            self.shared.say_bye(self.lane.stream)
+            self.shared.close(lambda: monitor.verdict([], "leaving") is not None)
+        self.shared = None
 
 
 class _IpcWork(StreamWork):
@@ -304,5 +299,5 @@ class IpcCall(QueuedCall):
         return turn.copied([x]) if must_be_copied(k, self._ins, self._outs, self._facts.rank) else x
 
     def _queue(self, turn: Turn, ins: Arrays, outs: Arrays) -> None:
-        assert self._ipc.line is not None
-        self._ipc.line.run(turn.stream, self._number, self._schedule, self._said, ins, outs, self._reducer)
+        assert self._ipc.shared is not None
+        self._ipc.shared.run(turn.stream, self._number, self._schedule, self._said, ins, outs, self._reducer)

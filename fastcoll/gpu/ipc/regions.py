@@ -75,36 +75,44 @@ def _region(runtime: Any, device: int, nbytes: int, size: int) -> Region:
 
 
 class Shared:
-    """One rank's region and its peers'.
+    """One rank's region and its peers', and what it queues on them.
+
+    Args:
+        wait: what lets a stream wait for a word, if the driver has it; for ranks that share a GPU. Else kernels poll.
 
     Attributes:
-        page: the address of this rank's page.
         slot: bytes of a slot.
-        shares_gpu: whether two ranks of the group are on one GPU.
         control: the control words.
     """
 
-    def __init__(self, runtime: Any, rank: int, device: int, slot: int, region: Region) -> None:
-        self.page, self.slot, self.shares_gpu = region.address, slot, False
+    def __init__(
+        self, runtime: Any, rank: int, slot: int, region: Region, shares_gpu: bool, wait: WaitValue | None
+    ) -> None:
+        self.slot, self._page, self._wait = slot, region.address, wait if shares_gpu else None
         self.control: Array = runtime.pinned(at.CONTROL_BYTES).view(np.int64)
         self.control[:] = 0
         self._runtime, self._rank, self._region = runtime, rank, region
         self._bases: list[int] = [0] * region.size
         self._header: Array = runtime.pinned(at.LINES + at.RANK_BYTES * region.size).view(np.int64)
+        self._meet, self._announce = kernels.compiled(kernels.meet), kernels.compiled(kernels.announce)
+        self._step, self._say = kernels.compiled(kernels.step), kernels.compiled(kernels.say)
+        if self._wait is not None:
+            # Made now: pinning memory or making a stream may wait for the GPU, and that for the poison.
+            self._poisoned: Array = runtime.pinned(at.RANK_BYTES * region.size)
+            self._poisoned.view(np.int64)[:] = POISON
+            self._poisoning: int = runtime.new_stream(region.device)
 
     @classmethod
-    def meet(
-        cls, group: ProcessGroup, runtime: Any, device: int, slot: int, lacking: str = ""
-    ) -> tuple[Shared | None, str]:
+    def meet(cls, group: ProcessGroup, runtime: Any, device: int, slot: int) -> tuple[Shared | None, str]:
         """Make a region, and map those of all ranks; collective, inside a call of the group.
 
         Args:
             slot: bytes of a slot; the smallest of any rank's is taken.
-            lacking: why this rank cannot take part.
 
         Returns:
             The memory; or None and why it cannot be had, on all ranks alike.
         """
+        wait, lacking = ready(device)
         note = np.zeros(1, _NOTE)
         note["slot"], note["error"] = slot, lacking.encode()[:256]
         region = None
@@ -118,14 +126,15 @@ class Shared:
             note["error"] = str(error).encode()[:256]
         notes, reason = _told(group, note)
         if region is not None and not reason:
-            shared = cls(runtime, group.rank, device, int(notes["slot"].min()), region)
-            shared.shares_gpu = len(set(notes["gpu"].tolist())) < group.size
+            shares_gpu = len(set(notes["gpu"].tolist())) < group.size
             with runtime.on(device):
+                shared = cls(runtime, group.rank, int(notes["slot"].min()), region, shares_gpu, wait)
                 # What a peer may write comes after its next message.
                 _, reason = _told(group, shared._mapped(notes["handle"]))
                 if not reason:
                     return shared, ""
                 shared._unmap()
+                shared._end_poisoning()
         if region is not None:
             _keep(replace(region, size=0))
         return None, reason
@@ -137,7 +146,7 @@ class Shared:
             for peer, handle in enumerate(handles):
                 own = peer == self._rank
                 self._bases[peer] = (
-                    self.page if own else self._runtime.open(bytes(handle), self._region.device)
+                    self._page if own else self._runtime.open(bytes(handle), self._region.device)
                 )
             words[:] = 0
             words[at.SIZE // 8] = size
@@ -145,14 +154,10 @@ class Shared:
             words[at.CONTROL // 8] = self.control.ctypes.data
             words[at.PEERS // 8 :][:size] = self._bases
             with waited_stream(self._runtime, self._region.device) as stream:
-                self._runtime.to_device(self.page, words.view(np.uint8), stream)
+                self._runtime.to_device(self._page, words.view(np.uint8), stream)
         except FastcollError as error:
             note["error"] = str(error).encode()[:256]
         return note
-
-    def slot_of(self, rank: int, index: int) -> int:
-        """The address of a rank's slot."""
-        return self._bases[rank] + at.PAGE + index * self.slot
 
     def close(self, is_vain: Callable[[], bool]) -> None:
         """Unmap the peers' regions. This rank has said BYE, and no kernel of it uses them.
@@ -179,6 +184,100 @@ class Shared:
                 with suppress(FastcollError):
                     self._runtime.shut(base)
         self._bases = [0] * len(self._bases)
+
+    # ---- calls ---------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        stream: int,
+        number: int,
+        schedule: Schedule,
+        said: Signature,
+        ins: Sequence[DeviceArray],
+        outs: Sequence[DeviceArray],
+        reducer: CudaReducer | None,
+    ) -> None:
+        """Queue what a schedule says; the GPU is the current one.
+
+        Args:
+            number: of the call, from 1.
+            said: what is compared at the meeting.
+            ins, outs: the arrays that the schedule's places name.
+            reducer: for its folds.
+        """
+
+        def address(place: Place) -> int:
+            kind, index, offset = place
+            if kind < SLOT:
+                return (ins if kind == IN else outs)[index].address + offset
+            return self._bases[index] + at.PAGE + slot_of(number, kind - SLOT) * self.slot + offset
+
+        for item in schedule:
+            if isinstance(item, Move):
+                dst, src = address(item.dst), address(item.src)
+                if dst != src:
+                    self._runtime.copy(dst, src, item.nbytes, stream)
+            elif isinstance(item, Fold):
+                assert reducer is not None
+                count = item.nbytes // (outs or ins)[0].dtype.itemsize
+                reducer.launch(address(item.dst), [address(src) for src in item.srcs], count, stream)
+            elif isinstance(item, Step):
+                self._take_step(stream, number, item.number, said)
+            else:
+                self._say(1, stream, self._page, at.STEP, number << at.STEP_BITS | at.LAST_STEP)
+
+    def _take_step(self, stream: int, number: int, step: int, said: Signature) -> None:
+        page = self._page
+        if step == 0:
+            if self._wait is not None:
+                self._announce(1, stream, page, number, *said)
+                self._await(stream, at.LINE * (number % 2) + at.SEQUENCE, number)
+            self._meet(1, stream, page, number, *said)
+            return
+        assert step < at.LAST_STEP
+        word = number << at.STEP_BITS | step
+        if self._wait is not None:
+            self._say(1, stream, page, at.STEP, word)
+            self._await(stream, at.STEP, word)
+        self._step(1, stream, page, word)
+
+    def _await(self, stream: int, offset: int, word: int) -> None:
+        assert self._wait is not None
+        for peer in range(self._region.size):
+            if peer != self._rank:
+                self._wait(stream, self._page + at.rank_words(peer) + offset, word)
+
+    def say_bye(self, stream: int) -> None:
+        """This rank uses its peers' memory no more; blocks until that is said. Nothing may be queued here after it."""
+        with self._runtime.on(self._region.device):
+            self._say(1, stream, self._page, at.BYE, 1)
+            self._runtime.wait_stream(stream)
+            self._end_poisoning()
+
+    def _end_poisoning(self) -> None:
+        if self._wait is not None:
+            self._runtime.end_stream(self._poisoning)
+
+    def stop(self, is_over: Callable[[], bool]) -> None:
+        """End all waiting on this rank's streams, without waiting for it; from any thread.
+
+        Args:
+            is_over: whether nothing waits any more.
+        """
+        self.control[at.STOP // 8] = 1
+        if self._wait is None:
+            return
+
+        def poison() -> None:  # streams that wait look at nothing but their words
+            end = time.monotonic() + _POISON_SECONDS
+            with self._runtime.on(self._region.device):
+                while not is_over() and time.monotonic() < end:
+                    self._runtime.to_device(self._page + at.LINES, self._poisoned, self._poisoning)
+                    self._runtime.wait_stream(self._poisoning)
+                    time.sleep(_POISON_EVERY)
+                self._end_poisoning()
+
+        threading.Thread(target=poison, name="fastcoll-gpu-poison", daemon=True).start()
 
 
 _lost: list[Shared] = []
@@ -217,118 +316,3 @@ def waits_of_streams(device: int) -> WaitValue | None:
     if SIMULATED or not driver().can_wait(device):
         return None
     return driver().wait_value
-
-
-class Line:
-    """What one rank queues.
-
-    Args:
-        shared: the memory.
-        runtime: CUDA's.
-        device: the GPU.
-        rank, ranks: this one's number, and how many the group has.
-        wait: what lets a stream wait for a word, where ranks share a GPU and the driver has it; else kernels poll.
-    """
-
-    def __init__(
-        self, shared: Shared, runtime: Any, device: int, rank: int, ranks: int, wait: WaitValue | None
-    ) -> None:
-        self._shared, self._runtime, self._device = shared, runtime, device
-        self._rank, self._ranks, self._wait = rank, ranks, wait
-        self._meet, self._announce = kernels.compiled(kernels.meet), kernels.compiled(kernels.announce)
-        self._step, self._say = kernels.compiled(kernels.step), kernels.compiled(kernels.say)
-        if wait is not None:
-            # Made now: pinning memory or making a stream may wait for the GPU, and that for the poison.
-            self._poisoned: Array = runtime.pinned(at.RANK_BYTES * ranks)
-            self._poisoned.view(np.int64)[:] = POISON
-            self._poisoning: int = runtime.new_stream(device)
-
-    def run(
-        self,
-        stream: int,
-        number: int,
-        schedule: Schedule,
-        said: Signature,
-        ins: Sequence[DeviceArray],
-        outs: Sequence[DeviceArray],
-        reducer: CudaReducer | None,
-    ) -> None:
-        """Queue what a schedule says; the GPU is the current one.
-
-        Args:
-            number: of the call, from 1.
-            said: what is compared at the meeting.
-            ins, outs: the arrays that the schedule's places name.
-            reducer: for its folds.
-        """
-
-        def address(place: Place) -> int:
-            kind, index, offset = place
-            if kind < SLOT:
-                return (ins if kind == IN else outs)[index].address + offset
-            return self._shared.slot_of(index, slot_of(number, kind - SLOT)) + offset
-
-        for item in schedule:
-            if isinstance(item, Move):
-                dst, src = address(item.dst), address(item.src)
-                if dst != src:
-                    self._runtime.copy(dst, src, item.nbytes, stream)
-            elif isinstance(item, Fold):
-                assert reducer is not None
-                count = item.nbytes // (outs or ins)[0].dtype.itemsize
-                reducer.launch(address(item.dst), [address(src) for src in item.srcs], count, stream)
-            elif isinstance(item, Step):
-                self._take_step(stream, number, item.number, said)
-            else:
-                self._say(1, stream, self._shared.page, at.STEP, number << at.STEP_BITS | at.LAST_STEP)
-
-    def _take_step(self, stream: int, number: int, step: int, said: Signature) -> None:
-        page = self._shared.page
-        if step == 0:
-            if self._wait is not None:
-                self._announce(1, stream, page, number, *said)
-                self._await(stream, at.LINE * (number % 2) + at.SEQUENCE, number)
-            self._meet(1, stream, page, number, *said)
-            return
-        assert step < at.LAST_STEP
-        word = number << at.STEP_BITS | step
-        if self._wait is not None:
-            self._say(1, stream, page, at.STEP, word)
-            self._await(stream, at.STEP, word)
-        self._step(1, stream, page, word)
-
-    def _await(self, stream: int, offset: int, word: int) -> None:
-        assert self._wait is not None
-        for peer in range(self._ranks):
-            if peer != self._rank:
-                self._wait(stream, self._shared.page + at.rank_words(peer) + offset, word)
-
-    def say_bye(self, stream: int) -> None:
-        """This rank uses its peers' memory no more; blocks until that is said. Nothing may be queued here after it."""
-        with self._runtime.on(self._device):
-            self._say(1, stream, self._shared.page, at.BYE, 1)
-            self._runtime.wait_stream(stream)
-            if self._wait is not None:
-                self._runtime.end_stream(self._poisoning)
-
-    def stop(self, is_over: Callable[[], bool]) -> None:
-        """End all waiting on this rank's streams, without waiting for it; from any thread.
-
-        Args:
-            is_over: whether nothing waits any more.
-        """
-        self._shared.control[at.STOP // 8] = 1
-        if self._wait is not None:
-            threading.Thread(
-                target=self._poison, args=(is_over,), name="fastcoll-gpu-poison", daemon=True
-            ).start()
-
-    def _poison(self, is_over: Callable[[], bool]) -> None:
-        """Streams that wait look at nothing but their words."""
-        end = time.monotonic() + _POISON_SECONDS
-        with self._runtime.on(self._device):
-            while not is_over() and time.monotonic() < end:
-                self._runtime.to_device(self._shared.page + at.LINES, self._poisoned, self._poisoning)
-                self._runtime.wait_stream(self._poisoning)
-                time.sleep(_POISON_EVERY)
-            self._runtime.end_stream(self._poisoning)

@@ -27,7 +27,7 @@ from ..stream_work import Own
 from ..streams import Compared, QueuedCall, StreamCarrier, Turn, sizes_of
 from . import bindings
 from .blocks import Kernels, Moves, Native, reductions
-from .communicator import Communicator, Patience, exchanged, make_communicator
+from .communicator import Communicator, Patience, Seat, check_seats
 from .messages import NcclMessages
 
 _MOST_KINDS = 10_000
@@ -114,7 +114,7 @@ class NcclCarrier(StreamCarrier):
             return
         group = self.group
         balance = signature.balance(group.rank, said.gives, said.takes)
-        rows = exchanged(group, np.array([self._compared, said.call, said.shape, balance], np.int64))
+        rows = self._exchanged(np.array([self._compared, said.call, said.shape, balance], np.int64))
         heads = signature.comparable([(int(call), int(shape)) for call, shape in rows[:, 1:3]])
         counts = rows[:, 0].tolist()
         if len(set(heads)) > 1:
@@ -125,7 +125,7 @@ class NcclCarrier(StreamCarrier):
                 f"{signature.describe(*heads[0])} is {text}: a rank has left out a call before"
             )
         if rows[:, 3].sum():
-            tables = exchanged(group, np.array([said.gives, said.takes], np.int64))
+            tables = self._exchanged(np.array([said.gives, said.takes], np.int64))
             each = [(gives.tolist(), takes.tolist()) for gives, takes in tables]
             raise self._mismatch(signature.describe_mismatch(heads, group.ranks, lambda: each))
         if len(self._kinds) < _MOST_KINDS:  # the same on all ranks
@@ -137,11 +137,30 @@ class NcclCarrier(StreamCarrier):
     # ---- the communicator ----------------------------------------------------------------------------
 
     def communicator(self, arrays: Sequence[DeviceArray]) -> Communicator:
-        """The group's; made with the first collective call, on the arrays' GPU."""
+        """The group's; made with the first collective call, on the arrays' GPU: then this blocks.
+
+        Raises:
+            UnavailableError: two ranks share a GPU, or have different versions of NCCL; on all ranks.
+            NcclError, GroupError: it cannot be made.
+        """
         if self._comm is None:
-            device, patience = self.own(arrays).device, Patience(self.group, self.look)
-            self._comm = make_communicator(self.group, self._library, self.runtime, device, patience)
+            group, library, device = self.group, self._library, self.own(arrays).device
+            identity = library.unique_id() if group.rank == 0 else b""
+            seat = Seat.here(self.runtime.uuid(device), library.version, identity)
+            seats = [Seat.from_row(row) for row in self._exchanged(seat.to_row())]
+            check_seats(seats, group.ranks, group.name)
+            with self.runtime.on(device):
+                patience = Patience(group, self.look)
+                self._comm = Communicator.make(library, group.size, group.rank, seats[0].identity, patience)
         return self._comm
+
+    def _exchanged(self, row: np.ndarray) -> np.ndarray:
+        """Every rank's array, one after the other; over the CPU backend."""
+        if self.group.gate.is_inside():  # the call is part of one of the group's own
+            return self.group.rows_of_all(row)
+        everybody = np.empty((self.group.size, *row.shape), row.dtype)
+        self.group.all_gather(list(everybody), row)
+        return everybody
 
     @property
     def splits(self) -> bool:

@@ -341,29 +341,3 @@ class Patience:
             if found is not None and self._suspicious:
                 raise found
             self._suspicious = found is not None
-
-
-def make_communicator(
-    group: ProcessGroup, library: Library, runtime: Any, device: int, patience: Patience
-) -> Communicator:
-    """A communicator of the group's ranks, each with one GPU; collective, and blocks.
-
-    Raises:
-        UnavailableError: two ranks share a GPU, or have different versions of NCCL; on all ranks.
-        NcclError, GroupError: it cannot be made.
-    """
-    identity = library.unique_id() if group.rank == 0 else b""
-    seat = Seat.here(runtime.uuid(device), library.version, identity)
-    seats = [Seat.from_row(row) for row in exchanged(group, seat.to_row())]
-    check_seats(seats, group.ranks, group.name)
-    with runtime.on(device):
-        return Communicator.make(library, group.size, group.rank, seats[0].identity, patience)
-
-
-def exchanged(group: ProcessGroup, row: np.ndarray) -> np.ndarray:
-    """Every rank's array, one after the other; over the CPU backend."""
-    if group.gate.is_inside():  # the call is part of one of the group's own
-        return group.rows_of_all(row)
-    everybody = np.empty((group.size, *row.shape), row.dtype)
-    group.all_gather(list(everybody), row)
-    return everybody

@@ -14,11 +14,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from typing import Any
 
 from ...core.work import ENDLESS, ProgressQueue, Work, refuse_to_block
-from ...errors import AbortedError, FastcollError, GroupError
+from ...errors import AbortedError, GroupError
 from ..device_array import DeviceArray, OnDevice
 from ..stream_work import Own, StreamWork, Watcher
 from ..streams import StreamCarrier, Turn
@@ -87,7 +86,7 @@ class Message(StreamWork):
     def settle(self, error: BaseException | None = None) -> None:
         super().settle(error)
         self._begun.set()
-        if self._event is None:
+        if self.event is None:
             self.let_go()
 
     def let_go(self) -> None:
@@ -231,6 +230,4 @@ class Direction:
         self._jobs.close()
         self._watcher.close()
         if self._lane is not None:
-            # A GPU that failed gives nothing back.
-            with suppress(FastcollError) if self._carrier.broken else nullcontext():
-                self._lane.end()
+            self._lane.end(self._carrier.broken)

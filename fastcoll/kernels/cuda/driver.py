@@ -75,8 +75,7 @@ class Driver:
         """The 16 bytes that name a device, or a MIG instance of it, in all processes."""
         name = ctypes.create_string_buffer(16)
         self.check(
-            self._library.cuDeviceGetUuid_v2(name, self._number("cuDeviceGet", device)),
-            "asking a GPU's name",
+            self._library.cuDeviceGetUuid_v2(name, self._number("cuDeviceGet", device)), "asking a GPU's name"
         )
         return name.raw
 
