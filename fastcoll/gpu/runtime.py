@@ -130,17 +130,13 @@ class Runtime:
         return streams.ptds if handle == 2 else streams.from_external(_Foreign(handle))
 
     def allocate_shareable(self, nbytes: int, device: int) -> int:
-        """GPU memory of its own, which `export` takes, zeroed; for `release`."""
+        """GPU memory of its own, which `export` takes, zeroed; it is never freed (ipc/regions.py)."""
         with self.on(device):
             address = self._do("allocating GPU memory", self._calls.malloc, nbytes)
             with waited_stream(self, device) as stream:
                 # Not cudaMemset: it is queued behind the caller's work on the default stream, and the host goes on.
                 self._do("clearing GPU memory", self._calls.memsetAsync, address, 0, nbytes, stream)
         return int(address)
-
-    def release(self, address: int) -> None:
-        """Free what `allocate_shareable` gave; waits for the GPU."""
-        self._do("freeing GPU memory", self._calls.free, address)
 
     def to_host(self, host: Array, address: int, stream: int) -> None:
         """Copy from a GPU into pinned host memory; does not wait."""

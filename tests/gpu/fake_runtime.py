@@ -238,11 +238,6 @@ class FakeRuntime:
         self._shared.add(address)
         return address
 
-    def release(self, address: int) -> None:
-        self.settle()
-        self._shared.remove(address)
-        self._freed.append((address, address + self._memory[address].nbytes))
-
     def to_host(self, host: Array, address: int, stream: int) -> None:
         self._check_pinned(host)
         self._copy("to_host", host.ctypes.data, address, host.nbytes, stream)
