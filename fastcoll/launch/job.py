@@ -60,27 +60,17 @@ def python_main(module: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """One node's share of a job.
+    """One node's share of a job."""
 
-    Attributes:
-        program: what every rank runs.
-        local_size: the ranks on this node.
-        nodes, node_rank: how many nodes there are, each with as many ranks, and which one this is.
-        master_addr, master_port: where rank 0 listens.
-        arguments: the program's own.
-        pass_local_rank: whether `--local_rank=N` comes before them.
-        descriptors: of files that the ranks inherit.
-    """
-
-    program: tuple[str, ...]
-    local_size: int
-    nodes: int
-    node_rank: int
-    master_addr: str
+    program: tuple[str, ...]  # what every rank runs
+    local_size: int  # the ranks on this node
+    nodes: int  # how many there are, each with as many ranks
+    node_rank: int  # which one this is
+    master_addr: str  # where rank 0 listens
     master_port: int
-    arguments: tuple[str, ...] = ()
-    pass_local_rank: bool = False
-    descriptors: tuple[int, ...] = ()
+    arguments: tuple[str, ...] = ()  # the program's own
+    pass_local_rank: bool = False  # whether `--local_rank=N` comes before them
+    descriptors: tuple[int, ...] = ()  # of files that the ranks inherit
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property
@@ -179,13 +169,7 @@ class Failure:
 
 
 class Nodes:
-    """This node's part; a thread connects and waits for news. A context manager: leaves the others.
-
-    Args:
-        count: the number of nodes.
-        node_rank: this node's number; number 0 serves the store.
-        address, port: where.
-    """
+    """This node's part, of so many; a thread connects and waits for news. A context manager: leaves the others."""
 
     def __init__(self, count: int, node_rank: int, address: str, port: int) -> None:
         self._count, self._rank, self._address, self._port = count, node_rank, address, port

@@ -24,11 +24,7 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, SockAddr]]:
-    """The TCP addresses of `host`, IPv4 first, so that both ends of `localhost` choose alike.
-
-    Raises:
-        OSError: the name is not known (perhaps not yet).
-    """
+    """The TCP addresses of `host`, IPv4 first, so that both ends of `localhost` choose alike; OSError: it has none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     pairs = {(family, address): None for family, _, _, _, address in found}
     return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)  # type: ignore[arg-type]
@@ -67,11 +63,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def adopt_listener(descriptor: int) -> socket.socket:
-    """The listening TCP socket with this file descriptor, which is its own from now on.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """The listening TCP socket with this file descriptor, its own from now on; a UsageError where it is none."""
     try:
         listener = socket.socket(fileno=descriptor)
     except (OSError, OverflowError, TypeError, ValueError) as error:
@@ -176,10 +168,7 @@ CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's -
 
 
 def make_room(connections: int, what: str) -> None:
-    """Let this process open `connections` more descriptors, and some for other uses, by raising its soft limit.
-
-    Args:
-        what: needs them, for messages.
+    """Let this process open so many more descriptors for `what`, and some for other uses, by raising its soft limit.
 
     Raises:
         ResourceError: the hard limit is too low.

@@ -24,18 +24,10 @@ from dataclasses import asdict, fields
 from itertools import islice
 from typing import Any, TypeVar
 
+from .. import errors
 from ..core.members import Member
 from ..core.processes import ProcessId
-from ..errors import (
-    FastcollError,
-    PeerDiedError,
-    RendezvousError,
-    ResourceError,
-    StoreError,
-    StoreTimeoutError,
-    UnavailableError,
-    UsageError,
-)
+from ..errors import FastcollError, PeerDiedError, RendezvousError, StoreError
 from .store import Store, listed
 from .table import MAX_KEYS_PER_REQUEST
 from .waiting import LateWarning, fetch_for
@@ -50,7 +42,8 @@ _MOST_AT_ONCE = 1000
 _TOLD: dict[str, type[FastcollError]] = {
     kind.__name__: kind
     for kind in (
-        UsageError, UnavailableError, ResourceError, RendezvousError, StoreTimeoutError, PeerDiedError,
+        errors.UsageError, errors.UnavailableError, errors.ResourceError, RendezvousError, errors.StoreTimeoutError,
+        PeerDiedError,
     )
 }  # fmt: skip
 
@@ -65,13 +58,10 @@ class MovedError(Exception):
 def assemble(
     store: Store, members: Sequence[Member], rank: int, mine: Any, timeout: float, doing: str
 ) -> list[Any]:
-    """Everybody's contribution, in the order of `members`; collective over them, once in a store.
+    """Everybody's contribution, in the order of `members`; collective over them, once in a store of their own.
 
     Args:
-        store: the members' own.
-        rank: this process's place among them.
         mine: what JSON can hold, at most 4 KiB.
-        timeout: seconds.
         doing: what this is for, the start of every message.
 
     Raises:
@@ -89,7 +79,6 @@ class Meeting:
     Args:
         name: under which its keys are.
         place, size: of this member, and how many there are.
-        timeout: seconds, from now on.
         doing: what it is for, the start of every message.
         me: begins what this member tells of its failures; empty: they name it themselves.
         between: called once this member has brought its contribution, and a few times a second while it waits.

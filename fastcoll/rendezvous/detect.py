@@ -40,14 +40,7 @@ _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 @dataclass(frozen=True)
 class Detected:
-    """What was found; None where nothing was said.
-
-    Attributes:
-        source: the launchers that spoke, or "" for none.
-        rank_variable: the variable that `rank` comes from, or "".
-        found: the variables that were set, for messages.
-        job_id: names the job on all of its nodes, where the launcher has such a name.
-    """
+    """What was found; None where nothing was said."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -55,10 +48,10 @@ class Detected:
     local_size: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    source: str = ""
-    rank_variable: str = ""
-    found: tuple[str, ...] = ()
-    job_id: str | None = None
+    source: str = ""  # the launchers that spoke
+    rank_variable: str = ""  # the variable that `rank` comes from
+    found: tuple[str, ...] = ()  # the variables that were set, for messages
+    job_id: str | None = None  # names the job on all of its nodes, where the launcher has such a name
 
     @property
     def on_one_node(self) -> bool:
@@ -77,10 +70,8 @@ class _Reading(NamedTuple):
 def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int | None = None) -> Detected:
     """Rank, world size and meeting place as the environment has them.
 
-    A `rank` or `world_size` that is given here wins over whatever the environment says of it.
-
-    Raises:
-        UsageError: a variable is no number or out of range, or two sources disagree.
+    A `rank` or `world_size` that is given here wins over whatever the environment says of it. A UsageError names what
+    is no number or out of range, and sources that disagree.
     """
     slurm = _read_slurm(environ)
     readings = _readings(environ, slurm)

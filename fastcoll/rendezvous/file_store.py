@@ -72,11 +72,7 @@ class FileStore(TableStore):
         self._leave = weakref.finalize(self, _leave, self._log, self.world_size, self._pid)
 
     def participants(self) -> list[ProcessId]:
-        """The processes that have the file open, as they wrote themselves down.
-
-        Raises:
-            StoreError: the store is closed or the file damaged.
-        """
+        """The processes that have the file open, as they wrote themselves down."""
         check_process(self, self._pid)
         with self._mutex, self._log.transaction(limit_of(self)):
             return list(self._log.participants.values())
@@ -125,10 +121,6 @@ class SharedLog:
     Attributes:
         table: the keys and values, as far as they have been read.
         participants: the processes that have the file open now.
-
-    Raises:
-        UsageError, ResourceError: the file cannot be used; see `open_own`.
-        StoreTimeoutError: its lock is not free within `limit` seconds.
     """
 
     def __init__(self, path: str, limit: float) -> None:
@@ -333,12 +325,7 @@ def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[Record, int]]:
 
 
 def open_own(path: str) -> int:
-    """The descriptor of the regular file `path`, made with mode 0600 if it is missing.
-
-    Raises:
-        UsageError: a link, a directory, another user's file, or a missing directory; by name.
-        ResourceError: the file cannot be opened.
-    """
+    """The descriptor of the regular file `path`, made with mode 0600 if it is missing. A UsageError says why not."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags, 0o600)

@@ -73,21 +73,13 @@ def rendezvous(
 
 
 def meet(init_method: str, rank: int, world_size: int, timeout: float, group_name: str = "") -> Rendezvous:
-    """Find the other ranks as `init_method` says.
+    """Find the other ranks as `init_method` says; arguments and errors are those of `init_process_group`.
 
     Args:
-        init_method: env://, tcp://host:port, tcp://<multicast address>:port or file:///path, each with
-            an optional ?rank=0&world_size=4.
         rank, world_size: -1 where the URL or the environment has them, or ranks are to be assigned
             (multicast and file).
         timeout: seconds, for this and for the store's blocking operations afterwards.
         group_name: keeps jobs apart that use the same file or multicast address.
-
-    Raises:
-        UsageError: what was given is wrong, missing or contradictory.
-        RendezvousError: the others did not come, or the store is gone.
-        PeerDiedError: one of them came and died.
-        ResourceError: a port, file or multicast group cannot be had.
     """
     if has_handler(init_method):
         return _ask(init_method, rank, world_size, timeout)
@@ -134,24 +126,19 @@ def _ask(url: str, rank: int, world_size: int, timeout: float) -> Rendezvous:
 
 @dataclass(frozen=True)
 class InitMethod:
-    """A parsed init_method; rank and world_size are None where neither URL nor argument has them.
-
-    Attributes:
-        host, port: of tcp://; the host without brackets.
-        path: of file://, absolute.
-    """
+    """A parsed init_method; rank and world_size are None where neither URL nor argument has them."""
 
     url: str
     scheme: str
     rank: int | None
     world_size: int | None
-    host: str = ""
+    host: str = ""  # without brackets
     port: int = 0
-    path: str = ""
+    path: str = ""  # absolute
 
     @property
     def is_multicast(self) -> bool:
-        """Whether the host is a multicast address, at which ranks can be assigned."""
+        """Whether ranks can be assigned at the host."""
         from .address import ip_of  # with sockets
 
         address = ip_of(self.host)
@@ -159,12 +146,7 @@ class InitMethod:
 
 
 def parse(url: str, rank: int, world_size: int) -> InitMethod:
-    """The parts of `url`, with the arguments (-1: not given) merged in.
-
-    Raises:
-        UsageError: an unknown scheme or query, a missing host, port or path, or a rank or world size
-            that is out of range or differs between URL and argument.
-    """
+    """The parts of `url`, with the arguments (-1: not given) merged in; a UsageError names what is wrong."""
     from urllib.parse import parse_qsl, unquote, urlsplit
 
     try:
@@ -177,7 +159,16 @@ def parse(url: str, rank: int, world_size: int) -> InitMethod:
         raise UsageError(f"init_method {url!r} has no known scheme; there are {known}")
     numbers = {name: number for name, number in (("rank", rank), ("world_size", world_size)) if number != -1}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        _add_number(numbers, url, name, value)
+        if name not in ("rank", "world_size"):
+            raise UsageError(
+                f"init_method {url!r} has the unknown query {name!r}; rank and world_size are known"
+            )
+        if not value.isdecimal():
+            raise UsageError(f"init_method {url!r}: {name} must be a whole number, got {value!r}")
+        if (given := numbers.setdefault(name, int(value))) != int(value):
+            raise UsageError(
+                f"{name}={given} was passed, but init_method {url!r} has {name}={int(value)}; drop one of them"
+            )
     chosen_rank, chosen_size = numbers.get("rank"), numbers.get("world_size")
     # As far as they are known yet.
     check_rank(chosen_rank or 0, max(chosen_rank or 0, 0) + 1 if chosen_size is None else chosen_size)
@@ -195,16 +186,3 @@ def parse(url: str, rank: int, world_size: int) -> InitMethod:
     if parts.scheme == "tcp" and (not parts.hostname or port is None):
         raise UsageError(f"init_method {url!r} needs a host and a port, as in tcp://10.1.1.20:23456")
     return InitMethod(url, parts.scheme, chosen_rank, chosen_size, parts.hostname or "", port or 0, path)
-
-
-def _add_number(numbers: dict[str, int], url: str, name: str, value: str) -> None:
-    """Enter what the URL's query says, which must be what was passed."""
-    if name not in ("rank", "world_size"):
-        raise UsageError(f"init_method {url!r} has the unknown query {name!r}; rank and world_size are known")
-    if not value.isdecimal():
-        raise UsageError(f"init_method {url!r}: {name} must be a whole number, got {value!r}")
-    given = numbers.setdefault(name, int(value))
-    if given != int(value):
-        raise UsageError(
-            f"{name}={given} was passed, but init_method {url!r} has {name}={int(value)}; drop one of them"
-        )

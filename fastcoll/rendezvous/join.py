@@ -41,9 +41,6 @@ def join(store: Store, rank: int, world_size: int, backend: str, timeout: float)
     Every rank of the world must call this once with the same store; a store that is used again needs
     a PrefixStore of its own each time.
 
-    Args:
-        timeout: seconds.
-
     Raises:
         UsageError: the rank is out of range or claimed twice, or world size, backend or version
             differ between ranks; raised on all that wait, naming both processes.

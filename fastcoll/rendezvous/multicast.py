@@ -68,13 +68,8 @@ def meet_by_multicast(
     """Meet the other processes that announce themselves at a multicast address.
 
     Ranks go by arrival, except for those that ask for one. `group_name`, and the job's secret where
-    there is one, keep jobs apart that use the same address.
-
-    Raises:
-        UsageError: world sizes differ, or two processes ask for one rank; both are named.
-        PeerDiedError: a process that had come has ended.
-        StoreTimeoutError: not all came in time; the message names those that did.
-        ResourceError: the machine cannot take part in the group.
+    there is one, keep jobs apart that use the same address. Errors are those of `arrive`, and a ResourceError where
+    the machine cannot take part in the group.
     """
     with MulticastSocket(address, port) as group:
         me = Announcement(
@@ -89,26 +84,16 @@ def meet_by_multicast(
 
 @dataclass(frozen=True)
 class Announcement:
-    """One candidate.
+    """One candidate."""
 
-    Attributes:
-        job: a digest of the group name; other jobs' announcements are passed over.
-        nonce: 32 hex digits, fresh for each attempt; the lowest leads.
-        process: who it is; others see by it when it dies.
-        time: since when, in seconds since the epoch, for whoever reads the datagrams.
-        world_size: how many processes it waits for, itself included.
-        address, port: where its store is; port 0 while it has none.
-        leaving: it does not look for others any more, and it does not matter what becomes of it.
-    """
-
-    job: str
-    nonce: str
-    process: ProcessId
-    time: float
-    world_size: int
-    address: str = ""
-    port: int = 0
-    leaving: bool = False
+    job: str  # a digest of the group name; other jobs' announcements are passed over
+    nonce: str  # 32 hex digits, fresh for each attempt; the lowest leads
+    process: ProcessId  # others see by it when it dies
+    time: float  # since when, in seconds since the epoch, for whoever reads the datagrams
+    world_size: int  # how many processes it waits for, itself included
+    address: str = ""  # of its store
+    port: int = 0  # 0 while it has none
+    leaving: bool = False  # it does not look for others any more, and it does not matter what becomes of it
 
     @property
     def where(self) -> str:
@@ -321,11 +306,7 @@ class _Candidate:
 
 
 class MulticastSocket:
-    """A member of the group at `address`:`port`. A context manager; for one thread.
-
-    Raises:
-        ResourceError: no interface can join the group, or the port cannot be shared.
-    """
+    """A member of the group at `address`:`port`. A context manager; for one thread."""
 
     def __init__(self, address: str, port: int) -> None:
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -23,11 +23,7 @@ _warned = False
 
 
 def job_secret() -> bytes:
-    """FASTCOLL_SECRET, else what the file FASTCOLL_SECRET_FILE holds; empty without either.
-
-    Raises:
-        UsageError: the file cannot be read, is empty or too long, or others may read or change it.
-    """
+    """FASTCOLL_SECRET, else what the file FASTCOLL_SECRET_FILE holds; empty without either."""
     secret: str = config.get("FASTCOLL_SECRET")
     path: str = config.get("FASTCOLL_SECRET_FILE")
     return secret.encode() if secret or not path else _read(path)
@@ -50,11 +46,7 @@ def is_proof(given: bytes, expected: bytes) -> bool:
 
 
 def warn_if_open(host: str, where: str) -> None:
-    """Warn, once a process, that it listens at `where` to a network and the job has no secret.
-
-    Args:
-        host: the address that is listened on; nobody else reaches loopback, so that is no reason to warn.
-    """
+    """Warn, once a process, that it listens at `where`, and the job has no secret. Nobody else reaches loopback."""
     global _warned
     if _warned or job_secret() or is_loopback(host):
         return

@@ -159,19 +159,9 @@ class Store(ABC):
         """
         if whole("world_size", world_size) < 1:
             raise UsageError(f"world_size is {world_size}; a barrier is of one process or more")
-        limit, counter, last = (
-            limit_of(self, timeout),
-            f"{checked_key(key)}/num_members",
-            f"{key}/last_member",
-        )
-        if self.add(counter, 1) == world_size:
-            self.set(last, "1")
-        try:
-            self.wait([last], limit)
-        except TimeoutError as error:
-            raise StoreTimeoutError(
-                f"{self.add(counter, 0)} of {world_size} processes came to the barrier {key!r} within {limit:g} s"
-            ) from error
+        counter, last = f"{checked_key(key)}/num_members", f"{key}/last_member"
+        came = f"came to the barrier {key!r}"
+        count_in(self, counter, last, world_size, limit_of(self, timeout), came)
 
     def clone(self: S) -> S:
         """Another object for the same keys and values, with a timeout of its own; each is closed for itself."""
@@ -257,6 +247,20 @@ def tries(limit: float, first: float = 0.001, most: float = 0.05) -> Iterator[No
             return
         time.sleep(min(pause, left))
         pause = min(2 * pause, most)
+
+
+def count_in(store: Store, counter: str, last: str, size: int, limit: float | None, came: str) -> None:
+    """Count this process in, and wait at most `limit` seconds until all `size` are there; None does not wait."""
+    if store.add(counter, 1) == size:
+        store.set(last, b"")
+    if limit is None:
+        return
+    try:
+        store.wait([last], limit)
+    except TimeoutError as error:
+        raise StoreTimeoutError(
+            f"{store.add(counter, 0)} of {size} processes {came} within {limit:g} s"
+        ) from error
 
 
 def checked_key(key: Any) -> str:

@@ -16,11 +16,10 @@ HMAC-SHA256 over a label of the direction and both openings. Then come frames: a
 one zero, number of keys, length of the body, timeout in seconds as a double) and the body, whose
 fields are each a 4-byte length and the bytes. This authenticates; it does not encrypt.
 
-To the server a peer goes OPENING -> (PROVING, with a secret ->) READY, and between READY and PARKED while it
-waits for keys. It has one request under way at a time, which bounds what is queued for it: bytes behind a
-request that is not answered yet drop it, as does anything that breaks the protocol, an opening that takes
-longer than OPENING_SECONDS and a request that takes longer than FRAME_SECONDS to come. Nothing longer
-than the opening is kept before it is right, and nothing longer than a header before that is.
+A peer has one request under way at a time, which bounds what is queued for it: bytes behind a request that
+is not answered yet drop it, as does anything that breaks the protocol, an opening that takes longer than
+OPENING_SECONDS and a request that takes longer than FRAME_SECONDS to come. Nothing longer than the opening
+is kept before it is right, and nothing longer than a header before that is.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ import itertools
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 
 from ..config import MOST_SECONDS
 from ..errors import StoreError
@@ -129,11 +128,7 @@ def frame_length(header: bytes) -> int:
 
 
 def check_request_header(header: bytes) -> int:
-    """The length of the body, once the header is known to be a request's.
-
-    Raises:
-        ProtocolError: it is none; nothing need be read or kept of the body then.
-    """
+    """The length of the body; a ProtocolError where the header is no request's, and nothing more need be read."""
     code, keys, _, timeout = HEADER.unpack(header)
     op = _OPERATIONS.get(code)
     if op is None:
@@ -180,27 +175,17 @@ def decode_fields(body: bytes) -> list[bytes]:
     return fields
 
 
-class Stage(Enum):
-    """How far a peer has come."""
-
-    OPENING = auto()
-    PROVING = auto()
-    READY = auto()
-    PARKED = auto()
-
-
 @dataclass(slots=True)
 class _Peer:
-    deadline: float | None = None
-    stage: Stage = Stage.OPENING
+    """One connection: what has come of it, how far it is, and the request that waits for keys."""
+
+    steps: Generator[None, None, None]
     buffer: bytearray = field(default_factory=bytearray)
-    expected_proof: bytes = b""
+    is_open: bool = False
+    deadline: float | None = None
     waiting: Request | None = None
     missing: bytes = b""
     place: int = 0  # of `missing` among the keys it waits for
-
-    def let_in(self) -> None:
-        self.stage, self.deadline, self.waiting = Stage.READY, None, None
 
     def take(self, count: int) -> bytes:
         data = bytes(self.buffer[:count])
@@ -235,10 +220,11 @@ class StoreServer:
         # (deadline, number, peer), soonest first; an entry that its peer has outlived is skipped.
         self._deadlines: list[tuple[float, int, int]] = []
         self._numbers = itertools.count()
+        self._now = 0.0
 
     def connect(self, peer: int, now: float) -> None:
         """A connection was accepted; `peer` is any number not in use."""
-        self._peers[peer] = _Peer()
+        self._peers[peer] = _Peer(self._converse(peer))
         self._set_deadline(peer, now + OPENING_SECONDS)
 
     def disconnect(self, peer: int) -> None:
@@ -246,6 +232,7 @@ class StoreServer:
         state = self._peers.pop(peer, None)
         if state is not None:
             self._unpark(peer, state)
+            state.steps.close()
 
     def receive(self, peer: int, data: bytes, now: float) -> None:
         """Bytes came, split in any way."""
@@ -253,9 +240,9 @@ class StoreServer:
         if state is None:
             return
         state.buffer += data
+        self._now = now
         try:
-            while self._advance(peer, state, now):
-                pass
+            next(state.steps)
         except ProtocolError as error:
             self._drop(peer, str(error))
 
@@ -264,10 +251,10 @@ class StoreServer:
         while (due := self.next_deadline()) is not None and due <= now:
             peer = heapq.heappop(self._deadlines)[2]
             state = self._peers[peer]
-            if state.stage is Stage.PARKED:
+            if state.waiting is not None:
                 self._unpark(peer, state)
                 self.outbox.append((peer, encode_frame(Status.TIMEOUT, [state.missing])))
-            elif state.stage is Stage.READY:
+            elif state.is_open:
                 self._drop(peer, f"did not complete a request within {FRAME_SECONDS:g} s")
             else:
                 self._drop(peer, f"did not open within {OPENING_SECONDS:g} s")
@@ -282,80 +269,62 @@ class StoreServer:
         """The opening for a connection that there is no room for; the driver sends it and closes."""
         return self._hello(Verdict.FULL)
 
-    def _advance(self, peer: int, state: _Peer, now: float) -> bool:
-        """Take one step with what is buffered; whether there may be another."""
-        match state.stage:
-            case Stage.OPENING:
-                return self._open(peer, state)
-            case Stage.PROVING:
-                if len(state.buffer) < PROOF_SIZE:
-                    return False
-                if not is_proof(state.take(PROOF_SIZE), state.expected_proof):
-                    raise ProtocolError("does not know the job's secret")
-                state.let_in()
-                return True
-            case Stage.READY:
-                if self._take_request(peer, state, now):
-                    return True
-                if state.buffer and state.deadline is None:  # the rest of a request must come in time
-                    self._set_deadline(peer, now + FRAME_SECONDS)
-                return False
-            case Stage.PARKED:
-                state.check_silent()
-                return False
-
-    def _open(self, peer: int, state: _Peer) -> bool:
-        start = bytes(state.buffer[: len(MAGIC)])
-        if not MAGIC.startswith(start):
-            raise ProtocolError(f"not a fastcoll client: {start!r}")
-        if len(state.buffer) < HELLO.size:
-            return False
-        client_bytes = state.take(HELLO.size)
-        client = Hello.from_bytes(client_bytes, Role.CLIENT)
+    def _converse(self, peer: int) -> Generator[None, None, None]:
+        """What is done with a peer's bytes, from its opening on; goes on whenever more have come."""
+        state = self._peers[peer]
+        while len(state.buffer) < HELLO.size or state.buffer[: len(MAGIC)] != MAGIC:
+            if not MAGIC.startswith(start := bytes(state.buffer[: len(MAGIC)])):
+                raise ProtocolError(f"not a fastcoll client: {start!r}")
+            yield
+        mine = state.take(HELLO.size)
+        client = Hello.from_bytes(mine, Role.CLIENT)
         verdict = Verdict.WELCOME
         if client.protocol != PROTOCOL:
             verdict = Verdict.PROTOCOL
         elif client.has_secret != bool(self._secret):
             verdict = Verdict.SECRET
         server = self._hello(verdict)
+        is_to_prove = verdict is Verdict.WELCOME and self._secret
+        proof_of_ours = prove(self._secret, Role.SERVER, mine, server) if is_to_prove else b""
+        self.outbox.append((peer, server + proof_of_ours))
         if verdict is not Verdict.WELCOME:
-            self.outbox.append((peer, server))
             raise ProtocolError(f"turned away: {verdict.name.lower()} does not match")
-        if self._secret:
-            state.stage = Stage.PROVING
-            state.expected_proof = prove(self._secret, Role.CLIENT, client_bytes, server)
-            server += prove(self._secret, Role.SERVER, client_bytes, server)
-        else:
-            state.let_in()
-        self.outbox.append((peer, server))
-        return True
+        if is_to_prove:
+            yield from self._until(PROOF_SIZE, peer, state)
+            if not is_proof(state.take(PROOF_SIZE), prove(self._secret, Role.CLIENT, mine, server)):
+                raise ProtocolError("does not know the job's secret")
+        state.is_open, state.deadline = True, None
+        while True:
+            yield from self._until(HEADER.size, peer, state)
+            length = check_request_header(bytes(state.buffer[: HEADER.size]))
+            yield from self._until(HEADER.size + length, peer, state)
+            state.deadline = None
+            request = decode_request(state.take(HEADER.size), state.take(length))
+            state.check_silent()
+            missing = self._table.first_missing(request)
+            if missing is None:
+                self.outbox.append((peer, self._answer_to(request)))
+                if request.op in CHANGING and request.op is not Op.DELETE:
+                    for key in request.keys:
+                        self._wake(key)
+                continue
+            state.waiting, state.place = request, 0
+            self._park(peer, state, missing)
+            self._set_deadline(peer, self._now + request.timeout)
+            while state.waiting is not None:
+                state.check_silent()
+                yield
+
+    def _until(self, count: int, peer: int, state: _Peer) -> Generator[None, None, None]:
+        """Until so many bytes are there. The rest of a request must come in time."""
+        while len(state.buffer) < count:
+            if state.is_open and state.buffer and state.deadline is None:
+                self._set_deadline(peer, self._now + FRAME_SECONDS)
+            yield
 
     def _hello(self, verdict: Verdict) -> bytes:
         nonce = os.urandom(NONCE_SIZE)
         return Hello(Role.SERVER, nonce, bool(self._secret), verdict, PROTOCOL, self._instance).to_bytes()
-
-    def _take_request(self, peer: int, state: _Peer, now: float) -> bool:
-        """Answer the request that is buffered, or park its peer; False while it is not all there."""
-        if len(state.buffer) < HEADER.size:
-            return False
-        header = bytes(state.buffer[: HEADER.size])
-        length = check_request_header(header)
-        if len(state.buffer) < HEADER.size + length:
-            return False
-        state.deadline = None
-        request = decode_request(state.take(HEADER.size), state.take(length))
-        state.check_silent()
-        missing = self._table.first_missing(request)
-        if missing is not None:
-            state.stage, state.waiting, state.place = Stage.PARKED, request, 0
-            self._park(peer, state, missing)
-            self._set_deadline(peer, now + request.timeout)
-            return True
-        self.outbox.append((peer, self._answer_to(request)))
-        if request.op in CHANGING and request.op is not Op.DELETE:
-            for key in request.keys:
-                self._wake(key)
-        return True
 
     def _answer_to(self, request: Request) -> bytes:
         try:
@@ -377,7 +346,7 @@ class StoreServer:
             if missing is not None:
                 self._park(peer, state, missing)
                 continue
-            state.let_in()
+            state.waiting = state.deadline = None
             same = request.op, request.keys
             if same not in answers or request.op is Op.POP:
                 answers[same] = self._answer_to(request)
@@ -396,12 +365,12 @@ class StoreServer:
         self._parked.setdefault(key, set()).add(peer)
 
     def _unpark(self, peer: int, state: _Peer) -> None:
-        if state.stage is Stage.PARKED:
+        if state.waiting is not None:
             waiting = self._parked[state.missing]
             waiting.discard(peer)
             if not waiting:
                 del self._parked[state.missing]
-            state.let_in()
+            state.waiting = state.deadline = None
 
     def _drop(self, peer: int, reason: str) -> None:
         self.drops.append((peer, reason))

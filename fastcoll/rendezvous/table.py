@@ -54,18 +54,12 @@ class Op(IntEnum):
 
 # Op -> (fewest keys, most keys, values for each key)
 SHAPES: dict[Op, tuple[int, int, int]] = {
-    Op.SET: (1, MAX_KEYS_PER_REQUEST, 1),
-    Op.GET: (1, MAX_KEYS_PER_REQUEST, 0),
-    Op.WAIT: (1, MAX_KEYS_PER_REQUEST, 0),
-    Op.ADD: (1, 1, 1),
-    Op.CHECK: (1, MAX_KEYS_PER_REQUEST, 0),
-    Op.DELETE: (1, 1, 0),
-    Op.COMPARE_SET: (1, 1, 2),
-    Op.APPEND: (1, 1, 1),
     Op.NUM_KEYS: (0, 0, 0),
-    Op.PEEK: (1, MAX_KEYS_PER_REQUEST, 0),
-    Op.POP: (1, 1, 0),
-    Op.KEYS: (1, 1, 0),
+    Op.SET: (1, MAX_KEYS_PER_REQUEST, 1),
+    **dict.fromkeys((Op.GET, Op.WAIT, Op.CHECK, Op.PEEK), (1, MAX_KEYS_PER_REQUEST, 0)),
+    **dict.fromkeys((Op.DELETE, Op.POP, Op.KEYS), (1, 1, 0)),
+    **dict.fromkeys((Op.ADD, Op.APPEND), (1, 1, 1)),
+    Op.COMPARE_SET: (1, 1, 2),
 }
 CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND, Op.POP})
 
@@ -88,7 +82,6 @@ class Table:
         self._bytes = 0
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of `key`, or None."""
         return self._data.get(key)
 
     def first_missing(self, request: Request) -> bytes | None:

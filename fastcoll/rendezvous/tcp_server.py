@@ -38,17 +38,14 @@ class _Link:
 
 
 class TCPServer:
-    """A store's server on `host`:`port` (0: a free one) or at a socket, on a daemon thread of its own.
-
-    Raises:
-        UsageError, ResourceError: it cannot listen there; see `listen`.
-    """
+    """A store's server on `host`:`port` (0: a free one) or at a socket, on a daemon thread of its own."""
 
     def __init__(self, host: str, port: int, secret: bytes, listening: int | None = None) -> None:
         self._listener = listen(host, port) if listening is None else adopt_listener(listening)
         bound: str
         bound, self.port = self._listener.getsockname()[:2]
         warn_if_open(bound, f"{shown(bound, self.port)} (the store)")
+        self.shared_at: tuple[str, int] | None = None  # where those who share it look for it
         self._core = StoreServer(secret)
         self._links: dict[int, _Link] = {}
         self._next_peer = 0
@@ -66,10 +63,7 @@ class TCPServer:
         self._thread.start()
 
     def close(self, linger: float = 0.0) -> None:
-        """Stop serving, after at most `linger` seconds for connected clients to leave by themselves.
-
-        Closing twice is fine.
-        """
+        """Stop serving, after at most `linger` seconds for clients to leave by themselves. Closing twice is fine."""
         self._stop_at = time.monotonic() + linger
         with contextlib.suppress(OSError):  # the thread may have seen it already, and ended
             self._wake_write.send(b"x")
@@ -220,7 +214,6 @@ class TCPServer:
 
 
 _lock = threading.Lock()
-_shared: dict[tuple[str, int], TCPServer] = {}
 _uses: dict[TCPServer, int] = {}
 
 
@@ -228,11 +221,10 @@ def serve(host: str, port: int, secret: bytes, share: bool, listening: int | Non
     """A new server, or with `share` this process's earlier one on that port; `release` ends the use."""
     _watch_forks()
     with _lock:
-        server = _shared.get((host, port)) if share else None
-        if server is None:
-            server = TCPServer(host, port, secret, listening)
-            if share:
-                _shared[host, server.port] = server
+        shared = (each for each in _uses if share and each.shared_at == (host, port))
+        server = next(shared, None) or TCPServer(host, port, secret, listening)
+        if share:
+            server.shared_at = host, server.port
         _uses[server] = _uses.get(server, 0) + 1
         return server
 
@@ -243,8 +235,7 @@ def release(server: TCPServer, linger: float) -> None:
         _uses[server] -= 1
         if _uses[server] > 0:
             return
-        for key in [key for key, value in _shared.items() if value is server]:
-            del _shared[key]
+        server.shared_at = None
     server.close(linger)
     _uses.pop(server, None)
 
@@ -262,5 +253,4 @@ def _drop_inherited() -> None:
     _lock = threading.Lock()
     for server in _uses:
         server.close_inherited()
-    _shared.clear()
     _uses.clear()

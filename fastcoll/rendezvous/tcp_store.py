@@ -14,30 +14,16 @@ from typing import Any, TypeVar
 
 from ..core.arguments import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
+from . import store_protocol as p
 from .address import CURE, resolve, shown
 from .secret import PROOF_SIZE, is_proof, job_secret
-from .store import DEFAULT_TIMEOUT, limit_of, tries
-from .store_protocol import (
-    HEADER,
-    HELLO,
-    NONCE_SIZE,
-    Hello,
-    ProtocolError,
-    Role,
-    Status,
-    Verdict,
-    decode_answer,
-    encode_request,
-    frame_length,
-    prove,
-)
+from .store import DEFAULT_TIMEOUT, count_in, limit_of, tries
 from .table import Request, TableStore, check_process, closed_meanwhile
 from .tcp_server import release, serve
 from .waiting import LateWarning
 
 T = TypeVar("T")
 
-_ARRIVED, _ALL_HERE = "fastcoll/workers", "fastcoll/workers/all"
 # How much longer than the request's own timeout an answer may take before the server counts as stuck.
 GRACE_SECONDS = 5.0
 # How long a server may be full; its connections last as long as the job, so few become free.
@@ -126,7 +112,9 @@ class TCPStore(TableStore):
             self.local_address = first.local_address
             self._idle.append(first)
             if size > 0:
-                self._count_workers(size, is_master and wait_for_workers)
+                came = f"opened the store at {shown(self.host, self.port)}"
+                limit = limit_of(self) if is_master and wait_for_workers else None
+                count_in(self, "fastcoll/workers", "fastcoll/workers/all", size, limit, came)
         except BaseException:
             self.close()
             raise
@@ -186,9 +174,9 @@ class TCPStore(TableStore):
                     self._idle.append(connection)
             if not usable:
                 connection.close()
-        if status is Status.TIMEOUT:
+        if status is p.Status.TIMEOUT:
             return fields[0]
-        if status is Status.REFUSED:
+        if status is p.Status.REFUSED:
             raise StoreError(fields[0].decode())
         return fields
 
@@ -206,19 +194,6 @@ class TCPStore(TableStore):
             connection.close()
             raise lost
         return connection
-
-    def _count_workers(self, world_size: int, wait: bool) -> None:
-        if self.add(_ARRIVED, 1) == world_size:
-            self.set(_ALL_HERE, b"")
-        if not wait:
-            return
-        try:
-            self.wait([_ALL_HERE])
-        except StoreTimeoutError as error:
-            raise StoreTimeoutError(
-                f"{self.add(_ARRIVED, 0)} of {world_size} processes opened the store at "
-                f"{shown(self.host, self.port)} within {limit_of(self):g} s"
-            ) from error
 
 
 class _FullError(ConnectionError):
@@ -243,7 +218,7 @@ class TCPConnection:
         self.instance = b""
         self.local_address = str(connected.getsockname()[0])
 
-    def ask(self, request: Request) -> tuple[Status, list[bytes]]:
+    def ask(self, request: Request) -> tuple[p.Status, list[bytes]]:
         """Send `request` and return the server's answer.
 
         Raises:
@@ -251,11 +226,11 @@ class TCPConnection:
             StoreTimeoutError: the server does not answer.
         """
         deadline = time.monotonic() + request.timeout + GRACE_SECONDS
-        self.send(encode_request(request), deadline)
+        self.send(p.encode_request(request), deadline)
         try:
-            header = self.receive(HEADER.size, deadline)
-            return decode_answer(header, self.receive(frame_length(header), deadline))
-        except ProtocolError as error:
+            header = self.receive(p.HEADER.size, deadline)
+            return p.decode_answer(header, self.receive(p.frame_length(header), deadline))
+        except p.ProtocolError as error:
             raise StoreError(f"what the store at {self._where} answers cannot be read: {error}") from error
 
     def close(self) -> None:
@@ -268,35 +243,31 @@ class TCPConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def open(self, secret: bytes, deadline: float) -> None:
-        """Exchange the openings, and the proofs when there is a secret.
-
-        Raises:
-            StoreError: no store, another protocol version, or another secret at the other end.
-        """
-        mine = Hello(Role.CLIENT, os.urandom(NONCE_SIZE), bool(secret)).to_bytes()
+        """Exchange the openings, and the proofs when there is a secret."""
+        mine = p.Hello(p.Role.CLIENT, os.urandom(p.NONCE_SIZE), bool(secret)).to_bytes()
         self.send(mine, deadline)
-        data = self.receive(HELLO.size, deadline)
+        data = self.receive(p.HELLO.size, deadline)
         try:
-            server = Hello.from_bytes(data, Role.SERVER)
-        except ProtocolError as error:
+            server = p.Hello.from_bytes(data, p.Role.SERVER)
+        except p.ProtocolError as error:
             raise StoreError(f"{self._where} answers, but is no fastcoll store: {error}") from error
-        if server.verdict is Verdict.FULL:
+        if server.verdict is p.Verdict.FULL:
             raise _FullError(errno.EMFILE, "the server has no file descriptor left")
-        if server.verdict is Verdict.PROTOCOL:
+        if server.verdict is p.Verdict.PROTOCOL:
             raise StoreError(
                 f"the store at {self._where} speaks protocol {server.protocol}, this process another; run one "
                 "version of fastcoll on all ranks"
             )
-        knows = server.verdict is not Verdict.SECRET and server.has_secret == bool(secret)
+        knows = server.verdict is not p.Verdict.SECRET and server.has_secret == bool(secret)
         if knows and secret:
-            knows = is_proof(self.receive(PROOF_SIZE, deadline), prove(secret, Role.SERVER, mine, data))
+            knows = is_proof(self.receive(PROOF_SIZE, deadline), p.prove(secret, p.Role.SERVER, mine, data))
         if not knows:
             raise StoreError(
                 f"the store at {self._where} has another secret; give every rank of the job the same FASTCOLL_SECRET "
                 "or FASTCOLL_SECRET_FILE"
             )
         if secret:
-            self.send(prove(secret, Role.CLIENT, mine, data), deadline)
+            self.send(p.prove(secret, p.Role.CLIENT, mine, data), deadline)
         self.instance = server.instance
 
     def send(self, data: bytes, deadline: float) -> None:

@@ -20,11 +20,7 @@ _POLL_SECONDS = 0.01
 
 
 def adopted(store: Any) -> Store:
-    """`store` itself, or what makes a store of torch.distributed one of fastcoll's.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """`store` itself, or what makes a store of torch.distributed one of fastcoll's; a UsageError for anything else."""
     if isinstance(store, Store):
         return store
     theirs = getattr(sys.modules.get("torch.distributed"), "Store", None)

@@ -60,8 +60,7 @@ def fetch_for(
         between: called after each short wait that ended without the keys; what it raises ends all.
         missing: tells who has not come, for the warning and the timeout; without it the keys are named.
         late: the warning of the longer wait that this one is a part of.
-        crowd: how many wait like this at one time (None: as many as `members`); the more there are, the
-            longer are the waits between two looks.
+        crowd: how many wait like this at one time (None: as many as `members`); the more, the rarer are looks.
 
     Raises:
         PeerDiedError: a member's process has ended.
@@ -110,11 +109,7 @@ def raise_if_dead(members: Sequence[ProcessId], doing: str) -> None:
 
 
 def raise_if_dying(members: Sequence[ProcessId], doing: str, cause: StoreError) -> None:
-    """Raise the error that names the members who died, if one has or does within a moment.
-
-    Raises:
-        PeerDiedError: a member's process has ended; `cause`, that the store was lost, comes of it.
-    """
+    """Raise the error that names the members who died, if one has or does within a moment, for a lost store."""
     deadline = time.monotonic() + _DYING_SECONDS
     while time.monotonic() < deadline:
         died = death_among(members, doing)

@@ -75,11 +75,8 @@ def _missing(said: Detected, needed: Mapping[str, object]) -> UsageError:
 def shared_path(rank_variable: str) -> str:
     """A path that exactly the ranks started by one local launcher derive alike.
 
-    It is made of the pid and start time of the nearest ancestor that does not carry the rank's
-    variable: that is the launcher's daemon, also when a shell or a wrapper stands in between.
-
-    Raises:
-        UsageError: no such ancestor is visible (as when each rank runs in a container of its own).
+    It is made of the pid and start time of the nearest ancestor that does not carry the rank's variable: that is the
+    launcher's daemon, also when a shell or a wrapper stands in between. Ranks in containers of their own see none.
     """
     import tempfile  # it brings random and the compressions, for few who start
 
@@ -112,13 +109,8 @@ def meet_in_file(
 ) -> Rendezvous:
     """Meet the other processes of the world in `path`, which exists while they have it open.
 
-    `group_name` keeps jobs apart that name the same path: each has a file of its own beside it.
-
-    Raises:
-        UsageError: the path cannot be used, another world has filled it, two processes ask for one
-            rank, or world sizes differ.
-        PeerDiedError: a process that had come has ended.
-        StoreTimeoutError: not all came in time.
+    `group_name` keeps jobs apart that name the same path: each has a file of its own beside it. Errors are those of
+    `arrive` and FileStore, and a UsageError where another world has filled the file.
     """
     if group_name:
         path = f"{path}.{hashlib.sha256(group_name.encode()).hexdigest()[:16]}"
@@ -156,13 +148,9 @@ def _look_for_dead(store: FileStore) -> None:
 def meet_at_address(
     host: str, port: int, rank: int | None, world_size: int | None, timeout: float, source: str
 ) -> Rendezvous:
-    """Open the store of the job that meets at `host`:`port`, as its server on rank 0.
-
-    Args:
-        source: where host and port come from, for messages.
+    """Open the store of the job that meets at `host`:`port`, as its server on rank 0; `source` is where those are from.
 
     Raises:
-        UsageError: rank, world size or port is missing or out of range.
         ResourceError: the port is in use, or rank 0 may not open a connection for each rank.
         StoreTimeoutError: rank 0 does not serve it in time.
     """

@@ -96,23 +96,15 @@ class Setup:
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's part of one test.
+    """One rank's part of one test."""
 
-    Attributes:
-        target: `file::Class::function`, what the worker collects.
-        nodeid: which of the collected tests it runs.
-        environment: set around the test (RANK, WORLD_SIZE, MASTER_ADDR, ...).
-        place: where that is to happen.
-        tmp_path: the directory that all ranks share, if the test asks for it.
-    """
-
-    target: str
-    nodeid: str
+    target: str  # `file::Class::function`, what the worker collects
+    nodeid: str  # which of the collected tests it runs
     rank: int
     mark: RanksMark
-    environment: dict[str, str]
+    environment: dict[str, str]  # set around the test (RANK, WORLD_SIZE, MASTER_ADDR, ...)
     place: Place
-    tmp_path: str | None
+    tmp_path: str | None  # the directory that all ranks share, if the test asks for it
 
 
 @dataclass
@@ -122,20 +114,15 @@ class RankResult:
     Attributes:
         outcome: "killed" is an expected death (may_die); "stranded" is still under way though another
             rank has failed; "deadline" is still under way at the mark's timeout.
-        summary: the failure or the reason of the skip in one line.
-        text: what to show below it: a traceback, or the stacks.
-        cause: where the failure was raised and its message; equal on ranks whose failures are one.
-        secondary: the rank failed because another one did (a GroupError), so it is shown last.
-        output: what the rank wrote to stdout and stderr.
     """
 
     rank: int
     outcome: Outcome
-    summary: str = ""
-    text: str = ""
-    cause: str = ""
-    secondary: bool = False
-    output: str = ""
+    summary: str = ""  # the failure or the reason of the skip in one line
+    text: str = ""  # what to show below it: a traceback, or the stacks
+    cause: str = ""  # where the failure was raised and its message; equal on ranks whose failures are one
+    secondary: bool = False  # whether it failed because another rank did (a GroupError), so it is shown last
+    output: str = ""  # what the rank wrote to stdout and stderr
 
     @property
     def failed(self) -> bool:
