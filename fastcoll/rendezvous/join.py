@@ -53,7 +53,9 @@ def join(store: Store, rank: int, world_size: int, backend: str, timeout: float)
     with _Joining(store, me, timeout) as joining:
         joining.agree_on_terms()
         joining.claim_rank()
-        members = unpack(Member, joining.gather(me.to_bytes(), joining.list_all), world_size)
+        everybody = joining.members
+        told = joining.gather(me.to_bytes(), lambda _: pack([everybody[rank] for rank in range(world_size)]))
+        members = unpack(Member, told, world_size)
     logger.debug("joined as %s of %d", me, world_size)
     return members
 
@@ -76,7 +78,7 @@ class _Joining(Meeting):
     def __init__(self, store: Store, me: Member, timeout: float) -> None:
         super().__init__(store, _JOIN, me.rank, me.world_size, timeout, f"joining as {me}")
         self._me, self._timeout = me, timeout
-        self._members: dict[int, Member] = {}
+        self.members: dict[int, Member] = {}
 
     def agree_on_terms(self) -> None:
         """Lay down the terms as the first that comes, or compare them with those of the first."""
@@ -119,13 +121,9 @@ class _Joining(Meeting):
             ) from error
 
     def learned(self, place: int, value: bytes) -> None:
-        member = self._members[place] = Member.from_bytes(value)
+        member = self.members[place] = Member.from_bytes(value)
         if member not in self.watched[:1]:  # the one that set the terms is
             self.watched.append(member)
-
-    def list_all(self, _: Sequence[bytes]) -> bytes:
-        """What rank 0 publishes."""
-        return pack([self._members[rank] for rank in range(self.size)])
 
 
 def _claimed_twice(rank: int, one: str, other: str, instead: str = "") -> UsageError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from ..config import MOST_SECONDS
 from ..core.work import Timeout
 from ..errors import QueueEmptyError, StoreError, UsageError
 from .store import Store, checked_key, checked_keys, limit_of, not_set, tries
@@ -97,7 +98,7 @@ class TorchStore(_View):
 
     def __init__(self, store: Any) -> None:
         super().__init__(store)
-        self.set_timeout(store.timeout)
+        self.set_timeout(min(store.timeout, timedelta(seconds=MOST_SECONDS)))
 
     def _call(self, method: Callable[..., T], *args: Any) -> T:
         """What torch returns; its errors, RuntimeErrors of many kinds, are StoreErrors."""
