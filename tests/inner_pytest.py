@@ -26,7 +26,14 @@ class InnerRun:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(text))
-        own = ["-v", "-rs", "--continue-on-collection-errors", f"--basetemp={folder / 'tmp'}"]
+        own = [
+            "-v",
+            "-rs",
+            "-p",
+            "no:hypothesispytest",
+            "--continue-on-collection-errors",
+            f"--basetemp={folder / 'tmp'}",
+        ]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *own, *options],
             cwd=folder,

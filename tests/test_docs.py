@@ -79,7 +79,7 @@ def test_the_program_that_spawns(tmp_path):
 
 def test_the_tests_that_are_shown_pass(tmp_path):
     (tmp_path / "test_shown.py").write_text(program("testing.md"))
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", cwd=tmp_path)
     assert " passed" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout
 

@@ -48,7 +48,9 @@ def test_a_skip_that_is_not_listed_fails(
     pytester.makeini(f"[pytest]\npythonpath = {here}")
     pytester.makeconftest((here / "conftest.py").read_text())
     pytester.makepyfile(test_them=TESTS, test_module=MODULE)
-    result = pytester.runpytest_subprocess("--continue-on-collection-errors", *options)
+    result = pytester.runpytest_subprocess(
+        "--continue-on-collection-errors", "-p", "no:hypothesispytest", *options
+    )
     outcomes = result.parseoutcomes()
     assert outcomes.pop("xfailed") == 1
     assert outcomes.get("skipped", 0) == skipped
