@@ -336,15 +336,15 @@ class Engine:
 
     def _hand_on(self) -> None:
         """After letting go: see to what was posted meanwhile, and wake who waits for the turn."""
-        while self.inbox and self._is_ready(self.inbox[0]) and not self._closed and self._seize():
+        while self._next_is_ready() is True and not self._closed and self._seize():
             try:
                 self._turn(self._admit_posts)
             finally:
                 self._driving, self._resting = False, True
                 for pipe in self._pipes:
                     pipe.let_go()
-        if self._sleepers:
-            self._sleepers[0].set()
+        for sleeper in list(self._sleepers)[:1]:  # which may go meanwhile
+            sleeper.set()
         if self._asleep and (self._exchange.live or self.inbox):
             self._wake()
 
@@ -652,6 +652,11 @@ class Engine:
         pipe, number = self._routes[transfer.peer]
         return pipe.is_ready(number)
 
+    def _next_is_ready(self) -> bool | None:
+        """Whether the first of the posted operations can begin; None: there is none. Others may take it meanwhile."""
+        first = list(self.inbox)[:1]
+        return self._is_ready(first[0]) if first else None
+
     def _prepare(self, dst: int) -> None:
         """Make the way to a rank ready."""
         pipe, number = self._routes[dst]
@@ -741,7 +746,7 @@ class Engine:
                 return
         while not self._closed:
             self._run_callbacks()
-            if self.inbox and not self._is_ready(self.inbox[0]):
+            if self._next_is_ready() is False:
                 self._prepare_posts()
                 self._hand_on()
             if not (self._exchange.live or self.inbox):

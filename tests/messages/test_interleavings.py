@@ -1,0 +1,158 @@
+"""The engine's threads, made to change places between any two steps of its code.
+
+A tracer lets others run at random opcodes of engine.py, exchange.py and the pipe, in every thread: callers, and the
+engines' own threads. The pipes are rings. What it finds is shown by planted faults.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastcoll.core.status import LATER
+from fastcoll.errors import GroupError
+from fastcoll.kernels import waiting
+from fastcoll.p2p import engine, exchange
+from fastcoll.shm import channels as words
+from fastcoll.shm import pipe, ring_kernels
+from fastcoll.shm.pipe import RingPipe
+
+from .worlds import Rank, RingWorld
+
+FILES = {engine.__file__, exchange.__file__, pipe.__file__, __file__}
+ROUNDS = 40
+
+
+@contextmanager
+def shaken(seed: int) -> Iterator[None]:
+    """In this block, threads that begin are interrupted at random steps of the engine."""
+    chance = random.Random(seed)
+
+    def step(frame: FrameType, event: str, _: Any) -> Any:
+        if chance.random() < 0.02:
+            time.sleep(chance.choice([0, 0, 2e-4]))  # the others go on, by one step or by many
+        return step
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_opcodes = True
+        return step
+
+    interval = sys.getswitchinterval()
+    threading.settrace(enter)
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+        sys.setswitchinterval(interval)
+
+
+def exchanges(me: Rank, tag: int) -> None:
+    """Both directions at once, posted in any order; what is posted first need not be waited for first."""
+    peer, order = 1 - me.rank, random.Random(tag * 2 + me.rank)
+    for number in range(ROUNDS):
+        got = np.full(3, -1)
+        posts = [lambda n=number: me.isend(np.full(3, n), peer, tag), lambda to=got: me.irecv(to, peer, tag)]
+        order.shuffle(posts)
+        works = [post() for post in posts]
+        order.shuffle(works)
+        for work in works:
+            work.wait()
+        assert got.tolist() == [number] * 3
+
+
+def one_way(me: Rank, tag: int) -> None:
+    """Several messages under way; the receiver waits for the last one first."""
+    peer, order = 1 - me.rank, random.Random(tag * 2 + me.rank)
+    for number in range(ROUNDS // 4):
+        got = [np.full(2, -1) for _ in range(4)]
+        if me.rank == 0:
+            works = [me.isend(np.full(2, number + n), peer, tag) for n in range(4)]
+        else:
+            works = [me.irecv(to, peer, tag) for to in got]
+        order.shuffle(works)
+        for work in works:
+            work.wait()
+        if me.rank == 1:
+            assert [to.tolist() for to in got] == [[number + n] * 2 for n in range(4)]
+
+
+def run(seed: int, *programs: Any) -> None:
+    """Two ranks, on each a thread for each program, with a tag of its own."""
+    world, errors = RingWorld(2, timeout=30), []
+
+    def guarded(program: Any, me: Rank, tag: int) -> None:
+        try:
+            program(me, tag)
+        except BaseException as error:
+            errors.append(error)
+
+    try:
+        with shaken(seed):
+            threads = [
+                threading.Thread(target=guarded, args=(program, me, tag))
+                for me in world.ranks
+                for tag, program in enumerate(programs)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        world.close()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "programs",
+    [[exchanges], [exchanges, exchanges], [exchanges, one_way], [one_way, one_way, exchanges]],
+    ids=lambda programs: "-".join(program.__name__ for program in programs),
+)
+def test_threads_may_change_places_anywhere(programs: list[Any], seed: int) -> None:
+    run(seed, *programs)
+
+
+def completes_twice(self: RingPipe, handled: int, peer: int, number: int) -> int:
+    """Tells the last event to a thread whose count is late, as `advance` does, which is called with the turn."""
+    time.sleep(5e-4)
+    if waiting.seize.call(self.address + 8 * words.BUSY) != 0:
+        return engine.NOT_MINE
+    return ring_kernels.advance.call(self.address, handled, True)
+
+
+def lets_go_too_early(self: RingPipe, array: Any, peer: int, kind: int) -> int:
+    """Lets go of a pipe before the engine knows of the message."""
+    number = ring_kernels.post_send.call(self.address, peer, array, kind, array.nbytes)
+    if number != -LATER:
+        self.let_go()
+        time.sleep(1e-4)
+    return number
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("complete", completes_twice), ("post_send", lets_go_too_early)],
+    ids=["twice", "early"],
+)
+def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str, fault: Any) -> None:
+    monkeypatch.setattr(RingPipe, name, fault)
+
+    def search() -> None:
+        for seed in range(20):
+            run(seed, exchanges, one_way)
+
+    with pytest.raises((GroupError, AssertionError, KeyError)):
+        search()
