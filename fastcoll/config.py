@@ -27,25 +27,20 @@ class Setting:
     meaning: str
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError("must be greater than 0")
-    return value
+def _checked(kind: Callable[[str], Any], must: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """What reads a value of a kind that fits; `must` says for people which one does."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not fits(value):
+            raise ValueError(f"must be {must}")
+        return value
+
+    return parse
 
 
-def _limit(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= MOST_SECONDS:
-        raise ValueError(f"must be greater than 0 and at most {MOST_SECONDS:g}")
-    return value
-
-
-def _size(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("must be greater than 0")
-    return value
+def _from_to(least: int, most: int) -> Callable[[str], Any]:
+    return _checked(int, f"from {least} to {most}", lambda value: least <= value <= most)
 
 
 def _ports(text: str) -> range | str:
@@ -58,31 +53,13 @@ def _ports(text: str) -> range | str:
     return ports
 
 
-def _streams(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= MOST_STREAMS:
-        raise ValueError(f"must be 1 to {MOST_STREAMS}")
-    return value
-
-
-def _network(text: str) -> str:
-    if text not in ("tcp", "mpi"):
-        raise ValueError("must be tcp or mpi")
-    return text
-
-
-def _lanes(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 4:
-        raise ValueError("must be from 0 to 4")
-    return value
-
-
-def _switch(text: str) -> int:
-    if text not in ("0", "1"):
-        raise ValueError("must be 0 or 1")
-    return int(text)
-
+_positive = _checked(float, "greater than 0", lambda value: value > 0)
+_size = _checked(int, "greater than 0", lambda value: value > 0)
+_limit = _checked(
+    float, f"greater than 0 and at most {MOST_SECONDS:g}", lambda value: 0 < value <= MOST_SECONDS
+)
+_network = _checked(str, "tcp or mpi", lambda value: value in ("tcp", "mpi"))
+_switch = _from_to(0, 1)
 
 SETTINGS: dict[str, Setting] = {
     "FASTCOLL_TIMEOUT": Setting(_limit, 1800.0, "seconds a call may take when no timeout is given"),
@@ -96,7 +73,7 @@ SETTINGS: dict[str, Setting] = {
         str, "", "file with this machine's thresholds; default ~/.config/fastcoll/tuning.json, if it is there"
     ),
     "FASTCOLL_LANES": Setting(
-        _lanes,
+        _from_to(0, 4),
         0,
         "threads that share a rank's large calls, 1 to 4; 0: as many as there are cores for, up to 4",
     ),
@@ -110,7 +87,9 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_PORT_RANGE": Setting(
         _ports, "", "ports that ranks listen on, as in 30000-30999; default: any free one"
     ),
-    "FASTCOLL_TCP_STREAMS": Setting(_streams, 1, "connections to each peer for large messages"),
+    "FASTCOLL_TCP_STREAMS": Setting(
+        _from_to(1, MOST_STREAMS), 1, "connections to each peer for large messages"
+    ),
     "FASTCOLL_BETWEEN_NODES": Setting(
         _network, "tcp", "what carries large arrays between nodes with the default backend: tcp, or mpi"
     ),

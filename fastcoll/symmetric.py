@@ -138,7 +138,9 @@ def _made(g: ProcessGroup, shape: int | Sequence[int], dtype: DTypeLike) -> Arra
     with g.preparing("symmetric.empty"):
         kind = _checked_dtype(dtype)
         sizes = _checked_shape(shape)
-    memory = g.symmetric_memory(math.prod(sizes) * kind.itemsize, f"shape {sizes} of {_name(kind)}")
+    memory = g.backend.symmetric_memory(
+        g, math.prod(sizes) * kind.itemsize, f"shape {sizes} of {_name(kind)}"
+    )
     return memory.array(sizes, kind)
 
 

@@ -198,8 +198,7 @@ class BackendConfig:
 def parse_backend(text: str | None) -> BackendChoice:
     """The choice that `backend=` stands for: None, a name, or `device:name,...`; "nccl" means "cpu:auto,cuda:nccl".
 
-    A part for a device other than the CPU may name a backend that is not there: it is kept, and arrays
-    of that device are refused when they come.
+    A part for another device may name a backend that is not there: arrays of that device are refused when they come.
 
     Raises:
         UsageError: an unknown backend or device, or a device named twice.
@@ -212,8 +211,11 @@ def parse_backend(text: str | None) -> BackendChoice:
             f"backend is {text!r}, a {type(text).__name__}; give a str as in 'auto' or 'cpu:auto'"
         )
     nccl_alone = text.strip().lower() == Backend.NCCL
-    if nccl_alone:
-        _check_nccl()
+    if nccl_alone:  # whoever asks for it alone has arrays on GPUs
+        if (why := _why_unavailable(Backend.NCCL)) is not None:
+            raise UnavailableError(
+                f"backend 'nccl' is not available here: {why}; for arrays in host memory: {_for_the_cpu()}"
+            )
         text = f"cpu:{Backend.AUTO},cuda:{Backend.NCCL}"
     by_device: dict[str, Backend] = {}
     for part in text.split(",") if ":" in text else [f"cpu:{text}"]:
@@ -223,24 +225,6 @@ def parse_backend(text: str | None) -> BackendChoice:
                 f"backend is {text!r}; expected each of {', '.join(DEVICES)} at most once, as in 'cpu:auto'"
             )
         by_device[device] = Backend(name)
-    _check_available(text, by_device)
-    return BackendChoice(by_device, nccl_alone)
-
-
-def _check_nccl() -> None:
-    """Refuse `backend="nccl"` where it is not there: whoever asks for it alone has arrays on GPUs."""
-    why = _why_unavailable(Backend.NCCL)
-    if why is not None:
-        raise UnavailableError(
-            f"backend 'nccl' is not available here: {why}; for arrays in host memory: {_for_the_cpu()}"
-        )
-
-
-def _for_the_cpu() -> str:
-    return "available: " + ", ".join(n for n in KNOWN if n != Backend.NCCL and is_backend_available(n))
-
-
-def _check_available(text: str, by_device: Mapping[str, Backend]) -> None:
     cpu = by_device.get("cpu")
     if cpu is None or cpu == Backend.NCCL or not is_backend_available(cpu):
         why = cpu and _why_unavailable(cpu)
@@ -251,6 +235,11 @@ def _check_available(text: str, by_device: Mapping[str, Backend]) -> None:
     cuda = by_device.get("cuda")
     if cuda is not None and _log.isEnabledFor(logging.INFO) and not is_backend_available(cuda):
         _log.info("backend %r: %s is not available, so cuda arrays will be refused", text, cuda)
+    return BackendChoice(by_device, nccl_alone)
+
+
+def _for_the_cpu() -> str:
+    return "available: " + ", ".join(n for n in KNOWN if n != Backend.NCCL and is_backend_available(n))
 
 
 def load(choice: BackendChoice) -> MakeGroup:
@@ -259,49 +248,32 @@ def load(choice: BackendChoice) -> MakeGroup:
     Raises:
         UnavailableError: when a shared-memory group is made and its ranks are not all on one node.
     """
-    make = _load_cpu(choice)
-    name = choice.by_device.get("cuda", choice.by_device["cpu"])
+    cpu = choice.by_device["cpu"]
+    if choice.initialises_mpi:
+        _load_mpi()  # here, where all ranks come: to initialise MPI is collective
+    if cpu in _CPU_DEFAULT:
+        from ..hybrid.backend import make_auto
+
+        make: Make = make_auto
+    else:
+        make = BACKENDS[cpu]()
 
     def make_devices(group: ProcessGroup) -> DeviceCarrier:
         from ..gpu.auto import carrier_for  # with the first array on a GPU, and CuPy
 
-        return carrier_for(name, group)
+        return carrier_for(choice.by_device.get("cuda", cpu), group)
 
-    def make_serving(
-        store: Store, group_name: str, members: Sequence[Member], rank: int, timeout: float
+    def make_group(
+        store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
     ) -> ProcessGroup:
-        group = ProcessGroup(make(store, group_name, members, rank, timeout))
+        strangers = [member for member in members if not member.same_node(members[0])]
+        if cpu == Backend.SHM and strangers:
+            raise UnavailableError(
+                f"backend {cpu!r} works inside one node, but {strangers[0]} does not share /dev/shm with "
+                f"{members[0]}; use 'auto' or 'tcp' for ranks on several nodes (containers: one shared /dev/shm)"
+            )
+        group = ProcessGroup(make(store, name, members, rank, timeout))
         group.serve_gpus(make_devices)
         return group
 
-    return make_serving
-
-
-def _load_cpu(choice: BackendChoice) -> Make:
-    cpu = choice.by_device["cpu"]
-    if cpu in _CPU_DEFAULT:
-        if choice.initialises_mpi:
-            _load_mpi()  # here, where all ranks come: to initialise MPI is collective
-        from ..hybrid.backend import make_auto
-
-        return make_auto
-    make = BACKENDS[cpu]()
-    if cpu != Backend.SHM:
-        return make
-
-    def make_checked(
-        store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
-    ) -> Carries:
-        _check_one_node(choice, members)
-        return make(store, name, members, rank, timeout)
-
-    return make_checked
-
-
-def _check_one_node(choice: BackendChoice, members: Sequence[Member]) -> None:
-    strangers = [member for member in members if not member.same_node(members[0])]
-    if strangers:
-        raise UnavailableError(
-            f"backend {choice.by_device['cpu']!r} works inside one node, but {strangers[0]} does not share /dev/shm "
-            f"with {members[0]}; use 'auto' or 'tcp' for ranks on several nodes (containers: one shared /dev/shm)"
-        )
+    return make_group

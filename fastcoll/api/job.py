@@ -110,12 +110,18 @@ class Job:
             gone: ranks that are known to have died, which the groups knew while they were there.
             farewell: what ranks read that wait for this one to make a group.
         """
+        before = self.store.timeout  # which a user's store keeps
         try:
             if self.rank == 0:
-                longest = _INTERRUPTED_SECONDS if self._interrupted else patience
-                self._await_others(min(patience, longest), gone)
-            self._say_left(farewell)
+                self._await_others(
+                    min(patience, _INTERRUPTED_SECONDS) if self._interrupted else patience, gone
+                )
+            self.store.set_timeout(min(before.total_seconds(), _LAST_WORD_SECONDS))
+            with suppress(StoreError):  # as in _count
+                self.store.set(_farewell_key(self.rank), farewell)
+            self._count(_LEFT)
         finally:
+            self.store.set_timeout(before)
             self._close_store()
 
     def _await_others(self, patience: float, gone: Sequence[Member]) -> None:
@@ -130,6 +136,16 @@ class Job:
                 return
             warning.look("keeping the store open", lambda: f"{_names(late)}: fewer groups made than rank 0")
             time.sleep(_POLL_SECONDS)
+
+    def _unsettled(self) -> list[Member]:
+        """The living ranks in the job that have not made as many groups as this one."""
+        try:
+            counts = self.store.peek([_settled_key(member.rank) for member in self.members])
+        except StoreError:  # the store went first, so nobody can need it
+            return []
+        late = [m for m, n in zip(self.members, counts, strict=True) if int(n or 0) < self._settled]
+        dead = dead_among(late)
+        return [member for member in late if member not in dead]
 
     def _count(self, amount: int) -> None:
         with suppress(StoreError):  # whoever would read it is gone
@@ -146,32 +162,10 @@ class Job:
             told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
             raise AbortedError(f"{doing}: {told}", [rank for rank, _ in gone])
 
-    def _say_left(self, farewell: str) -> None:
-        before = self.store.timeout  # which a user's store keeps
-        try:
-            self.store.set_timeout(min(before.total_seconds(), _LAST_WORD_SECONDS))
-            with suppress(StoreError):  # as in _count
-                self.store.set(_farewell_key(self.rank), farewell)
-            self._count(_LEFT)
-        finally:
-            self.store.set_timeout(before)
-
-    def _unsettled(self) -> list[Member]:
-        """The living ranks in the job that have not made as many groups as this one."""
-        try:
-            counts = self.store.peek([_settled_key(member.rank) for member in self.members])
-        except StoreError:  # the store went first, so nobody can need it
-            return []
-        settled = [0 if count is None else int(count) for count in counts]
-        late = [m for m, times in zip(self.members, settled, strict=True) if times < self._settled]
-        dead = dead_among(late)
-        return [member for member in late if member not in dead]
-
 
 def times_settled(store: Store, rank: int) -> int:
     """How many makings of groups `rank` is done with. Never blocks."""
-    count = store.peek([_settled_key(rank)])[0]
-    return 0 if count is None else int(count)
+    return int(store.peek([_settled_key(rank)])[0] or 0)
 
 
 def has_left(store: Store, rank: int) -> bool:

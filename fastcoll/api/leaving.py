@@ -67,12 +67,14 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
             works[0].end_event.wait(left)
     receiving = [group for group in groups if group.gate.unheard.under_way()]
     for group in receiving:
-        group.start_to_leave()
+        group.monitor.start_to_leave()
     patience = time.monotonic() + _RECEIVE_SECONDS
     for group in receiving:
         end = min(started + group.timeout, patience)
         while time.monotonic() < end and (
-            hopeful := [work for work in group.gate.unheard.under_way() if not group.is_in_vain(work)]
+            hopeful := [
+                work for work in group.gate.unheard.under_way() if not group.messages.is_in_vain(work)
+            ]
         ):
             hopeful[0].end_event.wait(_POLL_SECONDS)
 

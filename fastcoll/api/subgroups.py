@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from zlib import crc32
 
-from ..core.arguments import WORLD_OF_ONE, check_device, positive_seconds, whole, wholes
+from ..core.arguments import WORLD_OF_ONE, check_unused, positive_seconds, whole, wholes
 from ..core.group import ProcessGroup
 from ..core.work import Timeout
-from ..errors import MismatchError, UnavailableError, UsageError
+from ..errors import MismatchError, UsageError
 from ..rendezvous.waiting import fetch_for
-from .backends import Backend, BackendChoice, load, parse_backend
+from .backends import Backend, load, parse_backend
 from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
 from .job import Job
 from .world import current_job
@@ -66,14 +66,24 @@ def new_group(
         >>> even = dist.new_group(range(0, dist.get_world_size(), 2))
     """
     job = current_job()
-    if pg_options is not None:
-        raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
-    check_device("device_id", device_id)
-    chosen = _checked_ranks(ranks, len(job.members), sort_ranks)
+    check_unused(pg_options, device_id)
+    size = len(job.members)
+    given = list(range(size)) if ranks is None else wholes("ranks", ranks)
+    chosen = sorted(given)
+    if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= size:
+        raise UsageError(
+            f"ranks is {given}; expected at least one of the ranks 0..{size - 1}, each at most once"
+            + (WORLD_OF_ONE if size == 1 else "")
+        )
+    if not sort_ranks:
+        chosen = given
     choice = job.choice if backend is None else parse_backend(backend)
     limit = positive_seconds(timeout, job.timeout)
-    splits = not use_local_synchronization and chosen == sorted(chosen) and _splits(choice)
-    asked = range(len(job.members)) if splits else chosen
+    # The group's GPUs are served by what the world has for them: NCCL's, once it has a communicator.
+    world, in_order = groups.world, chosen == sorted(chosen)
+    nccl = choice.by_device.get("cuda") == Backend.NCCL and world.failure is None
+    splits = not use_local_synchronization and in_order and nccl and world.splits_gpus()
+    asked = range(size) if splits else chosen
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         while True:
             key = _key(job, chosen, use_local_synchronization)
@@ -120,7 +130,15 @@ def new_subgroups(
         UsageError: `group_size` does not divide the number of ranks, or the nodes differ in theirs.
     """
     ranks = get_process_group_ranks(group)
-    size = _ranks_per_node(current_job(), ranks) if group_size is None else whole("group_size", group_size)
+    if group_size is None:
+        members = [current_job().members[rank] for rank in ranks]
+        first_of_node = [next(m.rank for m in members if m.same_node(member)) for member in members]
+        sizes = set(Counter(first_of_node).values())
+        if len(sizes) != 1:
+            raise UsageError(f"the nodes have {sorted(sizes)} ranks; give group_size")
+        size = sizes.pop()
+    else:
+        size = whole("group_size", group_size)
     if size < 1 or len(ranks) % size:
         raise UsageError(f"group_size is {size}; it must divide the {len(ranks)} ranks of the group")
     parts = [ranks[start : start + size] for start in range(0, len(ranks), size)]
@@ -205,19 +223,6 @@ def _new_groups(
     return (own[0] if own else GroupMember.NON_GROUP_MEMBER), made
 
 
-def _checked_ranks(ranks: Sequence[int] | None, world_size: int, sort: bool) -> list[int]:
-    if ranks is None:
-        return list(range(world_size))
-    given = wholes("ranks", ranks)
-    chosen = sorted(given)
-    if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
-        raise UsageError(
-            f"ranks is {given}; expected at least one of the ranks 0..{world_size - 1}, each at most once"
-            + (WORLD_OF_ONE if world_size == 1 else "")
-        )
-    return chosen if sort else given
-
-
 def _checked_parts(name: str, parts: Any) -> list[list[int]]:
     """Lists of ranks without common ones."""
     if isinstance(parts, str) or not isinstance(parts, Iterable):
@@ -246,12 +251,6 @@ def _ask(job: Job, key: str, ranks: Sequence[int], backend: str) -> None:
 
 def _digest(request: str) -> bytes:
     return hashlib.sha256(request.encode()).digest()
-
-
-def _splits(choice: BackendChoice) -> bool:
-    """Whether the group's GPUs are served by what the world has for them: NCCL's, once it has a communicator."""
-    world = groups.world
-    return choice.by_device.get("cuda") == Backend.NCCL and world.failure is None and world.splits_gpus()
 
 
 def _is_agreed(
@@ -319,12 +318,3 @@ def _left_out(job: Job, key: str, rank: int, request: bytes, limit: float) -> li
         if mine == request and theirs is not None and theirs != request:
             return list(json.loads(theirs)[0])
     return None
-
-
-def _ranks_per_node(job: Job, ranks: Sequence[int]) -> int:
-    members = [job.members[rank] for rank in ranks]
-    first_of_node = [next(m.rank for m in members if m.same_node(member)) for member in members]
-    sizes = set(Counter(first_of_node).values())
-    if len(sizes) != 1:
-        raise UsageError(f"the nodes have {sorted(sizes)} ranks; give group_size")
-    return sizes.pop()

@@ -14,11 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 from .. import config
-from ..core.arguments import check_device, positive_seconds, whole
+from ..core.arguments import check_unused, positive_seconds, whole
 from ..core.group import ProcessGroup
 from ..core.members import dead_among, forget, gone_among, speak_as
 from ..core.monitor import last_words
@@ -30,11 +29,11 @@ from ..errors import (
     RendezvousError,
     StoreError,
     StoreTimeoutError,
-    UnavailableError,
     UsageError,
 )
 from ..rendezvous import PrefixStore, Store, adopted, has_handler, meet
 from ..rendezvous.join import join, registered
+from ..rendezvous.store import Rendezvous
 from ..rendezvous.waiting import LateWarning
 from . import backends
 from .backends import BackendChoice, MakeGroup, parse_backend
@@ -133,9 +132,7 @@ def init_process_group(
     global _job
     if groups.initialized and groups.inherited is None:
         raise UsageError("there is a default process group already; call destroy_process_group first")
-    if pg_options is not None:
-        raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
-    check_device("device_id", device_id)
+    check_unused(pg_options, device_id)
     config.check()
     choice = parse_backend(backend)
     limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
@@ -218,20 +215,14 @@ def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager
 world = _as_context(init_process_group)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The others, found.
-
-    Attributes:
-        store: the job's part of the store.
-        rank, world_size: this process's place.
-        close: lets go of the store; takes the seconds that its server waits for others to let go first.
-    """
+class _Found(NamedTuple):
+    """The others, found: the job's part of the store, and this process's place."""
 
     store: Store
     rank: int
     world_size: int
     close: Callable[[float], None]
+    """Lets go of the store; takes the seconds that its server waits for others to let go first."""
 
 
 def _chosen_way(
@@ -247,11 +238,17 @@ def _chosen_way(
     for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
         if not isinstance(text, str):
             raise UsageError(f"{name} is {text!r}, a {type(text).__name__}; give a str")
-    if store is None and init_method is None and choice.initialises_mpi and _no_address():
-        return functools.partial(_meet_through_mpi, rank, world_size, limit)
+    addressed = init_method is not None or not os.environ.keys().isdisjoint(("MASTER_ADDR", "MASTER_PORT"))
+    if store is None and choice.initialises_mpi and not addressed:
+
+        def meet_in_store_of_rank_0() -> _Found:  # to which MPI leads; each start has one of its own
+            from ..net.mpi.membership import meet_through_mpi  # it brings sockets and Numba
+
+            return _found(meet_through_mpi(rank, world_size, limit))
+
+        return meet_in_store_of_rank_0
     if store is None:
-        way = _meet_by_handler if has_handler(init_method or "") else _meet
-        return functools.partial(way, init_method or "env://", rank, world_size, limit, group_name)
+        return functools.partial(_meet, init_method or "env://", rank, world_size, limit, group_name)
     if init_method is not None:
         raise UsageError(f"store and init_method={init_method!r} are both given; give one of them")
     store = adopted(store)
@@ -262,16 +259,8 @@ def _chosen_way(
     return functools.partial(_use, store, rank, world_size, group_name)
 
 
-def _no_address() -> bool:
-    """Whether the environment leaves it to MPI where the ranks meet."""
-    return "MASTER_ADDR" not in os.environ and "MASTER_PORT" not in os.environ
-
-
-def _meet_through_mpi(rank: int, world_size: int, limit: float) -> _Found:
-    """A store of rank 0's that MPI leads to. Each start has one of its own."""
-    from ..net.mpi.membership import meet_through_mpi  # it brings sockets and Numba
-
-    meeting = meet_through_mpi(rank, world_size, limit)
+def _found(meeting: Rendezvous) -> _Found:
+    """What a rendezvous leads to, in whose store is one job at a time."""
     return _Found(PrefixStore("fastcoll", meeting.store), meeting.rank, meeting.world_size, meeting.close)
 
 
@@ -286,33 +275,29 @@ def _use(store: Store, rank: int, world_size: int, group_name: str) -> _Found:
     return _Found(PrefixStore(f"fastcoll/{group_name}/{use}", store), rank, world_size, lambda _: None)
 
 
-def _meet_by_handler(init_method: str, rank: int, world_size: int, limit: float, group_name: str) -> _Found:
-    """As a user's handler says, which may yield the same store again."""
-    meeting = meet(init_method, rank, world_size, limit, group_name)
-    try:
-        return replace(_use(meeting.store, meeting.rank, meeting.world_size, group_name), close=meeting.close)
-    except BaseException:
-        meeting.close()
-        raise
-
-
 def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name: str) -> _Found:
-    """A rendezvous, again while it leads to an earlier job that rank 0 has not left yet."""
+    """A rendezvous, again while it leads to an earlier job that rank 0 has not left yet.
+
+    A user's handler may yield the same store for each job.
+    """
     deadline = time.monotonic() + limit
-    late = LateWarning()
+    late, handled = LateWarning(), has_handler(init_method)
     while True:
         left = max(deadline - time.monotonic(), 0.001)
         meeting = meet(init_method, rank, world_size, left, group_name)
-        store = PrefixStore("fastcoll", meeting.store)
         try:
-            if not times_settled(store, meeting.rank):
-                return _Found(store, meeting.rank, meeting.world_size, meeting.close)
-            _check_over(store, meeting.rank, init_method)
+            if handled:
+                found = _use(meeting.store, meeting.rank, meeting.world_size, group_name)
+                return found._replace(close=meeting.close)
+            found = _found(meeting)
+            if not times_settled(found.store, found.rank):
+                return found
+            _check_over(found.store, found.rank, init_method)
         except BaseException as error:
             meeting.close()
             # A server that closes right now is an earlier job's too: this process has told it nothing yet. One that
             # does not answer is stopped, or out of reach.
-            if not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
+            if handled or not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
                 raise
         meeting.close()
         if time.monotonic() > deadline:
@@ -351,7 +336,11 @@ def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> t
         speak_as(found.rank)
         if found.rank == 0:
             config.warn_of_unknown()
-        undo.push(lambda kind, error, trace: found.close(_linger(error)))
+
+        def close_store(_: object, error: BaseException | None, trace: object) -> None:  # Ctrl-C: at once
+            found.close(_FAILED_START_SECONDS if isinstance(error, Exception) else 0.0)
+
+        undo.push(close_store)
         left = max(deadline - time.monotonic(), 0.001)
         members = join(found.store, found.rank, found.world_size, str(choice), left)
         undo.callback(forget, members)
@@ -362,11 +351,6 @@ def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> t
             undo.callback(world.close)
         undo.pop_all()
     return job, world
-
-
-def _linger(error: BaseException | None) -> float:
-    """How long the store outlives a failed start, so that the other ranks read why; Ctrl-C ends it at once."""
-    return _FAILED_START_SECONDS if isinstance(error, Exception) else 0.0
 
 
 def _leave(error: BaseException | None, patience: float | None, ended: bool = False) -> GroupError | None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import UnavailableError, UsageError
 from .work import Timeout, seconds
 
 WORLD_OF_ONE = "; this is a world of one: start it with -n 2, as in python -m fastcoll.launch -n 2 script.py"
@@ -41,16 +41,21 @@ def wholes(name: str, values: Any) -> list[int]:
     return [whole(f"{name}[{index}]", item) for index, item in enumerate(items)]
 
 
-def check_device(name: str, value: Any) -> None:
-    """Refuse what names no device: an index, or "cpu" or "cuda:0" as text or as torch's device, or None.
+def check_unused(pg_options: Any, device_id: Any) -> None:
+    """Check torch's arguments that make no difference here.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: `device_id` is no index, no "cpu" or "cuda:0" as text or as torch's device, and not None.
+        UnavailableError: there are options.
     """
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+    if pg_options is not None:
+        raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
+    if device_id is None or (
+        isinstance(device_id, int) and not isinstance(device_id, bool) and device_id >= 0
+    ):
         return
-    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(value)):
-        raise UsageError(f"{name} is {value!r}; give a device as in 0 or 'cuda:0', or leave it out")
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(device_id)):
+        raise UsageError(f"device_id is {device_id!r}; give a device as in 0 or 'cuda:0', or leave it out")
 
 
 def positive_seconds(timeout: Timeout, default: float) -> float:

@@ -17,7 +17,7 @@ from ..interop.arrays import Adopted
 from .gate import Gate
 from .memory import SymmetricMemory
 from .monitor import Monitor
-from .operation import COMPOSITIONS, Call, Operation
+from .operation import Call, Operation
 from .work import Work
 
 if TYPE_CHECKING:
@@ -111,7 +111,10 @@ class Backend(ABC):
         )
 
     def begin_at_once(self) -> None:  # noqa: B027 - most have none
-        """Let asynchronous operations begin on their callers' threads, if there is such a way; see ProcessGroup."""
+        """Let asynchronous operations begin on their callers' threads, where progress threads have no cores.
+
+        For callers that compute meanwhile; what would have to wait for peers is still done on the progress thread.
+        """
 
     def fail(self, error: GroupError) -> None:
         """Fail the group with an error, from any thread, and tell the peers. The first reason stays."""
@@ -128,11 +131,3 @@ class Backend(ABC):
     @abstractmethod
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise `error`, without a word to the peers."""
-
-
-def planned(backend: Any, operation: Operation, timeout: float | None = None) -> Call:
-    """A backend's plan of an operation, or a composition of what it can do."""
-    if operation.kind in backend.natively:
-        call: Call = backend.plan(operation, timeout)
-        return call
-    return COMPOSITIONS[operation.kind](backend.plan, operation)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import GroupError, NotInitializedError, UsageError
+from ..errors import GroupError, NotInitializedError
 from .work import ProgressQueue, Unheard, Work, is_progressing
 
 
@@ -80,11 +80,6 @@ class Gate:
     def may_wait(self) -> bool:
         """Whether this thread may wait for what is under way, which does not get on by this thread alone."""
         return not (self.closed or self.is_inside() or is_progressing())
-
-    def check_outside(self, name: str) -> None:
-        """Refuse a call out of a signal handler that interrupted another one."""
-        if self.is_inside():
-            raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
 
     def in_turn(self, call: Callable[..., Any], *args: Any) -> None:
         """Carry a call out on this thread, when nobody else's is under way."""

@@ -22,12 +22,11 @@ from ..errors import AbortedError, GroupError, MismatchError, UsageError
 from ..interop.arrays import Adopted, OnDeviceError, Renewed, adopt, adopt_list, finish_all, room_like
 from . import validate
 from .arguments import WORLD_OF_ONE
-from .backend import Backend, Messages, planned
+from .backend import Backend, Messages
 from .carrier import DeviceCarrier, StreamCall
-from .memory import SymmetricMemory
 from .monitor import last_words
 from .operands import OBJECTS_TAG, SHAPE_NOTE, Array, agreed_shapes, check_apart, checked_tag, shape_note
-from .operation import Call, Operation, flattened, then_split
+from .operation import COMPOSITIONS, Call, Operation, flattened, then_split
 from .reduce_op import ReduceOp
 from .signature import SHAPES
 from .trees import CONTAINERS, Tree
@@ -72,7 +71,12 @@ class ProcessGroup:
         self._make_devices: Callable[[ProcessGroup], DeviceCarrier] | None = None
         self._device_carrier: DeviceCarrier | None = None
         self._turn_to_make = threading.Lock()
-        self.monitor.on_failure = self._stop
+
+        def stop() -> None:  # the monitor has found, or been told, that the group has failed
+            gate.failure = backend.monitor.failure
+            backend.stop()
+
+        backend.monitor.on_failure = stop
         vars(self).update(backend.fast(self))  # these stand in for the methods below
 
     @property
@@ -185,14 +189,6 @@ class ProcessGroup:
         if group is not None:
             group._device_carrier = made
 
-    def begin_at_once(self) -> None:
-        """Let asynchronous operations begin on their callers' threads, where progress threads have no cores.
-
-        For callers that compute meanwhile; what would have to wait for peers is still done on the progress thread. A
-        backend that has no such way does nothing.
-        """
-        self.backend.begin_at_once()
-
     # ---- calls -------------------------------------------------------------------------------------
 
     def rows_of_all(self, own: Array) -> Array:
@@ -205,7 +201,10 @@ class ProcessGroup:
         """What carries an operation on arrays in host memory, or on GPUs, out; or a composition of what it can do."""
         arrays = operation.inputs or operation.outputs
         on_host = not arrays or type(arrays[0]) is np.ndarray
-        return planned(self.backend if on_host else self.devices(), operation, timeout)
+        carrier = self.backend if on_host else self.devices()
+        if operation.kind in carrier.natively:
+            return carrier.plan(operation, timeout)
+        return COMPOSITIONS[operation.kind](carrier.plan, operation)
 
     def run(self, name: str, call: Call, owners: Sequence[Adopted], async_op: bool) -> Work | None:
         """Carry a call out, behind all earlier ones, then write packed copies back to their owners.
@@ -215,7 +214,8 @@ class ProcessGroup:
         """
         gate = self.gate
         gate.check_usable()
-        gate.check_outside(name)
+        if gate.is_inside():
+            raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
         if isinstance(call, StreamCall):
             work = call.start(name, owners)
             if async_op:
@@ -241,10 +241,10 @@ class ProcessGroup:
         return renewed
 
     def _collective(
-        self, name: str, validated: Callable[..., validate.Request], async_op: bool, *args: Any
+        self, validated: Callable[..., validate.Request], async_op: bool, *args: Any
     ) -> Work | None:
         """A call: make an Operation of its arguments, plan it, run it; what is refused is told to the peers."""
-        with self.preparing(name):
+        with self.preparing(validated.__name__):
             operation, owners, target = validated(self, *args)
             call = self.planned(operation)
         if target is not None:
@@ -257,32 +257,31 @@ class ProcessGroup:
         """Reduce over all ranks, in place; the same bits on every rank. Also all arrays of a dict, list or tuple."""
         if isinstance(tensor, CONTAINERS):
             return self._all_reduce_tree(tensor, op, async_op)
-        return self._collective("all_reduce", validate.all_reduce, async_op, tensor, op)
+        return self._collective(validate.all_reduce, async_op, tensor, op)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Reduce over all ranks into the root's array; the others' arrays stay as they are."""
-        return self._collective("reduce", validate.reduce, async_op, tensor, root, op)
+        return self._collective(validate.reduce, async_op, tensor, root, op)
 
     def scan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Inclusive prefix reduction in place: rank r gets the reduction of ranks 0..r."""
-        return self._collective("scan", validate.scan, async_op, "scan", tensor, op)
+        return self._collective(validate.scan, async_op, tensor, op)
 
     def exscan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Exclusive prefix reduction in place: ranks 0..r-1; rank 0's array stays as it is."""
-        return self._collective("exscan", validate.scan, async_op, "exscan", tensor, op)
+        return self._collective(validate.exscan, async_op, tensor, op)
 
     def reduce_scatter(
         self, output: Any, input_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce list item r over all ranks into rank r's output; items may differ in shape."""
-        return self._collective("reduce_scatter", validate.reduce_scatter, async_op, output, input_list, op)
+        return self._collective(validate.reduce_scatter, async_op, output, input_list, op)
 
     def reduce_scatter_single(
         self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce over all ranks; rank r's output gets part r of the size equal parts of the result."""
-        check = validate.reduce_scatter_single
-        return self._collective("reduce_scatter_single", check, async_op, output, input, op)
+        return self._collective(validate.reduce_scatter_single, async_op, output, input, op)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         """Copy the root's array into everybody's; same dtype and number of elements everywhere.
@@ -291,7 +290,7 @@ class ProcessGroup:
         """
         if isinstance(tensor, CONTAINERS):
             return self._broadcast_tree(tensor, root, async_op)
-        return self._collective("broadcast", validate.broadcast, async_op, tensor, root)
+        return self._collective(validate.broadcast, async_op, tensor, root)
 
     def all_gather(self, output_list: Any, tensor: Any = None, async_op: bool = False) -> Any:
         """Rank r's array goes to list item r on every rank; sizes may differ between ranks.
@@ -300,29 +299,29 @@ class ProcessGroup:
         """
         if tensor is None and not isinstance(output_list, CONTAINERS):
             return self._all_gather_new(output_list, async_op)
-        return self._collective("all_gather", validate.all_gather, async_op, output_list, tensor)
+        return self._collective(validate.all_gather, async_op, output_list, tensor)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         """The arrays of all ranks, equal in size, one after the other in `output`."""
-        return self._collective("all_gather_single", validate.all_gather_single, async_op, output, input)
+        return self._collective(validate.all_gather_single, async_op, output, input)
 
     def gather(
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Work | None:
         """Rank r's array goes to list item r on the root; elsewhere the list is None."""
-        return self._collective("gather", validate.gather, async_op, tensor, output_list, root)
+        return self._collective(validate.gather, async_op, tensor, output_list, root)
 
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Any:
         """List item r of the root goes to rank r's array; elsewhere the list is None."""
-        return self._collective("scatter", validate.scatter, async_op, tensor, input_list, root)
+        return self._collective(validate.scatter, async_op, tensor, input_list, root)
 
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
     ) -> Work | None:
         """List item p of rank r goes to list item r of rank p; all shapes may differ."""
-        return self._collective("all_to_all", validate.all_to_all, async_op, output_list, input_list)
+        return self._collective(validate.all_to_all, async_op, output_list, input_list)
 
     def all_to_all_single(
         self,
@@ -337,15 +336,13 @@ class ProcessGroup:
         Parts are along the first dimension; None for the split sizes means equal parts.
         """
         splits = output_split_sizes, input_split_sizes
-        return self._collective(
-            "all_to_all_single", validate.all_to_all_single, async_op, output, input, *splits
-        )
+        return self._collective(validate.all_to_all_single, async_op, output, input, *splits)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """`all_reduce` of several arrays of one dtype at the price of one."""
-        return self._collective("all_reduce_coalesced", validate.all_reduce_coalesced, async_op, tensors, op)
+        return self._collective(validate.all_reduce_coalesced, async_op, tensors, op)
 
     def all_gather_coalesced(
         self, output_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], async_op: bool = False
@@ -354,8 +351,7 @@ class ProcessGroup:
 
         Array k of rank r goes to `output_lists[k][r]`.
         """
-        check = validate.all_gather_coalesced
-        return self._collective("all_gather_coalesced", check, async_op, output_lists, tensors)
+        return self._collective(validate.all_gather_coalesced, async_op, output_lists, tensors)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Wait until every rank has called."""
@@ -447,9 +443,8 @@ class ProcessGroup:
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
         """Send to `dst`; returns when it has been received (to oneself: when it is buffered)."""
         dst = self.checked_rank("dst", dst)
-        self.gate.check_usable()
-        x = self.adopt(tensor, writable=False)
-        self._messages_of(x.array).send(x, dst, checked_tag(tag))
+        x, messages = self._prepared(tensor, writable=False)
+        messages.send(x, dst, checked_tag(tag))
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         """Receive into `tensor` from `src`, or from whoever sends first; returns the sender's rank.
@@ -458,9 +453,8 @@ class ProcessGroup:
         both sides.
         """
         src = self.checked_src(src)
-        self.gate.check_usable()
-        x = self.adopt(tensor, writable=True)
-        return self._messages_of(x.array).recv(x, src, checked_tag(tag))
+        x, messages = self._prepared(tensor, writable=True)
+        return messages.recv(x, src, checked_tag(tag))
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
@@ -468,9 +462,8 @@ class ProcessGroup:
 
     def ready_isend(self, tensor: Any, dst: int, tag: int) -> Callable[[], Work]:
         """All of `isend` but the posting, which the result does; `dst` is checked."""
-        self.gate.check_usable()
-        x = self.adopt(tensor, writable=False)
-        post = self.post_send if type(x.array) is np.ndarray else self.devices().messages.isend
+        x, messages = self._prepared(tensor, writable=False)
+        post = self.post_send if messages is self.messages else messages.isend
         return partial(post, x, dst, checked_tag(tag))
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
@@ -479,16 +472,18 @@ class ProcessGroup:
 
     def ready_irecv(self, tensor: Any, src: int | None, tag: int) -> Callable[[], Work]:
         """All of `irecv` but the posting, which the result does; `src` is checked."""
-        self.gate.check_usable()
-        x = self.adopt(tensor, writable=True)
-        post = self.post_receive if type(x.array) is np.ndarray else self.devices().messages.irecv
+        x, messages = self._prepared(tensor, writable=True)
+        post = self.post_receive if messages is self.messages else messages.irecv
         return partial(post, x, src, checked_tag(tag))
 
-    def _messages_of(self, x: Any) -> Messages:
-        if type(x) is not np.ndarray:
-            return self.devices().messages
-        self.backend.learn(x.dtype)
-        return self.messages
+    def _prepared(self, tensor: Any, *, writable: bool) -> tuple[Adopted, Messages]:
+        """The array of a message, adopted, and what carries the message out."""
+        self.gate.check_usable()
+        x = self.adopt(tensor, writable=writable)
+        if type(x.array) is not np.ndarray:
+            return x, self.devices().messages
+        self.backend.learn(x.array.dtype)
+        return x, self.messages
 
     def post_send(self, x: Adopted, dst: int, tag: int) -> Work:
         """`isend` of an adopted host array."""
@@ -510,12 +505,6 @@ class ProcessGroup:
         self.gate.check_usable()
         return self.messages.recv(Adopted(data), self.checked_src(src), OBJECTS_TAG)
 
-    # ---- symmetric arrays -------------------------------------------------------------------------
-
-    def symmetric_memory(self, nbytes: int, label: str) -> SymmetricMemory:
-        """Memory of `nbytes` for each rank that all ranks map; collective. See Backend."""
-        return self.backend.symmetric_memory(self, nbytes, label)
-
     # ---- life -------------------------------------------------------------------------------------
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -528,11 +517,6 @@ class ProcessGroup:
         """Fail the group with an error, from any thread, and tell the peers."""
         self.backend.fail(error)
 
-    def _stop(self) -> None:
-        """The monitor has found, or been told, that the group has failed."""
-        self.gate.failure = self.monitor.failure
-        self.backend.stop()
-
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise `error`, without a word to the peers."""
         self.monitor.failure = self.gate.failure = error
@@ -541,14 +525,6 @@ class ProcessGroup:
     def may_wait(self) -> bool:
         """Whether this thread may wait for what is under way, which does not get on by this thread alone."""
         return self.gate.may_wait() and not self.messages.is_entered()
-
-    def start_to_leave(self) -> None:
-        """Tell the other ranks that this one starts nothing more, though it still takes messages."""
-        self.monitor.start_to_leave()
-
-    def is_in_vain(self, work: Work) -> bool:
-        """Whether no rank is left that could send the message which one of the group's operations needs."""
-        return self.messages.is_in_vain(work)
 
     def close(self, farewell: str = "") -> None:
         """Leave the group and release what it holds. Closing twice is fine; what is under way and later calls raise.

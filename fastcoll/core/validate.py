@@ -50,10 +50,14 @@ def reduce(group: ProcessGroup, tensor: Any, root: Any, op: ReduceOp) -> Request
     return Request(Operation("reduce", (x.array,), (source,), plain, root), (x,))
 
 
-def scan(group: ProcessGroup, kind: str, tensor: Any, op: ReduceOp) -> Request:
+def scan(group: ProcessGroup, tensor: Any, op: ReduceOp, kind: str = "scan") -> Request:
     x = group.adopt(tensor, writable=True, renew=True)
     source, plain = scaled(x.array, op)
     return Request(Operation(kind, (x.array,), (source,), plain), (x,))
+
+
+def exscan(group: ProcessGroup, tensor: Any, op: ReduceOp) -> Request:
+    return scan(group, tensor, op, "exscan")
 
 
 def reduce_scatter(group: ProcessGroup, output: Any, input_list: Any, op: ReduceOp) -> Request:

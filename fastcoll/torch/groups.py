@@ -75,7 +75,7 @@ def make_group(
         known = [replace(m, rank=r, world_size=world_size) for m, r in zip(members, ranks, strict=True)]
         group = make(PrefixStore("group", job), name, known, rank, timeout)
         group.serve_gpus(refuse_gpus)
-        group.begin_at_once()  # what runs beside collectives of CPU tensors computes on the CPU
+        group.backend.begin_at_once()  # what runs beside collectives of CPU tensors computes on the CPU
         undo.pop_all()
     _made[group] = known
     return group

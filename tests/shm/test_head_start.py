@@ -21,7 +21,7 @@ def group_of(share=1):
     """A group of all ranks whose progress threads have no cores, as there are so many for each rank."""
     group = dist.new_group()
     group.backend.head_start._share = share
-    group.begin_at_once()
+    group.backend.begin_at_once()
     try:
         yield group
     finally:

@@ -81,7 +81,7 @@ class Between:
 def new_group() -> Any:
     group = dist.new_group()
     group.backend.head_start._share = 1
-    group.begin_at_once()
+    group.backend.begin_at_once()
     group.all_reduce(np.ones(3))  # its description is known from now on
     return group
 
