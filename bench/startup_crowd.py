@@ -29,6 +29,7 @@ from fastcoll.api.backends import parse_backend
 from fastcoll.api.job import Job, times_settled
 from fastcoll.core import members as members_module
 from fastcoll.core.members import Member
+from fastcoll.core.processes import ProcessId
 from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_store
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.rendezvous.join import join
@@ -101,20 +102,20 @@ class _CountedConnection(tcp_store.TCPConnection):
         return data
 
 
-def _identity() -> dict[str, Any]:
+def _identity() -> ProcessId:
     """The made-up identity of this thread's rank: eight ranks a node, each node a boot of its own."""
     node = _who.rank // RANKS_PER_NODE
-    return {
-        "host": f"node{node:05d}",
-        "pid": 10_000 + (_who.rank * 7919) % 50_000,
-        "start_time": 4_000_000 + (_who.rank * 104_729) % 900_000,
-        "boot_id": str(uuid.uuid5(uuid.NAMESPACE_DNS, f"node{node}")),
-        "pid_namespace": "pid:[4026531836]",
-    }
+    return ProcessId(
+        host=f"node{node:05d}",
+        pid=10_000 + (_who.rank * 7919) % 50_000,
+        start_time=4_000_000 + (_who.rank * 104_729) % 900_000,
+        boot_id=str(uuid.uuid5(uuid.NAMESPACE_DNS, f"node{node}")),
+        pid_namespace="pid:[4026531836]",
+    )
 
 
 def _prepare() -> None:
-    members_module.identity_here = _identity
+    members_module.this_process = _identity
     tcp_store.TCPConnection = _CountedConnection  # type: ignore[misc]
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import supported, symmetric  # noqa: F401 - the first refuses what the others cannot run on
@@ -94,101 +95,28 @@ if TYPE_CHECKING:
     from .launch.spawn import spawn
     from .rendezvous import TCPStore
 
-__all__ = [
-    "__version__",
-    "AbortedError",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_multigpu",
-    "all_gather_object",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_reduce_multigpu",
-    "all_to_all",
-    "all_to_all_single",
-    "ArrayError",
-    "Backend",
-    "BackendConfig",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_multigpu",
-    "broadcast_object_list",
-    "CollectiveTimeoutError",
-    "destroy_process_group",
-    "DistBackendError",
-    "DistError",
-    "DistNetworkError",
-    "DistStoreError",
-    "exscan",
-    "FastcollError",
-    "FileStore",
-    "gather",
-    "gather_object",
-    "get_backend",
-    "get_backend_config",
-    "get_global_rank",
-    "get_group_rank",
-    "get_node_local_rank",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "group",
-    "GroupError",
-    "GroupMember",
-    "HashStore",
-    "init_process_group",
-    "irecv",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_initialized",
-    "is_mpi_available",
-    "is_nccl_available",
-    "isend",
-    "MismatchError",
-    "monitored_barrier",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "NotInitializedError",
-    "P2POp",
-    "PeerDiedError",
-    "PrefixStore",
-    "ProcessGroup",
-    "QueueEmptyError",
-    "recv",
-    "recv_object_list",
-    "reduce",
-    "reduce_multigpu",
-    "reduce_op",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "ReduceOp",
-    "register_rendezvous_handler",
-    "RendezvousError",
-    "ResourceError",
-    "run",
-    "scan",
-    "scatter",
-    "scatter_object_list",
-    "send",
-    "send_object_list",
-    "spawn",
-    "split_group",
-    "Store",
-    "StoreError",
-    "StoreTimeoutError",
-    "symmetric",
-    "TCPStore",
-    "UnavailableError",
-    "UsageError",
-    "Work",
-    "world",
-]
+__all__ = ["init_process_group", "destroy_process_group", "world", "is_initialized", "get_rank"]
+__all__ += ["get_world_size", "get_node_local_rank"]
+__all__ += ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group", "group"]
+__all__ += ["GroupMember", "ProcessGroup", "get_backend", "get_backend_config", "get_global_rank"]
+__all__ += ["get_group_rank", "get_process_group_ranks"]
+__all__ += ["Backend", "BackendConfig", "is_available", "is_backend_available", "is_gloo_available"]
+__all__ += ["is_mpi_available", "is_nccl_available"]
+__all__ += ["all_reduce", "all_reduce_coalesced", "reduce", "scan", "exscan", "reduce_scatter"]
+__all__ += ["reduce_scatter_single", "reduce_scatter_tensor", "broadcast", "all_gather"]
+__all__ += ["all_gather_coalesced", "all_gather_into_tensor", "all_gather_single", "gather", "scatter"]
+__all__ += ["all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "ReduceOp", "reduce_op"]
+__all__ += ["Work"]
+__all__ += ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv", "symmetric"]
+__all__ += ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]
+__all__ += ["send_object_list", "recv_object_list"]
+__all__ += ["all_gather_multigpu", "all_reduce_multigpu", "broadcast_multigpu", "reduce_multigpu"]
+__all__ += ["Store", "FileStore", "HashStore", "PrefixStore", "TCPStore", "register_rendezvous_handler"]
+__all__ += ["run", "spawn", "__version__"]
+__all__ += ["FastcollError", "UsageError", "ArrayError", "MismatchError", "NotInitializedError"]
+__all__ += ["UnavailableError", "RendezvousError", "StoreError", "StoreTimeoutError", "QueueEmptyError"]
+__all__ += ["ResourceError", "GroupError", "PeerDiedError", "CollectiveTimeoutError", "AbortedError"]
+__all__ += ["DistError", "DistBackendError", "DistNetworkError", "DistStoreError"]
 
 
 def __dir__() -> list[str]:
@@ -198,16 +126,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """The names that bring modules which most programs do not need: multiprocessing, sockets."""
-    if name == "run":
-        from .launch.run import run
-
-        return run
-    if name == "spawn":
-        from .launch.spawn import spawn
-
-        return spawn
-    if name == "TCPStore":
-        from .rendezvous import TCPStore
-
-        return TCPStore
+    places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous"}
+    if name in places:
+        return getattr(import_module(places[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

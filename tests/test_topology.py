@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.core.members import Member
-from fastcoll.core.topology import Topology
+from fastcoll.core.members import Member, Topology
 
 HERE = Member.here(0, 1, "auto")
 

@@ -3,8 +3,9 @@
 Unpickling runs code of the sender's choice. A group's peers have proven that they belong to the job before
 this file sees a byte of theirs: in shared memory by having mapped a segment that only this user can open.
 
-Every operation first moves the sizes, then the bytes. A rank whose object cannot be pickled refuses the call before
-that; of a message it sends the size `_FAILED`, so that both sides raise, and the group stays usable.
+Every operation first moves the sizes, then the bytes, as dtypes that no user's array has. A rank whose object cannot be
+pickled refuses the call before that; of a message it sends the size `_FAILED`, so that both sides raise, and the group
+stays usable.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .groups import Group, group_rank, member_of
 
 _FAILED = -1
 
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[Any]
 Sizes = NDArray[np.int64]
 
 
@@ -48,10 +49,10 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     if g is None:
         return
     with g.preparing("all_gather_object"):
-        _check_length("object_list", object_list, g.size)
+        _check_list("object_list", object_list, size=g.size)
         own = _pack(obj)
-    parts = [np.empty(size, np.uint8) for size in _share_sizes(g, own)]
-    g.all_gather([part.view(OBJECT_BYTES) for part in parts], own.view(OBJECT_BYTES))
+    parts = [_room(size) for size in _share_sizes(g, own)]
+    g.all_gather(parts, own)
     object_list[:] = map(_unpack, parts)
 
 
@@ -80,11 +81,11 @@ def gather_object(
     with g.preparing("gather_object"):
         root = g.checked_rank("dst", group_rank(g, "dst", dst, group_dst, 0))
         if g.rank == root:
-            _check_length("object_gather_list", object_gather_list, g.size)
+            _check_list("object_gather_list", object_gather_list, size=g.size)
         own = _pack(obj)
     sizes = _share_sizes(g, own)
-    parts = [np.empty(size, np.uint8) for size in sizes] if g.rank == root else None
-    g.gather(own.view(OBJECT_BYTES), parts and [part.view(OBJECT_BYTES) for part in parts], root)
+    parts = [_room(size) for size in sizes] if g.rank == root else None
+    g.gather(own, parts, root)
     if parts is not None and object_gather_list is not None:
         object_gather_list[:] = map(_unpack, parts)
 
@@ -114,13 +115,12 @@ def broadcast_object_list(
     if g is None:
         return
     with g.preparing("broadcast_object_list"):
-        _check_device(device)
-        _check_list("object_list", object_list)
+        _check_list("object_list", object_list, device=device)
         root = g.checked_rank("src", group_rank(g, "src", src, group_src, 0))
         parts = [_pack(obj) for obj in object_list] if g.rank == root else None
     sizes = _announce_sizes(g, parts, len(object_list), root)
-    data = np.empty(sizes.sum(), np.uint8) if parts is None else _joined(parts)
-    g.broadcast(data.view(OBJECT_BYTES), root)
+    data = _room(sizes.sum()) if parts is None else _joined(parts)
+    g.broadcast(data, root)
     if parts is None:
         object_list[:] = map(_unpack, _cut(data, sizes))
 
@@ -155,11 +155,11 @@ def scatter_object_list(
         parts = None
         if g.rank == root:
             given = [] if scatter_object_input_list is None else scatter_object_input_list
-            _check_length("scatter_object_input_list", given, g.size, Sequence)
+            _check_list("scatter_object_input_list", given, Sequence, g.size)
             parts = [_pack(obj) for obj in given]
     sizes = _announce_sizes(g, parts, g.size, root)
-    own = np.empty(sizes[g.rank], np.uint8)
-    g.scatter(own.view(OBJECT_BYTES), parts and [part.view(OBJECT_BYTES) for part in parts], root)
+    own = _room(sizes[g.rank])
+    g.scatter(own, parts, root)
     scatter_object_output_list[0] = _unpack(own)
 
 
@@ -188,8 +188,7 @@ def send_object_list(
     g = member_of(group, "send_object_list")
     if g is None:
         return
-    _check_device(device)
-    _check_list("object_list", object_list, Sequence)
+    _check_list("object_list", object_list, Sequence, device=device)
     peer = group_rank(g, "dst", dst, group_dst)
     try:
         parts = [_pack(obj) for obj in object_list]
@@ -197,7 +196,7 @@ def send_object_list(
         g.send_objects(np.full(len(object_list), _FAILED, np.int64), peer)
         raise
     g.send_objects(_sizes_of(parts), peer)
-    g.send_objects(_joined(parts), peer)
+    g.send_objects(_joined(parts).view(np.uint8), peer)
 
 
 def recv_object_list(
@@ -228,24 +227,27 @@ def recv_object_list(
     g = member_of(group, "recv_object_list")
     if g is None:
         return -1
-    _check_device(device)
-    _check_list("object_list", object_list)
+    _check_list("object_list", object_list, device=device)
     peer = None if src is None and group_src is None else group_rank(g, "src", src, group_src)
     sizes = np.empty(len(object_list), np.int64)
     sender = g.recv_objects(sizes, peer)
     if (sizes == _FAILED).any():
         raise UsageError(f"rank {g.ranks[sender]} could not send its objects, and its error there says why")
-    data = np.empty(sizes.sum(), np.uint8)
-    g.recv_objects(data, sender)
+    data = _room(sizes.sum())
+    g.recv_objects(data.view(np.uint8), sender)
     object_list[:] = map(_unpack, _cut(data, sizes))
     return g.ranks[sender]
 
 
 def _pack(obj: Any) -> Bytes:
     try:
-        return np.frombuffer(pickle.dumps(obj, 5), np.uint8)
+        return np.frombuffer(pickle.dumps(obj, 5), OBJECT_BYTES)
     except Exception as error:  # __reduce__ and __getstate__ may raise anything
         raise UsageError(f"the object cannot be pickled: {type(error).__name__}: {error}") from error
+
+
+def _room(size: int) -> Bytes:
+    return np.empty(size, OBJECT_BYTES)
 
 
 def _sizes_of(parts: Sequence[Bytes]) -> Sizes:
@@ -254,7 +256,7 @@ def _sizes_of(parts: Sequence[Bytes]) -> Sizes:
 
 def _joined(parts: Sequence[Bytes]) -> Bytes:
     """All parts, one after the other."""
-    return np.concatenate([np.empty(0, np.uint8), *parts])
+    return np.concatenate([_room(0), *parts])
 
 
 def _share_sizes(g: ProcessGroup, own: Bytes) -> Sizes:
@@ -271,25 +273,20 @@ def _announce_sizes(g: ProcessGroup, parts: Sequence[Bytes] | None, count: int, 
     return sizes
 
 
-def _check_length(name: str, items: Any, size: int, kind: type[Any] = list) -> None:
-    if not isinstance(items, kind) or len(items) != size:
-        given = f"a list of {len(items)}" if isinstance(items, kind) else _shown(items)
-        raise UsageError(f"{name} is {given}; give a list of {size} items, one a rank of the group")
-
-
-def _check_list(name: str, items: Any, kind: type[Any] = list) -> None:
+def _check_list(
+    name: str, items: Any, kind: type[Any] = list, size: int | None = None, device: Any = None
+) -> None:
     """Before anything moves: a tuple, whose items cannot be replaced, would be refused only afterwards."""
-    if not isinstance(items, kind):
-        raise UsageError(f"{name} is {_shown(items)}; give a list of objects")
-
-
-def _shown(items: Any) -> str:
-    return "None" if items is None else f"a {type(items).__name__}"
-
-
-def _check_device(device: Any) -> None:
     if device is not None and str(device) != "cpu":
         raise UnavailableError(f"device is {device!r}; objects travel as CPU arrays, so leave it out")
+    if isinstance(items, kind) and size in (None, len(items)):
+        return
+    given = "None" if items is None else f"a {type(items).__name__}"
+    if size is None:
+        raise UsageError(f"{name} is {given}; give a list of objects")
+    if isinstance(items, kind):
+        given = f"a list of {len(items)}"
+    raise UsageError(f"{name} is {given}; give a list of {size} items, one a rank of the group")
 
 
 def _cut(data: Bytes, sizes: Sizes) -> list[Bytes]:
@@ -297,4 +294,4 @@ def _cut(data: Bytes, sizes: Sizes) -> list[Bytes]:
 
 
 def _unpack(data: Bytes) -> Any:
-    return pickle.loads(data.data)
+    return pickle.loads(data.view(np.uint8).data)

@@ -26,23 +26,14 @@ _MOST_CHARACTERS = 300  # of what an exception says
 
 
 def last_words(error: BaseException | None, ended: bool = False) -> str:
-    """What the peers read of a rank that leaves, after its name.
-
-    Args:
-        error: what is being handled, or has ended the program.
-        ended: whether the program has.
-    """
+    """What the peers read of a rank that leaves, after its name: of the error that it handles, or that has ended it."""
     if isinstance(error, SystemExit):
         ended = True
         error = error.__context__ if error.code else None  # `except ValueError: ...; sys.exit(1)`
     if error is None:
         return "left (its program ended)" if ended else "left the group"
     said = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
-    return f"left: {type(error).__name__}{said and ': '}{said}{_place_of(error)}"
-
-
-def _place_of(error: BaseException) -> str:
-    """Where in the user's own files an exception was raised, as in ` (train.py:88)`."""
+    # Where in the user's own files it was raised, as in ` (train.py:88)`.
     import sysconfig  # takes a millisecond, and few programs end so
 
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -50,7 +41,8 @@ def _place_of(error: BaseException) -> str:
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     places = [place for place in places if not place[0].startswith((ours, "<frozen"))]
     own = [place for place in places if not place[0].startswith(others)] or places
-    return f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
+    where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
+    return f"left: {type(error).__name__}{said and ': '}{said}{where}"
 
 
 class Monitor(ABC):
@@ -163,7 +155,6 @@ class Wait:
     """One blocked operation: its deadline, the warning it gives, and when it is hopeless.
 
     Args:
-        vigil: the group's.
         doing: what is waited for, for messages: "all_reduce(float32, 4 elements, op=SUM), call 12".
         late: returns the group ranks that have not arrived.
         timeout: seconds.
@@ -175,32 +166,27 @@ class Wait:
 
     def __init__(
         self,
-        vigil: Monitor,
+        monitor: Monitor,
         doing: str,
         late: Callable[[], list[int]],
         timeout: float,
         started: float | None = None,
     ) -> None:
-        self._vigil, self._doing, self._late = vigil, doing, late
-        self._timeout = timeout
+        self._monitor, self._doing, self._late, self._timeout = monitor, doing, late, timeout
         self._started = time.monotonic() if started is None else started
         self._warn_after: float = config.get("FASTCOLL_WARN_AFTER")
         self._seen = False
         self.hint: Callable[[], str] = str
 
     def look(self) -> None:
-        """Raise when going on is hopeless, else return so that the kernel is called again.
-
-        Raises:
-            GroupError: a peer died, left or failed the group, or the timeout has passed.
-        """
+        """Raise GroupError when going on is hopeless, else return so that the kernel is called again."""
         late = self._late()
         waited = time.monotonic() - self._started
-        found = self._vigil.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
+        found = self._monitor.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
         if found is None and waited >= self._timeout:
             found = CollectiveTimeoutError(
                 f"{self._doing}: {self._names(late)} did not arrive within {self._timeout:g} s{self.hint()}",
-                [self._vigil.members[rank].rank for rank in late],
+                [self._monitor.members[rank].rank for rank in late],
             )
         if found is not None and self._seen:
             # Without the tracebacks of earlier raises, which would keep their frames and arrays alive.
@@ -211,16 +197,12 @@ class Wait:
             _log.warning("%s has waited %.0f s for %s%s", self._doing, waited, self._names(late), self.hint())
 
     def worked(self) -> None:
-        """As `look` for an operation that is slow but gets on, so that no peer's end concerns it yet.
-
-        Raises:
-            GroupError: the group was aborted here, or the timeout has passed.
-        """
+        """As `look` for an operation that is slow but gets on: it ends by an abort here, or when its time is up."""
         self._seen = False
-        if self._vigil.failure is not None:
-            raise self._vigil.failure.with_traceback(None)
+        if self._monitor.failure is not None:
+            raise self._monitor.failure.with_traceback(None)
         if time.monotonic() - self._started >= self._timeout:
             raise CollectiveTimeoutError(f"{self._doing} is not complete after {self._timeout:g} s")
 
     def _names(self, ranks: Sequence[int]) -> str:
-        return ", ".join(map(self._vigil.name, ranks)) or "nobody"
+        return ", ".join(map(self._monitor.name, ranks)) or "nobody"

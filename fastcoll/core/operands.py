@@ -6,7 +6,6 @@ Pure functions on adopted arrays; what they refuse is refused before any peer he
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from itertools import combinations, starmap
 from typing import Any
@@ -17,15 +16,13 @@ from numpy.typing import NDArray
 from ..errors import ArrayError, MismatchError, UsageError
 from ..interop.arrays import Adopted
 from ..interop.dtypes import rounded, widened
-from .arguments import wholes
+from .arguments import whole, wholes
 from .partition import pieces
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 from .signature import dtype_code
 
 Array = NDArray[Any]
-_FEW = (
-    6  # arrays that are compared two by two, which takes 0.2 us each, where to ask for an address takes 0.8
-)
+_FEW = 6  # arrays that are compared two by two, which takes 0.2 us each; to ask for an address takes 0.8
 _MOST_WORK = 10_000  # candidates that NumPy looks at for whether two strided arrays share memory
 
 LARGEST_TAG = (1 << 31) - 1
@@ -43,16 +40,7 @@ def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
         raise UsageError(f"op is {op!r}; give a fastcoll.ReduceOp, e.g. ReduceOp.SUM")
     if op.code != PREMUL_SUM:
         return x, op
-    factor = _factor(op, x.dtype)
-    if type(x) is not np.ndarray:
-        return x, op
-    if x.dtype.name == "bfloat16":
-        return rounded(widened(x) * widened(rounded(factor, x.dtype)), x.dtype), ReduceOp.SUM
-    return np.asarray(x * factor, x.dtype), ReduceOp.SUM
-
-
-def _factor(op: ReduceOp, dtype: np.dtype[Any]) -> Array:
-    """PREMUL_SUM's factor as the array's dtype has it; as float32 for bfloat16."""
+    dtype = x.dtype
     if dtype.kind not in "fc" and dtype.name != "bfloat16":
         raise ArrayError(f"PREMUL_SUM takes float and complex arrays, got {dtype}; scale it beforehand")
     if np.iscomplexobj(op.factor) and dtype.kind != "c":
@@ -60,9 +48,14 @@ def _factor(op: ReduceOp, dtype: np.dtype[Any]) -> Array:
             f"PREMUL_SUM's factor is {op.factor!r}, and the array is {dtype}; give a real number"
         )
     try:
-        return np.array(op.factor, dtype if dtype.kind in "fc" else np.float32)
+        factor = np.array(op.factor, dtype if dtype.kind in "fc" else np.float32)
     except (OverflowError, TypeError, ValueError) as error:
         raise UsageError(f"PREMUL_SUM's factor {op.factor!r:.80} is no number of {dtype}: {error}") from error
+    if type(x) is not np.ndarray:
+        return x, op
+    if dtype.name == "bfloat16":
+        return rounded(widened(x) * widened(rounded(factor, dtype)), dtype), ReduceOp.SUM
+    return np.asarray(x * factor, dtype), ReduceOp.SUM
 
 
 # How a rank tells the others its array's dtype and shape, before they have room for it.
@@ -126,7 +119,9 @@ def check_apart(outs: Sequence[Adopted], name: str, each: int = 0) -> None:
         name: of the list, for messages.
         each: how many arrays a list has, where it is a list of lists.
     """
-    if len(outs) <= _FEW and not any(starmap(_may_share, combinations(outs, 2))):
+    on_host = all(type(out.target) is np.ndarray for out in outs)
+    pairs = combinations([out.target for out in outs], 2)
+    if on_host and len(outs) <= _FEW and not any(starmap(np.may_share_memory, pairs)):
         return
     spans = sorted((*_extent(out.target), k) for k, out in enumerate(outs))
     open_ones: list[tuple[int, int]] = []  # those that reach beyond where the next one begins
@@ -142,10 +137,6 @@ def check_apart(outs: Sequence[Adopted], name: str, each: int = 0) -> None:
                     "each memory of its own"
                 )
         open_ones.append((high, k))
-
-
-def _may_share(x: Adopted, y: Adopted) -> bool:
-    return type(x.target) is not np.ndarray or bool(np.may_share_memory(x.target, y.target))
 
 
 def _extent(x: Any) -> tuple[int, int]:
@@ -192,14 +183,10 @@ def check_dtypes(name: str, items: Sequence[Adopted], x: Array) -> None:
 def _check_place(name: str, x: Array, other: str, y: Array) -> None:
     """The arrays of a call lie in host memory, or all on one GPU."""
     if type(x) is not type(y) or (type(x) is not np.ndarray and x.size and y.size and x.device != y.device):
+        one, two = ("the host" if type(z) is np.ndarray else f"GPU {z.device}" for z in (x, y))
         raise ArrayError(
-            f"{name} is in the memory of {_place(x)}, and {other} in that of {_place(y)}; put all arrays of a "
-            "call in one place"
+            f"{name} is in the memory of {one}, and {other} in that of {two}; put all arrays of a call in one place"
         )
-
-
-def _place(x: Array) -> str:
-    return "the host" if type(x) is np.ndarray else f"GPU {x.device}"
 
 
 def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> list[Array]:
@@ -250,10 +237,7 @@ def divide(x: Array, n: int) -> None:
 
 def checked_tag(tag: Any) -> int:
     """The tag, if it is one."""
-    try:
-        number = operator.index(tag)
-    except TypeError as error:
-        raise UsageError(f"tag is {tag!r}; give an integer") from error
+    number = whole("tag", tag)
     if not 0 <= number <= LARGEST_TAG:
         raise UsageError(f"tag is {number}; tags are integers from 0 to 2**31 - 1")
     return number

@@ -57,18 +57,13 @@ P = TypeVar("P", bound=ProcessId)
 
 def this_process() -> ProcessId:
     """The calling process."""
-    return ProcessId(**identity_here())
-
-
-def identity_here() -> dict[str, Any]:
-    """The fields of ProcessId for the calling process."""
-    return {
-        "host": os.uname().nodename,
-        "pid": os.getpid(),
-        "start_time": _status(os.getpid())[1],
-        "boot_id": _boot_id(),
-        "pid_namespace": _pid_namespace(),
-    }
+    return ProcessId(
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        start_time=_status(os.getpid())[1],
+        boot_id=_boot_id(),
+        pid_namespace=_pid_namespace(),
+    )
 
 
 def in_sight(process: ProcessId) -> bool:
@@ -121,7 +116,9 @@ def dead_among(processes: Iterable[P]) -> list[P]:
         watched = [(process, _watch(process)) for process in processes if in_sight(process)]
         ended = {fd for fd, _ in _poller.poll(0)} if _watched else set()
         return [
-            process for process, state in watched if state is None or state in ended or _gone(state, process)
+            process
+            for process, state in watched
+            if state is None or state in ended or (state == _UNWATCHABLE and _recycled(process))
         ]
 
 
@@ -154,7 +151,7 @@ def forget(processes: Iterable[ProcessId]) -> None:
     """Close what is held open to watch `processes`; a later look opens it anew."""
     with _lock:
         for process in processes:
-            state = _watched.pop(_key(process), None)
+            state = _watched.pop((process.pid, process.start_time), None)
             if state is not None and state >= 0:
                 _poller.unregister(state)
                 os.close(state)
@@ -184,12 +181,9 @@ def _drop_inherited() -> None:
     _witnesses.clear()
 
 
-def _key(process: ProcessId) -> tuple[int, int]:
-    return process.pid, process.start_time
-
-
 def _watch(process: ProcessId) -> int | None:
-    key = _key(process)
+    """What is known of a process, as in _watched."""
+    key = process.pid, process.start_time
     if key not in _watched:
         _watched[key] = _open(process)
     return _watched[key]
@@ -208,10 +202,6 @@ def _open(process: ProcessId) -> int | None:
         return None
     _poller.register(fd, select.POLLIN)
     return fd
-
-
-def _gone(state: int, process: ProcessId) -> bool:
-    return state == _UNWATCHABLE and _recycled(process)
 
 
 def _recycled(process: ProcessId) -> bool:

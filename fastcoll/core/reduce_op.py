@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from numbers import Number
-from types import CellType, CodeType, FunctionType, NoneType
+from types import CodeType, FunctionType, NoneType
 from typing import Any, ClassVar
 
 from ..errors import UsageError
@@ -39,17 +39,9 @@ class ReduceOp:
     __slots__ = ("code", "factor", "function", "name")
 
     def __init__(
-        self,
-        name: str,
-        code: int,
-        *,
-        factor: Any = None,
-        function: Callable[[Any, Any], Any] | None = None,
+        self, name: str, code: int, *, factor: Any = None, function: Callable[[Any, Any], Any] | None = None
     ) -> None:
-        self.name = name
-        self.code = code
-        self.factor = factor
-        self.function = function
+        self.name, self.code, self.factor, self.function = name, code, factor, function
 
     @staticmethod
     def PREMUL_SUM(factor: Any) -> ReduceOp:
@@ -121,17 +113,12 @@ def _fingerprint(function: Callable[..., Any], label: str) -> int:
     plain = getattr(function, "py_func", function)
     text = label
     if isinstance(plain, FunctionType):
-        cells = [value for cell in plain.__closure__ or () for value in _contents(cell)]
+        cells = []
+        for cell in plain.__closure__ or ():
+            with suppress(ValueError):  # the name that the function refers to is not bound yet
+                cells.append(cell.cell_contents)
         text += _describe_code(plain.__code__) + _describe_values([*(plain.__defaults__ or ()), *cells])
     return zlib.crc32(text.encode()) & 0x7FFF
-
-
-def _contents(cell: CellType) -> list[Any]:
-    """What is in a cell: nothing while the name that the function refers to is not bound yet."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
 
 
 def _describe_code(code: CodeType) -> str:
@@ -156,9 +143,7 @@ class _DeprecatedReduceOp:
     def __getattr__(self, name: str) -> ReduceOp:
         if name not in ("SUM", "PRODUCT", "MIN", "MAX"):
             raise AttributeError(f"reduce_op has SUM, PRODUCT, MIN and MAX, not {name}; use ReduceOp")
-        warnings.warn(
-            "fastcoll.core.reduce_op is deprecated, use fastcoll.ReduceOp", FutureWarning, stacklevel=2
-        )
+        warnings.warn("fastcoll.reduce_op is deprecated, use fastcoll.ReduceOp", FutureWarning, stacklevel=2)
         op: ReduceOp = getattr(ReduceOp, name)
         return op
 

@@ -129,7 +129,7 @@ def describe(call: int, shape: int) -> str:
     elif call & UNEVEN:
         del parts[1]
     elif shape >= 0 and 0 < code < len(_DTYPES):
-        parts[1] = f"{shape // np.dtype(_itemsize_name(dtype)).itemsize} elements"
+        parts[1] = f"{shape // np.dtype(dtype.replace('bfloat16', 'uint16')).itemsize} elements"
     if operation in _REDUCING and (redop := call >> OP_SHIFT & 0xFFFF):
         parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
     if operation in _ROOTED:
@@ -144,10 +144,6 @@ def describe(call: int, shape: int) -> str:
 
 
 _SHAPES_CALL = encode("all_gather", np.dtype(np.int64), parts=SHAPES)
-
-
-def _itemsize_name(name: str) -> str:
-    return "uint16" if name == "bfloat16" else name
 
 
 def describe_differences(calls: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:

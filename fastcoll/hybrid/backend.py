@@ -22,13 +22,12 @@ import numpy as np
 from .. import config
 from ..core.backend import Backend
 from ..core.group import ProcessGroup
-from ..core.members import Member
+from ..core.members import Member, Topology
 from ..core.operands import LARGEST_TAG, Array, divide, sum_for
 from ..core.operation import Call, Operation
 from ..core.partition import cut, shares
 from ..core.reduce_op import AVG, ReduceOp
 from ..core.status import DONE, LATER
-from ..core.topology import Topology
 from ..core.work import Work
 from ..errors import AbortedError, GroupError, MismatchError
 from ..net.tcp import words

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..core.memory import SymmetricMemory
+from ..core.backend import SymmetricMemory
 from ..core.monitor import Monitor, Wait
 from ..core.status import DONE
 from ..errors import (
