@@ -16,7 +16,7 @@ HERE = Member.here(0, 1, "auto")
 def topologies(homes: list[int]) -> list[Topology]:
     """Every rank's view of a group whose rank r is on the node homes[r]."""
     members = [replace(HERE, rank=10 + r, shm_device=home) for r, home in enumerate(homes)]
-    return [Topology.of(members, rank) for rank in range(len(homes))]
+    return [Topology(members, rank) for rank in range(len(homes))]
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -65,7 +65,7 @@ def test_even_and_in_order(homes: list[int], even: bool, in_order: bool) -> None
 
 def test_equal_device_numbers_on_two_machines_are_two_nodes() -> None:
     there = replace(HERE, boot_id="another")
-    assert Topology.of([HERE, there], 0).nodes == ((0,), (1,))
+    assert Topology([HERE, there], 0).nodes == ((0,), (1,))
 
 
 def test_a_rank_that_is_not_there() -> None:

@@ -91,11 +91,7 @@ def broadcast(tensor: Any, src: Root = ..., group: Group = ..., async_op: bool =
     group_src: Root = ...) -> Any: ...
 # fmt: on
 def broadcast(
-    tensor: Any,
-    src: int | None = None,
-    group: Group = None,
-    async_op: bool = False,
-    group_src: int | None = None,
+    tensor: Any, src: Root = None, group: Group = None, async_op: bool = False, group_src: Root = None
 ) -> Any:
     """Copy the array of rank `src` into everybody's.
 
@@ -138,11 +134,11 @@ def reduce(tensor: Any, dst: Root = ..., op: ReduceOp = ..., group: Group = ...,
 # fmt: on
 def reduce(
     tensor: Any,
-    dst: int | None = None,
+    dst: Root = None,
     op: ReduceOp = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    group_dst: int | None = None,
+    group_dst: Root = None,
 ) -> Any:
     """Reduce an array over all ranks into that of rank `dst`; the others' stay as they are.
 
@@ -312,11 +308,11 @@ def gather(tensor: Any, gather_list: Arrays | None = ..., dst: Root = ..., group
 # fmt: on
 def gather(
     tensor: Any,
-    gather_list: Sequence[Any] | None = None,
-    dst: int | None = None,
+    gather_list: Arrays | None = None,
+    dst: Root = None,
     group: Group = None,
     async_op: bool = False,
-    group_dst: int | None = None,
+    group_dst: Root = None,
 ) -> Work | None:
     """Rank `dst` gets the arrays of all.
 
@@ -356,11 +352,11 @@ def scatter(tensor: Any, scatter_list: Arrays | None = ..., src: Root = ..., gro
 # fmt: on
 def scatter(
     tensor: Any,
-    scatter_list: Sequence[Any] | None = None,
-    src: int | None = None,
+    scatter_list: Arrays | None = None,
+    src: Root = None,
     group: Group = None,
     async_op: bool = False,
-    group_src: int | None = None,
+    group_src: Root = None,
 ) -> Any:
     """Rank r gets `scatter_list[r]` of rank `src`.
 
@@ -399,11 +395,7 @@ def reduce_scatter(output: Any, input_list: Arrays, op: ReduceOp = ..., group: G
     async_op: bool = ...) -> Work | None: ...
 # fmt: on
 def reduce_scatter(
-    output: Any,
-    input_list: Sequence[Any],
-    op: ReduceOp = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
+    output: Any, input_list: Arrays, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Reduce `input_list[r]` over all ranks into rank r's `output`.
 
@@ -468,10 +460,7 @@ def all_to_all(output_tensor_list: Arrays, input_tensor_list: Arrays, group: Gro
     async_op: bool = ...) -> Work | None: ...
 # fmt: on
 def all_to_all(
-    output_tensor_list: Sequence[Any],
-    input_tensor_list: Sequence[Any],
-    group: Group = None,
-    async_op: bool = False,
+    output_tensor_list: Arrays, input_tensor_list: Arrays, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Send item p to rank p, and receive item r from rank r.
 
@@ -502,8 +491,8 @@ def all_to_all_single(output: Any, input: Any, output_split_sizes: Splits = ...,
 def all_to_all_single(
     output: Any,
     input: Any,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Splits = None,
+    input_split_sizes: Splits = None,
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -542,7 +531,7 @@ def all_reduce_coalesced(tensors: Arrays, op: ReduceOp = ..., group: Group = ...
     async_op: bool = ...) -> Work | None: ...
 # fmt: on
 def all_reduce_coalesced(
-    tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+    tensors: Arrays, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """`all_reduce` of several arrays of one dtype at the price of one.
 
@@ -572,8 +561,8 @@ def all_gather_coalesced(output_tensor_lists: Sequence[Arrays], input_tensor_lis
     group: Group = ..., async_op: bool = ...) -> Work | None: ...
 # fmt: on
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Sequence[Any]],
-    input_tensor_list: Sequence[Any],
+    output_tensor_lists: Sequence[Arrays],
+    input_tensor_list: Arrays,
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -605,10 +594,7 @@ def barrier(group: Group = ..., async_op: bool = ..., device_ids: Splits = ...,
     timeout: Timeout = ...) -> Work | None: ...
 # fmt: on
 def barrier(
-    group: Group = None,
-    async_op: bool = False,
-    device_ids: Sequence[int] | None = None,
-    timeout: Timeout = None,
+    group: Group = None, async_op: bool = False, device_ids: Splits = None, timeout: Timeout = None
 ) -> Work | None:
     """Wait until every rank of the group has called.
 

@@ -102,11 +102,7 @@ group = GroupMember
 
 
 def member_of(group: Group, what: str) -> ProcessGroup | None:
-    """The group that an operation named `what` is for; None, with a warning, outside the group.
-
-    Raises:
-        UsageError: it is no group at all.
-    """
+    """The group that an operation named `what` is for; None, with a warning, outside the group."""
     if group is None:
         return groups.world
     if isinstance(group, ProcessGroup):
@@ -127,9 +123,6 @@ def group_rank(
     Args:
         what: "src" or "dst".
         default: the global rank when neither is given; None: one must be given.
-
-    Raises:
-        UsageError: both or neither are given, or the global rank is not in the group.
     """
     if rank is not None:
         if global_rank is not None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 from ..core.group import ProcessGroup
 from ..core.members import Member, dead_among
@@ -28,6 +30,7 @@ _LAST_WORD_SECONDS = 1.0
 _LEFT = 1 << 30
 
 
+@dataclass(eq=False)
 class Job:
     """One job, as seen by one of its ranks.
 
@@ -38,34 +41,24 @@ class Job:
         choice: the backend of the world.
         make: makes groups of that backend.
         timeout: seconds; the default of every group.
+        close_store: lets go of the store behind `store`.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        members: Sequence[Member],
-        rank: int,
-        choice: BackendChoice,
-        make: MakeGroup,
-        timeout: float,
-        close_store: Callable[[], None],
-    ) -> None:
-        self.store = store
-        self.members = list(members)
-        self.rank = rank
-        self.choice = choice
-        self.make = make
-        self.timeout = timeout
-        self._close_store = close_store
-        self._calls: dict[str, int] = {}
-        self._settled = 0
-        self._interrupted = False
+    store: Store
+    members: Sequence[Member]
+    rank: int
+    choice: BackendChoice
+    make: MakeGroup
+    timeout: float
+    close_store: Callable[[], None]
+    _calls: Counter[str] = field(default_factory=Counter, init=False)
+    _settled: int = field(default=0, init=False)
+    _interrupted: bool = field(default=False, init=False)
 
     def number(self, kind: str) -> int:
         """How often this was called for `kind` before: calls in the same order get the same number."""
-        count = self._calls.get(kind, 0)
-        self._calls[kind] = count + 1
-        return count
+        self._calls[kind] += 1
+        return self._calls[kind] - 1
 
     def make_group(
         self, name: str, key: str, ranks: Sequence[int], timeout: float, make: MakeGroup
@@ -122,7 +115,7 @@ class Job:
             self._count(_LEFT)
         finally:
             self.store.set_timeout(before)
-            self._close_store()
+            self.close_store()
 
     def _await_others(self, patience: float, gone: Sequence[Member]) -> None:
         started = time.monotonic()
@@ -152,11 +145,7 @@ class Job:
             self.store.add(_settled_key(self.rank), amount)
 
     def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
-        """Raise if one of these ranks has left the job, and so makes no group any more.
-
-        Raises:
-            AbortedError: with what it said.
-        """
+        """Raise AbortedError, with what it said, if one of these ranks has left the job: it makes no group any more."""
         words = self.store.peek([_farewell_key(rank) for rank in ranks])
         if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
             told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)

@@ -54,12 +54,7 @@ _job: Job | None = None
 
 
 def current_job() -> Job:
-    """The job that this process is in.
-
-    Raises:
-        NotInitializedError: there is none.
-        AbortedError: it belongs to the process that this one was forked from.
-    """
+    """The job that this process is in; an error if there is none, or if another process has forked this one."""
     if groups.inherited is not None:
         raise groups.inherited
     if _job is None:

@@ -16,11 +16,7 @@ WORLD_OF_ONE = "; this is a world of one: start it with -n 2, as in python -m fa
 
 
 def whole(name: str, value: Any) -> int:
-    """The whole number that the argument `name` is, NumPy's kinds of integers among them.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """The whole number that the argument `name` is, NumPy's kinds of integers among them, or a UsageError."""
     try:
         return operator.index(value)
     except TypeError:
@@ -29,11 +25,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def wholes(name: str, values: Any) -> list[int]:
-    """The whole numbers in the argument `name`.
-
-    Raises:
-        UsageError: it cannot be iterated over, or holds something else.
-    """
+    """The whole numbers in the argument `name`, or a UsageError."""
     try:
         items = list(values)
     except TypeError:
@@ -42,12 +34,7 @@ def wholes(name: str, values: Any) -> list[int]:
 
 
 def check_unused(pg_options: Any, device_id: Any) -> None:
-    """Check torch's arguments that make no difference here.
-
-    Raises:
-        UsageError: `device_id` is no index, no "cpu" or "cuda:0" as text or as torch's device, and not None.
-        UnavailableError: there are options.
-    """
+    """Refuse options, which no backend has, and what is no index, no "cpu" or "cuda:0" as text or as torch's device."""
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
     if device_id is None or (
@@ -59,11 +46,7 @@ def check_unused(pg_options: Any, device_id: Any) -> None:
 
 
 def positive_seconds(timeout: Timeout, default: float) -> float:
-    """A timeout as seconds; None is the default.
-
-    Raises:
-        UsageError: it is no time, or not greater than 0.
-    """
+    """A timeout, which must be greater than 0, as seconds; None is the default."""
     if timeout is None:
         return default
     if isinstance(timeout, Real | timedelta):

@@ -57,12 +57,7 @@ class Gate:
         self._also_inside, self._also_busy = inside, busy
 
     def check_usable(self) -> None:
-        """Raise unless the group can be used.
-
-        Raises:
-            GroupError: it has failed.
-            NotInitializedError: it was destroyed.
-        """
+        """Raise if the group has failed (GroupError), or was destroyed."""
         if self.failure is not None:
             # Without the tracebacks of earlier raises, which would keep their frames and arrays alive.
             raise self.failure.with_traceback(None)

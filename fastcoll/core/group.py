@@ -1,7 +1,8 @@
 """ProcessGroup: a set of ranks that do collective operations together.
 
-A public method makes an Operation of its arguments (validate.py) or refuses them, has the backend plan it, and carries
+A public method makes an Operation of its arguments or refuses them (`preparing`), has the backend plan it, and carries
 the plan out in its turn (gate.py). What is refused here is told to the peers, since their calls then match nothing.
+Names in errors are those of torch.distributed's functions: `root` is src or dst there.
 
 All ranks in this file are group ranks, 0..size-1; the api room translates global ranks.
 """
@@ -18,18 +19,29 @@ from typing import Any, final
 
 import numpy as np
 
-from ..errors import AbortedError, GroupError, MismatchError, UsageError
-from ..interop.arrays import Adopted, OnDeviceError, Renewed, adopt, adopt_list, finish_all, room_like
-from . import validate
+from ..errors import AbortedError, ArrayError, GroupError, MismatchError, UsageError
+from ..interop.arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
+from . import trees
 from .arguments import WORLD_OF_ONE
 from .backend import Backend, Messages
 from .carrier import DeviceCarrier, StreamCall
 from .monitor import last_words
-from .operands import OBJECTS_TAG, SHAPE_NOTE, Array, agreed_shapes, check_apart, checked_tag, shape_note
-from .operation import COMPOSITIONS, Call, Operation, flattened, then_split
+from .operands import (
+    OBJECTS_TAG,
+    Array,
+    apart,
+    arrays_of,
+    check_apart,
+    check_dtypes,
+    check_fit,
+    checked_tag,
+    equal_blocks,
+    parts_along_rows,
+    scaled,
+)
+from .operation import COMPOSITIONS, Call, Operation, then_split
 from .reduce_op import ReduceOp
-from .signature import SHAPES
-from .trees import CONTAINERS, Tree
+from .trees import CONTAINERS
 from .work import Work, refuse_to_block
 
 
@@ -42,8 +54,6 @@ class ProcessGroup:
     None, and raise within the group's timeout; with `async_op=True` they return a Work at once and the
     arrays belong to the operation until it is complete. An operation in place on an immutable array (JAX's)
     returns a new one, as does the Work's `result`.
-
-    Messages name the arguments as torch.distributed's functions do: `root` is src or dst there.
 
     Raises (every operation):
         UsageError: the call is wrong; the group stays usable.
@@ -62,11 +72,9 @@ class ProcessGroup:
     """
 
     def __init__(self, backend: Backend) -> None:
-        gate = backend.gate
-        self.backend = backend
-        self.gate = gate
-        self.monitor = backend.monitor
-        self.messages = backend.messages
+        self.backend, self.gate = backend, backend.gate
+        self.monitor, self.messages = backend.monitor, backend.messages
+        gate = self.gate
         self.name, self.ranks, self.rank = gate.name, gate.ranks, gate.rank
         self._make_devices: Callable[[ProcessGroup], DeviceCarrier] | None = None
         self._device_carrier: DeviceCarrier | None = None
@@ -119,11 +127,7 @@ class ProcessGroup:
         return items
 
     def checked_rank(self, what: str, rank: Any) -> int:
-        """A group rank, if it is one.
-
-        Raises:
-            UsageError: it is none; `what` names the argument.
-        """
+        """A group rank, or a UsageError; `what` names the argument."""
         try:
             number = operator.index(rank)
         except TypeError as error:
@@ -240,48 +244,71 @@ class ProcessGroup:
         renewed = gate.queue.submit(name, job).result()
         return renewed
 
-    def _collective(
-        self, validated: Callable[..., validate.Request], async_op: bool, *args: Any
-    ) -> Work | None:
-        """A call: make an Operation of its arguments, plan it, run it; what is refused is told to the peers."""
-        with self.preparing(validated.__name__):
-            operation, owners, target = validated(self, *args)
-            call = self.planned(operation)
-        if target is not None:
-            call = then_split(call, operation.outputs[0], (target,))
-        return self.run(operation.kind, call, owners, async_op)
-
     # ---- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Reduce over all ranks, in place; the same bits on every rank. Also all arrays of a dict, list or tuple."""
         if isinstance(tensor, CONTAINERS):
-            return self._all_reduce_tree(tensor, op, async_op)
-        return self._collective(validate.all_reduce, async_op, tensor, op)
+            return trees.all_reduce(self, tensor, op, async_op)
+        with self.preparing("all_reduce"):
+            x = self.adopt(tensor, writable=True, renew=True)
+            source, plain = scaled(x.array, op)
+            call = self.planned(Operation("all_reduce", (source,), (source,), plain))
+        if source is not x.array:
+            call = then_split(call, source, (x.array,))
+        return self.run("all_reduce", call, (x,), async_op)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Reduce over all ranks into the root's array; the others' arrays stay as they are."""
-        return self._collective(validate.reduce, async_op, tensor, root, op)
+        with self.preparing("reduce"):
+            root = self.checked_rank("dst", root)
+            x = self.adopt(tensor, writable=self.rank == root, renew=True)
+            source, plain = scaled(x.array, op)
+            call = self.planned(Operation("reduce", (x.array,), (source,), plain, root))
+        return self.run("reduce", call, (x,), async_op)
 
     def scan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Inclusive prefix reduction in place: rank r gets the reduction of ranks 0..r."""
-        return self._collective(validate.scan, async_op, tensor, op)
+        return self._scan("scan", tensor, op, async_op)
 
     def exscan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Exclusive prefix reduction in place: ranks 0..r-1; rank 0's array stays as it is."""
-        return self._collective(validate.exscan, async_op, tensor, op)
+        return self._scan("exscan", tensor, op, async_op)
+
+    def _scan(self, kind: str, tensor: Any, op: ReduceOp, async_op: bool) -> Any:
+        with self.preparing(kind):
+            x = self.adopt(tensor, writable=True, renew=True)
+            source, plain = scaled(x.array, op)
+            call = self.planned(Operation(kind, (x.array,), (source,), plain))
+        return self.run(kind, call, (x,), async_op)
 
     def reduce_scatter(
         self, output: Any, input_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce list item r over all ranks into rank r's output; items may differ in shape."""
-        return self._collective(validate.reduce_scatter, async_op, output, input_list, op)
+        with self.preparing("reduce_scatter"):
+            out = self.adopt(output, writable=True, what="output")
+            blocks = self.adopt_list(input_list, self.size, writable=False, what="input_list")
+            check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
+            check_dtypes("input_list", blocks, out.array)
+            call = self._reduce_scatter(out.array, arrays_of(blocks), op)
+        return self.run("reduce_scatter", call, (out,), async_op)
 
     def reduce_scatter_single(
         self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce over all ranks; rank r's output gets part r of the size equal parts of the result."""
-        return self._collective(validate.reduce_scatter_single, async_op, output, input, op)
+        with self.preparing("reduce_scatter_single"):
+            out = self.adopt(output, writable=True, what="output")
+            x = self.adopt(input, writable=False, what="input")
+            blocks = equal_blocks("input", x.array, "output", out.array, self.size)
+            call = self._reduce_scatter(out.array, blocks, op)
+        return self.run("reduce_scatter", call, (out,), async_op)
+
+    def _reduce_scatter(self, out: Any, blocks: Sequence[Any], op: ReduceOp) -> Call:
+        pairs = [scaled(block, op) for block in blocks]
+        sources = apart([source for source, _ in pairs], [out], own=self.rank)
+        return self.planned(Operation("reduce_scatter", (out,), sources, pairs[0][1]))
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         """Copy the root's array into everybody's; same dtype and number of elements everywhere.
@@ -289,8 +316,12 @@ class ProcessGroup:
         Also all arrays of a dict, list or tuple.
         """
         if isinstance(tensor, CONTAINERS):
-            return self._broadcast_tree(tensor, root, async_op)
-        return self._collective(validate.broadcast, async_op, tensor, root)
+            return trees.broadcast(self, tensor, root, async_op)
+        with self.preparing("broadcast"):
+            root = self.checked_rank("src", root)
+            x = self.adopt(tensor, writable=self.rank != root, renew=True)
+            call = self.planned(Operation("broadcast", (x.array,), (x.array,), root=root))
+        return self.run("broadcast", call, (x,), async_op)
 
     def all_gather(self, output_list: Any, tensor: Any = None, async_op: bool = False) -> Any:
         """Rank r's array goes to list item r on every rank; sizes may differ between ranks.
@@ -298,30 +329,82 @@ class ProcessGroup:
         With one array, and no list, ranks tell one another their shapes first, and get a list of new arrays.
         """
         if tensor is None and not isinstance(output_list, CONTAINERS):
-            return self._all_gather_new(output_list, async_op)
-        return self._collective(validate.all_gather, async_op, output_list, tensor)
+            return trees.all_gather_new(self, output_list, async_op)
+        with self.preparing("all_gather"):
+            owners = self.adopt_list(output_list, self.size, writable=True, what="tensor_list")
+            x = self.adopt(tensor, writable=False)
+            check_fit("tensor", x.array, f"tensor_list[{self.rank}]", owners[self.rank].array)
+            check_dtypes("tensor_list", owners, x.array)
+            outs = arrays_of(owners)
+            call = self.planned(Operation("all_gather", outs, apart([x.array], outs, own=self.rank)))
+        return self.run("all_gather", call, owners, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         """The arrays of all ranks, equal in size, one after the other in `output`."""
-        return self._collective(validate.all_gather_single, async_op, output, input)
+        with self.preparing("all_gather_single"):
+            out = self.adopt(output, writable=True, what="output_tensor")
+            x = self.adopt(input, writable=False, what="input_tensor")
+            outs = equal_blocks("output_tensor", out.array, "input_tensor", x.array, self.size)
+            call = self.planned(Operation("all_gather", outs, apart([x.array], outs, own=self.rank)))
+        return self.run("all_gather", call, (out,), async_op)
 
     def gather(
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Work | None:
         """Rank r's array goes to list item r on the root; elsewhere the list is None."""
-        return self._collective(validate.gather, async_op, tensor, output_list, root)
+        with self.preparing("gather"):
+            root = self.checked_rank("dst", root)
+            x = self.adopt(tensor, writable=False)
+            owners = self._adopt_on_root(output_list, root, x, writable=True, what="gather_list")
+            outs = arrays_of(owners)
+            call = self.planned(Operation("gather", outs, apart([x.array], outs, own=root), root=root))
+        return self.run("gather", call, owners, async_op)
 
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Any:
         """List item r of the root goes to rank r's array; elsewhere the list is None."""
-        return self._collective(validate.scatter, async_op, tensor, input_list, root)
+        with self.preparing("scatter"):
+            root = self.checked_rank("src", root)
+            out = self.adopt(tensor, writable=True, renew=True)
+            blocks = self._adopt_on_root(input_list, root, out, writable=False, what="scatter_list")
+            sources = apart(arrays_of(blocks), [out.array], own=root)
+            call = self.planned(Operation("scatter", (out.array,), sources, root=root))
+        return self.run("scatter", call, (out,), async_op)
+
+    def _adopt_on_root(
+        self, items: Any, root: int, own: Adopted, *, writable: bool, what: str
+    ) -> Sequence[Adopted]:
+        """The list that only the root gives, whose own item is as `own`; elsewhere an empty one."""
+        if self.rank != root:
+            if items:
+                raise UsageError(
+                    f"{what} must be None or empty on rank {self.rank}; only the root (rank {root}) gives it"
+                )
+            return ()
+        if items is None:
+            raise UsageError(
+                f"{what} is None on the root (group rank {root}); give a list of {self.size} arrays"
+            )
+        adopted = self.adopt_list(items, self.size, writable=writable, what=what)
+        check_fit("tensor", own.array, f"{what}[{root}]", adopted[root].array)
+        check_dtypes(what, adopted, own.array)
+        return adopted
 
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
     ) -> Work | None:
         """List item p of rank r goes to list item r of rank p; all shapes may differ."""
-        return self._collective(validate.all_to_all, async_op, output_list, input_list)
+        given, taken, here = "input_tensor_list", "output_tensor_list", self.rank
+        with self.preparing("all_to_all"):
+            owners = self.adopt_list(output_list, self.size, writable=True, what=taken)
+            items = self.adopt_list(input_list, self.size, writable=False, what=given)
+            outs, blocks = arrays_of(owners), arrays_of(items)
+            check_fit(f"{taken}[{here}]", outs[here], f"{given}[{here}]", blocks[here])
+            check_dtypes(taken, owners, blocks[0])
+            check_dtypes(given, items, blocks[0])
+            call = self.planned(Operation("all_to_all", outs, apart(blocks, outs)))
+        return self.run("all_to_all", call, owners, async_op)
 
     def all_to_all_single(
         self,
@@ -335,14 +418,29 @@ class ProcessGroup:
 
         Parts are along the first dimension; None for the split sizes means equal parts.
         """
-        splits = output_split_sizes, input_split_sizes
-        return self._collective(validate.all_to_all_single, async_op, output, input, *splits)
+        with self.preparing("all_to_all_single"):
+            out = self.adopt(output, writable=True, what="output")
+            x = self.adopt(input, writable=False, what="input")
+            if out.array.dtype != x.array.dtype:
+                raise ArrayError(
+                    f"output is {out.array.dtype}, input is {x.array.dtype}; they must be the same"
+                )
+            outs = parts_along_rows("output", out.array, output_split_sizes, self.size)
+            blocks = parts_along_rows("input", x.array, input_split_sizes, self.size)
+            here = self.rank
+            check_fit(f"output part {here}", outs[here], f"input part {here}", blocks[here])
+            call = self.planned(Operation("all_to_all", tuple(outs), apart(blocks, outs)))
+        return self.run("all_to_all", call, (out,), async_op)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """`all_reduce` of several arrays of one dtype at the price of one."""
-        return self._collective(validate.all_reduce_coalesced, async_op, tensors, op)
+        with self.preparing("all_reduce_coalesced"):
+            owners = self._adopt_of_one_dtype(tensors, writable=True, what="tensors")
+            xs = arrays_of(owners)
+            call = self.planned(Operation("all_reduce_coalesced", xs, xs, op))
+        return self.run("all_reduce_coalesced", call, owners, async_op)
 
     def all_gather_coalesced(
         self, output_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], async_op: bool = False
@@ -351,7 +449,30 @@ class ProcessGroup:
 
         Array k of rank r goes to `output_lists[k][r]`.
         """
-        return self._collective(validate.all_gather_coalesced, async_op, output_lists, tensors)
+        given, taken, owners = "input_tensor_list", "output_tensor_lists", []
+        with self.preparing("all_gather_coalesced"):
+            xs = self._adopt_of_one_dtype(tensors, writable=False, what=given)
+            if not isinstance(output_lists, Sequence) or len(output_lists) != len(xs):
+                raise UsageError(
+                    f"{taken} must be a list of {len(xs)} lists of arrays, one for each array of {given}"
+                )
+            for k, (lists, x) in enumerate(zip(output_lists, xs, strict=True)):
+                outs = self.adopt_list(lists, self.size, writable=True, what=f"{taken}[{k}]")
+                check_dtypes(f"{taken}[{k}]", outs, x.array)
+                check_fit(f"{given}[{k}]", x.array, f"{taken}[{k}][{self.rank}]", outs[self.rank].array)
+                owners += outs
+            check_apart(owners, taken, self.size)
+            call = self.planned(Operation("all_gather_coalesced", arrays_of(owners), arrays_of(xs)))
+        return self.run("all_gather_coalesced", call, owners, async_op)
+
+    def _adopt_of_one_dtype(self, tensors: Any, *, writable: bool, what: str) -> list[Adopted]:
+        if not isinstance(tensors, Sequence):
+            raise UsageError(f"{what} is of type {type(tensors).__name__}; give a list of arrays")
+        if not tensors:
+            raise UsageError(f"{what} is empty; give at least one array")
+        xs = self.adopt_list(tensors, len(tensors), writable=writable, what=what)
+        check_dtypes(what, xs, xs[0].array)
+        return xs
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Wait until every rank has called."""
@@ -364,79 +485,6 @@ class ProcessGroup:
             timeout: seconds; None for the group's own.
         """
         self.run("monitored_barrier", self.planned(Operation("barrier"), timeout), (), False)
-
-    # ---- dicts and lists of arrays, and arrays of unknown shape --------------------------------------
-
-    def _all_reduce_tree(self, tensors: Any, op: ReduceOp, async_op: bool) -> Any:
-        with self.preparing("all_reduce"):
-            tree = Tree(tensors, lambda x, what: self.adopt(x, writable=True, what=what, renew=True))
-            batches = tree.batches(lambda x: x.dtype)
-            parts = tuple(tree.parts)
-            calls = []
-            for leaves in batches:
-                xs = tuple(leaf.array for leaf in leaves)
-                calls.append(self.planned(Operation("all_reduce_coalesced", xs, xs, op, parts=parts)))
-        return self._run_tree("all_reduce", tree, batches, calls, async_op)
-
-    def _broadcast_tree(self, tensors: Any, root: Any, async_op: bool) -> Any:
-        def planned(leaves: Sequence[Adopted]) -> Call:
-            if tree.on_gpu:
-                return plan(leaves[0].array)
-            xs = [leaf.array.reshape(-1).view(np.uint8) for leaf in leaves]
-            flat = xs[0] if len(xs) == 1 else flattened(xs)
-            return plan(flat) if is_root or len(xs) == 1 else then_split(plan(flat), flat, xs)
-
-        def plan(x: Any) -> Call:
-            return self.planned(Operation("broadcast", (x,), (x,), root=root, parts=tuple(tree.parts)))
-
-        with self.preparing("broadcast"):
-            root = self.checked_rank("src", root)
-            is_root = self.rank == root
-            tree = Tree(tensors, lambda x, what: self.adopt(x, writable=not is_root, what=what, renew=True))
-            batches = [[leaf] for leaf in tree.leaves] if tree.on_gpu else tree.batches(lambda x: "bytes")
-            calls = list(map(planned, batches))
-        return self._run_tree("broadcast", tree, batches, calls, async_op)
-
-    def _run_tree(
-        self, name: str, tree: Tree, batches: list[list[Adopted]], calls: list[Call], async_op: bool
-    ) -> Any:
-        """Carry out the calls of a tree, one for each batch."""
-        if not tree.on_gpu:
-            return self.run(name, tree.in_turn(calls), (tree,), async_op)
-        # A stream takes them in order, so the last one's Work stands for all.
-        for call, leaves in zip(calls[:-1], batches, strict=False):
-            self.run(name, call, leaves, False)
-        return self.run(name, calls[-1], batches[-1], async_op)
-
-    def _all_gather_new(self, tensor: Any, async_op: bool) -> Any:
-        with self.preparing("all_gather"):
-            x = self.adopt(tensor, writable=False)
-            notes = np.empty(self.size, SHAPE_NOTE)
-            note = shape_note(x.array).view(np.int64)
-            rows = tuple(notes.view(np.int64).reshape(self.size, -1))
-            tell = self.planned(Operation("all_gather", rows, (note,), parts=SHAPES))
-        if type(x.array) is not np.ndarray:
-            return self._all_gather_new_on_gpu(tensor, tell, notes, async_op)
-        rooms: list[Renewed] = []
-
-        def call() -> None:
-            tell()
-            rooms.extend(room_like(tensor, x.array, shape) for shape in agreed_shapes(notes, self.ranks))
-            self.planned(Operation("all_gather", tuple(room.array for room in rooms), (x.array,)))()
-
-        made = Renewed(note, lambda _: [room.finish() for room in rooms])
-        return self.run("all_gather", call, (made,), async_op)
-
-    def _all_gather_new_on_gpu(self, tensor: Any, tell: Call, notes: Array, async_op: bool) -> list[Any]:
-        if async_op or not hasattr(tensor, "new_empty"):
-            raise UsageError(
-                "all_gather(tensor) without a list takes, on a GPU, only torch's tensors and no async_op; give a "
-                "list of arrays to gather into"
-            )
-        self.run("all_gather", tell, (), False)
-        outs = [tensor.new_empty(shape) for shape in agreed_shapes(notes, self.ranks)]
-        self.all_gather(outs, tensor)
-        return outs
 
     # ---- point to point ----------------------------------------------------------------------------
 

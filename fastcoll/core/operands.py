@@ -6,6 +6,7 @@ Pure functions on adopted arrays; what they refuse is refused before any peer he
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from itertools import combinations, starmap
 from typing import Any
@@ -13,13 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArrayError, MismatchError, UsageError
+from ..errors import ArrayError, UsageError
 from ..interop.arrays import Adopted
 from ..interop.dtypes import rounded, widened
-from .arguments import whole, wholes
+from .arguments import wholes
 from .partition import pieces
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
-from .signature import dtype_code
 
 Array = NDArray[Any]
 _FEW = 6  # arrays that are compared two by two, which takes 0.2 us each; to ask for an address takes 0.8
@@ -58,44 +58,19 @@ def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
     return np.asarray(x * factor, dtype), ReduceOp.SUM
 
 
-# How a rank tells the others its array's dtype and shape, before they have room for it.
-SHAPE_NOTE = np.dtype([("code", "i8"), ("dtype", "S64"), ("ndim", "i8"), ("shape", "i8", 64)])
+def arrays_of(items: Sequence[Adopted]) -> tuple[Array, ...]:
+    """The arrays themselves."""
+    return tuple(item.array for item in items)
 
 
-def shape_note(x: Array) -> Array:
-    """What a rank tells of its array, as an array of one SHAPE_NOTE."""
-    note = np.zeros(1, SHAPE_NOTE)
-    note["code"], note["dtype"], note["ndim"] = dtype_code(x.dtype), str(x.dtype).encode(), x.ndim
-    note["shape"][0, : x.ndim] = x.shape
-    return note
-
-
-def agreed_shapes(notes: Array, ranks: Sequence[int]) -> list[list[int]]:
-    """Every rank's shape, by group rank.
-
-    Raises:
-        MismatchError: dtypes or numbers of dimensions differ; on all ranks.
-    """
-    shapes = [note["shape"][: note["ndim"]].tolist() for note in notes]
-    if len(set(notes["code"].tolist())) > 1 or len(set(notes["ndim"].tolist())) > 1:
-        gave = (
-            f"rank {rank} gave {note['dtype'].decode(errors='replace')} of shape {tuple(shape)}"
-            for rank, note, shape in zip(ranks, notes, shapes, strict=True)
-        )
-        raise MismatchError(
-            f"all_gather(tensor) takes arrays of one dtype and number of dimensions: {'; '.join(gave)}"
-        )
-    return shapes
-
-
-def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list[Array]:
+def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tuple[Array, ...]:
     """The inputs, copied where they share memory with an output.
 
     A single input or output is that of rank `own`, whose two arrays may be the very same memory. Arrays on a GPU stay
     as they are.
     """
     if any(type(x) is not np.ndarray for x in (*inputs, *outs)):
-        return list(inputs)
+        return tuple(inputs)
 
     def of_own_rank(index: int, arrays: Sequence[Array]) -> bool:
         return own >= 0 and (len(arrays) == 1 or index == own)
@@ -107,7 +82,7 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> list
             if np.may_share_memory(x, out)
         )
 
-    return [x.copy() if clash(k, x) else x for k, x in enumerate(inputs)]
+    return tuple(x.copy() if clash(k, x) else x for k, x in enumerate(inputs))
 
 
 def check_apart(outs: Sequence[Adopted], name: str, each: int = 0) -> None:
@@ -189,7 +164,7 @@ def _check_place(name: str, x: Array, other: str, y: Array) -> None:
         )
 
 
-def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> list[Array]:
+def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> tuple[Array, ...]:
     """The n equal blocks of `whole`, each as large as `part`."""
     _check_place(name, whole, other, part)
     if whole.dtype != part.dtype or whole.size != n * part.size:
@@ -197,7 +172,7 @@ def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> li
             f"{name} ({whole.dtype}, shape {whole.shape}) must have {n} times the elements of {other} "
             f"({part.dtype}, shape {part.shape}) and its dtype: {n * part.size} elements"
         )
-    return pieces(whole, [part.size] * n)
+    return tuple(pieces(whole, [part.size] * n))
 
 
 def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) -> list[Array]:
@@ -237,7 +212,10 @@ def divide(x: Array, n: int) -> None:
 
 def checked_tag(tag: Any) -> int:
     """The tag, if it is one."""
-    number = whole("tag", tag)
+    try:
+        number = operator.index(tag)
+    except TypeError as error:
+        raise UsageError(f"tag is {tag!r}; give an integer") from error
     if not 0 <= number <= LARGEST_TAG:
         raise UsageError(f"tag is {number}; tags are integers from 0 to 2**31 - 1")
     return number

@@ -72,20 +72,12 @@ def in_sight(process: ProcessId) -> bool:
 
 
 def read_process(record: object) -> ProcessId:
-    """The process that `dataclasses.asdict` made into `record`.
-
-    Raises:
-        ValueError: the record is anything else.
-    """
+    """The process that `dataclasses.asdict` made into `record`, or a ValueError."""
     return ProcessId(**checked_fields(ProcessId, record))
 
 
 def checked_fields(kind: type[ProcessId], record: object) -> Mapping[str, Any]:
-    """`record`, proven to hold exactly the fields of `kind`, each a str or an int as declared.
-
-    Raises:
-        ValueError: a field is missing, unknown or of another type.
-    """
+    """`record`, proven to hold exactly the fields of `kind`, each a str or an int as declared, or a ValueError."""
     # `from __future__ import annotations` makes the declared types texts.
     expected = {field.name: {"int": int, "str": str}[str(field.type)] for field in fields(kind)}
     if not isinstance(record, dict) or set(record) != set(expected):

@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Number
 from types import CodeType, FunctionType, NoneType
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 from ..errors import UsageError
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class ReduceOp:
     """How arrays of several ranks become one, element by element and in rank order.
 
@@ -36,12 +38,10 @@ class ReduceOp:
     BOR: ClassVar[ReduceOp]
     BXOR: ClassVar[ReduceOp]
 
-    __slots__ = ("code", "factor", "function", "name")
-
-    def __init__(
-        self, name: str, code: int, *, factor: Any = None, function: Callable[[Any, Any], Any] | None = None
-    ) -> None:
-        self.name, self.code, self.factor, self.function = name, code, factor, function
+    name: str
+    code: int
+    factor: Any = None
+    function: Callable[[Any, Any], Any] | None = None
 
     @staticmethod
     def PREMUL_SUM(factor: Any) -> ReduceOp:
@@ -75,15 +75,6 @@ class ReduceOp:
             raise UsageError(f"ReduceOp.custom takes a function f(a, b), got {type(function).__name__}")
         label = name or str(getattr(function, "__name__", "custom"))
         return ReduceOp(label, CUSTOM + _fingerprint(function, label), function=function)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ReduceOp) and self._parts() == other._parts()
-
-    def __hash__(self) -> int:
-        return hash(self._parts())
-
-    def _parts(self) -> tuple[Any, ...]:
-        return (self.name, self.code, self.factor, self.function)
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}" if self.factor is None else f"ReduceOp.{self.name}({self.factor!r})"

@@ -1,4 +1,5 @@
-"""Trees: dicts, lists and tuples of arrays, nested as they may be, which one call takes as a whole.
+"""Trees: dicts, lists and tuples of arrays, nested as they may be, which one call takes as a whole; and the gathering
+of arrays whose shapes the ranks do not know.
 
 All ranks take the arrays in one order: lists and tuples as they stand, dicts sorted by their keys' types and `repr`.
 None stands for no array. The *structure* says all of it, with the dtype and shape of each array, and ranks compare it,
@@ -10,13 +11,20 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ArrayError, MismatchError
-from ..interop.arrays import Adopted
-from .operation import Call
+from ..errors import ArrayError, MismatchError, UsageError
+from ..interop.arrays import Adopted, Array, Renewed, room_like
+from .operands import arrays_of
+from .operation import Call, Operation, flattened, then_split
+from .reduce_op import ReduceOp
+from .signature import SHAPES, dtype_code
+
+if TYPE_CHECKING:
+    from .group import ProcessGroup
 
 CONTAINERS = (dict, list, tuple)
 
@@ -31,7 +39,7 @@ class Tree(Adopted):
 
     Args:
         tree: the caller's.
-        adopt: takes an array and its name in.
+        adopt: takes an array in; `what` is its name.
 
     Attributes:
         structure: what ranks compare.
@@ -40,7 +48,7 @@ class Tree(Adopted):
 
     __slots__ = ("_apart", "_given", "_tree", "leaves", "structure")
 
-    def __init__(self, tree: Any, adopt: Callable[[Any, str], Adopted]) -> None:
+    def __init__(self, tree: Any, adopt: Callable[..., Adopted]) -> None:
         self._tree = tree
         self._given: list[Any] = []
         self.leaves: list[Adopted] = []
@@ -64,9 +72,9 @@ class Tree(Adopted):
         return type(self.leaves[0].array) is not np.ndarray
 
     @property
-    def parts(self) -> list[int]:
-        """The structure and how it travels, for the calls' fingerprints."""
-        return [zlib.crc32(self.structure.encode()), *self._apart]
+    def parts(self) -> tuple[int, ...]:
+        """The structure and how it travels, for the calls' signatures."""
+        return zlib.crc32(self.structure.encode()), *self._apart
 
     def batches(self, kind: Callable[[Any], Any]) -> list[list[Adopted]]:
         """The leaves that travel together: those of one kind; large ones that share no memory by themselves."""
@@ -96,7 +104,7 @@ class Tree(Adopted):
         pairs = zip(done, self._given, strict=True)
         return _rebuilt(self._tree, iter([old if new is None else new for new, old in pairs]))
 
-    def _flatten(self, x: Any, name: str, adopt: Callable[[Any, str], Adopted]) -> str:
+    def _flatten(self, x: Any, name: str, adopt: Callable[..., Adopted]) -> str:
         if x is None:
             return "None"
         if isinstance(x, dict):
@@ -105,7 +113,7 @@ class Tree(Adopted):
         if isinstance(x, list | tuple):
             inner = ", ".join(self._flatten(y, f"{name}[{index}]", adopt) for index, y in enumerate(x))
             return f"[{inner}]" if isinstance(x, list) else f"({inner})"
-        leaf = adopt(x, name)
+        leaf = adopt(x, what=name)
         self.leaves.append(leaf)
         self._given.append(x)
         return f"{leaf.array.dtype} {leaf.array.shape}"
@@ -143,3 +151,104 @@ def _large_and_apart(arrays: Sequence[Any]) -> Iterator[int]:
         if arrays[index].nbytes >= LARGE and furthest <= start and end <= following:
             yield index
         furthest = max(furthest, end)
+
+
+def all_reduce(group: ProcessGroup, tensors: Any, op: ReduceOp, async_op: bool) -> Any:
+    """`all_reduce` of all arrays of a tree."""
+    with group.preparing("all_reduce"):
+        tree = Tree(tensors, partial(group.adopt, writable=True, renew=True))
+        batches = tree.batches(lambda x: x.dtype)
+        calls = []
+        for leaves in batches:
+            xs = arrays_of(leaves)
+            calls.append(group.planned(Operation("all_reduce_coalesced", xs, xs, op, parts=tree.parts)))
+    return _run(group, "all_reduce", tree, batches, calls, async_op)
+
+
+def broadcast(group: ProcessGroup, tensors: Any, root: Any, async_op: bool) -> Any:
+    """`broadcast` of all arrays of a tree."""
+
+    def planned(leaves: Sequence[Adopted]) -> Call:
+        if tree.on_gpu:
+            return plan(leaves[0].array)
+        xs = [leaf.array.reshape(-1).view(np.uint8) for leaf in leaves]
+        flat = xs[0] if len(xs) == 1 else flattened(xs)
+        return plan(flat) if is_root or len(xs) == 1 else then_split(plan(flat), flat, xs)
+
+    def plan(x: Any) -> Call:
+        return group.planned(Operation("broadcast", (x,), (x,), root=root, parts=tree.parts))
+
+    with group.preparing("broadcast"):
+        root = group.checked_rank("src", root)
+        is_root = group.rank == root
+        tree = Tree(tensors, partial(group.adopt, writable=not is_root, renew=True))
+        batches = [[leaf] for leaf in tree.leaves] if tree.on_gpu else tree.batches(lambda x: "bytes")
+        calls = list(map(planned, batches))
+    return _run(group, "broadcast", tree, batches, calls, async_op)
+
+
+def _run(
+    group: ProcessGroup,
+    name: str,
+    tree: Tree,
+    batches: list[list[Adopted]],
+    calls: list[Call],
+    async_op: bool,
+) -> Any:
+    """Carry out the calls of a tree, one for each batch."""
+    if not tree.on_gpu:
+        return group.run(name, tree.in_turn(calls), (tree,), async_op)
+    # A stream takes them in order, so the last one's Work stands for all.
+    for call, leaves in zip(calls[:-1], batches, strict=False):
+        group.run(name, call, leaves, False)
+    return group.run(name, calls[-1], batches[-1], async_op)
+
+
+# ---- arrays of unknown shape ---------------------------------------------------------------------------
+
+# How a rank tells the others its array's dtype and shape, before they have room for it.
+_SHAPE_NOTE = np.dtype([("code", "i8"), ("dtype", "S64"), ("ndim", "i8"), ("shape", "i8", 64)])
+
+
+def all_gather_new(group: ProcessGroup, tensor: Any, async_op: bool) -> Any:
+    """`all_gather` into a list of new arrays, whose shapes the ranks tell one another first."""
+    with group.preparing("all_gather"):
+        x = group.adopt(tensor, writable=False)
+        note, notes = np.zeros(1, _SHAPE_NOTE), np.empty(group.size, _SHAPE_NOTE)
+        note["code"], note["dtype"] = dtype_code(x.array.dtype), str(x.array.dtype).encode()
+        note["ndim"], note["shape"][0, : x.array.ndim] = x.array.ndim, x.array.shape
+        own, rows = note.view(np.int64), tuple(notes.view(np.int64).reshape(group.size, -1))
+        tell = group.planned(Operation("all_gather", rows, (own,), parts=SHAPES))
+    if type(x.array) is not np.ndarray:
+        if async_op or not hasattr(tensor, "new_empty"):
+            raise UsageError(
+                "all_gather(tensor) without a list takes, on a GPU, only torch's tensors and no async_op; give a "
+                "list of arrays to gather into"
+            )
+        group.run("all_gather", tell, (), False)
+        outs = [tensor.new_empty(shape) for shape in _agreed_shapes(notes, group.ranks)]
+        group.all_gather(outs, tensor)
+        return outs
+    rooms: list[Renewed] = []
+
+    def call() -> None:
+        tell()
+        rooms.extend(room_like(tensor, x.array, shape) for shape in _agreed_shapes(notes, group.ranks))
+        group.planned(Operation("all_gather", tuple(room.array for room in rooms), (x.array,)))()
+
+    made = Renewed(own, lambda _: [room.finish() for room in rooms])
+    return group.run("all_gather", call, (made,), async_op)
+
+
+def _agreed_shapes(notes: Array, ranks: Sequence[int]) -> list[list[int]]:
+    """Every rank's shape; a MismatchError, on all ranks, where dtypes or numbers of dimensions differ."""
+    shapes = [note["shape"][: note["ndim"]].tolist() for note in notes]
+    if len(set(notes["code"].tolist())) > 1 or len(set(notes["ndim"].tolist())) > 1:
+        gave = (
+            f"rank {rank} gave {note['dtype'].decode(errors='replace')} of shape {tuple(shape)}"
+            for rank, note, shape in zip(ranks, notes, shapes, strict=True)
+        )
+        raise MismatchError(
+            f"all_gather(tensor) takes arrays of one dtype and number of dimensions: {'; '.join(gave)}"
+        )
+    return shapes

@@ -54,7 +54,7 @@ _REASON_SECONDS = 1.0
 
 def make_auto(store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Backend:
     """The backend that suits where its members are: shared memory, TCP (or MPI), or both; collective."""
-    topology = Topology.of(members, rank)
+    topology = Topology(members, rank)
     if len(topology.nodes) == 1:
         return ShmBackend.make(store, name, members, rank, timeout)
     if all(len(node) == 1 for node in topology.nodes):
@@ -81,7 +81,7 @@ class HybridBackend(Backend):
         cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
     ) -> HybridBackend:
         """Meet the other members; collective. The arguments and errors are those of ShmBackend and TcpBackend."""
-        topology = Topology.of(members, rank)
+        topology = Topology(members, rank)
         parts: list[ProcessGroup] = []
         everyone: TcpBackend | None = None
 
