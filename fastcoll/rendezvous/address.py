@@ -42,6 +42,7 @@ def listen(host: str, port: int) -> socket.socket:
         UsageError: `host` is not an address of this machine.
         ResourceError: the port is in use (with its holder, where that can be seen) or not allowed.
     """
+    where = shown(host, port)
     try:
         choices = resolve(_bindable(host), port)
     except OSError as error:
@@ -57,9 +58,20 @@ def listen(host: str, port: int) -> socket.socket:
             return listener
         except OSError as error:
             listener.close()
+            if error.errno == errno.EADDRINUSE:
+                holder = port_holder(port) or "a process that cannot be seen from here"
+                raise ResourceError(
+                    f"the store cannot listen on {where}: the port is in use by {holder}; end that process or "
+                    "choose another port (MASTER_PORT, or the port of the init_method)"
+                ) from error
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise ResourceError(f"the store cannot listen on {where}: {error.strerror}") from error
             # Of a name's addresses this machine may have the later ones only; clients try them all.
-            if error.errno != errno.EADDRNOTAVAIL or not choices:
-                raise _cannot_listen(host, port, error) from error
+            if not choices:
+                raise UsageError(
+                    f"the store cannot listen on {where}: that is no address of this machine "
+                    f"({socket.gethostname()}), where rank 0 runs; give an address of the machine of rank 0"
+                ) from error
 
 
 def adopt_listener(descriptor: int) -> socket.socket:
@@ -100,22 +112,6 @@ def _bindable(host: str) -> str:
         return host
     logger.info("the name %s means loopback on this machine; the store listens on all addresses", host)
     return "0.0.0.0"
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> UsageError | ResourceError:
-    where = shown(host, port)
-    if error.errno == errno.EADDRINUSE:
-        holder = port_holder(port) or "a process that cannot be seen from here"
-        return ResourceError(
-            f"the store cannot listen on {where}: the port is in use by {holder}; end that process or "
-            "choose another port (MASTER_PORT, or the port of the init_method)"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return UsageError(
-            f"the store cannot listen on {where}: that is no address of this machine "
-            f"({socket.gethostname()}), where rank 0 runs; give an address of the machine of rank 0"
-        )
-    return ResourceError(f"the store cannot listen on {where}: {error.strerror}")
 
 
 def own_address(towards: str | None = None) -> str:

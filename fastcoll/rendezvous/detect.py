@@ -73,8 +73,13 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
     A `rank` or `world_size` that is given here wins over whatever the environment says of it. A UsageError names what
     is no number or out of range, and sources that disagree.
     """
-    slurm = _read_slurm(environ)
-    readings = _readings(environ, slurm)
+    slurm, torch = _read_slurm(environ), _read(environ, TORCH)
+    spoken = [torch]
+    if torch is None or torch.rank is None or TORCH.local_size not in environ:
+        spoken += [_read(environ, source) for source in MPI_SOURCES]
+        if all(reading is None or reading.rank is None for reading in spoken):
+            spoken.append(slurm)
+    readings = [reading for reading in spoken if reading is not None]
     rank_variable = next((reading.source.rank for reading in readings if reading.rank is not None), "")
     rank = _agreed(readings, "rank") if rank is None else rank
     world_size = _agreed(readings, "size") if world_size is None else world_size
@@ -109,17 +114,6 @@ def port_beside(port: int, away: int = 5000) -> int:
     It is far from the ports of jobs that count theirs up from one another.
     """
     return port - away if port - away > 1023 else port + away
-
-
-def _readings(environ: Mapping[str, str], slurm: _Reading | None) -> list[_Reading]:
-    torch = _read(environ, TORCH)
-    if torch is not None and torch.rank is not None and TORCH.local_size in environ:
-        return [torch]
-    spoken = [torch, *(_read(environ, source) for source in MPI_SOURCES)]
-    readings = [reading for reading in spoken if reading is not None]
-    if slurm is not None and all(reading.rank is None for reading in readings):
-        readings.append(slurm)
-    return readings
 
 
 def _read(environ: Mapping[str, str], source: Source) -> _Reading | None:

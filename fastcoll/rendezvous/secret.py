@@ -32,10 +32,8 @@ def job_secret() -> bytes:
 def proof(key: bytes, label: str, openings: Sequence[bytes]) -> bytes:
     """32 bytes of HMAC-SHA256 over a label and both openings of a connection.
 
-    Args:
-        key: what only those who belong to it have.
-        label: tells the protocol and the direction, so that no proof can be sent back.
-        openings: both ends', each with a fresh nonce, so that no proof can be used again.
+    The label tells the protocol and the direction, so that no proof can be sent back; the openings each have a fresh
+    nonce, so that no proof can be used again.
     """
     return hmac.digest(key, label.encode() + b"".join(openings), hashlib.sha256)
 

@@ -130,24 +130,21 @@ class TCPServer:
             os.close(self._spare)
             self._spare = None
         if not raise_limit(_MORE_DESCRIPTORS, f"the store's {len(self._links)} connections and more"):
-            self._refuse()
+            with contextlib.suppress(OSError), self._listener.accept()[0] as connection:
+                if not self._has_refused:
+                    self._has_refused = True
+                    logger.warning(
+                        "the store takes no more than %d connections: this process has reached its limit of file "
+                        "descriptors; %s",
+                        len(self._links),
+                        CURE,
+                    )
+                connection.setblocking(False)
+                connection.send(self._core.refusal())
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(_CHUNK)  # a close with unread bytes is a reset
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-    def _refuse(self) -> None:
-        with contextlib.suppress(OSError), self._listener.accept()[0] as connection:
-            if not self._has_refused:
-                self._has_refused = True
-                logger.warning(
-                    "the store takes no more than %d connections: this process has reached its limit of file "
-                    "descriptors; %s",
-                    len(self._links),
-                    CURE,
-                )
-            connection.setblocking(False)
-            connection.send(self._core.refusal())
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(_CHUNK)  # a close with unread bytes is a reset
 
     def _serve(self, peer: int, events: int) -> None:
         link = self._links.get(peer)
