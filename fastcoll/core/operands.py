@@ -28,7 +28,7 @@ _MOST_WORK = 10_000  # candidates that NumPy looks at for whether two strided ar
 LARGEST_TAG = (1 << 31) - 1
 OBJECTS_TAG = LARGEST_TAG + 3
 """Of messages with objects: what they hold is unpickled, so no array that a user sends may come among them. The two
-before it are those of gpu/nccl_mail_letters.py."""
+before it are those of gpu/nccl/messages.py."""
 
 
 def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:

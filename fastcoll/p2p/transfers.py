@@ -26,7 +26,7 @@ Array = NDArray[Any]
 DTYPE_BITS = 22
 
 LETTER = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (192,))])
-"""Of messages that announce an array on a GPU, which travels otherwise (gpu/nccl_mail.py). Users have no such dtype."""
+"""Of messages that announce an array on a GPU, which goes by NCCL (gpu/nccl/messages.py). Users have no such dtype."""
 
 
 @lru_cache(maxsize=1024)
