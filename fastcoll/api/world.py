@@ -278,7 +278,7 @@ def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name
     deadline = time.monotonic() + limit
     late, handled = LateWarning(), has_handler(init_method)
     while True:
-        left = max(deadline - time.monotonic(), 0.001)
+        left = limit if handled else max(deadline - time.monotonic(), 0.001)
         meeting = meet(init_method, rank, world_size, left, group_name)
         try:
             if handled:
