@@ -25,16 +25,11 @@ _log = logging.getLogger("fastcoll")
 _IDLE_SECONDS = 5.0
 _NO_LIMIT = timedelta()  # how C++ says "no timeout"; it also uses negative ones
 
-
 Job = Callable[[], None]
 
 
 class DoneWork(TorchWork):  # type: ignore[misc]
-    """An operation that was complete when it was called.
-
-    Args:
-        tensors: where the results are.
-    """
+    """An operation that was complete when it was called; its results are in `tensors`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -65,12 +60,9 @@ class DoneWork(TorchWork):  # type: ignore[misc]
 
 
 class PendingWork(DoneWork):
-    """One or more operations of fastcoll that make up one of torch.
+    """Operations of fastcoll, in the order in which they were started, that make up one of torch.
 
-    Args:
-        works: in the order in which they were started.
-        tensors: where the results are.
-        limit: seconds that `wait` takes at most; None leaves it to the group's timeout.
+    `wait` takes `limit` seconds at most; None leaves it to the group's timeout.
     """
 
     def __init__(
@@ -121,10 +113,8 @@ class PendingWork(DoneWork):
         """A future with the tensors, or with the error of one of the works."""
         if self._future is None:
             base: Any = torch.futures.Future()
-            works, tensors = (
-                self._works,
-                self._tensors,
-            )  # a future that held this Work would keep itself alive
+            # Not `self`: a future that held this Work would keep itself alive.
+            works, tensors = self._works, self._tensors
 
             def outcome(_: Any) -> list[torch.Tensor]:
                 for work in works:

@@ -48,7 +48,7 @@ _lock = threading.Lock()
 
 
 def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
-    """Meet the other ranks of the MPI job in a store that rank 0 serves; collective. What MPI knows may be -1.
+    """Meet the other ranks of the MPI job in a store that rank 0 serves; collective. What MPI knows may be given as -1.
 
     Raises:
         UsageError: MPI has another rank or world size.
