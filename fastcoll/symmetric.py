@@ -136,11 +136,19 @@ def wait(
 
 def _made(g: ProcessGroup, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
     with g.preparing("symmetric.empty"):
-        kind = _checked_dtype(dtype)
-        sizes = _checked_shape(shape)
-    memory = g.backend.symmetric_memory(
-        g, math.prod(sizes) * kind.itemsize, f"shape {sizes} of {_name(kind)}"
-    )
+        try:
+            kind: np.dtype[Any] = np.dtype(dtype)
+        except TypeError as error:
+            raise ArrayError(f"dtype is {dtype!r}, which is none ({error}); give e.g. np.float32") from error
+        if kind.hasobject or kind.itemsize == 0 or kind.subdtype is not None:
+            raise ArrayError(
+                f"dtype is {kind!r}; give one whose elements have a fixed size and are no objects"
+            )
+        sizes = tuple(wholes("shape", shape) if np.iterable(shape) else [whole("shape", shape)])
+        if any(size < 0 for size in sizes):
+            raise UsageError(f"shape is {shape}; no size may be negative")
+    name = str(kind) if kind.isbuiltin else repr(kind)
+    memory = g.backend.symmetric_memory(g, math.prod(sizes) * kind.itemsize, f"shape {sizes} of {name}")
     return memory.array(sizes, kind)
 
 
@@ -195,24 +203,3 @@ def _checked_channel(memory: SymmetricMemory, channel: int) -> int:
     if not 0 <= number < memory.channels:
         raise UsageError(f"channel is {number}; there are 0..{memory.channels - 1}")
     return number
-
-
-def _checked_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    try:
-        kind: np.dtype[Any] = np.dtype(dtype)
-    except TypeError as error:
-        raise ArrayError(f"dtype is {dtype!r}, which is none ({error}); give e.g. np.float32") from error
-    if kind.hasobject or kind.itemsize == 0 or kind.subdtype is not None:
-        raise ArrayError(f"dtype is {kind!r}; give one whose elements have a fixed size and are no objects")
-    return kind
-
-
-def _checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    sizes = wholes("shape", shape) if np.iterable(shape) else [whole("shape", shape)]
-    if any(size < 0 for size in sizes):
-        raise UsageError(f"shape is {shape}; no size may be negative")
-    return tuple(sizes)
-
-
-def _name(dtype: np.dtype[Any]) -> str:
-    return str(dtype) if dtype.isbuiltin else repr(dtype)

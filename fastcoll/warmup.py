@@ -44,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         dtypes = _ALL if given.dtypes == "all" else given.dtypes
         reductions = [_REDUCTIONS + parse_dtype(name).name for name in dtypes.split(",")]
-        _warm_up([*_entries(given.ops), *reductions], given.processes)
+        known = list(_all_entries())
+        wanted = known if given.ops is None else given.ops.split(",")
+        if unknown := set(wanted) - set(known):
+            raise UsageError(f"there is no operation {min(unknown)!r}; known: {', '.join(known)}")
+        _warm_up([*(name for name in known if name in wanted), *reductions], given.processes)
     except FastcollError as error:
         parser.error(str(error))
     finally:
@@ -71,17 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 def _all_entries() -> dict[str, Entry]:
     """The entries by name; those for the network as `tcp.NAME`."""
     from .net.tcp.entries import ENTRIES as NET
-    from .shm.entries import ENTRIES as SHM
+    from .shm.backend import ENTRIES as SHM
 
     return {entry.name: entry for entry in SHM} | {f"tcp.{entry.name}": entry for entry in NET}
-
-
-def _entries(names: str | None) -> list[str]:
-    known = list(_all_entries())
-    wanted = known if names is None else names.split(",")
-    if unknown := set(wanted) - set(known):
-        raise UsageError(f"there is no operation {min(unknown)!r}; known: {', '.join(known)}")
-    return [name for name in known if name in wanted]
 
 
 def _warm_up(todo: Sequence[str], processes: int) -> None:

@@ -14,7 +14,7 @@ import fastcoll
 from fastcoll import warmup
 from fastcoll.bench.cases import parse_dtype
 from fastcoll.net.tcp import entries as net
-from fastcoll.shm import entries as shm
+from fastcoll.shm import backend as shm
 
 PACKAGE = Path(fastcoll.__file__).parent
 

@@ -28,7 +28,7 @@ def even(total: int, parts: int, unit: int = 1) -> list[Span]:
 def start_of(total: int, parts: int, k: int, unit: int = 1) -> int:
     """Where part k begins if all parts are equally long, but for the last ones; the end for k = parts.
 
-    `total` need not be whole units. Compiled, this is kernels/twins.py's.
+    `total` need not be whole units. Compiled, this is kernels/primitives.py's.
     """
     return min(total, k * -(-total // (parts * unit)) * unit)
 

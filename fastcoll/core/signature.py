@@ -168,7 +168,7 @@ _WORD = (1 << 64) - 1
 
 
 def weigh(src: int, dst: int, nbytes: int) -> int:
-    """A pseudo-random number for "rank src gives rank dst so many bytes"; compiled, it is kernels/twins.py's."""
+    """A pseudo-random number for "rank src gives rank dst so many bytes"; compiled, it is kernels/primitives.py's."""
     mixed = ((nbytes + 1) * STEP + (src << 32) + dst) & _WORD
     mixed = (mixed ^ (mixed >> 30)) * FIRST & _WORD
     mixed = (mixed ^ (mixed >> 27)) * SECOND & _WORD

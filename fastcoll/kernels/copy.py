@@ -10,8 +10,9 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
+from .elements import WORD
 from .jit import inlined, instruction, kernel, llvm_function
-from .primitives import HALF_WORD, IS_X86, WORD, pointer
+from .primitives import HALF_WORD, IS_X86, pointer
 
 LINE = 64
 
@@ -64,7 +65,7 @@ def _stream_line(builder, dst, src):
 
 
 @instruction(types.void)
-def _streamed(builder):
+def _order_streamed(builder):
     """Order non-temporal stores before all later ones, which on x86 a release store alone does not."""
     if IS_X86:
         builder.call(llvm_function(builder, "llvm.x86.sse.sfence", ir.VoidType()), [])
@@ -81,4 +82,4 @@ def stream(dst, src, nbytes):
     for start in range(head, end, LINE):
         _stream_line(dst + start, src + start)
     copy(dst + end, src + end, nbytes - end)
-    _streamed()
+    _order_streamed()

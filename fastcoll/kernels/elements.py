@@ -6,7 +6,7 @@
 | complex                        | two float lanes         |
 | bool                           | a byte of 0 or 1        |
 | float16, bfloat16 (a `Half`)   | float32, rounded once   |
-| structured                     | has no lanes: custom.py |
+| structured                     | has no lanes: reduce.py |
 
 An `Element` says it in LLVM's types. Loads and stores claim no alignment: an array may start anywhere, and x86 and Arm
 vectors do not mind.
@@ -184,13 +184,9 @@ def _rounding_up(builder: ir.IRBuilder, bits: ir.Value, dropped: int) -> Any:
     return builder.add(bits, builder.add(odd, constant((1 << (dropped - 1)) - 1, bits)))
 
 
+CONVERSIONS = {"float16": (widen_float16, round_float16), "bfloat16": (widen_bfloat16, round_bfloat16)}
 if converts_in_hardware():
-    CONVERSIONS = {
-        "float16": (widen_float16_in_hardware, round_float16_in_hardware),
-        "bfloat16": (widen_bfloat16, round_bfloat16),
-    }
-else:
-    CONVERSIONS = {"float16": (widen_float16, round_float16), "bfloat16": (widen_bfloat16, round_bfloat16)}
+    CONVERSIONS["float16"] = widen_float16_in_hardware, round_float16_in_hardware
 
 WIDTHS = {"float16": 16, "bfloat16": 32}
 """Numbers that are best converted together: as float32 a register of AVX-512, or the two of the even and odd lanes."""
@@ -199,7 +195,6 @@ WIDTHS = {"float16": 16, "bfloat16": 32}
 # ---- elements --------------------------------------------------------------------------------------------
 
 _BYTE = ir.IntType(8)
-
 _REGISTER = 64
 """Bytes of AVX-512's registers; LLVM makes two or four of one where the processor's are smaller."""
 
@@ -267,19 +262,14 @@ class Element:
 def element_of(element: types.Type) -> Element:
     """The lanes of a numeric type in memory."""
     if isinstance(element, Half):
-        widen, narrow = CONVERSIONS[element.format]
-        width = WIDTHS[element.format]
-        return Element(ir.IntType(16), ir.FloatType(), 2, width, widen=widen, narrow=narrow)
+        return Element(_U16, _FLOAT, 2, WIDTHS[element.format], 1, *CONVERSIONS[element.format])
     if isinstance(element, types.Boolean):
         return Element(_BYTE, _BYTE, 1, _REGISTER, widen=_truth)
-    if isinstance(element, types.Integer):
-        return _plain(ir.IntType(element.bitwidth), element.bitwidth // 8, 1)
     lanes = 2 if isinstance(element, types.Complex) else 1
     size = element.bitwidth // 8 // lanes
-    return _plain(ir.FloatType() if size == 4 else ir.DoubleType(), size, lanes)
-
-
-def _plain(lane: ir.Type, size: int, lanes: int) -> Element:
+    lane = ir.FloatType() if size == 4 else ir.DoubleType()
+    if isinstance(element, types.Integer):
+        lane = ir.IntType(element.bitwidth)
     return Element(lane, lane, size, _REGISTER // size, lanes)
 
 

@@ -1,5 +1,7 @@
 """What kernels are made of: words at integer addresses, shared or private, calls by address, the processor's clock.
 
+And what core/signature.py and core/partition.py say of sizes, compiled.
+
 Kernels take addresses only, so one compiled kernel serves every dtype. LLVM hoists plain loads out of spin loops, so
 every word that another process writes goes through `load_acquire`, and every word that publishes data through
 `store_release`. Addresses must be multiples of 8.
@@ -13,9 +15,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from ..core import signature
+from .elements import WORD
 from .jit import inlined, instruction, llvm_function
 
-WORD = ir.IntType(64)
 HALF_WORD = ir.IntType(32)
 
 
@@ -129,3 +132,53 @@ def call_foreign(builder, function, a, b, c):
     """Call `int function(void *a, void *b, void *c)` of a C library; an address and an int64 are passed alike."""
     kind = ir.FunctionType(HALF_WORD, [WORD] * 3)
     return builder.sext(builder.call(pointer(builder, function, kind), [a, b, c]), WORD)
+
+
+# ---- pure functions of core/, compiled ---------------------------------------------------------------------
+
+_STEP, _FIRST, _SECOND = map(np.uint64, (signature.STEP, signature.FIRST, signature.SECOND))
+_30, _27, _31, _32 = map(np.uint64, (30, 27, 31, 32))
+
+
+@inlined
+def weigh(src, dst, nbytes):
+    """A pseudo-random number for "rank src gives rank dst so many bytes"."""
+    mixed = np.uint64(nbytes + 1) * _STEP + (np.uint64(src) << _32) + np.uint64(dst)
+    mixed = (mixed ^ (mixed >> _30)) * _FIRST
+    mixed = (mixed ^ (mixed >> _27)) * _SECOND
+    return np.int64(mixed ^ (mixed >> _31))
+
+
+@inlined
+def balance(rank, size, gives, takes):
+    """The balance of tables of `size` words, at addresses, of what this rank gives and what it expects."""
+    total = np.int64(0)
+    for peer in range(size):
+        given = load_word(gives, peer)
+        taken = load_word(takes, peer)
+        if peer != rank and given >= 0:
+            total += weigh(rank, peer, given)
+        if peer != rank and taken >= 0:
+            total -= weigh(peer, rank, taken)
+    return total
+
+
+@inlined
+def shape_of(sizes, size):
+    """One number that tells a table of `size` words from others: their sum when all are equal, else negative."""
+    first = load_word(sizes, 0)
+    even = True
+    total = np.int64(0)
+    mixed = np.int64(0)
+    for peer in range(size):
+        nbytes = load_word(sizes, peer)
+        even &= nbytes == first
+        total += nbytes
+        mixed += weigh(peer, peer, nbytes)
+    return total if even else -1 - (mixed & 0x3FFFFFFFFFFFFFFF)
+
+
+@inlined
+def start_of(total, parts, k, unit):
+    """Where part k of `total` begins if all are equally long, in whole units, but for the last ones."""
+    return min(total, k * -(-total // (parts * unit)) * unit)

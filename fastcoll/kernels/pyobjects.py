@@ -19,12 +19,12 @@ import sys
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
 from ..errors import UnavailableError
+from .elements import WORD
 
 # Offsets of the fields, in bytes.
 _HEAD = object.__basicsize__
@@ -45,9 +45,6 @@ Index = int
 """Annotates a parameter of an entry that takes an integer."""
 
 
-_WORD = ir.IntType(64)
-
-
 class _PyObject(types.Opaque):
     """Any Python object."""
 
@@ -64,7 +61,7 @@ register_model(_PyObject)(models.OpaqueModel)
 @register_model(_Index)
 class _IndexModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _WORD)
+        super().__init__(manager, kind, WORD)
 
 
 @unbox(_PyObject)
@@ -83,7 +80,7 @@ def object_at(typing_context, value):
     """The address of a PyObject argument."""
 
     def emit(context, builder, signature, args):
-        return builder.ptrtoint(args[0], _WORD)
+        return builder.ptrtoint(args[0], WORD)
 
     return types.int64(pyobject), emit
 
@@ -103,7 +100,7 @@ def release_gil(typing_context):
     """Give the GIL up: no object may be looked at before `take_gil`, which takes the result."""
 
     def emit(context, builder, signature, args):
-        return builder.ptrtoint(context.get_python_api(builder).save_thread(), _WORD)
+        return builder.ptrtoint(context.get_python_api(builder).save_thread(), WORD)
 
     return types.int64(), emit
 

@@ -9,19 +9,23 @@ There is one function a dtype, compiled at its first use and kept on disk, and o
 
 from __future__ import annotations
 
+import types as python_types
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import from_dtype, types
+from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.core.errors import NumbaError
+from numba.extending import intrinsic, is_jitted
 
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, ReduceOp
-from ..errors import ArrayError
-from .custom import compile_custom
-from .elements import Half, reducer_signature
-from .fold import fold
-from .jit import c_function
+from ..errors import ArrayError, UsageError
+from .elements import WORD, Element, Half, computed_as, element_of, reducer_signature
+from .fold import Combine, Operands, Registers, Shape, Tile, fold, shapes, stream
+from .jit import c_function, users_function
 
 
 class Reducer(NamedTuple):
@@ -33,7 +37,6 @@ class Reducer(NamedTuple):
 
 
 _reducers: dict[tuple[ReduceOp | int, np.dtype[Any]], Reducer] = {}
-_compiled: dict[tuple[ReduceOp | None, np.dtype[Any]], CFunc] = {}  # keeps the code alive
 
 
 def reducer(op: ReduceOp, dtype: np.dtype[Any]) -> Reducer:
@@ -55,15 +58,11 @@ def reducer(op: ReduceOp, dtype: np.dtype[Any]) -> Reducer:
     return found
 
 
+@cache  # which keeps the code alive
 def _compile(custom: ReduceOp | None, element: types.Type, dtype: np.dtype[Any]) -> CFunc:
-    compiled = _compiled.get((custom, dtype))
-    if compiled is None:
-        if custom is None:
-            compiled = c_function(_reduce, reducer_signature(element), f"reductions of {dtype}")
-        else:
-            compiled = compile_custom(custom, element, dtype)
-        _compiled[custom, dtype] = compiled
-    return compiled
+    if custom is not None:
+        return compile_custom(custom, element, dtype)
+    return c_function(_reduce, reducer_signature(element), f"reductions of {dtype}")
 
 
 def _reduce(op, dst, srcs, n, count):
@@ -121,3 +120,116 @@ def _cure(dtype: np.dtype[Any]) -> str:
     if dtype.kind == "O":
         return "give it a numeric dtype with .astype, or use the object collectives"
     return "use an integer, float or complex dtype, bool, float16 or bfloat16"
+
+
+# ---- a user's own elementwise function f(a, b), in the same loops ------------------------------------------
+
+
+def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> CFunc:
+    """Compile a reducer for a custom operation; its code is not kept on disk.
+
+    The function gets scalars of the dtype (float32 for float16 and bfloat16), or private records it may write
+    to. What it returns is converted as by an assignment. It must not raise.
+
+    Raises:
+        UsageError: Numba cannot compile the function for this dtype.
+    """
+    function: Any = op.function
+    if not is_jitted(function):  # a ufunc or builtin is called through a lambda
+        given = function
+        function = users_function(
+            given if isinstance(given, python_types.FunctionType) else lambda a, b: given(a, b)
+        )
+
+    def reduce(op, dst, srcs, n, count):
+        _fold_by(function, dst, srcs, n, count)
+
+    try:
+        return c_function(reduce, reducer_signature(element), f"{op!r} of {dtype}", keep=False)
+    except Exception as error:  # Numba lets errors of many kinds through
+        raise UsageError(
+            f"{op!r}: Numba cannot compile the function {op.name!r} for elements of dtype {dtype}; "
+            f"it must take two of them and return one. Numba says: {error}"
+        ) from error
+
+
+@intrinsic
+def _fold_by(typing_context, function, dst, srcs, n, count):
+    """Reduce `n` arrays of `count` elements, whose addresses are at `srcs`, into `dst` by a jitted function."""
+    kind = dst.dtype
+    operand = computed_as(kind)
+    call = function.get_call_type(typing_context, (operand, operand), {})
+
+    def emit(context, builder, signature, args):
+        _, pointer, table, number, elements = args
+        implementation = context.get_function(function, call)
+
+        def combine(builder, a, b):
+            return context.cast(builder, implementation(builder, (a, b)), call.return_type, operand)
+
+        if isinstance(kind, types.Record):
+            tiles: list[Tile] = [_Record(context, builder, kind, combine)]
+        else:
+            element, model = element_of(kind), context.data_model_manager[operand]
+            tiles = [_OneByOne(builder, element, shape, combine, model) for shape in shapes(element)]
+        nbytes = builder.mul(elements, WORD(tiles[-1].nbytes))
+        stream(builder, tiles, Operands(builder.ptrtoint(pointer, WORD), table, number, nbytes))
+        return context.get_dummy_value()
+
+    return types.void(function, dst, srcs, n, count), emit
+
+
+class _OneByOne(Registers):
+    """Registers that are combined element by element, in a loop of fixed length that LLVM vectorises: it touches two
+    private arrays and nothing else, so there is no overlap to check; where the function is simple they end up in
+    registers.
+    """
+
+    def __init__(
+        self, builder: ir.IRBuilder, element: Element, shape: Shape, combine: Combine, model: Any
+    ) -> None:
+        super().__init__(builder, element, shape, combine)
+        self._model = model
+        self._new = self.registers(builder)
+
+    def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        for i, new in self.load(builder, address):
+            builder.store(new, self.place(builder, self._new, i))
+        data = self._model.get_data_type().as_pointer()
+        first, second = builder.bitcast(self.taken, data), builder.bitcast(self._new, data)
+        elements = self.shape.registers * self.shape.width // self.element.lanes
+        with cgutils.for_range(builder, WORD(elements)) as loop:
+            place = builder.gep(first, [loop.index])
+            a = self._model.load_from_data_pointer(builder, place)
+            b = self._model.load_from_data_pointer(builder, builder.gep(second, [loop.index]))
+            builder.store(self._model.as_data(builder, self.combine(builder, a, b)), place)
+
+
+class _Record:
+    """A structured element: private copies keep a function that writes into its arguments off a peer's data."""
+
+    def __init__(self, context: Any, builder: ir.IRBuilder, record: types.Record, combine: Combine) -> None:
+        self.nbytes = max(1, record.size)  # a dtype without fields has no bytes, and loops divide by this
+        self._combine = combine
+        self._size = WORD(record.size)
+        self._taken, self._new = (
+            cgutils.alloca_once(builder, context.get_data_type(record)) for _ in range(2)
+        )
+        for private in (self._taken, self._new):
+            private.align = 16  # Numba takes the fields of an aligned dtype to be aligned
+
+    def _copy(self, builder: ir.IRBuilder, dst: ir.Value, src: ir.Value) -> None:
+        cgutils.raw_memcpy(builder, dst, src, self._size, 1)
+
+    def _pointer(self, builder: ir.IRBuilder, address: ir.Value) -> Any:
+        return builder.inttoptr(address, self._taken.type)
+
+    def start(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        self._copy(builder, self._taken, self._pointer(builder, address))
+
+    def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        self._copy(builder, self._new, self._pointer(builder, address))
+        self._copy(builder, self._taken, self._combine(builder, self._taken, self._new))
+
+    def finish(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        self._copy(builder, self._pointer(builder, address), self._taken)

@@ -74,18 +74,12 @@ def choose_none(t):
     store_word(t, STARTED, 0)
 
 
-@inlined
-def choose(t, operation, nbytes, ways, stride):
-    """Choose one of so many ways for a call, and start the clock.
+@kernel
+def choose(t, operation, nbytes, plain, divided, stride):
+    """Choose one of so many plain and so many divided ways for a call, and start the clock.
 
     Each way is tried `stride` times in a row, so that two sides that choose by themselves see all combinations.
     """
-    choose_among(t, operation, nbytes, ways, 0, stride)
-
-
-@kernel
-def choose_among(t, operation, nbytes, plain, divided, stride):
-    """As `choose`, of so many plain and so many divided ways."""
     ways = plain + divided
     row = t + 8 * (ROWS + ROW_WORDS * (operation * CLASSES + _class_of(nbytes)))
     number = load_word(row, 0)

@@ -32,15 +32,14 @@ from ..p2p.pipe import Pipe
 from ..p2p.transfers import kind_of
 from ..rendezvous import Store
 from . import context_layout as words
-from . import movement, reductions, rounds
+from . import movement, reductions, ring_kernels, rounds, symmetric
 from .context import Context, Report, What, kept, patience
 from .fast import Fast
 from .head_start import HeadStart, refuses
 from .lanes import Lanes
-from .meeting import meet
 from .monitor import ShmMonitor
 from .pipe import RingPipe
-from .segment import Segment
+from .segment import Segment, meet
 from .symmetric import NOTE_BYTES, ShmMemory, SymmetricArrays
 
 _CLOSE_SECONDS = 5.0
@@ -64,13 +63,10 @@ class ShmBackend(Backend):
         timeout: float,
         neighbours: int | None = None,
     ) -> ShmBackend:
-        """Meet the other members in a new segment; collective.
+        """Meet the other members, who are in the order of their group ranks, in a new segment; collective.
 
         Args:
             store: the group's own (prefixed) store.
-            name: the group's.
-            members: all ranks of the group, in the order of their group ranks.
-            rank: this process's group rank.
             timeout: seconds, for this and for every call on the group.
             neighbours: ranks of the job on this node, members or not; None: all of its ranks.
 
@@ -92,17 +88,15 @@ class ShmBackend(Backend):
         self._segment = segment
         self.context = Context(segment.address, segment.layout, rank, cores)
         self._c = self.context.address
-        self._lanes = Lanes.of(gate.name, self.context, segment, rank, cores, lanes, self.monitor, self.fail)
-        self._report = Report(segment, self.context, rank, gate.ranks, gate.name)
-        modes = patience(segment.layout.size, cores)
+        self._lanes = Lanes(gate.name, self.context, segment, cores, lanes, self.monitor, self.fail)
+        self._report = Report(segment, self.context, gate)
         self._whats: dict[Any, What] = {}
+        modes = patience(gate.size, cores)
         self.pipe = RingPipe(segment.address, segment.layout, rank, self.monitor, modes, self._c)
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
         self.head_start = HeadStart(gate, self.context, self.resume, self.torn, share)
-        self._symmetric = SymmetricArrays(
-            gate.ranks, rank, gate.timeout, self.monitor, self.context, modes, gate.check_usable, self.fail
-        )
+        self._symmetric = SymmetricArrays(gate, self.monitor, self.context, self.fail)
         for dtype in _SHARED:  # while the memo has room
             self.what("all_gather", dtype)
         gate.also(
@@ -112,9 +106,7 @@ class ShmBackend(Backend):
         gate.queue.count_in(self.context.words[words.PENDING : words.PENDING + 1])
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
-        return Fast(
-            group, self._c, self.pipe.address, self.messages, self.resume, self.torn, self.head_start
-        ).table()
+        return Fast(group, self).table()
 
     def begin_at_once(self) -> None:
         self.head_start.begin_at_once()
@@ -127,19 +119,10 @@ class ShmBackend(Backend):
     def resume(
         self, code: int, entry: Entry, *args: Any, tags: int = 0, timeout: float | None = None
     ) -> bool:
-        if code in _UNDER_WAY:
-            code = self._carry_on(code, entry, args, tags, self.gate.timeout if timeout is None else timeout)
-            if code == LATER:
-                raise AbortedError(f"{self._report.doing(entry.name)}: an array was changed meanwhile")
-        if code == MISMATCH:
-            difference = self._report.mismatch(self._from_all, self.gate.refusal)
-            self.context.let_go()
-            raise difference
-        return code == DONE
-
-    def _carry_on(self, code: int, entry: Entry, args: tuple[Any, ...], tags: int, limit: float) -> int:
-        """Call an entry again until it has an end; returns how it ended."""
+        """Call an entry again until it has an end; whether it has done the call, which it may not have begun."""
+        begun = code in _UNDER_WAY
         wait: Wait | None = None
+        limit = self.gate.timeout if timeout is None else timeout
 
         def look(code: int, context: Context) -> None:
             nonlocal wait
@@ -154,7 +137,13 @@ class ShmBackend(Backend):
                 look(code, self.context)
             how = rounds.HELD if code == MIXED else rounds.RESUMED
             code = entry.call(self._c | tags | how, *args)
-        return code
+        if code == MISMATCH:
+            difference = self._report.mismatch(self._from_all, self.gate.refusal)
+            self.context.let_go()
+            raise difference
+        if begun and code == LATER:
+            raise AbortedError(f"{self._report.doing(entry.name)}: an array was changed meanwhile")
+        return code == DONE
 
     def _from_all(self, own: Array) -> Array:
         """Every rank's array, by the thread whose call has the context; its dtype is one of `_SHARED`."""
@@ -205,18 +194,13 @@ class ShmBackend(Backend):
         key = (operation, op, dtype)
         if not parts and key in self._whats:
             return self._whats[key]
+        nbytes, largest = dtype.itemsize, self._segment.layout.slot // pieces
+        if op is not None and nbytes > largest:
+            raise ArrayError(f"an element of {dtype} has {nbytes} bytes; {operation} takes {largest} here")
         call = signature.encode(operation, dtype, op=op, parts=parts)
         if operation == "message":
-            what = What(kind_of(0, dtype), dtype.itemsize)
-        elif op is None:
-            what = What(call, dtype.itemsize)
-        else:
-            largest = self._segment.layout.slot // pieces
-            if dtype.itemsize > largest:
-                raise ArrayError(
-                    f"an element of {dtype} has {dtype.itemsize} bytes; {operation} takes {largest} here"
-                )
-            what = What(call, dtype.itemsize, reducer(op, dtype)[:2])
+            call = kind_of(0, dtype)
+        what = What(call, nbytes, (0, 0) if op is None else reducer(op, dtype)[:2])
         if not parts and self._whats.setdefault(key, what) is what:
             self.context.remember(signature.code_of(operation), dtype, op, what)
         return what
@@ -225,18 +209,18 @@ class ShmBackend(Backend):
         """A call of an entry on prepared arrays."""
         if what is not None:
             args = kept(entry.name, args, what.itemsize)
+        tags = rounds.PREPARED
+        handle = self._c | tags
 
         def call() -> None:
             self.gate.check_usable()
             if what is not None:
                 self.context.words[words.GIVEN] = what.address
             try:
-                code = entry.call(self._c | rounds.PREPARED, *args)
-                while not self.resume(code, entry, *args, tags=rounds.PREPARED, timeout=timeout):
+                while not self.resume(entry.call(handle, *args), entry, *args, tags=tags, timeout=timeout):
                     # The synchronous call of another thread is under way, which ends within its own timeout.
                     time.sleep(_POLL_SECONDS)
                     self.gate.check_usable()
-                    code = entry.call(self._c | rounds.PREPARED, *args)
             except BaseException as error:
                 self.torn(entry, error)
                 raise
@@ -308,3 +292,11 @@ _ENTRIES: dict[str, tuple[Entry, Callable[[Operation], tuple[Any, ...]]]] = {
     "all_to_all": (movement.all_to_all, lambda o: (o.outputs, o.inputs, o.inputs[0])),
 }
 """What each kind's entry takes, after the context."""
+
+ENTRIES: tuple[Entry, ...] = (
+    waiting.seize, reductions.barrier, *dict.fromkeys(entry for entry, _ in _ENTRIES.values()),
+    ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive,
+    ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance, ring_kernels.retire,
+    symmetric.copy_bytes, symmetric.count_signal, symmetric.await_signal,
+)  # fmt: skip
+"""Every entry there is, for whoever wants them compiled ahead."""

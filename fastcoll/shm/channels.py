@@ -62,5 +62,4 @@ CHANNEL_WORDS = 40
 
 def ring_offset(layout: Layout, src: int, dst: int) -> int:
     """Offset in the segment of the ring from `src` to `dst`, two different ranks."""
-    place = (dst - src) % layout.size - 1
-    return layout.section(src) + layout.rings_at + place * layout.ring_stride
+    return layout.ring_of(src, dst)

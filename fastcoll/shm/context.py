@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from ..core import signature
+from ..core.gate import Gate
 from ..core.operands import Array
 from ..errors import AbortedError, MismatchError
 from ..kernels import waiting
 from ..kernels.primitives import address_of
 from . import context_layout as at
 from . import layout
-from .layout import ONE_SHOT_LIMIT, Layout
+from .layout import CONTROL, ONE_SHOT_LIMIT, Layout
 from .segment import Segment
-from .validate import MEMO_PROBES, WHAT_WORDS, memo_place
+from .validate import MEMO_PROBES, memo_place
 
 BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
 
@@ -49,11 +50,9 @@ class What:
     """
 
     def __init__(self, call: int, itemsize: int, reducer: Sequence[int] = (0, 0)) -> None:
-        values = np.array([call, *reducer, itemsize], np.int64)
-        assert values.size == WHAT_WORDS
-        self.address = address_of(values)
+        self._words = np.array([call, *reducer, itemsize], np.int64)
+        self.address = address_of(self._words)
         self.itemsize = itemsize
-        self._values = values
 
 
 def kept(name: str, args: tuple[Any, ...], itemsize: int) -> tuple[Any, ...]:
@@ -76,23 +75,16 @@ class Context:
     """The context of one rank, and typed access to the words that Python needs."""
 
     def __init__(self, base: int, layout: Layout, rank: int, cores: int) -> None:
-        values = np.zeros(at.TABLES + at.TABLES_A_RANK * layout.size, np.int64)
-        values[at.RANK] = rank
-        values[at.SIZE] = layout.size
-        values[at.SECTIONS] = base + layout.section(0)
-        values[at.STRIDE] = layout.stride
-        values[at.SLOTS_AT] = layout.slots_at
-        values[at.SLOT] = layout.slot
-        values[at.LATE] = -1
-        values[at.LANES] = 1
-        values[at.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
-        values[at.NDARRAY], values[at.TUPLE], values[at.NONE] = id(np.ndarray), id(tuple), id(None)
-        spins, yields = patience(layout.size, cores)
-        values[at.PATIENCE + waiting.SPINS] = spins
-        values[at.PATIENCE + waiting.YIELDS] = yields
-        values[_BUDGET] = BUDGET
-        self.words = values
-        self.address = address_of(values)
+        words = self.words = np.zeros(at.TABLES + at.TABLES_A_RANK * layout.size, np.int64)
+        self.address = address_of(words)
+        words[at.RANK], words[at.SIZE] = rank, layout.size
+        words[at.SECTIONS], words[at.STRIDE] = base + layout.section(0), layout.stride
+        words[at.SLOTS_AT], words[at.SLOT] = CONTROL, layout.slot
+        words[at.LATE], words[at.LANES] = -1, 1
+        words[at.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
+        words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
+        words[at.PATIENCE + waiting.SPINS], words[at.PATIENCE + waiting.YIELDS] = patience(layout.size, cores)
+        words[_BUDGET] = BUDGET
         self._kept: list[Any] = []
         self._memo_lock = threading.Lock()
 
@@ -101,10 +93,8 @@ class Context:
 
     def table(self, which: int) -> list[int]:
         """A table of a word a rank."""
-        size = self[at.SIZE]
-        start = at.TABLES + which * size
-        found: list[int] = self.words[start : start + size].tolist()
-        return found
+        start = at.TABLES + which * self[at.SIZE]
+        return [int(word) for word in self.words[start : start + self[at.SIZE]]]
 
     def go_one_shot(self, limit: int) -> None:
         """Let reductions of up to `limit` bytes go one-shot from now on; on all ranks between the same two calls."""
@@ -160,14 +150,9 @@ class Context:
 class Report:
     """What one rank can say about its group's current call. Nothing here blocks but `mismatch`."""
 
-    def __init__(
-        self, segment: Segment, context: Context, rank: int, ranks: Sequence[int], group: str
-    ) -> None:
-        self._segment = segment
-        self._context = context
-        self._rank = rank
-        self._ranks = ranks
-        self._group = group
+    def __init__(self, segment: Segment, context: Context, gate: Gate) -> None:
+        self._segment, self._context = segment, context
+        self._rank, self._ranks, self._group = gate.rank, gate.ranks, gate.name
 
     def doing(self, entry: str) -> str:
         """The call under way, for messages; `entry` is its name while it has not been published."""
@@ -192,7 +177,8 @@ class Report:
         """
         number = self._context[at.CALLS]
         sizes = self._context.table(at.GIVES + 1), self._context.table(at.TAKES + 1)
-        heads = [self._call_and_shape(rank) for rank in self._everybody()]
+        lines = map(self._line, self._everybody())
+        heads = [(int(line[layout.CALL]), int(line[layout.SHAPE])) for line in lines]
         if error := signature.refused(heads, self._ranks, refusal, share, number, self._group):
             return error
 
@@ -212,13 +198,9 @@ class Report:
         start = self._segment.word(rank, layout.LINE * (self._context[at.CALLS] % 2))
         return self._segment.words[start : start + layout.PAYLOAD]
 
-    def _call_and_shape(self, rank: int) -> tuple[int, int]:
-        line = self._line(rank)
-        return int(line[layout.CALL]), int(line[layout.SHAPE])
-
 
 def describe_places(tables: Sequence[signature.Sizes], ranks: Sequence[int]) -> str:
-    """Where in symmetric memory each rank's array lies, which it says instead of sizes (symmetric_kernels.py)."""
+    """Where in symmetric memory each rank's array lies, which it says instead of sizes (symmetric.py)."""
     places = [(gives[0], gives[1]) for gives, _ in tables]
     names = {memory: f"array {number}" for number, memory in enumerate(dict.fromkeys(m for m, _ in places))}
     said = [

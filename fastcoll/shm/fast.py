@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import signature
 from ..core.group import ProcessGroup
@@ -21,10 +21,12 @@ from ..core.work import Work
 from ..interop.arrays import adopt
 from ..interop.tensors import header_of, headers_for, plain_types
 from ..kernels.jit import Entry
-from ..p2p.engine import Engine
 from ..p2p.pipe import ANY, ARMED
 from . import movement, reductions, ring_kernels
-from .head_start import HeadStart, refuses
+from .head_start import refuses
+
+if TYPE_CHECKING:
+    from .backend import ShmBackend
 
 _all_reduce = reductions.all_reduce
 _reduce = reductions.reduce
@@ -45,37 +47,19 @@ BARRIER = signature.encode("barrier")
 
 
 class Fast:
-    """What stands in for a group's methods where it runs in shared memory.
+    """What stands in for a group's methods where it runs in shared memory."""
 
-    Args:
-        context, rings: addresses that entries take.
-        messages: the group's.
-        resume, torn: what follows an entry that comes back early, or is left by an exception; see ShmBackend.
-    """
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        context: int,
-        rings: int,
-        messages: Engine,
-        resume: Callable[..., bool],
-        torn: Callable[..., bool],
-        head_start: HeadStart,
-    ) -> None:
+    def __init__(self, group: ProcessGroup, backend: ShmBackend) -> None:
         self._group = group
-        self._c = context
-        self._m = rings
-        self._messages = messages
-        self._resume = resume
-        self._torn = torn
-        self._head_start = head_start
+        self._c, self._m = backend.context.address, backend.pipe.address
+        self._messages = backend.messages
+        self._resume, self._torn = backend.resume, backend.torn
+        self._head_start = backend.head_start
         self._note = group.gate.unheard.note
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """The methods below, by the names of the group's."""
-        names = (name for name, method in vars(Fast).items() if not name.startswith("_") and name != "table")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in vars(Fast) if name[0] != "_" and name != "table"}
 
     def _further(self, code: int, entry: Entry, tensor: Any, how: Any) -> bool:
         """As `_go_on`, and on LATER the call once more with a header in the place of a tensor."""
@@ -240,12 +224,8 @@ class Fast:
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        if (
-            not async_op
-            and output_split_sizes is None
-            and input_split_sizes is None
-            and type(output) is not tuple
-        ):
+        even = output_split_sizes is None and input_split_sizes is None
+        if even and not async_op and type(output) is not tuple:
             try:
                 code = _all_to_all.call(self._c, output, input, input)
                 if code == DONE or self._further_on(code, _all_to_all, output, input, input):

@@ -96,9 +96,7 @@ class HeadStart:
         self._resume_entry = resume
         self._torn = torn
         self._share = share
-        self._ahead = (
-            0  # nanoseconds that a wait may take; 0: asynchronous calls begin on the progress thread
-        )
+        self._ahead = 0  # ns that a wait may take; 0: asynchronous calls begin on the progress thread
         self._handing: set[int] = set()  # threads that hand a call over right now
 
     def begin_at_once(self) -> None:
@@ -143,9 +141,14 @@ class HeadStart:
 
     def _hand_over(self, code: int, entry: Entry, args: tuple[Any, ...], given: tuple[Any, ...]) -> Work:
         """Leave this thread's call to another one; `given`: what keeps the memory of `args` alive."""
+        aside: ProgressQueue | None = None
 
         def job(_: Any = given) -> None:
-            self._resume(code, entry, args)
+            try:
+                self._resume(code, entry, args)
+            finally:
+                if aside is not None:
+                    aside.close()
 
         thread = threading.get_ident()
         try:
@@ -153,27 +156,23 @@ class HeadStart:
                 self._handing.add(thread)
                 if self._gate.closed:
                     raise AbortedError(f"{entry.name}: the group {self._gate.name} was destroyed")
-                aside = goes_aside(self._gate.queue.pending)
-                work = self._go_aside(entry, job) if aside else self._gate.queue.submit(entry.name, job)
+                if goes_aside(self._gate.queue.pending):
+                    aside = ProgressQueue(f"{self._gate.name}-aside")
+                work = (aside or self._gate.queue).submit(entry.name, job)
                 self._context.hand_over()
         finally:
             self._handing.discard(thread)
         return work
 
-    def _go_aside(self, entry: Entry, job: Callable[[], None]) -> Work:
-        queue = ProgressQueue(f"{self._gate.name}-aside")
-
-        def once() -> None:
-            try:
-                job()
-            finally:
-                queue.close()
-
-        return queue.submit(entry.name, once)
-
     def _resume(self, code: int, entry: Entry, args: tuple[Any, ...]) -> None:
         """Go on with a call that was handed over; nobody else can take the context, so this needs no turn."""
-        self._take_over(entry)
+        with self._gate.queue.changed:
+            taken = may_take_over(self._context[words.BUSY], self._gate.closed)
+            if taken:
+                self._context.take_over()
+        if not taken:
+            self._gate.check_usable()
+            raise AbortedError(f"{entry.name} was interrupted on the thread that began it")
         try:
             if code == AGAIN:
                 code = entry.call(self._c | RESUMED, *args)
@@ -182,14 +181,6 @@ class HeadStart:
         except BaseException as error:
             self._torn(entry, error)
             raise
-
-    def _take_over(self, entry: Entry) -> None:
-        with self._gate.queue.changed:
-            if may_take_over(self._context[words.BUSY], self._gate.closed):
-                self._context.take_over()
-                return
-        self._gate.check_usable()
-        raise AbortedError(f"{entry.name} was interrupted on the thread that began it")
 
     def _changed(self, entry: Entry) -> AbortedError:
         return AbortedError(f"{entry.name}: an array was changed meanwhile")

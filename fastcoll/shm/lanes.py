@@ -1,10 +1,18 @@
 """Lanes: several threads of a rank that share its large calls, where there are cores for them.
 
-A lane is a context of its own, with control words and slots of its own in every section. A divided call
-(lane_kernels.py) is one ordinary call in every lane, each with its part of every block; lanes never wait for one
-another, so the protocol is that of rounds.py, and results are the same bits. Lane 0 is driven by the thread that makes
-the call, the others by threads that sleep between two calls. Whether dividing pays is found out while the program runs
-(autotune.py).
+A lane is a context of its own, with control words and slots of its own in every section. A divided call is one ordinary
+call in every lane, each with its part of every block; lanes never wait for one another, so the protocol is that of
+rounds.py, and results are the same bits. Lane 0 is driven by the thread that makes the call, the others by threads that
+sleep between two calls. Whether dividing pays is found out while the program runs (autotune.py).
+
+In the group's own context a divided call only meets, by the call line that an undivided one would have: so ranks whose
+calls do not match find that before any lane hears of the call. Then Python runs the same entry with the same
+arguments in every lane's context, where it takes the lane's part of every block for the whole, and the group's own
+context waits until all lanes are done.
+
+Lanes write where the group's slots are. They begin after the meeting, when all earlier calls are complete on all ranks.
+The next call must not write there before all lanes of all ranks are done, so a divided call counts as SLOTS rounds, all
+of them read when it is complete: the next round waits for that.
 """
 
 from __future__ import annotations
@@ -12,43 +20,83 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 from ..core.monitor import Monitor
-from ..core.status import AGAIN, DONE, WORKED
+from ..core.status import AGAIN, DIVIDED, DONE, WORKED
 from ..errors import AbortedError, GroupError
-from ..kernels.jit import Entry
+from ..kernels.jit import Entry, inlined, kernel
+from ..kernels.primitives import load_word, start_of, store_word
+from ..kernels.waiting import wait_for
 from . import context_layout as at
-from . import rounds
+from . import rounds as r
+from . import validate as v
+from .autotune import take_way
 from .context import Context, kept
-from .layout import LANE_CONTROL, LANES, MAX_LANES, Layout
+from .layout import LANE_CONTROL, LANES, SLOTS
 from .segment import Segment
-from .validate import ITEMSIZE
 
-# Bytes that a round has for each rank: a round's waits take as long as copying them.
-_SMALLEST_PIECE = 4 << 10
+UNIT = 64  # elements; parts are multiples of so many, so that no two lanes write one cache line
+
+
+@inlined
+def part_of(c, what, nbytes):
+    """Where in a block of nbytes this lane's part begins, and its bytes; all of it in the group's own context."""
+    if load_word(c, at.LANE) == 0:
+        return 0, nbytes
+    unit = UNIT * load_word(what, v.ITEMSIZE)
+    lane, lanes = load_word(c, at.LANE) - 1, load_word(c, at.LANES)
+    start = start_of(nbytes, lanes, lane, unit)
+    return start, start_of(nbytes, lanes, lane + 1, unit) - start
+
+
+@kernel
+def narrow(c, which, what):
+    """Have the tables `which` and `which + 1` hold this lane's parts of the blocks."""
+    if load_word(c, at.LANE) == 0:
+        return
+    blocks, sizes = r.table(c, which), r.table(c, which + 1)
+    for peer in range(load_word(c, at.SIZE)):
+        if load_word(sizes, peer) != v.NO_MESSAGE:
+            start, nbytes = part_of(c, what, load_word(sizes, peer))
+            store_word(blocks, peer, load_word(blocks, peer) + start)
+            store_word(sizes, peer, nbytes)
+
+
+@kernel
+def divide(c, what, call, shape, balance):
+    """Meet, and return DIVIDED; resumed after that, wait for the lanes."""
+    if load_word(c, at.WROTE) == 0:
+        r.publish(c, call, shape, balance)
+    if load_word(c, at.MET) == 0:
+        waited = r.meet(c, call, shape, balance)
+        if waited != DONE:
+            return waited
+        store_word(c, at.CALLS_DIVIDED, load_word(c, at.CALLS_DIVIDED) + 1)
+        for k in range(load_word(c, at.LANES)):
+            lane = load_word(c, at.LANE_CONTEXTS + k)
+            store_word(lane, at.GIVEN, what)
+            store_word(lane, at.ONE_SHOT, load_word(c, at.ONE_SHOT))
+            take_way(r.ways_at(lane), r.ways_at(c))
+        return DIVIDED
+    for k in range(load_word(c, at.LANES)):
+        lane = load_word(c, at.LANE_CONTEXTS + k)
+        if not wait_for(c + 8 * at.PATIENCE, lane + 8 * at.FINISHED, load_word(c, at.CALLS_DIVIDED)):
+            late = load_word(lane, at.LATE)
+            store_word(c, at.LATE, load_word(c, at.RANK) if late < 0 else late)
+            return AGAIN
+    store_word(c, at.READ, SLOTS)
+    return r.finish(c)
+
+
+# ---- the threads -------------------------------------------------------------------------------------------
+
 _POLL_SECONDS = 1e-4
-_EARLY = (AGAIN, WORKED)
 
 Look = Callable[[int, Context], None]
 """`look(code, context)`: an entry came back early; raises when going on is hopeless."""
-
-
-def lanes_for(layout: Layout, masks: Sequence[int], wanted: Sequence[int], share: int) -> int:
-    """How many lanes a group has, from what all its ranks know of one another.
-
-    Args:
-        masks: the CPUs that each rank may use, as bits.
-        wanted: what FASTCOLL_LANES says on each rank, 0 for nothing.
-        share: cores for each rank of the job, wherever that is.
-    """
-    # As many ranks as have no other CPUs than a rank compete for its own.
-    crowds = [mask.bit_count() // sum(other & ~mask == 0 for other in masks) for mask in masks]
-    cores = min(share, *crowds) if layout.size > 1 else 1
-    lanes = min(MAX_LANES, *(number or cores for number in wanted))
-    return lanes if lanes > 1 and layout.lane_slot(lanes) // layout.size >= _SMALLEST_PIECE else 1
 
 
 class Lanes:
@@ -56,7 +104,7 @@ class Lanes:
 
     Args:
         context: the group's own, which is told of them.
-        contexts: one a lane; none: the group has no lanes.
+        number: of lanes; 1: none.
         fail: makes the group fail.
     """
 
@@ -64,37 +112,34 @@ class Lanes:
         self,
         name: str,
         context: Context,
-        contexts: Sequence[Context],
-        vigil: Monitor,
-        fail: Callable[[GroupError], None],
-    ) -> None:
-        self._vigil = vigil
-        self._contexts = list(contexts)
-        self._helpers = [
-            _Helper(f"fastcoll-{name}-lane-{k}", lane, self._see, fail)
-            for k, lane in enumerate(contexts)
-            if k > 0
-        ]
-        context.words[at.LANES] = max(1, len(contexts))
-        for k, lane in enumerate(contexts):
-            context.words[at.LANE_CONTEXTS + k] = lane.address
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        context: Context,
         segment: Segment,
-        rank: int,
         cores: int,
         number: int,
         vigil: Monitor,
         fail: Callable[[GroupError], None],
-    ) -> Lanes:
-        """So many lanes in a segment; 1: none."""
-        lanes = range(number if number > 1 else 0)
-        contexts = [_context(segment, rank, cores, lane, number) for lane in lanes]
-        return cls(name, context, contexts, vigil, fail)
+    ) -> None:
+        layout = segment.layout
+        self._contexts: list[Context] = []
+        context.words[at.LANES] = number
+        for lane in range(number if number > 1 else 0):
+            own = Context(segment.address, layout, context[at.RANK], cores // number)
+            control = LANES + lane * LANE_CONTROL
+            own.words[at.SECTIONS] += control
+            own.words[at.SLOTS_AT] = layout.lane_slots_at(lane, number) - control
+            own.words[at.SLOT] = layout.lane_slot(number)
+            own.words[at.LANE], own.words[at.LANES] = lane + 1, number
+            context.words[at.LANE_CONTEXTS + lane] = own.address
+            self._contexts.append(own)
+
+        def look(code: int, context: Context) -> None:
+            # The thread of the call looks at peers and the clock, and fails the group if it must.
+            if vigil.failure is not None:
+                raise vigil.failure.with_traceback(None)
+
+        self._helpers = [
+            _Helper(f"fastcoll-{name}-lane-{k}", lane, look, fail)
+            for k, lane in enumerate(self._contexts[1:], 1)
+        ]
 
     def run(self, entry: Entry, args: tuple[Any, ...], look: Look) -> None:
         """Run a divided call on all lanes; returns when this thread's own has done its part.
@@ -103,7 +148,7 @@ class Lanes:
             GroupError: whatever `look` raises; the others still use the arrays then, until `settle`.
         """
         what = self._contexts[0][at.GIVEN]
-        args = kept(entry.name, args, ctypes.c_int64.from_address(what + 8 * ITEMSIZE).value)
+        args = kept(entry.name, args, ctypes.c_int64.from_address(what + 8 * v.ITEMSIZE).value)
         for helper in self._helpers:
             helper.start(entry, args)
         drive(entry, self._contexts[0], args, look)
@@ -111,9 +156,7 @@ class Lanes:
     def settle(self, timeout: float = 5.0) -> bool:
         """The group has failed: wait until no lane touches the arrays of the call any more; whether that is so."""
         deadline = time.monotonic() + timeout
-        while busy := any(helper.is_busy() for helper in self._helpers):
-            if time.monotonic() > deadline:
-                break
+        while (busy := any(helper.is_busy() for helper in self._helpers)) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return not busy
 
@@ -121,31 +164,13 @@ class Lanes:
         """End the threads, after the last call; whether they have ended. Closing twice is fine."""
         return all([helper.close(timeout) for helper in self._helpers])
 
-    def _see(self, code: int, context: Context) -> None:
-        """A helper's look: the thread of the call looks at peers and the clock, and fails the group if it must."""
-        if self._vigil.failure is not None:
-            raise self._vigil.failure.with_traceback(None)
-
-
-def _context(segment: Segment, rank: int, cores: int, lane: int, lanes: int) -> Context:
-    """The context of lane number `lane` of `lanes`, from 0."""
-    layout = segment.layout
-    context = Context(segment.address, layout, rank, cores // lanes)
-    control = LANES + lane * LANE_CONTROL
-    context.words[at.SECTIONS] += control
-    context.words[at.SLOTS_AT] = layout.lane_slots_at(lane, lanes) - control
-    context.words[at.SLOT] = layout.lane_slot(lanes)
-    context.words[at.LANE] = lane + 1
-    context.words[at.LANES] = lanes
-    return context
-
 
 def drive(entry: Entry, context: Context, args: tuple[Any, ...], look: Look) -> None:
     """Run a lane's part of a call to its end, on this thread."""
-    code = entry.call(context.address | rounds.PREPARED, *args)
-    while code in _EARLY:
+    code = entry.call(context.address | r.PREPARED, *args)
+    while code in (AGAIN, WORKED):
         look(code, context)
-        code = entry.call(context.address | rounds.PREPARED | rounds.RESUMED, *args)
+        code = entry.call(context.address | r.PREPARED | r.RESUMED, *args)
     if code != DONE:
         raise AbortedError(f"{entry.name}: an array was changed meanwhile")
 

@@ -26,6 +26,7 @@ lines, since adjacent-line prefetch makes neighbours share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,6 +61,8 @@ SLOTS = 8  # rounds take turns; why so many: docs/architecture.md, "Where the da
 RING_HEADER = 1024  # control words of a ring, see rings.py
 _SMALLEST_SLOT = 1024
 _SMALLEST_RING = 2048
+# Bytes that a round of a lane has for each rank: a round's waits take as long as copying them.
+_SMALLEST_PIECE = 4 << 10
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,9 @@ class Layout:
 
     size: int
     slot: int
-    ring: int
+    ring: int = 0
 
     cure: ClassVar[str] = "lower FASTCOLL_SHM_BYTES_PER_RANK"
-
-    @property
-    def slots_at(self) -> int:
-        """Offset of the first slot in a section."""
-        return CONTROL
 
     @property
     def rings_at(self) -> int:
@@ -83,14 +81,9 @@ class Layout:
         return CONTROL + SLOTS * self.slot
 
     @property
-    def ring_stride(self) -> int:
-        """From one outgoing ring to the next."""
-        return RING_HEADER + self.ring
-
-    @property
     def stride(self) -> int:
         """From one rank's section to the next."""
-        used = self.rings_at + (self.size - 1) * self.ring_stride
+        used = self.rings_at + (self.size - 1) * (RING_HEADER + self.ring)
         return -(-used // PAGE) * PAGE
 
     @property
@@ -102,29 +95,29 @@ class Layout:
         """Offset of a rank's section."""
         return PAGE + rank * self.stride
 
+    def ring_of(self, src: int, dst: int) -> int:
+        """Offset of the ring from `src` to `dst`, two different ranks."""
+        place = (dst - src) % self.size - 1
+        return self.section(src) + self.rings_at + place * (RING_HEADER + self.ring)
+
     def lane_slot(self, lanes: int) -> int:
         """Bytes of a slot of one of so many lanes."""
         return self.slot // lanes & -64
 
     def lane_slots_at(self, lane: int, lanes: int) -> int:
         """Offset of a lane's first slot in a section."""
-        return self.slots_at + lane * SLOTS * self.lane_slot(lanes)
+        return CONTROL + lane * SLOTS * self.lane_slot(lanes)
 
 
 @dataclass(frozen=True)
 class SymmetricLayout(Layout):
-    """A segment of symmetric arrays: `slot` bytes a rank, and no rings.
+    """A segment of symmetric arrays: of `slot` bytes a rank, and no rings.
 
     section  = signals | the rank's array
     signals    a line for each rank: word k counts the signals on channel k to that rank (release)
     """
 
     cure: ClassVar[str] = "ask for smaller arrays"
-
-    @classmethod
-    def of(cls, size: int, nbytes: int) -> SymmetricLayout:
-        """For arrays of `nbytes` bytes."""
-        return cls(size, nbytes, 0)
 
     @property
     def array_at(self) -> int:
@@ -164,4 +157,19 @@ def plan(size: int, bytes_per_rank: int) -> Layout:
 
 def _power_of_two(n: int) -> int:
     """The largest power of two that is at most n (0 for n < 1)."""
-    return 1 << (n.bit_length() - 1) if n > 0 else 0
+    return 1 << n.bit_length() >> 1
+
+
+def lanes_for(layout: Layout, masks: Sequence[int], wanted: Sequence[int], share: int) -> int:
+    """How many lanes (lanes.py) a group has, from what all its ranks know of one another.
+
+    Args:
+        masks: the CPUs that each rank may use, as bits.
+        wanted: what FASTCOLL_LANES says on each rank, 0 for nothing.
+        share: cores for each rank of the job, wherever that is.
+    """
+    # As many ranks as have no other CPUs than a rank compete for its own.
+    crowds = [mask.bit_count() // sum(other & ~mask == 0 for other in masks) for mask in masks]
+    cores = min(share, *crowds) if layout.size > 1 else 1
+    lanes = min(MAX_LANES, *(number or cores for number in wanted))
+    return lanes if lanes > 1 and layout.lane_slot(lanes) // layout.size >= _SMALLEST_PIECE else 1

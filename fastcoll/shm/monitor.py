@@ -23,7 +23,7 @@ class ShmMonitor(Monitor):
 
     def __init__(self, segment: Segment, members: Sequence[Member], rank: int) -> None:
         super().__init__(members, rank)
-        self._segment = segment
+        self._segment, self._here = segment, rank
 
     def has_left(self, rank: int) -> bool:
         return self._state(rank) in (LEFT, LEAVING)
@@ -46,18 +46,13 @@ class ShmMonitor(Monitor):
 
     def _told(self, rank: int) -> str:
         length = int(self._segment.words[self._segment.word(rank, STATE) + 1])
-        return self._segment.text(rank, REASON, min(length, REASON_BYTES))
+        return self._segment.read(rank, REASON, min(length, REASON_BYTES)).decode(errors="replace")
 
     def _publish(self, state: int, reason: str) -> None:
-        data = f"{self._blame()}\n{reason}".encode()[:REASON_BYTES]
-        self._segment.write_text(self._rank, REASON, data)
-        word = self._segment.word(self._rank, STATE)
+        how = _LATE if isinstance(self.failure, CollectiveTimeoutError) else _OTHER
+        ranks = self.failure.ranks[:_MOST_RANKS] if self.failure is not None else ()
+        data = f"{' '.join([how, *map(str, ranks)])}\n{reason}".encode()[:REASON_BYTES]
+        self._segment.write(self._here, REASON, data)
+        word = self._segment.word(self._here, STATE)
         self._segment.words[word + 1] = len(data)
         self._segment.words[word] = state
-
-    def _blame(self) -> str:
-        """The line before the reason."""
-        if self.failure is None:
-            return _OTHER
-        how = _LATE if isinstance(self.failure, CollectiveTimeoutError) else _OTHER
-        return " ".join([how, *map(str, self.failure.ranks[:_MOST_RANKS])])

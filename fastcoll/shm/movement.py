@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
-from ..kernels import twins
 from ..kernels.jit import inlined, kernel, locked_entry
-from ..kernels.primitives import load_word
+from ..kernels.primitives import balance, load_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from . import context_layout as at
 from . import layout
 from . import rounds as r
 from . import validate as v
 from .autotune import hand_out, is_divided, stage
-from .lane_kernels import divide, narrow, part_of
-
-
-@inlined
-def _balance_of(c):
-    return twins.balance(
-        load_word(c, at.RANK), load_word(c, at.SIZE), r.table(c, at.GIVES + 1), r.table(c, at.TAKES + 1)
-    )
-
+from .lanes import divide, narrow, part_of
 
 _BROADCAST = signature.code_of("broadcast")
 _ALL_GATHER = signature.code_of("all_gather")
@@ -113,6 +104,12 @@ def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
 
 
 @inlined
+def _balance_of(c):
+    gives, takes = r.table(c, at.GIVES + 1), r.table(c, at.TAKES + 1)
+    return balance(load_word(c, at.RANK), load_word(c, at.SIZE), gives, takes)
+
+
+@inlined
 def _own_fits(c):
     """Whether this rank gives itself what it takes from itself."""
     rank = load_word(c, at.RANK)
@@ -153,13 +150,34 @@ def _all_gather(c, x, nbytes, call):
                 continue
             if r.await_peer(c, peer, step) != DONE:
                 return AGAIN
-            hand_out(
-                r.ways_at(c), out, r.place_of(c, peer, step, r.fits_inline(load_word(sizes, peer))), part
-            )
+            place = r.place_of(c, peer, step, r.fits_inline(load_word(sizes, peer)))
+            hand_out(r.ways_at(c), out, place, part)
         if r.close_round(c, total):
             return r.finish(c)
         if r.time_is_up(c):
             return WORKED
+
+
+@inlined
+def _list_rooted(h, operation, x, holder, root, one, many):
+    """Fill the tables of a call of one rank with all: `one` with x, for or from the root, and there `many` with blocks.
+
+    The description of the call; 0: ask Python.
+    """
+    c = r.context_of(h)
+    here = load_word(c, at.RANK) == root
+    what = v.description(c, h, operation, x, 0)
+    flags = WRITEABLE if one == at.TAKES else 0
+    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, flags) or here == v.has_none(c, holder):
+        return 0
+    data, nbytes = v.data_of(x), v.nbytes_of(x, what)
+    v.list_one(c, one, root, data, nbytes)
+    if not here:
+        v.list_none(c, many)
+        return what
+    if not v.list_blocks(c, h, many, holder, x, what, WRITEABLE - flags) or not _own_fits(c):
+        return 0
+    return what if v.are_apart(c, h, data, nbytes, many, True) else 0
 
 
 @locked_entry
@@ -168,24 +186,12 @@ def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> in
     h = integer(handle)
     if not r.take(h):
         return LATER
-    c = r.context_of(h)
-    outs, x, root = object_at(outputs), object_at(tensor), integer(dst)
-    here = load_word(c, at.RANK) == root
-    what = v.description(c, h, _GATHER, x, 0)
-    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, 0) or here == v.has_none(c, outs):
+    c, root = r.context_of(h), integer(dst)
+    what = _list_rooted(h, _GATHER, object_at(tensor), object_at(outputs), root, at.GIVES, at.TAKES)
+    if what == 0:
         return r.give_up(h)
-    v.list_one(c, at.GIVES, root, v.data_of(x), v.nbytes_of(x, what))
-    if here:
-        if not v.list_blocks(c, h, at.TAKES, outs, x, what, WRITEABLE):
-            return r.give_up(h)
-        if not _own_fits(c) or not v.are_apart(c, h, v.data_of(x), v.nbytes_of(x, what), at.TAKES, True):
-            return r.give_up(h)
-    else:
-        v.list_none(c, at.TAKES)
     r.begin(h, _GATHER, _largest(c) * load_word(c, at.SIZE), 0)
-    return take_gil(
-        release_gil(), _exchange_or_divide(c, what, 1, load_word(what, v.CALL) | root << signature.ROOT_SHIFT)
-    )
+    return take_gil(release_gil(), _exchange_or_divide(c, what, 1, root))
 
 
 @locked_entry
@@ -194,32 +200,12 @@ def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> in
     h = integer(handle)
     if not r.take(h):
         return LATER
-    c = r.context_of(h)
-    out, items, root = object_at(output), object_at(blocks), integer(src)
-    here = load_word(c, at.RANK) == root
-    what = v.description(c, h, _SCATTER, out, 0)
-    if (
-        what == 0
-        or not v.is_rank(c, root)
-        or not v.is_plain(c, h, out, WRITEABLE)
-        or here == v.has_none(c, items)
-    ):
+    c, root = r.context_of(h), integer(src)
+    what = _list_rooted(h, _SCATTER, object_at(output), object_at(blocks), root, at.TAKES, at.GIVES)
+    if what == 0:
         return r.give_up(h)
-    v.list_one(c, at.TAKES, root, v.data_of(out), v.nbytes_of(out, what))
-    if here:
-        if not v.list_blocks(c, h, at.GIVES, items, out, what, 0):
-            return r.give_up(h)
-        if not _own_fits(c) or not v.are_apart(c, h, v.data_of(out), v.nbytes_of(out, what), at.GIVES, True):
-            return r.give_up(h)
-    else:
-        v.list_none(c, at.GIVES)
     r.begin(h, _SCATTER, _largest(c) * load_word(c, at.SIZE), 0)
-    return take_gil(
-        release_gil(),
-        _exchange_or_divide(
-            c, what, load_word(c, at.SIZE) - 1, load_word(what, v.CALL) | root << signature.ROOT_SHIFT
-        ),
-    )
+    return take_gil(release_gil(), _exchange_or_divide(c, what, load_word(c, at.SIZE) - 1, root))
 
 
 @locked_entry
@@ -231,20 +217,16 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
     c = r.context_of(h)
     x = object_at(like)
     what = v.description(c, h, _ALL_TO_ALL, x, 0)
-    if what == 0:
-        return r.give_up(h)
-    if not v.list_blocks(c, h, at.GIVES, object_at(blocks), x, what, 0):
+    if what == 0 or not v.list_blocks(c, h, at.GIVES, object_at(blocks), x, what, 0):
         return r.give_up(h)
     if not v.list_blocks(c, h, at.TAKES, object_at(outputs), x, what, WRITEABLE) or not _own_fits(c):
         return r.give_up(h)
     for peer in range(load_word(c, at.SIZE)):
-        given, nbytes = (load_word(r.table(c, at.GIVES), peer), load_word(r.table(c, at.GIVES + 1), peer))
+        given, nbytes = load_word(r.table(c, at.GIVES), peer), load_word(r.table(c, at.GIVES + 1), peer)
         if not v.are_apart(c, h, given, nbytes, at.TAKES, False):
             return r.give_up(h)
     r.begin(h, _ALL_TO_ALL, _largest(c) * load_word(c, at.SIZE), 0)
-    return take_gil(
-        release_gil(), _exchange_or_divide(c, what, load_word(c, at.SIZE) - 1, load_word(what, v.CALL))
-    )
+    return take_gil(release_gil(), _exchange_or_divide(c, what, load_word(c, at.SIZE) - 1, 0))
 
 
 @inlined
@@ -263,7 +245,8 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
 
 
 @inlined
-def _exchange_or_divide(c, what, spread, call):
+def _exchange_or_divide(c, what, spread, root):
+    call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
     if is_divided(r.ways_at(c)):
         return divide(c, what, call, _largest(c), _balance_of(c))
     narrow(c, at.GIVES, what)

@@ -14,16 +14,15 @@ from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..kernels.copy import copy
 from ..kernels.jit import entry, inlined, kernel, locked_entry
-from ..kernels.primitives import call_reducer, load_word, store_word
+from ..kernels.primitives import call_reducer, load_word, shape_of, start_of, store_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
-from ..kernels.twins import shape_of, start_of
 from . import context_layout as at
 from . import rounds as r
 from . import validate as v
 from .autotune import is_divided, stage
-from .lane_kernels import divide, narrow, part_of
-from .symmetric_kernels import SMALLEST as SYMMETRIC_SMALLEST
-from .symmetric_kernels import all_reduce_in_place, find_row
+from .lanes import divide, narrow, part_of
+from .symmetric import SMALLEST as SYMMETRIC_SMALLEST
+from .symmetric import all_reduce_in_place, find_row
 
 _ALL_REDUCE = signature.code_of("all_reduce")
 _REDUCE = signature.code_of("reduce")
@@ -68,8 +67,8 @@ def barrier(handle: Index, call: Index) -> int:
 
 
 @kernel
-def _one_shot(c, dst, src, nbytes, what, call, first, last):
-    """Everybody publishes src; a rank with first < last reduces the ranks first..last-1 into dst."""
+def _one_shot(c, dst, src, nbytes, what, call, last):
+    """Everybody publishes src; each reduces the ranks 0..last-1 into dst."""
     rank = load_word(c, at.RANK)
     inline = r.fits_inline(nbytes)
     chunk = _whole(load_word(c, at.SLOT), load_word(what, v.ITEMSIZE))
@@ -79,27 +78,22 @@ def _one_shot(c, dst, src, nbytes, what, call, first, last):
             if r.open_slot(c) != DONE:
                 return AGAIN
             step = load_word(c, at.WROTE)
-            stage(
-                r.ways_at(c),
-                r.place_of(c, rank, step, inline),
-                src + step * chunk,
-                nbytes - step * chunk,
-                chunk,
-            )
+            start = step * chunk
+            stage(r.ways_at(c), r.place_of(c, rank, step, inline), src + start, nbytes - start, chunk)
             r.publish(c, call, nbytes, 0)
             continue
         waited = r.meet(c, call, nbytes, 0)
         if waited != DONE:
             return waited
-        if first < last:
+        if last > 0:
             if r.await_all(c) != DONE:
                 return AGAIN
             step = load_word(c, at.READ)
             start = step * chunk
-            for peer in range(first, last):
+            for peer in range(last):
                 place = src + start if peer == rank else r.place_of(c, peer, step, inline)
-                store_word(r.table(c, at.SOURCES), peer - first, place)
-            _reduce(c, what, dst + start, last - first, min(chunk, nbytes - start))
+                store_word(r.table(c, at.SOURCES), peer, place)
+            _reduce(c, what, dst + start, last, min(chunk, nbytes - start))
         if r.close_round(c, total):
             return r.finish(c)
         if r.time_is_up(c):
@@ -149,6 +143,18 @@ def _two_shot(c, dst, src, nbytes, what, call, keep):
             return WORKED
 
 
+@inlined
+def _reduce_arrays(c, dst, src, nbytes, what, call, keep):
+    """Divide the call, or do this lane's part of it; ranks with `keep` get the result."""
+    if is_divided(r.ways_at(c)):
+        return divide(c, what, call, nbytes, 0)
+    start, nbytes = part_of(c, what, nbytes)
+    size = load_word(c, at.SIZE)
+    if size > 2 and nbytes > load_word(c, at.ONE_SHOT):
+        return _two_shot(c, dst + start, src + start, nbytes, what, call, keep)
+    return _one_shot(c, dst + start, src + start, nbytes, what, call, size if keep else 0)
+
+
 @locked_entry
 def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     """Reduce an array over all ranks, in place."""
@@ -161,20 +167,13 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     if what == 0 or not v.is_plain(c, h, x, WRITEABLE):
         return r.give_up(h)
     data, nbytes, call = v.data_of(x), v.nbytes_of(x, what), load_word(what, v.CALL)
-    size = load_word(c, at.SIZE)
-    if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
+    if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and load_word(c, at.SIZE) > 1:
         row = find_row(c, data, nbytes)
         if row != 0:
             r.begin(h, _ALL_REDUCE, 0, 0)
             return take_gil(release_gil(), all_reduce_in_place(c, data, nbytes, what, call, row))
     r.begin(h, _ALL_REDUCE, nbytes, load_word(what, v.ITEMSIZE))
-    if is_divided(r.ways_at(c)):
-        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
-    start, nbytes = part_of(c, what, nbytes)
-    data += start
-    if size <= 2 or nbytes <= load_word(c, at.ONE_SHOT):
-        return take_gil(release_gil(), _one_shot(c, data, data, nbytes, what, call, 0, size))
-    return take_gil(release_gil(), _two_shot(c, data, data, nbytes, what, call, True))
+    return take_gil(release_gil(), _reduce_arrays(c, data, data, nbytes, what, call, True))
 
 
 @locked_entry
@@ -184,21 +183,15 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
     if not r.take(h):
         return LATER
     c = r.context_of(h)
-    out, x, root = object_at(output), object_at(tensor), integer(dst)
+    x, root = object_at(tensor), integer(dst)
     here = load_word(c, at.RANK) == root
     what = v.description(c, h, _REDUCE, x, object_at(op))
     if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, WRITEABLE if here else 0):
         return r.give_up(h)
-    nbytes, call = v.nbytes_of(x, what), load_word(what, v.CALL) | root << signature.ROOT_SHIFT
+    out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
+    call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
     r.begin(h, _REDUCE, nbytes, load_word(what, v.ITEMSIZE))
-    if is_divided(r.ways_at(c)):
-        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
-    start, nbytes = part_of(c, what, nbytes)
-    dst, src = v.data_of(out) + start, v.data_of(x) + start
-    size = load_word(c, at.SIZE)
-    if size <= 2 or nbytes <= load_word(c, at.ONE_SHOT):
-        return take_gil(release_gil(), _one_shot(c, dst, src, nbytes, what, call, 0, size if here else 0))
-    return take_gil(release_gil(), _two_shot(c, dst, src, nbytes, what, call, here))
+    return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, here))
 
 
 @locked_entry
@@ -208,20 +201,19 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
     if not r.take(h):
         return LATER
     c = r.context_of(h)
-    out, x = object_at(output), object_at(tensor)
+    x = object_at(tensor)
     operation = _EXSCAN if integer(exclusive) else _SCAN
     what = v.description(c, h, operation, x, object_at(op))
     if what == 0 or not v.is_plain(c, h, x, WRITEABLE):
         return r.give_up(h)
-    nbytes, call = v.nbytes_of(x, what), load_word(what, v.CALL)
+    out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
+    call = load_word(what, v.CALL)
     r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE))
     if is_divided(r.ways_at(c)):
         return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
     start, nbytes = part_of(c, what, nbytes)
     last = load_word(c, at.RANK) + (0 if integer(exclusive) else 1)
-    return take_gil(
-        release_gil(), _one_shot(c, v.data_of(out) + start, v.data_of(x) + start, nbytes, what, call, 0, last)
-    )
+    return take_gil(release_gil(), _one_shot(c, out + start, data + start, nbytes, what, call, last))
 
 
 @locked_entry
@@ -240,17 +232,16 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
         return r.give_up(h)
     if not v.list_blocks(c, h, at.GIVES, object_at(blocks), out, what, 0):
         return r.give_up(h)
-    nbytes = v.nbytes_of(out, what)
-    if nbytes != load_word(r.table(c, at.GIVES + 1), load_word(c, at.RANK)):
-        return r.give_up(h)
-    if not v.are_apart(c, h, v.data_of(out), nbytes, at.GIVES, True):
+    data, nbytes = v.data_of(out), v.nbytes_of(out, what)
+    own = load_word(r.table(c, at.GIVES + 1), load_word(c, at.RANK))
+    if nbytes != own or not v.are_apart(c, h, data, nbytes, at.GIVES, True):
         return r.give_up(h)
     r.begin(h, _REDUCE_SCATTER, v.largest_of(c, at.GIVES), load_word(what, v.ITEMSIZE))
     if is_divided(r.ways_at(c)):
         return take_gil(release_gil(), divide(c, what, load_word(what, v.CALL), _shape_of_blocks(c), 0))
     start, _ = part_of(c, what, nbytes)
     narrow(c, at.GIVES, what)
-    return take_gil(release_gil(), _reduce_scatter(c, v.data_of(out) + start, what))
+    return take_gil(release_gil(), _reduce_scatter(c, data + start, what))
 
 
 @kernel

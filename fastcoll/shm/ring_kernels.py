@@ -121,7 +121,7 @@ def _choose(m, operation, nbytes, smallest, stride):
     t = m + 8 * CHOOSING
     choose_none(t)
     if nbytes >= smallest:
-        choose(t, operation, nbytes, 2, stride)
+        choose(t, operation, nbytes, 2, 0, stride)
     return load_word(t, WAY)
 
 

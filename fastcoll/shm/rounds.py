@@ -130,14 +130,9 @@ def begin(handle, operation, nbytes, itemsize):
             autotune.choose_none(ways_at(c))
             if nbytes >= autotune.SMALLEST:
                 plain = autotune.ways_of(nbytes, load_word(c, at.SLOT), itemsize == 0)
-                divided = plain if _can_be_divided(c, handle, nbytes, itemsize) else 0
-                autotune.choose_among(ways_at(c), operation, nbytes, plain, divided, 1)
-
-
-@inlined
-def _can_be_divided(c, handle, nbytes, itemsize):
-    some = load_word(c, at.LANES) > 1 and handle & HELD == 0
-    return some and nbytes >= SMALLEST_DIVIDED and itemsize <= LARGEST_ITEM
+                some = load_word(c, at.LANES) > 1 and handle & HELD == 0
+                divided = plain if some and nbytes >= SMALLEST_DIVIDED and itemsize <= LARGEST_ITEM else 0
+                autotune.choose(ways_at(c), operation, nbytes, plain, divided, 1)
 
 
 @kernel
@@ -220,9 +215,8 @@ def _meet(c, call, shape, balance):
     store_word(c, at.READ, layout.SLOTS)  # more rounds than anybody wrote: none is taken for a later call's
     autotune.choose_none(ways_at(c))
     _wind_up(c)
-    return (
-        MIXED if same else MISMATCH
-    )  # and keeps the context: what Python does next about it belongs to this call
+    # The context stays taken: what Python does next about it belongs to this call.
+    return MIXED if same else MISMATCH
 
 
 @inlined

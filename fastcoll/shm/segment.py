@@ -1,29 +1,39 @@
-"""The life of a segment: create, attach, prove, unlink. The only file that uses posix_ipc.
+"""The life of a segment: how the members of a group meet in one, and how it ends. The only file that uses posix_ipc.
 
-The name is random, announced before it exists, and unlinked as soon as all ranks have attached, by
-whichever rank sees that first or by any survivor when a rank dies meanwhile; the memory itself goes with
-the last process that has it mapped. A name that outlived a job in which every rank was killed at once is
-swept by the next job of the same user (`sweep`).
+Rank 0 announces a random name before it makes the segment; all map it, and prove that by its nonce. The name is
+unlinked as soon as all ranks have attached, by whichever sees that first or by any survivor when a rank dies meanwhile;
+the memory itself goes with the last process that has it mapped. A name that outlived a job in which every rank was
+killed at once is swept by the next job of the same user (`sweep`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import mmap
 import os
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 
 import numpy as np
 import posix_ipc
 
-from ..errors import ResourceError
-from .layout import ATTACHED, MAGIC, Layout
+from .. import config
+from ..core.members import Member, gone_among
+from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
+from ..rendezvous import Store
+from ..rendezvous.assemble import GroupMeeting
+from .layout import ATTACHED, LINE, MAGIC, ONE_SHOT_LIMIT, QUOTA, Layout, lanes_for, plan
+from .thresholds import one_shot_limit
 
 DIRECTORY = "/dev/shm"
 _PREFAULT_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
+_MASK_WORDS = LINE // 8 - 1  # 960 CPUs
+_LOOK_SECONDS = 0.05
+_DOING = "making a group in shared memory"
 # Pids mean something in their own pid namespace only.
 _PREFIX = f"fastcoll-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
@@ -123,19 +133,16 @@ class Segment:
         """Tell the others that this rank has mapped the segment."""
         self.words[self.word(rank, ATTACHED)] = self.nonce
 
-    def await_attached(self, check: Callable[[list[int]], None]) -> None:
-        """Wait until all ranks have mapped the segment; `check(missing)` waits a moment, and may raise."""
-        while missing := [
-            r for r in range(self.layout.size) if self.words[self.word(r, ATTACHED)] != self.nonce
-        ]:
-            check(missing)
+    def missing(self) -> list[int]:
+        """The ranks that have not mapped the segment yet."""
+        return [r for r in range(self.layout.size) if self.words[self.word(r, ATTACHED)] != self.nonce]
 
-    def text(self, rank: int, offset: int, nbytes: int) -> str:
-        """Text that a rank has written into its section."""
+    def read(self, rank: int, offset: int, nbytes: int) -> bytes:
+        """Bytes that a rank has written into its section."""
         start = self.layout.section(rank) + offset
-        return bytes(self._mapping[start : start + nbytes]).decode(errors="replace")
+        return bytes(self._mapping[start : start + nbytes])
 
-    def write_text(self, rank: int, offset: int, data: bytes) -> None:
+    def write(self, rank: int, offset: int, data: bytes) -> None:
         """Write bytes into a rank's section."""
         start = self.layout.section(rank) + offset
         self._mapping[start : start + len(data)] = data
@@ -193,3 +200,99 @@ def shortage(need: int, cure: str = Layout.cure) -> str:
         "(docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; mount -o remount,size=1g /dev/shm), "
         f"or {cure}"
     )
+
+
+# ---- how the members meet in one ---------------------------------------------------------------------------
+
+
+def meet(
+    store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int
+) -> tuple[Segment, int, int]:
+    """The group's segment, mapped by all members, the number of cores that they share, and how many lanes it has.
+
+    Args:
+        neighbours: ranks of the job on this node, members or not.
+    """
+    name = ""
+    with GroupMeeting(store, members, rank, timeout, _DOING) as meeting:
+        try:
+            if rank == 0:
+                sweep()
+                layout = _choose(len(members))
+                name = new_name()
+                meeting.say("segment", json.dumps({"name": name, **vars(layout)}).encode())
+                segment = Segment.create(name, layout)
+                segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
+                meeting.say("created")
+            else:
+                announced = json.loads(meeting.hear("segment"))
+                name = announced.pop("name")
+                meeting.hear("created")
+                segment = Segment.attach(name, Layout(**announced))
+            try:
+                _tell_of_cores(segment, rank)
+                segment.say_attached(rank)
+                segment.prefault(rank)
+                _await_attached(segment, members, meeting, timeout)
+                cores, lanes = _count_cores(segment, neighbours)
+            except BaseException:
+                segment.close()
+                raise
+        finally:
+            if name:
+                unlink(name)
+    return segment, cores, lanes
+
+
+def _choose(size: int) -> Layout:
+    """Sizes that fit into half of what /dev/shm has left, since others need some as well."""
+    wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
+    free = free_bytes() // 2 // size
+    if wanted <= free:
+        return plan(size, wanted)
+    try:
+        return plan(size, free)
+    except ResourceError as error:
+        raise ResourceError(shortage(size * wanted, "free what fills it")) from error
+
+
+def _await_attached(
+    segment: Segment, members: Sequence[Member], meeting: GroupMeeting, timeout: float
+) -> None:
+    """Wait until all ranks have mapped the segment, and from time to time look for trouble."""
+    next_look = time.monotonic() + _LOOK_SECONDS
+    while missing := [members[r].rank for r in segment.missing()]:
+        time.sleep(0.0002)
+        if time.monotonic() < next_look:
+            continue
+        next_look = time.monotonic() + _LOOK_SECONDS
+        meeting.look()
+        if dead := gone_among(members):
+            raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
+        if not meeting.left():
+            late = f"rank {', '.join(map(str, missing))} did not attach within {timeout:g} s"
+            raise CollectiveTimeoutError(f"{_DOING}: {late}", missing)
+
+
+def _tell_of_cores(segment: Segment, rank: int) -> None:
+    """Write which CPUs this process may use, how many its cgroup allows, and what FASTCOLL_LANES says."""
+    mask = sum(1 << cpu for cpu in os.sched_getaffinity(0) if cpu < 64 * _MASK_WORDS)
+    quota = 1 << 30  # none
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
+        share, period = map(int, file.read().split())
+        quota = max(1, share // period)
+    segment.write(rank, ATTACHED + 8, mask.to_bytes(8 * _MASK_WORDS, "little"))
+    word = segment.word(rank, QUOTA)
+    segment.words[word : word + 2] = quota, config.get("FASTCOLL_LANES")
+
+
+def _count_cores(segment: Segment, neighbours: int) -> tuple[int, int]:
+    """How many CPUs the members may use together, and how many lanes that allows; the same on all of them."""
+    ranks = range(segment.layout.size)
+    masks = [int.from_bytes(segment.read(r, ATTACHED + 8, 8 * _MASK_WORDS), "little") for r in ranks]
+    quotas, wanted = zip(*(segment.words[segment.word(r, QUOTA) :][:2].tolist() for r in ranks), strict=True)
+    everybodys = 0
+    for mask in masks:
+        everybodys |= mask
+    cores = min(everybodys.bit_count(), *quotas)
+    return cores, lanes_for(segment.layout, masks, wanted, cores // max(neighbours, len(ranks)))

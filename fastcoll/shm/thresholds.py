@@ -45,7 +45,7 @@ BUILT_IN = Table(
 
 def one_shot_limit(size: int) -> int:
     """Bytes for a group of `size` ranks: this machine's own number where there is one."""
-    known = {**BUILT_IN.one_shot, **_tuned(table_path()).one_shot}
+    known = {**BUILT_IN.one_shot, **_tuned(table_path())}
     # Smaller groups go as the next larger one that was measured, larger ones as the largest.
     return known[min((ranks for ranks in known if ranks >= size), default=max(known))]
 
@@ -61,36 +61,31 @@ def machine() -> str:
     """The machine's processor and number of CPUs, which a table must have been measured on."""
     with open("/proc/cpuinfo") as file:
         lines = file.read(4096).splitlines()
-    named = [
+    named = (
         line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model", "cpu\t"))
-    ]
-    return f"{named[0] if named else os.uname().machine}, {os.cpu_count()} CPUs"
+    )
+    return f"{next(named, os.uname().machine)}, {os.cpu_count()} CPUs"
 
 
 @functools.cache
-def _tuned(path: Path) -> Table:
-    """The table of a file, read once; an empty one, and a warning, where it cannot be used.
+def _tuned(path: Path) -> Mapping[int, int]:
+    """What a file's table says, read once; nothing, and a warning, where it cannot be used.
 
     It is about speed only, so that no job fails for it.
     """
-    none = Table(machine(), "", {})
     try:
         table = parse(path.read_text())
     except FileNotFoundError:
-        if config.get("FASTCOLL_TUNING"):
-            _warn(path, "is not there")
-        return none
+        why = "is not there" if config.get("FASTCOLL_TUNING") else ""
     except (OSError, ValueError) as error:
-        _warn(path, f"cannot be used: {error}")
-        return none
-    if table.machine != none.machine:
-        _warn(path, f"was measured on another machine, {table.machine}; this is {none.machine}")
-        return none
-    return table
-
-
-def _warn(path: Path, why: str) -> None:
-    _log.warning("the tuning table %s %s; python -m fastcoll.bench --tune writes one", path, why)
+        why = f"cannot be used: {error}"
+    else:
+        if table.machine == machine():
+            return table.one_shot
+        why = f"was measured on another machine, {table.machine}; this is {machine()}"
+    if why:
+        _log.warning("the tuning table %s %s; python -m fastcoll.bench --tune writes one", path, why)
+    return {}
 
 
 def parse(text: str) -> Table:

@@ -11,30 +11,15 @@ each goes from 0 to its value once, so a half-written entry is one that does not
 
 from __future__ import annotations
 
+from ..kernels import pyobjects as py
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import half_word_at, load_word, store_word, word_at
-from ..kernels.pyobjects import (
-    ALIGNED,
-    CONTIGUOUS,
-    DATA,
-    DESCR,
-    FLAGS,
-    ITEMS,
-    LENGTH,
-    NDIM,
-    SHAPE,
-    TYPE,
-    WRITEABLE,
-)
 from . import context_layout as at
 from . import rounds as r
 
 # Words of What, the description of a call that depends on (operation, dtype, reduce operation) only.
 CALL, REDUCER, CODE, ITEMSIZE = range(4)
-WHAT_WORDS = 4
-
 NO_MESSAGE = -1  # bytes, in a table, where two ranks have nothing for each other
-
 MEMO_PROBES = 8  # places where a description may be
 
 
@@ -59,9 +44,9 @@ def description(c, handle, operation, x, op):
     """The description of a call on the array at x (op: 0 for a call that only moves data); 0: ask Python."""
     if handle & r.PREPARED:
         return load_word(c, at.GIVEN)
-    if word_at(x + TYPE) != load_word(c, at.NDARRAY):
+    if word_at(x + py.TYPE) != load_word(c, at.NDARRAY):
         return 0
-    return _recall(c, operation, word_at(x + DESCR), op)
+    return _recall(c, operation, word_at(x + py.DESCR), op)
 
 
 @inlined
@@ -69,14 +54,14 @@ def is_plain(c, handle, x, flags):
     """Whether x is an ndarray, contiguous and aligned, with these flags besides."""
     if handle & r.PREPARED:
         return True
-    flags |= CONTIGUOUS | ALIGNED
-    return word_at(x + TYPE) == load_word(c, at.NDARRAY) and half_word_at(x + FLAGS) & flags == flags
+    flags |= py.CONTIGUOUS | py.ALIGNED
+    return word_at(x + py.TYPE) == load_word(c, at.NDARRAY) and half_word_at(x + py.FLAGS) & flags == flags
 
 
 @inlined
 def is_like(handle, x, y):
     """Whether two arrays have the same dtype."""
-    return handle & r.PREPARED != 0 or word_at(x + DESCR) == word_at(y + DESCR)
+    return handle & r.PREPARED != 0 or word_at(x + py.DESCR) == word_at(y + py.DESCR)
 
 
 @inlined
@@ -87,15 +72,15 @@ def is_rank(c, root):
 @inlined
 def data_of(x):
     """The address of an array's data."""
-    return word_at(x + DATA)
+    return word_at(x + py.DATA)
 
 
 @inlined
 def nbytes_of(x, what):
     """The bytes of an array."""
     nbytes = load_word(what, ITEMSIZE)
-    shape = word_at(x + SHAPE)
-    for k in range(half_word_at(x + NDIM)):
+    shape = word_at(x + py.SHAPE)
+    for k in range(half_word_at(x + py.NDIM)):
         nbytes *= word_at(shape + 8 * k)
     return nbytes
 
@@ -112,35 +97,29 @@ def list_blocks(c, handle, which, holder, like, what, flags):
 
     `like` is an array of the same dtype. False: ask Python. None in a PREPARED tuple is no message.
     """
-    if word_at(holder + TYPE) == load_word(c, at.TUPLE):
-        return _list_items(c, handle, which, holder, like, what, flags)
+    size = load_word(c, at.SIZE)
+    if word_at(holder + py.TYPE) == load_word(c, at.TUPLE):
+        if word_at(holder + py.LENGTH) != size:
+            return False
+        for peer in range(size):
+            item = word_at(holder + py.ITEMS + 8 * peer)
+            if handle & r.PREPARED != 0 and item == load_word(c, at.NONE):
+                store_word(r.table(c, which + 1), peer, NO_MESSAGE)
+                continue
+            if not (is_plain(c, handle, item, flags) and is_like(handle, item, like)):
+                return False
+            store_word(r.table(c, which), peer, data_of(item))
+            store_word(r.table(c, which + 1), peer, nbytes_of(item, what))
+        return handle & r.PREPARED != 0 or flags & py.WRITEABLE == 0 or _are_disjoint(c, which)
     if not (is_plain(c, handle, holder, flags) and is_like(handle, holder, like)):
         return False
-    size = load_word(c, at.SIZE)
     nbytes = nbytes_of(holder, what)
-    if half_word_at(holder + NDIM) == 0 or word_at(word_at(holder + SHAPE)) % size != 0:
+    if half_word_at(holder + py.NDIM) == 0 or word_at(word_at(holder + py.SHAPE)) % size != 0:
         return False
     for peer in range(size):
         store_word(r.table(c, which), peer, data_of(holder) + peer * (nbytes // size))
         store_word(r.table(c, which + 1), peer, nbytes // size)
     return True
-
-
-@inlined
-def _list_items(c, handle, which, holder, like, what, flags):
-    size = load_word(c, at.SIZE)
-    if word_at(holder + LENGTH) != size:
-        return False
-    for peer in range(size):
-        item = word_at(holder + ITEMS + 8 * peer)
-        if handle & r.PREPARED != 0 and item == load_word(c, at.NONE):
-            store_word(r.table(c, which + 1), peer, NO_MESSAGE)
-            continue
-        if not (is_plain(c, handle, item, flags) and is_like(handle, item, like)):
-            return False
-        store_word(r.table(c, which), peer, data_of(item))
-        store_word(r.table(c, which + 1), peer, nbytes_of(item, what))
-    return handle & r.PREPARED != 0 or flags & WRITEABLE == 0 or _are_disjoint(c, which)
 
 
 @inlined

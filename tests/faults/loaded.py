@@ -10,11 +10,11 @@ import fastcoll.hybrid.backend
 import fastcoll.net.tcp.entries
 import fastcoll.rendezvous.tcp_store
 import fastcoll.rendezvous.ways
-import fastcoll.shm.entries
+import fastcoll.shm.backend
 from fastcoll import ReduceOp
 from fastcoll.kernels.reduce import reducer
 
-for entry in (*fastcoll.shm.entries.ENTRIES, *fastcoll.net.tcp.entries.ENTRIES):
+for entry in (*fastcoll.shm.backend.ENTRIES, *fastcoll.net.tcp.entries.ENTRIES):
     entry.compile()
 for dtype in ("f4", "f8"):
     reducer(ReduceOp.SUM, np.dtype(dtype))

@@ -24,13 +24,15 @@ FIRST_USE = textwrap.dedent("""
     import numpy as np
     from fastcoll.kernels import cache, reduce
     cache._SILENT = 0.01  # a word for each kernel, whatever the machine
-    for dtype in ("float32", "float64"):
-        greatest = reduce.reducer(reduce.ReduceOp.MAX, np.dtype(dtype))
+    maximum, dtypes = reduce.ReduceOp.MAX, [np.dtype("float32"), np.dtype("float64")]
+    for dtype in dtypes:
+        greatest = reduce.reducer(maximum, dtype)
     x = np.array([3.0, 7.0])
     table = np.array([x.ctypes.data, x.ctypes.data + 8])
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(greatest.address)
     call(greatest.code, x.ctypes.data, table.ctypes.data, 2, 1)
-    hits = [compiled.cache_hits for compiled in reduce._compiled.values()]
+    made = [reduce._compile(None, reduce.memory_type(maximum, dtype), dtype) for dtype in dtypes]
+    hits = [compiled.cache_hits for compiled in made]
     print(*hits, int(x[0]), int("numba.np.arraymath" in sys.modules))
 """)
 

@@ -7,7 +7,7 @@ import pytest
 from numba import from_dtype, njit, types
 from numba.extending import intrinsic
 
-from fastcoll.kernels.combine import division_of
+from fastcoll.kernels.fold import division_of
 
 NUMBERS = [*range(1, 70), 127, 128, 129, 255, 256, 257, 1000, 32767, 32768, 32769, 65535, 65536, 2**20, 2**31]
 

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import config
 
 from fastcoll.core.reduce_op import ReduceOp
-from fastcoll.kernels import custom, jit, reduce
+from fastcoll.kernels import jit, reduce
 from fastcoll.kernels.elements import Half, element_of, reducer_signature
 from fastcoll.kernels.fold import FEW, TILE, shapes
 
@@ -49,7 +49,7 @@ def test_the_loops_are_vectorised(name):
 @pytest.mark.parametrize("function", [lambda a, b: a + b, lambda a, b: b + (a if abs(a) > abs(b) else b)])
 def test_a_simple_custom_function_is_vectorised(name, function):
     kind, instruction, lane = KINDS[name]
-    made = custom.compile_custom(ReduceOp.custom(function), kind, np.dtype(name))
+    made = reduce.compile_custom(ReduceOp.custom(function), kind, np.dtype(name))
     assert_in_vector_registers(made, instruction, lane)
 
 

@@ -1,4 +1,4 @@
-"""kernels/twins.py says what core/signature.py and core/partition.py say."""
+"""kernels/primitives.py says what core/signature.py and core/partition.py say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastcoll.core import partition, signature
-from fastcoll.kernels import twins
+from fastcoll.kernels import primitives
 from fastcoll.kernels.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
@@ -18,17 +18,17 @@ WORDS = st.lists(NBYTES, min_size=1, max_size=9)
 
 @entry
 def balance(rank: Index, size: Index, gives: Index, takes: Index) -> int:
-    return twins.balance(integer(rank), integer(size), integer(gives), integer(takes))
+    return primitives.balance(integer(rank), integer(size), integer(gives), integer(takes))
 
 
 @entry
 def shape_of(sizes: Index, size: Index) -> int:
-    return twins.shape_of(integer(sizes), integer(size))
+    return primitives.shape_of(integer(sizes), integer(size))
 
 
 @entry
 def start_of(total: Index, parts: Index, k: Index, unit: Index) -> int:
-    return twins.start_of(integer(total), integer(parts), integer(k), integer(unit))
+    return primitives.start_of(integer(total), integer(parts), integer(k), integer(unit))
 
 
 @settings(max_examples=200, deadline=None)

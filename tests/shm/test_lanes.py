@@ -19,7 +19,8 @@ from fastcoll import MismatchError, ReduceOp, config
 from fastcoll.core import signature
 from fastcoll.shm import autotune, layout, rounds
 from fastcoll.shm import context_layout as at
-from fastcoll.shm.lanes import Lanes, lanes_for
+from fastcoll.shm.lanes import Lanes
+from fastcoll.shm.layout import lanes_for
 
 EDGE = rounds.SMALLEST_DIVIDED // 4  # float32 of the smallest call that is divided
 LARGE = 3 * EDGE + 1009
@@ -564,7 +565,7 @@ def test_lanes_have_their_own_control_words_and_slots(size, lanes):
     assert layout.CONSUMED + layout.LINE <= layout.LANE_CONTROL
     starts = [plan.lane_slots_at(lane, lanes) for lane in range(lanes)]
     nbytes = layout.SLOTS * plan.lane_slot(lanes)
-    assert starts[0] == plan.slots_at
+    assert starts[0] == layout.CONTROL
     assert all(b - a >= nbytes for a, b in pairwise(starts))
     assert starts[-1] + nbytes <= plan.rings_at
     assert plan.lane_slot(lanes) % 64 == 0

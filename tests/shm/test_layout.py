@@ -12,9 +12,9 @@ from fastcoll.shm import layout
 @pytest.mark.parametrize("per_rank", [1 << 19, 1 << 20, 2 << 20, 4 << 20])
 def test_parts_do_not_overlap(size: int, per_rank: int) -> None:
     plan = layout.plan(size, per_rank)
-    last_ring = plan.rings_at + (size - 1) * plan.ring_stride
+    last_ring = plan.rings_at + (size - 1) * (layout.RING_HEADER + plan.ring)
     assert layout.REASON + layout.REASON_BYTES <= layout.CONTROL
-    assert plan.slots_at + layout.SLOTS * plan.slot <= plan.rings_at
+    assert layout.CONTROL + layout.SLOTS * plan.slot <= plan.rings_at
     assert last_ring <= plan.stride
     assert plan.section(size - 1) + plan.stride == plan.nbytes
     assert all(plan.section(rank) % layout.PAGE == 0 for rank in range(size))

@@ -9,7 +9,7 @@ import pytest
 import fastcoll as dist
 from fastcoll import config
 from fastcoll.errors import ResourceError
-from fastcoll.shm import meeting, segment
+from fastcoll.shm import segment
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_the_cure_is_for_what_is_too_small(
     monkeypatch.setenv("FASTCOLL_SHM_BYTES_PER_RANK", str(wanted))
     monkeypatch.setattr(segment, "free_bytes", lambda: free)
     with pytest.raises(ResourceError, match=cure) as caught:
-        meeting._choose(2)
+        segment._choose(2)
     assert no_cure not in str(caught.value)
 
 

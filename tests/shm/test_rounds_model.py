@@ -4,7 +4,7 @@ The model keeps the shared words (call lines, PUBLISHED, CONSUMED, slots) and le
 step. Slots hold the number of the round that was written last, and a write and a read take two steps each, so a
 slot that is written while somebody reads it is caught wherever it can happen.
 
-A call that is divided among lanes (shm/lane_kernels.py) is here one round without data, and then what the lanes do
+A call that is divided among lanes (shm/lanes.py) is here one round without data, and then what the lanes do
 to the slots, which they share with the rounds: each rank writes all of its own, and reads a slot of every other.
 """
 

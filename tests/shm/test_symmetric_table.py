@@ -9,7 +9,7 @@ from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
 from fastcoll.shm.context_layout import SYMMETRIC
 from fastcoll.shm.layout import CHANNELS, LINE, PAGE, SymmetricLayout
-from fastcoll.shm.symmetric_kernels import ID, STRIDE, SymmetricTable, find_row
+from fastcoll.shm.symmetric import ID, STRIDE, SymmetricTable, find_row
 
 
 class Owner:
@@ -67,7 +67,7 @@ def test_it_grows_and_forgets() -> None:
 
 def test_no_two_things_share_memory_in_a_segment() -> None:
     for size in (1, 2, 5, 33):
-        layout = SymmetricLayout.of(size, 1001)
+        layout = SymmetricLayout(size, 1001)
         taken = np.zeros(layout.nbytes, np.int64)
         taken[:PAGE] += 1
         for rank in range(size):
