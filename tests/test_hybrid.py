@@ -24,7 +24,7 @@ from fastcoll.net.tcp import mail_words, mesh
 from fastcoll.net.tcp.backend import TcpBackend
 from fastcoll.rendezvous import HashStore, PrefixStore
 from fastcoll.rendezvous.assemble import GroupMeeting
-from fastcoll.shm import channels as ring_words
+from fastcoll.shm import rings as ring_words
 from fastcoll.shm.backend import ShmBackend
 
 # Group ranks by node: of one size, of two sizes with a surplus rank, and not in order.

@@ -16,12 +16,10 @@ from ..kernels import waiting
 from ..kernels.primitives import address_of, cells_of
 from ..p2p.pipe import TAKEN, Ack, Begun, Header, Pipe
 from ..p2p.transfers import Send
-from . import channels as words
 from . import ring_kernels
-from .channels import ring_offset
+from . import rings as words
 from .context import BUDGET
 from .layout import Layout
-from .rings import HEAD
 
 
 class RingPipe(Pipe):
@@ -59,8 +57,8 @@ class RingPipe(Pipe):
         self.table[words.RING] = layout.ring
         self.table[words.CONTEXT] = context
         for peer in [peer for peer in range(layout.size) if peer != rank]:
-            self.rows[peer, words.OUT] = base + ring_offset(layout, rank, peer)
-            self.rows[peer, words.IN] = base + ring_offset(layout, peer, rank)
+            self.rows[peer, words.OUT] = base + layout.ring_of(rank, peer)
+            self.rows[peer, words.IN] = base + layout.ring_of(peer, rank)
 
     def word(self, peer: int, index: int) -> int:
         """A word of the channel to `peer`."""
@@ -98,7 +96,7 @@ class RingPipe(Pipe):
         )
 
     def has_unread(self, peer: int) -> bool:
-        head = ctypes.c_int64.from_address(self.word(peer, words.IN) + HEAD)
+        head = ctypes.c_int64.from_address(self.word(peer, words.IN) + words.HEAD)
         return head.value > self.word(peer, words.IN_TAIL)
 
     def retire(self) -> None:

@@ -1,6 +1,6 @@
 """What Python calls to move messages through the rings: compiled functions that run without the GIL.
 
-`m` is the address of a mailbox's table (channels.py). `send` and `receive` carry one blocking call from begin to
+`m` is the address of a mailbox's table (rings.py). `send` and `receive` carry one blocking call from begin to
 end, `post_send` and `post_receive` begin one that is posted; they take BUSY. Their `word` is the tag, and `size` -1,
 where they are to look at the array themselves as validate.py has it; else they are its kind and its bytes. `begin`,
 `accept` and `acknowledge` set things going that `advance` then carries on for all peers at once. All come back within
@@ -40,60 +40,9 @@ from ..p2p.pipe import (
 )
 from ..p2p.pipe import NOTHING as NO_EVENT
 from ..p2p.transfers import DTYPE_BITS
+from . import rings as r
 from .autotune import CLOSE, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
-from .channels import (
-    ACK_VERDICT,
-    ACKS_READ,
-    ARMED_KIND,
-    ARMED_NBYTES,
-    ARMED_TO,
-    BEHIND,
-    BELL,
-    BUSY,
-    CHANNEL_WORDS,
-    CHANNELS,
-    CHOOSING,
-    CONTEXT,
-    EVENT,
-    IN_END,
-    IN_KIND,
-    IN_NBYTES,
-    IN_TAIL,
-    OUT,
-    OUT_END,
-    OUT_HEAD,
-    OWED,
-    RANK,
-    RECEIVES,
-    RING,
-    SENDS,
-    SENT,
-    SIZE,
-    SOURCE,
-    STORED,
-    TOLD,
-    TURN,
-    WATCHED,
-)
-from .channels import RECEIVED as MESSAGES
 from .context_layout import SHUT
-from .rings import (
-    ACKS_TAKEN,
-    NEVER_FULL,
-    PIECES_A_RING,
-    accept_message,
-    begin_message,
-    frame_of,
-    has_ack_space,
-    has_arrived,
-    has_room,
-    is_taken,
-    pull,
-    push,
-    read_ack,
-    sees_header,
-    write_ack,
-)
 from .validate import CALL, data_of, description, is_plain, nbytes_of
 
 _MESSAGE = signature.code_of("message")
@@ -106,19 +55,19 @@ _PIECES_A_CALL = 2048  # at most 128 MiB, 20 ms, between two looks at signals
 
 @inlined
 def _channel(m, peer):
-    return load_word(m, CHANNELS) + peer * (8 * CHANNEL_WORDS)
+    return load_word(m, r.CHANNELS) + peer * (8 * r.CHANNEL_WORDS)
 
 
 @inlined
 def _known_way(m, operation, nbytes, smallest):
     """How a message goes whose time is not measured."""
-    return best_way(m + 8 * CHOOSING, operation, nbytes) if nbytes >= smallest else CLOSE
+    return best_way(m + 8 * r.CHOOSING, operation, nbytes) if nbytes >= smallest else CLOSE
 
 
 @inlined
 def _choose(m, operation, nbytes, smallest, stride):
     """How a message of a blocking call goes: as is best, or as is to be tried."""
-    t = m + 8 * CHOOSING
+    t = m + 8 * r.CHOOSING
     choose_none(t)
     if nbytes >= smallest:
         choose(t, operation, nbytes, 2, 0, stride)
@@ -130,9 +79,9 @@ def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Inde
     """Make a message the one that enters the ring to `peer`; `advance` moves the rest of it. None may be entering."""
     m = integer(mailbox)
     channel = _channel(m, integer(peer))
-    way = _known_way(m, SENDS, integer(nbytes), SMALLEST)
-    begin_message(channel, integer(address), integer(nbytes), integer(kind), way)
-    push(m, channel)
+    way = _known_way(m, r.SENDS, integer(nbytes), SMALLEST)
+    r.begin_message(channel, integer(address), integer(nbytes), integer(kind), way)
+    r.push(m, channel)
     return DONE
 
 
@@ -141,7 +90,9 @@ def accept(mailbox: Index, peer: Index, address: Index) -> int:
     """Let the message whose header `advance` has read arrive at `address` (0: drop its bytes)."""
     m = integer(mailbox)
     channel = _channel(m, integer(peer))
-    accept_message(channel, integer(address), _known_way(m, RECEIVES, load_word(channel, IN_NBYTES), LARGE))
+    r.accept_message(
+        channel, integer(address), _known_way(m, r.RECEIVES, load_word(channel, r.IN_NBYTES), LARGE)
+    )
     return DONE
 
 
@@ -151,21 +102,21 @@ def acknowledge(
 ) -> int:
     """Answer a message of `peer`, with what the receive asked for; AGAIN: no space."""
     channel = _channel(integer(mailbox), integer(peer))
-    if not has_ack_space(channel):
+    if not r.has_ack_space(channel):
         return AGAIN
-    write_ack(channel, integer(number), integer(verdict), integer(nbytes), integer(kind))
+    r.write_ack(channel, integer(number), integer(verdict), integer(nbytes), integer(kind))
     return DONE
 
 
 @inlined
 def _is_shut(m, size):
     """Whether a call that nobody has looked at may not go on."""
-    return size < 0 and load_word(load_word(m, CONTEXT), SHUT) != 0
+    return size < 0 and load_word(load_word(m, r.CONTEXT), SHUT) != 0
 
 
 @inlined
 def _let_go(m, status):
-    store_release(m + 8 * BUSY, 0)
+    store_release(m + 8 * r.BUSY, 0)
     return status
 
 
@@ -174,7 +125,7 @@ def _message(m, x, word, size, flags):
     """The bytes of an array, and the kind of its message; -1 bytes: ask Python."""
     if size >= 0:
         return size, word
-    c = load_word(m, CONTEXT)
+    c = load_word(m, r.CONTEXT)
     what = description(c, 0, _MESSAGE, x, 0)
     if what == 0 or word < 0 or word > LARGEST_TAG or not is_plain(c, 0, x, flags):
         return -1, word
@@ -183,7 +134,7 @@ def _message(m, x, word, size, flags):
 
 @inlined
 def _is_peer(m, rank):
-    return 0 <= rank < load_word(m, SIZE) and rank != load_word(m, RANK)
+    return 0 <= rank < load_word(m, r.SIZE) and rank != load_word(m, r.RANK)
 
 
 @locked_entry
@@ -194,7 +145,7 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
     """
     m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
     # Whoever had the rings may have left a message half-way to the engine, which says so by BEHIND.
-    if _is_shut(m, integer(size)) or not seize_unless(m + 8 * BUSY, m + 8 * BEHIND):
+    if _is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), 0)
     if nbytes < 0 or not _is_peer(m, peer):
@@ -205,21 +156,21 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
 
 @kernel
 def _send(m, channel, data, nbytes, kind):
-    begin_message(channel, data, nbytes, kind, _choose(m, SENDS, nbytes, SMALLEST, 1))
+    r.begin_message(channel, data, nbytes, kind, _choose(m, r.SENDS, nbytes, SMALLEST, 1))
     turn = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
-        if load_word(channel, OUT_HEAD) < load_word(channel, OUT_END):
-            if push(m, channel):
+        if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END):
+            if r.push(m, channel):
                 turn = 0
                 pieces += 1
                 moved(m)
                 continue
-        elif read_ack(channel):
-            conclude(m + 8 * CHOOSING)
+        elif r.read_ack(channel):
+            conclude(m + 8 * r.CHOOSING)
             moved(m)
-            return DONE if load_word(channel, ACK_VERDICT) == TAKEN else REFUSED
-        if load_acquire(m + 8 * BELL) != 0 or not rest(m, turn):
+            return DONE if load_word(channel, r.ACK_VERDICT) == TAKEN else REFUSED
+        if load_acquire(m + 8 * r.BELL) != 0 or not rest(m, turn):
             return AGAIN
         turn += 1
     return WORKED
@@ -233,7 +184,7 @@ def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Ind
     arriving. If it is not done, word SOURCE holds the rank that was chosen, plus 1.
     """
     m, x, source = integer(mailbox), object_at(tensor), integer(src)
-    if _is_shut(m, integer(size)) or not seize_unless(m + 8 * BUSY, m + 8 * BEHIND):
+    if _is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), WRITEABLE)
     if nbytes < 0 or not (source == ANY or _is_peer(m, source)):
@@ -242,12 +193,12 @@ def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Ind
         event = take_gil(release_gil(), _advance(m, True, True))
         if event == NO_EVENT:
             return AGAIN
-        store_word(m, SOURCE, event // EVENTS + 1)
-    peer = load_word(m, SOURCE) - 1 if source == ANY else source
+        store_word(m, r.SOURCE, event // EVENTS + 1)
+    peer = load_word(m, r.SOURCE) - 1 if source == ANY else source
     status = take_gil(release_gil(), _receive(m, _channel(m, peer), data_of(x), nbytes, kind))
     if status != DONE:
         return status
-    store_word(m, SOURCE, 0)
+    store_word(m, r.SOURCE, 0)
     return _let_go(m, -1 - peer)
 
 
@@ -256,23 +207,23 @@ def _receive(m, channel, data, nbytes, kind):
     turn = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
-        if load_word(channel, IN_TAIL) == load_word(channel, IN_END):
-            if has_ack_space(channel) and sees_header(m, channel):
-                if load_word(channel, IN_KIND) != kind or load_word(channel, IN_NBYTES) != nbytes:
-                    store_word(m, SOURCE, 0)
+        if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):
+            if r.has_ack_space(channel) and r.sees_header(m, channel):
+                if load_word(channel, r.IN_KIND) != kind or load_word(channel, r.IN_NBYTES) != nbytes:
+                    store_word(m, r.SOURCE, 0)
                     return OTHER
-                accept_message(channel, data, _choose(m, RECEIVES, nbytes, LARGE, 2))
+                r.accept_message(channel, data, _choose(m, r.RECEIVES, nbytes, LARGE, 2))
                 continue
-        elif pull(m, channel):
+        elif r.pull(m, channel):
             moved(m)
-            if load_word(channel, IN_TAIL) == load_word(channel, IN_END):
-                conclude(m + 8 * CHOOSING)
-                write_ack(channel, load_word(channel, MESSAGES), TAKEN, nbytes, kind)
+            if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):
+                conclude(m + 8 * r.CHOOSING)
+                r.write_ack(channel, load_word(channel, r.RECEIVED), TAKEN, nbytes, kind)
                 return DONE
             turn = 0
             pieces += 1
             continue
-        if load_acquire(m + 8 * BELL) != 0 or not rest(m, turn):
+        if load_acquire(m + 8 * r.BELL) != 0 or not rest(m, turn):
             return AGAIN
         turn += 1
     return WORKED
@@ -285,18 +236,18 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
     if _is_shut(m, integer(size)) or not _is_peer(m, peer):
         return -LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), 0)
-    frame = frame_of(nbytes)
-    if nbytes < 0 or frame > load_word(m, RING) // PIECES_A_RING:
+    frame = r.frame_of(nbytes)
+    if nbytes < 0 or frame > load_word(m, r.RING) // r.PIECES_A_RING:
         return -LATER
-    if not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
+    if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         return -LATER
     channel = _channel(m, peer)
     # Behind what enters, and what a peer reads late.
-    if load_word(channel, OUT_HEAD) == load_word(channel, OUT_END) and has_room(m, channel, frame):
-        begin_message(channel, data_of(x), nbytes, kind, _known_way(m, SENDS, nbytes, SMALLEST))
-        push(m, channel)
-        store_word(m, BEHIND, 1)
-        return load_word(channel, SENT)
+    if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END) and r.has_room(m, channel, frame):
+        r.begin_message(channel, data_of(x), nbytes, kind, _known_way(m, r.SENDS, nbytes, SMALLEST))
+        r.push(m, channel)
+        store_word(m, r.BEHIND, 1)
+        return load_word(channel, r.SENT)
     return _let_go(m, -LATER)
 
 
@@ -310,39 +261,39 @@ def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size
     if _is_shut(m, integer(size)) or not _is_peer(m, peer):
         return LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), WRITEABLE)
-    if nbytes < 0 or not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
+    if nbytes < 0 or not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         return LATER
     channel = _channel(m, peer)
-    if load_word(m, STORED) != 0 or load_word(channel, WATCHED) != 0:
+    if load_word(m, r.STORED) != 0 or load_word(channel, r.WATCHED) != 0:
         return _let_go(m, LATER)
-    store_word(channel, ARMED_KIND, kind)
-    store_word(channel, ARMED_TO, data_of(x))
-    store_word(channel, ARMED_NBYTES, nbytes)
-    store_word(channel, WATCHED, 1)
+    store_word(channel, r.ARMED_KIND, kind)
+    store_word(channel, r.ARMED_TO, data_of(x))
+    store_word(channel, r.ARMED_NBYTES, nbytes)
+    store_word(channel, r.WATCHED, 1)
     if _comes_armed(m, channel):
         return _let_go(m, DONE)
-    store_word(m, BEHIND, 1)
+    store_word(m, r.BEHIND, 1)
     return ARMED
 
 
 @inlined
 def _takes_armed(m, channel):
     """After a header was seen: receive the message whole, if it is the armed receive's, small, and all here."""
-    if load_word(channel, IN_KIND) != load_word(channel, ARMED_KIND):
+    if load_word(channel, r.IN_KIND) != load_word(channel, r.ARMED_KIND):
         return False
-    nbytes = load_word(channel, IN_NBYTES)
-    frame = frame_of(nbytes)
-    if nbytes != load_word(channel, ARMED_NBYTES) or frame > load_word(m, RING) // PIECES_A_RING:
+    nbytes = load_word(channel, r.IN_NBYTES)
+    frame = r.frame_of(nbytes)
+    if nbytes != load_word(channel, r.ARMED_NBYTES) or frame > load_word(m, r.RING) // r.PIECES_A_RING:
         return False
-    if not has_ack_space(channel) or not has_arrived(channel, load_word(channel, IN_TAIL) + frame):
+    if not r.has_ack_space(channel) or not r.has_arrived(channel, load_word(channel, r.IN_TAIL) + frame):
         return False
     store_word(
-        channel, ARMED_KIND, -1
+        channel, r.ARMED_KIND, -1
     )  # before the ack: the peer may leave with it, which makes armed receives vain
-    store_word(channel, WATCHED, load_word(channel, WATCHED) - 1)
-    accept_message(channel, load_word(channel, ARMED_TO), CLOSE)
-    pull(m, channel)
-    write_ack(channel, load_word(channel, MESSAGES), TAKEN, nbytes, load_word(channel, IN_KIND))
+    store_word(channel, r.WATCHED, load_word(channel, r.WATCHED) - 1)
+    r.accept_message(channel, load_word(channel, r.ARMED_TO), CLOSE)
+    r.pull(m, channel)
+    r.write_ack(channel, load_word(channel, r.RECEIVED), TAKEN, nbytes, load_word(channel, r.IN_KIND))
     return True
 
 
@@ -350,20 +301,20 @@ def _takes_armed(m, channel):
 def _serve(m, channel, watched):
     """Move what can move between here and one peer; the first thing that concerns Python, or MOVED."""
     event = NOTHING
-    if load_word(channel, OUT_HEAD) < load_word(channel, OUT_END) and push(m, channel):
-        if load_word(channel, OUT_HEAD) == load_word(channel, OUT_END):
+    if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END) and r.push(m, channel):
+        if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END):
             return ENTERED
         event = MOVED
-    if load_word(channel, SENT) > load_word(channel, ACKS_READ) and read_ack(channel):
+    if load_word(channel, r.SENT) > load_word(channel, r.ACKS_READ) and r.read_ack(channel):
         return ACKED
-    if load_word(channel, IN_TAIL) < load_word(channel, IN_END):
-        if pull(m, channel):
-            if load_word(channel, IN_TAIL) == load_word(channel, IN_END):
+    if load_word(channel, r.IN_TAIL) < load_word(channel, r.IN_END):
+        if r.pull(m, channel):
+            if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):
                 return ARRIVED
             event = MOVED
-    elif (watched or load_word(channel, WATCHED) > 0) and sees_header(m, channel):
+    elif (watched or load_word(channel, r.WATCHED) > 0) and r.sees_header(m, channel):
         return RECEIVED if _takes_armed(m, channel) else HEADER
-    if load_word(channel, OWED) > 0 and has_ack_space(channel):
+    if load_word(channel, r.OWED) > 0 and r.has_ack_space(channel):
         return ACK_SPACE
     return event
 
@@ -375,19 +326,19 @@ def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
     A rank that exchanges small messages waits for both in one call: the message comes, and then the ack of its own.
     """
     m = integer(mailbox)
-    if not swap_if_equal(m + 8 * BUSY, 0, this_thread()):
+    if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         return NOT_MINE
     # `handled` was read before this thread had the rings: another one may have dealt with an event since.
-    if load_word(m, TOLD) != integer(handled):
+    if load_word(m, r.TOLD) != integer(handled):
         return _let_go(m, NOT_MINE)
     channel = _channel(m, integer(peer))
     event = NOTHING
     turn = 0
     # Others' messages rest for so long; a send without an ack yet, or a receive, goes on below.
     while turn < _CLOSELY and event < (BOTH if integer(number) else RECEIVED):
-        if load_word(channel, ARMED_KIND) >= 0 and _comes_armed(m, channel):
+        if load_word(channel, r.ARMED_KIND) >= 0 and _comes_armed(m, channel):
             event = RECEIVED
-        if integer(number) and is_taken(channel, integer(number)) and read_ack(channel):
+        if integer(number) and r.is_taken(channel, integer(number)) and r.read_ack(channel):
             event = BOTH if event == RECEIVED else ACKED
             break
         pause()
@@ -403,15 +354,15 @@ def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
 @inlined
 def _comes_armed(m, channel):
     """Receive the message of the armed receive, if it is there."""
-    idle = load_word(channel, IN_TAIL) == load_word(channel, IN_END)
-    return idle and sees_header(m, channel) and _takes_armed(m, channel)
+    idle = load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END)
+    return idle and r.sees_header(m, channel) and _takes_armed(m, channel)
 
 
 @inlined
 def _tell(m, event):
     if event != NO_EVENT:
-        store_word(m, EVENT, event)
-        store_word(m, TOLD, load_word(m, TOLD) + 1)
+        store_word(m, r.EVENT, event)
+        store_word(m, r.TOLD, load_word(m, r.TOLD) + 1)
     return event
 
 
@@ -419,25 +370,25 @@ def _tell(m, event):
 def advance(mailbox: Index, handled: Index, wait: Index) -> int:
     """Move all messages under way until one of them needs a decision, as p2p/pipe.py has it."""
     m = integer(mailbox)
-    if load_word(m, TOLD) > integer(handled):
-        return load_word(m, EVENT)
+    if load_word(m, r.TOLD) > integer(handled):
+        return load_word(m, r.EVENT)
     return _tell(m, _advance(m, False, integer(wait) != 0))
 
 
 @kernel
 def _advance(m, watch_all, wait):
-    size = load_word(m, SIZE)
+    size = load_word(m, r.SIZE)
     turn = 0
     rounds = 0
     while rounds < _PIECES_A_CALL:
         progress = False
         for step in range(size):
-            peer = (load_word(m, TURN) + step) % size
-            if peer == load_word(m, RANK):
+            peer = (load_word(m, r.TURN) + step) % size
+            if peer == load_word(m, r.RANK):
                 continue
             event = _serve(m, _channel(m, peer), watch_all)
             if event > MOVED:
-                store_word(m, TURN, peer + 1)
+                store_word(m, r.TURN, peer + 1)
                 moved(m)
                 return peer * EVENTS + event
             progress |= event == MOVED
@@ -446,7 +397,7 @@ def _advance(m, watch_all, wait):
             rounds += 1
             moved(m)
             continue
-        if not wait or load_acquire(m + 8 * BELL) != 0 or not rest(m, turn):
+        if not wait or load_acquire(m + 8 * r.BELL) != 0 or not rest(m, turn):
             return NO_EVENT
         turn += 1
     return NO_EVENT
@@ -456,7 +407,7 @@ def _advance(m, watch_all, wait):
 def retire(mailbox: Index) -> int:
     """Tell all peers that acks are no longer read here."""
     m = integer(mailbox)
-    for peer in range(load_word(m, SIZE)):
-        if peer != load_word(m, RANK):
-            store_release(load_word(_channel(m, peer), OUT) + ACKS_TAKEN, NEVER_FULL)
+    for peer in range(load_word(m, r.SIZE)):
+        if peer != load_word(m, r.RANK):
+            store_release(load_word(_channel(m, peer), r.OUT) + r.ACKS_TAKEN, r.NEVER_FULL)
     return DONE

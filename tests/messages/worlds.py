@@ -21,7 +21,7 @@ from fastcoll.interop.arrays import adopt
 from fastcoll.net.tcp import mail_words
 from fastcoll.net.tcp.pipe import TcpPipe
 from fastcoll.p2p.engine import Engine
-from fastcoll.shm import channels as ring_words
+from fastcoll.shm import rings as ring_words
 from fastcoll.shm.layout import Layout
 from fastcoll.shm.monitor import ShmMonitor
 from fastcoll.shm.pipe import RingPipe
