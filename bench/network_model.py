@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastcoll.net.tcp.engine_layout import header_bytes
 from fastcoll.net.tcp.plans.choose import chosen
 from fastcoll.net.tcp.plans.costs import COSTS, Cost, attached
 from fastcoll.net.tcp.plans.shape import MEET_RANKS, Shape, default_limits
-from fastcoll.net.tcp.words import header_bytes
 
 NEAR = 2 << 20
 """Bytes: what the caches of a core are good for, L2 and its share of L3 (AMD EPYC of family 25)."""

@@ -20,7 +20,7 @@ from fastcoll.core import members
 from fastcoll.core.group import ProcessGroup
 from fastcoll.hybrid import backend as hybrid
 from fastcoll.hybrid.backend import DIRECT, SMALL, HybridBackend
-from fastcoll.net.tcp import mail_words, mesh
+from fastcoll.net.tcp import mail_frames, mesh
 from fastcoll.net.tcp.backend import TcpBackend
 from fastcoll.rendezvous import HashStore, PrefixStore
 from fastcoll.rendezvous.assemble import GroupMeeting
@@ -277,7 +277,7 @@ def test_a_receive_is_interrupted_and_all_are_told(
 
     def interrupt_once_it_waits() -> None:
         near, far = group.backend.local.backend.pipe.table, group.backend._everyone.pipe.table
-        while not (near[ring_words.BUSY] or far[mail_words.BUSY]):
+        while not (near[ring_words.BUSY] or far[mail_frames.BUSY]):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGALRM)
 

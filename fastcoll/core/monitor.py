@@ -51,7 +51,7 @@ class Monitor(ABC):
     Attributes:
         failure: why the group failed, or None; set once.
         on_failure: called, with no argument, when it is set.
-        members: all ranks of the group.
+        members, rank: all ranks of the group, and which of them this is.
         farewell: what the peers read when this rank leaves.
     """
 
@@ -60,7 +60,7 @@ class Monitor(ABC):
         self.on_failure: Callable[[], None] = lambda: None
         self.members = list(members)
         self.farewell = last_words(None)
-        self._rank = rank
+        self.rank = rank
         self._lock = threading.Lock()
         self._leaving = self._retired = False
 
@@ -122,7 +122,7 @@ class Monitor(ABC):
 
     def is_leaving(self, rank: int) -> bool:
         """Whether a rank, which may be this one, starts nothing more but still takes messages."""
-        return self._leaving if rank == self._rank else self._states()[rank] == LEAVING
+        return self._leaving if rank == self.rank else self._states()[rank] == LEAVING
 
     def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
         """Why waiting for the group ranks `needed` is in vain, or None."""
@@ -130,23 +130,23 @@ class Monitor(ABC):
             return self.failure
         states = self._states()
         # Who failed or left has said why; that its process ended afterwards is no news.
-        others = [rank for rank in range(len(states)) if rank != self._rank]
+        others = [rank for rank in range(len(states)) if rank != self.rank]
         working = [self.members[rank] for rank in others if states[rank] in (IN_ORDER, LEAVING)]
         if dead := self._dead(working):
             names = ", ".join(map(str, dead))
             return PeerDiedError(f"{names} died; {doing}", [member.rank for member in dead])
         for rank in others:
             if states[rank] == FAILED:
-                return self._passed_on(rank, self._reason(rank), *self._blamed(rank), doing)
+                return self.passed_on(rank, self._reason(rank), *self._blamed(rank), doing)
         if gone := [rank for rank in needed if states[rank] in (LEFT, LEAVING)]:
             told = ", ".join(f"{self.name(rank)} {self._reason(rank)}" for rank in gone)
             return AbortedError(f"{told}; {doing}", [self.members[rank].rank for rank in gone])
         return None
 
-    def _passed_on(self, rank: int, reason: str, blamed: Sequence[int], late: bool, doing: str) -> GroupError:
+    def passed_on(self, rank: int, reason: str, blamed: Sequence[int], late: bool, doing: str) -> GroupError:
         """The failure that a peer has told. Ranks that are late for it are so for all others that wait."""
         text = f"{self.name(rank)} failed the group: {reason}; {doing}"
-        waits = late and self.members[self._rank].rank not in blamed
+        waits = late and self.members[self.rank].rank not in blamed
         kind = CollectiveTimeoutError if waits else AbortedError
         return kind(text, blamed or [self.members[rank].rank])
 

@@ -31,6 +31,11 @@ OBJECTS_TAG = LARGEST_TAG + 3
 before it are those of gpu/nccl/messages.py."""
 
 
+def is_plain(x: Any) -> bool:
+    """Whether an array may be used as it lies: contiguous, aligned and writable."""
+    return type(x) is np.ndarray and bool(x.flags.carray)
+
+
 def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
     """What is really reduced: for PREMUL_SUM a scaled copy and SUM, else the array and op themselves.
 

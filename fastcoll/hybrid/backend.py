@@ -30,7 +30,7 @@ from ..core.reduce_op import AVG, ReduceOp
 from ..core.status import DONE, LATER
 from ..core.work import Work
 from ..errors import AbortedError, GroupError, MismatchError
-from ..net.tcp import words
+from ..net.tcp import engine_layout as words
 from ..net.tcp.backend import TcpBackend
 from ..net.tcp.plans.shape import MEET_RANKS
 from ..p2p.engine import Engine

@@ -18,7 +18,7 @@ from fastcoll.core.members import Member, dead_among
 from fastcoll.core.monitor import IN_ORDER, Monitor
 from fastcoll.core.work import Work
 from fastcoll.interop.arrays import adopt
-from fastcoll.net.tcp import mail_words
+from fastcoll.net.tcp import mail_frames
 from fastcoll.net.tcp.pipe import TcpPipe
 from fastcoll.p2p.engine import Engine
 from fastcoll.shm import rings as ring_words
@@ -61,7 +61,7 @@ class Rank:
     def busy_pipes(self) -> list[bool]:
         """Of each pipe, whether a thread has it."""
         pipes: Any = self.mailbox._pipes
-        words = [mail_words if isinstance(pipe, TcpPipe) else ring_words for pipe in pipes]
+        words = [mail_frames if isinstance(pipe, TcpPipe) else ring_words for pipe in pipes]
         return [bool(pipe.table[module.BUSY]) for pipe, module in zip(pipes, words, strict=True)]
 
     def has_begun(self, dst: int) -> bool:
@@ -154,7 +154,7 @@ class ListVigil(Monitor):
         self._said = said
 
     def _publish(self, state: int, reason: str) -> None:
-        self._said[self._rank] = (state, reason)
+        self._said[self.rank] = (state, reason)
 
     def _states(self) -> list[int]:
         return [state for state, _ in self._said]
@@ -224,7 +224,7 @@ class WireWorld(World):
         return Rank(self, rank, vigil, Engine(routes, rank, vigil, timeout))
 
     def has_begun(self, me: Rank, dst: int) -> bool:
-        return pipe_to(me, dst)[0].word(dst, mail_words.OUT_POSITION) > 0
+        return pipe_to(me, dst)[0].word(dst, mail_frames.OUT_POSITION) > 0
 
     def _release(self) -> None:
         for mesh in self.meshes:
@@ -260,7 +260,7 @@ class NodeWorld(World):
 
     def has_begun(self, me: Rank, dst: int) -> bool:
         pipe, number = pipe_to(me, dst)
-        word = ring_words.OUT_HEAD if isinstance(pipe, RingPipe) else mail_words.OUT_POSITION
+        word = ring_words.OUT_HEAD if isinstance(pipe, RingPipe) else mail_frames.OUT_POSITION
         return bool(pipe.word(number, word) > 0)
 
     def _release(self) -> None:

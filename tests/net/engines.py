@@ -21,11 +21,11 @@ from fastcoll.core import signature
 from fastcoll.core.status import AGAIN, DONE, MISMATCH, WORKED
 from fastcoll.kernels import waiting
 from fastcoll.kernels.reduce import reducer
-from fastcoll.net.tcp import engine, words
+from fastcoll.net.tcp import engine
+from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp.context import NetContext, Prepared, limits_for
 from fastcoll.net.tcp.plans.choose import plan_for
-from fastcoll.net.tcp.plans.shape import MEET_RANKS, Shape
-from fastcoll.net.tcp.sizes import sizes_of
+from fastcoll.net.tcp.plans.shape import Shape
 
 Array = np.ndarray[Any, Any]
 _STEPS = 200_000
@@ -92,9 +92,7 @@ class Engines:
         )
         code = signature.encode(operation, dtype, op=op) | root << signature.ROOT_SHIFT
         folds = (0, 0) if op is None else reducer(op, dtype)[:2]
-        sizes, stride = sizes_of(shape), self.limits.frame_stride
-        balance = signature.balance(rank, sizes.gives, sizes.takes) if self.size > MEET_RANKS else 0
-        prepared = Prepared(code, sizes, plan_for(shape), stride, folds, itemsize, balance)
+        prepared = Prepared(code, shape, plan_for(shape), folds)
         self.contexts[rank].make_room(prepared)
         return prepared
 

@@ -21,7 +21,7 @@ from fastcoll.net.tcp import listener as listening
 from fastcoll.net.tcp.dial import Dial, dial_all
 from fastcoll.net.tcp.interfaces import Interface
 from fastcoll.net.tcp.listener import Listener, acquire, release
-from fastcoll.net.tcp.opening import OPENING_SIZE, PROOF_SIZE, Endpoint, Kind, Opening, Role, Verdict
+from fastcoll.net.tcp.opening import OPENING_SIZE, PROOF_SIZE, Dialing, Endpoint, Kind, Opening, Role, Verdict
 from net.meshes import nothing_left
 
 LO = Interface("lo", "127.0.0.1")
@@ -135,7 +135,7 @@ def test_another_secret_is_refused_at_once(listener, arrived) -> None:
 
 
 def test_a_recorded_opening_is_of_no_use(listener, arrived) -> None:
-    mine = Opening(Role.DIALS, Kind.DATA, 0, SEATS[0].group, 0, 1, 2, False).to_bytes()
+    mine = Dialing(SEATS[0], 1, Kind.DATA, 0).opening
     with connect(listener) as first:
         first.sendall(mine)
         answer = first.recv(OPENING_SIZE + PROOF_SIZE, socket.MSG_WAITALL)
@@ -148,7 +148,7 @@ def test_a_recorded_opening_is_of_no_use(listener, arrived) -> None:
 
 def test_another_version_is_told(listener) -> None:
     with connect(listener) as stranger:
-        mine = bytearray(Opening(Role.DIALS, Kind.DATA, 0, SEATS[0].group, 0, 1, 2, False).to_bytes())
+        mine = bytearray(Dialing(SEATS[0], 1, Kind.DATA, 0).opening)
         mine[12:28] = b"99.0".ljust(16, b"\0")
         stranger.sendall(mine)
         answer = Opening.from_bytes(stranger.recv(OPENING_SIZE, socket.MSG_WAITALL), Role.ANSWERS)
@@ -180,7 +180,7 @@ def test_slow_openers_are_given_up(monkeypatch, listener) -> None:
 
 def test_an_opening_in_single_bytes_is_fine(listener, arrived) -> None:
     with connect(listener) as slow:
-        for byte in Opening(Role.DIALS, Kind.DATA, 0, SEATS[0].group, 0, 1, 2, False).to_bytes():
+        for byte in Dialing(SEATS[0], 1, Kind.DATA, 0).opening:
             slow.sendall(bytes([byte]))
         slow.settimeout(5)
         answer = slow.recv(OPENING_SIZE, socket.MSG_WAITALL)
@@ -200,7 +200,7 @@ def test_what_follows_the_proof_is_left_for_the_group(listener, arrived) -> None
 def test_a_group_that_has_gone_is_answered_to_no_more(listener) -> None:
     listener.leave(SEATS[1])
     with connect(listener) as late:
-        late.sendall(Opening(Role.DIALS, Kind.DATA, 0, SEATS[0].group, 0, 1, 2, False).to_bytes())
+        late.sendall(Dialing(SEATS[0], 1, Kind.DATA, 0).opening)
         assert is_dropped(late)
 
 

@@ -11,8 +11,8 @@ import pytest
 from messages.worlds import DEADLINE, Rank, WireWorld, pattern, pipe_to, tcp_pair, until
 
 from fastcoll.errors import AbortedError, MismatchError
-from fastcoll.net.tcp import mail_answers
-from fastcoll.net.tcp import mail_words as words
+from fastcoll.net.tcp import mail_frames as words
+from fastcoll.net.tcp import mail_kernels
 from fastcoll.net.tcp.mail_frames import EAGER, TYPE_BITS
 from fastcoll.p2p.pipe import TAKEN
 
@@ -91,7 +91,7 @@ def test_whatever_else_follows_the_answer_is_sent(pair: WireWorld, what: str) ->
     sender.start()
     defers_next(second)
     second.recv(np.zeros(3), 0)
-    pipe_to(second, 0)[0]._mind_answers()  # not before: it would end after 20 ms
+    pipe_to(second, 0)[0].mind_answers()  # not before: it would end after 20 ms
     ELSE[what](second)
     sender.join(DEADLINE)
     assert not sender.is_alive()
@@ -172,7 +172,7 @@ def test_taking_turns_for_long(pair: WireWorld) -> None:
 
 def test_the_thread_ends_by_itself(pair: WireWorld) -> None:
     me = pair.ranks[0]
-    pipe_to(me, 1 - me.rank)[0]._mind_answers()
+    pipe_to(me, 1 - me.rank)[0].mind_answers()
     until(lambda: not any(thread.name == "fastcoll-answers" for thread in threading.enumerate()))
     assert table(me)[words.MINDED] == 0
 
@@ -187,4 +187,4 @@ def test_an_answer_ahead_that_nobody_waits_for_is_garbage(pair: WireWorld) -> No
 
 
 def test_flushing_nothing_does_nothing(pair: WireWorld) -> None:
-    assert mail_answers.flush.call(pipe_to(pair.ranks[0], 1)[0].address) == 0
+    assert mail_kernels.flush.call(pipe_to(pair.ranks[0], 1)[0].address) == 0

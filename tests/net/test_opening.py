@@ -149,9 +149,8 @@ def test_another_version_is_told_so(field: int, value: bytes, verdict: str) -> N
 def test_the_caller_names_both_versions() -> None:
     caller = dialing()
     endpoint = SEATS[2]
-    answer = dataclasses.replace(
-        Opening.from_bytes(caller.opening, Role.DIALS).answer(endpoint, Verdict.VERSION), version=b"9.9.9"
-    )
+    mine = Opening.from_bytes(caller.opening, Role.DIALS)
+    answer = mine.answer(endpoint, Verdict.VERSION)._replace(version=b"9.9.9")
     with pytest.raises(RefusedError, match=r"fastcoll 9\.9\.9 .* this rank"):
         caller.take(answer.to_bytes())
 

@@ -40,7 +40,7 @@ def test_ordered_calls_of_few_ranks_reduce_in_one_pass(operation):
 @pytest.mark.parametrize("size", [17, 24, 32, 64])
 def test_many_ranks(operation, size):
     for count in (1, 3 if operation in PARTS else 100):
-        case = Case(operation, size, count, root=size // 3, limits=MANY, flags={"even": bool(count % 2)})
+        case = Case(operation, size, count, root=size // 3, limits=MANY)
         check(case, plan_for, ANY_ORDER if operation in REDUCTIONS else ONE_PASS)
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fastcoll.net.tcp.plans import circulant, direct, doubling, exchange, pipeline, ring, scans, trees
+from fastcoll.net.tcp.plans import circulant, direct, doubling, exchange, ring, trees
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, Builder, Case, check
 
 
@@ -31,27 +31,25 @@ ALGORITHMS = (
     Algorithm("direct", "reduce_scatter", direct.reduce_scatter),
     Algorithm("circulant", "reduce_scatter", circulant.reduce_scatter, ANY_ORDER),
     Algorithm("ring", "reduce_scatter", ring.reduce_scatter, ANY_ORDER),
-    Algorithm("upwards", "scan", scans.upwards),
-    Algorithm("direct", "scan", scans.direct, IN_ORDER),
-    Algorithm("ordered_direct", "scan", scans.direct, ONE_PASS, ("ordered",)),
+    Algorithm("upwards", "scan", direct.scan_upwards),
+    Algorithm("direct", "scan", direct.scan, IN_ORDER),
+    Algorithm("ordered_direct", "scan", direct.scan, ONE_PASS, ("ordered",)),
     Algorithm("doubling", "scan", doubling.scan, IN_ORDER),
-    Algorithm("upwards", "exscan", scans.upwards),
-    Algorithm("direct", "exscan", scans.direct, IN_ORDER),
-    Algorithm("ordered_direct", "exscan", scans.direct, ONE_PASS, ("ordered",)),
+    Algorithm("upwards", "exscan", direct.scan_upwards),
+    Algorithm("direct", "exscan", direct.scan, IN_ORDER),
+    Algorithm("ordered_direct", "exscan", direct.scan, ONE_PASS, ("ordered",)),
     Algorithm("doubling", "exscan", doubling.scan, IN_ORDER),
     Algorithm("direct", "all_gather", exchange.all_gather),
     Algorithm("circulant", "all_gather", circulant.all_gather),
     Algorithm("ring", "all_gather", ring.all_gather),
     Algorithm("direct", "gather", exchange.gather),
-    Algorithm("tree", "gather", trees.gather, flags=("even",)),
     Algorithm("direct", "scatter", exchange.scatter),
-    Algorithm("tree", "scatter", trees.scatter, flags=("even",)),
     Algorithm("direct", "all_to_all", exchange.all_to_all),
     Algorithm("direct", "broadcast", direct.broadcast),
     Algorithm("tree", "broadcast", trees.broadcast),
-    Algorithm("chain", "broadcast", pipeline.chain),
-    Algorithm("scatter_ring", "broadcast", pipeline.scatter_ring),
-    Algorithm("scatter_circulant", "broadcast", pipeline.scatter_circulant),
+    Algorithm("chain", "broadcast", trees.chain),
+    Algorithm("scatter_ring", "broadcast", trees.scatter_ring),
+    Algorithm("scatter_circulant", "broadcast", trees.scatter_circulant),
 )
 
 

@@ -33,7 +33,7 @@ def calls(draw):
         root=draw(st.integers(0, size - 1)),
         in_place=draw(st.booleans()),
         limits=draw(limits(draw(st.sampled_from([0, 8, 64])) if size <= 16 else 0)),
-        flags={"ordered": draw(st.booleans()), "even": draw(st.booleans()) and isinstance(sizes, int)},
+        flags={"ordered": draw(st.booleans())},
     )
 
 
@@ -62,7 +62,7 @@ def test_any_algorithm(operation, data):
         root=data.draw(st.integers(0, size - 1)),
         in_place=data.draw(st.booleans()),
         limits=data.draw(limits(0)),
-        flags={"ordered": name == "ordered tree", "even": True},
+        flags={"ordered": name == "ordered tree"},
     )
     capacity = data.draw(st.sampled_from([1, 5, 1 << 60]))
     check(case, BUILDERS[operation][name], ANY_ORDER, capacity=capacity, seed=data.draw(st.integers(0, 99)))

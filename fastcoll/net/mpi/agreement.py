@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...core import signature
 from ...core.status import AGAIN
 from ...kernels.primitives import address_of
-from ..tcp.sizes import Sizes
+from ..tcp.plans.shape import Sizes
 from . import compiled as c
 from .library import Library
 from .requests import Requests, abandon

@@ -25,7 +25,7 @@ from ...core.gate import Gate
 from ...core.group import ProcessGroup
 from ...core.members import Member
 from ...core.monitor import Wait
-from ...core.operands import Array
+from ...core.operands import Array, is_plain
 from ...core.operation import Call, Operation
 from ...core.reduce_op import ReduceOp
 from ...core.status import DONE
@@ -36,8 +36,7 @@ from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
 from ...rendezvous import Store
 from ..tcp.control import NetMonitor
-from ..tcp.plans.shape import Limits, Shape
-from ..tcp.sizes import sizes_of
+from ..tcp.plans.shape import Limits, Shape, sizes_of
 from . import compiled as c
 from .agreement import Meeting, Prepared
 from .execution import Addressed, Execution, HostMemory, Memory, are_near
@@ -285,12 +284,12 @@ class MpiBackend(Backend):
         dtype = None
         nbytes: tuple[int, ...] = ()
         if kind != "barrier":
-            if not _is_plain(x):
+            if not is_plain(x):
                 return False
             dtype, nbytes = x.dtype, (x.nbytes,)
             if out is not x:
                 nbytes *= self.gate.size
-                if not _is_plain(out) or out.dtype != dtype or out.nbytes != sum(nbytes):
+                if not is_plain(out) or out.dtype != dtype or out.nbytes != sum(nbytes):
                     return False
         said = self._prepared.get((kind, dtype, op, root, nbytes, (), False))
         if said is None or not said.finishes or self._library.serial or not self.gate.is_clear():
@@ -347,8 +346,3 @@ class MpiBackend(Backend):
 
     def disown(self, error: GroupError) -> None:
         """In a child of fork: make every use raise. MPI is the parent's."""
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether an array may be used as it lies: contiguous, aligned and writable."""
-    return type(x) is np.ndarray and bool(x.flags.carray)

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -31,17 +31,16 @@ from ...kernels.sockets import CLOSED
 from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
 from ...rendezvous import Store
-from . import engine, words
+from . import engine
+from . import engine_layout as words
 from .context import NetContext, Prepared, limits_for
 from .control import NetMonitor
-from .fast import Fast, folded
+from .fast import fast_calls, folded
 from .mesh import Mesh
 from .pipe import TcpPipe
-from .plans.choose import plan_for
+from .plans.choose import nothing, plan_for
 from .plans.shape import MEET_RANKS, Shape
-from .plans.table import COLUMNS, Plan
-from .rows import PIECE
-from .sizes import sizes_of
+from .plans.table import Plan
 
 _CLOSE_SECONDS = 5.0
 _MOST_PREPARED = 1024
@@ -50,6 +49,12 @@ _DEDICATED, _OVERSUBSCRIBED = 50, 1
 _TRY = 1000  # ns that a sweep of messages in vain takes, about
 # How long a rank whose peer has closed the connection waits for the reason, which travels on another one.
 _REASON_SECONDS = 2.0
+
+
+_Key = tuple[
+    str, np.dtype[Any] | None, ReduceOp | None, int, tuple[int, ...], tuple[int, ...], Callable[[Shape], Plan]
+]
+"""What a call is prepared for: kind, dtype, reduction, root, sizes in bytes, parts, and what makes the plan."""
 
 
 class TcpBackend(Backend):
@@ -68,7 +73,7 @@ class TcpBackend(Backend):
         timeout: float,
         crowd: Sequence[Member] | None = None,
     ) -> TcpBackend:
-        """Meet the other members over the network; collective. The arguments are those of ShmBackend.make, and:
+        """Meet the other members over the network; collective. The arguments are those of ShmBackend.make.
 
         Args:
             crowd: ranks that use the hosts' cores at the same time; None: the members.
@@ -78,15 +83,15 @@ class TcpBackend(Backend):
             PeerDiedError, StoreTimeoutError: a member died or did not come.
         """
         mesh = Mesh.make(store, name, members, rank, timeout)
-        return cls(
-            Gate(name, [member.rank for member in members], rank, timeout), members, mesh, crowd or members
-        )
+        gate = Gate(name, [member.rank for member in members], rank, timeout)
+        return cls(gate, members, mesh, crowd or members)
 
     def __init__(self, gate: Gate, members: Sequence[Member], mesh: Mesh, crowd: Sequence[Member]) -> None:
         self.gate = gate
         self.monitor = mesh.monitor
         self._mesh = mesh
-        patience = _patience(crowd, members[gate.rank])
+        here = [member for member in crowd if member.boot_id == members[gate.rank].boot_id]
+        patience = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
         self._limits = limits_for(gate.size)
         self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, patience)
         self.pipe = TcpPipe(mesh, self.monitor, patience * _TRY)
@@ -102,7 +107,7 @@ class TcpBackend(Backend):
         self.messages = Engine(routes, self.gate.rank, self.monitor, self.gate.timeout)
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
-        return Fast(group, self.pipe, self.messages, self.run_prepared).table()
+        return fast_calls(group, self.pipe, self.messages, self.run_prepared)
 
     # ---- a call ----------------------------------------------------------------------------------
 
@@ -111,92 +116,67 @@ class TcpBackend(Backend):
         self.gate.check_usable()
         try:
             if not prepared.ready:
-                self._make_ready(prepared, timeout)
+                self._connect(prepared, timeout)
             code = engine.collective.call(self.context.address, prepared.address, arrays)
             if code != DONE:
                 self._resume(code, prepared, arrays, timeout)
         except BaseException as error:
-            self._torn(error, prepared)
+            # The peers go on with a call that is half-way: fail the group.
+            if isinstance(error, GroupError):
+                self.fail(error)
+            elif self.context.under_way:
+                self.interrupted(error, self.doing())
+            elif not prepared.ready:
+                self.interrupted(error, f"connecting the ranks of group {self.gate.name!r}")
             raise
         finally:
             if self._releases_later:
                 self._release()
 
-    def _prepare(
-        self,
-        operation: str,
-        dtype: np.dtype[Any] | None,
-        op: ReduceOp | None,
-        root: int,
-        nbytes: tuple[int, ...],
-        parts: tuple[int, ...],
-        choose: Callable[[Shape], Plan],
-    ) -> Prepared:
+    def _prepare(self, key: _Key) -> Prepared:
+        operation, dtype, op, root, nbytes, parts, choose = key
         itemsize = dtype.itemsize if dtype is not None else 1
-        if op is not None and itemsize > PIECE:
-            raise ArrayError(f"an element of {dtype} has {itemsize} bytes; {operation} takes {PIECE} here")
+        if op is not None and itemsize > engine.PIECE:
+            raise ArrayError(
+                f"an element of {dtype} has {itemsize} bytes; {operation} takes {engine.PIECE} here"
+            )
         code = signature.encode(operation, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
-        folds = (
-            reducer(folded(op, self.gate.size), dtype)[:2] if op is not None and dtype is not None else (0, 0)
-        )
-        half = dtype is not None and dtype.name in HALVES
-        ordered = op is not None and (op.function is not None or half)
-        call = Shape(
-            operation,
-            self.gate.size,
-            self.gate.rank,
-            nbytes,
-            self._limits,
-            itemsize,
-            root=root,
-            ordered=ordered,
-        )
-        sizes = sizes_of(call)
-        balance = 0
-        if self.gate.size > MEET_RANKS:
-            balance = signature.balance(self.gate.rank, sizes.gives, sizes.takes)
-        plan, stride = choose(call), self._limits.frame_stride
-        prepared = Prepared(code, sizes, plan, stride, folds, itemsize, balance)
-        return prepared
+        folds, ordered = (0, 0), False
+        if op is not None and dtype is not None:
+            folds = reducer(folded(op, self.gate.size), dtype)[:2]
+            ordered = op.function is not None or dtype.name in HALVES
+        call = Shape(operation, self.gate.size, self.gate.rank, nbytes, self._limits, itemsize, root, ordered)
+        return Prepared(code, call, choose(call), folds)
 
-    def _remember(self, key: Any, prepared: Prepared) -> None:
-        """Keep a prepared call for the next time, instead of the oldest one when there are many."""
-        with self._remembering:
-            while len(self._prepared) >= _MOST_PREPARED:
-                del self._prepared[next(iter(self._prepared))]
-            self._prepared[key] = prepared
-
-    def _make_ready(self, prepared: Prepared, timeout: float | None) -> None:
+    def _connect(self, prepared: Prepared, timeout: float | None) -> None:
         """Before a call's first time, by the thread that has the turn: room, and connections to all its peers."""
         self.context.make_room(prepared)
-        peers = {*self.context.met, *prepared.peers}
-        # First those that this rank dials, who need not have come yet; it is not to be missed by them as well.
-        in_order = sorted(peers, key=lambda peer: (peer < self.gate.rank, peer))
-        fds, streams = self.context.fds, range(self.context.streams)
-        missing = [(peer, stream) for peer in in_order for stream in streams if fds[peer, stream] < 0]
-        self._connect(missing, prepared, self.gate.timeout if timeout is None else timeout)
-        self.gate.check_usable()  # a signal handler may have closed the group meanwhile
-        prepared.ready = True
-
-    def _connect(self, missing: Sequence[tuple[int, int]], prepared: Prepared, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        limit = self.gate.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
         late: set[int] = set()
-        for peer, stream in missing:
-            left = 0.0 if late else max(0.0, deadline - time.monotonic())
-            try:
-                self.context.fds[peer, stream] = self._mesh.data(peer, stream, left)
-            except CollectiveTimeoutError:
-                if peer > self.gate.rank:
-                    raise  # it could not be reached, and the error says how that failed
-                late.add(peer)
+        peers = {*self.context.met, *prepared.peers}
+        # First to those that this rank dials: they may not be in the call yet, and must not time out waiting for it.
+        for peer in sorted(peers, key=lambda peer: (peer < self.gate.rank, peer)):
+            for stream in range(self.context.streams):
+                if self.context.fds[peer, stream] >= 0:
+                    continue
+                left = 0.0 if late else max(0.0, deadline - time.monotonic())
+                try:
+                    self.context.fds[peer, stream] = self._mesh.data(peer, stream, left)
+                except CollectiveTimeoutError:
+                    if peer > self.gate.rank:
+                        raise  # it could not be reached, and the error says how that failed
+                    late.add(peer)
         if late:
             what = signature.describe(prepared.call, prepared.shape)
             names = ", ".join(self.monitor.name(peer) for peer in sorted(late))
             raise CollectiveTimeoutError(
                 f"{what}, call {self.context[words.CALLS] + 1} of group {self.gate.name!r}: {names} did not arrive "
-                f"within {timeout:g} s",
+                f"within {limit:g} s",
                 [self.gate.ranks[peer] for peer in sorted(late)],
             )
+        self.gate.check_usable()  # a signal handler may have closed the group meanwhile
+        prepared.ready = True
 
     def _resume(
         self, code: int, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None
@@ -209,15 +189,23 @@ class TcpBackend(Backend):
             code = engine.collective.call(self.context.address | words.RESUMED, prepared.address, arrays)
         if code == MISMATCH:
             raise self._mismatch()
-        if code == GONE:
-            self._raise_lost(doing)
+        peer = self.context[words.PEER]
         if code == GARBLED:
-            peer = self.context[words.PEER]
             raise AbortedError(
                 f"{self.monitor.name(peer)} sent what no rank sends in {doing}; the ranks' libraries or settings "
                 "differ",
                 [self.gate.ranks[peer]],
             )
+        # Or the connection is over: what the peer or others say why, or that it is gone.
+        waiting = f"{doing}, waiting for {self.monitor.name(peer)}"
+        deadline = time.monotonic() + _REASON_SECONDS
+        while code == GONE:
+            if found := self.monitor.verdict([peer], waiting):
+                raise found.with_traceback(None)
+            if time.monotonic() > deadline:
+                error = self.context[words.ERROR]
+                self.monitor.lost(peer, "it closed a connection" if error == CLOSED else os.strerror(-error))
+            time.sleep(0.005)
 
     def doing(self) -> str:
         """The call under way, for messages."""
@@ -256,40 +244,15 @@ class TcpBackend(Backend):
         self.plan(Operation("all_gather", tuple(everybody), (own,)))()
         return everybody
 
-    def _raise_lost(self, doing: str) -> NoReturn:
-        """Raise why the connection to a peer is over: what that peer or others say, or that it is gone."""
-        peer, error = self.context[words.PEER], -self.context[words.ERROR]
-        waiting = f"{doing}, waiting for {self.monitor.name(peer)}"
-        deadline = time.monotonic() + _REASON_SECONDS
-        while (found := self.monitor.verdict([peer], waiting)) is None:
-            if time.monotonic() > deadline:
-                how = "it closed a connection" if error == -CLOSED else os.strerror(error)
-                self.monitor.lost(peer, how)
-            time.sleep(0.005)
-        raise found.with_traceback(None)
-
-    def _torn(self, error: BaseException, prepared: Prepared) -> None:
-        """After an exception: fail the group if the call was half-way, since the peers go on with it."""
-        if isinstance(error, GroupError):
-            self.fail(error)
-        elif self.context.under_way:
-            self.interrupted(error, self.doing())
-        elif not prepared.ready:
-            self.interrupted(error, f"connecting the ranks of group {self.gate.name!r}")
-
     def interrupted(self, error: BaseException, doing: str) -> None:
         here, why = self.monitor.name(self.gate.rank), type(error).__name__
-        self.fail(
-            AbortedError(f"{here} was interrupted by {why} in {doing}", [self.gate.ranks[self.gate.rank]])
-        )
+        me = self.gate.ranks[self.gate.rank]
+        self.fail(AbortedError(f"{here} was interrupted by {why} in {doing}", [me]))
 
     # ---- the operations ------------------------------------------------------------------------------
 
     def plan(
-        self,
-        operation: Operation,
-        timeout: float | None = None,
-        choose: Callable[[Shape], Plan] = plan_for,
+        self, operation: Operation, timeout: float | None = None, choose: Callable[[Shape], Plan] = plan_for
     ) -> Call:
         """See Backend; `choose` makes the plan."""
         kind, _, _, op, root, parts = operation
@@ -298,13 +261,20 @@ class TcpBackend(Backend):
         key = (kind, dtype, op, root, tuple(x.nbytes for x in sized), parts, choose)
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._prepare(*key)
-            self._remember(key, prepared)
+            prepared = self._prepare(key)
+            with self._remembering:
+                while len(self._prepared) >= _MOST_PREPARED:  # the oldest one goes
+                    del self._prepared[next(iter(self._prepared))]
+                self._prepared[key] = prepared
 
         def call() -> None:
             self._carry_out(prepared, arrays, timeout)
 
-        divisor = self._divisor(operation)
+        divisor = self.gate.size
+        if kind in ("scan", "exscan"):
+            divisor = self.gate.rank + (kind == "scan")
+        elif kind == "reduce" and self.gate.rank != root:
+            divisor = 0  # there is no result
         if op is None or folded(op, self.gate.size) is op or divisor == 0:
             return call
 
@@ -316,15 +286,7 @@ class TcpBackend(Backend):
 
     def meeting(self, operation: Operation) -> Call:
         """A call in which the ranks only make sure that all of them make it."""
-        return self.plan(operation, choose=_nothing)
-
-    def _divisor(self, operation: Operation) -> int:
-        """By what an average is divided that was folded as a sum; 0 where there is no result."""
-        if operation.kind == "reduce":
-            return self.gate.size if self.gate.rank == operation.root else 0
-        if operation.kind in ("scan", "exscan"):
-            return self.gate.rank + (operation.kind == "scan")
-        return self.gate.size
+        return self.plan(operation, choose=nothing)
 
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """Carry a call out that was prepared before, with nothing ahead of it; False: it takes the general way."""
@@ -357,17 +319,6 @@ class TcpBackend(Backend):
 
     def disown(self, error: GroupError) -> None:
         self._mesh.disown()
-
-
-def _nothing(call: Shape) -> Plan:
-    """The plan of a call that is over with the meeting."""
-    return Plan(np.zeros((0, COLUMNS), np.int64), 0, "nothing")
-
-
-def _patience(crowd: Sequence[Member], me: Member) -> int:
-    """Sweeps in vain before sleeping: few where the ranks of this host outnumber the cores."""
-    here = [member for member in crowd if member.boot_id == me.boot_id]
-    return _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
 
 
 Arrays = tuple[tuple[Array, ...], tuple[Array, ...]]

@@ -49,21 +49,12 @@ class NoticeError(ValueError):
 
 @dataclass(frozen=True)
 class Notice:
-    """That a rank left or failed the group, or is leaving it.
-
-    Attributes:
-        state: LEFT, FAILED or LEAVING.
-        origin: group rank of whoever first said so; others pass it on.
-        ranks: global ranks at fault, at most 16.
-        died: whether those died or cannot be reached.
-        late: whether those did not come in time.
-        text: why, in words.
-    """
+    """That a rank left or failed the group, or is leaving it: LEFT, FAILED or LEAVING."""
 
     state: int
-    origin: int
-    ranks: tuple[int, ...] = ()
-    died: bool = False
+    origin: int  # group rank of whoever first said so; others pass it on
+    ranks: tuple[int, ...] = ()  # global ranks at fault, at most 16
+    died: bool = False  # or they cannot be reached
     late: bool = False
     text: str = ""
 
@@ -79,21 +70,11 @@ class Notice:
 
     @classmethod
     def from_bytes(cls, data: bytes, size: int) -> Notice:
-        """The notice of a rank of a group of `size`.
-
-        Raises:
-            NoticeError: it is none.
-        """
+        """The notice of a rank of a group of `size`; NoticeError: it is none."""
         magic, state, what, count, origin, length, zero, *ranks, text = _FORMAT.unpack(data)
-        if (
-            magic != _MAGIC
-            or state not in (LEFT, FAILED, LEAVING)
-            or what not in (0, _DIED, _LATE)
-            or count > MOST_RANKS
-            or origin >= size
-            or length > TEXT_BYTES
-            or any(zero)
-        ):
+        known = magic == _MAGIC and state in (LEFT, FAILED, LEAVING) and what in (0, _DIED, _LATE)
+        bounded = count <= MOST_RANKS and origin < size and length <= TEXT_BYTES
+        if not known or not bounded or any(zero):
             raise NoticeError(f"not a notice: {data[:32]!r}")
         why = text[:length].decode(errors="replace")
         return cls(state, origin, tuple(ranks[:count]), what == _DIED, what == _LATE, why)
@@ -106,9 +87,6 @@ _NOTICES_AT_ONCE = 4
 
 class Control:
     """Thread-safe; `look` from a signal handler in the middle of another finds what that one has found.
-
-    Args:
-        size: ranks of the group.
 
     Attributes:
         heard: group rank -> what came from it: the first notice, or the one after LEAVING.
@@ -171,7 +149,7 @@ class Control:
                 self._unlink(fd)
 
     def close_inherited(self) -> None:
-        """In a child of fork: close the copies of all connections, which stay open in the parent."""
+        """In a child of fork: close the copies of all connections."""
         for _, connection, _ in list(self._links.values()):
             connection.close()
 
@@ -255,14 +233,21 @@ class NetMonitor(Monitor):
         proven = set(dead_among(self.members))
         self._control.look(again=bool(proven))
         proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
-        return (
-            self._death(proven, doing) or self._failure_of_peer(doing) or super().verdict(needed, doing)
-        )  # fmt: skip
+        if error := self._death(proven, doing):
+            return error
+        for notice in list(self._control.heard.values()):
+            if notice.state == FAILED:  # for which it or whoever it blames is at fault
+                passed_on = self.passed_on(notice.origin, notice.text, notice.ranks, notice.late, doing)
+                self._taken = (passed_on, notice)
+                return passed_on
+        return super().verdict(needed, doing)
 
     def _death(self, proven: set[Member], doing: str) -> PeerDiedError | None:
         """Who died, by our own sight or by what others say."""
         suspects = {self.members[rank]: how for rank, how in self._suspects().items()}
-        report = self._report()
+        # The first notice that says that somebody other than us died.
+        notices, me = list(self._control.heard.values()), self.members[self.rank].rank
+        report = next((each for each in notices if each.died and set(each.ranks) - {me}), None)
         told = set(report.ranks) if report is not None else set()
         told_members = {member for member in self.members if member.rank in told}
         culprits = sorted(proven | set(suspects) | told_members, key=lambda member: member.rank)
@@ -284,32 +269,16 @@ class NetMonitor(Monitor):
         broken = {**self._broken, **self._control.lost}
         return {rank: how for rank, how in broken.items() if self._is_present(rank)}
 
-    def _report(self) -> Notice | None:
-        """The first notice that says that somebody other than us died."""
-        me = self.members[self._rank].rank
-        notices = list(self._control.heard.values())
-        return next((each for each in notices if each.died and set(each.ranks) - {me}), None)
-
-    def _failure_of_peer(self, doing: str) -> GroupError | None:
-        """The failure that a peer has told, for which it or whoever it blames is at fault."""
-        for notice in list(self._control.heard.values()):
-            if notice.state == FAILED:
-                error = self._passed_on(notice.origin, notice.text, notice.ranks, notice.late, doing)
-                self._taken = (error, notice)
-                return error
-        return None
-
     def _publish(self, state: int, reason: str) -> None:
-        self._control.say(self._notice(state, reason))
-
-    def _notice(self, state: int, reason: str) -> Notice:
-        if state != FAILED or self.failure is None:
-            return Notice(state, self._rank, text=reason)
-        taken = self._taken
-        if taken is not None and taken[0] is self.failure:
-            return taken[1]  # passed on as it was, not wrapped into another "failed the group"
-        died, late = (isinstance(self.failure, kind) for kind in (PeerDiedError, CollectiveTimeoutError))
-        return Notice(FAILED, self._rank, self.failure.ranks, died, late, reason)
+        notice = Notice(state, self.rank, text=reason)
+        if state == FAILED and self.failure is not None:
+            if self._taken is not None and self._taken[0] is self.failure:
+                notice = self._taken[1]  # passed on as it was, not wrapped into another "failed the group"
+            else:
+                died = isinstance(self.failure, PeerDiedError)
+                late = isinstance(self.failure, CollectiveTimeoutError)
+                notice = Notice(FAILED, self.rank, self.failure.ranks, died, late, reason)
+        self._control.say(notice)
 
     def _state(self, rank: int) -> int:
         notice = self._control.heard.get(rank)

@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ...errors import RendezvousError
 from ...rendezvous.address import shown
@@ -20,17 +20,14 @@ from .opening import Dialing, Endpoint, Kind, OpeningError, RefusedError
 
 _LOOK_SECONDS = 0.05
 _RETRY_FIRST, _RETRY_MOST = 0.01, 0.25
+_IP_BIND_ADDRESS_NO_PORT = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Python 3.12 has the name
+
+Wish = tuple[int, int] | float
+"""A descriptor and the poll events that are waited for, or until when nothing can be done."""
 
 
 class Dial:
-    """One connection to a peer, in the making.
-
-    Args:
-        endpoint: this rank's in the group.
-        peer: group rank of the other end.
-        kind, stream: of the connection.
-        source: which of this machine's addresses it leaves from.
-        address, port: where the peer listens.
+    """One connection of a kind and stream to a group rank, in the making, from `source` to where that listens.
 
     Attributes:
         connection: the socket, once `is_done`.
@@ -53,118 +50,79 @@ class Dial:
         self.reason = "no answer"
         self.refused_since: float | None = None
         self.is_done = False
-        self._source, self._address, self._port = source, address, port
-        self._renew: Callable[[], Dialing] = lambda: Dialing(endpoint, peer, kind, stream)
-        self._pause, self._not_before = _RETRY_FIRST, 0.0
+        self.waits_for: Wish = 0.0
         self._socket: socket.socket | None = None
-        self._dialing: Dialing | None = None
+        self._steps = self._tries(lambda: Dialing(endpoint, peer, kind, stream), source, (address, port))
 
     @property
     def connection(self) -> socket.socket:
         assert self._socket is not None, "it stands"
         return self._socket
 
-    def waits_for(self) -> tuple[int, int] | None:
-        """A descriptor and the poll events that it waits for; None: only time."""
-        if self._socket is None or self.is_done:
-            return None
-        return self._socket.fileno(), select.POLLOUT if self._dialing is None else select.POLLIN
-
-    def seconds_to_wait(self, now: float) -> float:
-        """How long nothing can be done but for the descriptor."""
-        return _LOOK_SECONDS if self._socket is not None else max(self._not_before - now, 0.0)
-
     def step(self) -> None:
-        """Go as far as possible without blocking.
-
-        Raises:
-            RendezvousError: the peer does not fit, so trying again does not help.
-        """
-        try:
-            if self._socket is None:
-                if time.monotonic() >= self._not_before:
-                    self._start()
-            elif self._dialing is None:
-                self._open(self._socket)
-            else:
-                self._shake_hands(self._socket, self._dialing)
-        except BlockingIOError:
-            return
-        except RefusedError as error:
-            self.close()
-            raise RendezvousError(f"the rank at {self.where} cannot be joined: {error}") from error
-        except OpeningError as error:
-            self._try_again(str(error))
-        except OSError as error:
-            self._try_again(error.strerror or str(error), error.errno == errno.ECONNREFUSED)
+        """Go as far as possible without blocking; RendezvousError: the peer does not fit, do not try again."""
+        self.waits_for = next(self._steps, 0.0)
 
     def close(self) -> None:
         """Give up, or close what was made."""
         if self._socket is not None:
             self._socket.close()
-        self._socket = self._dialing = None
+        self._socket = None
 
-    def _start(self) -> None:
-        self._socket = socket.socket(family_of(self._address), socket.SOCK_STREAM)
-        tune(self._socket)
+    def _tries(
+        self, begin: Callable[[], Dialing], source: Interface, target: tuple[str, int]
+    ) -> Iterator[Wish]:
+        pause = _RETRY_FIRST
+        while True:
+            try:
+                yield from self._try(begin(), source, target)
+                self.is_done = True
+                return
+            except RefusedError as error:
+                self.close()
+                raise RendezvousError(f"the rank at {self.where} cannot be joined: {error}") from error
+            except OpeningError as error:
+                self.reason, refused = str(error), False
+            except OSError as error:
+                self.reason, refused = error.strerror or str(error), error.errno == errno.ECONNREFUSED
+            self.close()
+            now = time.monotonic()
+            self.refused_since = (self.refused_since or now) if refused else None
+            while time.monotonic() < now + pause:
+                yield now + pause
+            pause = min(2 * pause, _RETRY_MOST)
+
+    def _try(self, dialing: Dialing, source: Interface, target: tuple[str, int]) -> Iterator[Wish]:
+        made = self._socket = socket.socket(family_of(source.address), socket.SOCK_STREAM)
+        tune(made)
         # Without this the kernel takes a port for every connection of the machine, not for this destination.
-        self._socket.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
-        self._socket.bind((self._source.address, 0))
-        status = self._socket.connect_ex((self._address, self._port))
-        if status not in (0, errno.EINPROGRESS):
-            raise OSError(status, os.strerror(status))
-
-    def _open(self, connecting: socket.socket) -> None:
-        status = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        made.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+        made.bind((source.address, 0))
+        while (status := made.connect_ex(target)) in (errno.EINPROGRESS, errno.EALREADY):
+            yield made.fileno(), select.POLLOUT
+        # A loopback port that nobody listens on can connect to itself.
+        status = status or (errno.ECONNREFUSED if made.getsockname() == made.getpeername() else 0)
         if status:
             raise OSError(status, os.strerror(status))
-        if connecting.getsockname() == _peer_name(connecting):
-            # A loopback port that nobody listens on can connect to itself.
-            raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        self._dialing = self._renew()
-        connecting.send(self._dialing.opening)
-
-    def _shake_hands(self, connected: socket.socket, dialing: Dialing) -> None:
+        made.send(dialing.opening)
         while dialing.wants:
-            data = connected.recv(dialing.wants)
+            yield made.fileno(), select.POLLIN
+            try:
+                data = made.recv(dialing.wants)
+            except BlockingIOError:
+                continue
             if not data:
                 raise OpeningError("it closed the connection during the opening")
-            reply = dialing.take(data)
-            if reply:
-                connected.send(reply)
-        self.is_done = True
-
-    def _try_again(self, reason: str, is_refused: bool = False) -> None:
-        self.close()
-        self.reason = reason
-        self.refused_since = (self.refused_since or time.monotonic()) if is_refused else None
-        self._not_before = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _RETRY_MOST)
-
-
-def _peer_name(connecting: socket.socket) -> object:
-    try:
-        return connecting.getpeername()
-    except OSError as error:
-        if error.errno == errno.ENOTCONN:
-            raise BlockingIOError from None
-        raise
-
-
-_IP_BIND_ADDRESS_NO_PORT = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Python 3.12 has the name
+            if reply := dialing.take(data):
+                made.send(reply)
 
 
 def dial_all(
     dials: Sequence[Dial], look: Callable[[], None], stands: Callable[[Dial], None] = lambda _: None
 ) -> None:
-    """Bring all connections about.
+    """Bring all connections about, and let `stands` take each over as soon as it stands.
 
-    Args:
-        look: called at least every 50 ms while some do not stand; what it raises ends the others.
-        stands: takes over each connection as soon as it stands.
-
-    Raises:
-        RendezvousError: a peer does not fit.
+    `look`, called at least every 50 ms, may raise, which ends the others. RendezvousError: a peer does not fit.
     """
     looked = time.monotonic()
     waiting = list(dials)
@@ -177,7 +135,13 @@ def dial_all(
                     stands(dial)
             if not waiting:
                 return
-            _wait(waiting)
+            poller, until = select.poll(), time.monotonic() + _LOOK_SECONDS
+            for dial in waiting:
+                if isinstance(dial.waits_for, tuple):
+                    poller.register(*dial.waits_for)
+                else:
+                    until = min(until, dial.waits_for)
+            poller.poll(1000 * max(until - time.monotonic(), 0.0) + 0.5)
             if time.monotonic() - looked >= _LOOK_SECONDS:
                 look()
                 looked = time.monotonic()
@@ -185,14 +149,3 @@ def dial_all(
         for dial in waiting:
             dial.close()
         raise
-
-
-def _wait(dials: Sequence[Dial]) -> None:
-    """Sleep until one of them can go on, 50 ms at most."""
-    poller = select.poll()
-    now = time.monotonic()
-    for dial in dials:
-        waits = dial.waits_for()
-        if waits is not None:
-            poller.register(*waits)
-    poller.poll(1000 * min(dial.seconds_to_wait(now) for dial in dials) + 0.5)

@@ -4,64 +4,183 @@
                     MEET --they differ, and Python has read them--> IDLE
 
 It comes back within 50 ms, with its state in the context, whenever it can't go on or has worked for so long.
+
+A plan runs one phase after the other, its rows at the same time. A sweep goes over the rows of the phase and moves what
+can be moved without waiting; rows of one connection and direction go one after the other. Received bytes are reduced as
+they land, a PIECE at a time, while they are in the cache. Large rows are divided among the streams to the peer, in the
+same way on both sides.
 """
 
 from __future__ import annotations
 
 from ...core.status import AGAIN, DONE, WORKED
+from ...kernels.copy import copy, move
 from ...kernels.jit import entry, inlined, kernel
-from ...kernels.primitives import load_word, store_word, word_at
+from ...kernels.primitives import call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at
-from ...kernels.sockets import wait_ready
+from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some, wait_ready
 from ...kernels.waiting import BUDGET, now
-from . import words as w
-from .meet import GOES_ON, compare, exchange, forget_frames, keep_rest, list_missing, write_headers
-from .plans.table import FIRST_ARRAY
-from .rows import begin_phase, list_waiting, sweep
-from .words import IDLE, MEET, RESUMED, RUN, STAGE
+from . import engine_layout as w
+from .meet import GOES_ON, compare, exchange, forget_frames, gone, keep_rest, list_missing, write_headers
+from .plans import table as t
 
+PIECE = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
+DIVIDED = 128 << 10  # rows from so many bytes on are divided among the streams; plans have up to 256 KiB
 _POLL_MS = 50
+
+
+@inlined
+def _row_at(d, row):
+    """The address of a row of the plan."""
+    return load_word(d, w.TABLE) + 8 * t.COLUMNS * row
+
+
+@inlined
+def _place(c, row, buffer, offset):
+    return load_word(load_word(c, w.BUFFERS), load_word(row, buffer)) + load_word(row, offset)
+
+
+@inlined
+def _bound(d, nbytes, stream, streams):
+    """Where the part of a row for a stream begins: at an item, if the row consists of items."""
+    if nbytes < DIVIDED:
+        return 0 if stream == 0 else nbytes
+    unit = load_word(d, w.ITEMSIZE)
+    if unit == 0 or nbytes % unit:
+        unit = 1
+    return nbytes // unit * stream // streams * unit
+
+
+# ---- what needs no peer -------------------------------------------------------------------------------
+
+
+@inlined
+def _reduce(c, d, target, count, items):
+    """Reduce the operands at SOURCES into a place."""
+    call_reducer(load_word(d, w.REDUCER), load_word(d, w.CODE), target, load_word(c, w.SOURCES), count, items)
+
+
+@kernel
+def begin_phase(c, d, row):
+    """Find the phase that begins at a row, do its local rows, and forget the progress of the last one."""
+    end = row
+    phase = load_word(_row_at(d, row), t.PHASE)
+    while end < load_word(d, w.ROWS) and load_word(_row_at(d, end), t.PHASE) == phase:
+        at = _row_at(d, end)
+        if load_word(at, t.KIND) == t.FOLD:
+            count = load_word(at, t.PEER)
+            for k in range(count):  # the sources follow, in their order
+                source = _place(c, _row_at(d, end + 1 + k), t.BUFFER, t.OFFSET)
+                store_word(load_word(c, w.SOURCES), k, source)
+            items = load_word(at, t.NBYTES) // load_word(d, w.ITEMSIZE)
+            _reduce(c, d, _place(c, at, t.BUFFER, t.OFFSET), count, items)
+        elif load_word(at, t.KIND) == t.COPY:
+            source = _place(c, at, t.BUFFER2, t.OFFSET2)
+            copy(_place(c, at, t.BUFFER, t.OFFSET), source, load_word(at, t.NBYTES))
+        end += 1
+    for word in range(2 * (end - row) * load_word(c, w.STREAMS)):
+        store_word(load_word(c, w.PARTS), word, 0)
+    store_word(c, w.PHASE, row)
+    store_word(c, w.PHASE_END, end)
+
+
+# ---- what moves over sockets --------------------------------------------------------------------------
+
+
+@kernel
+def _receive_and_reduce(c, d, row, part, slot, fd, address, nbytes):
+    """Receive into the staging area, and reduce whole items into the array: bytes received, or an error."""
+    item = load_word(d, w.ITEMSIZE)
+    done, reduced = load_word(part, 0), load_word(part, 1)
+    staging = load_word(c, w.STAGING) + slot * 2 * PIECE
+    rest = done - reduced  # of an item that was cut
+    moved = receive_some(fd, staging + rest, min(nbytes - done, PIECE))
+    if moved <= 0:
+        return moved
+    whole = (rest + moved) // item * item
+    target = address + reduced
+    left = load_word(row, t.OFFSET2)
+    store_word(load_word(c, w.SOURCES), left, target)
+    store_word(load_word(c, w.SOURCES), 1 - left, staging)
+    _reduce(c, d, target, 2, whole // item)
+    move(staging, staging + whole, rest + moved - whole)
+    store_word(part, 1, reduced + whole)
+    return moved
+
+
+@inlined
+def _transfer(c, d, row, part, slot, fd, start, nbytes):
+    """Move some bytes of a part of a row: how many, or an error."""
+    address = _place(c, row, t.BUFFER, t.OFFSET) + start
+    kind, done = load_word(row, t.KIND), load_word(part, 0)
+    if kind == t.SEND:
+        return send_some(fd, address + done, min(nbytes - done, PIECE))
+    if kind == t.REDUCE:
+        return _receive_and_reduce(c, d, row, part, slot, fd, address, nbytes)
+    return receive_some(fd, address + done, min(nbytes - done, PIECE))
+
+
+@inlined
+def _may_move(c, row, stream):
+    """Whether no earlier row has the connection, in its direction, in this sweep; it has it from now on."""
+    direction = 0 if load_word(row, t.KIND) == t.SEND else 1
+    connection = (2 * load_word(row, t.PEER) + direction) * load_word(c, w.STREAMS) + stream
+    if load_word(load_word(c, w.BUSY), connection) == load_word(c, w.SWEEP):
+        return False
+    store_word(load_word(c, w.BUSY), connection, load_word(c, w.SWEEP))
+    return True
+
+
+@kernel
+def sweep(c, d, listing):
+    """One sweep: DONE when all rows of the phase are complete, GOES_ON, GOES_ON - 1 (nothing moved) or GONE.
+
+    `listing`: move nothing, but write the pollfds of the connections that the phase waits for.
+    """
+    first, streams = load_word(c, w.PHASE), load_word(c, w.STREAMS)
+    store_word(c, w.SWEEP, load_word(c, w.SWEEP) + 1)
+    any_moved, any_left, slot, listed = False, False, 0, 0
+    for number in range(first, load_word(c, w.PHASE_END)):
+        row = _row_at(d, number)
+        if load_word(row, t.KIND) in (t.FOLD, t.SOURCE, t.COPY):
+            continue
+        peer, total = load_word(row, t.PEER), load_word(row, t.NBYTES)
+        for stream in range(streams):
+            start = _bound(d, total, stream, streams)
+            nbytes = _bound(d, total, stream + 1, streams) - start
+            part = load_word(c, w.PARTS) + 16 * ((number - first) * streams + stream)
+            if load_word(part, 0) == nbytes:
+                continue
+            any_left = True
+            if not _may_move(c, row, stream):
+                continue
+            fd = load_word(load_word(c, w.FDS), peer * streams + stream)
+            if listing:
+                event = WRITABLE if load_word(row, t.KIND) == t.SEND else READABLE
+                store_word(load_word(c, w.POLLFDS), listed, fd | event << 32)
+                listed += 1
+                continue
+            moved = _transfer(c, d, row, part, slot + stream, fd, start, nbytes)
+            if moved < 0:
+                return gone(c, peer, moved)
+            if moved > 0:
+                any_moved = True
+                store_word(part, 0, load_word(part, 0) + moved)
+        if load_word(row, t.KIND) == t.REDUCE:
+            slot += streams
+    if listing:
+        store_word(c, w.WAITING, listed)
+    if not any_left:
+        return DONE
+    return GOES_ON if any_moved else GOES_ON - 1
+
+
+# ---- a call -------------------------------------------------------------------------------------------
 
 
 @inlined
 def _time(c):
     return now(c + 8 * w.PATIENCE)
-
-
-@inlined
-def _is_over(c):
-    """Whether this run has lasted for as long as it may."""
-    return _time(c) - load_word(c, w.SINCE) > load_word(c, w.PATIENCE + BUDGET)
-
-
-@inlined
-def _sleep(c, connections):
-    """Sleep until one of the listed connections is ready; False: none was for a while."""
-    return wait_ready(load_word(c, w.POLLFDS), connections, _POLL_MS) > 0
-
-
-@kernel
-def _run_plan(c, d):
-    """Go on with the plan of a prepared call: DONE, AGAIN, WORKED or GONE."""
-    idle = 0
-    while True:
-        if load_word(c, w.PHASE) == load_word(c, w.PHASE_END):
-            if load_word(c, w.PHASE) == load_word(d, w.ROWS):
-                return DONE
-            begin_phase(c, d, load_word(c, w.PHASE))
-        status = sweep(c, d)
-        if status == DONE:
-            store_word(c, w.PHASE, load_word(c, w.PHASE_END))
-        elif status > DONE:
-            return status
-        elif status == GOES_ON:
-            idle = 0
-        else:
-            idle += 1
-            if idle > load_word(c, w.PATIENT_SWEEPS) and not _sleep(c, list_waiting(c, d)):
-                return AGAIN
-        if _is_over(c):
-            return WORKED
 
 
 @inlined
@@ -71,59 +190,42 @@ def _begin_plan(c, row):
 
 
 @kernel
-def _exchange_all(c, d):
-    """Go on with the meeting of a group in which everybody sends to everybody: DONE, AGAIN, WORKED or GONE."""
+def _run(c, d, exchanges):
+    """Go on with the plan of a prepared call, or (`exchanges`) with the meeting in which everybody sends to everybody.
+
+    DONE, AGAIN, WORKED or GONE.
+    """
     idle = 0
     while True:
-        status = exchange(c, d)
-        if status >= DONE:
-            return status
-        if status == GOES_ON:
-            idle = 0
+        if exchanges:
+            status = exchange(c, d)
+            if status == DONE:
+                return DONE
         else:
-            idle += 1
-            if idle > load_word(c, w.PATIENT_SWEEPS) and not _sleep(c, list_missing(c)):
+            if load_word(c, w.PHASE) == load_word(c, w.PHASE_END):
+                if load_word(c, w.PHASE) == load_word(d, w.ROWS):
+                    return DONE
+                begin_phase(c, d, load_word(c, w.PHASE))
+            status = sweep(c, d, False)
+            if status == DONE:
+                store_word(c, w.PHASE, load_word(c, w.PHASE_END))
+        if status > DONE:
+            return status
+        idle = idle + 1 if status < GOES_ON else 0
+        if idle > load_word(c, w.PATIENT_SWEEPS):
+            if exchanges:
+                list_missing(c)
+            else:
+                sweep(c, d, True)
+            if wait_ready(load_word(c, w.POLLFDS), load_word(c, w.WAITING), _POLL_MS) == 0:
                 return AGAIN
-        if _is_over(c):
+        if _time(c) - load_word(c, w.SINCE) > load_word(c, w.PATIENCE + BUDGET):
             return WORKED
-
-
-@inlined
-def _meet(c, d):
-    meeting = load_word(c, w.MEETING)
-    return _exchange_all(c, d) if meeting == 0 else _run_plan(c, meeting)
-
-
-@inlined
-def _take_arrays(c, arrays):
-    """The addresses of the call's arrays, as buffers of the plan."""
-    for k in range(word_at(arrays + LENGTH)):
-        array = word_at(arrays + ITEMS + 8 * k)
-        store_word(load_word(c, w.BUFFERS), FIRST_ARRAY + k, word_at(array + DATA))
-
-
-@kernel
-def _go_on(c, d):
-    store_word(c, w.SINCE, _time(c))
-    if load_word(c, STAGE) == MEET:
-        status = _meet(c, d)
-        if status != DONE:
-            return status
-        status = compare(c, d)
-        if status != DONE:
-            return status
-        _begin_plan(c, load_word(d, w.PAYLOADS))
-        store_word(c, STAGE, RUN)
-    status = _run_plan(c, d)
-    if status == DONE:
-        forget_frames(c)
-        store_word(c, STAGE, IDLE)
-    return status
 
 
 @entry
 def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
-    """Carry out a prepared call on a tuple of arrays; returns a status of words.py.
+    """Carry out a prepared call on a tuple of arrays; DONE, AGAIN, WORKED, MISMATCH, GONE or GARBLED.
 
     Args:
         context: the address of the group's context, with RESUMED to go on with the call under way.
@@ -131,14 +233,32 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
         arrays: contiguous ndarrays, as the plan numbers them; the caller keeps them until the call is over.
     """
     tagged, d = integer(context), integer(prepared)
-    c = tagged & ~RESUMED
-    if tagged & RESUMED == 0:
-        _take_arrays(c, object_at(arrays))
+    c = tagged & ~w.RESUMED
+    if tagged & w.RESUMED == 0:
+        table = object_at(arrays)
+        for k in range(word_at(table + LENGTH)):
+            array = word_at(table + ITEMS + 8 * k)
+            store_word(load_word(c, w.BUFFERS), t.FIRST_ARRAY + k, word_at(array + DATA))
         store_word(c, w.CALLS, load_word(c, w.CALLS) + 1)
         write_headers(c, d)
         _begin_plan(c, 0)
-        store_word(c, STAGE, MEET)
-    return _go_on(c, d)
+        store_word(c, w.STAGE, w.MEET)
+    store_word(c, w.SINCE, _time(c))
+    if load_word(c, w.STAGE) == w.MEET:
+        meeting = load_word(c, w.MEETING)
+        status = _run(c, d, True) if meeting == 0 else _run(c, meeting, False)
+        if status != DONE:
+            return status
+        status = compare(c, d)
+        if status != DONE:
+            return status
+        _begin_plan(c, load_word(d, w.PAYLOADS))
+        store_word(c, w.STAGE, w.RUN)
+    status = _run(c, d, False)
+    if status == DONE:
+        forget_frames(c)
+        store_word(c, w.STAGE, w.IDLE)
+    return status
 
 
 @entry
@@ -146,5 +266,5 @@ def after_mismatch(context: Index) -> int:
     """Make ready for the next call, once the headers of one that did not match have been read."""
     c = integer(context)
     keep_rest(c)
-    store_word(c, STAGE, IDLE)
+    store_word(c, w.STAGE, w.IDLE)
     return DONE

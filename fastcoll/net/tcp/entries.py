@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...kernels.jit import Entry
 from ..mpi import compiled as mpi
-from . import engine, mail_answers, mail_kernels
+from . import engine, mail_kernels
 
 ENTRIES: tuple[Entry, ...] = (
     engine.collective,
@@ -16,8 +16,8 @@ ENTRIES: tuple[Entry, ...] = (
     mail_kernels.accept,
     mail_kernels.acknowledge,
     mail_kernels.advance,
-    mail_answers.flush,
-    mail_answers.mind,
+    mail_kernels.flush,
+    mail_kernels.mind,
     mpi.poll,
     mpi.meet,
     mpi.carry_out,

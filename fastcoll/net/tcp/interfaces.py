@@ -38,17 +38,17 @@ class Interface:
     def family(self) -> int:
         return IPV6 if ":" in self.address else IPV4
 
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.address).is_loopback
+
     def __str__(self) -> str:
         return f"{self.address} ({self.name})" if self.name else self.address
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asked for: `names` in order, or with `excluding` any but these.
-
-    Attributes:
-        source: the variable that says so, for messages.
-    """
+    """What the variable `source` asks for: `names` in order, or with `excluding` any but these."""
 
     names: tuple[str, ...] = ()
     excluding: bool = False
@@ -56,11 +56,7 @@ class Wanted:
 
 
 def wanted_here() -> Wanted:
-    """What the environment asks for.
-
-    Raises:
-        UsageError: it cannot be understood.
-    """
+    """What the environment asks for."""
     text: str = config.get("FASTCOLL_SOCKET_IFNAME")
     if text:
         return parse(text, "FASTCOLL_SOCKET_IFNAME")
@@ -68,11 +64,7 @@ def wanted_here() -> Wanted:
 
 
 def parse(text: str, source: str = "FASTCOLL_SOCKET_IFNAME") -> Wanted:
-    """Names separated by commas, or `^` and the names to exclude.
-
-    Raises:
-        UsageError: a name is empty or given twice, or `^` stands in between.
-    """
+    """Names separated by commas, or `^` and the names to exclude; UsageError: it cannot be understood."""
     excluding = text.startswith("^")
     names = tuple(name.strip() for name in text.removeprefix("^").split(",")) if text else ()
     if not all(names) or len(set(names)) < len(names) or any("^" in name for name in names):
@@ -84,76 +76,81 @@ def parse(text: str, source: str = "FASTCOLL_SOCKET_IFNAME") -> Wanted:
 
 
 def choose(wanted: Wanted, there: Sequence[Interface], by_route: str, family: int | None) -> list[Interface]:
-    """The addresses to use, in order.
+    """The addresses to use, in order, of those that are `there`.
 
     Args:
-        wanted: what the user asked for.
-        there: this machine's.
         by_route: the address that is used when nothing is asked for.
         family: 4 or 6, where the group has settled on one; None prefers that of `by_route`, then IPv4.
 
     Raises:
         UsageError: an interface that is named does not exist, or none has an address of the family.
     """
-    names = {interface.name for interface in there}
-    unknown = [name for name in wanted.names if name not in names]
+    listed = ", ".join(f"{each.name} {each.address}" for each in there) or "none"
+    unknown = set(wanted.names) - {each.name for each in there}
     if unknown and not wanted.excluding:
+        names = ", ".join(name for name in wanted.names if name in unknown)
         raise UsageError(
-            f"{wanted.source} names {', '.join(unknown)}, but {os.uname().nodename} has no such interface with an "
-            f"address; there are {_listed(there)}"
+            f"{wanted.source} names {names}, but {os.uname().nodename} has no such interface with an "
+            f"address; there are {listed}"
         )
-    route = _at(by_route, there)
+    route = next((each for each in there if each.address == by_route), Interface("", by_route))
     families = [family] if family else list(dict.fromkeys((route.family, IPV4, IPV6)))
     for version in families:
-        if found := _of_family(wanted, there, route, version):
+        if found := _of_family(wanted, [each for each in there if each.family == version], route, version):
             return found
     versions = " or ".join(f"IPv{version}" for version in families)
     raise UsageError(
-        f"no {versions} address to use on {os.uname().nodename}; interfaces there: {_listed(there)}; choose with "
+        f"no {versions} address to use on {os.uname().nodename}; interfaces there: {listed}; choose with "
         "FASTCOLL_SOCKET_IFNAME, on every rank"
     )
 
 
 def _of_family(wanted: Wanted, there: Sequence[Interface], route: Interface, version: int) -> list[Interface]:
-    """The addresses of one version of IP, empty when not all that are named have one."""
+    """The addresses of one version of IP, those `there`; empty when not all that are named have one."""
     if wanted.names and not wanted.excluding:
-        firsts = [
-            next((each for each in there if each.name == name and each.family == version), None)
-            for name in wanted.names
-        ]
-        return [each for each in firsts if each is not None] if all(firsts) else []
+        firsts = {each.name: each for each in reversed(there)}
+        return [firsts[name] for name in wanted.names] if firsts.keys() >= set(wanted.names) else []
     if route.family == version and route.name not in wanted.names:
         return [route]
-    loopback_too = ipaddress.ip_address(route.address).is_loopback and not wanted.excluding
-    allowed = [each for each in there if each.family == version and each.name not in wanted.names]
-    return [each for each in allowed if ipaddress.ip_address(each.address).is_loopback == loopback_too][:1]
+    loopback_too = route.is_loopback and not wanted.excluding
+    allowed = (each for each in there if each.name not in wanted.names)
+    return [each for each in allowed if each.is_loopback == loopback_too][:1]
 
 
 def choose_here(store: Store, members: Sequence[Member], family: int | None) -> list[Interface]:
-    """The addresses that this process uses in a group.
-
-    Args:
-        store: the group's; where the master is seen from here.
-        members: all ranks of the group.
-        family: as for `choose`.
-
-    Raises:
-        UsageError: as `choose`.
-    """
+    """As `choose`, for this process in a group; `store` is the group's: where the master is seen from here."""
     there = interfaces_here()
-    one_network = all(member.same_network(members[0]) for member in members)
-    by_route = _loopback(there, family) if one_network else _towards_master(store, there)
+    if all(member.same_network(members[0]) for member in members):
+        own = [each for each in there if each.is_loopback]
+        preferred = [each for each in own if family in (None, each.family)]
+        by_route = next((each.address for each in preferred or own), "127.0.0.1")
+    else:
+        by_route = _towards_master(store, there)
     return choose(wanted_here(), there, by_route, family)
+
+
+def _towards_master(store: Store, there: Sequence[Interface]) -> str:
+    """The address by which the store's server is reached; else, and from its own machine, the default route's."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    for text in (str(getattr(store, "local_address", "")), own_address()):
+        address = ipaddress.ip_address(text or "127.0.0.1")
+        if not address.is_loopback and not address.is_link_local:
+            return text
+    return next((each.address for each in there if not each.is_loopback), "127.0.0.1")
 
 
 def interfaces_here() -> list[Interface]:
     """The addresses of this network namespace, IPv4 first, in the order of the interfaces."""
-    names = [name for _, name in socket.if_nameindex()]
-    found = [Interface(name, address) for name in names if (address := _ipv4(name))]
+    names = [name for _, name in socket.if_nameindex() if _is_up(name)]
+    found = []
+    for name in names:
+        with contextlib.suppress(OSError):  # it has none
+            found.append(Interface(name, socket.inet_ntoa(_ask(_SIOCGIFADDR, name)[20:24])))
     with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
         with open("/proc/net/if_inet6", encoding="ascii") as file:
             table = parse_inet6(file.read())
-        found += [each for name in names if _is_up(name) for each in table if each.name == name]
+        found += [each for name in names for each in table if each.name == name]
     return found
 
 
@@ -167,16 +164,6 @@ def parse_inet6(table: str) -> list[Interface]:
     return found
 
 
-def _ipv4(name: str) -> str:
-    """The interface's own address, empty when it has none or is down."""
-    if not _is_up(name):
-        return ""
-    try:
-        return socket.inet_ntoa(_ask(_SIOCGIFADDR, name)[20:24])
-    except OSError:
-        return ""
-
-
 def _is_up(name: str) -> bool:
     try:
         flags: int = struct.unpack_from("H", _ask(_SIOCGIFFLAGS, name), 16)[0]
@@ -188,38 +175,6 @@ def _is_up(name: str) -> bool:
 def _ask(request: int, name: str) -> bytes:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         return fcntl.ioctl(any_socket, request, struct.pack("256s", name.encode()[:15]))
-
-
-def _loopback(there: Sequence[Interface], family: int | None) -> str:
-    own = [each.address for each in there if ipaddress.ip_address(each.address).is_loopback]
-    preferred = [address for address in own if family in (None, IPV6 if ":" in address else IPV4)]
-    return (preferred or own or ["127.0.0.1"])[0]
-
-
-def _towards_master(store: Store, there: Sequence[Interface]) -> str:
-    """The address by which the store's server is reached; else, and from its own machine, the default route's."""
-    seen = _local_address(store)
-    for text in (seen, own_address()):
-        address = ipaddress.ip_address(text or "127.0.0.1")
-        if not address.is_loopback and not address.is_link_local:
-            return text
-    others = [each.address for each in there if not ipaddress.ip_address(each.address).is_loopback]
-    return (others or ["127.0.0.1"])[0]
-
-
-def _local_address(store: Store) -> str:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return str(getattr(store, "local_address", ""))
-
-
-def _at(address: str, there: Sequence[Interface]) -> Interface:
-    found = (each for each in there if each.address == address)
-    return next(found, Interface("", address))
-
-
-def _listed(there: Sequence[Interface]) -> str:
-    return ", ".join(f"{each.name} {each.address}" for each in there) or "none"
 
 
 # The kernel probes a connection that is silent for 2 s, and then every 2 s, and gives up 8 s after the last sign of

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 import selectors
@@ -18,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ... import config
 from ...errors import ResourceError
@@ -50,14 +50,7 @@ class _Pending:
 
 
 class Listener:
-    """Listening sockets on some addresses of this machine, each on a port of its own.
-
-    Attributes:
-        ports: one for each address.
-
-    Raises:
-        ResourceError: it cannot listen there.
-    """
+    """Listening sockets on some addresses of this machine, each on one of `ports`, or ResourceError."""
 
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._sockets: list[socket.socket] = []
@@ -109,7 +102,10 @@ class Listener:
             self._close_sockets()
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(self._patience()):
+        due = [pending.deadline for pending in islice(self._pending.values(), 1)]  # the oldest one's
+        due += [self._paused_until] if self._paused_until else []
+        patience = max(min(due) - time.monotonic(), 0.0) if due else None
+        for key, _ in self._selector.select(patience):
             if key.fileobj in self._sockets:
                 self._accept(key.fileobj)
             elif key.fileobj is self._wake_read:
@@ -117,20 +113,10 @@ class Listener:
             elif key.fd in self._pending:
                 self._serve(self._pending[key.fd])
         now = time.monotonic()
-        while (oldest := self._oldest()) is not None and oldest.deadline <= now:
-            self._drop(oldest, f"did not open within {OPENING_SECONDS:g} s")
+        for late in [pending for pending in self._pending.values() if pending.deadline <= now]:
+            self._drop(late, f"did not open within {OPENING_SECONDS:g} s")
         if self._paused_until and self._paused_until <= now:
             self._listen_again()
-
-    def _oldest(self) -> _Pending | None:
-        return next(iter(self._pending.values()), None)
-
-    def _patience(self) -> float | None:
-        oldest = self._oldest()
-        due = [
-            at for at in (oldest.deadline if oldest else 0.0, self._paused_until) if at
-        ]  # fmt: skip
-        return max(min(due) - time.monotonic(), 0.0) if due else None
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):
@@ -182,19 +168,16 @@ class Listener:
             _send(pending.socket, answering.take(data))
         except BlockingIOError:
             return
-        except Turned as error:
-            with contextlib.suppress(OSError):
-                _send(pending.socket, error.answer)
-            self._drop(pending, str(error))
         except (OpeningError, OSError) as error:
+            if isinstance(error, Turned):
+                with contextlib.suppress(OSError):
+                    _send(pending.socket, error.answer)
             self._drop(pending, str(error))
         else:
-            if not answering.wants:
-                self._hand_over(pending)
+            if answering.theirs is not None and not answering.wants:
+                self._hand_over(pending, answering.theirs)
 
-    def _hand_over(self, pending: _Pending) -> None:
-        theirs = pending.answering.theirs
-        assert theirs is not None, "it was read before its proof"
+    def _hand_over(self, pending: _Pending, theirs: Opening) -> None:
         entry = self._endpoints.get((theirs.group, theirs.peer))
         self._forget(pending)
         if entry is None:  # the group has gone meanwhile
@@ -210,7 +193,8 @@ class Listener:
         self._forget(pending)
         pending.socket.close()
         known = pending.host in self._blamed or len(self._blamed) >= _MOST_HOSTS
-        self._blamed.add(pending.host) if not known else None
+        if not known:
+            self._blamed.add(pending.host)
         level = logging.DEBUG if known else logging.WARNING
         logger.log(level, "dropped a connection from %s: %s", pending.host, reason)
 
@@ -242,32 +226,23 @@ def _listen(interface: Interface) -> socket.socket:
     refused: OSError | None = None
     for port in (*ports[first:], *ports[:first]):
         try:
-            return _listen_at(interface, port)
+            listening = socket.create_server(
+                (interface.address, port), family=family_of(interface.address), backlog=socket.SOMAXCONN
+            )
         except OSError as error:
             refused = error
             if error.errno != errno.EADDRINUSE:
                 break
+        else:
+            listening.setblocking(False)
+            warn_if_open(interface.address, shown(interface.address, listening.getsockname()[1]))
+            return listening
     assert refused is not None, "a range has a port"
     where = f"ports {ports[0]}-{ports[-1]} of {interface}" if ports[0] else str(interface)
     raise ResourceError(
-        f"cannot listen on {where}: {refused.strerror}; choose with FASTCOLL_SOCKET_IFNAME and FASTCOLL_PORT_RANGE"
+        f"cannot listen on {where}: {os.strerror(refused.errno or 0)}; choose with FASTCOLL_SOCKET_IFNAME and "
+        "FASTCOLL_PORT_RANGE"
     ) from refused
-
-
-def _listen_at(interface: Interface, port: int) -> socket.socket:
-    listening = socket.socket(family_of(interface.address), socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if listening.family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listening.bind((interface.address, port))
-        listening.listen(socket.SOMAXCONN)
-        listening.setblocking(False)
-    except BaseException:
-        listening.close()
-        raise
-    warn_if_open(interface.address, shown(interface.address, listening.getsockname()[1]))
-    return listening
 
 
 _lock = threading.Lock()
@@ -275,12 +250,7 @@ _listeners: dict[tuple[Interface, ...], tuple[Listener, int]] = {}
 
 
 def acquire(interfaces: Sequence[Interface]) -> Listener:
-    """This process's listener on these addresses, for as long as somebody has it.
-
-    Raises:
-        ResourceError: it cannot listen there.
-    """
-    _watch_forks()
+    """This process's listener on these addresses, for as long as somebody has it."""
     key = tuple(interfaces)
     with _lock:
         listener, users = _listeners[key] if key in _listeners else (Listener(key), 0)
@@ -300,15 +270,13 @@ def release(listener: Listener) -> None:
     listener.close()
 
 
-@functools.cache
-def _watch_forks() -> None:
-    """Let children of fork drop what they inherit: the thread is not theirs. Once a process."""
-    os.register_at_fork(after_in_child=_drop_inherited)
-
-
 def _drop_inherited() -> None:
+    """In a child of fork, where the thread is not."""
     global _lock
     _lock = threading.Lock()
     for listener, _ in _listeners.values():
         listener.close_inherited()
     _listeners.clear()
+
+
+os.register_at_fork(after_in_child=_drop_inherited)

@@ -10,43 +10,9 @@ from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_acquire, load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, wait_ready
 from ...kernels.waiting import BUDGET, now
-from ...p2p.pipe import ACK_SPACE, ACKED, ARRIVED, ENTERED, EVENTS, HEADER, TAKEN
-from ...p2p.pipe import NOTHING as NO_EVENT
-from ...p2p.pipe import REST as REST_HERE
-from .mail_frames import (
-    MESSAGE,
-    has_ack,
-    has_answer_ahead,
-    has_header,
-    is_entering,
-    pull,
-    push,
-    read_ack,
-    read_header,
-)
-from .mail_words import (
-    BELL,
-    BELL_FD,
-    CHANNELS,
-    EXPECTED,
-    IDLE,
-    IN_FD,
-    IN_GONE,
-    IN_LEFT,
-    IN_STAGE,
-    OUT_FD,
-    OUT_GONE,
-    OWED,
-    OWNERS,
-    POLLFDS,
-    ROW_WORDS,
-    SINCE,
-    SIZE,
-    SPIN,
-    TURN,
-    UNACKED,
-    WATCHED,
-)
+from ...p2p import pipe as events
+from . import mail_frames as f
+from .mail_frames import row_of
 
 NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
 
@@ -55,13 +21,8 @@ _EVENTS_AT, _REVENTS_AT = 32, 48  # bits of a pollfd
 
 
 @inlined
-def row_of(m, peer):
-    return load_word(m, CHANNELS) + peer * (8 * ROW_WORDS)
-
-
-@inlined
-def _pollfd(m, index, fd, events):
-    store_word(load_word(m, POLLFDS), index, fd | events << _EVENTS_AT)
+def _pollfd(m, index, fd, wishes):
+    store_word(load_word(m, f.POLLFDS), index, fd | wishes << _EVENTS_AT)
 
 
 @inlined
@@ -70,36 +31,36 @@ def _wait(m, count, turn):
     -1 when it is time to look at other things. The bell becomes the last pollfd."""
     time = now(m)
     if turn == 0:
-        store_word(m, SINCE, time)
-    waited = time - load_word(m, SINCE)
-    if waited > load_word(m, SPIN) + load_word(m, BUDGET):
+        store_word(m, f.SINCE, time)
+    waited = time - load_word(m, f.SINCE)
+    if waited > load_word(m, f.SPIN) + load_word(m, BUDGET):
         return -1
-    milliseconds = 0 if waited < load_word(m, SPIN) else load_word(m, BUDGET) // 1_000_000
-    _pollfd(m, count, load_word(m, BELL_FD), READABLE)
-    ready = wait_ready(load_word(m, POLLFDS), count + 1, milliseconds)
-    return ready if load_acquire(m + 8 * BELL) == 0 else -1
+    milliseconds = 0 if waited < load_word(m, f.SPIN) else load_word(m, BUDGET) // 1_000_000
+    _pollfd(m, count, load_word(m, f.BELL_FD), READABLE)
+    ready = wait_ready(load_word(m, f.POLLFDS), count + 1, milliseconds)
+    return ready if load_acquire(m + 8 * f.BELL) == 0 else -1
 
 
 @inlined
-def idle(m, fd, events, gone, turn, other):
-    """As `_wait`, for a blocking call on one connection; False: go back to Python.
+def idle(m, fd, wishes, gone, turn, other):
+    """As `_wait`, for a blocking call on one connection, and `other`, on which something readable matters too, or -1.
 
-    `other`: a connection on which something readable matters too, or -1.
+    False: go back to Python.
     """
-    if load_acquire(m + 8 * BELL) != 0:
+    if load_acquire(m + 8 * f.BELL) != 0:
         return False
     if gone == 0 and fd >= 0:
         time = now(m)
         if turn == 0:
-            store_word(m, SINCE, time)
-        if time - load_word(m, SINCE) < load_word(m, SPIN):
+            store_word(m, f.SINCE, time)
+        if time - load_word(m, f.SINCE) < load_word(m, f.SPIN):
             return True
-        _pollfd(m, 0, fd, events)
+        _pollfd(m, 0, fd, wishes)
         if other >= 0:
             _pollfd(m, 1, other, READABLE)
         return _wait(m, 2 if other >= 0 else 1, turn + 1) >= 0
     # Nothing will come: sleep until the bell rings.
-    store_word(m, SINCE, now(m) - load_word(m, SPIN))
+    store_word(m, f.SINCE, now(m) - load_word(m, f.SPIN))
     _wait(m, 0, 1)
     return False
 
@@ -107,139 +68,104 @@ def idle(m, fd, events, gone, turn, other):
 @inlined
 def _reads(row, watch_all):
     """Whether the next header of a peer is of interest."""
-    return watch_all or load_word(row, WATCHED) + load_word(row, EXPECTED) > 0
+    return watch_all or load_word(row, f.WATCHED) + load_word(row, f.EXPECTED) > 0
 
 
 @inlined
-def _header(row):
-    header = read_header(row)
+def _read_header(row):
+    header = f.read_header(row)
     if header == 0:
         return NOTHING
-    if header == TAKEN:
-        return ACKED
-    return HEADER if header == MESSAGE else REST_HERE
+    if header == events.TAKEN:
+        return events.ACKED
+    return events.HEADER if header == f.MESSAGE else events.REST
 
 
 @inlined
 def _answer_may_come(row):
     """Whether the next frame, which is not here yet, may be an answer."""
-    return load_word(row, UNACKED) > 0 and not has_header(row)
+    return load_word(row, f.UNACKED) > 0 and not f.has_frame(row, f.IN)
 
 
 @inlined
 def _acks_here(row):
-    return load_word(row, UNACKED) > 0 and has_ack(row)
+    return load_word(row, f.UNACKED) > 0 and f.has_frame(row, f.OUT)
 
 
 @inlined
 def _is_decided_here(row, watch_all):
     """Whether there is something to decide without any system call."""
-    if load_word(row, IN_STAGE) != IDLE:
-        return _acks_here(row) or load_word(row, IN_LEFT) == 0
-    if load_word(row, UNACKED) > 0 and has_answer_ahead(row):
+    if load_word(row, f.IN_STAGE) != f.IDLE:
+        return _acks_here(row) or load_word(row, f.IN_LEFT) == 0
+    if load_word(row, f.UNACKED) > 0 and f.has_answer_ahead(row):
         return True
-    return _acks_here(row) or (has_header(row) and _reads(row, watch_all))
+    return _acks_here(row) or (f.has_frame(row, f.IN) and _reads(row, watch_all))
 
 
 @kernel
-def _serve_buffered(row):
-    """What `_is_decided_here` has found."""
-    if _acks_here(row) and read_ack(row):
-        return ACKED
-    if load_word(row, IN_STAGE) != IDLE:
-        store_word(row, IN_STAGE, IDLE)
-        return ARRIVED
-    return _header(row)
-
-
-@inlined
-def _wishes_out(row):
-    """The events of the outgoing connection that are of interest."""
-    if load_word(row, OUT_GONE) != 0 or load_word(row, OUT_FD) < 0:
-        return 0
-    return (WRITABLE if is_entering(row) else 0) | (READABLE if load_word(row, UNACKED) > 0 else 0)
-
-
-@inlined
-def _wishes_in(row, watch_all):
-    if load_word(row, IN_GONE) != 0 or load_word(row, IN_FD) < 0:
-        return 0
-    reads = load_word(row, IN_STAGE) != IDLE or _reads(row, watch_all) or _answer_may_come(row)
-    return (READABLE if reads else 0) | (WRITABLE if load_word(row, OWED) > 0 else 0)
-
-
-@kernel
-def _list(m, row, peer, count, watch_all):
+def _list(m, peer, count, watch_all):
     """List what is to be polled of one peer; the new count."""
+    row = row_of(m, peer)
     for side in range(2):
-        wishes = _wishes_in(row, watch_all) if side else _wishes_out(row)
+        first = f.IN if side else f.OUT
+        if load_word(row, first + f.GONE) != 0 or load_word(row, first + f.FD) < 0:
+            continue
+        if side:
+            stage = load_word(row, f.IN_STAGE)
+            reads = stage != f.IDLE or _reads(row, watch_all) or _answer_may_come(row)
+            writes = load_word(row, f.OWED) > 0
+        else:
+            reads, writes = load_word(row, f.UNACKED) > 0, f.is_entering(row)
+        wishes = (READABLE if reads else 0) | (WRITABLE if writes else 0)
         if wishes:
-            _pollfd(m, count, load_word(row, IN_FD if side else OUT_FD), wishes)
-            store_word(load_word(m, OWNERS), count, 2 * peer + side)
+            _pollfd(m, count, load_word(row, first + f.FD), wishes)
+            store_word(load_word(m, f.OWNERS), count, 2 * peer + side)
             count += 1
     return count
 
 
 @kernel
-def _serve_out(row, events):
+def _serve_out(row, ready):
     """Move what can move on the outgoing connection; what concerns Python, or MOVED."""
-    if events & ~READABLE and is_entering(row) and push(row):
-        return MOVED if is_entering(row) else ENTERED
-    if events & ~WRITABLE and load_word(row, UNACKED) > 0 and read_ack(row):
-        return ACKED
+    if ready & ~READABLE and f.is_entering(row) and f.push(row):
+        return MOVED if f.is_entering(row) else events.ENTERED
+    if ready & ~WRITABLE and load_word(row, f.UNACKED) > 0 and f.read_ack(row):
+        return events.ACKED
     return NOTHING
 
 
 @kernel
-def _serve_in(row, events, watch_all):
-    if events & WRITABLE and load_word(row, OWED) > 0:
-        return ACK_SPACE
-    if load_word(row, IN_STAGE) == IDLE:
+def _serve_in(row, ready, watch_all):
+    if ready & WRITABLE and load_word(row, f.OWED) > 0:
+        return events.ACK_SPACE
+    if load_word(row, f.IN_STAGE) == f.IDLE:
         if _reads(row, watch_all):
-            return _header(row)
-        return ACKED if _answer_may_come(row) and read_header(row) == TAKEN else NOTHING
-    if load_word(row, IN_LEFT) > 0 and pull(row):
-        if load_word(row, IN_LEFT) > 0:
+            return _read_header(row)
+        return events.ACKED if _answer_may_come(row) and f.read_header(row) == events.TAKEN else NOTHING
+    if load_word(row, f.IN_LEFT) > 0 and f.pull(row):
+        if load_word(row, f.IN_LEFT) > 0:
             return MOVED
-        store_word(row, IN_STAGE, IDLE)
-        return ARRIVED
+        store_word(row, f.IN_STAGE, f.IDLE)
+        return events.ARRIVED
     return NOTHING
 
 
 @kernel
-def sweep(m, watch_all, wait):
-    size = load_word(m, SIZE)
-    turn = 0
-    for _ in range(PIECES_A_CALL):
-        count = 0
-        here = size
-        for step in range(size):
-            peer = (load_word(m, TURN) + step) % size
-            if _is_decided_here(row_of(m, peer), watch_all):
-                here = step
-                break
-            count = _list(m, row_of(m, peer), peer, count, watch_all)
-        if here == size:
-            ready = 0 if wait else wait_ready(load_word(m, POLLFDS), count, 0)
-            while ready == 0 and wait:
-                ready = _wait(m, count, turn)
-                turn += 1
-            if ready <= 0:
-                return NO_EVENT
-        elif count > 0:
-            # Those whose turn it is before that one go first, if they can.
-            wait_ready(load_word(m, POLLFDS), count, 0)
-        event = _serve_ready(m, count, watch_all)
-        if event > MOVED:
-            return event
-        if here < size:
-            peer = (load_word(m, TURN) + here) % size
-            event = _serve_buffered(row_of(m, peer))
-            if event > MOVED:
-                store_word(m, TURN, peer + 1)
-                return peer * EVENTS + event
-        turn = 0 if event == MOVED else turn
-    return NO_EVENT
+def _serve_buffered(row):
+    """What `_is_decided_here` has found."""
+    if _acks_here(row) and f.read_ack(row):
+        return events.ACKED
+    if load_word(row, f.IN_STAGE) != f.IDLE:
+        store_word(row, f.IN_STAGE, f.IDLE)
+        return events.ARRIVED
+    return _read_header(row)
+
+
+@inlined
+def _tell(m, peer, event):
+    """What `advance` returns for the event of a peer, after whom the next one is served first."""
+    store_word(m, f.TURN, peer + 1)
+    return peer * events.EVENTS + event
 
 
 @kernel
@@ -247,16 +173,49 @@ def _serve_ready(m, count, watch_all):
     """Serve the connections that are ready: the first event, as `advance` returns it, MOVED or NOTHING."""
     result = NOTHING
     for index in range(count):
-        events = load_word(load_word(m, POLLFDS), index) >> _REVENTS_AT & 0xFFFF
-        if events == 0:
+        ready = load_word(load_word(m, f.POLLFDS), index) >> _REVENTS_AT & 0xFFFF
+        if ready == 0:
             continue
-        owner = load_word(load_word(m, OWNERS), index)
-        peer = owner // 2
-        row = row_of(m, peer)
-        event = _serve_in(row, events, watch_all) if owner & 1 else _serve_out(row, events)
+        owner = load_word(load_word(m, f.OWNERS), index)
+        row = row_of(m, owner // 2)
+        event = _serve_in(row, ready, watch_all) if owner & 1 else _serve_out(row, ready)
         if event > MOVED:
-            store_word(m, TURN, peer + 1)
-            return peer * EVENTS + event
+            return _tell(m, owner // 2, event)
         if event == MOVED:
             result = MOVED
     return result
+
+
+@kernel
+def sweep(m, watch_all, wait):
+    """The next event, as `advance` returns it."""
+    size = load_word(m, f.SIZE)
+    turn = 0
+    for _ in range(PIECES_A_CALL):
+        count = 0
+        here = -1
+        for step in range(size):
+            peer = (load_word(m, f.TURN) + step) % size
+            if _is_decided_here(row_of(m, peer), watch_all):
+                here = peer
+                break
+            count = _list(m, peer, count, watch_all)
+        if here < 0:
+            ready = 0 if wait else wait_ready(load_word(m, f.POLLFDS), count, 0)
+            while ready == 0 and wait:
+                ready = _wait(m, count, turn)
+                turn += 1
+            if ready <= 0:
+                return events.NOTHING
+        elif count > 0:
+            # Those whose turn it is before that one go first, if they can.
+            wait_ready(load_word(m, f.POLLFDS), count, 0)
+        event = _serve_ready(m, count, watch_all)
+        if event > MOVED:
+            return event
+        if here >= 0:
+            event = _serve_buffered(row_of(m, here))
+            if event > MOVED:
+                return _tell(m, here, event)
+        turn = 0 if event == MOVED else turn
+    return events.NOTHING

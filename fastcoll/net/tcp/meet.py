@@ -23,194 +23,150 @@ from ...kernels.copy import copy, move
 from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some
-from . import words as w
-from .plans.table import BUFFER, COLUMNS, NBYTES, OFFSET, PEER
-from .words import (
-    ATTACHED,
-    CALL,
-    ERROR,
-    FDS,
-    FRAME,
-    HAVE,
-    HEAD_ATTACHED,
-    HEAD_BALANCE,
-    HEAD_CALL,
-    HEAD_SHAPE,
-    HEADER,
-    INBOX,
-    NUMBER,
-    OUTBOX,
-    PAYLOADS,
-    RANK,
-    SENT,
-    SHAPE,
-    SIZE,
-    SIZES,
-    STREAMS,
-    TABLE,
-)
+from . import engine_layout as w
+from .plans import table as t
 
 GOES_ON = -1  # neither finished nor failed
-_MOVED = 1
-_LEFT = 2
 
 
 @inlined
 def gone(c, peer, error):
     """Note that the connection to a peer is over."""
     store_word(c, w.PEER, peer)
-    store_word(c, ERROR, error)
+    store_word(c, w.ERROR, error)
     return GONE
 
 
 @inlined
 def _tells_sizes(c):
     """Whether headers hold the sizes for each rank."""
-    return load_word(c, HEADER) > 8 * SIZES
+    return load_word(c, w.HEADER) > 8 * w.SIZES
+
+
+@inlined
+def _outgoing(c, peer):
+    return load_word(c, w.OUTBOX) + peer * load_word(c, w.FRAME)
+
+
+@inlined
+def _header(c, rank):
+    return load_word(c, w.INBOX) + rank * load_word(c, w.FRAME)
+
+
+@inlined
+def _socket(c, peer):
+    return load_word(load_word(c, w.FDS), peer * load_word(c, w.STREAMS))
 
 
 @kernel
 def write_headers(c, d):
     """Write this rank's header for each peer, and what is attached to it."""
-    size, rank = load_word(c, SIZE), load_word(c, RANK)
+    size, rank = load_word(c, w.SIZE), load_word(c, w.RANK)
     for peer in range(size):
-        frame = load_word(c, OUTBOX) + peer * load_word(c, FRAME)
-        store_word(frame, NUMBER, load_word(c, w.CALLS))
-        store_word(frame, HEAD_CALL, load_word(d, CALL))
-        store_word(frame, HEAD_SHAPE, load_word(d, SHAPE))
-        store_word(frame, HEAD_ATTACHED, 0)
-        store_word(frame, HEAD_BALANCE, load_word(d, w.BALANCE))
+        frame = _outgoing(c, peer)
+        store_word(frame, w.NUMBER, load_word(c, w.CALLS))
+        store_word(frame, w.HEAD_CALL, load_word(d, w.CALL))
+        store_word(frame, w.HEAD_SHAPE, load_word(d, w.SHAPE))
+        store_word(frame, w.HEAD_ATTACHED, 0)
+        store_word(frame, w.HEAD_BALANCE, load_word(d, w.BALANCE))
         if _tells_sizes(c):
-            copy(frame + 8 * SIZES, load_word(d, w.GIVES), 16 * size)
-        store_word(load_word(c, SENT), peer, 0)
-    for row in range(load_word(d, PAYLOADS)):
-        at = load_word(d, TABLE) + 8 * COLUMNS * row
-        frame = load_word(c, OUTBOX) + load_word(at, PEER) * load_word(c, FRAME)
-        source = load_word(load_word(c, w.BUFFERS), load_word(at, BUFFER)) + load_word(at, OFFSET)
-        store_word(frame, HEAD_ATTACHED, load_word(at, NBYTES))
-        copy(frame + load_word(c, HEADER), source, load_word(at, NBYTES))
-    own = load_word(c, INBOX) + rank * load_word(c, FRAME)
-    copy(own, load_word(c, OUTBOX) + rank * load_word(c, FRAME), load_word(c, HEADER))
-
-
-@inlined
-def _socket(c, peer):
-    return load_word(load_word(c, FDS), peer * load_word(c, STREAMS))
-
-
-@inlined
-def _send_frame(c, peer):
-    """Send what is left of the frame to a peer: flags _MOVED and _LEFT, or a negative error."""
-    frame = load_word(c, OUTBOX) + peer * load_word(c, FRAME)
-    whole = load_word(c, HEADER) + load_word(frame, HEAD_ATTACHED)
-    sent = load_word(load_word(c, SENT), peer)
-    if sent == whole:
-        return 0
-    moved = send_some(_socket(c, peer), frame + sent, whole - sent)
-    if moved < 0:
-        return moved
-    store_word(load_word(c, SENT), peer, sent + moved)
-    return (_MOVED if moved else 0) | (_LEFT if sent + moved < whole else 0)
+            copy(frame + 8 * w.SIZES, load_word(d, w.GIVES), 16 * size)
+        store_word(load_word(c, w.SENT), peer, 0)
+    for row in range(load_word(d, w.PAYLOADS)):
+        at = load_word(d, w.TABLE) + 8 * t.COLUMNS * row
+        frame = _outgoing(c, load_word(at, t.PEER))
+        source = load_word(load_word(c, w.BUFFERS), load_word(at, t.BUFFER)) + load_word(at, t.OFFSET)
+        store_word(frame, w.HEAD_ATTACHED, load_word(at, t.NBYTES))
+        copy(frame + load_word(c, w.HEADER), source, load_word(at, t.NBYTES))
+    copy(_header(c, rank), _outgoing(c, rank), load_word(c, w.HEADER))
 
 
 @inlined
 def _fits(c, peer):
     """Whether what a peer's header announces has room."""
-    frame = load_word(c, INBOX) + peer * load_word(c, FRAME)
-    attached = load_word(frame, HEAD_ATTACHED)
-    return attached >= 0 and attached <= load_word(c, FRAME) - load_word(c, HEADER)
+    attached = load_word(_header(c, peer), w.HEAD_ATTACHED)
+    return attached >= 0 and attached <= load_word(c, w.FRAME) - load_word(c, w.HEADER)
 
 
 @inlined
-def _frame_length(c, peer):
+def _length_to_send(c, peer):
+    return load_word(c, w.HEADER) + load_word(_outgoing(c, peer), w.HEAD_ATTACHED)
+
+
+@inlined
+def _length_to_come(c, peer):
     """How long the frame of a peer is, as far as is known; a length that cannot be is for compare() to find."""
-    header = load_word(c, HEADER)
-    if load_word(load_word(c, HAVE), peer) < header or not _fits(c, peer):
+    header = load_word(c, w.HEADER)
+    if load_word(load_word(c, w.HAVE), peer) < header or not _fits(c, peer):
         return header
-    frame = load_word(c, INBOX) + peer * load_word(c, FRAME)
-    return header + load_word(frame, HEAD_ATTACHED)
-
-
-@inlined
-def _receive_frame(c, d, peer):
-    """Receive more of the frame of a peer: flags _MOVED and _LEFT, or a negative error."""
-    have = load_word(load_word(c, HAVE), peer)
-    whole = _frame_length(c, peer)
-    if have >= whole:
-        return 0
-    # In one go with what should be attached to it.
-    hoped = load_word(c, HEADER) + load_word(load_word(d, ATTACHED), peer)
-    end = max(whole, hoped)
-    frame = load_word(c, INBOX) + peer * load_word(c, FRAME)
-    moved = receive_some(_socket(c, peer), frame + have, end - have)
-    if moved < 0:
-        return moved
-    have += moved
-    store_word(load_word(c, HAVE), peer, have)
-    return (_MOVED if moved else 0) | (_LEFT if have < _frame_length(c, peer) else 0)
+    return header + load_word(_header(c, peer), w.HEAD_ATTACHED)
 
 
 @kernel
 def exchange(c, d):
     """One sweep over all peers: DONE when every frame is sent and received, GOES_ON or GOES_ON - 1 (nothing moved)."""
-    rank, size = load_word(c, RANK), load_word(c, SIZE)
-    seen = 0
+    rank, size = load_word(c, w.RANK), load_word(c, w.SIZE)
+    any_moved, any_left = False, False
     for step in range(1, size):
         peer = (rank + step) % size
-        flags = _send_frame(c, peer)
-        if flags < 0:
-            return gone(c, peer, flags)
-        seen |= flags
+        whole, sent = _length_to_send(c, peer), load_word(load_word(c, w.SENT), peer)
+        if sent < whole:
+            moved = send_some(_socket(c, peer), _outgoing(c, peer) + sent, whole - sent)
+            if moved < 0:
+                return gone(c, peer, moved)
+            store_word(load_word(c, w.SENT), peer, sent + moved)
+            any_moved |= moved > 0
+            any_left |= sent + moved < whole
     for step in range(1, size):
         peer = (rank + size - step) % size
-        flags = _receive_frame(c, d, peer)
-        if flags < 0:
-            return gone(c, peer, flags)
-        seen |= flags
-    if seen & _LEFT == 0:
+        whole, have = _length_to_come(c, peer), load_word(load_word(c, w.HAVE), peer)
+        if have < whole:
+            # In one go with what should be attached to it.
+            end = max(whole, load_word(c, w.HEADER) + load_word(load_word(d, w.ATTACHED), peer))
+            moved = receive_some(_socket(c, peer), _header(c, peer) + have, end - have)
+            if moved < 0:
+                return gone(c, peer, moved)
+            store_word(load_word(c, w.HAVE), peer, have + moved)
+            any_moved |= moved > 0
+            any_left |= have + moved < _length_to_come(c, peer)
+    if not any_left:
         return DONE
-    return GOES_ON if seen & _MOVED else GOES_ON - 1
+    return GOES_ON if any_moved else GOES_ON - 1
 
 
 @kernel
 def compare(c, d):
     """Compare the headers of all ranks: DONE, MISMATCH or GARBLED."""
-    size = load_word(c, SIZE)
-    result, balance = DONE, 0
+    size = load_word(c, w.SIZE)
+    agree, balance = True, 0
     for rank in range(size):
         head = _header(c, rank)
-        if load_word(head, NUMBER) != load_word(c, w.CALLS) or not _fits(c, rank):
+        if load_word(head, w.NUMBER) != load_word(c, w.CALLS) or not _fits(c, rank):
             store_word(c, w.PEER, rank)
             return GARBLED
-        if not _agrees(c, d, rank):
-            result = MISMATCH
-        balance += load_word(head, HEAD_BALANCE)
-    if result == MISMATCH or balance != 0:
+        agree &= _agrees(c, d, rank)
+        balance += load_word(head, w.HEAD_BALANCE)
+    if not agree or balance != 0:
         return MISMATCH
     for rank in range(size):
-        attached = load_word(_header(c, rank), HEAD_ATTACHED)
-        if rank != load_word(c, RANK) and attached != load_word(load_word(d, ATTACHED), rank):
+        attached = load_word(_header(c, rank), w.HEAD_ATTACHED)
+        if rank != load_word(c, w.RANK) and attached != load_word(load_word(d, w.ATTACHED), rank):
             store_word(c, w.PEER, rank)
             return GARBLED
-    return result
-
-
-@inlined
-def _header(c, rank):
-    return load_word(c, INBOX) + rank * load_word(c, FRAME)
+    return DONE
 
 
 @inlined
 def _agrees(c, d, rank):
     """Whether a rank makes the same call, and gives each other what that expects."""
-    size = load_word(c, SIZE)
+    size = load_word(c, w.SIZE)
     head = _header(c, rank)
-    if load_word(head, HEAD_CALL) != load_word(d, CALL):
+    if load_word(head, w.HEAD_CALL) != load_word(d, w.CALL):
         return False
-    if load_word(d, CALL) & UNEVEN == 0 and load_word(head, HEAD_SHAPE) != load_word(d, SHAPE):
+    if load_word(d, w.CALL) & UNEVEN == 0 and load_word(head, w.HEAD_SHAPE) != load_word(d, w.SHAPE):
         return False
     for other in range(size if _tells_sizes(c) else 0):
-        if load_word(head, SIZES + other) != load_word(_header(c, other), SIZES + size + rank):
+        if load_word(head, w.SIZES + other) != load_word(_header(c, other), w.SIZES + size + rank):
             return False
     return True
 
@@ -218,34 +174,30 @@ def _agrees(c, d, rank):
 @kernel
 def forget_frames(c):
     """The call was made: all frames are used up, to the last byte."""
-    for peer in range(load_word(c, SIZE)):
-        store_word(load_word(c, HAVE), peer, 0)
+    for peer in range(load_word(c, w.SIZE)):
+        store_word(load_word(c, w.HAVE), peer, 0)
 
 
 @kernel
 def keep_rest(c):
     """The calls did not match: move what was received beyond their frames to where the next ones begin."""
-    for peer in range(load_word(c, SIZE)):
-        if peer != load_word(c, RANK):
-            whole = _frame_length(c, peer)
-            rest = max(0, load_word(load_word(c, HAVE), peer) - whole)
-            store_word(load_word(c, HAVE), peer, rest)
+    for peer in range(load_word(c, w.SIZE)):
+        if peer != load_word(c, w.RANK):
+            whole = _length_to_come(c, peer)
+            rest = max(0, load_word(load_word(c, w.HAVE), peer) - whole)
+            store_word(load_word(c, w.HAVE), peer, rest)
             move(_header(c, peer), _header(c, peer) + whole, rest)
 
 
 @kernel
 def list_missing(c):
-    """Write the pollfds of the connections that the meeting waits for: how many."""
+    """Write the pollfds of the connections that the meeting waits for."""
     count = 0
-    for peer in range(load_word(c, SIZE)):
-        frame = load_word(c, OUTBOX) + peer * load_word(c, FRAME)
-        events = 0
-        if load_word(load_word(c, SENT), peer) < load_word(c, HEADER) + load_word(frame, HEAD_ATTACHED):
-            events |= WRITABLE
-        if load_word(load_word(c, HAVE), peer) < _frame_length(c, peer):
-            events |= READABLE
-        if peer != load_word(c, RANK) and events:
+    for peer in range(load_word(c, w.SIZE)):
+        writes = load_word(load_word(c, w.SENT), peer) < _length_to_send(c, peer)
+        reads = load_word(load_word(c, w.HAVE), peer) < _length_to_come(c, peer)
+        events = (WRITABLE if writes else 0) | (READABLE if reads else 0)
+        if peer != load_word(c, w.RANK) and events:
             store_word(load_word(c, w.POLLFDS), count, _socket(c, peer) | events << 32)
             count += 1
     store_word(c, w.WAITING, count)
-    return count

@@ -8,14 +8,12 @@ with those at the distances 1, 2, 4, ... both ways, along which failures spread.
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TypeVar
 
 from ...core.members import Member
 from ...core.monitor import Wait
@@ -28,13 +26,11 @@ from .dial import Dial, dial_all
 from .opening import Kind, Opening
 from .roster import Roster, gather
 
-logger = logging.getLogger("fastcoll")
 ALL_CONTROL = 32
 _LOOK_SECONDS = 0.05
 # A rank tells where it listens when it does, until it lets go of the group, of which it tells too.
 _REFUSED_SECONDS = 2.0
 
-K = TypeVar("K", bound=Hashable)
 OnMail = Callable[[int, socket.socket], None]
 """Takes a connection from a group rank, whose messages come on it; on the listener's thread, must not block."""
 
@@ -47,31 +43,15 @@ def control_peers(rank: int, size: int) -> list[int]:
     return sorted({(rank + sign * step) % size for step in distances for sign in (1, -1)} - {rank})
 
 
-def _nothing() -> None:
-    """Nothing else: the store need not be there any more once the group is made."""
-
-
 class Mesh:
     """All ranks here are group ranks. Thread-safe. Sockets stay the mesh's, which closes them in `close`.
 
-    What blocks ends with the timeout, with the failure of the group, with a peer's death, and lets Ctrl-C
-    through within 50 ms.
-
-    Attributes:
-        rank, size: this process's group rank, and ranks of the group.
-        monitor: the state of the peers.
+    What blocks ends with the timeout, with the failure of the group, with a peer's death; Ctrl-C takes 50 ms at most.
     """
 
     @classmethod
     def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Mesh:
-        """Meet the other members and connect with them; collective.
-
-        Args:
-            store: the group's own (prefixed) store.
-            name: the group's, for messages.
-            members: all ranks of the group, in the order of their group ranks.
-            rank: this process's group rank.
-            timeout: seconds, for this and for connections made later.
+        """Meet the other members in the group's own (prefixed) store and connect with them; collective.
 
         Raises:
             UsageError: an interface does not exist, or the ranks name different numbers of them.
@@ -92,14 +72,13 @@ class Mesh:
         self._control = Control(self.size)
         self.monitor = NetMonitor(members, rank, self._control)
         self._roster: Roster | None = None
-        self._data: dict[tuple[int, int], socket.socket] = {}
-        self._mail: dict[int, socket.socket] = {}  # those we dialed
+        self._made: dict[tuple[Kind, int, int], socket.socket] = {}  # by kind, peer and stream
         self._mail_in: list[socket.socket] = []
         self._held_mail: list[tuple[int, socket.socket]] = []
         self._on_mail: OnMail | None = None
         self._changed = threading.Condition()
         self._dialing = threading.Lock()
-        self._between: Callable[[], None] = _nothing  # what else to look at while waiting
+        self._between: Callable[[], None] = lambda: None  # what else to look at while waiting
         self._closed = False
 
     @property
@@ -108,36 +87,19 @@ class Mesh:
         return 1 if self._roster is None else self._roster.streams
 
     def data(self, peer: int, stream: int = 0, timeout: float | None = None) -> int:
-        """The descriptor of a data connection: nonblocking, both ways. Made at its first use, for which both
-        ranks must ask within the timeout.
-
-        Args:
-            stream: which of several with this peer; each is a connection of its own, on the interfaces in turn.
-            timeout: seconds for making it; None: the group's.
+        """The descriptor of a data connection: nonblocking, both ways. Made at its first use, for which both must ask
+        within the timeout; each stream is a connection of its own, on the interfaces in turn.
 
         Raises:
             GroupError: the peer died, left or did not come in time, or what answers at its address does not fit.
         """
-        found = self._data.get((peer, stream))
-        if found is None:
-            wait = self._waiting(peer, f"a data connection with {self.monitor.name(peer)}", timeout)
-            if self.rank > peer:
-                self._await(lambda: (peer, stream) in self._data, wait)
-            else:
-                self._dial_once(self._data, (peer, stream), peer, Kind.DATA, stream, wait)
-            found = self._data[peer, stream]
-        return found.fileno()
+        doing = f"a data connection with {self.monitor.name(peer)}"
+        return self._connection(Kind.DATA, peer, stream, doing, timeout).fileno()
 
-    def dial_mail(self, peer: int, timeout: float | None = None) -> socket.socket:
-        """The connection on which this rank sends messages to `peer`, and hears of them; made at its first use.
-
-        Raises:
-            GroupError: as `data`.
-        """
-        if peer not in self._mail:
-            wait = self._waiting(peer, f"a connection for messages to {self.monitor.name(peer)}", timeout)
-            self._dial_once(self._mail, peer, peer, Kind.MAIL, 0, wait)
-        return self._mail[peer]
+    def dial_mail(self, peer: int) -> socket.socket:
+        """The connection on which this rank sends messages to `peer`, and hears of them; as `data`."""
+        doing = f"a connection for messages to {self.monitor.name(peer)}"
+        return self._connection(Kind.MAIL, peer, 0, doing, None)
 
     def on_mail(self, callback: OnMail) -> None:
         """Give `callback` the connections on which peers send messages, those of before and of later."""
@@ -157,7 +119,7 @@ class Mesh:
             self._changed.notify_all()
         dismiss(self.monitor)
         with ExitStack() as steps:
-            for connection in self._connections():
+            for connection in (*self._made.values(), *self._mail_in):
                 steps.callback(connection.close)
             steps.callback(self._control.close)
             if self._roster is not None:
@@ -166,38 +128,35 @@ class Mesh:
     def disown(self) -> None:
         """In a child of fork: close the copies of all connections, which stay the parent's."""
         self._closed = True
-        for connection in self._connections():
+        for connection in (*self._made.values(), *self._mail_in):
             connection.close()
         self._control.close_inherited()
 
     # ---- making -----------------------------------------------------------------------------------------
 
     def _join(self, store: Store) -> None:
-        doing = "making a group over the network"
         hear(self.monitor)
+        doing = "making a group over the network"
         try:
             with GroupMeeting(store, self._members, self.rank, self._timeout, doing) as meeting:
                 self._between = meeting.look
                 self._roster = gather(meeting, self._members, self.rank, self._arrived)
                 peers = control_peers(self.rank, self.size)
-                wait = Wait(
-                    self.monitor,
-                    f"connecting the ranks of the group {self._name}",
-                    lambda: self._unconnected(peers),
-                    max(meeting.left(), 1.0),
-                )
+
+                def unconnected() -> list[int]:
+                    return [peer for peer in peers if peer not in self._control.peers]
+
+                doing = f"connecting the ranks of the group {self._name}"
+                wait = Wait(self.monitor, doing, unconnected, max(meeting.left(), 1.0))
                 self._dial_control([peer for peer in peers if peer > self.rank], wait)
-                self._await(lambda: not self._unconnected(peers), wait)
-                self._between = _nothing
+                self._await(lambda: not unconnected(), wait)
+                self._between = lambda: None  # the store need not be there any more
         except BaseException as error:
             here = self.monitor.name(self.rank)
             why = f"{here} could not make the group {self._name}: {error or type(error).__name__}"
             self.monitor.fail(error if isinstance(error, GroupError) else AbortedError(why))
             self.close()
             raise
-
-    def _unconnected(self, peers: Sequence[int]) -> list[int]:
-        return [peer for peer in peers if peer not in self._control.peers]
 
     def _dial_control(self, peers: Sequence[int], wait: Wait) -> None:
         def stands(dial: Dial) -> None:
@@ -206,36 +165,21 @@ class Mesh:
         # Each is looked at as soon as it stands: who dies meanwhile is seen by its end.
         self._bring_about([self._new_dial(peer, Kind.CONTROL, 0) for peer in peers], wait, stands)
 
-    def _dial(self, peer: int, kind: Kind, stream: int, wait: Wait) -> socket.socket:
-        """One connection, and control with the peer first: its end is seen there."""
-        try:
-            if peer not in self._control.peers:
-                self._dial_control([peer], wait)
-            dial = self._new_dial(peer, kind, stream)
-            self._bring_about([dial], wait)
-        except RendezvousError as error:
-            raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
-        return dial.connection
-
     def _new_dial(self, peer: int, kind: Kind, stream: int) -> Dial:
         """A connection on the interface whose turn it is, by the pair of ranks and the stream."""
         assert self._roster is not None, "a group of one has no peers"
         turn = (min(self.rank, peer) + stream) % len(self._roster.interfaces)
-        place = self._roster.places[peer]
-        source = self._roster.interfaces[turn]
-        return Dial(
-            self._roster.endpoint, peer, kind, stream, source, place.addresses[turn], place.ports[turn]
-        )
+        place, source = self._roster.places[peer], self._roster.interfaces[turn]
+        target = place.addresses[turn], place.ports[turn]
+        return Dial(self._roster.endpoint, peer, kind, stream, source, *target)
 
     def _bring_about(
         self, dials: Sequence[Dial], wait: Wait, stands: Callable[[Dial], None] = lambda _: None
     ) -> None:
         def look() -> None:
             for dial in dials:
-                if (
-                    dial.refused_since is not None
-                    and time.monotonic() - dial.refused_since > _REFUSED_SECONDS
-                ):
+                since = dial.refused_since
+                if since is not None and time.monotonic() - since > _REFUSED_SECONDS:
                     self.monitor.lost(dial.peer, f"nothing listens at {dial.where} any more")
             self._look(wait)
 
@@ -246,21 +190,31 @@ class Mesh:
             names = "; ".join(f"{self.monitor.name(d.peer)} at {d.where}: {d.reason}" for d in late[:4])
             raise CollectiveTimeoutError(f"{error} ({names})", error.ranks) from error
 
-    def _waiting(self, peer: int, doing: str, timeout: float | None) -> Wait:
+    def _connection(
+        self, kind: Kind, peer: int, stream: int, doing: str, timeout: float | None
+    ) -> socket.socket:
+        """The connection of this kind with a peer, made unless it or another thread has done so."""
+        key = (kind, peer, stream)
+        if key in self._made:
+            return self._made[key]
         assert peer != self.rank, "there is no connection with oneself"
         limit = self._timeout if timeout is None else timeout
-        return Wait(self.monitor, f"making {doing}", lambda: [peer], limit)
-
-    def _dial_once(
-        self, table: dict[K, socket.socket], key: K, peer: int, kind: Kind, stream: int, wait: Wait
-    ) -> None:
-        """Enter a new connection into a table, unless another thread has done so meanwhile."""
+        wait = Wait(self.monitor, f"making {doing}", lambda: [peer], limit)
+        if kind is Kind.DATA and self.rank > peer:
+            self._await(lambda: key in self._made, wait)
+            return self._made[key]
         while not self._dialing.acquire(timeout=_LOOK_SECONDS):
             self._look(wait)
         try:
-            if key not in table:
-                made = self._dial(peer, kind, stream, wait)
-                self._keep(made, lambda: table.update({key: made}))
+            if key not in self._made:
+                if peer not in self._control.peers:
+                    self._dial_control([peer], wait)  # its end is seen there
+                dial = self._new_dial(peer, kind, stream)
+                self._bring_about([dial], wait)
+                self._keep(dial.connection, lambda: self._made.update({key: dial.connection}))
+            return self._made[key]
+        except RendezvousError as error:
+            raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
         finally:
             self._dialing.release()
 
@@ -293,16 +247,16 @@ class Mesh:
     # ---- on the listener's thread -----------------------------------------------------------------------
 
     def _arrived(self, theirs: Opening, connection: socket.socket) -> None:
-        callback: OnMail | None = None
+        key = (theirs.kind, theirs.rank, theirs.stream)
+        callback = None
         with self._changed:
-            key = (theirs.rank, theirs.stream)
-            if self._closed or (theirs.kind is Kind.DATA and (key in self._data or theirs.rank > self.rank)):
+            if self._closed or (theirs.kind is Kind.DATA and (key in self._made or theirs.rank > self.rank)):
                 connection.close()
                 return
             if theirs.kind is Kind.CONTROL:
                 self._control.add(theirs.rank, connection)
             elif theirs.kind is Kind.DATA:
-                self._data[key] = connection
+                self._made[key] = connection
             else:
                 self._mail_in.append(connection)
                 callback = self._on_mail
@@ -311,6 +265,3 @@ class Mesh:
             self._changed.notify_all()
         if callback is not None:
             callback(theirs.rank, connection)
-
-    def _connections(self) -> list[socket.socket]:
-        return [*self._data.values(), *self._mail.values(), *self._mail_in]

@@ -36,6 +36,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from ..._version import __version__
 from ...rendezvous.secret import PROOF_SIZE, is_proof, proof
@@ -48,6 +49,9 @@ TOKEN_SIZE = 16
 _FORMAT = struct.Struct("!8sHBB16sBBH16sIII20s32s")
 OPENING_SIZE = _FORMAT.size
 VERSION = __version__.encode()[:16]
+_SECRETS = (
+    "its secret is another one; give every rank of the job the same FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
+)
 
 
 class OpeningError(ValueError):
@@ -76,14 +80,7 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A rank's place in one group, and what proves it.
-
-    Attributes:
-        group: the group's name on the wire.
-        rank, size: group rank of this process, and ranks of the group.
-        key: the key of all proofs; see `derive_key`.
-        has_secret: whether this process has a job secret.
-    """
+    """A rank's place in one group, by its name on the wire, and what proves it; `key`: see `derive_key`."""
 
     group: bytes
     rank: int
@@ -92,66 +89,59 @@ class Endpoint:
     has_secret: bool
 
 
-@dataclass(frozen=True)
-class Opening:
-    """One side's opening."""
+class Opening(NamedTuple):
+    """One side's opening, in the order of its bytes."""
 
+    protocol: int
     role: Role
+    verdict: Verdict
+    version: bytes
     kind: Kind
+    has_secret: bool
     stream: int
     group: bytes
     rank: int
     peer: int
     size: int
-    has_secret: bool
-    verdict: Verdict = Verdict.WELCOME
-    protocol: int = PROTOCOL
-    version: bytes = VERSION
-    nonce: bytes = field(default_factory=lambda: os.urandom(NONCE_SIZE))
+    nonce: bytes
+
+    @classmethod
+    def of(
+        cls, endpoint: Endpoint, role: Role, kind: Kind, stream: int, peer: int, verdict: Verdict
+    ) -> Opening:
+        """What a rank says to a peer."""
+        named = (endpoint.group, endpoint.rank, peer, endpoint.size)
+        nonce = os.urandom(NONCE_SIZE)
+        return cls(PROTOCOL, role, verdict, VERSION, kind, endpoint.has_secret, stream, *named, nonce)
 
     def to_bytes(self) -> bytes:
-        return _FORMAT.pack(
-            MAGIC, self.protocol, self.role, self.verdict, self.version, self.kind, self.has_secret, self.stream,
-            self.group, self.rank, self.peer, self.size, bytes(20), self.nonce,
-        )  # fmt: skip
+        *fields, nonce = self
+        return _FORMAT.pack(MAGIC, *fields, bytes(20), nonce)
 
     @classmethod
     def from_bytes(cls, data: bytes, role: Role) -> Opening:
-        """The opening of a side of `role`. Another protocol's is read up to its verdict and version only.
-
-        Raises:
-            OpeningError: it is none.
-        """
-        (magic, protocol, who, verdict, version, kind, has_secret, stream,
-         group, rank, peer, size, zero, nonce) = _FORMAT.unpack(data)  # fmt: skip
-        if magic != MAGIC or who != role or verdict not in tuple(Verdict):
+        """The opening of a side of `role`, or OpeningError; of another protocol's only verdict and version are read."""
+        magic, *fields, zero, nonce = _FORMAT.unpack(data)
+        found = cls._make((*fields, nonce))
+        if magic != MAGIC or found.role != role or found.verdict not in tuple(Verdict):
             raise OpeningError(f"not the opening of a side that {role.name.lower()}: {data[:16]!r}")
-        version = version.rstrip(b"\0")
-        if protocol != PROTOCOL:
-            return cls(
-                role, Kind.CONTROL, 0, group, 0, 0, 1, False, Verdict(verdict), protocol, version, nonce
-            )
-        if kind not in tuple(Kind) or has_secret > 1 or any(zero) or not (rank < size > peer):
+        found = found._replace(role=role, verdict=Verdict(found.verdict), version=found.version.rstrip(b"\0"))
+        if found.protocol != PROTOCOL:
+            return found._replace(kind=Kind.CONTROL, has_secret=False, stream=0, rank=0, peer=0, size=1)
+        possible = (
+            found.kind in tuple(Kind) and found.has_secret <= 1 and found.rank < found.size > found.peer
+        )
+        if not possible or any(zero):
             raise OpeningError(f"an opening with a field that cannot be: {data[28:80]!r}")
-        return cls(
-            role, Kind(kind), stream, group, rank, peer, size, bool(has_secret), Verdict(verdict), protocol,
-            version, nonce,
-        )  # fmt: skip
+        return found._replace(kind=Kind(found.kind), has_secret=bool(found.has_secret))
 
     def answer(self, endpoint: Endpoint, verdict: Verdict) -> Opening:
         """What the rank of `endpoint` answers."""
-        return Opening(
-            Role.ANSWERS, self.kind, self.stream, endpoint.group, endpoint.rank, self.rank, endpoint.size,
-            endpoint.has_secret, verdict,
-        )  # fmt: skip
+        return Opening.of(endpoint, Role.ANSWERS, self.kind, self.stream, self.rank, verdict)
 
 
-def check_start(data: bytes) -> None:
-    """Refuse the first bytes of an opening as soon as they are wrong.
-
-    Raises:
-        OpeningError: they are.
-    """
+def _check_start(data: bytes) -> None:
+    """Refuse the first bytes of an opening as soon as they are wrong."""
     start = data[: len(MAGIC)]
     if not MAGIC.startswith(start):
         raise OpeningError(f"not a rank of fastcoll: {start!r}")
@@ -162,7 +152,7 @@ def derive_key(secret: bytes, token: bytes) -> bytes:
     return hmac.digest(secret, b"fastcoll group " + token, hashlib.sha256)
 
 
-def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
+def _prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
     """What the side of `role` sends to prove that it has the key, on this connection only."""
     return proof(key, f"fastcoll connection, the side that {role.name.lower()}", (dialed, answered))
 
@@ -180,34 +170,21 @@ class Turned(OpeningError):
 
 
 class Dialing:
-    """The side that dials.
-
-    Args:
-        endpoint: this rank's.
-        peer: the group rank that is dialed.
-        kind, stream: of the connection.
-    """
+    """The side that dials: the rank of `endpoint` dials the group rank `peer`."""
 
     def __init__(self, endpoint: Endpoint, peer: int, kind: Kind, stream: int) -> None:
         self._endpoint = endpoint
-        self._mine = Opening(
-            Role.DIALS, kind, stream, endpoint.group, endpoint.rank, peer, endpoint.size, endpoint.has_secret
-        )
+        self._mine = Opening.of(endpoint, Role.DIALS, kind, stream, peer, Verdict.WELCOME)
         self.opening = self._mine.to_bytes()
         self._buffer = b""
         self.wants = OPENING_SIZE
 
     def take(self, data: bytes) -> bytes:
-        """Take at most `wants` bytes; what to send now.
-
-        Raises:
-            RefusedError: the other end is not the peer that was meant, or does not fit.
-            OpeningError: what came is no opening.
-        """
+        """Take at most `wants` bytes; what to send now. OpeningError, RefusedError: the other end is not the peer."""
         self._buffer += data
         self.wants -= len(data)
         if len(self._buffer) <= OPENING_SIZE:
-            check_start(self._buffer)
+            _check_start(self._buffer)
             if not self.wants:
                 self._check(Opening.from_bytes(self._buffer, Role.ANSWERS))
                 self.wants = PROOF_SIZE
@@ -215,9 +192,9 @@ class Dialing:
         if self.wants:
             return b""
         theirs, given = self._buffer[:OPENING_SIZE], self._buffer[OPENING_SIZE:]
-        if not is_proof(given, prove(self._endpoint.key, Role.ANSWERS, self.opening, theirs)):
+        if not is_proof(given, _prove(self._endpoint.key, Role.ANSWERS, self.opening, theirs)):
             raise RefusedError(_SECRETS)
-        return prove(self._endpoint.key, Role.DIALS, self.opening, theirs)
+        return _prove(self._endpoint.key, Role.DIALS, self.opening, theirs)
 
     def _check(self, theirs: Opening) -> None:
         if theirs.protocol != PROTOCOL or theirs.version != VERSION:
@@ -228,11 +205,9 @@ class Dialing:
         if theirs.verdict is Verdict.SECRET or theirs.has_secret != self._mine.has_secret:
             raise RefusedError(_SECRETS)
         mine = self._mine
-        expected = (mine.kind, mine.stream, mine.group, mine.peer, mine.rank, mine.size, Verdict.WELCOME)
-        got = (
-            theirs.kind, theirs.stream, theirs.group, theirs.rank, theirs.peer, theirs.size, theirs.verdict,
-        )  # fmt: skip
-        if got != expected:
+        expected = (mine.kind, mine.stream, mine.group, mine.peer, mine.rank, mine.size)
+        got = (theirs.kind, theirs.stream, theirs.group, theirs.rank, theirs.peer, theirs.size)
+        if got != expected or theirs.verdict is not Verdict.WELCOME:
             raise OpeningError("another process has taken over its address")
 
 
@@ -254,15 +229,11 @@ class Answering:
         self.wants = OPENING_SIZE
 
     def take(self, data: bytes) -> bytes:
-        """Take at most `wants` bytes; what to send now.
-
-        Raises:
-            OpeningError: the connection is to be dropped; as Turned, after sending its `answer`.
-        """
+        """Take at most `wants` bytes; what to send now. OpeningError: drop it; Turned: after its `answer`."""
         self._buffer += data
         self.wants -= len(data)
         if self.theirs is None:
-            check_start(self._buffer)
+            _check_start(self._buffer)
             return b"" if self.wants else self._open()
         if not self.wants and not is_proof(self._buffer, self._expected):
             raise OpeningError(f"rank {self.theirs.rank} does not prove that it belongs to the group")
@@ -281,12 +252,7 @@ class Answering:
             answer = theirs.answer(endpoint, Verdict.SECRET).to_bytes()
             raise Turned("it and this rank do not both have a secret", answer)
         mine = theirs.answer(endpoint, Verdict.WELCOME).to_bytes()
-        self._expected = prove(endpoint.key, Role.DIALS, self._buffer, mine)
-        reply = mine + prove(endpoint.key, Role.ANSWERS, self._buffer, mine)
+        self._expected = _prove(endpoint.key, Role.DIALS, self._buffer, mine)
+        reply = mine + _prove(endpoint.key, Role.ANSWERS, self._buffer, mine)
         self.theirs, self._buffer, self.wants = theirs, b"", PROOF_SIZE
         return reply
-
-
-_SECRETS = (
-    "its secret is another one; give every rank of the job the same FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
-)

@@ -9,9 +9,8 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,9 @@ from ...kernels.primitives import address_of, cells_of
 from ...kernels.sockets import CLOSED
 from ...p2p.pipe import TAKEN, Ack, Begun, Header, Pipe
 from ...p2p.transfers import Send
-from . import mail_answers, mail_kernels
-from . import mail_words as words
-from .mail_frames import ACKS, BUFFER, EAGER, FRAME, GARBLED, WINDOW
+from . import mail_frames as f
+from . import mail_kernels as kernels
+from .mesh import Mesh
 
 _BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
 # How long a rank whose peer has closed a connection waits for the reason, which travels on another one.
@@ -36,72 +35,47 @@ _REASON_SECONDS = 2.0
 _LOCAL_SNDBUF = 256 << 10
 
 
-class Mesh(Protocol):
-    """What dials and accepts; it owns the sockets."""
-
-    rank: int
-
-    def dial_mail(self, peer: int) -> socket.socket:
-        """The connection to a peer."""
-
-    def on_mail(self, callback: Callable[[int, socket.socket], None]) -> None:
-        """Give `callback` what peers dial."""
-
-
 class TcpPipe(Pipe):
-    """The connections for messages that begin or end at one rank.
-
-    Close it before the mesh.
-
-    Args:
-        mesh: the group's.
-        vigil: the group's.
-        spin: ns that a waiting thread tries again before it sleeps.
+    """The connections for messages that begin or end at one rank. The mesh owns the sockets; close it after the pipe.
 
     Attributes:
-        address: what the kernels take as `m`.
-        table: the mail's words.
-        rows: the peers' words.
+        address: what the kernels take as `m`, the words of `table`; those of the peers are `rows`.
     """
 
-    eager = EAGER
-    window = WINDOW
+    eager = f.EAGER
+    window = f.WINDOW
 
-    def __init__(self, mesh: Mesh, vigil: Monitor, spin: int) -> None:
-        size = len(vigil.members)
+    def __init__(self, mesh: Mesh, monitor: Monitor, spin: int) -> None:
+        size = len(monitor.members)
         self._mesh = mesh
-        self._vigil = vigil
-        self.rows = np.zeros((size, words.ROW_WORDS), np.int64)
-        self.rows[:, [words.OUT_FD, words.IN_FD]] = -1
+        self._monitor = monitor
+        self.rows = np.zeros((size, f.ROW_WORDS), np.int64)
+        self.rows[:, [f.OUT_FD, f.IN_FD]] = -1
         self._pollfds = np.zeros((2, 2 * size + 1), np.int64)
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
         self._dialed = [False] * size
         self._lost: dict[int, float] = {}
         self._lock = threading.Lock()  # the bell's descriptor, and what is kept of a connection
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.table = self._make_table(spin, size)
+        self.table = np.zeros(f.MAIL_WORDS, np.int64)
+        self.table[waiting.BUDGET] = _BUDGET
+        self.table[f.BELL_FD] = self._bell
+        self.table[f.CHANNELS] = address_of(self.rows)
+        self.table[f.SIZE], self.table[f.RANK] = size, mesh.rank
+        self.table[f.SPIN] = spin
+        self.table[f.POLLFDS], self.table[f.OWNERS] = map(address_of, self._pollfds)
         self.address = address_of(self.table)
         self._cells = cells_of(self.rows)
         self._words = cells_of(self.table)
         self._minder: threading.Thread | None = None
         mesh.on_mail(self._accepted)
 
-    def _make_table(self, spin: int, size: int) -> NDArray[np.int64]:
-        table = np.zeros(words.MAIL_WORDS, np.int64)
-        table[waiting.BUDGET] = _BUDGET
-        table[words.BELL_FD] = self._bell
-        table[words.CHANNELS] = address_of(self.rows)
-        table[words.SIZE], table[words.RANK] = size, self._mesh.rank
-        table[words.SPIN] = spin
-        table[words.POLLFDS], table[words.OWNERS] = map(address_of, self._pollfds)
-        return table
-
     def word(self, peer: int, index: int) -> int:
         """A word of the row of `peer`."""
-        return self._cells[peer * words.ROW_WORDS + index]
+        return self._cells[peer * f.ROW_WORDS + index]
 
     def _set(self, peer: int, index: int, value: int) -> None:
-        self._cells[peer * words.ROW_WORDS + index] = value
+        self._cells[peer * f.ROW_WORDS + index] = value
 
     # ---- connections -----------------------------------------------------------------------------
 
@@ -111,22 +85,22 @@ class TcpPipe(Pipe):
     def prepare(self, peer: int) -> None:
         connection = self._mesh.dial_mail(peer)
         connection.setblocking(False)
-        if _is_local(connection):
+        if connection.getsockname()[0] == connection.getpeername()[0]:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SNDBUF)
         with self._lock:
             if not self.is_ready(peer) and self._bell >= 0:
-                self._give_buffers(peer, {words.OUT_BUFFER: BUFFER, words.ACK_BUFFER: ACKS})
-                self.rows[peer, words.OUT_FD] = connection.fileno()
+                self._give_buffers(peer, {f.OUT_BUFFER: f.BUFFER, f.ACK_BUFFER: f.ACKS})
+                self.rows[peer, f.OUT_FD] = connection.fileno()
                 self._dialed[peer] = True
 
     def _accepted(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         with self._lock:
-            if self.rows[peer, words.IN_FD] >= 0 or self._bell < 0:
+            if self.rows[peer, f.IN_FD] >= 0 or self._bell < 0:
                 connection.close()  # a rank dials once
                 return
-            self._give_buffers(peer, {words.IN_BUFFER: BUFFER, words.ANSWER: FRAME})
-            self.rows[peer, words.IN_FD] = connection.fileno()
+            self._give_buffers(peer, {f.IN_BUFFER: f.BUFFER, f.ANSWER: f.FRAME})
+            self.rows[peer, f.IN_FD] = connection.fileno()
         self.ring_bell()
 
     def _give_buffers(self, peer: int, sizes: dict[int, int]) -> None:
@@ -136,42 +110,38 @@ class TcpPipe(Pipe):
 
     def check(self, peer: int | None) -> None:
         for rank in range(len(self.rows)) if peer is None else (peer,):
-            reason = self.word(rank, words.OUT_GONE) or self.word(rank, words.IN_GONE)
-            if not reason or self._vigil.has_left(rank):
+            reason = self.word(rank, f.OUT_GONE) or self.word(rank, f.IN_GONE)
+            if not reason or self._monitor.has_left(rank):
                 continue
             since = self._lost.setdefault(rank, time.monotonic())
-            if reason == GARBLED or time.monotonic() - since > _REASON_SECONDS:
-                raise self._broken(rank, reason)
-
-    def _broken(self, peer: int, reason: int) -> GroupError:
-        if reason == GARBLED:
-            return self.garbled(peer)
-        why = "it was closed" if reason == CLOSED else os.strerror(-reason)
-        return PeerDiedError(
-            f"{self._vigil.name(peer)} is gone: the connection for messages is over ({why})",
-            [self._vigil.members[peer].rank],
-        )
+            if reason == f.GARBLED:
+                raise self.garbled(rank)
+            if time.monotonic() - since > _REASON_SECONDS:
+                why = "it was closed" if reason == CLOSED else os.strerror(-reason)
+                raise PeerDiedError(
+                    f"{self._monitor.name(rank)} is gone: the connection for messages is over ({why})",
+                    [self._monitor.members[rank].rank],
+                )
 
     def garbled(self, peer: int) -> GroupError:
-        """The error for a peer that sent what no rank sends."""
         return AbortedError(
-            f"{self._vigil.name(peer)} sent what is no message of fastcoll; the connection is of no use any more",
-            [self._vigil.members[peer].rank],
+            f"{self._monitor.name(peer)} sent what is no message of fastcoll; the connection is of no use any more",
+            [self._monitor.members[peer].rank],
         )
 
     def has_unread(self, peer: int) -> bool:
-        fd = self.word(peer, words.IN_FD)
+        fd = self.word(peer, f.IN_FD)
         if fd < 0:
             return False
         in_kernel = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
-        return bool(in_kernel or self.word(peer, words.IN_HAVE) > self.word(peer, words.IN_USED))
+        return bool(in_kernel or self.word(peer, f.IN_HAVE) > self.word(peer, f.IN_USED))
 
     def retire(self) -> None:
         """The mesh closes the connections."""
-        self._words[words.STOP] = 1
+        self._words[f.STOP] = 1
         if self._minder is not None:
             self._minder.join()
-        self.rows[:, [words.OUT_FD, words.IN_FD]] = -1
+        self.rows[:, [f.OUT_FD, f.IN_FD]] = -1
         with self._lock:
             os.close(self._bell)
             self._bell = -1
@@ -183,121 +153,116 @@ class TcpPipe(Pipe):
             if self._bell >= 0:
                 # The word after the descriptor: a readable bell whose word is 0 would keep poll(2) from sleeping.
                 os.eventfd_write(self._bell, 1)
-                self.table[words.BELL] = 1
+                self.table[f.BELL] = 1
 
     def silence_bell(self) -> None:
-        if self._words[words.BELL]:
-            self._words[words.BELL] = 0
+        if self._words[f.BELL]:
+            self._words[f.BELL] = 0
             with suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
 
     def set_behind(self, behind: bool) -> None:
-        self._words[words.BEHIND] = behind
+        self._words[f.BEHIND] = behind
 
     def seize(self) -> bool:
-        if waiting.seize.call(self.address + 8 * words.BUSY) != DONE:
+        if waiting.seize.call(self.address + 8 * f.BUSY) != DONE:
             return False
-        if self._words[words.DEFERRED] and mail_answers.flush.call(self.address) != DONE:
+        if self._words[f.DEFERRED] and kernels.flush.call(self.address) != DONE:
             self.let_go()
             return False
         return True
 
     def let_go(self) -> None:
-        self._words[words.BUSY] = 0
+        self._words[f.BUSY] = 0
 
     def is_mine(self) -> bool:
-        return self._words[words.BUSY] == threading.get_ident()
+        return self._words[f.BUSY] == threading.get_ident()
 
     # ---- short cuts ------------------------------------------------------------------------------
 
     def send(self, array: NDArray[Any], peer: int, kind: int) -> int:
-        status = mail_kernels.send.call(self.address, peer, array, array.nbytes, kind)
+        status = kernels.send.call(self.address, peer, array, array.nbytes, kind)
         if status == UNMINDED:
-            self._mind_answers()
+            self.mind_answers()
             return DONE
         return status
 
     def receive(self, array: NDArray[Any], source: int, kind: int) -> int:
-        return mail_kernels.receive.call(self.address, source, array, array.nbytes, kind)
+        return kernels.receive.call(self.address, source, array, array.nbytes, kind)
 
-    def _mind_answers(self) -> None:
+    def mind_answers(self) -> None:
         """Start the thread that sends answers which stay deferred, unless there is one."""
+
+        def mind() -> None:
+            patience = np.zeros(waiting.PATIENCE_WORDS, np.int64)
+            patience[waiting.IDLE] = 1 << 30  # long naps
+            kernels.mind.call(self.address, address_of(patience))
+
         with self._lock:
-            if not self._words[words.STOP] and (self._minder is None or not self._minder.is_alive()):
-                self._minder = threading.Thread(target=self._mind, name="fastcoll-answers", daemon=True)
+            if not self._words[f.STOP] and (self._minder is None or not self._minder.is_alive()):
+                self._minder = threading.Thread(target=mind, name="fastcoll-answers", daemon=True)
                 self._minder.start()
 
-    def _mind(self) -> None:
-        patience = np.zeros(waiting.PATIENCE_WORDS, np.int64)
-        patience[waiting.IDLE] = 1 << 30  # long naps
-        mail_answers.mind.call(self.address, address_of(patience))
-
     def leave_send(self, peer: int) -> tuple[int, bool, bool]:
-        resting = self.word(peer, words.SENDING) == 2
-        self._set(peer, words.SENDING, 0)
-        return self.word(peer, words.SENT), self._is_entering(peer), resting
+        resting = self.word(peer, f.SENDING) == 2
+        self._set(peer, f.SENDING, 0)
+        return self.word(peer, f.SENT), self._is_entering(peer), resting
 
     def leave_receive(self, source: int) -> Begun | None:
-        peer = self._words[words.SOURCE] - 1 if source < 0 else source
-        self._words[words.SOURCE] = 0
-        stage = self.word(peer, words.IN_STAGE) if peer >= 0 else words.IDLE
-        if stage == words.IDLE:
+        peer = self._words[f.SOURCE] - 1 if source < 0 else source
+        self._words[f.SOURCE] = 0
+        stage = self.word(peer, f.IN_STAGE) if peer >= 0 else f.IDLE
+        if stage == f.IDLE:
             return None
-        arriving = stage in (words.ARRIVING, words.REST_ARRIVING)
-        self._set(peer, words.IN_STAGE, words.ARRIVING if arriving else words.IDLE)
-        asking = self.word(peer, words.ASKING) != 0
-        self._set(peer, words.ASKING, 0)
-        number = self.word(peer, words.TAKING)
-        whole = stage in (words.REST_ARRIVING, words.ANSWERING)
+        arriving = stage in (f.ARRIVING, f.REST_ARRIVING)
+        self._set(peer, f.IN_STAGE, f.ARRIVING if arriving else f.IDLE)
+        asking = self.word(peer, f.ASKING) != 0
+        self._set(peer, f.ASKING, 0)
+        number = self.word(peer, f.TAKING)
+        whole = stage in (f.REST_ARRIVING, f.ANSWERING)
         return Begun(peer, number, arriving, whole, asking)
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def advance(self, handled: int, wait: bool) -> int:
-        return mail_kernels.advance.call(self.address, handled, wait)
+        return kernels.advance.call(self.address, handled, wait)
 
     def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
-        mail_kernels.begin.call(self.address, peer, send.address, send.nbytes, send.kind, attached)
-        return self.word(peer, words.SENT), self._is_entering(peer)
+        kernels.begin.call(self.address, peer, send.address, send.nbytes, send.kind, attached)
+        return self.word(peer, f.SENT), self._is_entering(peer)
 
     def _is_entering(self, peer: int) -> bool:
-        return self.word(peer, words.OUT_POSITION) < self.word(peer, words.OUT_END)
+        return self.word(peer, f.OUT_POSITION) < self.word(peer, f.OUT_END)
 
     def begin_rest(self, peer: int, send: Send, number: int, attached: int) -> None:
-        mail_kernels.rest.call(self.address, peer, send.address, send.nbytes, number, attached)
+        kernels.rest.call(self.address, peer, send.address, send.nbytes, number, attached)
 
     def taken(self, peer: int) -> int:
-        at = peer * words.ROW_WORDS + words.ACK_NUMBER
-        return self._cells[at] if self._cells[at + 1] == TAKEN else 0
+        return self.word(peer, f.ACK_NUMBER) if self.word(peer, f.ACK_VERDICT) == TAKEN else 0
 
     def last_ack(self, peer: int) -> Ack:
-        at = peer * words.ROW_WORDS + words.ACK_NUMBER
+        at = peer * f.ROW_WORDS + f.ACK_NUMBER
         return Ack(*self._cells[at : at + 4])
 
     def header(self, peer: int) -> Header:
-        at = peer * words.ROW_WORDS + words.IN_NUMBER
+        at = peer * f.ROW_WORDS + f.IN_NUMBER
         number, kind, nbytes, attached = self._cells[at : at + 4]
         return Header(kind, nbytes, number, attached)
 
     def rest(self, peer: int) -> tuple[int, int]:
-        return self.word(peer, words.REST_NUMBER), self.word(peer, words.REST_NBYTES)
+        return self.word(peer, f.REST_NUMBER), self.word(peer, f.REST_NBYTES)
 
     def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
-        mail_kernels.accept.call(self.address, peer, address, nbytes)
+        kernels.accept.call(self.address, peer, address, nbytes)
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:
-        return mail_kernels.acknowledge.call(self.address, peer, *ack) == DONE
+        return kernels.acknowledge.call(self.address, peer, *ack) == DONE
 
     def watch(self, peer: int, count: int) -> None:
-        self._set(peer, words.WATCHED, count)
+        self._set(peer, f.WATCHED, count)
 
     def expect(self, peer: int, count: int) -> None:
-        self._set(peer, words.EXPECTED, count)
+        self._set(peer, f.EXPECTED, count)
 
     def note_owed(self, peer: int, count: int) -> None:
-        self._set(peer, words.OWED, count)
-
-
-def _is_local(connection: socket.socket) -> bool:
-    """Whether both ends have the same address."""
-    return bool(connection.getsockname()[0] == connection.getpeername()[0])
+        self._set(peer, f.OWED, count)

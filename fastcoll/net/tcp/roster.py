@@ -32,17 +32,8 @@ class Place:
     ports: tuple[int, ...]
 
     @classmethod
-    def of(cls, listener: Listener, interfaces: Sequence[Interface]) -> Place:
-        names = tuple(each.name for each in interfaces)
-        return cls(names, tuple(each.address for each in interfaces), tuple(listener.ports))
-
-    @classmethod
     def from_record(cls, record: Any) -> Place:
-        """The place that `dataclasses.asdict` made into `record`.
-
-        Raises:
-            StoreError: the record is anything else.
-        """
+        """The place that `dataclasses.asdict` made into `record`; StoreError: it is anything else."""
         try:
             place = cls(*(tuple(record[key]) for key in ("names", "addresses", "ports")))
             texts = all(type(text) is str for text in (*place.names, *place.addresses))
@@ -57,46 +48,24 @@ class Place:
         return f"{len(self.names)} ({', '.join(name or '?' for name in self.names)})"
 
 
-@dataclass(frozen=True)
-class _Terms:
-    """What the first member lays down."""
-
-    group: bytes
-    token: bytes
-    family: int
-    streams: int
-
-    def to_bytes(self) -> bytes:
-        record = asdict(self) | {"group": self.group.hex(), "token": self.token.hex()}
-        return json.dumps(record).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> _Terms:
-        """What `to_bytes` made."""
-        record = loads(data)
-        try:
-            group, token = bytes.fromhex(record["group"]), bytes.fromhex(record["token"])
-            family, streams = record["family"], record["streams"]
-            if len(group) != GROUP_SIZE or len(token) != TOKEN_SIZE:
-                raise ValueError("a name or token of another length")
-            if family not in (IPV4, IPV6) or type(streams) is not int or not 1 <= streams <= MOST_STREAMS:
-                raise ValueError(f"family {family!r}, {streams!r} streams")
-            return cls(group, token, family, streams)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"the group's name cannot be read ({error}): {data[:80]!r}") from error
+def _read_terms(data: bytes) -> tuple[bytes, bytes, int, int]:
+    """The group's name and token, its version of IP and number of streams, as the first member has laid them down."""
+    record = loads(data)
+    try:
+        group, token = bytes.fromhex(record["group"]), bytes.fromhex(record["token"])
+        family, streams = record["family"], record["streams"]
+        if len(group) != GROUP_SIZE or len(token) != TOKEN_SIZE:
+            raise ValueError("a name or token of another length")
+        if family not in (IPV4, IPV6) or type(streams) is not int or not 1 <= streams <= MOST_STREAMS:
+            raise ValueError(f"family {family!r}, {streams!r} streams")
+        return group, token, family, streams
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"the group's name cannot be read ({error}): {data[:80]!r}") from error
 
 
 @dataclass(frozen=True)
 class Roster:
-    """What this rank needs to reach the others and to be reached.
-
-    Attributes:
-        endpoint: its own place in the group.
-        interfaces: this machine's addresses that the group uses.
-        places: where each rank listens.
-        streams: data connections with each peer for large messages.
-        listener: where this one does; `leave` lets go of it.
-    """
+    """What this rank needs to reach the others and to be reached; `places` is where each rank listens."""
 
     endpoint: Endpoint
     interfaces: list[Interface]
@@ -111,13 +80,7 @@ class Roster:
 
 
 def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver: Deliver) -> Roster:
-    """Tell where this rank listens and learn where the others do; collective.
-
-    Args:
-        meeting: the group's.
-        members: all ranks of the group.
-        rank: this process's group rank.
-        deliver: takes over the connections that come for this group.
+    """Tell where this rank listens and learn where the others do; collective. `deliver` takes over what comes.
 
     Raises:
         UsageError: an interface does not exist, or the ranks name different numbers of them; on every rank.
@@ -127,20 +90,36 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
     store = meeting.store
     if rank == 0:
         interfaces = choose_here(store, members, None)
-        streams: int = config.get("FASTCOLL_TCP_STREAMS")
-        terms = _Terms(os.urandom(GROUP_SIZE), os.urandom(TOKEN_SIZE), interfaces[0].family, streams)
-        meeting.say("terms", terms.to_bytes())
+        group, token, streams = (
+            os.urandom(GROUP_SIZE),
+            os.urandom(TOKEN_SIZE),
+            config.get("FASTCOLL_TCP_STREAMS"),
+        )
+        family = interfaces[0].family
+        terms = {"group": group.hex(), "token": token.hex(), "family": family, "streams": streams}
+        meeting.say("terms", json.dumps(terms).encode())
     else:
-        terms = _Terms.from_bytes(meeting.hear("terms"))
-        interfaces = choose_here(store, members, terms.family)
+        group, token, family, streams = _read_terms(meeting.hear("terms"))
+        interfaces = choose_here(store, members, family)
+
+    def check_numbers(records: Sequence[Any]) -> None:
+        first, *others = map(Place.from_record, records)
+        for member, place in zip(members[1:], others, strict=True):
+            if len(place.names) != len(first.names):
+                raise UsageError(
+                    f"the ranks name different numbers of network interfaces: {members[0]} has {first}, {member} has "
+                    f"{place}; give every rank as many in FASTCOLL_SOCKET_IFNAME"
+                )
+
     secret = job_secret()
-    endpoint = Endpoint(terms.group, rank, len(members), derive_key(secret, terms.token), bool(secret))
+    endpoint = Endpoint(group, rank, len(members), derive_key(secret, token), bool(secret))
     listener = acquire(interfaces)
-    roster = Roster(endpoint, interfaces, [], terms.streams, listener)
+    roster = Roster(endpoint, interfaces, [], streams, listener)
     try:
         listener.join(endpoint, deliver)
-        mine = asdict(Place.of(listener, interfaces))
-        records = meeting.assemble(mine, lambda records: _check_numbers(members, records))
+        names = tuple(each.name for each in interfaces)
+        mine = asdict(Place(names, tuple(each.address for each in interfaces), tuple(listener.ports)))
+        records = meeting.assemble(mine, check_numbers)
         roster.places.extend(map(Place.from_record, records))
         if any(len(place.names) != len(interfaces) for place in roster.places):
             raise StoreError("the ranks' addresses cannot be read: they are not of as many interfaces")
@@ -148,14 +127,3 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
         roster.leave()
         raise
     return roster
-
-
-def _check_numbers(members: Sequence[Member], records: Sequence[Any]) -> None:
-    """Refuse ranks that listen on different numbers of interfaces."""
-    first, *others = map(Place.from_record, records)
-    for member, place in zip(members[1:], others, strict=True):
-        if len(place.names) != len(first.names):
-            raise UsageError(
-                f"the ranks name different numbers of network interfaces: {members[0]} has {first}, {member} has "
-                f"{place}; give every rank as many in FASTCOLL_SOCKET_IFNAME"
-            )

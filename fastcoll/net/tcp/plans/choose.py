@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from . import attached, circulant, direct, doubling, exchange, pipeline, ring, scans, trees
+from . import circulant, direct, doubling, exchange, ring, trees
 from .costs import COSTS, LAN
-from .shape import MEET_RANKS, Shape, array
+from .shape import MEET_RANKS, Shape
 from .table import Plan, Rows
 
 Builder = Callable[[Shape], Plan]
@@ -38,7 +38,11 @@ _RINGS = frozenset({"ring", "chain", "scatter and ring"})
 def plan_for(shape: Shape) -> Plan:
     """This rank's plan of a call; all ranks choose the same algorithm."""
     name = chosen(shape)
-    return _MADE_HERE[name](shape) if name in _MADE_HERE else BUILDERS[shape.operation][name](shape)
+    if name == "nothing":
+        return nothing(shape)
+    if name == "attached" or (name == "alone" and shape.operation not in _BY_PAIR):
+        return exchange.attached(shape)  # of which one rank copies its own contribution
+    return BUILDERS[shape.operation]["direct" if name == "alone" else name](shape)
 
 
 def chosen(shape: Shape) -> str:
@@ -50,51 +54,36 @@ def chosen(shape: Shape) -> str:
     if shape.operation not in _BY_PAIR and max(shape.nbytes) <= shape.limits.payload:
         return "attached"
     if shape.size == 2:
-        return _of_two(shape)
-    return cheapest(shape) if shape.size > MEET_RANKS else "direct"
-
-
-def _of_two(shape: Shape) -> str:
-    if shape.operation == "all_reduce" and shape.total <= EXCHANGED:
-        return "recursive doubling"
-    return _FOR_TWO.get(shape.operation, "direct")
+        exchanged = shape.operation == "all_reduce" and shape.total <= EXCHANGED
+        return "recursive doubling" if exchanged else _FOR_TWO.get(shape.operation, "direct")
+    many = shape.size > MEET_RANKS and shape.operation in _MANY
+    return cheapest(shape) if many else "direct"
 
 
 def cheapest(shape: Shape) -> str:
-    """The algorithm that costs least among many ranks."""
-    nbytes = shape.nbytes[0] * shape.size if shape.operation in ("gather", "scatter") else shape.total
+    """The name of the algorithm that costs least among many ranks."""
+    operation = shape.operation
+    names = (_ORDERED if shape.ordered else _MANY)[operation]
 
     def price(name: str) -> float:
-        seconds = COSTS[shape.operation][name](shape.size, nbytes, shape.limits).seconds(LAN)
+        seconds = COSTS[operation][name](shape.size, shape.total, shape.limits).seconds(LAN)
         return seconds * (NEIGHBOURLY if name in _RINGS else 1)
 
-    return min(_eligible(shape), key=price)
+    return min(names, key=price)
 
 
-def _eligible(shape: Shape) -> tuple[str, ...]:
-    if shape.operation in ("gather", "scatter"):
-        # Only who knows that all are equal knows what passes through a tree.
-        return ("direct", "tree") if shape.even else ("direct",)
-    return (_ORDERED if shape.ordered else _MANY)[shape.operation]
-
-
-def _nothing(shape: Shape) -> Plan:
+def nothing(shape: Shape) -> Plan:
     """Nothing moves after the meeting."""
     return Rows().plan("nothing")
 
 
-def _alone(shape: Shape) -> Plan:
-    """A group of one rank: its result is its own contribution."""
-    rows = Rows()
-    if shape.operation in _COPIED:
-        rows.copy(0, (array(0), 0), (array(1), 0), shape.nbytes[0])
-    return rows.plan("alone")
-
-
-_COPIED = frozenset("reduce scan reduce_scatter all_gather gather scatter all_to_all".split())
 _BY_PAIR = frozenset({"gather", "scatter", "all_to_all"})
 _FOR_TWO = {"reduce": "to the root", "scan": "upwards", "exscan": "upwards"}
-_MADE_HERE: dict[str, Builder] = {"nothing": _nothing, "alone": _alone, "attached": attached.plan}
+_SCANS: dict[str, Builder] = {
+    "direct": direct.scan,
+    "upwards": direct.scan_upwards,
+    "doubling": doubling.scan,
+}
 BUILDERS: dict[str, dict[str, Builder]] = {
     "all_reduce": {
         "direct": direct.all_reduce,
@@ -115,22 +104,18 @@ BUILDERS: dict[str, dict[str, Builder]] = {
         "circulant": circulant.reduce_scatter,
         "ring": ring.reduce_scatter,
     },
-    "scan": {"direct": scans.direct, "upwards": scans.upwards, "doubling": doubling.scan},
-    "exscan": {"direct": scans.direct, "upwards": scans.upwards, "doubling": doubling.scan},
+    "scan": _SCANS,
+    "exscan": _SCANS,
     "broadcast": {
         "direct": direct.broadcast,
         "tree": trees.broadcast,
-        "chain": pipeline.chain,
-        "scatter and ring": pipeline.scatter_ring,
-        "scatter and circulant": pipeline.scatter_circulant,
+        "chain": trees.chain,
+        "scatter and ring": trees.scatter_ring,
+        "scatter and circulant": trees.scatter_circulant,
     },
-    "all_gather": {
-        "direct": exchange.all_gather,
-        "circulant": circulant.all_gather,
-        "ring": ring.all_gather,
-    },
-    "gather": {"direct": exchange.gather, "tree": trees.gather},
-    "scatter": {"direct": exchange.scatter, "tree": trees.scatter},
+    "all_gather": {"direct": exchange.all_gather, "circulant": circulant.all_gather, "ring": ring.all_gather},
+    "gather": {"direct": exchange.gather},
+    "scatter": {"direct": exchange.scatter},
     "all_to_all": {"direct": exchange.all_to_all},
 }
 """All algorithms, by operation and name; COSTS has their formulas."""
@@ -143,7 +128,6 @@ _MANY: dict[str, tuple[str, ...]] = {
     "exscan": ("doubling", "direct"),
     "broadcast": ("tree", "chain", "scatter and ring", "scatter and circulant"),
     "all_gather": ("circulant", "ring"),
-    "all_to_all": ("direct",),
 }
 _ORDERED: dict[str, tuple[str, ...]] = _MANY | {
     "all_reduce": ("recursive doubling", "halving", "direct"),

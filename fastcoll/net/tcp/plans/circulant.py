@@ -11,12 +11,12 @@ Bruck and others: Efficient algorithms for all-to-all communications in multipor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from ....core.partition import Span, even
 from .shape import Shape, array
-from .table import SCRATCH, Plan, Rows
+from .table import FRAMES, SCRATCH, Plan, Rows
 
 
 def _rounds(size: int) -> list[tuple[int, int]]:
@@ -34,21 +34,28 @@ def all_reduce(shape: Shape) -> Plan:
             rows.send(phase, (rank + step) % size, (x, span.offset), span.nbytes)
         for span in _around(blocks, rank, count):
             rows.reduce(phase, (rank - step) % size, (x, span.offset), span.nbytes, left=True)
-    gather_spans(shape, rows, blocks, len(rounds))
+    gather_spans(rows, rank, blocks, x, len(rounds))
     return rows.plan("circulant")
 
 
-def gather_spans(shape: Shape, rows: Rows, blocks: Sequence[Span], first: int) -> None:
-    """From phase `first` on, let all ranks have all blocks of array 0, of which rank r has block r."""
-    size, rank = shape.size, shape.rank
+def gather_headers(size: int, rank: int, header: int) -> Plan:
+    """Let all ranks have the headers of all, of `header` bytes, which lie one after the other in FRAMES."""
+    rows = Rows()
+    gather_spans(rows, rank, [Span(each * header, header) for each in range(size)], FRAMES, 0)
+    return rows.plan("dissemination")
+
+
+def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, first: int) -> None:
+    """From phase `first` on, let all ranks have all blocks of a buffer, of which each has its own."""
+    size = len(blocks)
     for phase, (step, count) in enumerate(_rounds(size), first):
         for span in _around(blocks, rank, count):
-            rows.send(phase, (rank - step) % size, (array(0), span.offset), span.nbytes)
+            rows.send(phase, (rank - step) % size, (buffer, span.offset), span.nbytes)
         for span in _around(blocks, rank + step, count):
-            rows.recv(phase, (rank + step) % size, (array(0), span.offset), span.nbytes)
+            rows.recv(phase, (rank + step) % size, (buffer, span.offset), span.nbytes)
 
 
-def _around(blocks: Sequence[Span], first: int, count: int) -> Iterator[Span]:
+def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
     """The bytes of some blocks on the circle, adjacent ones together: three spans at most."""
     found: list[Span] = []
     for place in range(first, first + count):
@@ -56,7 +63,7 @@ def _around(blocks: Sequence[Span], first: int, count: int) -> Iterator[Span]:
         if found and found[-1].offset + found[-1].nbytes == block.offset:
             block = Span(found[-1].offset, found.pop().nbytes + block.nbytes)
         found.append(block)
-    yield from found
+    return found
 
 
 def reduce_scatter(shape: Shape) -> Plan:

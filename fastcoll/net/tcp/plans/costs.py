@@ -22,21 +22,13 @@ from .shape import Limits
 
 
 class Network(NamedTuple):
-    """What a network, and a rank's way into it, can do.
+    """What a network, and a rank's way into it, can do, in seconds."""
 
-    Attributes:
-        step: seconds until a message that was waited for has been sent, received and seen.
-        message: seconds of work for each further message.
-        byte: seconds a byte on the wire, of the direction that has more of them.
-        handle: seconds of work a byte that a rank sends or receives.
-        touch: seconds a byte that is reduced or copied.
-    """
-
-    step: float
-    message: float
-    byte: float
-    handle: float
-    touch: float
+    step: float  # until a message that was waited for has been sent, received and seen
+    message: float  # of work for each further message
+    byte: float  # on the wire, of the direction that has more of them
+    handle: float  # of work for a byte that a rank sends or receives
+    touch: float  # for a byte that is reduced or copied
 
 
 LAN = Network(step=25e-6, message=2e-6, byte=0.8e-9, handle=0.1e-9, touch=0.1e-9)
@@ -63,11 +55,11 @@ class Cost(NamedTuple):
 
 
 Formula = Callable[[int, int, Limits], Cost]
-"""From the number of ranks, at least 2, and the bytes."""
+"""From the number of ranks, at least 2, and the bytes: n, b and m below."""
 
 
-def _log(size: int) -> int:
-    return (size - 1).bit_length()
+def _log(n: int) -> int:
+    return (n - 1).bit_length()
 
 
 def _both(steps: float, messages: float, wire: float, touched: float) -> Cost:
@@ -80,159 +72,118 @@ def _one_way(steps: float, messages: float, wire: float, touched: float) -> Cost
     return Cost(steps, messages, wire, wire, touched)
 
 
-def _others(size: int, nbytes: int) -> float:
+def _rest(n: int, b: int) -> float:
     """The bytes of all blocks but one."""
-    return nbytes * (size - 1) / size
+    return b * (n - 1) / n
 
 
-def _at_once(size: int, limits: Limits) -> int:
+def _at_once(n: int, m: Limits) -> int:
     """Steps for exchanging something with all others."""
-    return -(-(size - 1) // limits.peers)
+    return -(-(n - 1) // m.peers)
 
 
-def _doubling(size: int, nbytes: int, limits: Limits) -> Cost:
-    steps = size.bit_length() - 1
-    extra = 0 if size == 1 << steps else 2
-    both = _both(steps, 2 * steps, steps * nbytes, 2 * steps * nbytes)
-    return both.then(_one_way(extra, extra, extra * nbytes, extra * nbytes))
+def _in_pairs(n: int, b: int, turns: int, wire: float) -> Cost:
+    """A power of two of the ranks take that many turns of log2 n steps; the others leave theirs to one of these."""
+    steps = turns * (n.bit_length() - 1)
+    extra = 0 if n & (n - 1) == 0 else 2
+    return _both(steps, 2 * steps, wire, 2 * wire / turns).then(_one_way(extra, extra, extra * b, extra * b))
 
 
-def _halving(size: int, nbytes: int, limits: Limits) -> Cost:
-    steps = size.bit_length() - 1
-    extra = 0 if size == 1 << steps else 2
-    moved = 2 * _others(1 << steps, nbytes)
-    both = _both(2 * steps, 4 * steps, moved, moved)
-    return both.then(_one_way(extra, extra, extra * nbytes, extra * nbytes))
+def _direct_scatter(n: int, b: int, m: Limits) -> Cost:
+    return _both(1, 2 * (n - 1), _rest(n, b), b)
 
 
-def _direct_all_reduce(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(2, 4 * (size - 1), 2 * _others(size, nbytes), nbytes)
+def _ring_scatter(n: int, b: int, m: Limits) -> Cost:
+    return _both(n - 1, 2 * (n - 1), _rest(n, b), 2 * _rest(n, b))
 
 
-def _circulant_all_reduce(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(2 * _log(size), 4 * _log(size), 2 * _others(size, nbytes), 2 * _others(size, nbytes))
+def _tree_reduce(n: int, b: int, m: Limits) -> Cost:
+    return _one_way(_log(n), _log(n), _log(n) * b, 2 * _log(n) * b)
 
 
-def _ring_all_reduce(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(2 * (size - 1), 8 * (size - 1), 2 * _others(size, nbytes), 2 * _others(size, nbytes))
+def _direct_scan(n: int, b: int, m: Limits) -> Cost:
+    return _both(2, 4 * (n - 1), 2 * _rest(n, b), 2 * b)
 
 
-def _direct_scatter(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(1, 2 * (size - 1), _others(size, nbytes), nbytes)
-
-
-def _circulant_scatter(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(_log(size), 2 * _log(size), _others(size, nbytes), nbytes + 2 * _others(size, nbytes))
-
-
-def _ring_scatter(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(size - 1, 2 * (size - 1), _others(size, nbytes), 2 * _others(size, nbytes))
-
-
-def _tree_reduce(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _one_way(_log(size), _log(size), _log(size) * nbytes, 2 * _log(size) * nbytes)
-
-
-def _ordered_tree_reduce(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _tree_reduce(size, nbytes, limits).then(_one_way(1, 1, nbytes, 0))
-
-
-def _to_root(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _one_way(1, size - 1, (size - 1) * nbytes, size * nbytes)
-
-
-def _blocks_to_root(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _one_way(_at_once(size, limits), size - 1, _others(size, nbytes), 0)
-
-
-def _direct_reduce(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _direct_scatter(size, nbytes, limits).then(_one_way(1, size - 1, _others(size, nbytes), 0))
-
-
-def _ring_reduce(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _ring_scatter(size, nbytes, limits).then(_blocks_to_root(size, nbytes, limits))
-
-
-def _upwards_scan(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _one_way(1, size - 1, (size - 1) * nbytes, size * nbytes)
-
-
-def _upwards_exscan(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _one_way(1, size - 1, (size - 1) * nbytes, (size - 1) * nbytes)
-
-
-def _direct_scan(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(2, 4 * (size - 1), 2 * _others(size, nbytes), 2 * nbytes)
-
-
-def _doubled(size: int, nbytes: int, passes: int) -> Cost:
+def _doubling_scan(n: int, b: int, passes: int) -> Cost:
     """log2 n steps, in the last of which a rank either sends or receives."""
-    steps = _log(size)
-    return Cost(steps, 2 * steps, steps * nbytes, (2 * steps - 1) * nbytes, passes * nbytes)
+    steps = _log(n)
+    return Cost(steps, 2 * steps, steps * b, (2 * steps - 1) * b, passes * b)
 
 
-def _doubling_scan(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _doubled(size, nbytes, 2 * _log(size) + 1)
+def _exchange(n: int, b: int, m: Limits) -> Cost:
+    return _both(_at_once(n, m), 2 * (n - 1), _rest(n, b), b / n)
 
 
-def _doubling_exscan(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _doubled(size, nbytes, 4 * _log(size) - 1)
+def _rooted(n: int, b: int, m: Limits) -> Cost:
+    return _one_way(_at_once(n, m), n - 1, _rest(n, b), b / n)
 
 
-def _direct_gather(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(_at_once(size, limits), 2 * (size - 1), _others(size, nbytes), nbytes / size)
+def _direct_broadcast(n: int, b: int, m: Limits) -> Cost:
+    if n == 2:
+        return _one_way(1, 1, b, 0)
+    forwarded = min(_rest(n - 1, b), (n - 2) * m.segment)
+    return Cost(2, 3 * n - 5, b + forwarded, b + _rest(n - 1, b) + forwarded, 0)
 
 
-def _circulant_gather(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(_log(size), 2 * _log(size), _others(size, nbytes), nbytes + nbytes / size)
+def _chain(n: int, b: int, m: Limits) -> Cost:
+    segment, count = min(b, m.segment), -(-b // m.segment)
+    return Cost(n - 1, 2 * count + n - 3, b + (n - 2) * segment, 2 * b + (n - 3) * segment, 0)
 
 
-def _ring_gather(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(size // 2, 2 * (size - 1), _others(size, nbytes), nbytes / size)
+def _scattered(n: int, b: int, steps: int, messages: int) -> Cost:
+    """Blocks go down a tree, and then to all."""
+    down = _one_way(_log(n), _log(n), _rest(n, b), 0)
+    return down.then(_both(steps, 2 * messages, _rest(n, b), 0))
 
 
-def _rooted_direct(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _one_way(_at_once(size, limits), size - 1, _others(size, nbytes), nbytes / size)
-
-
-def _rooted_tree(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _one_way(_log(size), _log(size), _others(size, nbytes), nbytes + nbytes / size)
-
-
-def _direct_all_to_all(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _both(_at_once(size, limits), 2 * (size - 1), _others(size, nbytes), nbytes / size)
-
-
-def _direct_broadcast(size: int, nbytes: int, limits: Limits) -> Cost:
-    if size == 2:
-        return _one_way(1, 1, nbytes, 0)
-    forwarded = min(_others(size - 1, nbytes), (size - 2) * limits.segment)
-    handled = nbytes + _others(size - 1, nbytes) + forwarded
-    return Cost(2, 3 * size - 5, nbytes + forwarded, handled, 0)
-
-
-def _tree_broadcast(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _one_way(_log(size), _log(size), _log(size) * nbytes, 0)
-
-
-def _chain(size: int, nbytes: int, limits: Limits) -> Cost:
-    segment, count = min(nbytes, limits.segment), -(-nbytes // limits.segment)
-    return Cost(
-        size - 1, 2 * count + size - 3, nbytes + (size - 2) * segment, 2 * nbytes + (size - 3) * segment, 0
-    )
-
-
-def _tree_scatter(size: int, nbytes: int) -> Cost:
-    return _one_way(_log(size), _log(size), _others(size, nbytes), 0)
-
-
-def _scatter_ring(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _tree_scatter(size, nbytes).then(_both(size // 2, 2 * (size - 1), _others(size, nbytes), 0))
-
-
-def _scatter_circulant(size: int, nbytes: int, limits: Limits) -> Cost:
-    return _tree_scatter(size, nbytes).then(_both(_log(size), 2 * _log(size), _others(size, nbytes), 0))
-
+COSTS: dict[str, dict[str, Formula]] = {
+    "all_reduce": {
+        "direct": lambda n, b, m: _both(2, 4 * (n - 1), 2 * _rest(n, b), b),
+        "recursive doubling": lambda n, b, m: _in_pairs(n, b, 1, (n.bit_length() - 1) * b),
+        "halving": lambda n, b, m: _in_pairs(n, b, 2, 2 * _rest(1 << n.bit_length() - 1, b)),
+        "circulant": lambda n, b, m: _both(2 * _log(n), 4 * _log(n), 2 * _rest(n, b), 2 * _rest(n, b)),
+        "ring": lambda n, b, m: _both(2 * (n - 1), 8 * (n - 1), 2 * _rest(n, b), 2 * _rest(n, b)),
+    },
+    "reduce": {
+        "direct": lambda n, b, m: _direct_scatter(n, b, m).then(_one_way(1, n - 1, _rest(n, b), 0)),
+        "to the root": lambda n, b, m: _one_way(1, n - 1, (n - 1) * b, n * b),
+        "tree": _tree_reduce,
+        "ordered tree": lambda n, b, m: _tree_reduce(n, b, m).then(_one_way(1, 1, b, 0)),
+        "ring": lambda n, b, m: _ring_scatter(n, b, m).then(_one_way(_at_once(n, m), n - 1, _rest(n, b), 0)),
+    },
+    "reduce_scatter": {
+        "direct": _direct_scatter,
+        "circulant": lambda n, b, m: _both(_log(n), 2 * _log(n), _rest(n, b), b + 2 * _rest(n, b)),
+        "ring": _ring_scatter,
+    },
+    "scan": {
+        "direct": _direct_scan,
+        "upwards": lambda n, b, m: _one_way(1, n - 1, (n - 1) * b, n * b),
+        "doubling": lambda n, b, m: _doubling_scan(n, b, 2 * _log(n) + 1),
+    },
+    "exscan": {
+        "direct": _direct_scan,
+        "upwards": lambda n, b, m: _one_way(1, n - 1, (n - 1) * b, (n - 1) * b),
+        "doubling": lambda n, b, m: _doubling_scan(n, b, 4 * _log(n) - 1),
+    },
+    "broadcast": {
+        "direct": _direct_broadcast,
+        "tree": lambda n, b, m: _one_way(_log(n), _log(n), _log(n) * b, 0),
+        "chain": _chain,
+        "scatter and ring": lambda n, b, m: _scattered(n, b, n // 2, n - 1),
+        "scatter and circulant": lambda n, b, m: _scattered(n, b, _log(n), _log(n)),
+    },
+    "all_gather": {
+        "direct": _exchange,
+        "circulant": lambda n, b, m: _both(_log(n), 2 * _log(n), _rest(n, b), b + b / n),
+        "ring": lambda n, b, m: _both(n // 2, 2 * (n - 1), _rest(n, b), b / n),
+    },
+    "gather": {"direct": _rooted},
+    "scatter": {"direct": _rooted},
+    "all_to_all": {"direct": _exchange},
+}
+"""Formulas by operation and algorithm."""
 
 _OF_ONE_SIZE = frozenset({"all_reduce", "reduce", "scan", "exscan", "broadcast"})
 
@@ -242,36 +193,3 @@ def attached(operation: str, size: int, nbytes: int) -> Cost:
     sent = (nbytes if operation in _OF_ONE_SIZE else nbytes / size) * (size - 1)
     both = operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
     return Cost(0, 0, sent, 2 * sent if both else sent, sent)
-
-
-COSTS: dict[str, dict[str, Formula]] = {
-    "all_reduce": {
-        "direct": _direct_all_reduce,
-        "recursive doubling": _doubling,
-        "halving": _halving,
-        "circulant": _circulant_all_reduce,
-        "ring": _ring_all_reduce,
-    },
-    "reduce": {
-        "direct": _direct_reduce,
-        "to the root": _to_root,
-        "tree": _tree_reduce,
-        "ordered tree": _ordered_tree_reduce,
-        "ring": _ring_reduce,
-    },
-    "reduce_scatter": {"direct": _direct_scatter, "circulant": _circulant_scatter, "ring": _ring_scatter},
-    "scan": {"direct": _direct_scan, "upwards": _upwards_scan, "doubling": _doubling_scan},
-    "broadcast": {
-        "direct": _direct_broadcast,
-        "tree": _tree_broadcast,
-        "chain": _chain,
-        "scatter and ring": _scatter_ring,
-        "scatter and circulant": _scatter_circulant,
-    },
-    "all_gather": {"direct": _direct_gather, "circulant": _circulant_gather, "ring": _ring_gather},
-    "gather": {"direct": _rooted_direct, "tree": _rooted_tree},
-    "scatter": {"direct": _rooted_direct, "tree": _rooted_tree},
-    "all_to_all": {"direct": _direct_all_to_all},
-}
-COSTS["exscan"] = COSTS["scan"] | {"upwards": _upwards_exscan, "doubling": _doubling_exscan}
-"""Formulas by operation and algorithm."""

@@ -10,87 +10,65 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.partition import Segments, Span, even
-from .parts import segments
 from .shape import Shape, array
 from .table import SCRATCH, Place, Plan, Rows
 
 
-class _Reduction:
-    """A reduce_scatter whose results go further: rank r receives block r of all ranks.
-
-    Segments of others land in SCRATCH, in two sets that take turns.
+def _reduce_segment(
+    shape: Shape,
+    rows: Rows,
+    k: int,
+    parts: Segments,
+    blocks: Sequence[Span],
+    sources: Sequence[int],
+    goal: Place | None = None,
+) -> Span:
+    """Segment k of each block goes to its rank in phase k, and is reduced there in phase k + 1; this rank's.
 
     Args:
-        sources: where this rank's own block r begins, as a buffer and a span.
+        sources: the array of which each block is a part.
+        goal: where the result goes; None: to the same part of array 0.
     """
-
-    def __init__(self, shape: Shape, sources: Sequence[int], blocks: Sequence[Span]) -> None:
-        self.shape = shape
-        self._sources, self._blocks = sources, blocks
-        self.segments = segments(blocks, shape.itemsize, shape.limits, 2 * (shape.size - 1))
-        self.landing = 2 * shape.size * self.segments.nbytes
-
-    def collect(self, rows: Rows, k: int) -> None:
-        """Phase k: segment k of each block goes to its rank."""
-        own = self.segments.of(self._blocks[self.shape.rank], k)
-        for peer in self.shape.others:
-            span = self.segments.of(self._blocks[peer], k)
-            rows.send(k, peer, (self._sources[peer], span.offset), span.nbytes)
-            rows.recv(k, peer, self._landing(k, peer), own.nbytes)
-
-    def fold(self, rows: Rows, k: int, place: Place) -> None:
-        """Phase k + 1: reduce segment k of this rank's block."""
-        rank = self.shape.rank
-        own = self.segments.of(self._blocks[rank], k)
-        operands = [
-            (self._sources[rank], own.offset) if other == rank else self._landing(k, other)
-            for other in range(self.shape.size)
-        ]
-        rows.fold(k + 1, place, own.nbytes, operands)
-
-    def _landing(self, k: int, peer: int) -> Place:
-        return SCRATCH, (k % 2 * self.shape.size + peer) * self.segments.nbytes
+    own = parts.of(blocks[shape.rank], k)
+    for peer in shape.others:
+        span = parts.of(blocks[peer], k)
+        rows.send(k, peer, (sources[peer], span.offset), span.nbytes)
+        rows.recv(k, peer, shape.landing(k, peer, parts), own.nbytes)
+    operands = shape.operands((sources[shape.rank], own.offset), k, parts)
+    rows.fold(k + 1, goal or (array(0), own.offset), own.nbytes, operands)
+    return own
 
 
 def reduce_scatter(shape: Shape) -> Plan:
     """Each rank receives all of its block and reduces it: n - 1 blocks in and out."""
-    rows = Rows()
+    rows, size = Rows(), shape.size
     blocks = [Span(0, nbytes) for nbytes in shape.nbytes]
-    reduction = _Reduction(shape, [array(1 + rank) for rank in range(shape.size)], blocks)
-    for k in range(reduction.segments.number):
-        reduction.collect(rows, k)
-        reduction.fold(rows, k, (array(0), reduction.segments.of(blocks[shape.rank], k).offset))
-    return rows.plan("direct", reduction.landing)
+    parts = shape.segments(blocks, 2 * (size - 1))
+    for k in range(parts.number):
+        _reduce_segment(shape, rows, k, parts, blocks, [array(1 + rank) for rank in range(size)])
+    return rows.plan("direct", 2 * size * parts.nbytes)
 
 
 def all_reduce(shape: Shape) -> Plan:
     """As reduce_scatter, and each rank sends every other what it has reduced: 2 (n - 1)/n of the array in and out."""
-    if shape.size == 2:
-        return _all_reduce_of_two(shape)
-    rows, x = Rows(), array(0)
-    blocks = even(shape.total, shape.size, shape.itemsize)
-    reduction = _Reduction(shape, [x] * shape.size, blocks)
-    for k in range(reduction.segments.number):
-        reduction.collect(rows, k)
-        reduction.fold(rows, k, (x, reduction.segments.of(blocks[shape.rank], k).offset))
-        _spread(shape, rows, k + 1, blocks, reduction.segments)
-    return rows.plan("direct", reduction.landing)
+    rows, size, x = Rows(), shape.size, array(0)
+    blocks = even(shape.total, size, shape.itemsize)
+    if size == 2:
+        return _all_reduce_of_two(shape, blocks)
+    parts = shape.segments(blocks, 2 * (size - 1))
+    for k in range(parts.number):
+        own = _reduce_segment(shape, rows, k, parts, blocks, [x] * size)
+        for peer in shape.others:
+            theirs = parts.of(blocks[peer], k)
+            rows.send(k + 1, peer, (x, own.offset), own.nbytes)
+            rows.recv(k + 1, peer, (x, theirs.offset), theirs.nbytes)
+    return rows.plan("direct", 2 * size * parts.nbytes)
 
 
-def _spread(shape: Shape, rows: Rows, phase: int, blocks: Sequence[Span], parts: Segments) -> None:
-    """Send the segment that was reduced last to all others, and receive theirs."""
-    own = parts.of(blocks[shape.rank], phase - 1)
-    for peer in shape.others:
-        theirs = parts.of(blocks[peer], phase - 1)
-        rows.send(phase, peer, (array(0), own.offset), own.nbytes)
-        rows.recv(phase, peer, (array(0), theirs.offset), theirs.nbytes)
-
-
-def _all_reduce_of_two(shape: Shape) -> Plan:
+def _all_reduce_of_two(shape: Shape, blocks: Sequence[Span]) -> Plan:
     """Two ranks: each reduces one half as it arrives, without scratch."""
     rows, x, peer = Rows(), array(0), 1 - shape.rank
-    blocks = even(shape.total, 2, shape.itemsize)
-    parts = segments(blocks, shape.itemsize, shape.limits, 1)
+    parts = shape.segments(blocks, 1)
     for k in range(parts.number):
         own, theirs = (parts.of(blocks[rank], k) for rank in (shape.rank, peer))
         rows.send(k, peer, (x, theirs.offset), theirs.nbytes)
@@ -102,67 +80,106 @@ def _all_reduce_of_two(shape: Shape) -> Plan:
 
 def reduce(shape: Shape) -> Plan:
     """As reduce_scatter, and each rank sends the root what it has reduced: 2 (n - 1)/n of the array into the root."""
-    rows, x = Rows(), array(1)
-    blocks = even(shape.total, shape.size, shape.itemsize)
-    reduction = _Reduction(shape, [x] * shape.size, blocks)
-    parts = reduction.segments
+    rows, size = Rows(), shape.size
+    blocks = even(shape.total, size, shape.itemsize)
+    parts = shape.segments(blocks, 2 * (size - 1))
+    mine = (SCRATCH, 2 * size * parts.nbytes)
     for k in range(parts.number):
-        reduction.collect(rows, k)
-        own = parts.of(blocks[shape.rank], k)
-        place = (array(0), own.offset) if shape.is_root else (SCRATCH, reduction.landing)
-        reduction.fold(rows, k, place)
+        goal = None if shape.is_root else mine
+        own = _reduce_segment(shape, rows, k, parts, blocks, [array(1)] * size, goal)
         if not shape.is_root:
-            rows.send(k + 1, shape.root, place, own.nbytes)
+            rows.send(k + 1, shape.root, mine, own.nbytes)
             continue
         for peer in shape.others:
             theirs = parts.of(blocks[peer], k)
             rows.recv(k + 1, peer, (array(0), theirs.offset), theirs.nbytes)
-    return rows.plan("direct", reduction.landing + parts.nbytes)
+    return rows.plan("direct", (2 * size + 1) * parts.nbytes)
 
 
 def reduce_to_root(shape: Shape) -> Plan:
     """The root receives everything and reduces it: for two ranks, where no other way moves less."""
-    rows, x = Rows(), array(1)
-    blocks = [Span(0, shape.total)]
-    parts = segments(blocks, shape.itemsize, shape.limits, shape.size - 1)
+    if shape.is_root:
+        return _combine_all(shape, [], range(shape.size), "to the root")
+    return _combine_all(shape, [shape.root], [], "to the root")
+
+
+def scan_upwards(shape: Shape) -> Plan:
+    """Each rank sends its array to all higher ones: for two ranks, where no other way moves less."""
+    lower = range(shape.rank + (shape.operation == "scan"))
+    return _combine_all(shape, range(shape.rank + 1, shape.size), lower, "upwards")
+
+
+def _combine_all(shape: Shape, takers: Sequence[int], givers: Sequence[int], name: str) -> Plan:
+    """All of a rank's array goes to each of `takers`; those of `givers` are combined in rank order, in one pass."""
+    rows, whole = Rows(), Span(0, shape.total)
+    parts = shape.segments([whole], shape.size - 1)
     for k in range(parts.number):
-        span = parts.of(blocks[0], k)
-        if not shape.is_root:
-            rows.send(k, shape.root, (x, span.offset), span.nbytes)
-            continue
-        operands = [
-            (x, span.offset) if rank == shape.rank else (SCRATCH, (k % 2 * shape.size + rank) * parts.nbytes)
-            for rank in range(shape.size)
-        ]
+        span = parts.of(whole, k)
+        operands = shape.operands((array(1), span.offset), k, parts)
+        for peer in takers:
+            rows.send(k, peer, operands[shape.rank], span.nbytes)
+        for peer in givers:
+            if peer != shape.rank:
+                rows.recv(k, peer, operands[peer], span.nbytes)
+        if givers:
+            rows.fold(k + 1, (array(0), span.offset), span.nbytes, [operands[rank] for rank in givers])
+    return rows.plan(name, 2 * shape.size * parts.nbytes if {*givers} - {shape.rank} else 0)
+
+
+def scan(shape: Shape) -> Plan:
+    """Rank j receives block j of all ranks, reduces all its prefixes, and sends rank i the one that i needs.
+
+    At most 2 (n - 1)/n of the array in and out. Prefixes combine ranks in order; each is made in one pass over its
+    operands when the call is ordered, so that it is rounded once, and from the one before it else. Rank r gets the
+    reduction of ranks 0..r, in exscan of 0..r-1: nothing on rank 0.
+    """
+    rows, size, rank, inclusive = Rows(), shape.size, shape.rank, shape.operation == "scan"
+    # Who gets something, and whose parts are needed:
+    first, givers = (0, size) if inclusive else (1, size - 1)
+    blocks = even(shape.total, size, shape.itemsize)
+    parts = shape.segments(blocks, 3 * size)
+    prefixes = [(SCRATCH, (2 * size + each) * parts.nbytes) for each in range(size)]
+    for k in range(parts.number):
+        spans = [parts.of(block, k) for block in blocks]
+        own = spans[rank]
         for peer in shape.others:
-            rows.recv(k, peer, operands[peer], span.nbytes)
-        rows.fold(k + 1, (array(0), span.offset), span.nbytes, operands)
-    return rows.plan("to the root", 2 * shape.size * parts.nbytes if shape.is_root else 0)
+            if rank < givers:
+                rows.send(k, peer, (array(1), spans[peer].offset), spans[peer].nbytes)
+            if peer < givers:
+                rows.recv(k, peer, shape.landing(k, peer, parts), own.nbytes)
+        operands = shape.operands((array(1), own.offset), k, parts)
+        for each in range(first, size):
+            sources = operands[: each + inclusive]
+            if not shape.ordered and each > first:
+                sources = [prefixes[each - 1], sources[-1]]
+            rows.fold(k + 1, prefixes[each], own.nbytes, sources)
+        if rank >= first:  # after all others, since this rank's array may be what is written
+            rows.copy(k + 1, (array(0), own.offset), prefixes[rank], own.nbytes)
+        for peer in shape.others:
+            if peer >= first:
+                rows.send(k + 1, peer, prefixes[peer], own.nbytes)
+            if rank >= first:
+                rows.recv(k + 1, peer, (array(0), spans[peer].offset), spans[peer].nbytes)
+    return rows.plan("direct", 3 * size * parts.nbytes)
 
 
 def broadcast(shape: Shape) -> Plan:
     """The root sends each other rank a block, which that sends on to the rest: all links carry at most the array."""
-    rows, x = Rows(), array(0)
+    rows = Rows()
     takers = [rank for rank in range(shape.size) if rank != shape.root]
     blocks = dict(zip(takers, even(shape.total, len(takers), shape.itemsize), strict=True))
-    parts = segments(list(blocks.values()), shape.itemsize, shape.limits, shape.size - 1)
+    parts = shape.segments(list(blocks.values()), shape.size - 1)
     for k in range(parts.number):
         for taker, block in blocks.items():
             span = parts.of(block, k)
-            _hand_over(shape, rows, k, taker, (x, span.offset), span.nbytes, takers)
+            place = (array(0), span.offset)
+            if shape.is_root:
+                rows.send(k, taker, place, span.nbytes)
+            elif shape.rank != taker:
+                rows.recv(k + 1, taker, place, span.nbytes)
+            else:
+                rows.recv(k, shape.root, place, span.nbytes)
+                for peer in shape.others:
+                    if peer != shape.root:
+                        rows.send(k + 1, peer, place, span.nbytes)
     return rows.plan("direct")
-
-
-def _hand_over(
-    shape: Shape, rows: Rows, k: int, taker: int, place: Place, nbytes: int, takers: Sequence[int]
-) -> None:
-    """A segment goes from the root to its taker in phase k, and from there to all others in the next."""
-    if shape.is_root:
-        rows.send(k, taker, place, nbytes)
-    elif shape.rank != taker:
-        rows.recv(k + 1, taker, place, nbytes)
-    else:
-        rows.recv(k, shape.root, place, nbytes)
-        for peer in shape.others:
-            if peer in takers:
-                rows.send(k + 1, peer, place, nbytes)

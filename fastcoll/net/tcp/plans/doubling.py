@@ -10,64 +10,48 @@ Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations
 
 from __future__ import annotations
 
-from ....core.partition import Span
+from ....core.partition import Span, even
 from .shape import Shape, array
-from .table import SCRATCH, Place, Plan, Rows
+from .table import SCRATCH, Plan, Rows
 
 
-class Halves:
-    """The ranks that take part, a power of two of them; the others are joined to the rank after them.
+def _partners(size: int, rank: int) -> tuple[list[int], bool] | None:
+    """With whom a rank exchanges, step by step, and whether it works for the one before it as well.
 
-    Attributes:
-        steps: log2 of how many take part.
+    A power of two take part; each of the others is joined to the rank after it: None.
     """
+    steps = size.bit_length() - 1
+    joined = size - (1 << steps)
+    if rank < 2 * joined and rank % 2 == 0:
+        return None
+    number = rank // 2 if rank < 2 * joined else rank - joined
+    others = [number ^ 1 << step for step in range(steps)]
+    return [2 * other + 1 if other < joined else other + joined for other in others], rank < 2 * joined
 
-    def __init__(self, size: int) -> None:
-        self.steps = size.bit_length() - 1
-        self._joined = size - (1 << self.steps)
 
-    def is_joined(self, rank: int) -> bool:
-        """Whether a rank leaves its part to the next one."""
-        return rank < 2 * self._joined and rank % 2 == 0
-
-    def has_joined(self, rank: int) -> bool:
-        """Whether a rank works for the one before it as well."""
-        return rank < 2 * self._joined and rank % 2 == 1
-
-    def partner(self, rank: int, step: int) -> int:
-        """With whom a rank exchanges in a step."""
-        number = rank // 2 if rank < 2 * self._joined else rank - self._joined
-        other = number ^ 1 << step
-        return 2 * other + 1 if other < self._joined else other + self._joined
+def _leave_to_next(shape: Shape, last: int, name: str) -> Plan:
+    rows = Rows()
+    rows.send(0, shape.rank + 1, (array(0), 0), shape.total)
+    rows.recv(last, shape.rank + 1, (array(0), 0), shape.total)
+    return rows.plan(name)
 
 
 def all_reduce(shape: Shape) -> Plan:
     """Recursive doubling: the whole array in each of log2 n steps."""
-    rows, halves, x = Rows(), Halves(shape.size), (array(0), 0)
-    last = halves.steps + 1
-    if halves.is_joined(shape.rank):
-        _leave_to_next(rows, shape, last)
-        return rows.plan("recursive doubling")
-    peers = [halves.partner(shape.rank, step) for step in range(halves.steps)]
-    if halves.has_joined(shape.rank):
-        rows.recv(0, shape.rank - 1, (SCRATCH, 0), shape.total)
-        _combine(rows, 1, shape.total, x, (SCRATCH, 0), True)
-        rows.send(last, shape.rank - 1, x, shape.total)
+    rows, rank, x, last = Rows(), shape.rank, (array(0), 0), shape.size.bit_length()
+    if (partners := _partners(shape.size, rank)) is None:
+        return _leave_to_next(shape, last, "recursive doubling")
+    peers, has_joined = partners
+    if has_joined:
+        rows.recv(0, rank - 1, (SCRATCH, 0), shape.total)
+        rows.fold(1, x, shape.total, [(SCRATCH, 0), x])
+        rows.send(last, rank - 1, x, shape.total)
     for phase, peer in enumerate(peers, 1):
         landing = (SCRATCH, phase % 2 * shape.total)
         rows.send(phase, peer, x, shape.total)
         rows.recv(phase, peer, landing, shape.total)
-        _combine(rows, phase + 1, shape.total, x, landing, peer < shape.rank)
+        rows.fold(phase + 1, x, shape.total, [landing, x] if peer < rank else [x, landing])
     return rows.plan("recursive doubling", 2 * shape.total)
-
-
-def _leave_to_next(rows: Rows, shape: Shape, last: int) -> None:
-    rows.send(0, shape.rank + 1, (array(0), 0), shape.total)
-    rows.recv(last, shape.rank + 1, (array(0), 0), shape.total)
-
-
-def _combine(rows: Rows, phase: int, nbytes: int, x: Place, received: Place, left: bool) -> None:
-    rows.fold(phase, x, nbytes, [received, x] if left else [x, received])
 
 
 def halving(shape: Shape) -> Plan:
@@ -75,31 +59,23 @@ def halving(shape: Shape) -> Plan:
 
     Where n is no power of two, ranks that work for two receive and send the whole array besides.
     """
-    rows, halves, x = Rows(), Halves(shape.size), array(0)
-    last = 2 * halves.steps + 1
-    if halves.is_joined(shape.rank):
-        _leave_to_next(rows, shape, last)
-        return rows.plan("halving")
-    if halves.has_joined(shape.rank):
-        rows.reduce(0, shape.rank - 1, (x, 0), shape.total, left=True)
-        rows.send(last, shape.rank - 1, (x, 0), shape.total)
+    rows, rank, x, last = Rows(), shape.rank, array(0), 2 * shape.size.bit_length() - 1
+    if (partners := _partners(shape.size, rank)) is None:
+        return _leave_to_next(shape, last, "halving")
+    peers, has_joined = partners
+    if has_joined:
+        rows.reduce(0, rank - 1, (x, 0), shape.total, left=True)
+        rows.send(last, rank - 1, (x, 0), shape.total)
     kept = Span(0, shape.total)
-    for step in range(halves.steps):
-        peer = halves.partner(shape.rank, step)
-        kept, given = _halved(kept, shape.itemsize, peer < shape.rank)
-        rows.send(step + 1, peer, (x, given.offset), given.nbytes)
-        rows.reduce(step + 1, peer, (x, kept.offset), kept.nbytes, left=peer < shape.rank)
-        back = last - 1 - step
-        rows.send(back, peer, (x, kept.offset), kept.nbytes)
-        rows.recv(back, peer, (x, given.offset), given.nbytes)
+    for step, peer in enumerate(peers, 1):
+        halved = even(kept.nbytes, 2, shape.itemsize)
+        low, high = (Span(kept.offset + start, nbytes) for start, nbytes in halved)
+        kept, given = (high, low) if peer < rank else (low, high)
+        rows.send(step, peer, (x, given.offset), given.nbytes)
+        rows.reduce(step, peer, (x, kept.offset), kept.nbytes, left=peer < rank)
+        rows.send(last - step, peer, (x, kept.offset), kept.nbytes)
+        rows.recv(last - step, peer, (x, given.offset), given.nbytes)
     return rows.plan("halving")
-
-
-def _halved(span: Span, itemsize: int, upper: bool) -> tuple[Span, Span]:
-    """The half that the lower or upper one of two partners keeps, and the other one."""
-    middle = span.nbytes // itemsize // 2 * itemsize
-    low, high = Span(span.offset, middle), Span(span.offset + middle, span.nbytes - middle)
-    return (high, low) if upper else (low, high)
 
 
 def scan(shape: Shape) -> Plan:

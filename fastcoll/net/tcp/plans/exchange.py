@@ -1,15 +1,42 @@
-"""Every rank directly with every other: operations that only move data. No byte takes a detour.
+"""What travels with the headers of the meeting, and what every rank sends directly to every other without reducing it.
 
-gather, scatter and all_to_all decide for each pair by itself whether its data travels with the header, since a rank
-may not know what others get: both ranks of a pair know how many bytes are between them. A plan may have both.
+Small calls are over with the meeting, to which all their data is attached. gather, scatter and all_to_all decide for
+each pair by itself whether its data travels so, since a rank may not know what others get: both ranks of a pair know
+how many bytes are between them. A plan may have both.
 
 Ranks take their peers in rotated order, `Limits.peers` of them at a time, so that no rank is sent to by all.
 """
 
 from __future__ import annotations
 
-from .shape import Shape, array, framed
+from .shape import Shape, array
 from .table import Place, Plan, Rows
+
+
+def attached(shape: Shape) -> Plan:
+    """The plan of a call of which every payload fits; reductions combine the ranks in order, in one pass."""
+    rows, size, rank, root = Rows(), shape.size, shape.rank, [shape.root]
+    contribution = {"all_reduce": 0, "broadcast": 0, "all_gather": size, "reduce_scatter": 1 + rank}
+    x = contribution.get(shape.operation, 1)
+    own = shape.nbytes[rank] if shape.operation in ("reduce_scatter", "all_gather") else shape.total
+    takers, givers = {
+        "reduce": ([], range(size)) if shape.is_root else (root, []),
+        "broadcast": (shape.others, []) if shape.is_root else ([], root),
+        "scan": (range(rank + 1, size), range(rank + 1)),
+        "exscan": (range(rank + 1, size), range(rank)),
+    }.get(shape.operation, (shape.others, range(size)))
+    operands = [(array(x), 0) if peer == rank else shape.framed(peer) for peer in givers]
+    for peer in takers:
+        if shape.operation == "reduce_scatter":
+            rows.payload(peer, (array(1 + peer), 0), shape.nbytes[peer])
+        else:
+            rows.payload(peer, (array(x), 0), own)
+    if shape.operation == "all_gather":
+        for peer, source in enumerate(operands):
+            rows.copy(0, (array(peer), 0), source, shape.nbytes[peer])
+    elif operands:
+        rows.fold(0, (array(0), 0), own, operands)
+    return rows.plan("attached")
 
 
 def all_gather(shape: Shape) -> Plan:
@@ -68,7 +95,7 @@ def _give(shape: Shape, rows: Rows, peer: int, place: Place, nbytes: int) -> Non
 
 def _take(shape: Shape, rows: Rows, peer: int, place: Place, nbytes: int) -> None:
     if nbytes <= shape.limits.payload:
-        rows.copy(0, place, framed(shape, peer), nbytes)
+        rows.copy(0, place, shape.framed(peer), nbytes)
     else:
         rows.recv(_phase(shape, shape.rank - peer), peer, place, nbytes)
 

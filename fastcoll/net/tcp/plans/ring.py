@@ -17,32 +17,22 @@ from .table import SCRATCH, Place, Plan, Rows
 
 def all_reduce(shape: Shape) -> Plan:
     """One half of the array goes around each way: 2 (n - 1) steps, 2 (n - 1)/n of the array in and out."""
-    rows = Rows()
+    rows, size, rank, x = Rows(), shape.size, shape.rank, array(0)
     for half, way in zip(even(shape.total, 2, shape.itemsize), (1, -1), strict=True):
         blocks = [
-            Span(half.offset + block.offset, block.nbytes)
-            for block in even(half.nbytes, shape.size, shape.itemsize)
+            Span(half.offset + start, nbytes) for start, nbytes in even(half.nbytes, size, shape.itemsize)
         ]
-        _reduce_around(shape, rows, blocks, way)
-        _gather_around(shape, rows, blocks, way)
+        above, below = (rank + way) % size, (rank - way) % size
+        for step in range(size - 1):
+            given, taken = (blocks[(rank - way * k) % size] for k in (step, step + 1))
+            rows.send(step, above, (x, given.offset), given.nbytes)
+            rows.reduce(step, below, (x, taken.offset), taken.nbytes, left=True)
+        # Each rank has the result of the block after its own.
+        for step in range(size - 1):
+            given, taken = (blocks[(rank - way * k) % size] for k in (step - 1, step))
+            rows.send(size - 1 + step, above, (x, given.offset), given.nbytes)
+            rows.recv(size - 1 + step, below, (x, taken.offset), taken.nbytes)
     return rows.plan("ring")
-
-
-def _reduce_around(shape: Shape, rows: Rows, blocks: Sequence[Span], way: int) -> None:
-    """n - 1 steps, after which each rank has the result of the block after its own."""
-    size, rank, x = shape.size, shape.rank, array(0)
-    for step in range(size - 1):
-        given, taken = blocks[(rank - way * step) % size], blocks[(rank - way * (step + 1)) % size]
-        rows.send(step, (rank + way) % size, (x, given.offset), given.nbytes)
-        rows.reduce(step, (rank - way) % size, (x, taken.offset), taken.nbytes, left=True)
-
-
-def _gather_around(shape: Shape, rows: Rows, blocks: Sequence[Span], way: int) -> None:
-    size, rank, x = shape.size, shape.rank, array(0)
-    for step in range(size - 1):
-        given, taken = blocks[(rank + way * (1 - step)) % size], blocks[(rank - way * step) % size]
-        rows.send(size - 1 + step, (rank + way) % size, (x, given.offset), given.nbytes)
-        rows.recv(size - 1 + step, (rank - way) % size, (x, taken.offset), taken.nbytes)
 
 
 def reduce_scatter(shape: Shape) -> Plan:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from .table import FIRST_ARRAY, FRAMES, Place
+from ....core.partition import Segments, Span
+from .table import FIRST_ARRAY, FRAMES, SCRATCH, Place
 
 MEET_RANKS = 16
 """Up to so many ranks everybody sends its header to everybody, and small data with it; more ranks meet in steps."""
 
 
 class Limits(NamedTuple):
-    """What a group's engine can do, in bytes.
+    """What a group's engine can do, in bytes."""
 
-    Attributes:
-        payload: may be attached to a header; 0 where nothing may.
-        frame_stride: from one rank's payload in FRAMES to the next one's.
-        segment: of what travels between two ranks before it is reduced.
-        at_once: bytes of all segments that a rank receives in one phase; segments shrink to keep to it.
-        peers: with how many others a rank exchanges data in one phase.
-    """
-
-    payload: int
-    frame_stride: int
-    segment: int = 256 << 10
-    at_once: int = 8 << 20
-    peers: int = 16
+    payload: int  # may be attached to a header; 0 where nothing may
+    frame_stride: int  # from one rank's payload in FRAMES to the next one's
+    segment: int = 256 << 10  # of what travels between two ranks before it is reduced
+    at_once: int = 8 << 20  # of all segments that a rank receives in one phase; segments shrink to keep to it
+    peers: int = 16  # with how many others a rank exchanges data in one phase
 
 
 def default_limits(size: int) -> Limits:
@@ -48,7 +42,6 @@ class Shape(NamedTuple):
         root: of broadcast, reduce, gather and scatter.
         ordered: whether the reduction must combine the ranks in order (it does not commute, or rounds so
             coarsely that the order shows).
-        even: gather and scatter: this rank knows that all ranks' arrays have as many bytes as its own.
     """
 
     operation: str
@@ -59,7 +52,6 @@ class Shape(NamedTuple):
     itemsize: int = 1
     root: int = 0
     ordered: bool = False
-    even: bool = False
 
     @property
     def total(self) -> int:
@@ -75,12 +67,56 @@ class Shape(NamedTuple):
         """All other ranks, the next one first, so that not all ranks begin with the same one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
+    def segments(self, blocks: Sequence[Span], at_once: int) -> Segments:
+        """Segments of equal size for blocks of which a rank receives `at_once` at the same time."""
+        most = min(self.limits.segment, self.limits.at_once // max(at_once, 1))
+        return Segments.of_blocks(blocks, most, self.itemsize)
+
+    def landing(self, k: int, peer: int, parts: Segments) -> Place:
+        """Where segment k of a peer lands, in one of two sets in SCRATCH that take turns."""
+        return SCRATCH, (k % 2 * self.size + peer) * parts.nbytes
+
+    def operands(self, own: Place, k: int, parts: Segments) -> list[Place]:
+        """Segment k of all ranks, this rank's own and what has landed."""
+        return [own if peer == self.rank else self.landing(k, peer, parts) for peer in range(self.size)]
+
+    def framed(self, rank: int) -> Place:
+        """Where that lies which a rank attached to its header."""
+        return FRAMES, rank * self.limits.frame_stride
+
 
 def array(index: int) -> int:
     """The buffer that is the call's array number `index`."""
     return FIRST_ARRAY + index
 
 
-def framed(shape: Shape, rank: int) -> Place:
-    """Where that lies which a rank attached to its header."""
-    return FRAMES, rank * shape.limits.frame_stride
+class Sizes(NamedTuple):
+    """What a rank tells the others of the sizes of its call, so that all can compare them."""
+
+    shape: int  # bytes that this rank contributes, MIXED if it gives the ranks blocks of different sizes
+    gives: tuple[int, ...]  # bytes for each rank, zeros where `shape` says everything
+    takes: tuple[int, ...]  # and expected from each
+
+
+MIXED = -1
+
+
+def sizes_of(call: Shape) -> Sizes:
+    """The sizes of a call."""
+    n, rank, nbytes = call.size, call.rank, call.nbytes
+    nothing = (0,) * n
+    if call.operation == "reduce_scatter":
+        shape = sum(nbytes) if len(set(nbytes)) == 1 else MIXED
+        return Sizes(shape, nbytes, (nbytes[rank],) * n)
+    if call.operation == "all_gather":
+        return Sizes(nbytes[rank], (nbytes[rank],) * n, nbytes)
+    if call.operation == "all_to_all":
+        return Sizes(sum(nbytes[n:]), nbytes[n:], nbytes[:n])
+    if call.operation in ("gather", "scatter"):
+        all_of_root = nbytes if call.is_root else nothing
+        own = nbytes[rank if call.is_root else 0]
+        with_root = tuple(own if r == call.root else 0 for r in range(n))
+        if call.operation == "gather":
+            return Sizes(own, with_root, all_of_root)
+        return Sizes(sum(all_of_root), all_of_root, with_root)
+    return Sizes(call.total, nothing, nothing)

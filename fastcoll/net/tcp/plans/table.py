@@ -60,13 +60,7 @@ Place = tuple[int, int]
 
 
 class Plan(NamedTuple):
-    """One rank's part in a collective.
-
-    Attributes:
-        table: int64, C-contiguous, (rows, 8).
-        scratch: bytes that SCRATCH must have.
-        algorithm: its name, for people.
-    """
+    """One rank's part in a collective: its table, the bytes that SCRATCH must have, and a name for people."""
 
     table: Table
     scratch: int

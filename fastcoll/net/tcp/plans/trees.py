@@ -1,11 +1,13 @@
-"""Binomial trees for rooted operations: log2 n steps, for data that is small.
+"""Rooted operations among many ranks: binomial trees for data that is small, and broadcasts of large arrays.
 
-Ranks are counted from the root. In step k of gathering, a rank whose number is an odd multiple of 2**k hands what it
-has gathered, of the 2**k ranks from itself on, to the rank 2**k before it; handing out goes the other way round.
+Ranks are counted from the root. In step k of reducing, a rank whose number is an odd multiple of 2**k hands what it
+has got from the 2**k ranks from itself on to the rank 2**k before it; handing out goes the other way round.
 """
 
 from __future__ import annotations
 
+from ....core.partition import Span, even
+from .circulant import gather_spans
 from .shape import Shape, array
 from .table import SCRATCH, Plan, Rows
 
@@ -14,9 +16,13 @@ def _steps(size: int) -> int:
     return (size - 1).bit_length()
 
 
+def _number(shape: Shape) -> int:
+    return (shape.rank - shape.root) % shape.size
+
+
 def broadcast(shape: Shape) -> Plan:
     """The whole array in each step."""
-    rows, x, number = Rows(), (array(0), 0), (shape.rank - shape.root) % shape.size
+    rows, x, number = Rows(), (array(0), 0), _number(shape)
     for step in range(_steps(shape.size)):
         other = number ^ 1 << step
         peer = (other + shape.root) % shape.size
@@ -54,49 +60,54 @@ def reduce(shape: Shape) -> Plan:
     return rows.plan("tree", 3 * total)
 
 
-def gather(shape: Shape) -> Plan:
-    """Parts of equal size, handed on through scratch at most log2 n times."""
-    rows, own = Rows(), shape.nbytes[0]
-    number, steps = (shape.rank - shape.root) % shape.size, _steps(shape.size)
-    x = (array(shape.size if shape.is_root else 0), 0)
-    rows.copy(0, (SCRATCH, 0), x, own)
-    for step in range(steps):
-        other = number ^ 1 << step
-        peer, count = (other + shape.root) % shape.size, _handed(shape, max(number, other), step)
-        if number >> step & 1:
-            rows.send(step, peer, (SCRATCH, 0), count * own)
-            break
-        rows.recv(step, peer, (SCRATCH, own << step), count * own)
-    if shape.is_root:
-        for place in range(shape.size):
-            rows.copy(steps, (array((place + shape.root) % shape.size), 0), (SCRATCH, place * own), own)
-    return rows.plan("tree", _held(shape) * own)
+def chain(shape: Shape) -> Plan:
+    """Segments go from rank to rank, all links at work: the array once through each, n - 2 segments' delay."""
+    rows, number, whole = Rows(), _number(shape), Span(0, shape.total)
+    parts = shape.segments([whole], 1)
+    for k in range(parts.number):
+        span = parts.of(whole, k)
+        place, phase = (array(0), span.offset), k + number
+        if number:
+            rows.recv(phase - 1, (shape.rank - 1) % shape.size, place, span.nbytes)
+        if number < shape.size - 1:
+            rows.send(phase, (shape.rank + 1) % shape.size, place, span.nbytes)
+    return rows.plan("chain")
 
 
-def scatter(shape: Shape) -> Plan:
-    """Blocks of equal size, handed on through scratch at most log2 n times."""
-    rows, own = Rows(), shape.nbytes[0]
-    number, steps = (shape.rank - shape.root) % shape.size, _steps(shape.size)
-    if shape.is_root:
-        for place in range(shape.size):
-            rows.copy(0, (SCRATCH, place * own), (array(1 + (place + shape.root) % shape.size), 0), own)
+def scatter_ring(shape: Shape) -> Plan:
+    """Blocks go down a binomial tree, then around the ring, both ways: log2 n + n/2 steps, the array twice.
+
+    Van de Geijn and others: see Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
+    """
+    rows, blocks = _scattered(shape)
+    steps = _steps(shape.size)
+    for way, turns in ((1, shape.size // 2), (-1, (shape.size - 1) // 2)):
+        for turn in range(turns):
+            given, taken = (blocks[(shape.rank - way * k) % shape.size] for k in (turn, turn + 1))
+            to, source = (shape.rank + way) % shape.size, (shape.rank - way) % shape.size
+            rows.send(steps + turn, to, (array(0), given.offset), given.nbytes)
+            rows.recv(steps + turn, source, (array(0), taken.offset), taken.nbytes)
+    return rows.plan("scatter and ring")
+
+
+def scatter_circulant(shape: Shape) -> Plan:
+    """Blocks go down a binomial tree, then to all as in circulant.py: 2 log2 n steps, the array twice."""
+    rows, blocks = _scattered(shape)
+    gather_spans(rows, shape.rank, blocks, array(0), _steps(shape.size))
+    return rows.plan("scatter and circulant")
+
+
+def _scattered(shape: Shape) -> tuple[Rows, list[Span]]:
+    """The rows by which each rank gets a block of array 0 down the tree, and the block of each rank."""
+    rows, number, steps = Rows(), _number(shape), _steps(shape.size)
+    blocks = even(shape.total, shape.size, shape.itemsize)
     for step in range(steps):
         other, phase = number ^ 1 << step, steps - 1 - step
-        peer, count = (other + shape.root) % shape.size, _handed(shape, max(number, other), step)
-        if number >> step & 1:
-            rows.recv(phase, peer, (SCRATCH, 0), count * own)
-            break
-        rows.send(phase, peer, (SCRATCH, own << step), count * own)
-    rows.copy(steps, (array(0), 0), (SCRATCH, 0), own)
-    return rows.plan("tree", _held(shape) * own)
-
-
-def _handed(shape: Shape, number: int, step: int) -> int:
-    """How many ranks' arrays the one that is `number` from the root is handed, or hands over, in a step."""
-    return max(min(1 << step, shape.size - number), 0)
-
-
-def _held(shape: Shape) -> int:
-    """How many ranks' arrays a rank has at most: its own and those below it in the tree."""
-    number = (shape.rank - shape.root) % shape.size
-    return min(number & -number or shape.size, shape.size - number)
+        taker, peer = max(number, other), (other + shape.root) % shape.size
+        if handed := blocks[taker : taker + (1 << step)]:
+            place, nbytes = (array(0), handed[0].offset), sum(block.nbytes for block in handed)
+            if number == taker:
+                rows.recv(phase, peer, place, nbytes)
+                break
+            rows.send(phase, peer, place, nbytes)
+    return rows, [blocks[(rank - shape.root) % shape.size] for rank in range(shape.size)]

@@ -32,9 +32,7 @@ PATIENT_SWEEPS = 20  # sweeps in vain before the thread sleeps in poll(2)
 SWEEP = 21  # number of the last sweep
 SINCE = 22  # when this run of the engine began, in ns
 SENT, HAVE = 23, 24  # addresses: bytes of each peer's frame sent, and received
-MEETING = (
-    25  # address of the prepared call whose plan brings the headers together; 0: everybody sends to everybody
-)
+MEETING = 25  # address of the prepared call that brings the headers together; 0: everybody sends to everybody
 WAITING = 26  # how many pollfds there are
 PATIENCE = 27  # the table of kernels/waiting.py
 CONTEXT_WORDS = PATIENCE + PATIENCE_WORDS
@@ -46,7 +44,7 @@ PAYLOADS = 4  # how many of the first rows are PAYLOAD
 REDUCER, CODE, ITEMSIZE = 5, 6, 7
 ATTACHED = 8  # address: bytes that each peer attaches to its header
 GIVES = 9  # address: bytes given to each peer, then bytes expected of each
-BALANCE = 10  # of these sizes, see sizes.py
+BALANCE = 10  # of these sizes (core/signature.py)
 PREPARED_WORDS = 11
 
 # ---- a header -----------------------------------------------------------------------------------------
