@@ -2,7 +2,7 @@
 
 import sys
 
-from .command import main
+from . import command, tune
 
 if __name__ == "__main__":  # the workers import this module again
-    sys.exit(main())
+    sys.exit(tune.main(sys.argv[1:]) if "--tune" in sys.argv[1:] else command.main())

@@ -24,7 +24,7 @@ from .results import PICTURES
 from .worker import FAILED, MISUSED, OK, run, run_spawned
 
 _INTERRUPTED = 130
-_STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap", "--tune": "tune"}
+_STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap"}
 """Modules of the folder bench/ of the sources, and the options that ask for them."""
 _OF_VERSUS = ("--peer-python", "--install-peers", "--rounds", "--scale", "--results", "--name")
 _EPILOG = f"""
@@ -34,9 +34,9 @@ time and p99 are microseconds a call: each rank times batches of calls and takes
 percentile); the slowest rank's is shown. all_reduce, reduce and broadcast work in place. Sizes, algbw and
 busbw are those of nccl-tests. Under a launcher (RANK and WORLD_SIZE, mpirun, srun) its ranks are used.
 
-where the sources are, also: --vs PEERS compares with other libraries (--vs gloo --help: its options),
---start times how ranks start, --overlap asynchronous operations beside a computation,
---tune -n N finds this machine's thresholds for N ranks, and keeps them.
+--tune -n N instead finds this machine's thresholds for N ranks, and keeps them.
+Where the sources are, also: --vs PEERS compares with other libraries (--vs gloo --help: its options),
+--start times how ranks start, --overlap asynchronous operations beside a computation.
 
 exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line or a
 launcher's environment cannot be, or none of the peers is there.

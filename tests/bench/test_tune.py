@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import tune
-from tune import SIZES, Measured, best_limit
 
+from fastcoll.bench import tune
+from fastcoll.bench.tune import SIZES, Measured, best_limit
 from fastcoll.shm import thresholds
 
 
@@ -31,8 +30,10 @@ def test_the_limit_loses_least(one_shot, two_shot, limit):
 def test_a_run_writes_this_machines_table(tmp_path):
     path = tmp_path / "tuning.json"
     # In every process of the run, whose numbers are of no interest here.
-    (tmp_path / "sitecustomize.py").write_text("import tune\ntune._ROUNDS, tune._SECONDS = 2, 0.001\n")
-    places = os.pathsep.join([str(tmp_path), str(Path(tune.__file__).parent)])
+    (tmp_path / "sitecustomize.py").write_text(
+        "from fastcoll.bench import tune\ntune._ROUNDS, tune._SECONDS = 2, 0.001\n"
+    )
+    places = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "FASTCOLL_TUNING": str(path), "PYTHONPATH": places}
     words = [sys.executable, "-m", "fastcoll.bench", "--tune", "-n", "3"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 import fastcoll as dist
-from fastcoll.bench.command import count_ranks, make_parser, run_ranks
-from fastcoll.bench.timing import estimate, measure, schedule
-from fastcoll.errors import UsageError
-from fastcoll.rendezvous.detect import detect
-from fastcoll.shm.backend import ShmBackend
-from fastcoll.shm.thresholds import BUILT_IN, table_path, write
+
+from ..errors import UsageError
+from ..rendezvous.detect import detect
+from ..shm.backend import ShmBackend
+from ..shm.thresholds import BUILT_IN, table_path, write
+from .command import count_ranks, make_parser, run_ranks
+from .timing import estimate, measure, schedule
 
 SIZES = tuple(1 << k for k in range(10, 20))
 _ROUNDS = 7
@@ -35,7 +36,7 @@ class Measured(NamedTuple):
 def main(words: Sequence[str]) -> int:
     """Tune for as many ranks as the words of a command line ask for; returns the exit code."""
     parser = make_parser()
-    parser.add_argument("--tune", action="store_true", help="this study")
+    parser.add_argument("--tune", action="store_true", help="find this machine's thresholds")
     given = parser.parse_args(words)
     command = shlex.join(["python", "-m", "fastcoll.bench", *words])
     try:
