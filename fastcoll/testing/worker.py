@@ -210,11 +210,10 @@ class Footprint:
 
 
 def lasting(look: Callable[[], list[str]]) -> list[str]:
-    """What `look` still finds after garbage collection and half a second."""
+    """What `look` still finds when half a second of garbage collection has passed."""
     found, end = look(), time.monotonic() + _PATIENCE
-    if found:
-        gc.collect()
     while found and time.monotonic() < end:
+        gc.collect()  # each time, as a thread that has ended since may have left a cycle
         time.sleep(_INTERVAL)
         found = look()
     return found
