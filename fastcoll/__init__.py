@@ -32,6 +32,8 @@ from .api.collectives import (
     broadcast,
     exscan,
     gather,
+    gather_into_tensor,
+    gather_single,
     monitored_barrier,
     reduce,
     reduce_scatter,
@@ -39,6 +41,7 @@ from .api.collectives import (
     reduce_scatter_tensor,
     scan,
     scatter,
+    scatter_single,
 )
 from .api.groups import (
     GroupMember,
@@ -105,6 +108,7 @@ __all__ += ["is_mpi_available", "is_nccl_available"]
 __all__ += ["all_reduce", "all_reduce_coalesced", "reduce", "scan", "exscan", "reduce_scatter"]
 __all__ += ["reduce_scatter_single", "reduce_scatter_tensor", "broadcast", "all_gather"]
 __all__ += ["all_gather_coalesced", "all_gather_into_tensor", "all_gather_single", "gather", "scatter"]
+__all__ += ["gather_single", "gather_into_tensor", "scatter_single"]
 __all__ += ["all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "ReduceOp", "reduce_op"]
 __all__ += ["Work"]
 __all__ += ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv", "symmetric"]

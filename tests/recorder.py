@@ -13,8 +13,9 @@ from fastcoll.core.work import Work
 
 OPERATIONS = (
     "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
-    "all_to_all_single", "barrier", "broadcast", "exscan", "gather", "irecv", "isend", "monitored_barrier", "recv",
-    "reduce", "reduce_scatter", "reduce_scatter_single", "scan", "scatter", "send",
+    "all_to_all_single", "barrier", "broadcast", "exscan", "gather", "gather_single", "irecv", "isend",
+    "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_single", "scan", "scatter",
+    "scatter_single", "send",
 )  # fmt: skip
 
 

@@ -292,6 +292,8 @@ def test_torch_names_of_the_parameters() -> None:
         "all_gather_into_tensor": "output_tensor input_tensor group async_op",
         "gather": "tensor gather_list dst group async_op group_dst",
         "scatter": "tensor scatter_list src group async_op group_src",
+        "gather_single": "tensor gather_tensor dst group async_op group_dst",
+        "scatter_single": "tensor scatter_tensor src group async_op group_src",
         "reduce_scatter": "output input_list op group async_op",
         "reduce_scatter_tensor": "output input op group async_op",
         "all_to_all": "output_tensor_list input_tensor_list group async_op",

@@ -50,6 +50,11 @@ def in_place(y: jax.Array, either: Any, wanted: bool) -> None:
     assert_type(dist.scatter(x, None, 1, async_op=True), Work)
     dist.scatter(x, async_op=wanted)
 
+    assert_type(dist.scatter_single(x, x), None)
+    assert_type(dist.scatter_single(y, x), jax.Array)
+    assert_type(dist.scatter_single(x, None, 1, async_op=True), Work)
+    dist.scatter_single(x, async_op=wanted)
+
 
 def into_outputs(wanted: bool) -> None:
     """The result is in arrays that were given."""
@@ -64,6 +69,10 @@ def into_outputs(wanted: bool) -> None:
     assert_type(dist.gather(x, xs), None)
     assert_type(dist.gather(x, group_dst=1, async_op=True), Work)
     assert_type(dist.gather(x, async_op=wanted), Work | None)
+
+    assert_type(dist.gather_single(x, x), None)
+    assert_type(dist.gather_into_tensor(x, group_dst=1, async_op=True), Work)
+    assert_type(dist.gather_single(x, async_op=wanted), Work | None)
 
     assert_type(dist.reduce_scatter(x, xs), None)
     assert_type(dist.reduce_scatter(x, xs, async_op=True), Work)

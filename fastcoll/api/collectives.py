@@ -338,6 +338,50 @@ def gather(
 
 # fmt: off
 @overload
+def gather_single(tensor: Any, gather_tensor: Any = ..., dst: Root = ..., group: Group = ...,
+    async_op: Sync = ..., group_dst: Root = ...) -> None: ...
+@overload
+def gather_single(tensor: Any, gather_tensor: Any = ..., dst: Root = ..., group: Group = ...,
+    async_op: Async = ..., group_dst: Root = ...) -> Work: ...
+@overload
+def gather_single(tensor: Any, gather_tensor: Any = ..., dst: Root = ..., group: Group = ...,
+    async_op: bool = ..., group_dst: Root = ...) -> Work | None: ...
+# fmt: on
+def gather_single(
+    tensor: Any,
+    gather_tensor: Any = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """`gather` of arrays of one size into one array.
+
+    Args:
+        tensor: this rank's array; same size and any fixed-size dtype on all ranks.
+        gather_tensor: on `dst` n times the elements of `tensor`, rank after rank, and its dtype; None elsewhere.
+        dst, group_dst: who gets them, as a global rank or as a rank in the group; give one; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = groups.world if group is None else member_of(group, "gather_single")
+    if g is None:
+        return None
+    if group_dst is not None or dst is None or g is not groups.world:
+        with g.preparing("gather_single"):
+            dst = group_rank(g, "dst", dst, group_dst, 0)
+    return g.gather_single(tensor, gather_tensor, dst, async_op)
+
+
+gather_into_tensor = gather_single
+
+
+# fmt: off
+@overload
 def scatter(tensor: _J, scatter_list: Arrays | None = ..., src: Root = ..., group: Group = ...,
     async_op: Sync = ..., group_src: Root = ...) -> _J: ...
 @overload
@@ -381,6 +425,53 @@ def scatter(
         with g.preparing("scatter"):
             src = group_rank(g, "src", src, group_src, 0)
     return g.scatter(tensor, scatter_list, src, async_op)
+
+
+# fmt: off
+@overload
+def scatter_single(tensor: _J, scatter_tensor: Any = ..., src: Root = ..., group: Group = ...,
+    async_op: Sync = ..., group_src: Root = ...) -> _J: ...
+@overload
+def scatter_single(tensor: Any, scatter_tensor: Any = ..., src: Root = ..., group: Group = ...,
+    async_op: Sync = ..., group_src: Root = ...) -> None: ...
+@overload
+def scatter_single(tensor: Any, scatter_tensor: Any = ..., src: Root = ..., group: Group = ...,
+    async_op: Async = ..., group_src: Root = ...) -> Work: ...
+@overload
+def scatter_single(tensor: Any, scatter_tensor: Any = ..., src: Root = ..., group: Group = ...,
+    async_op: bool = ..., group_src: Root = ...) -> Any: ...
+# fmt: on
+def scatter_single(
+    tensor: Any,
+    scatter_tensor: Any = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    """`scatter` of the equal parts of one array.
+
+    Args:
+        tensor: receives; same size and any fixed-size dtype on all ranks.
+        scatter_tensor: on `src` n times the elements of `tensor`, rank after rank, and its dtype; None elsewhere.
+        src, group_src: whose array, as a global rank or as a rank in the group; give one; none: global rank 0.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+
+    Returns:
+        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
+
+    Raises:
+        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+    """
+    g = groups.world if group is None else member_of(group, "scatter_single")
+    if g is None:
+        return None
+    if group_src is not None or src is None or g is not groups.world:
+        with g.preparing("scatter_single"):
+            src = group_rank(g, "src", src, group_src, 0)
+    return g.scatter_single(tensor, scatter_tensor, src, async_op)
 
 
 # fmt: off

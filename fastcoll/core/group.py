@@ -372,6 +372,43 @@ class ProcessGroup:
             call = self.planned(Operation("scatter", (out.array,), sources, root=root))
         return self.run("scatter", call, (out,), async_op)
 
+    def gather_single(self, tensor: Any, output: Any, root: int, async_op: bool = False) -> Work | None:
+        """The arrays of all ranks, equal in size, one after the other in the root's `output`; elsewhere None."""
+        with self.preparing("gather_single"):
+            root = self.checked_rank("dst", root)
+            x = self.adopt(tensor, writable=False)
+            owners, outs = self._adopt_whole_on_root(output, root, x, writable=True, what="gather_tensor")
+            call = self.planned(Operation("gather", outs, apart([x.array], outs, own=root), root=root))
+        return self.run("gather", call, owners, async_op)
+
+    def scatter_single(self, tensor: Any, input: Any, root: int, async_op: bool = False) -> Any:
+        """Part r of the size equal parts of the root's `input` goes to rank r's array; elsewhere it is None."""
+        with self.preparing("scatter_single"):
+            root = self.checked_rank("src", root)
+            out = self.adopt(tensor, writable=True, renew=True)
+            _, blocks = self._adopt_whole_on_root(input, root, out, writable=False, what="scatter_tensor")
+            call = self.planned(
+                Operation("scatter", (out.array,), apart(blocks, [out.array], own=root), root=root)
+            )
+        return self.run("scatter", call, (out,), async_op)
+
+    def _adopt_whole_on_root(
+        self, whole: Any, root: int, part: Adopted, *, writable: bool, what: str
+    ) -> tuple[Sequence[Adopted], tuple[Any, ...]]:
+        """The array that only the root gives, and its blocks, each as large as `part`; elsewhere none."""
+        if self.rank != root:
+            if whole is not None:
+                raise UsageError(
+                    f"{what} must be None on rank {self.rank}; only the root (rank {root}) gives it"
+                )
+            return (), ()
+        if whole is None:
+            raise UsageError(
+                f"{what} is None on the root (group rank {root}); give {self.size} times the elements of tensor"
+            )
+        x = self.adopt(whole, writable=writable, what=what)
+        return (x,), equal_blocks(what, x.array, "tensor", part.array, self.size)
+
     def _adopt_on_root(
         self, items: Any, root: int, own: Adopted, *, writable: bool, what: str
     ) -> Sequence[Adopted]:

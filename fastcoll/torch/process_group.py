@@ -119,15 +119,9 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return c.run("gather_", opts, outs or [], self.fastcoll.gather, x, outs, opts.rootRank)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
-        opts, outs = c.options(c10d.GatherOptions, (opts,)), None
-        if opts.rootRank == self.fastcoll.rank:
-            if output.numel() != self.fastcoll.size * input.numel() or not output.is_contiguous():
-                raise UsageError(
-                    f"output has shape {list(output.shape)} and strides {output.stride()}; give a contiguous one of "
-                    f"{self.fastcoll.size} x {input.numel()} elements"
-                )
-            outs = list(output.view(self.fastcoll.size, -1).unbind())
-        return c.run("gather_", opts, [output], self.fastcoll.gather, input, outs, opts.rootRank)
+        opts = c.options(c10d.GatherOptions, (opts,))
+        whole = output if opts.rootRank == self.fastcoll.rank else None
+        return c.run("gather_", opts, [output], self.fastcoll.gather_single, input, whole, opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
         opts, out = c.options(c10d.ScatterOptions, short, **named), c.only("outputs", outputs)

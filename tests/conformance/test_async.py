@@ -45,6 +45,8 @@ def test_every_operation_can_be_asynchronous(rank, world_size):
         lambda: dist.all_gather(outs, x, async_op=True),
         lambda: dist.all_gather_into_tensor(np.zeros(8), x, async_op=True),
         lambda: dist.gather(x, outs if rank == 0 else None, 0, async_op=True),
+        lambda: dist.gather_single(x, np.zeros(8) if rank == 0 else None, async_op=True),
+        lambda: dist.scatter_single(np.zeros(2), x if rank == 0 else None, async_op=True),
         lambda: dist.scatter(other, [x, x] if rank == 0 else None, 0, async_op=True),
         lambda: dist.reduce_scatter(other, [x, x], async_op=True),
         lambda: dist.reduce_scatter_tensor(np.zeros(2), x, async_op=True),

@@ -87,6 +87,13 @@ def gather_and_scatter(rank: int, n: int, count: int) -> None:
     out = np.zeros(count + rank, "f4")
     dist.scatter(out, parts if rank == n - 1 else None, n - 1)
     equal(out, parts[rank])
+    want = np.concatenate([numbers(r, count) for r in range(n)])
+    whole = np.zeros(n * count, "f4")
+    dist.gather_single(numbers(rank, count), whole if rank == 0 else None, 0)
+    equal(whole, want if rank == 0 else np.zeros(n * count, "f4"))
+    out = np.zeros(count, "f4")
+    dist.scatter_single(out, want if rank == n - 1 else None, n - 1)
+    equal(out, numbers(rank, count))
 
 
 def all_to_all(rank: int, n: int, count: int) -> None:

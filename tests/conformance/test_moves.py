@@ -71,6 +71,37 @@ def test_gather_and_scatter(rank, world_size, uneven):
 
 
 @pytest.mark.ranks(*WORLDS)
+def test_gather_and_scatter_of_one_array(rank, world_size):
+    for number, dtype in enumerate(oracle.MOVABLE):
+        for count in counts(world_size):
+            root = number % world_size
+            inputs = [values(r, count, dtype) for r in range(world_size)]
+            want = np.concatenate(inputs).astype(dtype)
+            whole = empty(count * world_size, dtype) if rank == root else None
+            dist.gather_single(inputs[rank], whole, root)
+            if rank == root:
+                assert_same(whole, want, (dtype, count, root))
+            out = empty(count, dtype)
+            dist.scatter_single(out, want if rank == root else None, root)
+            assert_same(out, inputs[rank], (dtype, count, root))
+
+
+@pytest.mark.ranks(2, 3)
+def test_gather_and_scatter_of_one_array_match_those_of_lists(rank, world_size):
+    """They are the same operations, and a part of the whole may be where it goes, or comes from."""
+    x, whole = np.full(3, float(rank)), np.zeros((world_size, 3))
+    if rank == 0:
+        dist.gather_single(whole[0], whole)
+        assert (whole == np.arange(world_size)[:, None]).all()
+        dist.scatter_single(whole[0], whole)
+    else:
+        dist.gather(x, dst=0)
+        out = np.zeros(3)
+        dist.scatter(out, src=0)
+        assert (out == rank).all()
+
+
+@pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("uneven", [0, 1])
 def test_all_to_all(rank, world_size, uneven):
     def block(src, dst, count, dtype):

@@ -207,7 +207,7 @@ def single_gathers() -> None:
     pair.OURS.gather_single(out, data(torch.float32, 2), options).wait()
     if rank() == 1:
         equal(out, of_all(torch.float32, 2))
-        with pytest.raises(UsageError, match=r"output has shape \[3\].*3 x 2"):
+        with pytest.raises(UsageError, match=r"gather_tensor .*shape \(3,\).*6 elements"):
             pair.OURS.gather_single(torch.zeros(3), data(torch.float32, 2), options)
     if hasattr(dist, "gather_single"):
         again = torch.zeros(size(), 2)
