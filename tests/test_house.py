@@ -15,6 +15,11 @@ OF_OTHERS = {
 }  # fmt: skip
 """Private names of Python's own and of other libraries, which have no public ones for it."""
 
+ROLES = {
+    "__init__", "__main__", "backend", "command", "context", "fast", "monitor", "pipe", "symmetric", "waiting", "work",
+}  # fmt: skip
+"""What several rooms have, each its own."""
+
 
 def own_names(tree: ast.Module) -> set[str]:
     """What a file defines or assigns, also as attributes of self."""
@@ -71,3 +76,8 @@ def test_no_class_is_more_than_two_levels_below_an_interface() -> None:
 
     deep = {name: depth(name) for name in bases if depth(name) > 2}
     assert all(name.endswith("Error") for name in deep), deep
+
+
+def test_no_module_has_the_name_of_another_unless_it_plays_its_role() -> None:
+    names = [file.stem for file in TREES if file.stem not in ROLES]
+    assert sorted(names) == sorted(set(names))

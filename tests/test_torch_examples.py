@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll.launch.job import free_port
+from fastcoll.launch.nodes import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WORDS = {

@@ -20,8 +20,8 @@ from ..rendezvous.detect import Detected, detect
 from . import cases
 from .cases import argument, listed, parse_operation, positive
 from .operations import DEVICES
+from .rank import FAILED, MISUSED, OK, run, run_spawned
 from .results import PICTURES
-from .worker import FAILED, MISUSED, OK, run, run_spawned
 
 _INTERRUPTED = 130
 _STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap"}

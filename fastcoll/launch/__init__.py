@@ -1,4 +1,4 @@
 """Starting ranks: `python -m fastcoll.launch` (command.py, supervisor.py), `run` and `spawn`.
 
-job.py is what is to be started and how nodes end together, lifeline.py ties a process to its parent.
+nodes.py is what is to be started and how nodes end together, lifeline.py ties a process to its parent.
 """

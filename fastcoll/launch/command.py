@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from .job import Job, Nodes, default_port, free_port
 from .lifeline import GRACE_SECONDS, adopt_orphans
+from .nodes import Job, Nodes, default_port, free_port
 from .supervisor import Supervisor
 
 _MANY_NODES_PORT = 29500  # torch's, when the nodes must agree on a port without having talked

@@ -22,8 +22,8 @@ from typing import Any, TextIO
 
 from ..core.work import Timeout
 from ..errors import GroupError, UsageError
-from .job import Job, free_port, python_main
 from .lifeline import GRACE_SECONDS
+from .nodes import Job, free_port, python_main
 from .spawn import ProcessExitedError, ProcessRaisedError, check_args
 from .supervisor import RankProcess, Supervisor
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from . import lifeline
-from .job import Failure, Job, Nodes
+from .nodes import Failure, Job, Nodes
 
 CAUSE_SECONDS = 1.0
 """For the rank at fault to end too, after one that failed because of it: it lets go of its groups on its way out, which

@@ -21,7 +21,7 @@ from dataclasses import replace
 import pytest
 
 from ..errors import UsageError
-from ..launch.job import free_ports
+from ..launch.nodes import free_ports
 from .mark import WORKER_PLUGIN, Place, RanksMark, Setup, Task, failure_text, skip_reason
 from .pool import Pool
 from .worker import lasting, shm_names

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from ..launch.job import python_main
 from ..launch.lifeline import describe_exit, signal_group
+from ..launch.nodes import python_main
 from .mark import Place, RankResult, Setup, Task, frames_of_the_test
 
 _KEPT = 8  # workers kept between tests

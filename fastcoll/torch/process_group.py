@@ -26,7 +26,7 @@ from ..core.group import ProcessGroup
 from ..errors import CollectiveTimeoutError, UnavailableError, UsageError
 from . import calls as c
 from .calls import Tensors
-from .groups import leave_group, refuse_gpus
+from .jobs import leave_group, refuse_gpus
 from .sparse import all_reduce_sparse
 from .work import DoneWork, PendingWork
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
 
 from ..errors import UnavailableError
-from .groups import make_group
+from .jobs import make_group
 from .process_group import FastcollProcessGroup
 from .work import PendingWork
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastcoll.launch.job import Job
+from fastcoll.launch.nodes import Job
 
 
 def job(local_size: int = 2, nodes: int = 1, node_rank: int = 0) -> Job:

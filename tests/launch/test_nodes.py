@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from fastcoll.launch import job
-from fastcoll.launch.job import Failure, Nodes, default_port, free_port
+from fastcoll.launch import nodes as job
+from fastcoll.launch.nodes import Failure, Nodes, default_port, free_port
 
 FIRST, SECOND = Failure(3, "rank 1 failed"), Failure(4, "rank 2 failed")
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from fastcoll.errors import ResourceError
-from fastcoll.launch import job as ports
+from fastcoll.launch import nodes as ports
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

@@ -22,8 +22,8 @@ from fastcoll.core.status import LATER
 from fastcoll.errors import GroupError
 from fastcoll.kernels import waiting
 from fastcoll.p2p import engine, exchange
-from fastcoll.shm import channels as words
 from fastcoll.shm import pipe, ring_kernels
+from fastcoll.shm import rings as words
 from fastcoll.shm.pipe import RingPipe
 
 from .worlds import Rank, RingWorld

@@ -21,8 +21,8 @@ from fastcoll.core import signature
 from fastcoll.core.status import AGAIN, DONE, MISMATCH, WORKED
 from fastcoll.kernels import waiting
 from fastcoll.kernels.reduce import reducer
-from fastcoll.net.tcp import engine
 from fastcoll.net.tcp import engine_layout as words
+from fastcoll.net.tcp import executor as engine
 from fastcoll.net.tcp.context import NetContext, Prepared, limits_for
 from fastcoll.net.tcp.plans.choose import plan_for
 from fastcoll.net.tcp.plans.shape import Shape

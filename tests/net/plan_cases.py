@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastcoll.net.tcp.plans.shape import Limits, Shape
-from fastcoll.net.tcp.plans.table import (
+from fastcoll.net.tcp.plans.plan import (
     COPY,
     FIRST_ARRAY,
     FRAMES,
@@ -20,6 +19,7 @@ from fastcoll.net.tcp.plans.table import (
     SOURCE,
     Plan,
 )
+from fastcoll.net.tcp.plans.shape import Limits, Shape
 from net.simulate import check_tables, joined, reads, require, rubbish, simulate
 
 Builder = Callable[[Shape], Plan]

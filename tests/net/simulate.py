@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fastcoll.net.tcp.plans.table import (
+from fastcoll.net.tcp.plans.plan import (
     ATTACHED,
     BUFFER,
     BUFFER2,
@@ -45,7 +45,7 @@ RUBBISH = "?"
 
 
 class PlanError(AssertionError):
-    """A plan breaks the rules of plans/table.py."""
+    """A plan breaks the rules of plans/plan.py."""
 
 
 def require(condition: bool, *what: object) -> None:

@@ -8,8 +8,8 @@ import pytest
 from fastcoll.core.status import AGAIN, DONE, GARBLED, GONE, MISMATCH, WORKED
 from fastcoll.kernels import waiting
 from fastcoll.kernels.sockets import CLOSED
-from fastcoll.net.tcp import engine
 from fastcoll.net.tcp import engine_layout as words
+from fastcoll.net.tcp import executor as engine
 from net.engine_calls import Call, Part
 from net.engines import FREE, Engines
 

@@ -23,8 +23,8 @@ from fastcoll.errors import (
     PeerDiedError,
 )
 from fastcoll.net.tcp import backend as group_module
-from fastcoll.net.tcp import engine
 from fastcoll.net.tcp import engine_layout as words
+from fastcoll.net.tcp import executor as engine
 from net.groups import everybody, groups
 from net.meshes import ProxiedStore, nothing_left
 

@@ -16,7 +16,7 @@ import pytest
 
 from fastcoll import config
 from fastcoll.errors import ResourceError, UsageError
-from fastcoll.launch.job import free_port
+from fastcoll.launch.nodes import free_port
 from fastcoll.net.tcp import listener as listening
 from fastcoll.net.tcp.dial import Dial, dial_all
 from fastcoll.net.tcp.interfaces import Interface

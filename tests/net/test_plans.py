@@ -5,8 +5,8 @@ import pytest
 
 from fastcoll.net.tcp.plans import direct
 from fastcoll.net.tcp.plans.choose import EXCHANGED, cheapest, plan_for
+from fastcoll.net.tcp.plans.plan import KIND, NBYTES, PAYLOAD, SEND
 from fastcoll.net.tcp.plans.shape import MEET_RANKS, Limits, Shape, default_limits
-from fastcoll.net.tcp.plans.table import KIND, NBYTES, PAYLOAD, SEND
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, ROOTED, Case, check
 
 COUNTS = (0, 1, 4, 7, 40, 131)  # items; 4 are attached, from 7 on they travel, 131 in segments

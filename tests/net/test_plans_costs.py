@@ -5,8 +5,8 @@ import pytest
 
 from fastcoll.net.tcp.plans.choose import BUILDERS
 from fastcoll.net.tcp.plans.costs import COSTS, Cost
+from fastcoll.net.tcp.plans.plan import COPY, KIND, NBYTES, PHASE, RECV, REDUCE, SEND, SOURCE
 from fastcoll.net.tcp.plans.shape import Limits
-from fastcoll.net.tcp.plans.table import COPY, KIND, NBYTES, PHASE, RECV, REDUCE, SEND, SOURCE
 from net.plan_cases import Case
 
 WIDE = Limits(payload=0, frame_stride=0, segment=1 << 40, at_once=1 << 50, peers=16)

@@ -5,7 +5,7 @@ import pytest
 
 from fastcoll.net.tcp.plans import direct
 from fastcoll.net.tcp.plans.choose import plan_for
-from fastcoll.net.tcp.plans.table import (
+from fastcoll.net.tcp.plans.plan import (
     BUFFER,
     COPY,
     FOLD,

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 import pytest
 
-from fastcoll.net.tcp.plans import circulant, direct, doubling, exchange, ring, trees
+from fastcoll.net.tcp.plans import binomial as trees
+from fastcoll.net.tcp.plans import circulant, direct, doubling, ring
+from fastcoll.net.tcp.plans import pairwise as exchange
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, Builder, Case, check
 
 

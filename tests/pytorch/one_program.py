@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 import torch.multiprocessing
 
 import fastcoll
-from fastcoll.launch.job import free_port
+from fastcoll.launch.nodes import free_port
 
 
 def torch_joins(init_method: str | None, rank: int, size: int) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.rendezvous.views import TorchStore
-from fastcoll.torch.groups import make_group, meet_anew
+from fastcoll.torch.jobs import make_group, meet_anew
 from fastcoll.torch.work import Completions, PendingWork
 
 

@@ -23,7 +23,7 @@ import pytest
 import fastcoll
 from fastcoll.core.processes import ProcessId
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.launch.job import free_port
+from fastcoll.launch.nodes import free_port
 from fastcoll.rendezvous import HashStore, meet, register_rendezvous_handler, rendezvous
 from fastcoll.rendezvous.multicast import MAX_DATAGRAM, Announcement, MulticastSocket, job_digest
 

@@ -15,7 +15,7 @@ import pytest
 
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.launch.job import free_port
+from fastcoll.launch.nodes import free_port
 from fastcoll.rendezvous import TCPStore, store_protocol, tcp_server, tcp_store
 from fastcoll.rendezvous.address import listen, port_holder
 from fastcoll.rendezvous.store_protocol import HEADER, HELLO, Hello, Role, encode_request

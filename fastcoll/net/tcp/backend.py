@@ -1,7 +1,7 @@
 """The backend of ranks on any hosts, over TCP connections between them.
 
 Each call is prepared once for its operation, dtype and sizes: a plan and the words that the engine compares
-with the peers'. What it does over the sockets is in engine.py; here is what comes before and after.
+with the peers'. What it does over the sockets is in executor.py; here is what comes before and after.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ...kernels.sockets import CLOSED
 from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
 from ...rendezvous import Store
-from . import engine
 from . import engine_layout as words
+from . import executor as engine
 from .context import NetContext, Prepared, limits_for
 from .control import NetMonitor
 from .fast import fast_calls, folded
 from .mesh import Mesh
 from .pipe import TcpPipe
 from .plans.choose import nothing, plan_for
+from .plans.plan import Plan
 from .plans.shape import MEET_RANKS, Shape
-from .plans.table import Plan
 
 _CLOSE_SECONDS = 5.0
 _MOST_PREPARED = 1024
@@ -337,4 +337,4 @@ _ARRAYS: dict[str, Callable[[Operation], Arrays]] = {
     "barrier": lambda o: ((), ()),
     "refused": lambda o: ((), ()),
 }
-"""A kind's arrays in the order of plans/table.py, and those whose sizes plans/shape.py takes."""
+"""A kind's arrays in the order of plans/plan.py, and those whose sizes plans/shape.py takes."""

@@ -11,8 +11,8 @@ from ...core.operands import Array
 from ...kernels import waiting
 from ...kernels.primitives import address_of
 from . import engine_layout as w
-from .engine import PIECE
-from .plans import table as t
+from .executor import PIECE
+from .plans import plan as t
 from .plans.circulant import gather_headers
 from .plans.shape import MEET_RANKS, Limits, Shape, default_limits, sizes_of
 

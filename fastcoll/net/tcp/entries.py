@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ...kernels.jit import Entry
 from ..mpi import compiled as mpi
-from . import engine, mail_kernels
+from . import executor as engine
+from . import mail_kernels
 
 ENTRIES: tuple[Entry, ...] = (
     engine.collective,

@@ -24,7 +24,7 @@ from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some
 from . import engine_layout as w
-from .plans import table as t
+from .plans import plan as t
 
 GOES_ON = -1  # neither finished nor failed
 

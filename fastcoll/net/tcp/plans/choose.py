@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from . import circulant, direct, doubling, exchange, ring, trees
+from . import binomial as trees
+from . import circulant, direct, doubling, ring
+from . import pairwise as exchange
 from .costs import COSTS, LAN
+from .plan import Plan, Rows
 from .shape import MEET_RANKS, Shape
-from .table import Plan, Rows
 
 Builder = Callable[[Shape], Plan]
 

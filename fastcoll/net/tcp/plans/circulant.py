@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ....core.partition import Span, even
+from .plan import FRAMES, SCRATCH, Plan, Rows
 from .shape import Shape, array
-from .table import FRAMES, SCRATCH, Plan, Rows
 
 
 def _rounds(size: int) -> list[tuple[int, int]]:

@@ -11,8 +11,8 @@ Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations
 from __future__ import annotations
 
 from ....core.partition import Span, even
+from .plan import SCRATCH, Plan, Rows
 from .shape import Shape, array
-from .table import SCRATCH, Plan, Rows
 
 
 def _partners(size: int, rank: int) -> tuple[list[int], bool] | None:

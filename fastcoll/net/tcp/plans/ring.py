@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.partition import Span, even
+from .plan import SCRATCH, Place, Plan, Rows
 from .shape import Shape, array
-from .table import SCRATCH, Place, Plan, Rows
 
 
 def all_reduce(shape: Shape) -> Plan:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....core.partition import Segments, Span
-from .table import FIRST_ARRAY, FRAMES, SCRATCH, Place
+from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Place
 
 MEET_RANKS = 16
 """Up to so many ranks everybody sends its header to everybody, and small data with it; more ranks meet in steps."""

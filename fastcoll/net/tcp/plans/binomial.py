@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ....core.partition import Span, even
 from .circulant import gather_spans
+from .plan import SCRATCH, Plan, Rows
 from .shape import Shape, array
-from .table import SCRATCH, Plan, Rows
 
 
 def _steps(size: int) -> int:

@@ -22,7 +22,7 @@ from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some, wait
 from ...kernels.waiting import BUDGET, now
 from . import engine_layout as w
 from .meet import GOES_ON, compare, exchange, forget_frames, gone, keep_rest, list_missing, write_headers
-from .plans import table as t
+from .plans import plan as t
 
 PIECE = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
 DIVIDED = 128 << 10  # rows from so many bytes on are divided among the streams; plans have up to 256 KiB

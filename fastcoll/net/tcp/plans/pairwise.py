@@ -9,8 +9,8 @@ Ranks take their peers in rotated order, `Limits.peers` of them at a time, so th
 
 from __future__ import annotations
 
+from .plan import Place, Plan, Rows
 from .shape import Shape, array
-from .table import Place, Plan, Rows
 
 
 def attached(shape: Shape) -> Plan:
