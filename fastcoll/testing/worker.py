@@ -210,11 +210,14 @@ class Footprint:
 
 
 def lasting(look: Callable[[], list[str]]) -> list[str]:
-    """What `look` still finds when half a second of garbage collection has passed."""
+    """What `look` still finds after half a second and garbage collection."""
     found, end = look(), time.monotonic() + _PATIENCE
-    while found and time.monotonic() < end:
-        gc.collect()  # each time, as a thread that has ended since may have left a cycle
-        time.sleep(_INTERVAL)
+    if found:
+        gc.collect()
+        while (found := look()) and time.monotonic() < end:
+            time.sleep(_INTERVAL)
+    if found:  # a thread that has ended since may have left a cycle
+        gc.collect()
         found = look()
     return found
 
