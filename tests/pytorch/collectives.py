@@ -211,7 +211,7 @@ def single_gathers() -> None:
     else:
         refused = pytest.raises(MismatchError, match="rank 1's gather_single was refused")
     with refused:
-        pair.OURS.gather_single(torch.zeros(3), data(torch.float32, 2), options)
+        pair.OURS.gather_single(torch.zeros(3), data(torch.float32, 2), options).wait()
     if hasattr(dist, "gather_single"):
         again = torch.zeros(size(), 2)
         dist.gather_single(data(torch.float32, 2), again if rank() == 0 else None, dst=0, group=pair.OURS)
