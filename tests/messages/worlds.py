@@ -252,7 +252,8 @@ class NodeWorld(World):
         vigil = ListVigil(self._said, self.members, rank)
         segment, local = self._segments[rank // 2], self._nodes[rank // 2]
         rings = RingPipe(segment.address, segment.layout, rank % 2, vigil, (0, 100), 0)
-        wire = TcpPipe(self.meshes[rank], vigil, 20_000)
+        # None where nobody is on another node, as no engine would close it.
+        wire = TcpPipe(self.meshes[rank], vigil, 20_000) if len(local) < len(self.members) else None
         routes: Any = [(wire, peer) for peer in range(len(self.members))]
         for place, peer in enumerate(local):
             routes[peer] = (rings, place)
