@@ -223,17 +223,13 @@ class Engine:
     def sent(self, number: int, array: Array, dst: int, tag: int) -> Work:
         """A short cut has put the whole message `number` into its pipe, which it still has."""
         send = Send(self, array, dst, tag)
-        self._exchange.note_sent(send, number).let_go()
-        if self.inbox or self._sleepers or self._asleep:
-            self._hand_on()
+        self._let_go(self._exchange.note_sent(send, number))
         return send
 
     def armed(self, array: Array, src: int, tag: int) -> Work:
         """A short cut has armed a receive in its pipe, which it still has."""
         receive = Receive(self, array, src, tag)
-        self._exchange.note_armed(receive).let_go()
-        if self.inbox or self._sleepers or self._asleep:
-            self._hand_on()
+        self._let_go(self._exchange.note_armed(receive))
         return receive
 
     def received(self, array: Array, src: int, tag: int) -> Work:
