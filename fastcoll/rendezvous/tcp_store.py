@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from ..core.arguments import whole
@@ -17,9 +18,10 @@ from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from . import store_protocol as p
 from .address import CURE, resolve, shown
 from .secret import PROOF_SIZE, is_proof, job_secret
+from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, count_in, limit_of, tries
 from .table import Request, TableStore, check_process, closed_meanwhile
-from .tcp_server import release, serve
+from .tcp_server import TCPServer
 from .waiting import LateWarning
 
 T = TypeVar("T")
@@ -101,9 +103,10 @@ class TCPStore(TableStore):
         self._lock = threading.Lock()
         self._idle: list[TCPConnection] = []
         self._busy: set[TCPConnection] = set()
-        self._server = (
-            serve(host_name, port, self._secret, multi_tenant, master_listen_fd) if is_master else None
-        )
+        self._server: TCPServer | None = None
+        if is_master:
+            make = partial(TCPServer, host_name, port, self._secret, multi_tenant, master_listen_fd)
+            self._server = acquire((host_name, port) if multi_tenant else None, make)
         self.host = host_name
         self.port = port if self._server is None else self._server.port
         try:

@@ -231,8 +231,8 @@ def test_running_out_of_descriptors_is_survived(listener, arrived, caplog) -> No
     real = listener._sockets[0]
     poor = Poor(fileno=os.dup(real.fileno()))
     listener._sockets.append(poor)
-    listener._selector.register(poor, 1)
-    listener._selector.unregister(real)
+    listener.selector.register(poor, 1)
+    listener.selector.unregister(real)
     listener._sockets.remove(real)
     real.close()
     comes_through(listener, arrived)

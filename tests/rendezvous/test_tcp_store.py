@@ -16,7 +16,7 @@ import pytest
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.nodes import free_port
-from fastcoll.rendezvous import TCPStore, store_protocol, tcp_server, tcp_store
+from fastcoll.rendezvous import TCPStore, serving, store_protocol, tcp_store
 from fastcoll.rendezvous.address import listen, port_holder
 from fastcoll.rendezvous.store_protocol import HEADER, HELLO, Hello, Role, encode_request
 from fastcoll.rendezvous.table import Op, Request
@@ -77,7 +77,7 @@ def test_master_and_clients_share_the_keys(master: TCPStore) -> None:
 def test_the_server_listens_on_its_host_only(name: str, bound: str) -> None:
     with TCPStore(name, 0, is_master=True) as store, TCPStore(name, store.port) as client:
         assert client.add("n", 1) == 1
-        assert store._server._listener.getsockname()[0] == bound
+        assert store._server._sockets[0].getsockname()[0] == bound
 
 
 def test_a_port_in_use_names_its_holder(processes) -> None:
@@ -410,7 +410,7 @@ def test_a_master_serves_at_a_socket_that_it_is_given() -> None:
 
 def test_a_forked_child_shares_no_server() -> None:
     """Not its parent's, which no thread serves there, even if the table of servers was locked at the fork."""
-    with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as store, tcp_server._lock:
+    with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as store, serving._lock:
         child = os.fork()
         if child == 0:
             signal.alarm(10)  # ends a child that waits for the lock

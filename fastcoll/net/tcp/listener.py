@@ -13,27 +13,27 @@ import logging
 import os
 import selectors
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 
 from ... import config
 from ...errors import ResourceError
+from ...rendezvous import serving
 from ...rendezvous.address import shown
 from ...rendezvous.secret import warn_if_open
+from ...rendezvous.serving import release
 from .interfaces import Interface, family_of, tune
 from .opening import Answering, Endpoint, Opening, OpeningError, Turned
+
+__all__ = ["Listener", "acquire", "release"]
 
 logger = logging.getLogger("fastcoll")
 
 OPENING_SECONDS = 10.0
 MOST_OPENINGS = 256
 _MOST_HOSTS = 256
-_ACCEPTS_AT_ONCE = 64
-_PAUSE_SECONDS = 0.2  # how long no connection is taken after the process ran out of descriptors
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Deliver = Callable[[Opening, socket.socket], None]
 """Takes a connection over, on the listener's thread; must not block."""
@@ -49,28 +49,18 @@ class _Pending:
     deadline: float
 
 
-class Listener:
+class Listener(serving.SocketServer):
     """Listening sockets on some addresses of this machine, each on one of `ports`, or ResourceError."""
 
     def __init__(self, interfaces: Sequence[Interface]) -> None:
-        self._sockets: list[socket.socket] = []
         self._endpoints: dict[tuple[bytes, int], tuple[Endpoint, Deliver]] = {}
         self._pending: dict[int, _Pending] = {}
         self._blamed: set[str] = set()
-        self._paused_until = 0.0
-        self._stopped = False
-        try:
-            self._sockets += map(_listen, interfaces)
-        except BaseException:
-            self._close_sockets()
-            raise
-        self.ports: list[int] = [each.getsockname()[1] for each in self._sockets]
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._listen_again()
-        self._thread = threading.Thread(target=self._run, name="fastcoll-listener", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as opened:
+            sockets = [opened.enter_context(_listen(each)) for each in interfaces]
+            self.ports: list[int] = [each.getsockname()[1] for each in sockets]
+            super().__init__("fastcoll-listener", sockets, tuple(interfaces))
+            opened.pop_all()
 
     def join(self, endpoint: Endpoint, deliver: Deliver) -> None:
         """From now on hand connections for this group to `deliver`."""
@@ -80,92 +70,49 @@ class Listener:
         """Drop connections for this group from now on."""
         self._endpoints.pop((endpoint.group, endpoint.rank), None)
 
-    def close(self) -> None:
-        """Stop, and end the thread. Closing twice is fine."""
-        self._stopped = True
-        with contextlib.suppress(OSError):  # closed by the thread, or not open any more
-            self._wake_write.send(b"x")
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        self._wake_write.close()
+    def next_deadline(self) -> float | None:
+        return next((pending.deadline for pending in self._pending.values()), None)  # the oldest one's
 
-    def close_inherited(self) -> None:
-        """In a child of fork: close the copies of all descriptors. The parent's selector is left as it is."""
-        self._close_sockets()
-        self._wake_write.close()
-
-    def _run(self) -> None:
-        try:
-            while not self._stopped:
-                self._turn()
-        finally:
-            self._close_sockets()
-
-    def _turn(self) -> None:
-        due = [pending.deadline for pending in islice(self._pending.values(), 1)]  # the oldest one's
-        due += [self._paused_until] if self._paused_until else []
-        patience = max(min(due) - time.monotonic(), 0.0) if due else None
-        for key, _ in self._selector.select(patience):
-            if key.fileobj in self._sockets:
-                self._accept(key.fileobj)
-            elif key.fileobj is self._wake_read:
-                self._wake_read.recv(16)
-            elif key.fd in self._pending:
-                self._serve(self._pending[key.fd])
-        now = time.monotonic()
+    def expire(self, now: float) -> None:
         for late in [pending for pending in self._pending.values() if pending.deadline <= now]:
             self._drop(late, f"did not open within {OPENING_SECONDS:g} s")
-        if self._paused_until and self._paused_until <= now:
-            self._listen_again()
 
-    def _accept(self, listening: socket.socket) -> None:
-        for _ in range(_ACCEPTS_AT_ONCE):
-            try:
-                connection, address = listening.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in _OUT_OF_DESCRIPTORS:
-                    self._pause(error)
-                return
-            if len(self._pending) >= MOST_OPENINGS:
-                self._drop(next(iter(self._pending.values())), f"one of more than {MOST_OPENINGS} openings")
-            try:
-                tune(connection)
-            except OSError:  # it is gone already
-                connection.close()
-                continue
-            deadline = time.monotonic() + OPENING_SECONDS
-            pending = _Pending(connection, str(address[0]), Answering(self._endpoint), deadline)
-            self._pending[connection.fileno()] = pending
-            self._selector.register(connection, selectors.EVENT_READ)
+    def connections(self) -> Iterable[socket.socket]:
+        return [pending.socket for pending in self._pending.values()]
 
-    def _pause(self, error: OSError) -> None:
+    def accepted(self, connection: socket.socket, host: str) -> None:
+        if len(self._pending) >= MOST_OPENINGS:
+            self._drop(next(iter(self._pending.values())), f"one of more than {MOST_OPENINGS} openings")
+        try:
+            tune(connection)
+        except OSError:  # it is gone already
+            connection.close()
+            return
+        deadline = time.monotonic() + OPENING_SECONDS
+        self._pending[connection.fileno()] = _Pending(connection, host, Answering(self._endpoint), deadline)
+        self.selector.register(connection, selectors.EVENT_READ, connection.fileno())
+
+    def refuse(self, listening: socket.socket, error: OSError) -> None:
         logger.warning(
             "no more connections can be taken (%s); raise the limit with ulimit -n", error.strerror
         )
-        for each in self._sockets:
-            with contextlib.suppress(KeyError):  # paused a moment ago
-                self._selector.unregister(each)
-        self._paused_until = time.monotonic() + _PAUSE_SECONDS
-
-    def _listen_again(self) -> None:
-        self._paused_until = 0.0
-        for each in self._sockets:
-            self._selector.register(each, selectors.EVENT_READ)
+        self.pause()
 
     def _endpoint(self, group: bytes, rank: int) -> Endpoint | None:
         entry = self._endpoints.get((group, rank))
         return None if entry is None else entry[0]
 
-    def _serve(self, pending: _Pending) -> None:
+    def serve(self, data: int, events: int) -> None:
         """Take what has come. Never more is read than the opening still wants: the rest is the group's."""
+        pending = self._pending.get(data)
+        if pending is None:
+            return
         answering = pending.answering
         try:
-            data = pending.socket.recv(answering.wants)
-            if not data:
+            received = pending.socket.recv(answering.wants)
+            if not received:
                 raise OpeningError("closed before its opening was complete")
-            _send(pending.socket, answering.take(data))
+            _send(pending.socket, answering.take(received))
         except BlockingIOError:
             return
         except (OpeningError, OSError) as error:
@@ -199,18 +146,8 @@ class Listener:
         logger.log(level, "dropped a connection from %s: %s", pending.host, reason)
 
     def _forget(self, pending: _Pending) -> None:
-        self._selector.unregister(pending.socket)
+        self.selector.unregister(pending.socket)
         del self._pending[pending.socket.fileno()]
-
-    def _close_sockets(self) -> None:
-        for pending in self._pending.values():
-            pending.socket.close()
-        self._pending.clear()
-        for each in self._sockets:
-            each.close()
-        if hasattr(self, "_selector"):
-            self._selector.close()
-            self._wake_read.close()
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
@@ -245,38 +182,6 @@ def _listen(interface: Interface) -> socket.socket:
     ) from refused
 
 
-_lock = threading.Lock()
-_listeners: dict[tuple[Interface, ...], tuple[Listener, int]] = {}
-
-
 def acquire(interfaces: Sequence[Interface]) -> Listener:
     """This process's listener on these addresses, for as long as somebody has it."""
-    key = tuple(interfaces)
-    with _lock:
-        listener, users = _listeners[key] if key in _listeners else (Listener(key), 0)
-        _listeners[key] = (listener, users + 1)
-        return listener
-
-
-def release(listener: Listener) -> None:
-    """End one use of a listener; the last one closes it."""
-    with _lock:
-        for key, (each, users) in list(_listeners.items()):
-            if each is listener and users > 1:
-                _listeners[key] = (each, users - 1)
-                return
-            if each is listener:
-                del _listeners[key]
-    listener.close()
-
-
-def _drop_inherited() -> None:
-    """In a child of fork, where the thread is not."""
-    global _lock
-    _lock = threading.Lock()
-    for listener, _ in _listeners.values():
-        listener.close_inherited()
-    _listeners.clear()
-
-
-os.register_at_fork(after_in_child=_drop_inherited)
+    return serving.acquire(tuple(interfaces), partial(Listener, interfaces))
