@@ -4,8 +4,9 @@ An array is anything that can be adopted without a copy (NumPy, or any array tha
 protocol); the result is written into the arrays that were given. All ranks of the group make the same calls in the
 same order. Where they do not, every rank raises MismatchError before data moves.
 
-Each docstring is complete, for help() and editors. The overloads are for type checkers: what `async_op` makes of the
-result. That a rank outside the group gets None instead of a Work is left to the reader.
+What all of them share is explained by `all_reduce` alone: `op`, `group`, `async_op`, what is returned and raised. The
+overloads are for type checkers: what `async_op` makes of the result. That a rank outside the group gets None instead of
+a Work is left to the reader.
 
 The functions do little themselves, since they are on the way of the smallest messages: a rank of the default
 group is its global rank, and is handed on without a look.
@@ -99,15 +100,7 @@ def broadcast(
         tensor: same dtype and number of elements on all ranks; any fixed-size dtype. Or a dict, list or tuple of
             arrays, as for `all_reduce`.
         src, group_src: whose array, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Returns:
-        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it returns and raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "broadcast")
     if g is None:
@@ -145,16 +138,7 @@ def reduce(
     Args:
         tensor: same dtype and number of elements on all ranks.
         dst, group_dst: who gets the result, as a global rank or as a rank in the group; give one.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Returns:
-        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        op, group, async_op, and what it returns and raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "reduce")
     if g is None:
@@ -178,16 +162,7 @@ def scan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op
 
     Args:
         tensor: same dtype and number of elements on all ranks.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Returns:
-        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        op, group, async_op, and what it returns and raises: as for `all_reduce`.
 
     Example:
         >>> x = np.ones(1)
@@ -210,16 +185,7 @@ def exscan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_
 
     Args:
         tensor: same dtype and number of elements on all ranks.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Returns:
-        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        op, group, async_op, and what it returns and raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "exscan")
     return None if g is None else g.exscan(tensor, op, async_op)
@@ -246,12 +212,7 @@ def all_gather(tensor_list: Any, tensor: Any = None, group: Group = None, async_
     Args:
         tensor_list: one array a rank, of `tensor`'s dtype; shapes may differ from rank to rank.
         tensor: this rank's array; any fixed-size dtype.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it raises: as for `all_reduce`.
 
     Example:
         >>> parts = [np.empty(2) for _ in range(dist.get_world_size())]
@@ -281,12 +242,7 @@ def all_gather_into_tensor(
     Args:
         output_tensor: `input_tensor`'s dtype and world_size times its elements, concatenated or stacked.
         input_tensor: same number of elements on all ranks.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_gather_into_tensor")
     return None if g is None else g.all_gather_single(output_tensor, input_tensor, async_op)
@@ -320,12 +276,7 @@ def gather(
         tensor: this rank's array; any fixed-size dtype.
         gather_list: on `dst` one array a rank, shapes may differ; None elsewhere.
         dst, group_dst: who gets them, as a global rank or as a rank in the group; give one; none: global rank 0.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "gather")
     if g is None:
@@ -361,12 +312,7 @@ def gather_single(
         tensor: this rank's array; same size and any fixed-size dtype on all ranks.
         gather_tensor: on `dst` n times the elements of `tensor`, rank after rank, and its dtype; None elsewhere.
         dst, group_dst: who gets them, as a global rank or as a rank in the group; give one; none: global rank 0.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "gather_single")
     if g is None:
@@ -408,15 +354,7 @@ def scatter(
         tensor: receives; any fixed-size dtype.
         scatter_list: on `src` one array a rank, shapes may differ; None elsewhere.
         src, group_src: whose list, as a global rank or as a rank in the group; give one; none: global rank 0.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Returns:
-        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it returns and raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "scatter")
     if g is None:
@@ -455,15 +393,7 @@ def scatter_single(
         tensor: receives; same size and any fixed-size dtype on all ranks.
         scatter_tensor: on `src` n times the elements of `tensor`, rank after rank, and its dtype; None elsewhere.
         src, group_src: whose array, as a global rank or as a rank in the group; give one; none: global rank 0.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Returns:
-        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it returns and raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "scatter_single")
     if g is None:
@@ -493,13 +423,7 @@ def reduce_scatter(
     Args:
         output: dtype and number of elements of `input_list[rank]`.
         input_list: one array a rank; shapes may differ from item to item.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        op, group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "reduce_scatter")
     return None if g is None else g.reduce_scatter(output, input_list, op, async_op)
@@ -524,13 +448,7 @@ def reduce_scatter_tensor(
     Args:
         output: of `input`'s dtype.
         input: world_size times the elements of `output`.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        op, group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "reduce_scatter_tensor")
     return None if g is None else g.reduce_scatter_single(output, input, op, async_op)
@@ -557,12 +475,7 @@ def all_to_all(
 
     Args:
         output_tensor_list, input_tensor_list: one array a rank, all of one dtype; all shapes may differ.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_to_all")
     return None if g is None else g.all_to_all(output_tensor_list, input_tensor_list, async_op)
@@ -592,12 +505,7 @@ def all_to_all_single(
     Args:
         output, input: of one dtype.
         output_split_sizes, input_split_sizes: rows of each part; None: equal parts.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it raises: as for `all_reduce`.
 
     Example:
         >>> x = np.arange(4) + 4 * dist.get_rank()
@@ -628,13 +536,7 @@ def all_reduce_coalesced(
 
     Args:
         tensors: same dtype and numbers of elements on all ranks.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        op, group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_reduce_coalesced")
     return None if g is None else g.all_reduce_coalesced(tensors, op, async_op)
@@ -662,12 +564,7 @@ def all_gather_coalesced(
     Args:
         output_tensor_lists: array k of rank r goes to `output_tensor_lists[k][r]`.
         input_tensor_list: this rank's arrays.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_gather_coalesced")
     return None if g is None else g.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op)
@@ -690,14 +587,9 @@ def barrier(
     """Wait until every rank of the group has called.
 
     Args:
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done.
+        group, async_op, and what it raises: as for `all_reduce`.
         device_ids: must be None; no backend here works on devices.
         timeout: seconds or timedelta; None: the group's own.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "barrier")
     if g is None:
@@ -720,13 +612,9 @@ def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ran
     It matches `barrier` on other ranks, and messages say barrier().
 
     Args:
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        timeout: seconds or timedelta; None: the group's own.
+        group, and what it raises: as for `all_reduce`.
+        timeout: seconds or timedelta, greater than 0; None: the group's own.
         wait_all_ranks: makes no difference; every missing rank is named in any case.
-
-    Raises:
-        UsageError: `timeout` is not greater than 0.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "monitored_barrier")
     if g is not None:

@@ -14,6 +14,12 @@ from ..core.work import Async, Sync, Work
 from .groups import Group, group_rank, member_of
 
 
+def _several() -> Any:
+    from ..gpu import several  # when it is first needed: it brings Numba
+
+    return several
+
+
 # fmt: off
 @overload
 def all_reduce_multigpu(tensor_list: Sequence[Any], op: ReduceOp = ..., group: Group = ...,
@@ -35,24 +41,14 @@ def all_reduce_multigpu(
 
     Args:
         tensor_list: one array a GPU, all of one dtype and number of elements; m of them on all ranks.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        op, group, async_op, and what it raises: as for `all_reduce`.
 
     Example:
         >>> xs = [cupy.ones(3), cupy.ones(3)]
         >>> dist.all_reduce_multigpu(xs)  # two ranks: four arrays, each becomes [4, 4, 4]
     """
     g = member_of(group, "all_reduce_multigpu")
-    if g is None:
-        return None
-    from ..gpu import several
-
-    return several.all_reduce(g, tensor_list, op, async_op)
+    return None if g is None else _several().all_reduce(g, tensor_list, op, async_op)
 
 
 # fmt: off
@@ -79,20 +75,12 @@ def reduce_multigpu(
     Args:
         tensor_list: one array a GPU, all of one dtype and number of elements; m of them on all ranks.
         dst, dst_tensor: a global rank, and the place in its list.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        op, group, async_op, and what it raises: as for `all_reduce`.
     """
     g = member_of(group, "reduce_multigpu")
     if g is None:
         return None
-    from ..gpu import several
-
-    return several.reduce(g, tensor_list, group_rank(g, "dst", dst, None), op, dst_tensor, async_op)
+    return _several().reduce(g, tensor_list, group_rank(g, "dst", dst, None), op, dst_tensor, async_op)
 
 
 # fmt: off
@@ -114,19 +102,12 @@ def broadcast_multigpu(
     Args:
         tensor_list: one array a GPU, all of one dtype and number of elements; m of them on all ranks.
         src, src_tensor: a global rank, and the place in its list.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it raises: as for `all_reduce`.
     """
     g = member_of(group, "broadcast_multigpu")
     if g is None:
         return None
-    from ..gpu import several
-
-    return several.broadcast(g, tensor_list, group_rank(g, "src", src, None), src_tensor, async_op)
+    return _several().broadcast(g, tensor_list, group_rank(g, "src", src, None), src_tensor, async_op)
 
 
 # fmt: off
@@ -145,23 +126,14 @@ def all_gather_multigpu(
     input_tensor_list: Sequence[Any],
     group: Group = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Any:
     """Every rank gets the arrays of all, on each of its GPUs.
 
     Args:
         output_tensor_lists: a list for each input array, on whose GPU its arrays are. Array j of rank r, of n a rank,
             goes to item r * n + j of each list.
         input_tensor_list: what this rank gives.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
-
-    Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, async_op, and what it raises: as for `all_reduce`.
     """
     g = member_of(group, "all_gather_multigpu")
-    if g is None:
-        return None
-    from ..gpu import several
-
-    return several.all_gather(g, output_tensor_lists, input_tensor_list, async_op)
+    return None if g is None else _several().all_gather(g, output_tensor_lists, input_tensor_list, async_op)

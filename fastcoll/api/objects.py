@@ -37,8 +37,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
 
     Raises:
-        UsageError: `obj` cannot be pickled, or `object_list` is no list of world_size items; the other ranks raise
-            MismatchError, which says so.
+        UsageError: an object cannot be pickled, or what is to be a list is none or not as long as it must be. The
+            other ranks raise MismatchError, which says so; the receiver of a message UsageError.
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
 
     Example:
@@ -69,11 +69,7 @@ def gather_object(
         obj: anything that can be pickled.
         object_gather_list: on `dst` a list of world_size items, which are replaced; None elsewhere.
         dst, group_dst: who gets them, as a global rank or as a rank in the group; none: global rank 0.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-
-    Raises:
-        UsageError: `obj` or the list is wrong; the other ranks raise MismatchError, which says so.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, and what it raises: as for `all_gather_object`.
     """
     g = member_of(group, "gather_object")
     if g is None:
@@ -100,16 +96,10 @@ def broadcast_object_list(
     """Every rank gets the objects in the list of rank `src`.
 
     Args:
-        object_list: equally long on all ranks; replaced except on `src`.
+        object_list: equally long on all ranks (else MismatchError); replaced except on `src`.
         src, group_src: whose list, as a global rank or as a rank in the group; none: global rank 0.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        group, and what it raises: as for `all_gather_object`.
         device: None or "cpu".
-
-    Raises:
-        UsageError: `object_list` is no list, or an object in it cannot be pickled; the other ranks raise MismatchError,
-            which says so.
-        MismatchError: the lists' lengths differ.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "broadcast_object_list")
     if g is None:
@@ -138,11 +128,7 @@ def scatter_object_list(
         scatter_object_output_list: a list of at least one item; the first is replaced.
         scatter_object_input_list: on `src` one object a rank; None elsewhere.
         src, group_src: whose list, as a global rank or as a rank in the group; none: global rank 0.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-
-    Raises:
-        UsageError: a list is wrong, or an object cannot be pickled; the other ranks raise MismatchError, which says so.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        group, and what it raises: as for `all_gather_object`.
     """
     g = member_of(group, "scatter_object_list")
     if g is None:
@@ -176,14 +162,9 @@ def send_object_list(
     Args:
         object_list: anything that can be pickled.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        group, and what it raises: as for `all_gather_object`.
         device: None or "cpu".
         use_batch: no effect; it is for backends that connect peers anew for each single message.
-
-    Raises:
-        UsageError: an object cannot be pickled, and the receiver raises as well; or `object_list` is
-            no list.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "send_object_list")
     if g is None:
@@ -210,19 +191,14 @@ def recv_object_list(
     """Receive objects into the list from rank `src`, or from whoever sends first.
 
     Args:
-        object_list: as long as the sender's; its items are replaced.
+        object_list: as long as the sender's (else UsageError); its items are replaced.
         src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        group, and what it raises: as for `all_gather_object`.
         device: None or "cpu".
         use_batch: no effect, as for `send_object_list`.
 
     Returns:
         The sender's global rank; -1 outside the group.
-
-    Raises:
-        UsageError: the sender could not pickle an object, or sends another number of them; or
-            `object_list` is no list.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     g = member_of(group, "recv_object_list")
     if g is None:
