@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
 from .._version import __version__
-from ..errors import StoreError
-from .processes import ProcessId, checked_fields, dead_among, forget, gone_among, this_process
+from .processes import ProcessId, dead_among, forget, gone_among, this_process
 
 __all__ = ["Member", "dead_among", "forget", "gone_among"]
 
 _log = logging.getLogger("fastcoll")
-_MAX_BYTES = 4096
 _speaker = ""
 
 
@@ -31,6 +29,8 @@ class Member(ProcessId):
         network: the network namespace's name; ranks of one boot that see the same reach each other by loopback.
         version: the library's version.
     """
+
+    called: ClassVar[str] = "a rank's registration"
 
     rank: int
     world_size: int
@@ -62,24 +62,6 @@ class Member(ProcessId):
     def same_network(self, other: Member) -> bool:
         """Whether both have the same interfaces, loopback too: one boot, one network namespace."""
         return (self.boot_id, self.network) == (other.boot_id, other.network)
-
-    def is_process(self, process: ProcessId) -> bool:
-        """Whether this rank's process is `process`."""
-        return all(getattr(self, field.name) == getattr(process, field.name) for field in fields(ProcessId))
-
-    def to_bytes(self) -> bytes:
-        """This member as JSON, for a store."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Member:
-        """The member that `to_bytes` wrote, or a StoreError: what peers write is not trusted."""
-        try:
-            if len(data) > _MAX_BYTES:
-                raise ValueError(f"{len(data)} bytes, at most {_MAX_BYTES}")
-            return cls(**checked_fields(cls, json.loads(data)))
-        except (ValueError, RecursionError) as error:
-            raise StoreError(f"a rank's registration cannot be read ({error}): {data[:80]!r}") from error
 
 
 def speak_as(rank: int) -> None:

@@ -10,13 +10,19 @@ containers are out of sight; those that connections were lost with are known fro
 from __future__ import annotations
 
 import functools
+import json
 import os
 import select
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeVar
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar, Protocol, TypeVar
+
+from ..errors import StoreError
+
+P = TypeVar("P", bound="ProcessId")
+_MAX_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,8 @@ class ProcessId:
         boot_id: the kernel's random name of this boot; equal means the same machine.
         pid_namespace: the name of the namespace that `pid` belongs to.
     """
+
+    called: ClassVar[str] = "a process"
 
     host: str
     pid: int
@@ -45,6 +53,30 @@ class ProcessId:
         """Which process it is, as messages show it."""
         return f"pid {self.pid} on {self.host}"
 
+    def is_process(self, process: ProcessId) -> bool:
+        """Whether this one's process is that of `process`."""
+        return all(getattr(self, name) == getattr(process, name) for name in types_of(ProcessId))
+
+    def to_bytes(self) -> bytes:
+        """All fields as JSON, for a store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls: type[P], data: bytes) -> P:
+        """What `to_bytes` wrote, or a StoreError: what peers write is not trusted."""
+        try:
+            if len(data) > _MAX_BYTES:
+                raise ValueError(f"{len(data)} bytes, at most {_MAX_BYTES}")
+            record, types = json.loads(data), types_of(cls)
+            if not isinstance(record, dict) or set(record) != set(types):
+                raise ValueError(f"expected the fields {', '.join(types)}")
+            for name, value in record.items():
+                if type(value) is not types[name]:
+                    raise ValueError(f"{name} must be {types[name].__name__}, got {value!r}")
+            return cls(**record)
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"{cls.called} cannot be read ({error}): {data[:80]!r}") from error
+
     def alive(self) -> bool | None:
         """Whether the process runs; None when that cannot be known from here."""
         if not in_sight(self):
@@ -52,7 +84,11 @@ class ProcessId:
         return not dead_among([self])
 
 
-P = TypeVar("P", bound=ProcessId)
+def types_of(kind: type[ProcessId]) -> dict[str, type]:
+    """The type of each field."""
+    # `from __future__ import annotations` makes the declared types texts.
+    known = {"int": int, "str": str, "float": float, "bool": bool}
+    return {field.name: known[str(field.type)] for field in fields(kind)}
 
 
 def this_process() -> ProcessId:
@@ -69,23 +105,6 @@ def this_process() -> ProcessId:
 def in_sight(process: ProcessId) -> bool:
     """Whether this process can tell if `process` lives: same boot, same pid namespace."""
     return process.boot_id == _boot_id() and process.pid_namespace == _pid_namespace()
-
-
-def read_process(record: object) -> ProcessId:
-    """The process that `dataclasses.asdict` made into `record`, or a ValueError."""
-    return ProcessId(**checked_fields(ProcessId, record))
-
-
-def checked_fields(kind: type[ProcessId], record: object) -> Mapping[str, Any]:
-    """`record`, proven to hold exactly the fields of `kind`, each a str or an int as declared, or a ValueError."""
-    # `from __future__ import annotations` makes the declared types texts.
-    expected = {field.name: {"int": int, "str": str}[str(field.type)] for field in fields(kind)}
-    if not isinstance(record, dict) or set(record) != set(expected):
-        raise ValueError(f"expected the fields {', '.join(expected)}")
-    for name, value in record.items():
-        if type(value) is not expected[name]:
-            raise ValueError(f"{name} must be {expected[name].__name__}, got {value!r}")
-    return record
 
 
 def cores_of(processes: Iterable[ProcessId]) -> set[int]:

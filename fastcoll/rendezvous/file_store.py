@@ -12,7 +12,6 @@ cuts it off and goes on.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import stat
 import struct
@@ -21,12 +20,12 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 
 from ..core.arguments import whole
-from ..core.processes import ProcessId, forget, in_sight, read_process, this_process
+from ..core.processes import ProcessId, forget, in_sight, this_process
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from .store import DEFAULT_TIMEOUT, limit_of, tries
 from .table import CHANGING, MAX_KEY, MAX_VALUE, Request, Table, TableStore, check_process, closed_meanwhile
@@ -199,7 +198,7 @@ class SharedLog:
         if self.participants and self._all_gone():
             os.ftruncate(self._fd, 0)
             self._forget()
-        joining = Record(Kind.JOIN, self._me, json.dumps(asdict(this_process())).encode())
+        joining = Record(Kind.JOIN, self._me, this_process().to_bytes())
         self._write([joining], b"" if self._offset else MAGIC)
         self._take(joining)
 
@@ -232,7 +231,7 @@ class SharedLog:
             case Kind.DELETE:
                 self.table.remove(record.key)
             case Kind.JOIN:
-                self.participants[record.key] = read_process(json.loads(record.value))
+                self.participants[record.key] = ProcessId.from_bytes(record.value)
                 self._opened += 1
             case Kind.LEAVE:
                 self.participants.pop(record.key, None)

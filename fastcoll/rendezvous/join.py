@@ -16,13 +16,13 @@ Keys besides those of the meetings "join" and "arrivals":
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ..core.members import Member
-from ..core.processes import ProcessId, read_process, this_process
+from ..core.processes import ProcessId, this_process
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
 from .store import Store, listed
@@ -136,45 +136,31 @@ class FullError(UsageError):
     """The world had all its processes before this one came."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
-        names = ", ".join(arrival.process.where for arrival in arrivals)
+        names = ", ".join(arrival.where for arrival in arrivals)
         super().__init__(f"all {len(arrivals)} places were taken, by {names}")
         self.arrivals = list(arrivals)
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """One process that wants to take part, with the rank it asks for, if any."""
+class Arrival(ProcessId):
+    """One process that wants to take part, with the rank it asks for, or -1."""
 
-    process: ProcessId
-    rank: int | None
+    called: ClassVar[str] = "an arrival"
+
+    rank: int
     world_size: int
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Arrival:
-        """The arrival that `to_bytes` wrote; a StoreError where it is anything else."""
-        try:
-            record = json.loads(data)
-            rank, world_size = record["rank"], record["world_size"]
-            if not (rank is None or type(rank) is int) or type(world_size) is not int:
-                raise ValueError("rank and world_size must be whole numbers")
-            return cls(read_process(record["process"]), rank, world_size)
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"an arrival cannot be read ({error}): {data[:80]!r}") from error
 
     def claim(self, asked: dict[int, Arrival]) -> None:
         """Enter the rank that it asks for; a UsageError where another one does."""
-        if self.rank is not None and (other := asked.setdefault(self.rank, self)) is not self:
-            raise _claimed_twice(self.rank, other.process.where, self.process.where, ", or none of them any")
+        if self.rank != -1 and (other := asked.setdefault(self.rank, self)) is not self:
+            raise _claimed_twice(self.rank, other.where, self.where, ", or none of them any")
 
     def check_same_world(self, mine: Arrival) -> None:
         """Refuse another world size than our own."""
         if self.world_size != mine.world_size:
             raise UsageError(
-                f"the processes disagree about the world size: {self.process.where} has {self.world_size}, "
-                f"{mine.process.where} has {mine.world_size}; start all with the same"
+                f"the processes disagree about the world size: {self.where} has {self.world_size}, "
+                f"{mine.where} has {mine.world_size}; start all with the same"
             )
 
 
@@ -184,7 +170,7 @@ def assign(arrivals: Sequence[Arrival]) -> list[int]:
     for arrival in arrivals:
         arrival.claim(asked)
     free = iter(rank for rank in range(len(arrivals)) if rank not in asked)
-    return [next(free) if arrival.rank is None else arrival.rank for arrival in arrivals]
+    return [next(free) if arrival.rank == -1 else arrival.rank for arrival in arrivals]
 
 
 def arrive(
@@ -201,7 +187,7 @@ def arrive(
         UsageError: two ask for one rank, or world sizes differ; both processes are named.
         PeerDiedError, StoreTimeoutError, StoreError: as `assemble`.
     """
-    me = Arrival(this_process(), rank, world_size)
+    me = Arrival(-1 if rank is None else rank, world_size, **vars(this_process()))
     place = store.add("arrivals/count", 1) - 1
     if place >= world_size:
         values = store.multi_get([member_key(_ARRIVALS, other) for other in range(world_size)])
@@ -231,7 +217,7 @@ class _Arriving(Meeting):
     def __init__(
         self, store: Store, me: Arrival, place: int, timeout: float, between: Callable[[], None] | None
     ) -> None:
-        doing = f"{me.process.where} meets {me.world_size} processes"
+        doing = f"{me.where} meets {me.world_size} processes"
         super().__init__(store, _ARRIVALS, place, me.world_size, timeout, doing, between=between)
         self._me = me
         self._here: list[Arrival] = []
@@ -240,7 +226,7 @@ class _Arriving(Meeting):
     def learned(self, place: int, value: bytes) -> None:
         arrival = Arrival.from_bytes(value)
         self._here.append(arrival)
-        self.watched.append(arrival.process)
+        self.watched.append(arrival)
         arrival.check_same_world(self._me)
         arrival.claim(self._asked)
 
@@ -250,6 +236,6 @@ class _Arriving(Meeting):
             return "the first that came"
         here = self._here or [self._me]
         missing = f"{self.size - len(here)} more"
-        if all(arrival.rank is not None for arrival in here):
+        if all(arrival.rank != -1 for arrival in here):
             missing = f"rank(s) {listed([rank for rank in range(self.size) if rank not in self._asked])}"
-        return f"{missing} (here: {listed([arrival.process.where for arrival in here])})"
+        return f"{missing} (here: {listed([arrival.where for arrival in here])})"

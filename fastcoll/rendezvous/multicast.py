@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from ..core.processes import ProcessId, forget, read_process, this_process
-from ..errors import ResourceError, StoreTimeoutError, UsageError
+from ..core.processes import ProcessId, forget, this_process
+from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from .address import own_address, shown
 from .assemble import MovedError
 from .join import FullError, arrive, call_off
@@ -51,15 +50,6 @@ _HOPS = 8
 _FLOOD = 10_000
 _MAGIC = b"FASTMC1\n"
 MAX_DATAGRAM = len(_MAGIC) + 1200 + PROOF_SIZE
-_TYPES = {
-    "job": str,
-    "nonce": str,
-    "time": float,
-    "world_size": int,
-    "address": str,
-    "port": int,
-    "leaving": bool,
-}
 
 
 def meet_by_multicast(
@@ -73,7 +63,7 @@ def meet_by_multicast(
     """
     with MulticastSocket(address, port) as group:
         me = Announcement(
-            job_digest(group_name), os.urandom(16).hex(), this_process(), time.time(), world_size
+            job_digest(group_name), os.urandom(16).hex(), time.time(), world_size, **vars(this_process())
         )
         candidate = _Candidate(group, shown(address, port), me, timeout)
         try:
@@ -83,40 +73,32 @@ def meet_by_multicast(
 
 
 @dataclass(frozen=True)
-class Announcement:
-    """One candidate."""
+class Announcement(ProcessId):
+    """One candidate, whose process others watch."""
 
     job: str  # a digest of the group name; other jobs' announcements are passed over
     nonce: str  # 32 hex digits, fresh for each attempt; the lowest leads
-    process: ProcessId  # others see by it when it dies
     time: float  # since when, in seconds since the epoch, for whoever reads the datagrams
     world_size: int  # how many processes it waits for, itself included
     address: str = ""  # of its store
     port: int = 0  # 0 while it has none
     leaving: bool = False  # it does not look for others any more, and it does not matter what becomes of it
 
-    @property
-    def where(self) -> str:
-        """Who announces, as messages show it."""
-        return self.process.where
-
-    def to_bytes(self, secret: bytes) -> bytes:
-        message = _MAGIC + json.dumps(asdict(self)).encode()
+    def seal(self, secret: bytes) -> bytes:
+        """The datagram."""
+        message = _MAGIC + self.to_bytes()
         return message + _mac(secret, message)
 
     @classmethod
-    def from_bytes(cls, data: bytes, secret: bytes) -> Announcement | None:
+    def unseal(cls, data: bytes, secret: bytes) -> Announcement | None:
         """The announcement in a datagram; None if it is none of ours."""
         end = len(data) - (PROOF_SIZE if secret else 0)
         message, mac = data[:end], data[end:]
         if not message.startswith(_MAGIC) or not is_proof(mac, _mac(secret, message)):
             return None
         try:
-            record = json.loads(message[len(_MAGIC) :])
-            found = cls(**record | {"process": read_process(record["process"])})
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
-        if any(type(getattr(found, name)) is not kind for name, kind in _TYPES.items()):
+            found = cls.from_bytes(message[len(_MAGIC) :])
+        except StoreError:
             return None
         return found if 0 <= found.port <= 65535 and found.world_size >= 1 else None
 
@@ -154,9 +136,9 @@ class Election:
         left = [f"{announcement.where} (which has left)" for announcement in self._left.values()]
         return [announcement.where for announcement in self.fresh(now)] + left
 
-    def processes(self) -> list[ProcessId]:
+    def there(self) -> list[Announcement]:
         """Those heard that have not left; the world cannot be without them."""
-        return [announcement.process for announcement, _ in self._heard.values()]
+        return [announcement for announcement, _ in self._heard.values()]
 
     def pass_over(self, nonce: str) -> None:
         """Count a candidate out: its store cannot be reached, or is full."""
@@ -214,7 +196,7 @@ class _Candidate:
 
     def leave(self) -> None:
         """Tell the others not to wait for this process, and not to mind its end."""
-        forget(self._election.processes())
+        forget(self._election.there())
         self._me = replace(self._me, leaving=True)
         with contextlib.suppress(ResourceError):  # the network has gone
             for _ in range(_FAREWELLS):
@@ -283,11 +265,11 @@ class _Candidate:
         return Rendezvous(store, arrive(store, rank, size, self._left(), between), size, store.local_address)
 
     def _announce(self) -> None:
-        self._group.send(self._me.to_bytes(self._secret))
+        self._group.send(self._me.seal(self._secret))
 
     def _listen(self, seconds: float) -> None:
         for data in self._group.receive(seconds, MAX_DATAGRAM):
-            other = Announcement.from_bytes(data, self._secret)
+            other = Announcement.unseal(data, self._secret)
             if other is None or other.job != self._me.job:
                 continue
             if other.world_size != self._me.world_size and not other.leaving:
@@ -299,7 +281,7 @@ class _Candidate:
                     "each job a group_name"
                 )
             self._election.hear(other, time.monotonic())
-        raise_if_dead(self._election.processes(), f"meeting at {self._where}")
+        raise_if_dead(self._election.there(), f"meeting at {self._where}")
 
     def _left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.0)

@@ -123,7 +123,7 @@ def meet_in_file(
             store.set_timeout(timeout)
             return Rendezvous(store, assigned, world_size, own_address())
         except FullError as error:
-            ours = any(arrival.process == this_process() for arrival in error.arrivals)
+            ours = any(arrival.is_process(this_process()) for arrival in error.arrivals)
             if time.monotonic() - started > min(timeout, timeout if ours else _FULL_SECONDS):
                 store.close()
                 raise UsageError(

@@ -61,7 +61,7 @@ def test_who_comes_too_late_learns_who_is_there(in_threads) -> None:
         in_threads(*[partial(arrive, store, None, 2, 20)] * 2)
         with pytest.raises(FullError, match=f"all 2 places were taken, by {HERE}, {HERE}") as caught:
             arrive(store, None, 2, 20)
-    assert [arrival.process.pid for arrival in caught.value.arrivals] == [os.getpid()] * 2
+    assert [arrival.pid for arrival in caught.value.arrivals] == [os.getpid()] * 2
 
 
 def test_who_does_not_come_is_told_to_all(in_threads) -> None:

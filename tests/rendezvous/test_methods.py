@@ -448,15 +448,15 @@ def test_multicast_gets_past_the_dead_and_the_stale(group_v4: str, processes) ->
     """Recordings of candidates that are gone: the lowest nonce there can be, and an offer of no store."""
     address, _, port = group_v4.removeprefix("tcp://").rpartition(":")
     elsewhere = ProcessId(host="gone", pid=1, start_time=1, boot_id="other", pid_namespace="pid:[1]")
-    gone = Announcement(job_digest(""), "0" * 32, elsewhere, 0.0, 2)
-    offer = Announcement(job_digest(""), "0" * 31 + "1", elsewhere, 0.0, 2, "127.0.0.1", free_port())
+    gone = Announcement(job_digest(""), "0" * 32, 0.0, 2, **vars(elsewhere))
+    offer = Announcement(job_digest(""), "0" * 31 + "1", 0.0, 2, "127.0.0.1", free_port(), **vars(elsewhere))
     stop = threading.Event()
 
     def replay() -> None:
         with MulticastSocket(address.strip("[]"), int(port)) as socket_:
             while not stop.wait(0.05):
                 for each in (gone, offer):
-                    socket_.send(each.to_bytes(b""))
+                    socket_.send(each.seal(b""))
                 socket_.send(b"\xff" * 400)
 
     thread = threading.Thread(target=replay)
@@ -490,12 +490,12 @@ def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
     with MulticastSocket(address.strip("[]"), int(port)) as socket_:
         # The second one to be heard has announced itself while the first one listened.
         for data in socket_.receive(20.0, MAX_DATAGRAM):
-            announcement = Announcement.from_bytes(data, b"")
+            announcement = Announcement.unseal(data, b"")
             assert announcement is not None
-            heard.add(announcement.process.pid)
+            heard.add(announcement.pid)
             if len(heard) == 2:
                 break
-    killed = announcement.process.pid
+    killed = announcement.pid
     survivor = next(rank for rank in ranks if rank.pid != killed)
     os.kill(killed, signal.SIGKILL)
     at = time.monotonic()
