@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -244,13 +244,6 @@ class _Bytes:
 # ---- memory ----------------------------------------------------------------------------------------------
 
 
-class Reducing(NamedTuple):
-    """A compiled reduction of one operation and dtype."""
-
-    kernel: Any  # a CudaReducer
-    itemsize: int
-
-
 class DeviceMemory:
     """The memory of the GPU that is in use, that of the arrays of the call under way, as net/mpi/execution.py wants it.
 
@@ -293,13 +286,13 @@ class DeviceMemory:
         memory = runtime().allocate(nbytes, self.turn.device, self.turn.stream)
         return memory.ptr, memory
 
-    def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Reducing | None:
+    def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Any:
         if not auto.has_kernels() or any(address % dtype.alignment for address, _ in blocks):
             return None
         from ..kernels.cuda.reducers import cuda_reducer
 
-        return Reducing(cuda_reducer(op, dtype), dtype.itemsize)
+        return cuda_reducer(op, dtype)
 
-    def fold(self, how: Reducing, target: int, sources: Sequence[int], nbytes: int) -> None:
-        how.kernel.launch(target, sources, nbytes // how.itemsize, self.turn.stream)
+    def fold(self, how: Any, target: int, sources: Sequence[int], nbytes: int) -> None:
+        how.launch(target, sources, nbytes // how.itemsize, self.turn.stream)
         self.settle()

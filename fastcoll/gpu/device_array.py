@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import ArrayError
 from ..interop.arrays import Adopted
 from ..interop.dtypes import dtype_of
-from ..kernels.cuda.addresses import dense_strides
 from .runtime import cupy, runtime, waited_stream
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged (dlpack.h)
@@ -104,36 +103,16 @@ def must_be_copied(k: int, ins: Sequence[DeviceArray], outs: Sequence[DeviceArra
     )
 
 
-class Described:
-    """What a library says of its array, before anything is packed.
+class Described(NamedTuple):
+    """What a library says of its array, before anything is packed; `strides` are in bytes, None of a dense one."""
 
-    Attributes:
-        strides: in bytes; None where the array is dense and in C order.
-        read_only: whether it may only be read.
-    """
-
-    __slots__ = ("array", "read_only", "strides")
-
-    def __init__(self, array: DeviceArray, strides: tuple[int, ...] | None, read_only: bool) -> None:
-        self.array = array
-        self.strides = None if strides == dense_strides(array.shape, array.dtype.itemsize) else strides
-        self.read_only = read_only
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """For the kernels that pack and unpack."""
-        x = self.array
-        return {
-            "shape": x.shape,
-            "typestr": f"|V{x.dtype.itemsize}",
-            "data": (x.address, self.read_only),
-            "strides": self.strides,
-            "version": 3,
-        }
+    array: DeviceArray
+    strides: tuple[int, ...] | None
+    read_only: bool = False
 
 
 def describe(x: Any, what: str, device_at: Any) -> Described:
-    """What is known of a GPU array, without touching its data.
+    """What is known of a GPU array, without touching its data; `strides` also of a dense one.
 
     Args:
         x: a torch.Tensor, or anything with `__cuda_array_interface__` or DLPack.
@@ -165,8 +144,7 @@ def describe(x: Any, what: str, device_at: Any) -> Described:
     device = device_at(address) if prod(shape) else int(getattr(getattr(x, "device", None), "id", 0))
     # CuPy is asked: it names the stream of the current GPU, which need not be that of the array.
     stream = current_stream(x, device, said.get("stream") or 0)
-    array = DeviceArray(address, dtype, shape, device, stream, x)
-    return Described(array, said.get("strides"), read_only)
+    return Described(DeviceArray(address, dtype, shape, device, stream, x), said.get("strides"), read_only)
 
 
 def _of_torch(torch: Any, x: Any, what: str) -> Described:
@@ -178,11 +156,9 @@ def _of_torch(torch: Any, x: Any, what: str) -> Described:
     if x.is_conj() or x.is_neg():
         raise ArrayError(f"{what} is a conjugated or negated view; give x.resolve_conj().resolve_neg()")
     dtype = dtype_of(str(x.dtype).removeprefix("torch."), x.element_size())
-    strides = tuple(step * dtype.itemsize for step in x.stride())
-    array = DeviceArray(
-        x.data_ptr(), dtype, tuple(x.shape), x.device.index, current_stream(x, x.device.index), x
-    )
-    return Described(array, strides, False)
+    device = x.device.index
+    array = DeviceArray(x.data_ptr(), dtype, tuple(x.shape), device, current_stream(x, device), x)
+    return Described(array, tuple(step * dtype.itemsize for step in x.stride()))
 
 
 def current_stream(x: Any, device: int, unknown: int = 0) -> int:
@@ -206,17 +182,17 @@ class OnDevice(Adopted):
 
     array: Any  # a DeviceArray, where that of a host array is an ndarray
 
-    def __init__(self, array: DeviceArray, strided: Described | None = None) -> None:
+    def __init__(self, array: DeviceArray, strided: Any = None) -> None:
         super().__init__(array)  # type: ignore[arg-type]
-        self._strided = strided
+        self._strided = strided  # of kernels/cuda/packing.py: where a packed copy is written back to
 
     def unpack(self, stream: int) -> None:
         """Queue, on a stream of the array's GPU, the copy of a packed writable array back; nothing for any other."""
         if self._strided is not None:
-            from ..kernels.cuda.packing import unpack
+            from ..kernels.cuda.packing import pack
 
             with runtime().on(self.array.device):
-                unpack(self._strided, self.array.address, stream)
+                pack(self.array.address, self._strided, stream, back=True)
 
     def finish(self) -> None:
         """As `unpack`, and wait for it."""
@@ -240,32 +216,37 @@ def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:
         ArrayError: it cannot be used, or is read-only where the call writes.
         UnavailableError: an extra is missing.
     """
-    said = describe(x, what, runtime().device_at)
-    array = said.array
+    array, strides, read_only = describe(x, what, runtime().device_at)
     if array.dtype.hasobject:
         raise ArrayError(
             f"{what} is a {array}, whose elements are Python objects; give it a fixed-size dtype"
         )
-    if writable and said.read_only:
+    if writable and read_only:
         raise ArrayError(
             f"{what} is a read-only {array}, and the result goes there; give a writable copy of it"
         )
-    if said.strides is None or array.size == 0:
+    if strides is None or array.size == 0 or strides == _dense_strides(array.shape, array.dtype.itemsize):
         return OnDevice(array)
-    if writable and _may_overlap(array.shape, said.strides, array.dtype.itemsize):
+    if writable and _may_overlap(array.shape, strides, array.dtype.itemsize):
         raise ArrayError(
-            f"{what} is a {array} with strides {said.strides}, so that elements share memory, and the result goes "
+            f"{what} is a {array} with strides {strides}, so that elements share memory, and the result goes "
             "there; give a copy of it"
         )
-    from ..kernels.cuda.packing import pack
+    from ..kernels.cuda.packing import Strided, pack
 
+    strided = Strided(array.address, array.shape, strides, array.dtype.itemsize)
     memory = runtime().allocate(array.nbytes, array.device, array.stream)
     with runtime().on(array.device):
-        pack(memory.ptr, said, array.stream)
+        pack(memory.ptr, strided, array.stream)
     # The caller's array stays too: the kernel that reads it is only queued.
     owner = (memory, array.owner)
     packed = DeviceArray(memory.ptr, array.dtype, array.shape, array.device, array.stream, owner)
-    return OnDevice(packed, said if writable else None)
+    return OnDevice(packed, strided if writable else None)
+
+
+def _dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The strides in bytes of an array in C order."""
+    return tuple(itemsize * prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
 def _may_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

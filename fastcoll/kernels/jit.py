@@ -120,12 +120,17 @@ def users_function(function: Callable[..., Any]) -> Any:
     return numba.njit(**_FLAGS, forceinline=True, no_cfunc_wrapper=True)(function)
 
 
-def instruction(returns: types.Type) -> Callable[[Callable[..., Any]], Any]:
-    """A helper of int64 arguments, whose LLVM instructions the decorated `emit(builder, *values)` adds."""
+def instruction(returns: types.Type, *kinds: Any, by: Any = intrinsic) -> Callable[[Callable[..., Any]], Any]:
+    """A helper whose LLVM instructions the decorated `emit(builder, *values)` adds.
+
+    Args:
+        kinds: the arguments' types, if they are not all int64.
+        by: what makes it: Numba's `intrinsic`, or numba-cuda's.
+    """
 
     def decorate(emit: Callable[..., Any]) -> Any:
         signature = inspect.signature(emit)
-        made = returns(*[types.int64] * (len(signature.parameters) - 1))
+        made = returns(*(kinds or [types.int64] * (len(signature.parameters) - 1)))
 
         def define(typing_context, *args):
             def generate(context, builder, signature, values):
@@ -135,7 +140,7 @@ def instruction(returns: types.Type) -> Callable[[Callable[..., Any]], Any]:
             return made, generate
 
         define.__signature__ = signature  # type: ignore[attr-defined]  # Numba folds a call's arguments by it
-        return intrinsic(define)
+        return by(define)
 
     return decorate
 

@@ -252,10 +252,10 @@ def kernels(gpu: FakeRuntime) -> Iterator[None]:
     reducing, moving = ModuleType("reducers"), ModuleType("packing")
     reducing.MOST_SOURCES = 4  # type: ignore[attr-defined]
     reducing.cuda_reducer = lambda op, dtype: _Reducer(gpu, op, dtype)  # type: ignore[attr-defined]
-    moving.pack = lambda dst, src, stream: gpu.queue(  # type: ignore[attr-defined]
-        "pack", stream, lambda: _bytes_at(dst, _viewed(src).nbytes).__setitem__(..., _packed(src))
+    moving.Strided = lambda *layout: layout  # type: ignore[attr-defined]
+    moving.pack = lambda dense, x, stream, back=False: gpu.queue(  # type: ignore[attr-defined]
+        "unpack" if back else "pack", stream, lambda: _pack(dense, x, back)
     )
-    moving.unpack = lambda dst, src, stream: gpu.queue("unpack", stream, lambda: _unpack(dst, src))  # type: ignore[attr-defined]
     moving.scale = lambda dst, src, count, dtype, factor, stream: gpu.queue(  # type: ignore[attr-defined]
         "scale", stream, lambda: _scale(dst, src, count, dtype, factor)
     )
@@ -304,19 +304,13 @@ def _bytes_at(address: int, nbytes: int) -> Array:
     return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), np.uint8)
 
 
-def _viewed(described: Any) -> Array:
-    said = dict(described.__cuda_array_interface__)
-    said["typestr"] = f"|u{said['typestr'][2:]}"
-
+def _pack(address: int, layout: tuple[Any, ...], back: bool) -> None:
+    first, shape, strides, itemsize = layout
     place = mock.Mock(spec=["__array_interface__"])
-    place.__array_interface__ = said
-    return np.asarray(place)
-
-
-def _packed(described: Any) -> Array:
-    return np.ascontiguousarray(_viewed(described)).reshape(-1).view(np.uint8)
-
-
-def _unpack(described: Any, address: int) -> None:
-    view = _viewed(described)
-    view[...] = _bytes_at(address, view.nbytes).view(view.dtype).reshape(view.shape)
+    place.__array_interface__ = {
+        "version": 3, "typestr": f"|u{itemsize}", "shape": shape, "strides": strides, "data": (first, False),
+    }  # fmt: skip
+    view = np.asarray(place)
+    dense = _bytes_at(address, view.nbytes).view(view.dtype).reshape(view.shape)
+    dst, src = (view, dense) if back else (dense, view)
+    dst[...] = src

@@ -20,8 +20,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
-from .kernel import SIMULATED, device
+from ..elements import WORD
+from ..primitives import pointer
+from .kernel import SIMULATED, device, instruction
 
 VECTOR = 16
 """Bytes of the widest access."""
@@ -34,6 +37,12 @@ _ADDRESS = "{{ .reg .u64 a; cvta.to.global.u64 a, ${}; "
 def size_of(kind: Any) -> int:
     """Bytes of a lane of a Numba number type."""
     return int(kind.bitwidth) // 8
+
+
+def _llvm_type(kind: Any) -> Any:
+    if isinstance(kind, types.Float):
+        return ir.FloatType() if kind.bitwidth == 32 else ir.DoubleType()
+    return ir.IntType(int(kind.bitwidth))
 
 
 @cache
@@ -64,25 +73,15 @@ def _simulated(kind: Any, lanes: int, whole: bool) -> Accesses:
 
 
 def _compiled(kind: Any, lanes: int, memory: _Words | _Scalars) -> Accesses:
-    from numba.cuda.extending import intrinsic
-
     pack = types.UniTuple(kind, lanes)
 
-    @intrinsic
-    def load(typing_context, address):
-        def emit(context, builder, signature, args):
-            values = memory.load(builder, args[0], lanes, context.get_value_type(kind))
-            return context.make_tuple(builder, pack, values)
+    @instruction(pack, types.int64)
+    def load(builder, address):
+        return cgutils.pack_array(builder, memory.load(builder, address, lanes))
 
-        return pack(types.int64), emit
-
-    @intrinsic
-    def store(typing_context, address, values):
-        def emit(context, builder, signature, args):
-            memory.store(builder, args[0], [builder.extract_value(args[1], lane) for lane in range(lanes)])
-            return context.get_dummy_value()
-
-        return types.void(types.int64, pack), emit
+    @instruction(types.void, types.int64, pack)
+    def store(builder, address, values):
+        memory.store(builder, address, [builder.extract_value(values, lane) for lane in range(lanes)])
 
     return load, store
 
@@ -91,31 +90,30 @@ class _Scalars:
     """Numbers, one access each."""
 
     def __init__(self, kind: Any) -> None:
-        self._size = size_of(kind)
+        self._lane, self._size = _llvm_type(kind), size_of(kind)
 
-    def load(self, builder: Any, address: Any, lanes: int, kind: Any) -> list[Any]:
-        return [builder.load(self._place(builder, address, lane, kind)) for lane in range(lanes)]
+    def load(self, builder: Any, address: Any, lanes: int) -> list[Any]:
+        return [builder.load(self._place(builder, address, lane)) for lane in range(lanes)]
 
     def store(self, builder: Any, address: Any, values: list[Any]) -> None:
         for lane, value in enumerate(values):
-            builder.store(value, self._place(builder, address, lane, value.type))
+            builder.store(value, self._place(builder, address, lane))
 
-    def _place(self, builder: Any, address: Any, lane: int, kind: Any) -> Any:
-        moved = builder.add(address, ir.Constant(address.type, lane * self._size))
-        return builder.inttoptr(moved, kind.as_pointer())
+    def _place(self, builder: Any, address: Any, lane: int) -> Any:
+        return pointer(builder, builder.add(address, WORD(lane * self._size)), self._lane)
 
 
 class _Words:
     """VECTOR bytes in registers: two of 64 bits for numbers of 8 bytes, else four of 32."""
 
     def __init__(self, kind: Any) -> None:
-        self._lane = ir.IntType(int(kind.bitwidth))
+        self._kind, self._lane = _llvm_type(kind), ir.IntType(int(kind.bitwidth))
         self._word = ir.IntType(max(32, self._lane.width))
         self._count = VECTOR * 8 // self._word.width
         self._suffix = f"v{self._count}.u{self._word.width}"
         self._register = "l" if self._word.width == 64 else "r"
 
-    def load(self, builder: Any, address: Any, lanes: int, kind: Any) -> list[Any]:
+    def load(self, builder: Any, address: Any, lanes: int) -> list[Any]:
         n = self._count
         targets = ", ".join(f"${i}" for i in range(n))
         code = _ADDRESS.format(n) + f"ld.global.{self._suffix} {{{targets}}}, [a]; }}"
@@ -126,7 +124,7 @@ class _Words:
         for i in range(lanes):  # lowest address first
             word, shift = divmod(i * self._lane.width, self._word.width)
             value = builder.lshr(builder.extract_value(loaded, word), ir.Constant(self._word, shift))
-            values.append(builder.bitcast(builder.trunc(value, self._lane), kind))
+            values.append(builder.bitcast(builder.trunc(value, self._lane), self._kind))
         return values
 
     def store(self, builder: Any, address: Any, values: list[Any]) -> None:

@@ -191,7 +191,14 @@ def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) ->
     aligned = np.dtype([(name, field[0]) for name, field in (dtype.fields or {}).items()], align=True)
     record, size = from_dtype(aligned), dtype.itemsize
     combine = device(_plain(function))
-    read, write, named = _moves(dtype, aligned)
+    bytes_of = [
+        (there[1] + i, here[1] + i)
+        for there, here in zip((dtype.fields or {}).values(), (aligned.fields or {}).values(), strict=True)
+        for i in range(there[0].itemsize)
+    ]
+    read, write = _copy(bytes_of, True), _copy(bytes_of, False)
+    # The fields as attributes, which Numba's arrays of records have.
+    named = (lambda array: array.view(np.recarray)) if SIMULATED else device(lambda array: array)
 
     def reduce(dst, head, packs, count, srcs):
         taken = named(cuda.local.array(1, record) if SIMULATED else cuda.local.array(1, record, 16))
@@ -209,28 +216,17 @@ def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) ->
     return reduce
 
 
-def _moves(dtype: np.dtype[Any], aligned: np.dtype[Any]) -> tuple[Any, Any, Any]:
-    """Copies between an address and an array of one record, both ways, and the array with fields as attributes."""
-    bytes_of = [
-        (there[1] + i, here[1] + i)
-        for there, here in zip((dtype.fields or {}).values(), (aligned.fields or {}).values(), strict=True)
-        for i in range(there[0].itemsize)
-    ]
-    if not SIMULATED:
-        return _copy(bytes_of, True), _copy(bytes_of, False), device(lambda array: array)
-
-    def read(array, address):
-        for there, here in bytes_of:
-            ctypes.memmove(array.ctypes.data + here, int(address) + there, 1)
-
-    def write(array, address):
-        for there, here in bytes_of:
-            ctypes.memmove(int(address) + there, array.ctypes.data + here, 1)
-
-    return read, write, lambda array: array.view(np.recarray)
-
-
 def _copy(bytes_of: list[tuple[int, int]], inwards: bool) -> Any:
+    """A copy of single bytes between an address and an array of one record, which lie at such places there and here."""
+    if SIMULATED:
+
+        def copy_simulated(array, address):
+            for there, here in bytes_of:
+                private, memory = array.ctypes.data + here, int(address) + there
+                dst, src = (private, memory) if inwards else (memory, private)
+                ctypes.memmove(dst, src, 1)
+
+        return copy_simulated
     from llvmlite import ir
     from numba.cuda.extending import intrinsic
 

@@ -20,6 +20,7 @@ import numpy as np
 from numba import types
 
 from ...errors import UnavailableError
+from .. import jit
 from . import INSTALL
 from .driver import driver
 
@@ -63,6 +64,13 @@ with warnings.catch_warnings():
 def device(function: Callable[..., Any]) -> Any:
     """A function for kernels to call."""
     return function if SIMULATED else cuda.jit(device=True)(function)
+
+
+def instruction(returns: types.Type, *kinds: Any) -> Any:
+    """As that of kernels/jit.py, for kernels here; there are none in the simulator."""
+    from numba.cuda.extending import intrinsic
+
+    return jit.instruction(returns, *kinds, by=intrinsic)
 
 
 THREADS = 4 if SIMULATED else 256

@@ -5,53 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import gcd, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
 
 from ...core.reduce_op import PRODUCT
 from .accesses import VECTOR, accesses, lane_of, size_of
-from .addresses import address_of, layout_of
 from .combining import combination, element_of
 from .kernel import Kernel, cuda, device
 
 _WORDS = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 
 
-def pack(dst: Any, src: Any, stream: int = 0) -> None:
-    """Copy a strided array into contiguous memory, in C order; does not wait.
+class Strided(NamedTuple):
+    """An array in device memory: its address, shape, strides in bytes, and bytes of an element."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+
+def pack(dense: int, x: Strided, stream: int, back: bool = False) -> None:
+    """Copy a strided array to contiguous memory at an address, in C order, or from there; does not wait.
 
     Args:
-        dst: a device address, or a contiguous array with `__cuda_array_interface__`.
-        src: an array with `__cuda_array_interface__`, of any strides and number of dimensions.
         stream: the handle of a CUDA stream of the current device.
-
-    Raises:
-        ArrayError: `dst` is too small or not contiguous, or an address is not aligned to its elements.
+        back: write the array, whose elements do not overlap.
     """
-    _move(dst, "dst", src, "src", True, stream)
-
-
-def unpack(dst: Any, src: Any, stream: int = 0) -> None:
-    """The inverse of `pack`: contiguous memory into an array of any strides whose elements do not overlap."""
-    _move(src, "src", dst, "dst", False, stream)
-
-
-def _move(dense: Any, dense_name: str, strided: Any, strided_name: str, packing: bool, stream: int) -> None:
-    address, shape, strides, itemsize = layout_of(strided, strided_name)
-    nbytes = itemsize * prod(shape)
+    nbytes = x.itemsize * prod(x.shape)
     if nbytes == 0:
         return
-    contiguous = address_of(dense, nbytes, dense_name)
-    extents, steps = coalesced((*shape, itemsize), (*strides, 1))
+    extents, steps = coalesced((*x.shape, x.itemsize), (*x.strides, 1))
     if steps[-1] != 1:  # then the last dimension is to be a run of bytes all the same
         extents, steps = (*extents, 1), (*steps, 1)
-    word = gcd(VECTOR, extents[-1], contiguous, address, *steps[:-1])
+    word = gcd(VECTOR, extents[-1], dense, x.address, *steps[:-1])
     extents, steps = coalesced((*extents[:-1], extents[-1] // word), (*steps[:-1], word))
-    kernel = _mover(word, len(extents), packing)
-    items = nbytes // word
-    kernel(items, stream, contiguous, address, items, *extents, *steps)
+    kernel, items = _mover(word, len(extents), not back), nbytes // word
+    kernel(items, stream, dense, x.address, items, *extents, *steps)
 
 
 def coalesced(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

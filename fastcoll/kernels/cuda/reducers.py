@@ -28,7 +28,6 @@ from ...core.reduce_op import NAMES, ReduceOp
 from ...errors import ArrayError, UsageError
 from ..reduce import kind_of, memory_type, refuse_undefined
 from .accesses import VECTOR, accesses, size_of
-from .addresses import address_of
 from .combining import Element, combination, combination_by, element_of, ending, records_kernel
 from .kernel import CompilationError, Kernel, cuda, device
 
@@ -39,66 +38,60 @@ _compiling = threading.Lock()
 
 
 class CudaReducer:
-    """A reduction of one operation and dtype; its kernels are compiled at the first launch with so many sources."""
+    """A reduction of one operation and dtype; its kernels are compiled at the first launch with so many sources.
+
+    Attributes:
+        itemsize: bytes of an element.
+    """
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self._op, self._dtype = op, dtype
         memory_type(op, dtype)
         refuse_undefined(op, dtype)
         structured = dtype.names is not None
-        self._itemsize = dtype.itemsize
+        self.itemsize = dtype.itemsize
         lane = dtype.itemsize if structured else size_of(element_of(dtype).lane)
         self._misaligned = 0 if structured else lane - 1
         self._per_pack = 0 if structured else VECTOR // dtype.itemsize
         self._kernels: dict[int, Callable[..., None]] = {}
 
-    def launch(self, dst: Any, srcs: Sequence[Any], count: int, stream: int = 0) -> None:
+    def launch(self, dst: int, srcs: Sequence[int], count: int, stream: int = 0) -> None:
         """Reduce n arrays of `count` elements into `dst`, one of them or apart from all; does not wait.
 
         Args:
-            dst: a device address, or a contiguous array with `__cuda_array_interface__`.
-            srcs: likewise, in rank order.
-            count: elements.
+            dst, srcs: device addresses, the sources' in rank order.
             stream: the handle of a CUDA stream of the current device; what wrote the sources must precede on it.
 
         Raises:
-            ArrayError: an array is not contiguous, too small or not aligned to its elements.
+            ArrayError: an array is not aligned to its elements.
             UsageError: no sources or more than MOST_SOURCES, another device is current, or a custom operation's
                 function cannot be compiled.
             UnavailableError: there is no GPU.
         """
-        nbytes = count * self._itemsize
-        if nbytes == 0:
+        if count * self.itemsize == 0:
             return
-        kernel = self._kernels.get(len(srcs)) or self._compile(len(srcs))
-        to = address_of(dst, nbytes, "dst")
-        addresses = [address_of(src, nbytes, "a source") for src in srcs]
-        bits = to
-        for address in addresses:
-            bits |= address
-        head = 0 if not bits & (VECTOR - 1) else self._head(to, addresses, count, bits)
+        kernel = self._kernels.get(len(srcs)) or self.prepare(len(srcs))
+        bits, head = (
+            dst,
+            0,
+        )  # elements until all arrays are at multiples of 16 bytes: all, if they never are together
+        for src in srcs:
+            bits |= src
+        if bits & (VECTOR - 1):
+            if bits & self._misaligned:
+                raise ArrayError(
+                    f"{self._dtype} arrays on a GPU must be aligned to {self._misaligned + 1} bytes, got addresses "
+                    f"{', '.join(hex(address) for address in (dst, *srcs))}; give copies"
+                )
+            ahead = -dst % VECTOR
+            never = ahead % self.itemsize or any((src - dst) % VECTOR for src in srcs)
+            head = count if never else min(count, ahead // self.itemsize)
         packs = (count - head) // self._per_pack if self._per_pack else 0
-        items = max(packs // unroll(len(addresses)), count - packs * self._per_pack, 1)
-        kernel(items, stream, to, head, packs, count, *addresses)
+        items = max(packs // unroll(len(srcs)), count - packs * self._per_pack, 1)
+        kernel(items, stream, dst, head, packs, count, *srcs)
 
-    def prepare(self, n: int) -> None:
-        """Compile the kernel for n sources now; raises what `launch` would."""
-        if n not in self._kernels:
-            self._compile(n)
-
-    def _head(self, dst: int, srcs: list[int], count: int, bits: int) -> int:
-        """Elements until all arrays are at multiples of 16 bytes: all, if they never are together."""
-        if bits & self._misaligned:
-            raise ArrayError(
-                f"{self._dtype} arrays on a GPU must be aligned to {self._misaligned + 1} bytes, got addresses "
-                f"{', '.join(hex(address) for address in (dst, *srcs))}; give copies"
-            )
-        ahead = -dst % VECTOR
-        if ahead % self._itemsize or any((src - dst) % VECTOR for src in srcs):
-            return count
-        return min(count, ahead // self._itemsize)
-
-    def _compile(self, n: int) -> Callable[..., None]:
+    def prepare(self, n: int) -> Callable[..., None]:
+        """The kernel for n sources, compiled; raises what `launch` would."""
         if not 0 < n <= MOST_SOURCES:
             raise UsageError(f"a reduction on a GPU takes 1 to {MOST_SOURCES} arrays, got {n}")
         op = self._op

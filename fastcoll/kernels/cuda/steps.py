@@ -30,15 +30,9 @@ from llvmlite import ir
 from numba import types
 
 from ...core.signature import UNEVEN
+from ..elements import WORD
 from . import page as at
-from .kernel import SIMULATED, Kernel, cuda, device
-
-# Numba takes numbers from globals, and not from modules among them.
-_DEAD, _SIZE, _RANK, _CONTROL, _PEERS = at.DEAD, at.SIZE, at.RANK, at.CONTROL, at.PEERS
-_LINES, _LINE, _RANK_BYTES, _STEP, _STEP_BITS = at.LINES, at.LINE, at.RANK_BYTES, at.STEP, at.STEP_BITS
-_SEQUENCE, _CALL, _SHAPE, _BALANCE, _LINE_WORDS = at.SEQUENCE, at.CALL, at.SHAPE, at.BALANCE, at.LINE_WORDS
-_STOP, _STOPPED, _WHY, _ARRIVED, _SAID = at.STOP, at.STOPPED, at.WHY, at.ARRIVED, at.SAID
-_BALANCE_MASK, _GAVE_UP, _MISMATCH = at.BALANCE_MASK, at.GAVE_UP, at.MISMATCH
+from .kernel import SIMULATED, Kernel, cuda, device, instruction
 
 POISON = 1 << 62
 """More than any word says; the host writes it where nobody shall wait any more."""
@@ -63,44 +57,28 @@ if SIMULATED:
         time.sleep(5e-5)
 
 else:
-    from numba.cuda.extending import intrinsic
+    _LOAD = ir.FunctionType(WORD, [WORD])
+    _STORE = ir.FunctionType(ir.VoidType(), [WORD, WORD])
 
-    _WORD = ir.IntType(64)
+    @instruction(types.int64)
+    def load_acquire(builder, address):
+        return builder.asm(_LOAD, "ld.acquire.sys.u64 $0, [$1];", "=l,l,~{memory}", [address], True)
 
-    def _load(how: str) -> Any:
-        @intrinsic
-        def load(typing_context, address):
-            def emit(context, builder, signature, args):
-                kind = ir.FunctionType(_WORD, [_WORD])
-                return builder.asm(kind, f"ld.{how}.sys.u64 $0, [$1];", "=l,l,~{memory}", args, True)
+    @instruction(types.int64)
+    def load_relaxed(builder, address):
+        return builder.asm(_LOAD, "ld.relaxed.sys.u64 $0, [$1];", "=l,l,~{memory}", [address], True)
 
-            return types.int64(types.int64), emit
+    @instruction(types.void)
+    def store_release(builder, address, value):
+        builder.asm(_STORE, "st.release.sys.u64 [$0], $1;", "l,l,~{memory}", [address, value], True)
 
-        return load
+    @instruction(types.void)
+    def store_relaxed(builder, address, value):
+        builder.asm(_STORE, "st.relaxed.sys.u64 [$0], $1;", "l,l,~{memory}", [address, value], True)
 
-    def _store(how: str) -> Any:
-        @intrinsic
-        def store(typing_context, address, value):
-            def emit(context, builder, signature, args):
-                kind = ir.FunctionType(ir.VoidType(), [_WORD, _WORD])
-                builder.asm(kind, f"st.{how}.sys.u64 [$0], $1;", "l,l,~{memory}", args, True)
-                return context.get_dummy_value()
-
-            return types.void(types.int64, types.int64), emit
-
-        return store
-
-    load_acquire, store_release = _load("acquire"), _store("release")
-    load_relaxed, store_relaxed = _load("relaxed"), _store("relaxed")
-
-    @intrinsic
-    def nap(typing_context):
-        def emit(context, builder, signature, args):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.asm(kind, f"nanosleep.u32 {_NAP_NANOSECONDS};", "", [], True)
-            return context.get_dummy_value()
-
-        return types.void(), emit
+    @instruction(types.void)
+    def nap(builder):
+        builder.asm(ir.FunctionType(ir.VoidType(), []), f"nanosleep.u32 {_NAP_NANOSECONDS};", "", [], True)
 
 
 @device
@@ -119,68 +97,68 @@ def wait_for(address, want, stop):
 
 @device
 def _line(page, rank, number):
-    return page + _LINES + _RANK_BYTES * rank + _LINE * (number % 2)
+    return page + at.LINES + at.RANK_BYTES * rank + at.LINE * (number % 2)
 
 
 @device
 def _mine_at(page, peer):
     """Where this rank's words lie in a peer's page."""
-    return load_relaxed(page + _PEERS + 8 * peer) + _LINES + _RANK_BYTES * load_relaxed(page + _RANK)
+    return load_relaxed(page + at.PEERS + 8 * peer) + at.LINES + at.RANK_BYTES * load_relaxed(page + at.RANK)
 
 
 @device
 def _tell_line(page, peer, number, call, shape, balance):
-    line = _mine_at(page, peer) + _LINE * (number % 2)
-    store_relaxed(line + _CALL, call)
-    store_relaxed(line + _SHAPE, shape)
-    store_relaxed(line + _BALANCE, balance)
-    store_release(line + _SEQUENCE, number)
+    line = _mine_at(page, peer) + at.LINE * (number % 2)
+    store_relaxed(line + at.CALL, call)
+    store_relaxed(line + at.SHAPE, shape)
+    store_relaxed(line + at.BALANCE, balance)
+    store_release(line + at.SEQUENCE, number)
 
 
 @device
 def _wait(page, word, want):
     """Wait for a word that a peer writes into this page; False: in vain."""
-    if wait_for(word, want, load_relaxed(page + _CONTROL) + _STOP):
+    if wait_for(word, want, load_relaxed(page + at.CONTROL) + at.STOP):
         return True
-    store_relaxed(page + _DEAD, 1)
+    store_relaxed(page + at.DEAD, 1)
     return False
 
 
 @device
 def _tell_host(page, number, why):
-    control = load_relaxed(page + _CONTROL)
-    store_relaxed(control + _WHY, why)
-    store_release(control + _STOPPED, number)
+    control = load_relaxed(page + at.CONTROL)
+    store_relaxed(control + at.WHY, why)
+    store_release(control + at.STOPPED, number)
 
 
 @device
 def _agree(page, number, call, shape):
     """Whether all ranks' lines of a call match."""
     same, balance = True, 0
-    for peer in range(load_relaxed(page + _SIZE)):
+    for peer in range(load_relaxed(page + at.SIZE)):
         line = _line(page, peer, number)
-        same = same and load_relaxed(line + _CALL) == call
-        same = same and (load_relaxed(line + _SHAPE) == shape or call & UNEVEN != 0)
-        balance += load_relaxed(line + _BALANCE)
-    return same and balance & _BALANCE_MASK == 0
+        same = same and load_relaxed(line + at.CALL) == call
+        same = same and (load_relaxed(line + at.SHAPE) == shape or call & UNEVEN != 0)
+        balance += load_relaxed(line + at.BALANCE)
+    return same and balance & at.BALANCE_MASK == 0
 
 
 @device
 def _mismatch(page, number):
     """Say nothing any more, and tell the host what every rank called."""
-    store_relaxed(page + _DEAD, 1)
-    said = load_relaxed(page + _CONTROL) + _SAID
-    for peer in range(load_relaxed(page + _SIZE)):
+    store_relaxed(page + at.DEAD, 1)
+    said = load_relaxed(page + at.CONTROL) + at.SAID
+    for peer in range(load_relaxed(page + at.SIZE)):
         line = _line(page, peer, number)
-        for word in range(_LINE_WORDS):
-            store_relaxed(said + 8 * (_LINE_WORDS * peer + word), load_relaxed(line + 8 * word))
-    _tell_host(page, number, _MISMATCH)
+        for word in range(at.LINE_WORDS):
+            store_relaxed(said + 8 * (at.LINE_WORDS * peer + word), load_relaxed(line + 8 * word))
+    _tell_host(page, number, at.MISMATCH)
 
 
 def meet(page, number, call, shape, balance):
     """Begin a call."""
-    thread, size = cuda.threadIdx.x, load_relaxed(page + _SIZE)
-    dead = load_relaxed(page + _DEAD)
+    thread, size = cuda.threadIdx.x, load_relaxed(page + at.SIZE)
+    dead = load_relaxed(page + at.DEAD)
     cuda.syncthreads()  # every thread has read DEAD before one writes it
     peer = thread
     while dead == 0 and peer < size:
@@ -188,20 +166,20 @@ def meet(page, number, call, shape, balance):
         peer += cuda.blockDim.x
     peer = thread
     while dead == 0 and peer < size:
-        if _wait(page, _line(page, peer, number) + _SEQUENCE, number):
-            store_relaxed(load_relaxed(page + _CONTROL) + _ARRIVED + 8 * peer, number)
+        if _wait(page, _line(page, peer, number) + at.SEQUENCE, number):
+            store_relaxed(load_relaxed(page + at.CONTROL) + at.ARRIVED + 8 * peer, number)
         peer += cuda.blockDim.x
     cuda.syncthreads()
     if dead == 0 and thread == 0:
-        if load_relaxed(page + _DEAD) != 0:
-            _tell_host(page, number, _GAVE_UP)
+        if load_relaxed(page + at.DEAD) != 0:
+            _tell_host(page, number, at.GAVE_UP)
         elif not _agree(page, number, call, shape):
             _mismatch(page, number)
 
 
 def announce(page, number, call, shape, balance):
     """Say what the call is, which `meet` repeats."""
-    dead, size = load_relaxed(page + _DEAD), load_relaxed(page + _SIZE)
+    dead, size = load_relaxed(page + at.DEAD), load_relaxed(page + at.SIZE)
     peer = cuda.threadIdx.x
     while dead == 0 and peer < size:
         _tell_line(page, peer, number, call, shape, balance)
@@ -210,25 +188,25 @@ def announce(page, number, call, shape, balance):
 
 def step(page, word):
     """Go on to the next step of a call."""
-    thread, size = cuda.threadIdx.x, load_relaxed(page + _SIZE)
-    dead = load_relaxed(page + _DEAD)
+    thread, size = cuda.threadIdx.x, load_relaxed(page + at.SIZE)
+    dead = load_relaxed(page + at.DEAD)
     cuda.syncthreads()
     peer = thread
     while dead == 0 and peer < size:
-        store_release(_mine_at(page, peer) + _STEP, word)
+        store_release(_mine_at(page, peer) + at.STEP, word)
         peer += cuda.blockDim.x
     peer = thread
     while dead == 0 and peer < size:
-        _wait(page, page + _LINES + _RANK_BYTES * peer + _STEP, word)
+        _wait(page, page + at.LINES + at.RANK_BYTES * peer + at.STEP, word)
         peer += cuda.blockDim.x
     cuda.syncthreads()
-    if dead == 0 and thread == 0 and load_relaxed(page + _DEAD) != 0:
-        _tell_host(page, word >> _STEP_BITS, _GAVE_UP)
+    if dead == 0 and thread == 0 and load_relaxed(page + at.DEAD) != 0:
+        _tell_host(page, word >> at.STEP_BITS, at.GAVE_UP)
 
 
 def say(page, offset, value):
     """Write a word of this rank's in every rank's page."""
-    dead, size = load_relaxed(page + _DEAD), load_relaxed(page + _SIZE)
+    dead, size = load_relaxed(page + at.DEAD), load_relaxed(page + at.SIZE)
     peer = cuda.threadIdx.x
     while dead == 0 and peer < size:
         store_release(_mine_at(page, peer) + offset, value)

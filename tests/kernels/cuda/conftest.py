@@ -18,7 +18,7 @@ GUARD = 64
 
 
 class Placed:
-    """A copy of an array in device memory, some bytes after a multiple of 16; it has the array interface."""
+    """A copy of an array in device memory, some bytes after a multiple of 16."""
 
     def __init__(self, array: Array, shift: int = 0, extent: int | None = None) -> None:
         from fastcoll.kernels.cuda.kernel import SIMULATED, cuda
@@ -49,12 +49,6 @@ class Placed:
         assert (host[-GUARD:] == 0xA5).all(), "written after the array"
         return host[self._start : end].copy().view(self._like.dtype).reshape(self._like.shape)
 
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        like = self._like
-        typestr = like.dtype.str if like.dtype.isbuiltin == 1 else f"|V{like.dtype.itemsize}"
-        return {"version": 3, "shape": like.shape, "typestr": typestr, "data": (self.address, False)}
-
 
 @pytest.fixture(scope="session")
 def device() -> type[Placed]:
@@ -83,7 +77,8 @@ def cuda_reduce(device: type[Placed]) -> Callable[..., Array]:
         *places, last = shifts or [0] * (len(sources) + 1)
         placed = [device(x, shift) for x, shift in zip(sources, places, strict=True)]
         result = device(np.full_like(sources[0], 1), last) if into is None else placed[into]
-        cuda_reducer(op, sources[0].dtype).launch(result, placed, sources[0].size)
+        addresses = [there.address for there in placed]
+        cuda_reducer(op, sources[0].dtype).launch(result.address, addresses, sources[0].size)
         for index, (there, source) in enumerate(zip(placed, sources, strict=True)):
             assert there is result or there.get().tobytes() == source.tobytes(), (
                 f"source {index} was written to"
