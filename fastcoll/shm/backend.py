@@ -33,7 +33,7 @@ from ..p2p.transfers import kind_of
 from ..rendezvous import Store
 from . import context_layout as words
 from . import movement, reductions, ring_kernels, rounds, symmetric
-from .context import Context, Report, What, kept, patience
+from .context import HANDED_OVER, Context, Report, What, changed, kept, patience
 from .fast import Fast
 from .head_start import HeadStart, refuses
 from .lanes import Lanes
@@ -142,7 +142,7 @@ class ShmBackend(Backend):
             self.context.let_go()
             raise difference
         if begun and code == LATER:
-            raise AbortedError(f"{self._report.doing(entry.name)}: an array was changed meanwhile")
+            raise changed(self._report.doing(entry.name))
         return code == DONE
 
     def _from_all(self, own: Array) -> Array:
@@ -152,23 +152,23 @@ class ShmBackend(Backend):
         self.resume(code, movement.all_gather, everybody, own, tags=rounds.HELD)
         return everybody
 
-    def torn(self, entry: Entry, error: BaseException, *integers: Any) -> bool:
-        """What follows an entry's call that was left by an exception; whether that is to be raised.
+    def torn(self, entry: Entry, error: BaseException, *integers: Any) -> None:
+        """An entry's call was left by an exception, which goes on; where the call was half-way, the group fails.
 
-        It is not where the entry refused one of the integers, since the general path then says what is wrong. Where the
-        call was half-way, the group fails.
+        Where the entry refused one of the integers it does not, since the general path then says what is wrong.
         """
         if not self.context.is_mine():
-            return not refuses(error, integers)
-        if not isinstance(error, GroupError):
-            here = self.monitor.name(self.gate.rank)
-            error = AbortedError(
-                f"{here} was interrupted by {type(error).__name__} in {self._report.doing(entry.name)}"
-            )
-        self.fail(error)
+            if refuses(error, integers):
+                return
+            raise error
+        if isinstance(error, GroupError):
+            self.fail(error)
+        else:
+            said = f"was interrupted by {type(error).__name__} in {self._report.doing(entry.name)}"
+            self.fail(AbortedError(f"{self.monitor.name(self.gate.rank)} {said}"))
         self._lanes.settle()
         self.context.let_go()
-        return True
+        raise error
 
     def stop(self) -> None:
         self.context.words[words.SHUT] = 1  # leave the synchronous path from now on
@@ -184,10 +184,9 @@ class ShmBackend(Backend):
         pieces: int = 1,
         parts: Sequence[int] = (),
     ) -> What:
-        """The description of a call, made at its first use.
+        """The description of a call, made at its first use; `op`: of a reducing one.
 
         Args:
-            op: for a reducing call.
             pieces: how many pieces, of at least one element each, must fit into a slot of a reducing call.
             parts: sizes of the arrays of a coalesced call; its description is not kept.
         """
@@ -223,7 +222,6 @@ class ShmBackend(Backend):
                     self.gate.check_usable()
             except BaseException as error:
                 self.torn(entry, error)
-                raise
 
         return call
 
@@ -255,7 +253,7 @@ class ShmBackend(Backend):
 
     def close(self, reason: GroupError | None) -> None:
         self.context.words[words.SHUT] = 1
-        self.context.take_back()
+        self.context.let_go(HANDED_OVER)
         # A signal handler that closes the group whose call it interrupted would wait for itself; one that interrupted a
         # message would have it go on in memory that is gone. Closed messages keep their pipe, so look before.
         inside = self.gate.is_inside() or self.messages.has_turn()

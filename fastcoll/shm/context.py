@@ -33,8 +33,7 @@ BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals,
 _DEDICATED = (2000, 200)
 _OVERSUBSCRIBED = (0, 1000)
 
-_BUDGET = at.PATIENCE + waiting.BUDGET
-_HANDED_OVER = -1  # in BUSY, no thread's number: the progress thread will go on with the call
+HANDED_OVER = -1  # in BUSY, no thread's number: the progress thread will go on with the call
 
 
 def patience(ranks: int, cores: int) -> tuple[int, int]:
@@ -55,6 +54,11 @@ class What:
         self.itemsize = itemsize
 
 
+def changed(name: str) -> AbortedError:
+    """The error of a call whose array another thread has changed in the middle of it."""
+    return AbortedError(f"{name}: an array was changed meanwhile")
+
+
 def kept(name: str, args: tuple[Any, ...], itemsize: int) -> tuple[Any, ...]:
     """Arguments that no other thread can change: the arrays' bytes are as many as the call's description says."""
 
@@ -65,7 +69,7 @@ def kept(name: str, args: tuple[Any, ...], itemsize: int) -> tuple[Any, ...]:
             return x
         view = x.view()
         if view.dtype.itemsize != itemsize:
-            raise AbortedError(f"{name}: an array was changed meanwhile")
+            raise changed(name)
         return view
 
     return tuple(map(keep, args))
@@ -84,7 +88,7 @@ class Context:
         words[at.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
         words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
         words[at.PATIENCE + waiting.SPINS], words[at.PATIENCE + waiting.YIELDS] = patience(layout.size, cores)
-        words[_BUDGET] = BUDGET
+        words[at.PATIENCE + waiting.BUDGET] = BUDGET
         self._kept: list[Any] = []
         self._memo_lock = threading.Lock()
 
@@ -100,35 +104,18 @@ class Context:
         """Let reductions of up to `limit` bytes go one-shot from now on; on all ranks between the same two calls."""
         self.words[at.ONE_SHOT] = limit
 
-    def wait_no_longer_than(self, nanoseconds: int) -> None:
+    def wait_no_longer_than(self, nanoseconds: int = BUDGET) -> None:
         """Have entries come back after so long a wait; another thread's call then does too, without harm."""
-        self.words[_BUDGET] = nanoseconds
-
-    def wait_as_usual(self) -> None:
-        """Undo `wait_no_longer_than`."""
-        self.words[_BUDGET] = BUDGET
-
-    def hand_over(self) -> None:
-        """This thread's call goes on on another one."""
-        self.words[at.BUSY] = _HANDED_OVER
-
-    def take_over(self) -> None:
-        """Go on with a call that was handed over."""
-        self.words[at.BUSY] = threading.get_ident()
-
-    def take_back(self) -> None:
-        """End a call that was handed over and that nobody will go on with, if there is one."""
-        if self[at.BUSY] == _HANDED_OVER:
-            self.words[at.BUSY] = 0
-
-    def let_go(self) -> None:
-        """End the call of this thread, if there is one."""
-        if self.is_mine():
-            self.words[at.BUSY] = 0
+        self.words[at.PATIENCE + waiting.BUDGET] = nanoseconds
 
     def is_mine(self) -> bool:
         """Whether a call of this very thread is under way."""
         return self[at.BUSY] == threading.get_ident()
+
+    def let_go(self, whose: int | None = None) -> None:
+        """End the call of this thread, or that which is HANDED_OVER and nobody will go on with, if there is one."""
+        if self[at.BUSY] == (threading.get_ident() if whose is None else whose):
+            self.words[at.BUSY] = 0
 
     def remember(self, operation: int, dtype: np.dtype[Any], op: Any, what: What) -> None:
         """Let entries find a description by themselves, unless the memo is full; None for `op`: a moving operation.

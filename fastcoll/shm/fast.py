@@ -22,21 +22,13 @@ from ..interop.arrays import adopt
 from ..interop.tensors import header_of, headers_for, plain_types
 from ..kernels.jit import Entry
 from ..p2p.pipe import ANY, ARMED
-from . import movement, reductions, ring_kernels
+from . import ring_kernels
 from .head_start import refuses
+from .movement import all_gather, all_to_all, broadcast, gather, scatter
+from .reductions import all_reduce, barrier, reduce, reduce_scatter
 
 if TYPE_CHECKING:
     from .backend import ShmBackend
-
-_all_reduce = reductions.all_reduce
-_reduce = reductions.reduce
-_reduce_scatter = reductions.reduce_scatter
-_barrier = reductions.barrier
-_broadcast = movement.broadcast
-_all_gather = movement.all_gather
-_gather = movement.gather
-_scatter = movement.scatter
-_all_to_all = movement.all_to_all
 
 _send = ring_kernels.send
 _receive = ring_kernels.receive
@@ -84,25 +76,23 @@ class Fast:
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         if not async_op:
             try:
-                code = _all_reduce.call(self._c, tensor, op)
-                if code == DONE or self._further(code, _all_reduce, tensor, op):
+                code = all_reduce.call(self._c, tensor, op)
+                if code == DONE or self._further(code, all_reduce, tensor, op):
                     return None
             except BaseException as error:
-                if self._torn(_all_reduce, error):
-                    raise
-        elif work := self._head_start.begin(_all_reduce, tensor, op):
+                self._torn(all_reduce, error)
+        elif work := self._head_start.begin(all_reduce, tensor, op):
             return work
         return ProcessGroup.all_reduce(self._group, tensor, op, async_op)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         if not async_op:
             try:
-                code = _reduce.call(self._c, tensor, tensor, op, root)
-                if code == DONE or self._further_on(code, _reduce, tensor, tensor, op, root):
+                code = reduce.call(self._c, tensor, tensor, op, root)
+                if code == DONE or self._further_on(code, reduce, tensor, tensor, op, root):
                     return None
             except BaseException as error:
-                if self._torn(_reduce, error, root):
-                    raise
+                self._torn(reduce, error, root)
         return ProcessGroup.reduce(self._group, tensor, root, op, async_op)
 
     def reduce_scatter(
@@ -111,12 +101,11 @@ class Fast:
         if not async_op and type(input_list) is list:
             blocks = tuple(input_list)
             try:
-                code = _reduce_scatter.call(self._c, output, blocks, op)
-                if code == DONE or self._further_on(code, _reduce_scatter, output, blocks, op):
+                code = reduce_scatter.call(self._c, output, blocks, op)
+                if code == DONE or self._further_on(code, reduce_scatter, output, blocks, op):
                     return None
             except BaseException as error:
-                if self._torn(_reduce_scatter, error):
-                    raise
+                self._torn(reduce_scatter, error)
         return ProcessGroup.reduce_scatter(self._group, output, input_list, op, async_op)
 
     def reduce_scatter_single(
@@ -124,28 +113,24 @@ class Fast:
     ) -> Work | None:
         if not async_op and type(input) is not tuple:
             try:
-                code = _reduce_scatter.call(self._c, output, input, op)
-                if code == DONE or self._further_on(code, _reduce_scatter, output, input, op):
+                code = reduce_scatter.call(self._c, output, input, op)
+                if code == DONE or self._further_on(code, reduce_scatter, output, input, op):
                     return None
             except BaseException as error:
-                if self._torn(_reduce_scatter, error):
-                    raise
-        elif type(input) is not tuple and (
-            work := self._head_start.begin(_reduce_scatter, output, input, op)
-        ):
+                self._torn(reduce_scatter, error)
+        elif type(input) is not tuple and (work := self._head_start.begin(reduce_scatter, output, input, op)):
             return work
         return ProcessGroup.reduce_scatter_single(self._group, output, input, op, async_op)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         if not async_op:
             try:
-                code = _broadcast.call(self._c, tensor, root)
-                if code == DONE or self._further(code, _broadcast, tensor, root):
+                code = broadcast.call(self._c, tensor, root)
+                if code == DONE or self._further(code, broadcast, tensor, root):
                     return None
             except BaseException as error:
-                if self._torn(_broadcast, error, root):
-                    raise
-        elif work := self._head_start.begin(_broadcast, tensor, root, integers=(root,)):
+                self._torn(broadcast, error, root)
+        elif work := self._head_start.begin(broadcast, tensor, root, integers=(root,)):
             return work
         return ProcessGroup.broadcast(self._group, tensor, root, async_op)
 
@@ -153,24 +138,22 @@ class Fast:
         if not async_op and type(output_list) is list:
             outs = tuple(output_list)
             try:
-                code = _all_gather.call(self._c, outs, tensor)
-                if code == DONE or self._further_on(code, _all_gather, outs, tensor):
+                code = all_gather.call(self._c, outs, tensor)
+                if code == DONE or self._further_on(code, all_gather, outs, tensor):
                     return None
             except BaseException as error:
-                if self._torn(_all_gather, error):
-                    raise
+                self._torn(all_gather, error)
         return ProcessGroup.all_gather(self._group, output_list, tensor, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         if not async_op and type(output) is not tuple:
             try:
-                code = _all_gather.call(self._c, output, input)
-                if code == DONE or self._further_on(code, _all_gather, output, input):
+                code = all_gather.call(self._c, output, input)
+                if code == DONE or self._further_on(code, all_gather, output, input):
                     return None
             except BaseException as error:
-                if self._torn(_all_gather, error):
-                    raise
-        elif type(output) is not tuple and (work := self._head_start.begin(_all_gather, output, input)):
+                self._torn(all_gather, error)
+        elif type(output) is not tuple and (work := self._head_start.begin(all_gather, output, input)):
             return work
         return ProcessGroup.all_gather_single(self._group, output, input, async_op)
 
@@ -180,12 +163,11 @@ class Fast:
         if not async_op and (output_list is None or type(output_list) is list):
             outs = None if output_list is None else tuple(output_list)
             try:
-                code = _gather.call(self._c, outs, tensor, root)
-                if code == DONE or self._further_on(code, _gather, outs, tensor, root):
+                code = gather.call(self._c, outs, tensor, root)
+                if code == DONE or self._further_on(code, gather, outs, tensor, root):
                     return None
             except BaseException as error:
-                if self._torn(_gather, error, root):
-                    raise
+                self._torn(gather, error, root)
         return ProcessGroup.gather(self._group, tensor, output_list, root, async_op)
 
     def scatter(
@@ -194,12 +176,11 @@ class Fast:
         if not async_op and (input_list is None or type(input_list) is list):
             blocks = None if input_list is None else tuple(input_list)
             try:
-                code = _scatter.call(self._c, tensor, blocks, root)
-                if code == DONE or self._further_on(code, _scatter, tensor, blocks, root):
+                code = scatter.call(self._c, tensor, blocks, root)
+                if code == DONE or self._further_on(code, scatter, tensor, blocks, root):
                     return None
             except BaseException as error:
-                if self._torn(_scatter, error, root):
-                    raise
+                self._torn(scatter, error, root)
         return ProcessGroup.scatter(self._group, tensor, input_list, root, async_op)
 
     def all_to_all(
@@ -208,12 +189,11 @@ class Fast:
         if not async_op and type(output_list) is list and type(input_list) is list and input_list:
             outs, blocks = tuple(output_list), tuple(input_list)
             try:
-                code = _all_to_all.call(self._c, outs, blocks, blocks[0])
-                if code == DONE or self._further_on(code, _all_to_all, outs, blocks, blocks[0]):
+                code = all_to_all.call(self._c, outs, blocks, blocks[0])
+                if code == DONE or self._further_on(code, all_to_all, outs, blocks, blocks[0]):
                     return None
             except BaseException as error:
-                if self._torn(_all_to_all, error):
-                    raise
+                self._torn(all_to_all, error)
         return ProcessGroup.all_to_all(self._group, output_list, input_list, async_op)
 
     def all_to_all_single(
@@ -227,24 +207,22 @@ class Fast:
         even = output_split_sizes is None and input_split_sizes is None
         if even and not async_op and type(output) is not tuple:
             try:
-                code = _all_to_all.call(self._c, output, input, input)
-                if code == DONE or self._further_on(code, _all_to_all, output, input, input):
+                code = all_to_all.call(self._c, output, input, input)
+                if code == DONE or self._further_on(code, all_to_all, output, input, input):
                     return None
             except BaseException as error:
-                if self._torn(_all_to_all, error):
-                    raise
+                self._torn(all_to_all, error)
         splits = output_split_sizes, input_split_sizes
         return ProcessGroup.all_to_all_single(self._group, output, input, *splits, async_op)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
         if not async_op and timeout is None:
             try:
-                code = _barrier.call(self._c, BARRIER)
-                if code == DONE or self._resume(code, _barrier, BARRIER):
+                code = barrier.call(self._c, BARRIER)
+                if code == DONE or self._resume(code, barrier, BARRIER):
                     return None
             except BaseException as error:
-                if self._torn(_barrier, error):
-                    raise
+                self._torn(barrier, error)
         return ProcessGroup.barrier(self._group, async_op, timeout)
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:

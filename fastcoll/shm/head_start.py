@@ -28,7 +28,7 @@ from ..errors import AbortedError
 from ..interop.tensors import headers_for, plain_types
 from ..kernels.jit import Entry
 from . import context_layout as words
-from .context import Context
+from .context import HANDED_OVER, Context, changed
 from .rounds import RESUMED
 
 # Nanoseconds that one wait of a head start may take. With a core for each rank, that core idles meanwhile: as long as
@@ -88,7 +88,7 @@ class HeadStart:
     """
 
     def __init__(
-        self, gate: Gate, context: Context, resume: Callable[..., bool], torn: Callable[..., bool], share: int
+        self, gate: Gate, context: Context, resume: Callable[..., bool], torn: Callable[..., None], share: int
     ) -> None:
         self._gate = gate
         self._context = context
@@ -130,13 +130,12 @@ class HeadStart:
             if step == HAND_OVER:
                 return self._gate.unheard.note(self._hand_over(code, entry, args, given))
             if step == BROKEN:
-                raise self._changed(entry)
+                raise changed(entry.name)
         except BaseException as error:
-            if self._torn(entry, error, *integers):
-                raise
+            self._torn(entry, error, *integers)
             return None
         finally:
-            self._context.wait_as_usual()
+            self._context.wait_no_longer_than()
         return _COMPLETE if step == FINISHED else None
 
     def _hand_over(self, code: int, entry: Entry, args: tuple[Any, ...], given: tuple[Any, ...]) -> Work:
@@ -159,7 +158,7 @@ class HeadStart:
                 if goes_aside(self._gate.queue.pending):
                     aside = ProgressQueue(f"{self._gate.name}-aside")
                 work = (aside or self._gate.queue).submit(entry.name, job)
-                self._context.hand_over()
+                self._context.words[words.BUSY] = HANDED_OVER
         finally:
             self._handing.discard(thread)
         return work
@@ -169,7 +168,7 @@ class HeadStart:
         with self._gate.queue.changed:
             taken = may_take_over(self._context[words.BUSY], self._gate.closed)
             if taken:
-                self._context.take_over()
+                self._context.words[words.BUSY] = threading.get_ident()
         if not taken:
             self._gate.check_usable()
             raise AbortedError(f"{entry.name} was interrupted on the thread that began it")
@@ -177,10 +176,6 @@ class HeadStart:
             if code == AGAIN:
                 code = entry.call(self._c | RESUMED, *args)
             if code != DONE and not self._resume_entry(code, entry, *args):
-                raise self._changed(entry)
+                raise changed(entry.name)
         except BaseException as error:
             self._torn(entry, error)
-            raise
-
-    def _changed(self, entry: Entry) -> AbortedError:
-        return AbortedError(f"{entry.name}: an array was changed meanwhile")

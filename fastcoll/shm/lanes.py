@@ -34,7 +34,7 @@ from . import context_layout as at
 from . import rounds as r
 from . import validate as v
 from .autotune import take_way
-from .context import Context, kept
+from .context import Context, changed, kept
 from .layout import LANE_CONTROL, LANES, SLOTS
 from .segment import Segment
 
@@ -172,7 +172,7 @@ def drive(entry: Entry, context: Context, args: tuple[Any, ...], look: Look) -> 
         look(code, context)
         code = entry.call(context.address | r.PREPARED | r.RESUMED, *args)
     if code != DONE:
-        raise AbortedError(f"{entry.name}: an array was changed meanwhile")
+        raise changed(entry.name)
 
 
 class _Helper:

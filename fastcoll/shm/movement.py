@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..kernels.jit import inlined, kernel, locked_entry
-from ..kernels.primitives import balance, load_word
+from ..kernels.primitives import balance, load_word, store_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from . import context_layout as at
 from . import layout
@@ -29,9 +29,9 @@ _ALL_TO_ALL = signature.code_of("all_to_all")
 def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     """Copy the array of rank src into everybody's."""
     h = integer(handle)
-    if not r.take(h):
+    c = r.take(h)
+    if c == 0:
         return LATER
-    c = r.context_of(h)
     x, root = object_at(tensor), integer(src)
     what = v.description(c, h, _BROADCAST, x, 0)
     here = load_word(c, at.RANK) == root
@@ -48,7 +48,6 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
 @kernel
 def _broadcast(c, x, nbytes, call, root):
     rank = load_word(c, at.RANK)
-    inline = r.fits_inline(nbytes)
     chunk = load_word(c, at.SLOT)
     total = r.rounds_of(nbytes, chunk)
     while True:
@@ -58,7 +57,7 @@ def _broadcast(c, x, nbytes, call, root):
                     return AGAIN
                 step = load_word(c, at.WROTE)
                 left = nbytes - step * chunk
-                stage(r.ways_at(c), r.place_of(c, root, step, inline), x + step * chunk, left, chunk)
+                stage(r.ways_at(c), r.place_of(c, root, step, nbytes), x + step * chunk, left, chunk)
             r.publish(c, call, nbytes, 0)
             continue
         waited = r.meet(c, call, nbytes, 0)
@@ -69,7 +68,7 @@ def _broadcast(c, x, nbytes, call, root):
             if r.await_peer(c, root, step) != DONE:
                 return AGAIN
             start = step * chunk
-            place = r.place_of(c, root, step, inline)
+            place = r.place_of(c, root, step, nbytes)
             hand_out(r.ways_at(c), x + start, place, min(chunk, nbytes - start))
         if r.close_round(c, total):
             return r.finish(c)
@@ -81,9 +80,9 @@ def _broadcast(c, x, nbytes, call, root):
 def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
     """Copy every rank's array into block r of everybody's `outputs`: a tuple of arrays, or one in equal parts."""
     h = integer(handle)
-    if not r.take(h):
+    c = r.take(h)
+    if c == 0:
         return LATER
-    c = r.context_of(h)
     x = object_at(tensor)
     what = v.description(c, h, _ALL_GATHER, x, 0)
     if what == 0 or not v.is_plain(c, h, x, 0):
@@ -95,12 +94,7 @@ def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
     if not _own_fits(c) or not v.are_apart(c, h, v.data_of(x), nbytes, at.TAKES, True):
         return r.give_up(h)
     r.begin(h, _ALL_GATHER, nbytes * load_word(c, at.SIZE), 0)
-    if is_divided(r.ways_at(c)):
-        return take_gil(release_gil(), divide(c, what, load_word(what, v.CALL), nbytes, _balance_of(c)))
-    start, nbytes = part_of(c, what, nbytes)
-    narrow(c, at.GIVES, what)
-    narrow(c, at.TAKES, what)
-    return take_gil(release_gil(), _all_gather(c, v.data_of(x) + start, nbytes, load_word(what, v.CALL)))
+    return take_gil(release_gil(), _exchange(c, what, 0, 0))
 
 
 @inlined
@@ -116,62 +110,23 @@ def _own_fits(c):
     return load_word(r.table(c, at.GIVES + 1), rank) == load_word(r.table(c, at.TAKES + 1), rank)
 
 
-@kernel
-def _all_gather(c, x, nbytes, call):
-    rank = load_word(c, at.RANK)
-    size = load_word(c, at.SIZE)
-    chunk = load_word(c, at.SLOT)
-    outs, sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
-    balance = _balance_of(c)
-    total = r.rounds_of(v.largest_of(c, at.TAKES), chunk)
-    while True:
-        if r.may_write(c, total):
-            if r.open_slot(c) != DONE:
-                return AGAIN
-            step = load_word(c, at.WROTE)
-            left = nbytes - step * chunk
-            place = r.place_of(c, rank, step, r.fits_inline(nbytes))
-            stage(r.ways_at(c), place, x + step * chunk, left, chunk)
-            r.publish(c, call, nbytes, balance)
-            continue
-        waited = r.meet(c, call, nbytes, balance)
-        if waited != DONE:
-            return waited
-        step = load_word(c, at.READ)
-        start = step * chunk
-        for turn in range(size):
-            peer = (rank + turn) % size
-            part = min(chunk, load_word(sizes, peer) - start)
-            if part <= 0:
-                continue
-            out = load_word(outs, peer) + start
-            if peer == rank:
-                hand_out(r.ways_at(c), out, x + start, part)
-                continue
-            if r.await_peer(c, peer, step) != DONE:
-                return AGAIN
-            place = r.place_of(c, peer, step, r.fits_inline(load_word(sizes, peer)))
-            hand_out(r.ways_at(c), out, place, part)
-        if r.close_round(c, total):
-            return r.finish(c)
-        if r.time_is_up(c):
-            return WORKED
-
-
 @inlined
-def _list_rooted(h, operation, x, holder, root, one, many):
+def _list_rooted(c, h, operation, x, holder, root, one, many):
     """Fill the tables of a call of one rank with all: `one` with x, for or from the root, and there `many` with blocks.
 
     The description of the call; 0: ask Python.
     """
-    c = r.context_of(h)
     here = load_word(c, at.RANK) == root
     what = v.description(c, h, operation, x, 0)
     flags = WRITEABLE if one == at.TAKES else 0
-    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, flags) or here == v.has_none(c, holder):
+    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, flags):
+        return 0
+    if here == (holder == load_word(c, at.NONE)):
         return 0
     data, nbytes = v.data_of(x), v.nbytes_of(x, what)
-    v.list_one(c, one, root, data, nbytes)
+    v.list_none(c, one)
+    store_word(r.table(c, one), root, data)
+    store_word(r.table(c, one + 1), root, nbytes)
     if not here:
         v.list_none(c, many)
         return what
@@ -184,37 +139,37 @@ def _list_rooted(h, operation, x, holder, root, one, many):
 def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> int:
     """Copy rank r's array into block r of rank dst's `outputs`, which are None elsewhere."""
     h = integer(handle)
-    if not r.take(h):
+    c, root = r.take(h), integer(dst)
+    if c == 0:
         return LATER
-    c, root = r.context_of(h), integer(dst)
-    what = _list_rooted(h, _GATHER, object_at(tensor), object_at(outputs), root, at.GIVES, at.TAKES)
+    what = _list_rooted(c, h, _GATHER, object_at(tensor), object_at(outputs), root, at.GIVES, at.TAKES)
     if what == 0:
         return r.give_up(h)
     r.begin(h, _GATHER, _largest(c) * load_word(c, at.SIZE), 0)
-    return take_gil(release_gil(), _exchange_or_divide(c, what, 1, root))
+    return take_gil(release_gil(), _exchange(c, what, 1, root))
 
 
 @locked_entry
 def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> int:
     """Copy block r of rank src's `blocks`, which are None elsewhere, into rank r's `output`."""
     h = integer(handle)
-    if not r.take(h):
+    c, root = r.take(h), integer(src)
+    if c == 0:
         return LATER
-    c, root = r.context_of(h), integer(src)
-    what = _list_rooted(h, _SCATTER, object_at(output), object_at(blocks), root, at.TAKES, at.GIVES)
+    what = _list_rooted(c, h, _SCATTER, object_at(output), object_at(blocks), root, at.TAKES, at.GIVES)
     if what == 0:
         return r.give_up(h)
     r.begin(h, _SCATTER, _largest(c) * load_word(c, at.SIZE), 0)
-    return take_gil(release_gil(), _exchange_or_divide(c, what, load_word(c, at.SIZE) - 1, root))
+    return take_gil(release_gil(), _exchange(c, what, load_word(c, at.SIZE) - 1, root))
 
 
 @locked_entry
 def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObject) -> int:
     """Copy block p of every rank's `blocks` into block r of rank p's `outputs`; `like` is one of the arrays."""
     h = integer(handle)
-    if not r.take(h):
+    c = r.take(h)
+    if c == 0:
         return LATER
-    c = r.context_of(h)
     x = object_at(like)
     what = v.description(c, h, _ALL_TO_ALL, x, 0)
     if what == 0 or not v.list_blocks(c, h, at.GIVES, object_at(blocks), x, what, 0):
@@ -226,7 +181,7 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
         if not v.are_apart(c, h, given, nbytes, at.TAKES, False):
             return r.give_up(h)
     r.begin(h, _ALL_TO_ALL, _largest(c) * load_word(c, at.SIZE), 0)
-    return take_gil(release_gil(), _exchange_or_divide(c, what, load_word(c, at.SIZE) - 1, 0))
+    return take_gil(release_gil(), _exchange(c, what, load_word(c, at.SIZE) - 1, 0))
 
 
 @inlined
@@ -239,38 +194,37 @@ def _largest(c):
 def _piece_of(c, src, dst, step, nbytes, spread, piece):
     """Where in src's slot, or in its call line if it fits, the piece for rank dst lies."""
     place = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
-    room = layout.INLINE // spread & -8
-    inline = nbytes <= room
-    return r.place_of(c, src, step, inline) + place * (room if inline else piece)
+    room = layout.INLINE // max(1, spread) & -8
+    return r.place_of(c, src, step, nbytes, room) + place * (room if nbytes <= room else piece)
 
 
 @inlined
-def _exchange_or_divide(c, what, spread, root):
+def _exchange(c, what, spread, root):
+    """Copy what the tables give to what the tables take, or divide that; all sizes are free.
+
+    `spread` pieces share a slot: 0 when a rank sends all the same, 1 when it sends to one rank only, else the number
+    of other ranks.
+    """
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
     if is_divided(r.ways_at(c)):
         return divide(c, what, call, _largest(c), _balance_of(c))
     narrow(c, at.GIVES, what)
     narrow(c, at.TAKES, what)
-    return _exchange(c, spread, call)
+    return _run_exchange(c, call, spread)
 
 
-@kernel
-def _exchange(c, spread, call):
-    """Copy what the tables give to what the tables take; all sizes are free.
-
-    `spread` pieces share a slot: 1 when a rank sends to one rank only, else the number of other ranks.
-    """
+@inlined
+def _run_exchange(c, call, spread):
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
-    spread = max(1, spread)
-    piece = load_word(c, at.SLOT) // spread & -64
+    piece = load_word(c, at.SLOT) // max(1, spread) & -64
     sends, send_sizes = r.table(c, at.GIVES), r.table(c, at.GIVES + 1)
     receives, receive_sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
     largest = _largest(c)
     balance = _balance_of(c)
+    # How many rounds there are, ranks learn at the meeting.
+    total = r.rounds_of(load_word(c, at.LARGEST) if load_word(c, at.MET) else largest, piece)
     while True:
-        # How many rounds there are, ranks learn at the meeting.
-        total = r.rounds_of(load_word(c, at.LARGEST) if load_word(c, at.MET) else largest, piece)
         if r.may_write(c, total):
             if r.open_slot(c) != DONE:
                 return AGAIN
@@ -281,12 +235,15 @@ def _exchange(c, spread, call):
                 if peer != rank and left > 0:
                     place = _piece_of(c, rank, peer, step, nbytes, spread, piece)
                     stage(r.ways_at(c), place, load_word(sends, peer) + step * piece, left, piece)
+                    if spread == 0:
+                        break
             r.publish(c, call, largest, balance)
             continue
         if load_word(c, at.MET) == 0:
             waited = r.meet(c, call, largest, balance)
             if waited != DONE:
                 return waited
+            total = r.rounds_of(load_word(c, at.LARGEST), piece)
             continue  # there may be more rounds than this rank knew of
         step = load_word(c, at.READ)
         start = step * piece

@@ -53,10 +53,10 @@ def _shape_of_blocks(c):
 def barrier(handle: Index, call: Index) -> int:
     """Wait for every rank."""
     h = integer(handle)
-    if not r.take(h):
+    c = r.take(h)
+    if c == 0:
         return LATER
     r.begin(h, 0, 0, 0)
-    c = r.context_of(h)
     if r.may_write(c, 1):
         r.publish(c, integer(call), 0, 0)
     waited = r.meet(c, integer(call), 0, 0)
@@ -70,7 +70,6 @@ def barrier(handle: Index, call: Index) -> int:
 def _one_shot(c, dst, src, nbytes, what, call, last):
     """Everybody publishes src; each reduces the ranks 0..last-1 into dst."""
     rank = load_word(c, at.RANK)
-    inline = r.fits_inline(nbytes)
     chunk = _whole(load_word(c, at.SLOT), load_word(what, v.ITEMSIZE))
     total = r.rounds_of(nbytes, chunk)
     while True:
@@ -79,7 +78,7 @@ def _one_shot(c, dst, src, nbytes, what, call, last):
                 return AGAIN
             step = load_word(c, at.WROTE)
             start = step * chunk
-            stage(r.ways_at(c), r.place_of(c, rank, step, inline), src + start, nbytes - start, chunk)
+            stage(r.ways_at(c), r.place_of(c, rank, step, nbytes), src + start, nbytes - start, chunk)
             r.publish(c, call, nbytes, 0)
             continue
         waited = r.meet(c, call, nbytes, 0)
@@ -91,7 +90,7 @@ def _one_shot(c, dst, src, nbytes, what, call, last):
             step = load_word(c, at.READ)
             start = step * chunk
             for peer in range(last):
-                place = src + start if peer == rank else r.place_of(c, peer, step, inline)
+                place = src + start if peer == rank else r.place_of(c, peer, step, nbytes)
                 store_word(r.table(c, at.SOURCES), peer, place)
             _reduce(c, what, dst + start, last, min(chunk, nbytes - start))
         if r.close_round(c, total):
@@ -144,45 +143,45 @@ def _two_shot(c, dst, src, nbytes, what, call, keep):
 
 
 @inlined
-def _reduce_arrays(c, dst, src, nbytes, what, call, keep):
-    """Divide the call, or do this lane's part of it; ranks with `keep` get the result."""
+def _reduce_arrays(c, dst, src, nbytes, what, call, last, of_all):
+    """Divide the call, or do this lane's part of it: the ranks 0..last-1 into dst; `of_all`: all of them, or none."""
     if is_divided(r.ways_at(c)):
         return divide(c, what, call, nbytes, 0)
     start, nbytes = part_of(c, what, nbytes)
-    size = load_word(c, at.SIZE)
-    if size > 2 and nbytes > load_word(c, at.ONE_SHOT):
-        return _two_shot(c, dst + start, src + start, nbytes, what, call, keep)
-    return _one_shot(c, dst + start, src + start, nbytes, what, call, size if keep else 0)
+    if of_all and load_word(c, at.SIZE) > 2 and nbytes > load_word(c, at.ONE_SHOT):
+        return _two_shot(c, dst + start, src + start, nbytes, what, call, last > 0)
+    return _one_shot(c, dst + start, src + start, nbytes, what, call, last)
 
 
 @locked_entry
 def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     """Reduce an array over all ranks, in place."""
     h = integer(handle)
-    if not r.take(h):
+    c = r.take(h)
+    if c == 0:
         return LATER
-    c = r.context_of(h)
     x = object_at(tensor)
     what = v.description(c, h, _ALL_REDUCE, x, object_at(op))
     if what == 0 or not v.is_plain(c, h, x, WRITEABLE):
         return r.give_up(h)
     data, nbytes, call = v.data_of(x), v.nbytes_of(x, what), load_word(what, v.CALL)
-    if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and load_word(c, at.SIZE) > 1:
+    size = load_word(c, at.SIZE)
+    if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
         row = find_row(c, data, nbytes)
         if row != 0:
             r.begin(h, _ALL_REDUCE, 0, 0)
             return take_gil(release_gil(), all_reduce_in_place(c, data, nbytes, what, call, row))
     r.begin(h, _ALL_REDUCE, nbytes, load_word(what, v.ITEMSIZE))
-    return take_gil(release_gil(), _reduce_arrays(c, data, data, nbytes, what, call, True))
+    return take_gil(release_gil(), _reduce_arrays(c, data, data, nbytes, what, call, size, True))
 
 
 @locked_entry
 def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst: Index) -> int:
     """Reduce over all ranks into `output` of rank dst (which may be the tensor itself)."""
     h = integer(handle)
-    if not r.take(h):
+    c = r.take(h)
+    if c == 0:
         return LATER
-    c = r.context_of(h)
     x, root = object_at(tensor), integer(dst)
     here = load_word(c, at.RANK) == root
     what = v.description(c, h, _REDUCE, x, object_at(op))
@@ -190,17 +189,18 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
         return r.give_up(h)
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
+    last = load_word(c, at.SIZE) if here else 0
     r.begin(h, _REDUCE, nbytes, load_word(what, v.ITEMSIZE))
-    return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, here))
+    return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, last, True))
 
 
 @locked_entry
 def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclusive: Index) -> int:
     """Reduce ranks 0..rank (exclusive: 0..rank-1) into `output`; exclusive leaves rank 0's untouched."""
     h = integer(handle)
-    if not r.take(h):
+    c = r.take(h)
+    if c == 0:
         return LATER
-    c = r.context_of(h)
     x = object_at(tensor)
     operation = _EXSCAN if integer(exclusive) else _SCAN
     what = v.description(c, h, operation, x, object_at(op))
@@ -208,12 +208,9 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
         return r.give_up(h)
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
     call = load_word(what, v.CALL)
-    r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE))
-    if is_divided(r.ways_at(c)):
-        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
-    start, nbytes = part_of(c, what, nbytes)
     last = load_word(c, at.RANK) + (0 if integer(exclusive) else 1)
-    return take_gil(release_gil(), _one_shot(c, out + start, data + start, nbytes, what, call, last))
+    r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE))
+    return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, last, False))
 
 
 @locked_entry
@@ -223,9 +220,9 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
     The blocks' sizes must be the same on all ranks.
     """
     h = integer(handle)
-    if not r.take(h):
+    c = r.take(h)
+    if c == 0:
         return LATER
-    c = r.context_of(h)
     out = object_at(output)
     what = v.description(c, h, _REDUCE_SCATTER, out, object_at(op))
     if what == 0 or not v.is_plain(c, h, out, WRITEABLE):

@@ -46,12 +46,6 @@ LARGEST_ITEM = 4 << 10  # bytes of an element of a divided call
 
 
 @inlined
-def context_of(handle):
-    """The context's address, without the tags."""
-    return handle & ~TAGS
-
-
-@inlined
 def ways_at(c):
     """Address of the table of autotune.py."""
     return c + 8 * at.CHOOSING
@@ -83,33 +77,27 @@ def line_of(c, rank):
 
 
 @inlined
-def place_of(c, rank, step, inline):
-    """Where the payload of a round lies: in the call line itself when all of it fits there."""
-    return line_of(c, rank) + 8 * layout.PAYLOAD if inline else slot_of(c, rank, step)
-
-
-@inlined
-def fits_inline(nbytes):
-    """Whether a whole payload travels in the call line."""
-    return nbytes <= layout.INLINE
+def place_of(c, rank, step, nbytes, room=layout.INLINE):
+    """Where a round of a payload of nbytes lies: in the call line itself when all of it fits into the room there."""
+    return line_of(c, rank) + 8 * layout.PAYLOAD if nbytes <= room else slot_of(c, rank, step)
 
 
 @inlined
 def take(handle):
-    """Take the context for a call, unless the call has it already; False: that can't be now."""
+    """The context's address, taken for a call unless the call has it already; 0: that can't be now."""
+    c = handle & ~TAGS
     if handle & (RESUMED | HELD):
-        return True
-    c = context_of(handle)
+        return c
     if handle & PREPARED == 0 and load_word(c, at.SHUT) | load_word(c, at.PENDING) != 0:
-        return False
-    return swap_if_equal(c + 8 * at.BUSY, 0, this_thread())
+        return 0
+    return c if swap_if_equal(c + 8 * at.BUSY, 0, this_thread()) else 0
 
 
 @inlined
 def give_up(handle):
     """Leave the call to Python, as if it had never been seen."""
     if handle & (RESUMED | HELD) == 0:
-        store_release(context_of(handle) + 8 * at.BUSY, 0)
+        store_release((handle & ~TAGS) + 8 * at.BUSY, 0)
     return LATER
 
 
@@ -120,7 +108,7 @@ def begin(handle, operation, nbytes, itemsize):
     The rest is for choosing the way of its data (autotune.py): how much there is, and the size of its elements, 0
     where they are only moved.
     """
-    c = context_of(handle)
+    c = handle & ~TAGS
     store_word(c, at.SINCE, 0)
     if handle & RESUMED == 0:
         store_word(c, at.CALLS, load_word(c, at.CALLS) + 1)
@@ -135,14 +123,20 @@ def begin(handle, operation, nbytes, itemsize):
                 autotune.choose(ways_at(c), operation, nbytes, plain, divided, 1)
 
 
+@inlined
+def _await(c, peer, address, want):
+    """Wait until a peer's word is at least `want`: DONE, or AGAIN and the peer is LATE."""
+    if wait_for(c + 8 * at.PATIENCE, address, want):
+        return DONE
+    store_word(c, at.LATE, peer)
+    return AGAIN
+
+
 @kernel
-def _wait_for_all(c, offset, want):
-    """Wait until every peer's word at this offset of its section is at least `want`."""
+def _await_all(c, offset, want):
+    """The same for every peer's word at this offset of its section."""
     for peer in range(load_word(c, at.SIZE)):
-        if peer != load_word(c, at.RANK) and not wait_for(
-            c + 8 * at.PATIENCE, section(c, peer) + offset, want
-        ):
-            store_word(c, at.LATE, peer)
+        if peer != load_word(c, at.RANK) and _await(c, peer, section(c, peer) + offset, want) != DONE:
             return AGAIN
     return DONE
 
@@ -153,7 +147,7 @@ def open_slot(c):
     want = load_word(c, at.ROUND) + load_word(c, at.WROTE) - layout.SLOTS + 1
     if load_word(c, at.SEEN) >= want:
         return DONE
-    if _wait_for_all(c, layout.CONSUMED, want) != DONE:
+    if _await_all(c, layout.CONSUMED, want) != DONE:
         return AGAIN
     store_word(c, at.SEEN, want)
     return DONE
@@ -171,9 +165,8 @@ def publish(c, call, shape, balance):
         store_word(line, layout.TIME, _time_word(c))
         store_release(line + 8 * layout.SEQUENCE, load_word(c, at.CALLS))
     else:
-        store_release(
-            section(c, load_word(c, at.RANK)) + layout.PUBLISHED, load_word(c, at.ROUND) + wrote + 1
-        )
+        word = section(c, load_word(c, at.RANK)) + layout.PUBLISHED
+        store_release(word, load_word(c, at.ROUND) + wrote + 1)
     store_word(c, at.WROTE, wrote + 1)
 
 
@@ -195,8 +188,7 @@ def _meet(c, call, shape, balance):
         if peer == load_word(c, at.RANK):
             continue
         line = line_of(c, peer)
-        if not wait_for(c + 8 * at.PATIENCE, line + 8 * layout.SEQUENCE, load_word(c, at.CALLS)):
-            store_word(c, at.LATE, peer)
+        if _await(c, peer, line + 8 * layout.SEQUENCE, load_word(c, at.CALLS)) != DONE:
             return AGAIN
         theirs = load_word(line, layout.SHAPE)
         same &= load_word(line, layout.CALL) == call and (theirs == shape or call & UNEVEN != 0)
@@ -238,18 +230,14 @@ def may_write(c, total):
 def await_all(c):
     """Wait until every peer has published the round to be read next."""
     read = load_word(c, at.READ)
-    return DONE if read == 0 else _wait_for_all(c, layout.PUBLISHED, load_word(c, at.ROUND) + read + 1)
+    return DONE if read == 0 else _await_all(c, layout.PUBLISHED, load_word(c, at.ROUND) + read + 1)
 
 
 @inlined
 def await_peer(c, peer, step):
     """Wait until one peer has published round `step` of the call."""
-    if step == 0:
-        return DONE
-    if wait_for(c + 8 * at.PATIENCE, section(c, peer) + layout.PUBLISHED, load_word(c, at.ROUND) + step + 1):
-        return DONE
-    store_word(c, at.LATE, peer)
-    return AGAIN
+    word = section(c, peer) + layout.PUBLISHED
+    return DONE if step == 0 else _await(c, peer, word, load_word(c, at.ROUND) + step + 1)
 
 
 @inlined
