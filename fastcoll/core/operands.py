@@ -30,10 +30,24 @@ OBJECTS_TAG = LARGEST_TAG + 3
 """Of messages with objects: what they hold is unpickled, so no array that a user sends may come among them. The two
 before it are those of gpu/nccl/messages.py."""
 
+_NUMBERS = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
+
 
 def is_plain(x: Any) -> bool:
     """Whether an array may be used as it lies: contiguous, aligned and writable."""
     return type(x) is np.ndarray and bool(x.flags.carray)
+
+
+def is_message(tensor: Any, peer: Any, tag: Any, size: int) -> bool:
+    """Whether these are a message's arguments, in a group of `size` ranks, and need no closer look."""
+    return (
+        type(tensor) is np.ndarray
+        and tensor.dtype in _NUMBERS
+        and bool(tensor.flags.carray)
+        and type(peer) is type(tag) is int
+        and 0 <= peer < size
+        and 0 <= tag <= LARGEST_TAG
+    )
 
 
 def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:

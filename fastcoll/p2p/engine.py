@@ -613,12 +613,12 @@ class Engine:
         pipe, number = self._routes[transfer.peer]
         try:
             if isinstance(transfer, Send):
-                if self.queued[transfer.peer]:
+                if not self._exchange.may_begin(transfer):
                     return False
                 sent = pipe.post_send(transfer.array, number, transfer.kind)
-                if sent < 0:
+                if sent is None:
                     return False
-                self._exchange.note_sent(transfer, sent)
+                self._exchange.note_sent(transfer, *sent)
             elif isinstance(transfer, Receive):
                 status = LATER if transfer.owes else pipe.post_receive(transfer.array, number, transfer.kind)
                 if status == DONE:

@@ -37,6 +37,7 @@ class Peer:
         entering: the send whose message, or whose rest, enters the pipe.
         interest: how many posted receives a message of it could match.
         armed: one of them which the pipe completes by itself; the first that was posted.
+        is_bounded: whether the bytes that may be attached are counted.
         credit: bytes that may still be attached to messages for which it has no receive.
         attached: by number, how many bytes were attached to a message.
         granted: messages whose rest was asked for.
@@ -52,6 +53,7 @@ class Peer:
         self.unacked: dict[int, Send] = {}
         self.attached: dict[int, int] = {}
         self.credit = pipe.window
+        self.is_bounded = pipe.window < events.ENDLESS_BYTES
         self.interest = 0
         self.armed: Receive | None = None
         self.arriving: Message | None = None
@@ -122,12 +124,23 @@ class Exchange:
                 self.peers[transfer.peer].queued.append(transfer)
                 self._begin_next(self.peers[transfer.peer])
 
-    def note_sent(self, send: Send, number: int) -> Pipe:
-        """A short cut has put a whole message into a pipe; the pipe that has it."""
+    def may_begin(self, send: Send) -> bool:
+        """Whether a send may go past all that is known here: a short cut may begin it."""
+        peer = self.peers[send.peer]
+        free = peer.entering is None and not peer.queued and not peer.rests
+        return free and send.nbytes <= peer.credit and len(peer.unacked) < peer.pipe.most_unacked
+
+    def note_sent(self, send: Send, number: int, entering: bool = False) -> Pipe:
+        """A short cut has begun a message as a whole; the pipe that has it. `entering`: as `Pipe.begin` says."""
         send.is_small, send.number = True, number
         peer = self.peers[send.peer]
         self.live[send] = None
-        peer.unacked[number] = send
+        if peer.is_bounded:
+            self._note_begun(peer, send, send.nbytes, number)
+        else:
+            peer.unacked[number] = send
+        if entering:
+            peer.entering = send
         return peer.pipe
 
     def note_armed(self, receive: Receive) -> Pipe:

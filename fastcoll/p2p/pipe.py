@@ -150,12 +150,12 @@ class Pipe(Protocol):
         """Receive the next message of a rank or of ANY: -1 - rank, AGAIN, WORKED, OTHER or LATER."""
         return LATER
 
-    def post_send(self, array: NDArray[Any], peer: int, kind: int) -> int:
-        """Let all of a small message enter the pipe behind none: its number, and BUSY stays taken; else negative."""
-        return -LATER
+    def post_send(self, array: NDArray[Any], peer: int, kind: int) -> tuple[int, bool] | None:
+        """As `begin`, of a small message as a whole, behind none; then BUSY stays taken. Or None."""
+        return None
 
     def post_receive(self, array: NDArray[Any], source: int, kind: int) -> int:
-        """Receive a small message of a peer, if it is there: DONE. Else have `advance` do it: ARMED, BUSY stays taken.
+        """Receive a small message of a peer that is there: DONE. Or have `advance` do it: ARMED, BUSY stays taken.
 
         Or LATER.
         """

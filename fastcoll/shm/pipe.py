@@ -110,8 +110,9 @@ class RingPipe(Pipe):
     def receive(self, array: NDArray[Any], source: int, kind: int) -> int:
         return ring_kernels.receive.call(self.address, source, array, kind, array.nbytes)
 
-    def post_send(self, array: NDArray[Any], peer: int, kind: int) -> int:
-        return ring_kernels.post_send.call(self.address, peer, array, kind, array.nbytes)
+    def post_send(self, array: NDArray[Any], peer: int, kind: int) -> tuple[int, bool] | None:
+        number = ring_kernels.post_send.call(self.address, peer, array, kind, array.nbytes)
+        return None if number < 0 else (number, False)
 
     def post_receive(self, array: NDArray[Any], source: int, kind: int) -> int:
         return ring_kernels.post_receive.call(self.address, source, array, kind, array.nbytes)

@@ -1,7 +1,7 @@
 """The engine's threads, made to change places between any two steps of its code.
 
 A tracer lets others run at random opcodes of engine.py, exchange.py and the pipe, in every thread: callers, and the
-engines' own threads. The pipes are rings. What it finds is shown by planted faults.
+engines' own threads. What it finds is shown by planted faults.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import pytest
 
 from fastcoll.core.status import LATER
 from fastcoll.kernels import waiting
+from fastcoll.net.tcp import pipe as tcp_pipe
 from fastcoll.p2p import engine, exchange
 from fastcoll.shm import pipe, ring_kernels
 from fastcoll.shm import rings as words
 from fastcoll.shm.pipe import RingPipe
 
-from .worlds import Rank, RingWorld
+from .worlds import Rank, RingWorld, WireWorld, World
 
-FILES = {engine.__file__, exchange.__file__, pipe.__file__, __file__}
+FILES = {engine.__file__, exchange.__file__, pipe.__file__, tcp_pipe.__file__, __file__}
 ROUNDS = 40
 
 
@@ -87,9 +88,9 @@ def one_way(me: Rank, tag: int) -> None:
             assert [to.tolist() for to in got] == [[number + n] * 2 for n in range(4)]
 
 
-def run(seed: int, *programs: Any) -> None:
+def run(make: type[World], seed: int, *programs: Any) -> None:
     """Two ranks, on each a thread for each program, with a tag of its own."""
-    world, errors = RingWorld(2, timeout=30), []
+    world, errors = make(2, timeout=30), []
 
     def guarded(program: Any, me: Rank, tag: int) -> None:
         try:
@@ -120,8 +121,9 @@ def run(seed: int, *programs: Any) -> None:
     [[exchanges], [exchanges, exchanges], [exchanges, one_way], [one_way, one_way, exchanges]],
     ids=lambda programs: "-".join(program.__name__ for program in programs),
 )
-def test_threads_may_change_places_anywhere(programs: list[Any], seed: int) -> None:
-    run(seed, *programs)
+@pytest.mark.parametrize("make", [RingWorld, WireWorld])
+def test_threads_may_change_places_anywhere(make: type[World], programs: list[Any], seed: int) -> None:
+    run(make, seed, *programs)
 
 
 def completes_twice(self: RingPipe, handled: int, peer: int, number: int) -> int:
@@ -132,13 +134,14 @@ def completes_twice(self: RingPipe, handled: int, peer: int, number: int) -> int
     return ring_kernels.advance.call(self.address, handled, True)
 
 
-def lets_go_too_early(self: RingPipe, array: Any, peer: int, kind: int) -> int:
+def lets_go_too_early(self: RingPipe, array: Any, peer: int, kind: int) -> tuple[int, bool] | None:
     """Lets go of a pipe before the engine knows of the message."""
     number = ring_kernels.post_send.call(self.address, peer, array, kind, array.nbytes)
-    if number != -LATER:
-        self.let_go()
-        time.sleep(1e-4)
-    return number
+    if number == -LATER:
+        return None
+    self.let_go()
+    time.sleep(1e-4)
+    return number, False
 
 
 # A fault may also end the thread of an engine.
@@ -153,7 +156,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str, fa
 
     def is_found(seed: int) -> bool:
         try:
-            run(seed, exchanges, one_way)
+            run(RingWorld, seed, exchanges, one_way)
         except Exception:
             return True
         return False

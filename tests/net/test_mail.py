@@ -15,6 +15,7 @@ from messages.worlds import DEADLINE, Rank, WireWorld, pattern, tcp_pair, until
 from fastcoll.errors import AbortedError, GroupError, PeerDiedError
 from fastcoll.net.tcp import pipe
 from fastcoll.net.tcp.mail_frames import EAGER, MESSAGE, REST, TYPE_BITS, WINDOW
+from fastcoll.p2p.pipe import TAKEN
 from fastcoll.p2p.transfers import kind_of
 
 BYTES = kind_of(0, np.dtype("u1"))
@@ -58,24 +59,81 @@ def dribble(connection: socket.socket, data: bytes, seed: int) -> None:
         data = data[size:]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_frames_cut_anywhere(worlds: Worlds, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("how", ["blocking", "posted before", "posted one by one"])
+def test_frames_cut_anywhere(worlds: Worlds, how: str, seed: int) -> None:
     world = worlds()
-    stranger = a_stranger(world)
-    sizes = [0, 1, 8, 100, 9000, 30_000, EAGER]
+    me, stranger = world.ranks[1], a_stranger(world)
+    sizes = [0, 1, 8, 100, 5000, 9000, 30_000, EAGER]
     data = b"".join(
         frame(MESSAGE, nbytes=n, attached=n, number=k + 1) + pattern(n, k).tobytes()
         for k, n in enumerate(sizes)
     )
     writer = threading.Thread(target=dribble, args=(stranger, data, seed))
     writer.start()
-    posted = [world.ranks[1].irecv(np.zeros(n, "u1"), 0) if seed % 2 else None for n in sizes]
-    for k, n in enumerate(sizes):
-        work = posted[k]
-        got = np.zeros(n, "u1") if work is None else work.array  # type: ignore[attr-defined]
-        assert (world.ranks[1].recv(got, 0) if work is None else work.result()) == 0
-        assert (got == pattern(n, k)).all(), n
+    arrays = [np.zeros(n, "u1") for n in sizes]
+    works = [me.irecv(got, 0) for got in arrays] if how == "posted before" else []
+    for k, got in enumerate(arrays):
+        if how == "blocking":
+            assert me.recv(got, 0) == 0
+        else:
+            work = works[k] if works else me.irecv(got, 0)
+            assert work.result() == 0
+        assert (got == pattern(sizes[k], k)).all(), sizes[k]
     writer.join()
+    answers = stranger.recv(32 * len(sizes), socket.MSG_WAITALL)
+    assert answers == b"".join(frame(TAKEN, nbytes=n, number=k + 1) for k, n in enumerate(sizes))
+
+
+def test_answers_of_posted_receives_wait_for_space(worlds: Worlds) -> None:
+    """The sender takes no answers until many more are due than the connection holds."""
+    world = worlds()
+    here, there = socket.socketpair()  # a few hundred answers fill it
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    world.meshes[1].take(0, there)
+    world.meshes[0].dialed[0] = here
+    count, done = 1000, []
+
+    def receive() -> None:
+        for number in range(count):
+            got = np.zeros(1, "u1")
+            world.ranks[1].irecv(got, 0).wait()
+            done.append(int(got[0]))
+            assert number == len(done) - 1
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    here.sendall(
+        b"".join(frame(MESSAGE, nbytes=1, attached=1, number=n + 1) + bytes([n % 256]) for n in range(count))
+    )
+    until(lambda: world.ranks[1].is_blocked() and 0 < len(done) < count)
+    answers = here.recv(32 * count, socket.MSG_WAITALL)
+    receiver.join(DEADLINE)
+    assert done == [n % 256 for n in range(count)]
+    assert answers == b"".join(frame(TAKEN, nbytes=1, number=n + 1) for n in range(count))
+
+
+def test_small_messages_that_do_not_fit_into_the_connection_follow(worlds: Worlds) -> None:
+    """Posted while the receiver reads nothing: one enters in part, the others wait for it; the credit is kept."""
+    world = worlds()
+    here, there = tcp_pair()
+    world.meshes[0].dialed[1], world.meshes[0].accepted[1] = here, there
+    nbytes = 8 << 10
+    count = 2 * WINDOW // nbytes
+    works = [world.ranks[0].isend(pattern(nbytes, n), 1) for n in range(count)]
+    begun = np.frombuffer(b"", "u1")
+    for n in range(count):
+        header = there.recv(32, socket.MSG_WAITALL)
+        attached = int(np.frombuffer(header, np.int64)[3])
+        assert header == frame(MESSAGE, nbytes=nbytes, attached=attached, number=n + 1)
+        begun = np.frombuffer(there.recv(attached, socket.MSG_WAITALL), "u1")
+        if attached == 0:
+            break
+        assert (begun == pattern(nbytes, n)).all(), n
+    assert n == WINDOW // nbytes, "so many the receiver keeps"
+    for k in range(n):
+        there.sendall(frame(TAKEN, nbytes=nbytes, number=k + 1))
+    assert all(work.wait() for work in works[:n])
 
 
 GARBAGE = {

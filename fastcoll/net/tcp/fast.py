@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 
 from ...core.group import ProcessGroup
-from ...core.operands import LARGEST_TAG, Array, is_plain, sum_for
+from ...core.operands import Array, is_message, is_plain, sum_for
 from ...core.reduce_op import ReduceOp
 from ...core.status import DONE, LATER
 from ...core.work import Work
+from ...interop.adopted import Adopted
 from ...interop.tensors import header_of, headers_for, plain_types
 from ...p2p.engine import Engine
 from ...p2p.transfers import kind_of
 from .pipe import TcpPipe
 from .plans.choose import plan_for
 from .plans.shape import MEET_RANKS
-
-_NUMBERS = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
 
 
 def fast_calls(
@@ -50,18 +49,9 @@ def fast_calls(
             and not np.may_share_memory(whole, part)
         )
 
-    def is_message(tensor: Any, peer: Any, tag: Any) -> bool:
-        """Whether these are the arguments of a message that needs no look at it, in a group that is as it should be."""
-        return (
-            is_plain(tensor)
-            and tensor.dtype in _NUMBERS
-            and type(peer) is int
-            and type(tag) is int
-            and 0 <= peer < size
-            and 0 <= tag <= LARGEST_TAG
-            and gate.failure is None
-            and not gate.closed
-        )
+    def is_ready(tensor: Any, peer: Any, tag: Any) -> bool:
+        """Whether a message with these arguments can go, in a group that is as it should be."""
+        return is_message(tensor, peer, tag, size) and gate.failure is None and not gate.closed
 
     def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         x = header_of(tensor) if type(tensor) in plain_types else tensor
@@ -98,7 +88,7 @@ def fast_calls(
         return ProcessGroup.reduce_scatter_single(group, output, input, op, async_op)
 
     def send(tensor: Any, dst: int, tag: int = 0) -> None:
-        if is_message(tensor, dst, tag):
+        if is_ready(tensor, dst, tag):
             try:
                 status = pipe.send(tensor, dst, kind_of(tag, tensor.dtype))
                 if status == DONE:
@@ -111,7 +101,7 @@ def fast_calls(
         return ProcessGroup.send(group, tensor, dst, tag)
 
     def recv(tensor: Any, src: int | None = None, tag: int = 0) -> int:
-        if is_message(tensor, src, tag):
+        if is_ready(tensor, src, tag):
             try:
                 status = pipe.receive(tensor, src, kind_of(tag, tensor.dtype))  # type: ignore[arg-type]
                 if status < DONE:
@@ -123,6 +113,16 @@ def fast_calls(
                 raise
         return ProcessGroup.recv(group, tensor, src, tag)
 
+    def isend(tensor: Any, dst: int, tag: int = 0) -> Work:
+        if is_ready(tensor, dst, tag):
+            return gate.unheard.note(messages.isend(Adopted(tensor), dst, tag))
+        return ProcessGroup.isend(group, tensor, dst, tag)
+
+    def irecv(tensor: Any, src: int | None = None, tag: int = 0) -> Work:
+        if is_ready(tensor, src, tag):
+            return gate.unheard.note(messages.irecv(Adopted(tensor), src, tag))
+        return ProcessGroup.irecv(group, tensor, src, tag)
+
     return {
         "all_reduce": all_reduce,
         "broadcast": broadcast,
@@ -130,6 +130,8 @@ def fast_calls(
         "reduce_scatter_single": reduce_scatter_single,
         "send": send,
         "recv": recv,
+        "isend": isend,
+        "irecv": irecv,
     }
 
 

@@ -63,7 +63,8 @@ LAST_TAKEN = BELL + 17  # the rank whose message the last blocking receive took,
 TAKEN_AT = BELL + 18  # when that was, in ns
 TOLD = BELL + 19  # events that `advance` has told
 EVENT = BELL + 20  # the last of them
-MAIL_WORDS = BELL + 21
+STORED = BELL + 21  # messages that wait for a receive; set from Python
+MAIL_WORDS = BELL + 22
 
 # ---- words of a row, one a peer ----------------------------------------------------------------------------
 # What is received on the connection that this rank has dialed, acks, and on the one that the peer has dialed: headers
@@ -99,10 +100,15 @@ OWED = 37  # acks that wait for space; set from Python
 TAKING = 38  # number of the message that a blocking receive takes
 TURNS = 39  # how many blocking receives in a row were followed at once by a send, to the same peer
 TURNS_NEEDED = 40  # so many, and answers are deferred
+ARMED_KIND = (
+    41  # of the posted receive that `advance` completes by itself; -1: there is none, or its message arrives
+)
+ARMED_TO, ARMED_NBYTES = 42, 43  # its array
 ROW_WORDS = 48
 
-# IN_STAGE. The engine knows IDLE and ARRIVING, a blocking receive goes through all of them.
-IDLE, ARRIVING, AWAITING_REST, REST_ARRIVING, ANSWERING = range(5)
+# IN_STAGE. The engine knows IDLE and ARRIVING, a blocking receive goes through the first five, an armed one through the
+# last two.
+IDLE, ARRIVING, AWAITING_REST, REST_ARRIVING, ANSWERING, ARMED_ARRIVING, ARMED_ANSWERING = range(7)
 
 
 @inlined
@@ -334,3 +340,36 @@ def pull(row):
         store_word(row, IN_TO, target + moved)
     store_word(row, IN_LEFT, load_word(row, IN_LEFT) - moved)
     return moved > 0
+
+
+# ---- an armed receive ----------------------------------------------------------------------------------------
+
+
+@inlined
+def is_for_armed(row):
+    """Whether the message whose header was read is the armed receive's, and no answer waits that must go before its."""
+    if load_word(row, IN_KIND) != load_word(row, ARMED_KIND) or load_word(row, OWED) != 0:
+        return False
+    nbytes = load_word(row, ARMED_NBYTES)
+    whole = load_word(row, IN_NBYTES) == nbytes and load_word(row, IN_ATTACHED) == nbytes
+    return whole and load_word(row, ANSWER_LEFT) == 0
+
+
+@kernel
+def take_armed(row):
+    """Go on with the message for the armed receive, whose header was read; whether it has arrived and is answered."""
+    if load_word(row, IN_STAGE) == IDLE:
+        store_word(row, ARMED_KIND, -1)  # before the answer: the peer may leave with it
+        accept_payload(row, load_word(row, ARMED_TO), load_word(row, IN_NBYTES))
+        store_word(row, IN_STAGE, ARMED_ARRIVING)
+    if load_word(row, IN_LEFT) > 0:
+        pull(row)
+    if load_word(row, IN_LEFT) > 0:
+        return False
+    store_word(row, IN_STAGE, ARMED_ANSWERING)
+    nbytes, kind = load_word(row, IN_NBYTES), load_word(row, IN_KIND)
+    if not answer(row, load_word(row, IN_NUMBER), TAKEN, nbytes, kind):
+        return False
+    store_word(row, IN_STAGE, IDLE)
+    store_word(row, WATCHED, load_word(row, WATCHED) - 1)
+    return True

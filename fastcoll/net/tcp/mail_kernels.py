@@ -1,8 +1,9 @@
 """What Python calls to move messages over connections: compiled functions that run without the GIL.
 
 `m` is the address of a mail's table (mail_frames.py). `send` and `receive` carry one blocking call from begin to
-end, and hold BUSY unless they are DONE. `begin`, `rest`, `accept` and `acknowledge` set things going that `advance`
-then carries on for all peers at once. All come back within 0.1 s.
+end, and hold BUSY unless they are DONE; `post_send` and `post_receive` begin one that is posted. `begin`, `rest`,
+`accept` and `acknowledge` set things going that `advance` then carries on for all peers at once. All come back within
+0.1 s.
 
 Answers may wait for the next message, so that both take one system call and one packet: where ranks take turns, an
 answer (TAKEN) is followed within a microsecond by a message to the same rank. Once that has happened often in a row, a
@@ -33,10 +34,10 @@ from ...kernels.primitives import (
 from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at
 from ...kernels.sockets import READABLE, WRITABLE
 from ...kernels.waiting import nap, now, seize_unless
-from ...p2p.pipe import ANY, EVENTS, GO, NOTHING, TAKEN
+from ...p2p.pipe import ACKED, ANY, ARMED, BOTH, EVENTS, GO, NOT_MINE, NOTHING, RECEIVED, TAKEN
 from . import mail_frames as f
 from .mail_frames import EAGER, row_of
-from .mail_sweep import PIECES_A_CALL, idle, sweep
+from .mail_sweep import PIECES_A_CALL, idle, read_next, sweep
 
 _LOOK_ELSEWHERE = 16  # tries
 _SOON = 20_000  # ns between a receive and the send that follows it
@@ -304,6 +305,83 @@ def _receive(m, row, peer, data, nbytes, kind):
     return WORKED
 
 
+# ---- posted operations --------------------------------------------------------------------------------
+
+
+@entry
+def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
+    """Let a small message of `size` bytes enter behind none: twice its number, and BUSY stays taken; or -LATER.
+
+    1 more: ENTERED is still to come. Only while no operation for this peer waits for its turn.
+    """
+    m, nbytes = integer(mail), integer(size)
+    if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
+        return -LATER
+    row = row_of(m, integer(dst))
+    if load_word(row, f.OUT_FD) < 0 or f.is_entering(row) or not _send_deferred(m):
+        return _let_go(m, -LATER)
+    f.begin_message(row, word_at(object_at(tensor) + DATA), nbytes, integer(word), nbytes, False)
+    f.push(row)
+    store_word(m, f.BEHIND, 1)
+    return load_word(row, f.SENT) << 1 | f.is_entering(row)
+
+
+@entry
+def post_receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index) -> int:
+    """Have `advance` receive the next message of a peer into a small array: ARMED, and BUSY stays taken; or LATER.
+
+    LATER: an earlier receive, or a message that is stored, may come before it.
+    """
+    m, nbytes = integer(mail), integer(size)
+    if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
+        return LATER
+    row = row_of(m, integer(src))
+    free = load_word(m, f.STORED) == 0 and load_word(row, f.WATCHED) == 0
+    if not free or load_word(row, f.IN_STAGE) != f.IDLE or not _send_deferred(m):
+        return _let_go(m, LATER)
+    store_word(row, f.ARMED_KIND, integer(word))
+    store_word(row, f.ARMED_TO, word_at(object_at(tensor) + DATA))
+    store_word(row, f.ARMED_NBYTES, nbytes)
+    store_word(row, f.WATCHED, 1)
+    store_word(m, f.BEHIND, 1)
+    return ARMED
+
+
+@entry
+def complete(mail: Index, handled: Index, peer: Index, number: Index) -> int:
+    """Take BUSY and `advance`, first of all a send and a receive of one peer that short cuts have posted.
+
+    As in shm/ring_kernels.py: the message comes, and then the ack of the own one.
+    """
+    m = integer(mail)
+    if not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
+        return NOT_MINE
+    if load_word(m, f.TOLD) != integer(handled) or not _send_deferred(m):
+        return _let_go(m, NOT_MINE)
+    row = row_of(m, integer(peer))
+    last = BOTH if integer(number) else RECEIVED
+    event = 0
+    since = now(m)
+    while event < last and not f.is_entering(row) and now(m) - since < load_word(m, f.SPIN):
+        if event == 0 and load_word(row, f.WATCHED) > 0:
+            event = read_next(row)
+            if event not in (0, RECEIVED):
+                break
+        if last == BOTH and f.read_ack(row):
+            event = BOTH if event == RECEIVED else ACKED
+            break
+    event = event + integer(peer) * EVENTS if event else sweep(m, False, True)
+    return _tell(m, event)
+
+
+@inlined
+def _tell(m, event):
+    if event != NOTHING:
+        store_word(m, f.EVENT, event)
+        store_word(m, f.TOLD, load_word(m, f.TOLD) + 1)
+    return event
+
+
 # ---- steps of the engine ------------------------------------------------------------------------------
 
 
@@ -345,8 +423,4 @@ def advance(mail: Index, handled: Index, wait: Index) -> int:
     m = integer(mail)
     if load_word(m, f.TOLD) > integer(handled):
         return load_word(m, f.EVENT)
-    event = sweep(m, False, integer(wait) != 0)
-    if event != NOTHING:
-        store_word(m, f.EVENT, event)
-        store_word(m, f.TOLD, load_word(m, f.TOLD) + 1)
-    return event
+    return _tell(m, sweep(m, False, integer(wait) != 0))

@@ -78,7 +78,25 @@ def _read_header(row):
         return NOTHING
     if header == events.TAKEN:
         return events.ACKED
-    return events.HEADER if header == f.MESSAGE else events.REST
+    if header != f.MESSAGE:
+        return events.REST
+    return _take_armed(row) if f.is_for_armed(row) else events.HEADER
+
+
+@inlined
+def _take_armed(row):
+    return events.RECEIVED if f.take_armed(row) else MOVED
+
+
+@kernel
+def read_next(row):
+    """Read the next header of a peer, or go on with its message for the armed receive: the event, or NOTHING."""
+    event = NOTHING
+    if load_word(row, f.IN_STAGE) == f.IDLE:
+        event = _read_header(row)
+    elif load_word(row, f.IN_STAGE) >= f.ARMED_ARRIVING:
+        event = _take_armed(row)
+    return event if event > MOVED else NOTHING
 
 
 @inlined
@@ -96,7 +114,9 @@ def _acks_here(row):
 def _is_decided_here(row, watch_all):
     """Whether there is something to decide without any system call."""
     if load_word(row, f.IN_STAGE) != f.IDLE:
-        return _acks_here(row) or load_word(row, f.IN_LEFT) == 0
+        return _acks_here(row) or (
+            load_word(row, f.IN_STAGE) == f.ARRIVING and load_word(row, f.IN_LEFT) == 0
+        )
     if load_word(row, f.UNACKED) > 0 and f.has_answer_ahead(row):
         return True
     return _acks_here(row) or (f.has_frame(row, f.IN) and _reads(row, watch_all))
@@ -112,8 +132,10 @@ def _list(m, peer, count, watch_all):
             continue
         if side:
             stage = load_word(row, f.IN_STAGE)
+            answering = stage == f.ARMED_ANSWERING
             reads = stage != f.IDLE or _reads(row, watch_all) or _answer_may_come(row)
-            writes = load_word(row, f.OWED) > 0
+            reads &= not answering
+            writes = load_word(row, f.OWED) > 0 or answering
         else:
             reads, writes = load_word(row, f.UNACKED) > 0, f.is_entering(row)
         wishes = (READABLE if reads else 0) | (WRITABLE if writes else 0)
@@ -142,6 +164,8 @@ def _serve_in(row, ready, watch_all):
         if _reads(row, watch_all):
             return _read_header(row)
         return events.ACKED if _answer_may_come(row) and f.read_header(row) == events.TAKEN else NOTHING
+    if load_word(row, f.IN_STAGE) >= f.ARMED_ARRIVING:
+        return _take_armed(row)
     if load_word(row, f.IN_LEFT) > 0 and f.pull(row):
         if load_word(row, f.IN_LEFT) > 0:
             return MOVED
@@ -153,8 +177,8 @@ def _serve_in(row, ready, watch_all):
 @kernel
 def _serve_buffered(row):
     """What `_is_decided_here` has found."""
-    if _acks_here(row) and f.read_ack(row):
-        return events.ACKED
+    if _acks_here(row):
+        return events.ACKED if f.read_ack(row) else NOTHING
     if load_word(row, f.IN_STAGE) != f.IDLE:
         store_word(row, f.IN_STAGE, f.IDLE)
         return events.ARRIVED

@@ -50,7 +50,7 @@ class TcpPipe(Pipe):
         self._mesh = mesh
         self._monitor = monitor
         self.rows = np.zeros((size, f.ROW_WORDS), np.int64)
-        self.rows[:, [f.OUT_FD, f.IN_FD]] = -1
+        self.rows[:, [f.OUT_FD, f.IN_FD, f.ARMED_KIND]] = -1
         self._pollfds = np.zeros((2, 2 * size + 1), np.int64)
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
         self._dialed = [False] * size
@@ -190,6 +190,16 @@ class TcpPipe(Pipe):
     def receive(self, array: NDArray[Any], source: int, kind: int) -> int:
         return kernels.receive.call(self.address, source, array, array.nbytes, kind)
 
+    def post_send(self, array: NDArray[Any], peer: int, kind: int) -> tuple[int, bool] | None:
+        code = kernels.post_send.call(self.address, peer, array, array.nbytes, kind)
+        return None if code < 0 else (code >> 1, code & 1 != 0)
+
+    def post_receive(self, array: NDArray[Any], source: int, kind: int) -> int:
+        return kernels.post_receive.call(self.address, source, array, array.nbytes, kind)
+
+    def complete(self, handled: int, peer: int, number: int) -> int:
+        return kernels.complete.call(self.address, handled, peer, number)
+
     def mind_answers(self) -> None:
         """Start the thread that sends answers which stay deferred, unless there is one."""
 
@@ -266,3 +276,12 @@ class TcpPipe(Pipe):
 
     def note_owed(self, peer: int, count: int) -> None:
         self._set(peer, f.OWED, count)
+
+    def note_stored(self, count: int) -> None:
+        self._words[f.STORED] = count
+
+    def is_armed(self, peer: int) -> bool:
+        return self.word(peer, f.ARMED_KIND) >= 0
+
+    def disarm(self, peer: int) -> None:
+        self._set(peer, f.ARMED_KIND, -1)
