@@ -276,14 +276,16 @@ class Engine:
             thread.join(_CLOSE_SECONDS)
         end = error or AbortedError("the group was destroyed before the operation was complete")
         held, deadline = False, time.monotonic() + _CLOSE_SECONDS
-        if self.has_turn():  # a signal handler, in the middle of the very call that it would wait for
-            self._given_up = end
-        while not self.has_turn() and not (held := self._seize()) and time.monotonic() < deadline:
+        nested = self.has_turn()  # a signal handler, in the middle of the very call that it would wait for
+        while not nested and not (held := self._seize()) and time.monotonic() < deadline:
             for pipe in self._pipes:
                 pipe.ring_bell()
             time.sleep(_POLL)
-        if held:
+        if nested:
+            self._given_up = end
+        elif held:
             self._end_all(end)
+        if nested or held:
             for pipe in self._pipes:
                 pipe.retire()
             for sleeper in list(self._sleepers):

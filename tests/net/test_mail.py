@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -349,3 +350,29 @@ def test_a_second_connection_of_a_peer_is_closed(worlds: Worlds) -> None:
     callback(0, there)
     with here:
         assert here.recv(1) == b""
+
+
+@pytest.mark.parametrize("posted", [False, True])
+def test_a_handler_that_closes_the_engine_in_the_middle_of_a_call_leaves_no_descriptor(
+    worlds: Worlds, posted: bool
+) -> None:
+    world = worlds()
+    me = world.ranks[0]
+    me.isend(np.zeros(1), 1)  # with its connection
+    world.ranks[1].recv(np.zeros(1), 0)
+    before = set(os.listdir("/proc/self/fd"))
+
+    def wake() -> None:
+        until(me.is_blocked)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    previous = signal.signal(signal.SIGALRM, lambda *_: me.mailbox.close(None))
+    thread = threading.Thread(target=wake)
+    try:
+        thread.start()
+        with pytest.raises(AbortedError, match="destroyed"):
+            me.irecv(np.zeros(1), 1).wait() if posted else me.recv(np.zeros(1), 1)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGALRM, previous)
+    assert len(before - set(os.listdir("/proc/self/fd"))) == 1, "the bell"

@@ -55,7 +55,8 @@ class TcpPipe(Pipe):
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
         self._dialed = [False] * size
         self._lost: dict[int, float] = {}
-        self._lock = threading.Lock()  # the bell's descriptor, and what is kept of a connection
+        # The bell's descriptor, and what is kept of a connection; a signal handler may come in the middle.
+        self._lock = threading.RLock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.table = np.zeros(f.MAIL_WORDS, np.int64)
         self.table[waiting.BUDGET] = _BUDGET
@@ -158,8 +159,9 @@ class TcpPipe(Pipe):
     def silence_bell(self) -> None:
         if self._words[f.BELL]:
             self._words[f.BELL] = 0
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+            with self._lock, suppress(BlockingIOError):
+                if self._bell >= 0:
+                    os.eventfd_read(self._bell)
 
     def set_behind(self, behind: bool) -> None:
         self._words[f.BEHIND] = behind
