@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,16 +34,11 @@ def main(words: Sequence[str]) -> int:
         ranks = count_ranks(given.ranks, launched)
     except UsageError as error:
         parser.error(str(error))
-    if launched.world_size is None:
-        return run_ranks(run_spawned, ranks, lambda meeting: (ranks, meeting))
-    dist.init_process_group()
-    run()
-    return 0
+    return run_ranks(_run_rank, launched, ranks)
 
 
-def run_spawned(rank: int, ranks: int, init_method: str) -> None:
-    """One rank of the command's own."""
-    dist.init_process_group(init_method=init_method, world_size=ranks, rank=rank)
+def _run_rank(local_rank: int, meeting: dict[str, Any]) -> None:
+    dist.init_process_group(**meeting)
     run()
 
 

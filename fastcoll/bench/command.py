@@ -20,7 +20,7 @@ from ..rendezvous.detect import Detected, detect
 from . import cases
 from .cases import argument, listed, parse_operation, positive
 from .operations import DEVICES
-from .rank import FAILED, MISUSED, OK, run, run_spawned
+from .rank import FAILED, MISUSED, OK, run
 from .results import PICTURES
 
 _INTERRUPTED = 130
@@ -46,9 +46,15 @@ launcher's environment cannot be, or none of the peers is there.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    for word in words:
-        if (study := word.partition("=")[0]) in _STUDIES:
-            return _study(study, words)
+    if study := next((name for word in words if (name := word.partition("=")[0]) in _STUDIES), ""):
+        folder = Path(__file__).resolve().parents[2] / "bench"
+        if not (folder / "versus").is_dir():
+            what = f"{study} is a study, which is not in the installed package"
+            print(f"{what}: run it where fastcoll's sources are, beside bench/", file=sys.stderr)
+            return MISUSED
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))  # ranks that are spawned inherit it
+        return int(importlib.import_module(_STUDIES[study]).main(words))
     parser = make_parser()
     given, unknown = parser.parse_known_args(words)
     if unknown:
@@ -58,30 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launched = detect(os.environ)
         ranks = count_ranks(given.ranks, launched)
         _complete(given, ranks, words)
-        if launched.world_size is not None:
-            return run(given, launched.local_rank or 0)
+        return run_ranks(run, launched, ranks, given)
     except UsageError as error:
         parser.error(str(error))
-    return run_ranks(run_spawned, ranks, lambda meeting: (given, ranks, meeting))
 
 
-def _study(option: str, words: Sequence[str]) -> int:
-    folder = Path(__file__).resolve().parents[2] / "bench"
-    if not (folder / "versus").is_dir():
-        what = f"{option} is a study, which is not in the installed package"
-        print(f"{what}: run it where fastcoll's sources are, beside bench/", file=sys.stderr)
-        return MISUSED
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # ranks that are spawned inherit it
-    code: int = importlib.import_module(_STUDIES[option]).main(words)
-    return code
+def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int, *arguments: Any) -> int:
+    """Call `worker(local_rank, meeting, *arguments)` here, as a launcher's rank, or in processes that are started.
 
-
-def run_ranks(worker: Callable[..., None], ranks: int, arguments: Callable[[str], tuple[Any, ...]]) -> int:
-    """Run workers, which meet at the URL given to `arguments`; returns the exit code."""
+    `meeting` is what the worker gives `init_process_group`. Returns the exit code, which is that of rank 0.
+    """
+    if launched.world_size is not None:
+        return worker(launched.local_rank or 0, {}, *arguments) or OK
     with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
         try:
-            spawn(worker, arguments(f"file://{folder}/meeting"), ranks)
+            spawn(_run_spawned, (worker, f"file://{folder}/meeting", ranks, arguments), ranks)
         except (ProcessExitedError, ProcessRaisedError) as error:
             code: int = getattr(error, "exit_code", OK)
             if code not in (FAILED, MISUSED):  # of which rank 0 has said why
@@ -92,6 +89,10 @@ def run_ranks(worker: Callable[..., None], ranks: int, arguments: Callable[[str]
             print("interrupted", file=sys.stderr)
             return _INTERRUPTED
     return OK
+
+
+def _run_spawned(rank: int, worker: Callable[..., int | None], url: str, ranks: int, rest: Any) -> None:
+    sys.exit(worker(rank, {"init_method": url, "world_size": ranks, "rank": rank}, *rest))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -28,12 +28,7 @@ OK, FAILED, MISUSED = range(3)
 """Exit codes: all results right; wrong results or a failed rank; a call that cannot be."""
 
 
-def run_spawned(rank: int, options: Namespace, ranks: int, init_method: str) -> None:
-    """A worker that the command started itself; ends the process with its exit code. For `options` see `run`."""
-    sys.exit(run(options, rank, init_method=init_method, world_size=ranks, rank=rank))
-
-
-def run(options: Namespace, local_rank: int, **meeting: Any) -> int:
+def run(local_rank: int, meeting: dict[str, Any], options: Namespace) -> int:
     """One rank's part of a run as `command` completed it; returns its exit code, OK on all ranks but rank 0."""
     if options.cores:  # before the ranks meet: they choose how to wait by the cores that they have
         os.sched_setaffinity(0, {options.cores[local_rank % len(options.cores)]})
@@ -58,7 +53,7 @@ def run(options: Namespace, local_rank: int, **meeting: Any) -> int:
         print(f"# picture: {path.resolve()}", flush=True)
     if not options.plot:
         print("# a picture of it: --plot FILE.png", flush=True)
-    return FAILED if results.total_wrong(done.results) else OK
+    return FAILED if any(row.wrong for row in done.results) else OK
 
 
 def _measure_all(options: Namespace, place: Host, tell: bool) -> Run:

@@ -118,17 +118,12 @@ def per_element(rows: Sequence[Row]) -> list[str]:
 
 def summary(rows: Sequence[Row]) -> list[str]:
     """The lines below the table."""
-    wrong, speeds = total_wrong(rows), [row.busbw for row in rows if row.size]
+    wrong, speeds = sum(row.wrong or 0 for row in rows), [row.busbw for row in rows if row.size]
     verdict = f"{wrong} {'FAILED' if wrong else 'OK'}"
     if all(row.wrong is None for row in rows):
         verdict = "not checked"
     mean = f"{fmean(speeds):.4f} GB/s" if speeds else "N/A"
     return ["#", f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {mean}"]
-
-
-def total_wrong(rows: Sequence[Row]) -> int:
-    """The wrong elements of all rows."""
-    return sum(row.wrong or 0 for row in rows)
 
 
 def header(run: Run) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,6 @@ def main(words: Sequence[str]) -> int:
     parser = make_parser()
     parser.add_argument("--tune", action="store_true", help="find this machine's thresholds")
     given = parser.parse_args(words)
-    command = shlex.join(["python", "-m", "fastcoll.bench", *words])
     try:
         launched = detect(os.environ)
         ranks = count_ranks(given.ranks, launched)
@@ -46,18 +45,12 @@ def main(words: Sequence[str]) -> int:
             raise UsageError("--tune compares ways that differ from 3 ranks on; give -n, as in --tune -n 4")
     except UsageError as error:
         parser.error(str(error))
-    if launched.world_size is None:
-        return run_ranks(run, ranks, lambda meeting: (ranks, meeting, command))
-    run(0, ranks, None, command)
-    return 0
+    return run_ranks(run, launched, ranks, shlex.join(["python", "-m", "fastcoll.bench", *words]))
 
 
-def run(rank: int, ranks: int, init_method: str | None, command: str) -> None:
-    """Measure on all ranks; rank 0 tells and writes. Ranks of a launcher have no `init_method`."""
-    if init_method is None:
-        dist.init_process_group()
-    else:
-        dist.init_process_group(init_method=init_method, world_size=ranks, rank=rank)
+def run(local_rank: int, meeting: dict[str, Any], command: str) -> None:
+    """Measure on all ranks; rank 0 tells and writes."""
+    dist.init_process_group(**meeting)
     group = dist.new_group(backend="shm")
     assert isinstance(group, dist.ProcessGroup)
     rows = [_measure(group, nbytes) for nbytes in SIZES]
