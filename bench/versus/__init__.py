@@ -21,5 +21,5 @@ probe      asked in a peer's Python: what is there
 
 from pathlib import Path
 
-# `patterns` and `timing` of fastcoll.bench need NumPy alone. As modules of this package they need no fastcoll, either.
+# `measuring` of fastcoll.bench needs NumPy alone. As a module of this package it needs no fastcoll, either.
 __path__.append(str(Path(__file__).resolve().parents[2] / "fastcoll" / "bench"))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .patterns import Tile, count_wrong, fill, moved, reduced_input, reduced_output
+from .measuring import Tile, count_wrong, fill, moved, reduced_input, reduced_output
 from .plan import LIMITS, SHAPES, Cell
 
 Array = NDArray[Any]

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from .cells import Buffers, Place, make_buffers, prepare, wrong
+from .measuring import Schedule, Timing, estimate, no_collector, time_batches
 from .plan import LIMITS, SHAPES, Cell, Job, read_job
-from .timing import Schedule, Timing, estimate, no_collector, time_batches
 
 SIDES = {
     "fastcoll": "ours",

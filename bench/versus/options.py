@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastcoll.bench.cases import argument, positive, size_range
-from fastcoll.bench.command import check_cores, check_results, make_parser
+from fastcoll.bench.command import make_parser, pictures
 from fastcoll.errors import UsageError
 from fastcoll.rendezvous.detect import detect
 
@@ -45,7 +45,6 @@ def main(words: Sequence[str]) -> int:
             raise UsageError(
                 f"--vs starts its own ranks, but {launched.source} has started this one; run it without"
             )
-        check_cores(given.cores)
         options = _options_of(given, words)
     except UsageError as error:
         parser.error(str(error))
@@ -103,7 +102,7 @@ def _options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
         seconds=given.seconds,
         backend=given.backend,
         json=given.json,
-        plots=check_results(given),
+        plots=pictures(given.plot),
         results=given.results,
         name=given.name,
         command=command_line(words),

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,3 +182,27 @@ def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
         return value
 
     return argument(parse)
+
+
+def cores(text: str) -> list[int]:
+    """CPUs that this process may use: `0,2`; or none of them."""
+    wanted = [] if text == "none" else [int(part) for part in text.split(",")]
+    if unusable := set(wanted) - os.sched_getaffinity(0):
+        raise UsageError(f"this process may not use core {min(unusable)}")
+    return wanted
+
+
+def writable(name: str | Path) -> Path:
+    """The path of a file that can be written; looking leaves nothing."""
+    path = Path(name)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{path} cannot be written: there is no folder {folder}")
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))
+        else:
+            tempfile.TemporaryFile(dir=folder).close()  # leaves nothing; a mode does not bind root
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    return path

@@ -18,7 +18,7 @@ from ..errors import UnavailableError, UsageError
 from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
 from . import cases
-from .cases import argument, listed, parse_operation, positive
+from .cases import argument, cores, listed, parse_operation, positive, writable
 from .operations import DEVICES
 from .rank import FAILED, MISUSED, OK, run
 from .results import PICTURES
@@ -128,15 +128,23 @@ def make_parser() -> argparse.ArgumentParser:
     warmup = "calls before the timed ones (default: 5)"
     add("-w", "--warmup", type=positive(int), default=5, metavar="N", help=warmup)
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify the results (default: 1)")
-    cores = argument(lambda text: [] if text == "none" else [int(part) for part in text.split(",")])
     pinned = "pin each rank to a core, of these in turn (a,b,...) or of all usable ones; or none of them: "
     pinned += "none (default: none; with --vs: all usable ones)"
     usable = sorted(os.sched_getaffinity(0))
-    add("--cores", "--pin", type=cores, nargs="?", default=[], const=usable, metavar="CORES", help=pinned)
+    add(
+        "--cores",
+        "--pin",
+        type=argument(cores),
+        nargs="?",
+        default=[],
+        const=usable,
+        metavar="CORES",
+        help=pinned,
+    )
 
     add = parser.add_argument_group("results").add_argument
-    add("--json", type=Path, metavar="FILE", help="also write the whole run")
-    add("--csv", type=Path, metavar="FILE", help="also write the rows")
+    add("--json", type=argument(writable), metavar="FILE", help="also write the whole run")
+    add("--csv", type=argument(writable), metavar="FILE", help="also write the rows")
     drawn = "also draw, e.g. out.png; without an ending PNG and SVG; repeatable; "
     drawn += "a run of all operations draws fastcoll-bench.png"
     add("--plot", type=Path, action="append", default=[], metavar="FILE", help=drawn)
@@ -147,9 +155,6 @@ def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> No
     """Check the options together, and put in what depends on others."""
     if not 0 <= given.root < ranks:
         raise UsageError(f"--root is {given.root}; the ranks are 0 to {ranks - 1}")
-    check_cores(given.cores)
-    if given.csv:
-        check_writable(given.csv)
     parse_backend(given.backend)
     asked = [parse_operation(name) for name in given.operations]
     possible = [n for n in cases.SHAPES if given.device == "cpu" or n != "update_symmetric_all_reduce"]
@@ -158,7 +163,7 @@ def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> No
             raise UsageError(f"{name} is for host memory; leave --device {given.device} out")
     given.operations = asked or possible
     given.sizes = given.sizes or cases.size_range(given.begin, given.end, given.factor)
-    given.plot = check_results(given)
+    given.plot = pictures(given.plot)
     if not (asked or given.plot) and _can_draw() and os.access(".", os.W_OK):
         given.plot = [Path("fastcoll-bench.png")]
     given.command = ["python", "-m", "fastcoll.bench", *map(shlex.quote, words)]
@@ -176,40 +181,17 @@ def count_ranks(asked: int | None, launched: Detected) -> int:
     return ranks
 
 
-def check_cores(wanted: Sequence[int]) -> None:
-    """Refuse cores that this process may not use."""
-    if unusable := set(wanted) - os.sched_getaffinity(0):
-        raise UsageError(f"--cores: this process may not use core {min(unusable)}")
-
-
-def check_results(given: argparse.Namespace) -> list[Path]:
-    """The pictures to draw: a name without an ending is a PNG and an SVG. What cannot be written is refused here."""
-    if given.json:
-        check_writable(given.json)
-    endings = [(path, [path.suffix] if path.suffix else PICTURES[:2]) for path in given.plot]
-    pictures = [path.with_suffix(suffix) for path, suffixes in endings for suffix in suffixes]
-    for path in pictures:
-        check_writable(path)
+def pictures(paths: Sequence[Path]) -> list[Path]:
+    """The pictures to draw: a name without an ending is a PNG and an SVG. What cannot be drawn is refused here."""
+    endings = [(path, [path.suffix] if path.suffix else PICTURES[:2]) for path in paths]
+    found = [writable(path.with_suffix(suffix)) for path, suffixes in endings for suffix in suffixes]
+    for path in found:
         if path.suffix not in PICTURES:
             raise UsageError(f"--plot {path}: the name must end in {', '.join(PICTURES)}")
-    if pictures and not _can_draw():
+    if found and not _can_draw():
         raise UnavailableError("--plot needs matplotlib; pip install 'fastcoll[bench]'")
-    return pictures
+    return found
 
 
 def _can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written; leaves nothing."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"{path} cannot be written: there is no folder {folder}")
-    try:
-        if path.exists():
-            os.close(os.open(path, os.O_WRONLY))
-        else:
-            tempfile.TemporaryFile(dir=folder).close()  # leaves nothing; a mode does not bind root
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error

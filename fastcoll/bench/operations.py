@@ -12,22 +12,18 @@ import numpy as np
 import fastcoll as dist
 
 from .cases import Case
-from .patterns import Tile, count_wrong, fill, moved, reduced_input, reduced_output
+from .measuring import Tile, count_wrong, fill, moved, reduced_input, reduced_output
 
 DEVICES = ("cpu", "cuda")
 
 
 class Host:
-    """Where arrays lie, here NumPy's; what makes them, fills and checks them (see `patterns`)."""
+    """Where arrays lie, here NumPy's; what makes them, fills and checks them (see `measuring`)."""
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> Any:
         return np.zeros(count, dtype)
 
-    def fill(self, x: Any, tile: Tile, start: int = 0) -> None:
-        fill(x, tile, start)
-
-    def count_wrong(self, x: Any, tile: Tile, start: int = 0) -> int:
-        return count_wrong(x, tile, start)
+    fill, count_wrong = staticmethod(fill), staticmethod(count_wrong)
 
     def settle(self) -> None:
         """Wait until what was called is done, at the end of each batch that is timed: calls on NumPy's arrays are."""
@@ -71,9 +67,8 @@ class Trial:
     place: Host
     call: Callable[[], Any]
     given: Sequence[tuple[Any, Tile]] = ()  # arrays that the call reads, with their patterns
-    expected: Sequence[
-        tuple[Any, Tile, int]
-    ] = ()  # those it writes, what must be there, and where that starts
+    # Those it writes, what must be there, and where that starts.
+    expected: Sequence[tuple[Any, Tile, int]] = ()
 
     def reset(self) -> None:
         """Make the outputs wrong and the inputs right."""
@@ -163,14 +158,10 @@ def _movement(case: Case, rank: int, place: Host) -> Trial:
             return Trial(place, dist.barrier)
 
 
+# A reduction such as a user defines: of two elements the one further from 0.
+_ABSMAX = dist.ReduceOp.custom(lambda a, b: a if abs(a) >= abs(b) else b, "absmax")
+
+
 def reduce_op(name: str) -> dist.ReduceOp:
     """The ReduceOp of one of `cases.REDOPS`."""
     return _ABSMAX if name == "custom" else getattr(dist.ReduceOp, name.upper())
-
-
-def _absmax(a: Any, b: Any) -> Any:
-    """A reduction such as a user defines: of two elements the one further from 0."""
-    return a if abs(a) >= abs(b) else b
-
-
-_ABSMAX = dist.ReduceOp.custom(_absmax, "absmax")

@@ -6,9 +6,9 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +17,9 @@ import fastcoll as dist
 from ..errors import UsageError
 from . import results
 from .cases import Case, cases, format_size
+from .measuring import Call, Schedule, Timing, estimate, measure, schedule
 from .operations import Host, Trial, place_of, prepare
 from .results import Row, Run
-from .timing import Schedule, Timing, estimate, measure, schedule
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 OK, FAILED, MISUSED = range(3)
 """Exit codes: all results right; wrong results or a failed rank; a call that cannot be."""
@@ -60,9 +57,8 @@ def _measure_all(options: Namespace, place: Host, tell: bool) -> Run:
     o, rows = options, list[Row]()
     todo = list(cases(o.operations, o.dtype, o.op, o.sizes, o.root, dist.get_world_size()))
     run = _describe(options, rows)
-    bar = _bar(len(todo)) if tell and sys.stdout.isatty() else None
-    report = Report(bar, tell)
-    with bar or nullcontext():
+    report = Report(len(todo), tell)
+    with report.bar or nullcontext():
         report.notes(results.header(run))
         for case in todo:
             report.begin(case)
@@ -89,15 +85,23 @@ def _measure(case: Case, options: Namespace, place: Host) -> Row:
     trial = prepare(case, dist.get_rank(), place)
     wrong = _verify(trial, options.check)
     settle = None if options.device == "cpu" else place.settle
-    plan = np.array(schedule(estimate(trial.call, options.warmup, settle), options.seconds, options.iters))
+    plan, timing = timed(trial.call, options.warmup, options.seconds, options.iters, settle)
+    total = np.array([wrong + _verify(trial, options.check)])
+    dist.all_reduce(total)
+    return results.make_row(case, plan, timing, int(total[0]) if options.check else None)
+
+
+def timed(
+    call: Call, warmup: int, seconds: float, iterations: int | None = None, settle: Call | None = None
+) -> tuple[Schedule, Timing]:
+    """How often a collective call was made, which rank 0 decides after `warmup` calls, and the slowest rank's times."""
+    plan = np.array(schedule(estimate(call, warmup, settle), seconds, iterations))
     dist.broadcast(plan, 0)
     agreed = Schedule(*plan.tolist())
     dist.barrier()
-    seconds = np.array(measure(trial.call, agreed, settle))
-    total = np.array([wrong + _verify(trial, options.check)])
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    dist.all_reduce(total)
-    return results.make_row(case, agreed, Timing(*seconds.tolist()), int(total[0]) if options.check else None)
+    slowest = np.array(measure(call, agreed, settle))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return agreed, Timing(*slowest.tolist())
 
 
 def _verify(trial: Trial, check: bool) -> int:
@@ -114,17 +118,25 @@ class Report:
     says what runs now. The bar is drawn between cases only: a thread that redraws it would be timed with the calls.
     """
 
-    def __init__(self, bar: Progress | None, tell: bool) -> None:
-        self._bar, self._tell, self._operation = bar, tell, ""
+    def __init__(self, total: int, tell: bool) -> None:
+        self._tell, self._operation, self.bar = tell, "", None
+        if tell and sys.stdout.isatty():
+            with suppress(ImportError):
+                from rich import progress as p
+
+                shown = p.BarColumn(), p.MofNCompleteColumn(), p.TimeElapsedColumn()
+                text = p.TextColumn("{task.description}")
+                self.bar = p.Progress(*shown, text, transient=True, auto_refresh=False)
+                self.bar.add_task("", total=total)
 
     def notes(self, lines: Sequence[str], style: str = "dim") -> None:
         """Show what is not a row: the header, the summary."""
         for text in lines if self._tell else ():
-            if self._bar:
+            if self.bar:
                 from rich.text import Text
 
                 # A Text has its style to itself; `style=` would be the bar's too.
-                self._bar.console.print(Text(text, style), no_wrap=True, overflow="ignore", crop=False)
+                self.bar.console.print(Text(text, style), no_wrap=True, overflow="ignore", crop=False)
             else:
                 print(text, flush=True)
 
@@ -133,23 +145,12 @@ class Report:
         if case.operation != self._operation:
             self._operation = case.operation
             self.notes(results.heading(case.operation), "bold")
-        if self._bar:
+        if self.bar:
             size = f" {format_size(case.size)}" if case.size else ""
-            self._bar.update(self._bar.task_ids[0], description=f"{case.operation}{size}", refresh=True)
+            self.bar.update(self.bar.task_ids[0], description=f"{case.operation}{size}", refresh=True)
 
     def add(self, row: Row) -> None:
         """It has been measured."""
         self.notes([results.line(row)], "bold red" if row.wrong else "")
-        if self._bar:
-            self._bar.advance(self._bar.task_ids[0])
-
-
-def _bar(total: int) -> Progress | None:
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        return None
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, transient=True, auto_refresh=False)
-    bar.add_task("", total=total)
-    return bar
+        if self.bar:
+            self.bar.advance(self.bar.task_ids[0])

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
+from ..shm import thresholds
 from .cases import SHAPES, Case, format_size
-from .timing import Schedule, Timing, estimate
+from .measuring import Schedule, Timing, estimate
 
 PICTURES = (".png", ".svg", ".pdf")
 """The endings of file names that `draw` takes."""
@@ -163,11 +164,9 @@ def in_short(run: Run) -> list[str]:
 
 def machine(usable_cores: int) -> dict[str, Any]:
     """Facts about this machine and its software, ready for JSON; the measured processes share `usable_cores`."""
-    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    names = (value.strip() for key, _, value in lines if key.strip() in ("model name", "Model", "cpu"))
     return {
         "hostname": os.uname().nodename,
-        "cpu": next(names, platform.machine()),
+        "cpu": thresholds.machine().rpartition(", ")[0],
         "cores": os.cpu_count(),
         "usable_cores": usable_cores,
         "kernel": f"{platform.system()} {platform.release()}",
@@ -228,7 +227,13 @@ def draw(path: Path, run: Run) -> None:
 
     figure = Figure(figsize=(12, 5.4), layout="constrained")
     times, speeds = figure.subplots(1, 2)
-    lines = _lines(run.results)
+    # The rows that have data, by label; what all of them share is left out of the labels.
+    data = [row for row in run.results if row.size]
+    telling = [name for name in ("type", "redop") if len({getattr(row, name) for row in data} - {"none"}) > 1]
+    lines: dict[str, list[Row]] = {}
+    for row in data:
+        words = [row.operation, *(getattr(row, name) for name in telling)]
+        lines.setdefault(" ".join(word for word in words if word != "none"), []).append(row)
     _panel(times, lines, lambda row: row.time_us, "time per call (µs)")
     if len(run.devices) > 1:
         _panel(speeds, lines, lambda row: row.busbw, "bus bandwidth (GB/s)")
@@ -249,17 +254,6 @@ def draw(path: Path, run: Run) -> None:
     )
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
-
-
-def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows that have data, by label; what all of them share is left out of the labels."""
-    data = [row for row in rows if row.size]
-    telling = [name for name in ("type", "redop") if len({getattr(row, name) for row in data} - {"none"}) > 1]
-    lines: dict[str, list[Row]] = {}
-    for row in data:
-        words = [row.operation, *(getattr(row, name) for name in telling)]
-        lines.setdefault(" ".join(word for word in words if word != "none"), []).append(row)
-    return lines
 
 
 def _panel(axes: Any, lines: dict[str, list[Row]], value: Callable[[Row], float], label: str) -> None:

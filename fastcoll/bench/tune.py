@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..rendezvous.detect import detect
 from ..shm.backend import ShmBackend
 from ..shm.thresholds import BUILT_IN, table_path, write
 from .command import count_ranks, make_parser, run_ranks
-from .timing import estimate, measure, schedule
+from .rank import timed
 
 SIZES = tuple(1 << k for k in range(10, 20))
 _ROUNDS = 7
@@ -56,8 +56,17 @@ def run(local_rank: int, meeting: dict[str, Any], command: str) -> None:
     rows = [_measure(group, nbytes) for nbytes in SIZES]
     rank = group.rank
     dist.destroy_process_group()
-    if rank == 0:
-        _tell(rows, group.size, command)
+    if rank != 0:
+        return
+    print(f"all_reduce of float32, {group.size} ranks on {len(os.sched_getaffinity(0))} cores, us a call")
+    print(f"{'bytes':>8} {'one-shot':>10} {'two-shot':>10}")
+    for row in rows:
+        print(f"{row.nbytes:8} {row.one_shot * 1e6:10.2f} {row.two_shot * 1e6:10.2f}")
+    limit, path = best_limit(rows), table_path()
+    write(path, group.size, limit, command)
+    usual = min((n for n in BUILT_IN.one_shot if n >= group.size), default=max(BUILT_IN.one_shot))
+    built_in = f"built in: {BUILT_IN.one_shot[usual]}"
+    print(f"one-shot up to {limit} bytes with {group.size} ranks ({built_in}), written to {path}", flush=True)
 
 
 def best_limit(rows: Sequence[Measured]) -> int:
@@ -70,35 +79,10 @@ def best_limit(rows: Sequence[Measured]) -> int:
 
 
 def _measure(group: dist.ProcessGroup, nbytes: int) -> Measured:
-    x = np.zeros(nbytes // 4, np.float32)
-    rounds = [[_time(group, x, limit) for limit in (_ALWAYS, _NEVER)] for _ in range(_ROUNDS)]
-    slowest = np.array(rounds)
-    group.all_reduce(slowest, dist.ReduceOp.MAX)
-    one, two = np.median(slowest, 0).tolist()
-    return Measured(nbytes, one, two)
-
-
-def _time(group: dist.ProcessGroup, x: np.ndarray, limit: int) -> float:
     assert isinstance(group.backend, ShmBackend)
-    group.backend.context.go_one_shot(limit)
-
-    def call() -> None:
-        group.all_reduce(x)
-
-    each = np.array([estimate(call, 5)])
-    group.all_reduce(each, dist.ReduceOp.MAX)  # the same schedule on all ranks
-    return measure(call, schedule(float(each[0]), _SECONDS)).median
-
-
-def _tell(rows: Sequence[Measured], ranks: int, command: str) -> None:
-    print(f"all_reduce of float32, {ranks} ranks on {len(os.sched_getaffinity(0))} cores, us a call")
-    print(f"{'bytes':>8} {'one-shot':>10} {'two-shot':>10}")
-    for row in rows:
-        print(f"{row.nbytes:8} {row.one_shot * 1e6:10.2f} {row.two_shot * 1e6:10.2f}")
-    limit, path = best_limit(rows), table_path()
-    write(path, ranks, limit, command)
-    usual = min((n for n in BUILT_IN.one_shot if n >= ranks), default=max(BUILT_IN.one_shot))
-    print(
-        f"one-shot up to {limit} bytes with {ranks} ranks (built in: {BUILT_IN.one_shot[usual]}), written to {path}"
-    )
-    sys.stdout.flush()
+    x, seconds = np.zeros(nbytes // 4, np.float32), np.empty((_ROUNDS, 2))
+    for each in seconds:
+        for way, limit in enumerate((_ALWAYS, _NEVER)):
+            group.backend.context.go_one_shot(limit)
+            each[way] = timed(partial(group.all_reduce, x), 5, _SECONDS)[1].median
+    return Measured(nbytes, *np.median(seconds, 0).tolist())

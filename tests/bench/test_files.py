@@ -1,20 +1,13 @@
 """Files that a run is to write."""
 
-from argparse import Namespace
-from pathlib import Path
-
 import pytest
 
-from fastcoll.bench.command import check_results
+from fastcoll.bench.command import pictures
 from fastcoll.errors import UsageError
 
 
-def pictures(*paths: Path) -> list[Path]:
-    return check_results(Namespace(json=None, plot=paths))
-
-
 def test_a_picture_without_an_ending_is_two(tmp_path):
-    assert [path.name for path in pictures(tmp_path / "out", tmp_path / "b.pdf")] == [
+    assert [path.name for path in pictures([tmp_path / "out", tmp_path / "b.pdf"])] == [
         "out.png",
         "out.svg",
         "b.pdf",
@@ -22,7 +15,7 @@ def test_a_picture_without_an_ending_is_two(tmp_path):
 
 
 def test_looking_whether_a_picture_can_be_written_leaves_nothing(tmp_path):
-    pictures(tmp_path / "out.png")
+    pictures([tmp_path / "out.png"])
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError, match="must end in"):
-        pictures(tmp_path / "out.doc")
+        pictures([tmp_path / "out.doc"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fastcoll.bench.cases import REDOPS, parse_dtype
-from fastcoll.bench.patterns import PERIOD, count_wrong, fill, moved, reduced_input, reduced_output
+from fastcoll.bench.measuring import PERIOD, count_wrong, fill, moved, reduced_input, reduced_output
 
 FOLDS = {
     "sum": np.add,

@@ -12,8 +12,8 @@ import pytest
 import fastcoll as dist
 from fastcoll.bench import operations
 from fastcoll.bench.cases import SHAPES, Case
+from fastcoll.bench.measuring import Schedule, measure
 from fastcoll.bench.operations import Cuda, Host
-from fastcoll.bench.timing import Schedule, measure
 
 
 class Marked(np.ndarray):  # type: ignore[type-arg]

@@ -9,8 +9,8 @@ import pytest
 
 from fastcoll.bench import results
 from fastcoll.bench.cases import Case
+from fastcoll.bench.measuring import Schedule, Timing
 from fastcoll.bench.results import Run, draw, header, in_short, per_element, write_csv, write_json
-from fastcoll.bench.timing import Schedule, Timing
 
 
 def row(operation="all_reduce", count=1000, ranks=4, wrong=0, root=-1, redop="sum", seconds=2e-6):

@@ -2,8 +2,8 @@
 
 import gc
 
-from fastcoll.bench import timing
-from fastcoll.bench.timing import Schedule, measure, schedule, time_batches
+from fastcoll.bench import measuring
+from fastcoll.bench.measuring import Schedule, measure, schedule, time_batches
 
 
 def test_short_calls_share_batches_and_long_ones_do_not():
@@ -27,7 +27,7 @@ def test_iterations_as_asked():
 
 def test_median_and_p99_are_over_batches(monkeypatch):
     clock = iter([0, 100, 0, 100, 0, 100, 0, 100, 0, 1100])
-    monkeypatch.setattr(timing, "perf_counter_ns", lambda: next(clock))
+    monkeypatch.setattr(measuring, "perf_counter_ns", lambda: next(clock))
     found = measure(lambda: None, Schedule(5, 10))
     assert found.median == 10e-9
     assert 100e-9 < found.p99 <= 110e-9
@@ -35,7 +35,7 @@ def test_median_and_p99_are_over_batches(monkeypatch):
 
 def test_a_thread_that_sleeps_takes_no_cpu_time(monkeypatch):
     clock = iter([0, 40])
-    monkeypatch.setattr(timing, "thread_time_ns", lambda: next(clock))
+    monkeypatch.setattr(measuring, "thread_time_ns", lambda: next(clock))
     assert time_batches(lambda: None, Schedule(1, 4), cpu_time=True).median == 10e-9
 
 

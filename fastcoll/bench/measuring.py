@@ -1,0 +1,165 @@
+"""What arrays hold, and how a call is timed: all that the ranks of other libraries need too, with NumPy alone.
+
+What ranks send and must get are formulas of the element's index and the rank. All values are small integers, so that
+every result is exact in every dtype (bfloat16 counts to 256). A pattern repeats after PERIOD elements, a prime, so that
+a chunk in the wrong place is noticed, and filling and checking 64 MiB costs two passes over memory and no formula.
+
+Calls are timed in batches of about 20 us (reading the clock twice costs 0.1 us), so a single call is a batch of its own
+if it takes longer. The garbage collector is off meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
+from time import perf_counter_ns, thread_time_ns
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Tile = NDArray[Any]
+"""One period of a pattern, in the dtype of the arrays."""
+
+PERIOD = 16381
+_INDEX = np.arange(PERIOD, dtype=np.int64)
+
+
+def _small(rank: int, ranks: int) -> Array:
+    return 1 + (_INDEX + rank) % 2
+
+
+def _bits(rank: int, ranks: int) -> Array:
+    return 1 + (5 * _INDEX + 3 * rank) % 63
+
+
+_REDUCTIONS: dict[str, tuple[Callable[[int, int], Array], Callable[[Array, Array], Array]]] = {
+    "sum": (_small, np.add),
+    # One rank gives a multiple of the number of ranks, so that the average is exact in integers too.
+    "avg": (lambda rank, n: np.where(_INDEX % n == rank, n * (1 + _INDEX % 3), 0), np.add),
+    "product": (_small, np.multiply),
+    "min": (_bits, np.minimum),
+    "max": (_bits, np.maximum),
+    "band": (_bits, np.bitwise_and),
+    "bor": (_bits, np.bitwise_or),
+    "bxor": (_bits, np.bitwise_xor),
+    "custom": (_bits, np.maximum),  # absmax, of numbers that are not negative
+}
+"""What a rank gives, and how two ranks' values become one."""
+
+
+def moved(source: int, dtype: np.dtype[Any]) -> Tile:
+    """What block number `source` holds in an operation that only moves data; never 0."""
+    return _of_dtype(1 + (7 * _INDEX + 31 * source) % 100, dtype)
+
+
+def reduced_input(redop: str, rank: int, ranks: int, dtype: np.dtype[Any]) -> Tile:
+    """What a rank gives to a reduction."""
+    return _of_dtype(_REDUCTIONS[redop][0](rank, ranks), dtype)
+
+
+def reduced_output(redop: str, ranks: int, dtype: np.dtype[Any]) -> Tile:
+    """What the reduction over all ranks must give."""
+    give, fold = _REDUCTIONS[redop]
+    given = [give(rank, ranks) for rank in range(ranks)]
+    if dtype.kind == "b":
+        given = [values % 2 for values in given]
+    total = reduce(fold, given)
+    return (total // ranks if redop == "avg" else total).astype(dtype)
+
+
+def fill(x: Array, tile: Tile, start: int = 0) -> None:
+    """Element i of the flat array x becomes element `start + i` of the pattern."""
+    whole, body, rest = _periods(x, tile, start)
+    whole[...] = body
+    x[whole.size :] = rest
+
+
+def count_wrong(x: Array, tile: Tile, start: int = 0) -> int:
+    """The number of elements of the flat array x that differ from the pattern, from `start` on."""
+    whole, body, rest = _periods(x, tile, start)
+    return int(np.count_nonzero(whole != body) + np.count_nonzero(x[whole.size :] != rest))
+
+
+def _periods(x: Array, tile: Tile, start: int) -> tuple[Array, Tile, Tile]:
+    """x as whole periods, the period that each must equal, and what the elements after them must."""
+    body = np.roll(tile, -(start % PERIOD))
+    periods = x.size // PERIOD
+    return x[: periods * PERIOD].reshape(periods, PERIOD), body, body[: x.size - periods * PERIOD]
+
+
+def _of_dtype(values: Array, dtype: np.dtype[Any]) -> Tile:
+    return (values % 2 if dtype.kind == "b" else values).astype(dtype)
+
+
+# ---- times -------------------------------------------------------------------------------------------
+
+Call = Callable[[], Any]
+_BATCH_SECONDS = 20e-6
+_LEAST_CALLS = 20
+_MOST_CALLS = 100_000
+
+
+class Schedule(NamedTuple):
+    """How many batches of how many calls are timed; the same on all ranks."""
+
+    batches: int
+    calls: int
+
+
+class Timing(NamedTuple):
+    """Seconds a call: the median over the batches, and their 99th percentile."""
+
+    median: float
+    p99: float
+
+
+def schedule(per_call: float, seconds: float, iterations: int | None = None) -> Schedule:
+    """What fills so many seconds with calls that take about `per_call` seconds, or has exactly so many iterations."""
+    per_call = max(per_call, 1e-8)
+    total = iterations or int(min(_MOST_CALLS, max(_LEAST_CALLS, seconds / per_call)))
+    calls = max(1, min(total, round(_BATCH_SECONDS / per_call)))
+    if iterations:
+        calls = next(fewer for fewer in range(calls, 0, -1) if iterations % fewer == 0)
+    return Schedule(total // calls, calls)
+
+
+def estimate(call: Call, calls: int, settle: Call | None = None) -> float:
+    """Seconds a call, over `calls` calls in a row."""
+    return time_batches(call, Schedule(1, max(1, calls)), settle=settle).median
+
+
+def measure(call: Call, plan: Schedule, settle: Call | None = None) -> Timing:
+    """Time `call` as planned; `settle` waits for what calls have only queued, at the end of each batch."""
+    with no_collector():
+        return time_batches(call, plan, settle=settle)
+
+
+def time_batches(call: Call, plan: Schedule, cpu_time: bool = False, settle: Call | None = None) -> Timing:
+    """The same without a look at the collector; `cpu_time`: by the time that this thread runs, not the wall clock."""
+    clock, batches = thread_time_ns if cpu_time else perf_counter_ns, []
+    for _ in range(plan.batches):
+        start = clock()
+        for _ in range(plan.calls):
+            call()
+        if settle is not None:
+            settle()
+        batches.append(clock() - start)
+    each = np.array(batches) * 1e-9 / plan.calls
+    return Timing(float(np.median(each)), float(np.percentile(each, 99)))
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Collect now, which takes milliseconds, and not again before the end."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
