@@ -27,9 +27,8 @@ from typing import Any
 
 from fastcoll.api.backends import parse_backend
 from fastcoll.api.job import Job, times_settled
-from fastcoll.core import members as members_module
-from fastcoll.core.members import Member
-from fastcoll.core.processes import ProcessId
+from fastcoll.core import processes as members_module
+from fastcoll.core.processes import Member, ProcessId
 from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_store
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.rendezvous.join import join

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .api.groups import Group, member_of
-from .core.arguments import positive_seconds, whole, wholes
 from .core.backend import SymmetricMemory, memory_of
 from .core.group import ProcessGroup
+from .core.operands import positive_seconds, whole, wholes
 from .core.work import Timeout
 from .errors import ArrayError, UsageError
 from .interop.arrays import Array

@@ -16,7 +16,7 @@ from net.meshes import crew as mesh_crew
 
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError, ReduceOp
-from fastcoll.core import members
+from fastcoll.core import processes
 from fastcoll.core.group import ProcessGroup
 from fastcoll.hybrid import backend as hybrid
 from fastcoll.hybrid.backend import DIRECT, SMALL, HybridBackend
@@ -44,7 +44,7 @@ def start(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(hybrid, "SEGMENT", SEGMENT)
 
     def begin(homes: list[int]) -> ProcessGroup:
-        monkeypatch.setattr(members, "_shm_device", lambda: 1_000_000 + homes[rank])
+        monkeypatch.setattr(processes, "_shm_device", lambda: 1_000_000 + homes[rank])
         dist.init_process_group(timeout=20)
         world = dist.GroupMember.WORLD
         assert isinstance(world, ProcessGroup)

@@ -14,7 +14,7 @@ import pytest
 
 from fastcoll.api import job as jobs
 from fastcoll.api.job import Job
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.rendezvous import HashStore, Store, TCPStore, tcp_store
 
 SERVE = """

@@ -23,7 +23,7 @@ import fastcoll as dist
 from fastcoll import config
 from fastcoll.api.backends import load, parse_backend
 from fastcoll.api.job import Job
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.errors import (
     AbortedError,
     FastcollError,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from .. import config
 from ..core.backend import Backend as Carries
-from ..core.carrier import DeviceCarrier
+from ..core.backend import DeviceCarrier
 from ..core.group import ProcessGroup
-from ..core.members import Member
+from ..core.processes import Member
 from ..errors import UnavailableError, UsageError
 from ..rendezvous import Store
 

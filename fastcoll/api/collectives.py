@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
-from ..core.arguments import positive_seconds
+from ..core.operands import positive_seconds
 from ..core.reduce_op import ReduceOp
 from ..core.work import Async, Sync, Timeout, Work
 from ..errors import UsageError

@@ -10,8 +10,8 @@ import os
 import warnings
 from typing import Any, NoReturn, cast
 
-from ..core.arguments import whole
 from ..core.group import ProcessGroup
+from ..core.operands import whole
 from ..errors import AbortedError, NotInitializedError, UsageError
 from .backends import Backend, BackendChoice
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from ..core.group import ProcessGroup
-from ..core.members import Member, dead_among
+from ..core.processes import Member, dead_among
 from ..errors import AbortedError, StoreError, StoreTimeoutError
 from ..rendezvous import PrefixStore, Store
 from ..rendezvous.waiting import LateWarning, raise_if_dying

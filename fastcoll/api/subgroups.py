@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from zlib import crc32
 
-from ..core.arguments import WORLD_OF_ONE, check_unused, positive_seconds, whole, wholes
 from ..core.group import ProcessGroup
+from ..core.operands import WORLD_OF_ONE, check_unused, positive_seconds, whole, wholes
 from ..core.work import Timeout
 from ..errors import MismatchError, UsageError
 from ..rendezvous.waiting import fetch_for

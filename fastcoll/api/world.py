@@ -17,11 +17,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, ParamSpec
 
 from .. import config
-from ..core.arguments import check_unused, positive_seconds, whole
 from ..core.group import ProcessGroup
-from ..core.members import dead_among, forget, gone_among, speak_as
 from ..core.monitor import last_words
-from ..core.processes import this_process
+from ..core.operands import check_unused, positive_seconds, whole
+from ..core.processes import dead_among, forget, gone_among, speak_as, this_process
 from ..core.work import Timeout
 from ..errors import (
     GroupError,

@@ -22,12 +22,11 @@ import numpy as np
 from ..errors import AbortedError, ArrayError, GroupError, MismatchError, UsageError
 from ..interop.arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
 from . import trees
-from .arguments import WORLD_OF_ONE
-from .backend import Backend, Messages
-from .carrier import DeviceCarrier, StreamCall
+from .backend import Backend, DeviceCarrier, Messages, StreamCall
 from .monitor import last_words
 from .operands import (
     OBJECTS_TAG,
+    WORLD_OF_ONE,
     Array,
     apart,
     arrays_of,

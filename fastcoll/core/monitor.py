@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from .. import config
 from ..errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
-from .members import Member
+from .processes import Member
 
 _log = logging.getLogger("fastcoll")
 # What a rank says of itself. LEAVING: it starts nothing more, and only takes messages that were sent to it.

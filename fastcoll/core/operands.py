@@ -1,25 +1,29 @@
-"""The arguments of one call: whether its arrays fit together, and how they are divided among ranks.
+"""The arguments of one call: whether plain ones are what they must be, whether arrays fit together, and how these are
+divided among ranks.
 
-Pure functions on adopted arrays; what they refuse is refused before any peer hears of the call.
+Pure functions, for arrays that were adopted; what they refuse is refused before any peer hears of the call.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import combinations, starmap
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArrayError, UsageError
+from ..errors import ArrayError, UnavailableError, UsageError
 from ..interop.arrays import Adopted
 from ..interop.dtypes import rounded, widened
-from .arguments import wholes
 from .partition import pieces
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
+from .work import Timeout, seconds
 
 Array = NDArray[Any]
 _FEW = 6  # arrays that are compared two by two, which takes 0.2 us each; to ask for an address takes 0.8
@@ -31,6 +35,64 @@ OBJECTS_TAG = LARGEST_TAG + 3
 before it are those of gpu/nccl/messages.py."""
 
 _NUMBERS = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
+
+WORLD_OF_ONE = "; this is a world of one: start it with -n 2, as in python -m fastcoll.launch -n 2 script.py"
+"""What ends the message about another rank where there is none."""
+
+
+def whole(name: str, value: Any) -> int:
+    """The whole number that the argument `name` is, NumPy's kinds of integers among them, or a UsageError."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise UsageError(f"{name} is {value!r}, a {kind}; give a whole number, as in int(...)") from None
+
+
+def wholes(name: str, values: Any) -> list[int]:
+    """The whole numbers in the argument `name`, or a UsageError."""
+    try:
+        items = list(values)
+    except TypeError:
+        raise UsageError(f"{name} is {values!r}; give a list of whole numbers") from None
+    return [whole(f"{name}[{index}]", item) for index, item in enumerate(items)]
+
+
+def check_unused(pg_options: Any, device_id: Any) -> None:
+    """Refuse options, which no backend has, and what is no index, no "cpu" or "cuda:0" as text or as torch's device."""
+    if pg_options is not None:
+        raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
+    if device_id is None or (
+        isinstance(device_id, int) and not isinstance(device_id, bool) and device_id >= 0
+    ):
+        return
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(device_id)):
+        raise UsageError(f"device_id is {device_id!r}; give a device as in 0 or 'cuda:0', or leave it out")
+
+
+def positive_seconds(timeout: Timeout, default: float) -> float:
+    """A timeout, which must be greater than 0, as seconds; None is the default."""
+    if timeout is None:
+        return default
+    if isinstance(timeout, Real | timedelta):
+        limit = seconds(timeout, default)
+        if limit > 0:
+            return limit
+    raise UsageError(f"timeout is {timeout!r}; give seconds greater than 0, or a timedelta")
+
+
+def checked_tag(tag: Any) -> int:
+    """The tag, if it is one."""
+    try:
+        number = operator.index(tag)
+    except TypeError as error:
+        raise UsageError(f"tag is {tag!r}; give an integer") from error
+    if not 0 <= number <= LARGEST_TAG:
+        raise UsageError(f"tag is {number}; tags are integers from 0 to 2**31 - 1")
+    return number
+
+
+# ---- arrays -------------------------------------------------------------------------------------------------
 
 
 def is_plain(x: Any) -> bool:
@@ -227,14 +289,3 @@ def divide(x: Array, n: int) -> None:
         x[...] = rounded(widened(x) / np.float32(n), x.dtype)
     else:
         x /= x.real.dtype.type(n)
-
-
-def checked_tag(tag: Any) -> int:
-    """The tag, if it is one."""
-    try:
-        number = operator.index(tag)
-    except TypeError as error:
-        raise UsageError(f"tag is {tag!r}; give an integer") from error
-    if not 0 <= number <= LARGEST_TAG:
-        raise UsageError(f"tag is {number}; tags are integers from 0 to 2**31 - 1")
-    return number

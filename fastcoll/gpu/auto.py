@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.backend import Messages
-from ..core.carrier import DeviceCarrier, StreamCall
+from ..core.backend import DeviceCarrier, Messages, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
 from ..errors import GroupError, MismatchError, UnavailableError

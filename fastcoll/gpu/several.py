@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..core.carrier import StreamCall
+from ..core.backend import StreamCall
 from ..core.group import ProcessGroup
 from ..core.operands import check_apart, divide, scaled, sum_for
 from ..core.operation import Operation

@@ -27,8 +27,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..core import signature
-from ..core.backend import Messages
-from ..core.carrier import DeviceCarrier
+from ..core.backend import DeviceCarrier, Messages
 from ..core.group import ProcessGroup
 from ..core.operands import scaled
 from ..core.operation import Call, Operation

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ..core import signature
-from ..core.carrier import DeviceCarrier, StreamCall
+from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Operation
 from ..core.reduce_op import PREMUL_SUM, ReduceOp

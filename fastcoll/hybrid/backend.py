@@ -22,10 +22,10 @@ import numpy as np
 from .. import config
 from ..core.backend import Backend
 from ..core.group import ProcessGroup
-from ..core.members import Member, Topology
 from ..core.operands import LARGEST_TAG, Array, divide, sum_for
 from ..core.operation import Call, Operation
 from ..core.partition import cut, shares
+from ..core.processes import Member, Topology
 from ..core.reduce_op import AVG, ReduceOp
 from ..core.status import DONE, LATER
 from ..core.work import Work

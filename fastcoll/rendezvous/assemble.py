@@ -24,8 +24,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from .. import errors
-from ..core.members import Member
-from ..core.processes import ProcessId, types_of
+from ..core.processes import Member, ProcessId, types_of
 from ..errors import FastcollError, PeerDiedError, RendezvousError, StoreError
 from .store import Store, listed
 from .table import MAX_KEYS_PER_REQUEST

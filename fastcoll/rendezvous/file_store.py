@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 
-from ..core.arguments import whole
+from ..core.operands import whole
 from ..core.processes import ProcessId, forget, in_sight, this_process
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from .store import DEFAULT_TIMEOUT, limit_of, tries

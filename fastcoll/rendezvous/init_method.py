@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..core.arguments import positive_seconds, whole
+from ..core.operands import positive_seconds, whole
 from ..core.work import Timeout
 from ..errors import UsageError
 from .join import check_rank

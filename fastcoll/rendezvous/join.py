@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.members import Member
-from ..core.processes import ProcessId, this_process
+from ..core.processes import Member, ProcessId, this_process
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
 from .store import Store, listed

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from ..config import MOST_SECONDS
-from ..core.arguments import whole
+from ..core.operands import whole
 from ..core.work import Timeout, seconds
 from ..errors import StoreTimeoutError, UnavailableError, UsageError
 

@@ -17,7 +17,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ..core.arguments import whole
+from ..core.operands import whole
 from ..core.work import Timeout
 from ..errors import QueueEmptyError, StoreError, StoreTimeoutError, UsageError
 from .store import LISTED, Store, checked_key, checked_keys, limit_of, not_set, pairs

@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from ..core.arguments import whole
+from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from . import store_protocol as p
 from .address import CURE, resolve, shown

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from .. import config
-from ..core.members import Member
-from ..core.processes import ProcessId, gone_among
+from ..core.processes import Member, ProcessId, gone_among
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError
 from .store import Store, listed
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
-from ..core.members import speak_as
-from ..core.processes import this_process
+from ..core.processes import speak_as, this_process
 from ..errors import ResourceError, StoreTimeoutError, UsageError
 from .address import make_room, own_address
 from .detect import TORCH, Detected, derived_port, detect, port_beside

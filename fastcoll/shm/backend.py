@@ -17,10 +17,10 @@ from ..core import signature
 from ..core.backend import Backend
 from ..core.gate import Gate
 from ..core.group import ProcessGroup
-from ..core.members import Member
 from ..core.monitor import Wait
 from ..core.operands import Array
 from ..core.operation import Call, Operation
+from ..core.processes import Member
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, WORKED
 from ..errors import AbortedError, ArrayError, GroupError

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.members import Member, dead_among
 from ..core.monitor import LEAVING, LEFT, Monitor
+from ..core.processes import Member, dead_among
 from ..errors import CollectiveTimeoutError
 from .layout import REASON, REASON_BYTES, STATE
 from .segment import Segment

@@ -21,7 +21,7 @@ import numpy as np
 import posix_ipc
 
 from .. import config
-from ..core.members import Member, gone_among
+from ..core.processes import Member, gone_among
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous import Store
 from ..rendezvous.assemble import GroupMeeting

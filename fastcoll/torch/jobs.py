@@ -23,8 +23,7 @@ from .. import config
 from ..api.backends import load, parse_backend
 from ..api.leaving import ExitHook, leave
 from ..core.group import ProcessGroup
-from ..core.members import Member, forget, speak_as
-from ..core.processes import this_process
+from ..core.processes import Member, forget, speak_as, this_process
 from ..errors import AbortedError, GroupError, StoreTimeoutError, UnavailableError, UsageError
 from ..rendezvous import HashStore, PrefixStore, Store
 from ..rendezvous.join import join

@@ -13,7 +13,7 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll import GroupError
-from fastcoll.core import members
+from fastcoll.core import processes
 from faults import victims
 
 LARGE = 1 << 24  # float32: 64 MiB
@@ -21,7 +21,7 @@ LARGE = 1 << 24  # float32: 64 MiB
 
 def live_on_nodes(rank: int) -> None:
     """Let two ranks at a time take themselves for a node: they see another /dev/shm than the others."""
-    members._shm_device = lambda: 1_000_000 + rank // 2  # type: ignore[assignment]
+    processes._shm_device = lambda: 1_000_000 + rank // 2  # type: ignore[assignment]
 
 
 def work_on_nodes_until_death(

@@ -9,7 +9,7 @@ import pytest
 from net.groups import everybody, groups
 
 from fastcoll import ReduceOp
-from fastcoll.core.carrier import StreamCall
+from fastcoll.core.backend import StreamCall
 from fastcoll.core.work import Work
 from fastcoll.errors import FastcollError, GroupError, MismatchError
 from fastcoll.gpu import auto

@@ -17,7 +17,7 @@ from net.groups import everybody, groups
 
 import fastcoll
 from fastcoll import ReduceOp
-from fastcoll.core.carrier import StreamCall
+from fastcoll.core.backend import StreamCall
 from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import ArrayError, MismatchError, UsageError
 from fastcoll.gpu import several

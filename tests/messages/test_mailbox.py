@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.core.work import Work
 from fastcoll.errors import (
     AbortedError,

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fastcoll.core.members import Member, dead_among
 from fastcoll.core.monitor import IN_ORDER, Monitor
+from fastcoll.core.processes import Member, dead_among
 from fastcoll.core.work import Work
 from fastcoll.interop.arrays import adopt
 from fastcoll.net.tcp import mail_frames

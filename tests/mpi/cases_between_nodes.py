@@ -7,7 +7,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll.config import forget
-from fastcoll.core import members
+from fastcoll.core import processes
 from fastcoll.hybrid import backend as hybrid
 from fastcoll.hybrid.backend import DIRECT, HybridBackend
 from fastcoll.net.mpi.backend import MpiBackend
@@ -18,7 +18,7 @@ def start_on_nodes(rank, world_size, tmp_path, monkeypatch):
     """Starts the default backend with MPI between nodes, for which this host's ranks are taken."""
 
     def start(homes):
-        monkeypatch.setattr(members, "_shm_device", lambda: 1_000_000 + homes[rank])
+        monkeypatch.setattr(processes, "_shm_device", lambda: 1_000_000 + homes[rank])
         monkeypatch.setattr(hybrid, "SEGMENT", DIRECT)
         monkeypatch.setenv("FASTCOLL_BETWEEN_NODES", "mpi")
         forget()

@@ -13,7 +13,7 @@ from typing import Any
 
 from together import together
 
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.net.tcp.mesh import Mesh
 from fastcoll.rendezvous import HashStore
 from net.proxy import Proxy

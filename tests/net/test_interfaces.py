@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fastcoll import config
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.errors import UsageError
 from fastcoll.net.tcp import interfaces
 from fastcoll.net.tcp.interfaces import (

@@ -361,7 +361,7 @@ def test_a_network_that_breaks_is_noticed(fault: str, monkeypatch: pytest.Monkey
 RANK = """
 import sys, time
 from dataclasses import replace
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.net.tcp.mesh import Mesh
 from fastcoll.rendezvous import TCPStore
 from fastcoll.rendezvous.join import join

@@ -17,8 +17,8 @@ from dataclasses import replace
 import pytest
 
 from fastcoll.core import processes
-from fastcoll.core.members import Member
 from fastcoll.core.monitor import FAILED, LEFT, Wait
+from fastcoll.core.processes import Member
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
 from fastcoll.net.tcp import control as control_module
 from fastcoll.net.tcp.control import NOTICE_SIZE, Control, NetMonitor, Notice

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.errors import (
     CollectiveTimeoutError,
     FastcollError,

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.core.members import Member
-from fastcoll.core.processes import ProcessId
+from fastcoll.core.processes import Member, ProcessId
 from fastcoll.errors import StoreError
 from fastcoll.rendezvous.assemble import compact, expand, pack, unpack
 

@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 
 from fastcoll import config
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore
 from fastcoll.rendezvous.join import join
@@ -282,7 +282,7 @@ def start_time(pid: int) -> int:
 def test_fetch_for_blames_the_dead_for_a_lost_store(processes) -> None:
     source = """
 import sys
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.rendezvous import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True)
 store.set("server", Member.here(0, 2, "shm").to_bytes())

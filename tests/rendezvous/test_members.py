@@ -6,8 +6,7 @@ import subprocess
 import pytest
 
 from fastcoll.core import processes as processes_module
-from fastcoll.core.members import Member, dead_among, forget
-from fastcoll.core.processes import this_process
+from fastcoll.core.processes import Member, dead_among, forget, this_process
 from fastcoll.errors import StoreError
 
 IDLE = "import sys; print('up', flush=True); sys.stdin.read()"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fastcoll.core.members import Member
+from fastcoll.core.processes import Member
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
 from fastcoll.shm.layout import Layout
 from fastcoll.shm.monitor import ShmMonitor

@@ -23,10 +23,10 @@ from ...core import signature
 from ...core.backend import Backend
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
-from ...core.members import Member
 from ...core.monitor import Wait
 from ...core.operands import Array, is_plain
 from ...core.operation import Call, Operation
+from ...core.processes import Member
 from ...core.reduce_op import ReduceOp
 from ...core.status import DONE
 from ...core.work import Work

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core.members import Member
 from ...core.monitor import LEAVING
+from ...core.processes import Member
 from ...errors import StoreTimeoutError, UnavailableError, UsageError
 from ...rendezvous import HashStore, Rendezvous, Store, TCPStore
 from ...rendezvous.address import make_room, own_address

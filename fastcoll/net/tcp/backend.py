@@ -18,11 +18,10 @@ from ...core import signature
 from ...core.backend import Backend
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
-from ...core.members import Member
 from ...core.monitor import Wait
 from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
-from ...core.processes import cores_of
+from ...core.processes import Member, cores_of
 from ...core.reduce_op import ReduceOp
 from ...core.status import AGAIN, DONE, GARBLED, GONE, MISMATCH, WORKED
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError

@@ -30,8 +30,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.members import Member, dead_among
 from ...core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Monitor
+from ...core.processes import Member, dead_among
 from ...errors import CollectiveTimeoutError, GroupError, PeerDiedError
 from .interfaces import watch
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ... import config
-from ...core.members import Member
+from ...core.processes import Member
 from ...errors import UsageError
 from ...rendezvous import PrefixStore, Store
 from ...rendezvous.address import own_address

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from ...core.members import Member
 from ...core.monitor import Wait
-from ...core.processes import dismiss, hear
+from ...core.processes import Member, dismiss, hear
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
 from ...rendezvous import Store
 from ...rendezvous.assemble import GroupMeeting

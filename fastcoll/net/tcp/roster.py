@@ -14,7 +14,7 @@ from typing import Any
 
 from ... import config
 from ...config import MOST_STREAMS
-from ...core.members import Member
+from ...core.processes import Member
 from ...errors import StoreError, UsageError
 from ...rendezvous.assemble import GroupMeeting, loads
 from ...rendezvous.secret import job_secret
