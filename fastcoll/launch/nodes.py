@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _LOWEST = 10000
 _ATTEMPTS = 200
-_PROC_NET = Path("/proc/net")
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FAILED, _READ = "failed", "read"
 _CONNECT_SECONDS = 600.0  # for node 0's launcher to be started
@@ -113,19 +112,13 @@ class Job:
         }
 
 
-def ports_in_use(table: str) -> set[int]:
-    """The local ports in the text of /proc/net/tcp or /proc/net/tcp6."""
-    fields = (line.split() for line in table.splitlines()[1:])
-    return {int(field[1].rpartition(":")[2], 16) for field in fields if len(field) > 1}
-
-
 def free_port() -> int:
     """A random port that no socket of this machine uses now, nor the port beside it, for fastcoll's store."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """As free_port, so many: to read which are in use takes Linux 10 ms on a machine with much memory.
+    """As free_port, so many.
 
     They are below the kernel's range for outgoing connections: none of those can take one before rank 0 listens.
     Two jobs may still draw the same one: rank 0 then says who holds it.
@@ -133,10 +126,9 @@ def free_ports(count: int) -> list[int]:
     Raises:
         ResourceError: none was found.
     """
-    used: set[int] = set()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError):  # no IPv6 in this kernel
-            used |= ports_in_use((_PROC_NET / name).read_text())
+    from ..rendezvous.address import tcp_sockets  # with sockets
+
+    used = {port for port, _, _ in tcp_sockets()}
     highest = _first_outgoing_port()
     pick = random.SystemRandom()  # a seeded `random` would give every job the same port
     ports: list[int] = []

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
 
 from fastcoll.errors import ResourceError
 from fastcoll.launch import nodes as ports
-
-TABLE = """\
-  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
-   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0
-   1: 00000000000000000000000001000000:0016 00000000000000000000000000000000:0000 0A 0:0 0:0 0 0 0 2 1 0
-"""
+from fastcoll.rendezvous.address import tcp_sockets
 
 
-def test_ports_in_use() -> None:
-    assert ports.ports_in_use(TABLE) == {8080, 22}
-    assert ports.ports_in_use("") == set()
+def test_sockets_are_seen() -> None:
+    for address in ("127.0.0.1", "::1"):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as listener:
+            port, inode = listener.getsockname()[1], str(os.fstat(listener.fileno()).st_ino)
+            assert (port, "0A", inode) in set(tcp_sockets())
+        assert (port, "0A", inode) not in set(tcp_sockets())
 
 
 def test_a_free_port_can_be_bound() -> None:
@@ -28,15 +28,19 @@ def test_a_free_port_can_be_bound() -> None:
     assert port < ports._first_outgoing_port()
 
 
+def use(monkeypatch: pytest.MonkeyPatch, used: set[int]) -> None:
+    monkeypatch.setattr("fastcoll.rendezvous.address.tcp_sockets", lambda: [(port, "", "") for port in used])
+
+
 def test_ports_in_use_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {23453, 23456, 18456}  # 18453, at which the store of a job at 23453 would be, is not
-    monkeypatch.setattr(ports, "ports_in_use", lambda table: set(range(65536)) - free)
+    use(monkeypatch, set(range(65536)) - free)
     monkeypatch.setattr(ports, "_LOWEST", 23450)
     monkeypatch.setattr(ports, "_first_outgoing_port", lambda: 23460)
     assert ports.free_port() == 23456
 
 
 def test_no_port_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "ports_in_use", lambda table: set(range(65536)))
+    use(monkeypatch, set(range(65536)))
     with pytest.raises(ResourceError, match=r"no free TCP port in 10000.*65536 are in use"):
         ports.free_port()
