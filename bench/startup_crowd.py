@@ -32,6 +32,7 @@ from fastcoll.core.processes import Member, ProcessId
 from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_store
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.rendezvous.join import join
+from fastcoll.rendezvous.opening import OPENING_SIZE
 from fastcoll.rendezvous.store_protocol import HEADER, encode_request, frame_length
 from fastcoll.rendezvous.table import Op, Request
 
@@ -82,6 +83,7 @@ class _CountedConnection(tcp_store.TCPConnection):
     def open(self, secret: bytes, deadline: float) -> None:
         with _tally_lock:
             _tally.messages["OPEN"] += 1
+            _tally.received += OPENING_SIZE
         super().open(secret, deadline)
 
     def ask(self, request: Request) -> Any:

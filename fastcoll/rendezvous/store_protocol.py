@@ -1,18 +1,6 @@
 """What travels between a store's client and its server, and the server, both as bytes without sockets.
 
-Opening, 64 bytes each way, client first (big-endian):
-
-    offset  bytes  field
-    0       8      magic "FASTCOLL"
-    8       1      role: 1 client, 2 server
-    9       1      verdict: 0 welcome, 1 other protocol version, 2 secrets do not match, 3 no more room
-    10      2      protocol version
-    12      4      1 when this side has a job secret, else 0
-    16      32     nonce, fresh for each connection
-    48      16     the server's instance (client: zeros)
-
-With a secret the server's opening is followed by its proof and answered by the client's: 32 bytes of
-HMAC-SHA256 over a label of the direction and both openings. Then come frames: a 16-byte header (code,
+A connection begins as opening.py says. Then come frames: a 16-byte header (code,
 one zero, number of keys, length of the body, timeout in seconds as a double) and the body, whose
 fields are each a 4-byte length and the bytes. This authenticates; it does not encrypt.
 
@@ -35,14 +23,9 @@ from enum import IntEnum
 
 from ..config import MOST_SECONDS
 from ..errors import StoreError
-from .secret import PROOF_SIZE, is_proof, proof
+from .opening import GROUP_SIZE, Answering, Endpoint, Kind, Opening, OpeningError, Role, Turned, Verdict
 from .table import CHANGING, MAX_ANSWER, MAX_KEY, SHAPES, Op, Request, Table
 
-MAGIC = b"FASTCOLL"
-PROTOCOL = 2
-HELLO = struct.Struct("!8sBBHI32s16s")
-NONCE_SIZE = 32
-INSTANCE_SIZE = 16
 HEADER = struct.Struct("!BxHId")
 LENGTH = struct.Struct("!I")
 # One value of the largest size, its key, or a batch of as many bytes, with their lengths.
@@ -58,54 +41,12 @@ class ProtocolError(ValueError):
     """Bytes that no client or server of this protocol sends; the connection is dropped."""
 
 
-class Role(IntEnum):
-    CLIENT = 1
-    SERVER = 2
-
-
-class Verdict(IntEnum):
-    WELCOME = 0
-    PROTOCOL = 1
-    SECRET = 2
-    FULL = 3
-
-
 class Status(IntEnum):
     """How a request ended: OK with its answer, TIMEOUT with a missing key, REFUSED with the reason."""
 
     OK = 0
     TIMEOUT = 1
     REFUSED = 2
-
-
-@dataclass(frozen=True)
-class Hello:
-    """One side's opening."""
-
-    role: Role
-    nonce: bytes
-    has_secret: bool
-    verdict: Verdict = Verdict.WELCOME
-    protocol: int = PROTOCOL
-    instance: bytes = bytes(INSTANCE_SIZE)
-
-    def to_bytes(self) -> bytes:
-        return HELLO.pack(
-            MAGIC, self.role, self.verdict, self.protocol, self.has_secret, self.nonce, self.instance
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes, role: Role) -> Hello:
-        """The opening of a peer of `role`; a ProtocolError where it is none."""
-        magic, who, verdict, protocol, has_secret, nonce, instance = HELLO.unpack(data)
-        if magic != MAGIC or who != role or has_secret > 1 or verdict not in tuple(Verdict):
-            raise ProtocolError(f"not the opening of a fastcoll {role.name.lower()}: {data[:16]!r}")
-        return cls(role, nonce, bool(has_secret), Verdict(verdict), protocol, instance)
-
-
-def prove(secret: bytes, role: Role, client_hello: bytes, server_hello: bytes) -> bytes:
-    """What the side of `role` sends to prove that it knows `secret`, on this connection only."""
-    return proof(secret, f"fastcoll store, {role.name.lower()} to peer", (client_hello, server_hello))
 
 
 def encode_frame(code: int, fields: Sequence[bytes], keys: int = 0, timeout: float = 0.0) -> bytes:
@@ -211,8 +152,7 @@ class StoreServer:
     def __init__(self, secret: bytes = b"") -> None:
         self.outbox: list[tuple[int, bytes]] = []
         self.drops: list[tuple[int, str]] = []
-        self._secret = secret
-        self._instance = os.urandom(INSTANCE_SIZE)
+        self._me = Endpoint(os.urandom(GROUP_SIZE), 0, 2, secret, bool(secret))
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
         # A parked peer stands under one missing key at a time, and moves on when that is set.
@@ -243,7 +183,7 @@ class StoreServer:
         self._now = now
         try:
             next(state.steps)
-        except ProtocolError as error:
+        except (ProtocolError, OpeningError) as error:
             self._drop(peer, str(error))
 
     def expire(self, now: float) -> None:
@@ -267,32 +207,22 @@ class StoreServer:
 
     def refusal(self) -> bytes:
         """The opening for a connection that there is no room for; the driver sends it and closes."""
-        return self._hello(Verdict.FULL)
+        return Opening.of(self._me, Role.ANSWERS, Kind.STORE, 0, 1, Verdict.FULL).to_bytes()
 
     def _converse(self, peer: int) -> Generator[None, None, None]:
         """What is done with a peer's bytes, from its opening on; goes on whenever more have come."""
-        state = self._peers[peer]
-        while len(state.buffer) < HELLO.size or state.buffer[: len(MAGIC)] != MAGIC:
-            if not MAGIC.startswith(start := bytes(state.buffer[: len(MAGIC)])):
-                raise ProtocolError(f"not a fastcoll client: {start!r}")
-            yield
-        mine = state.take(HELLO.size)
-        client = Hello.from_bytes(mine, Role.CLIENT)
-        verdict = Verdict.WELCOME
-        if client.protocol != PROTOCOL:
-            verdict = Verdict.PROTOCOL
-        elif client.has_secret != bool(self._secret):
-            verdict = Verdict.SECRET
-        server = self._hello(verdict)
-        is_to_prove = verdict is Verdict.WELCOME and self._secret
-        proof_of_ours = prove(self._secret, Role.SERVER, mine, server) if is_to_prove else b""
-        self.outbox.append((peer, server + proof_of_ours))
-        if verdict is not Verdict.WELCOME:
-            raise ProtocolError(f"turned away: {verdict.name.lower()} does not match")
-        if is_to_prove:
-            yield from self._until(PROOF_SIZE, peer, state)
-            if not is_proof(state.take(PROOF_SIZE), prove(self._secret, Role.CLIENT, mine, server)):
-                raise ProtocolError("does not know the job's secret")
+        state, answering = self._peers[peer], Answering(self._meant_for)
+        while answering.wants:
+            if not state.buffer:
+                yield
+                continue
+            try:
+                reply = answering.take(state.take(answering.wants))
+            except Turned as error:
+                self.outbox.append((peer, error.answer))
+                raise
+            if reply:
+                self.outbox.append((peer, reply))
         state.is_open, state.deadline = True, None
         while True:
             yield from self._until(HEADER.size, peer, state)
@@ -322,9 +252,8 @@ class StoreServer:
                 self._set_deadline(peer, self._now + FRAME_SECONDS)
             yield
 
-    def _hello(self, verdict: Verdict) -> bytes:
-        nonce = os.urandom(NONCE_SIZE)
-        return Hello(Role.SERVER, nonce, bool(self._secret), verdict, PROTOCOL, self._instance).to_bytes()
+    def _meant_for(self, theirs: Opening) -> Endpoint | None:
+        return self._me if theirs.kind is Kind.STORE and theirs.peer == self._me.rank else None
 
     def _answer_to(self, request: Request) -> bytes:
         try:

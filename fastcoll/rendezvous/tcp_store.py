@@ -17,7 +17,8 @@ from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from . import store_protocol as p
 from .address import CURE, resolve, shown
-from .secret import PROOF_SIZE, is_proof, job_secret
+from .opening import GROUP_SIZE, Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
+from .secret import job_secret
 from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, count_in, limit_of, tries
 from .table import Request, TableStore, check_process, closed_meanwhile
@@ -247,31 +248,31 @@ class TCPConnection:
 
     def open(self, secret: bytes, deadline: float) -> None:
         """Exchange the openings, and the proofs when there is a secret."""
-        mine = p.Hello(p.Role.CLIENT, os.urandom(p.NONCE_SIZE), bool(secret)).to_bytes()
-        self.send(mine, deadline)
-        data = self.receive(p.HELLO.size, deadline)
+        dialing = Dialing(Endpoint(bytes(GROUP_SIZE), 1, 2, secret, bool(secret)), 0, Kind.STORE, 0)
+        self.send(dialing.opening, deadline)
         try:
-            server = p.Hello.from_bytes(data, p.Role.SERVER)
-        except p.ProtocolError as error:
+            while dialing.wants:
+                data = self._do(deadline, self._socket.recv, dialing.wants)
+                if not data:
+                    raise self._gone()
+                if reply := dialing.take(data):
+                    self.send(reply, deadline)
+        except RefusedError as error:
+            if error.verdict is Verdict.FULL:
+                raise _FullError(errno.EMFILE, "the server has no file descriptor left") from error
+            if error.verdict is Verdict.SECRET:
+                raise StoreError(
+                    f"the store at {self._where} has another secret; give every rank of the job the same "
+                    "FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
+                ) from error
+            raise StoreError(
+                f"the store at {self._where} speaks another protocol than this process; run one version of fastcoll "
+                "on all ranks"
+            ) from error
+        except OpeningError as error:
             raise StoreError(f"{self._where} answers, but is no fastcoll store: {error}") from error
-        if server.verdict is p.Verdict.FULL:
-            raise _FullError(errno.EMFILE, "the server has no file descriptor left")
-        if server.verdict is p.Verdict.PROTOCOL:
-            raise StoreError(
-                f"the store at {self._where} speaks protocol {server.protocol}, this process another; run one "
-                "version of fastcoll on all ranks"
-            )
-        knows = server.verdict is not p.Verdict.SECRET and server.has_secret == bool(secret)
-        if knows and secret:
-            knows = is_proof(self.receive(PROOF_SIZE, deadline), p.prove(secret, p.Role.SERVER, mine, data))
-        if not knows:
-            raise StoreError(
-                f"the store at {self._where} has another secret; give every rank of the job the same FASTCOLL_SECRET "
-                "or FASTCOLL_SECRET_FILE"
-            )
-        if secret:
-            self.send(p.prove(secret, p.Role.CLIENT, mine, data), deadline)
-        self.instance = server.instance
+        assert dialing.theirs is not None, "it has come"
+        self.instance = dialing.theirs.group
 
     def send(self, data: bytes, deadline: float) -> None:
         """Send all of `data`; raises as `ask`."""
@@ -288,7 +289,7 @@ class TCPConnection:
             view = view[got:]
         return bytes(data)
 
-    def _do(self, deadline: float, operation: Callable[[Any], T], data: bytes | memoryview) -> T:
+    def _do(self, deadline: float, operation: Callable[[Any], T], data: bytes | memoryview | int) -> T:
         try:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             return operation(data)

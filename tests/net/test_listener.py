@@ -21,7 +21,16 @@ from fastcoll.net.tcp import listener as listening
 from fastcoll.net.tcp.dial import Dial, dial_all
 from fastcoll.net.tcp.interfaces import Interface
 from fastcoll.net.tcp.listener import Listener, acquire, release
-from fastcoll.net.tcp.opening import OPENING_SIZE, PROOF_SIZE, Dialing, Endpoint, Kind, Opening, Role, Verdict
+from fastcoll.rendezvous.opening import (
+    OPENING_SIZE,
+    PROOF_SIZE,
+    Dialing,
+    Endpoint,
+    Kind,
+    Opening,
+    Role,
+    Verdict,
+)
 from net.meshes import nothing_left
 
 LO = Interface("lo", "127.0.0.1")

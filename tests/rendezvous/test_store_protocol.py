@@ -9,27 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.rendezvous import store_protocol
-from fastcoll.rendezvous.secret import PROOF_SIZE
+from fastcoll.rendezvous import opening
+from fastcoll.rendezvous.opening import (
+    GROUP_SIZE,
+    OPENING_SIZE,
+    PROOF_SIZE,
+    Endpoint,
+    Kind,
+    Opening,
+    Role,
+    Verdict,
+    prove,
+)
 from fastcoll.rendezvous.store_protocol import (
     FRAME_SECONDS,
     HEADER,
-    HELLO,
     MAX_BODY,
     OPENING_SECONDS,
-    Hello,
     ProtocolError,
-    Role,
     Status,
     StoreServer,
-    Verdict,
     check_request_header,
     decode_answer,
     decode_fields,
     decode_request,
     encode_frame,
     encode_request,
-    prove,
 )
 from fastcoll.rendezvous.table import SHAPES, Op, Request
 
@@ -53,7 +58,7 @@ class Wire:
         """Connect and greet a server without a secret."""
         self.connect(peer)
         self.feed(peer, hello())
-        assert len(self.take(peer)) == HELLO.size
+        assert len(self.take(peer)) == OPENING_SIZE
 
     def feed(self, peer: int, data: bytes) -> None:
         self.server.receive(peer, data, self.now)
@@ -86,7 +91,8 @@ class Wire:
 
 
 def hello(secret: bool = False, **changes: object) -> bytes:
-    return Hello(Role.CLIENT, bytes(range(32)), secret, **changes).to_bytes()
+    me = Endpoint(bytes(GROUP_SIZE), 1, 2, b"", secret)
+    return Opening.of(me, Role.DIALS, Kind.STORE, 0, 0, Verdict.WELCOME)._replace(**changes).to_bytes()
 
 
 def parse_answers(data: bytes) -> list[tuple[Status, list[bytes]]]:
@@ -100,7 +106,7 @@ def parse_answers(data: bytes) -> list[tuple[Status, list[bytes]]]:
 
 
 def test_the_sizes_of_the_opening_and_the_header() -> None:
-    assert (HELLO.size, HEADER.size, PROOF_SIZE) == (64, 16, 32)
+    assert (OPENING_SIZE, HEADER.size, PROOF_SIZE) == (112, 16, 32)
 
 
 keys = st.sampled_from([b"", b"a", b"b", b"long" * 50])
@@ -134,7 +140,7 @@ def test_how_the_bytes_are_split_does_not_matter(script: list[Request], data: st
         cuts = data.draw(st.lists(st.integers(0, len(message)), max_size=4).map(sorted))
         for start, end in zip([0, *cuts], [*cuts, len(message)], strict=True):
             split.feed(1, message[start:end])
-    assert whole.take(1)[HELLO.size :] == split.take(1)[HELLO.size :]
+    assert whole.take(1)[OPENING_SIZE:] == split.take(1)[OPENING_SIZE:]
     assert whole.dropped == split.dropped
 
 
@@ -142,7 +148,7 @@ def test_the_first_request_may_follow_the_opening_at_once() -> None:
     wire = Wire()
     wire.connect(1)
     wire.feed(1, hello() + encode_request(Request(Op.NUM_KEYS)))
-    assert parse_answers(wire.take(1)[HELLO.size :]) == [(Status.OK, [b"0"])]
+    assert parse_answers(wire.take(1)[OPENING_SIZE:]) == [(Status.OK, [b"0"])]
 
 
 @pytest.mark.parametrize("key", [b"set", b"unset"])
@@ -200,7 +206,7 @@ def test_strangers_are_dropped_at_their_first_wrong_byte(start: bytes) -> None:
     wire.connect(1)
     for byte in start:
         wire.feed(1, bytes([byte]))
-    assert "not a fastcoll client" in wire.dropped[1]
+    assert "not a rank of fastcoll" in wire.dropped[1]
     wire.feed(1, b"more")
     assert wire.take(1) == b""
 
@@ -243,7 +249,7 @@ def test_slow_openers_are_dropped_and_slow_speakers_have_longer() -> None:
     wire = Wire()
     wire.connect(1)
     wire.open(2)
-    wire.feed(1, hello()[:63])
+    wire.feed(1, hello()[:-1])
     wire.feed(2, b"\x01")
     wire.pass_time(OPENING_SECONDS - 0.01)
     assert not wire.dropped
@@ -292,7 +298,7 @@ def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
 
 
 def test_a_refusal_is_an_opening_that_says_so() -> None:
-    refusal = Hello.from_bytes(StoreServer(SECRET).refusal(), Role.SERVER)
+    refusal = Opening.from_bytes(StoreServer(SECRET).refusal(), Role.ANSWERS)
     assert (refusal.verdict, refusal.has_secret) == (Verdict.FULL, True)
 
 
@@ -370,7 +376,7 @@ def test_another_protocol_version_is_told_so() -> None:
     wire = Wire()
     wire.connect(1)
     wire.feed(1, hello(protocol=99))
-    assert Hello.from_bytes(wire.take(1), Role.SERVER).verdict is Verdict.PROTOCOL
+    assert Opening.from_bytes(wire.take(1), Role.ANSWERS).verdict is Verdict.PROTOCOL
     assert 1 in wire.dropped
 
 
@@ -380,9 +386,9 @@ def prove_as_client(wire: Wire, peer: int, secret: bytes) -> bytes:
     wire.connect(peer)
     wire.feed(peer, mine)
     answer = wire.take(peer)
-    server, server_proof = answer[: HELLO.size], answer[HELLO.size :]
-    assert server_proof == prove(SECRET, Role.SERVER, mine, server)
-    wire.feed(peer, prove(secret, Role.CLIENT, mine, server))
+    server, server_proof = answer[:OPENING_SIZE], answer[OPENING_SIZE:]
+    assert server_proof == prove(SECRET, Role.ANSWERS, mine, server)
+    wire.feed(peer, prove(secret, Role.DIALS, mine, server))
     return wire.take(peer)
 
 
@@ -395,15 +401,15 @@ def test_who_knows_the_secret_is_let_in() -> None:
 def test_a_wrong_secret_is_dropped() -> None:
     wire = Wire(SECRET)
     prove_as_client(wire, 1, b"another")
-    assert "does not know the job's secret" in wire.dropped[1]
+    assert "does not prove" in wire.dropped[1]
 
 
 def test_the_servers_own_proof_sent_back_is_dropped() -> None:
     wire = Wire(SECRET)
     wire.connect(1)
     wire.feed(1, hello(secret=True))
-    wire.feed(1, wire.take(1)[HELLO.size :])
-    assert "secret" in wire.dropped[1]
+    wire.feed(1, wire.take(1)[OPENING_SIZE:])
+    assert "does not prove" in wire.dropped[1]
 
 
 def test_a_replayed_proof_is_dropped() -> None:
@@ -411,11 +417,11 @@ def test_a_replayed_proof_is_dropped() -> None:
     mine = hello(secret=True)
     wire.connect(1)
     wire.feed(1, mine)
-    recorded = prove(SECRET, Role.CLIENT, mine, wire.take(1)[: HELLO.size])
+    recorded = prove(SECRET, Role.DIALS, mine, wire.take(1)[:OPENING_SIZE])
     wire.connect(2)
     wire.feed(2, mine)
     wire.feed(2, recorded)
-    assert "secret" in wire.dropped[2]
+    assert "does not prove" in wire.dropped[2]
 
 
 @pytest.mark.parametrize(("server", "client"), [(SECRET, False), (b"", True)])
@@ -423,22 +429,37 @@ def test_a_secret_on_one_side_only_is_refused(server: bytes, client: bool) -> No
     wire = Wire(server)
     wire.connect(1)
     wire.feed(1, hello(secret=client) + encode_request(Request(Op.NUM_KEYS)))
-    assert Hello.from_bytes(wire.take(1), Role.SERVER).verdict is Verdict.SECRET
+    assert Opening.from_bytes(wire.take(1), Role.ANSWERS).verdict is Verdict.SECRET
     assert 1 in wire.dropped
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kind": Kind.DATA}, {"peer": 1}, {"size": 3}, {"rank": 0}],
+)
+def test_a_rank_that_takes_the_store_for_another_is_dropped(changes: dict[str, int]) -> None:
+    wire = Wire()
+    wire.connect(1)
+    wire.feed(1, hello(**changes))
+    assert "not here" in wire.dropped[1]
+    assert wire.take(1) == b""
 
 
 def test_requests_before_the_proof_are_dropped() -> None:
     wire = Wire(SECRET)
     wire.connect(1)
     wire.feed(1, hello(secret=True) + encode_request(Request(Op.SET, (b"k",), (b"v",))) + bytes(32))
-    assert "secret" in wire.dropped[1]
+    assert "does not prove" in wire.dropped[1]
 
 
 def test_nonces_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
+    greeting = hello()
     real = os.urandom
-    monkeypatch.setattr(store_protocol.os, "urandom", lambda n: (drawn.append(n), real(n))[1])
+    monkeypatch.setattr(opening.os, "urandom", lambda n: (drawn.append(n), real(n))[1])
     wire = Wire()
-    wire.open(1)
-    wire.open(2)
-    assert drawn.count(32) == 2
+    for peer in (1, 2):
+        wire.connect(peer)
+        drawn.clear()
+        wire.feed(peer, greeting)
+        assert drawn == [32]

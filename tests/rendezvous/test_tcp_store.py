@@ -18,7 +18,8 @@ from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageE
 from fastcoll.launch.nodes import free_port
 from fastcoll.rendezvous import TCPStore, serving, store_protocol, tcp_store
 from fastcoll.rendezvous.address import listen, port_holder
-from fastcoll.rendezvous.store_protocol import HEADER, HELLO, Hello, Role, encode_request
+from fastcoll.rendezvous.opening import OPENING_SIZE, Dialing, Endpoint, Kind
+from fastcoll.rendezvous.store_protocol import HEADER, encode_request
 from fastcoll.rendezvous.table import Op, Request
 
 SERVE = """
@@ -42,8 +43,8 @@ def raw(master: TCPStore) -> socket.socket:
 
 
 def greet(connection: socket.socket) -> None:
-    connection.sendall(Hello(Role.CLIENT, os.urandom(32), False).to_bytes())
-    receive(connection, HELLO.size)
+    connection.sendall(Dialing(Endpoint(bytes(16), 1, 2, b"", False), 0, Kind.STORE, 0).opening)
+    receive(connection, OPENING_SIZE)
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
@@ -181,7 +182,7 @@ GARBAGE = [
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00",
     b"\0" * 64,
-    b"FASTCOLL" + b"\xff" * 56,
+    b"FASTMESH" + b"\xff" * 104,
     b"\xff" * 100_000,
 ]
 

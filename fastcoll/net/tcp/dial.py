@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ...errors import RendezvousError
 from ...rendezvous.address import shown
+from ...rendezvous.opening import Dialing, Endpoint, Kind, OpeningError, RefusedError
 from .interfaces import Interface, family_of, tune
-from .opening import Dialing, Endpoint, Kind, OpeningError, RefusedError
 
 _LOOK_SECONDS = 0.05
 _RETRY_FIRST, _RETRY_MOST = 0.01, 0.25

@@ -22,10 +22,10 @@ from ... import config
 from ...errors import ResourceError
 from ...rendezvous import serving
 from ...rendezvous.address import shown
+from ...rendezvous.opening import Answering, Endpoint, Kind, Opening, OpeningError, Turned
 from ...rendezvous.secret import warn_if_open
 from ...rendezvous.serving import release
 from .interfaces import Interface, family_of, tune
-from .opening import Answering, Endpoint, Opening, OpeningError, Turned
 
 __all__ = ["Listener", "acquire", "release"]
 
@@ -98,9 +98,9 @@ class Listener(serving.SocketServer):
         )
         self.pause()
 
-    def _endpoint(self, group: bytes, rank: int) -> Endpoint | None:
-        entry = self._endpoints.get((group, rank))
-        return None if entry is None else entry[0]
+    def _endpoint(self, theirs: Opening) -> Endpoint | None:
+        entry = self._endpoints.get((theirs.group, theirs.peer))
+        return None if entry is None or theirs.kind is Kind.STORE else entry[0]
 
     def serve(self, data: int, events: int) -> None:
         """Take what has come. Never more is read than the opening still wants: the rest is the group's."""

@@ -20,9 +20,9 @@ from ...core.processes import Member, dismiss, hear
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
 from ...rendezvous import Store
 from ...rendezvous.assemble import GroupMeeting
+from ...rendezvous.opening import Kind, Opening
 from .control import Control, NetMonitor
 from .dial import Dial, dial_all
-from .opening import Kind, Opening
 from .roster import Roster, gather
 
 ALL_CONTROL = 32

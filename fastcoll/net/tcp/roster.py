@@ -17,10 +17,10 @@ from ...config import MOST_STREAMS
 from ...core.processes import Member
 from ...errors import StoreError, UsageError
 from ...rendezvous.assemble import GroupMeeting, loads
+from ...rendezvous.opening import GROUP_SIZE, TOKEN_SIZE, Endpoint, derive_key
 from ...rendezvous.secret import job_secret
 from .interfaces import IPV4, IPV6, Interface, choose_here
 from .listener import Deliver, Listener, acquire, release
-from .opening import GROUP_SIZE, TOKEN_SIZE, Endpoint, derive_key
 
 
 @dataclass(frozen=True)

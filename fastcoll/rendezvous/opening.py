@@ -1,4 +1,4 @@
-"""How a connection between two ranks begins, as bytes without sockets: the openings, and both sides as state machines.
+"""How a connection begins, of two ranks or of a store's client and server: both sides as bytes without sockets.
 
 Opening, 112 bytes each way, the dialing side first (big-endian):
 
@@ -6,22 +6,24 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     0       8      magic "FASTMESH"
     8       2      protocol version
     10      1      role: 1 dials, 2 answers
-    11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets do not match
+    11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets do not match, 4 no more room
     12      16     version of fastcoll, ASCII, filled up with zeros
-    28      1      kind: 1 control, 2 data, 3 mail
+    28      1      kind: 1 control, 2 data, 3 mail, 4 store
     29      1      1 when this side has a job secret, else 0
     30      2      stream: the number of this connection among those of its kind
-    32      16     group: drawn by its first member when the group is made, so it names the job as well
-    48      4      the sender's rank in the group
+    32      16     group: drawn by its first member when the group is made, so it names the job as well; of a store
+                   its instance, and zeros from a client
+    48      4      the sender's rank in the group; of a store 0 is the server and 1 any client
     52      4      the rank that it means to talk to
-    56      4      size of the group
+    56      4      size of the group; of a store 2
     60      20     zero
     80      32     nonce, fresh for each connection
 
 The answering side's opening is followed by its proof and answered by the dialing side's: 32 bytes of
 HMAC-SHA256 over the direction and both openings, keyed with the group's token and the job's secret. The
-token goes through the store, so without a secret whoever can read the store can join. Everything has a
-fixed size; nothing else is read before the proofs are right. This authenticates; it does not encrypt.
+token goes through the store, so without a secret whoever can read the store can join. A store's key is the
+secret alone; without one there are no proofs. Everything has a fixed size; nothing else is read before the
+proofs are right. This authenticates; it does not encrypt.
 
 Each side says how many bytes it `wants` next (0: it is through), takes what came, split in any way, and
 returns what is to be sent. Never more than one opening and one proof are held.
@@ -38,11 +40,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..._version import __version__
-from ...rendezvous.secret import PROOF_SIZE, is_proof, proof
+from .._version import __version__
+from .secret import PROOF_SIZE, is_proof, proof
 
 MAGIC = b"FASTMESH"
-PROTOCOL = 1
+PROTOCOL = 3
 NONCE_SIZE = 32
 GROUP_SIZE = 16
 TOKEN_SIZE = 16
@@ -64,11 +66,12 @@ class Role(IntEnum):
 
 
 class Kind(IntEnum):
-    """What a connection is for: notices, the bytes of collectives, or messages."""
+    """What a connection is for: notices, the bytes of collectives, messages, or requests to a store."""
 
     CONTROL = 1
     DATA = 2
     MAIL = 3
+    STORE = 4
 
 
 class Verdict(IntEnum):
@@ -76,11 +79,15 @@ class Verdict(IntEnum):
     PROTOCOL = 1
     VERSION = 2
     SECRET = 3
+    FULL = 4
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A rank's place in one group, by its name on the wire, and what proves it; `key`: see `derive_key`."""
+    """A rank's place in one group, by its name on the wire, and what proves it.
+
+    `key`: see `derive_key`; b"", of a store without a secret, is for everybody and takes no proofs.
+    """
 
     group: bytes
     rank: int
@@ -147,18 +154,27 @@ def _check_start(data: bytes) -> None:
         raise OpeningError(f"not a rank of fastcoll: {start!r}")
 
 
+def _fits(theirs: Opening, kind: Kind) -> bool:
+    """Whether we can talk to the other end; that ranks run one version is also found when they join by a store."""
+    return theirs.protocol == PROTOCOL and (theirs.version == VERSION or kind is Kind.STORE)
+
+
 def derive_key(secret: bytes, token: bytes) -> bytes:
     """The key of a group's proofs; it takes both the secret and the token to make it."""
     return hmac.digest(secret, b"fastcoll group " + token, hashlib.sha256)
 
 
-def _prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
+def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
     """What the side of `role` sends to prove that it has the key, on this connection only."""
     return proof(key, f"fastcoll connection, the side that {role.name.lower()}", (dialed, answered))
 
 
 class RefusedError(OpeningError):
-    """The two ranks do not fit together; trying again does not help."""
+    """The two ends do not fit together; trying again does not help."""
+
+    def __init__(self, verdict: Verdict, reason: str) -> None:
+        super().__init__(reason)
+        self.verdict = verdict
 
 
 class Turned(OpeningError):
@@ -170,13 +186,18 @@ class Turned(OpeningError):
 
 
 class Dialing:
-    """The side that dials: the rank of `endpoint` dials the group rank `peer`."""
+    """The side that dials: the rank of `endpoint` dials the group rank `peer`.
+
+    Attributes:
+        theirs: the answering side's opening, once it has come.
+    """
 
     def __init__(self, endpoint: Endpoint, peer: int, kind: Kind, stream: int) -> None:
         self._endpoint = endpoint
         self._mine = Opening.of(endpoint, Role.DIALS, kind, stream, peer, Verdict.WELCOME)
         self.opening = self._mine.to_bytes()
         self._buffer = b""
+        self.theirs: Opening | None = None
         self.wants = OPENING_SIZE
 
     def take(self, data: bytes) -> bytes:
@@ -186,26 +207,31 @@ class Dialing:
         if len(self._buffer) <= OPENING_SIZE:
             _check_start(self._buffer)
             if not self.wants:
-                self._check(Opening.from_bytes(self._buffer, Role.ANSWERS))
-                self.wants = PROOF_SIZE
+                self.theirs = Opening.from_bytes(self._buffer, Role.ANSWERS)
+                self._check(self.theirs)
+                self.wants = PROOF_SIZE if self._endpoint.key else 0
             return b""
         if self.wants:
             return b""
         theirs, given = self._buffer[:OPENING_SIZE], self._buffer[OPENING_SIZE:]
-        if not is_proof(given, _prove(self._endpoint.key, Role.ANSWERS, self.opening, theirs)):
-            raise RefusedError(_SECRETS)
-        return _prove(self._endpoint.key, Role.DIALS, self.opening, theirs)
+        if not is_proof(given, prove(self._endpoint.key, Role.ANSWERS, self.opening, theirs)):
+            raise RefusedError(Verdict.SECRET, _SECRETS)
+        return prove(self._endpoint.key, Role.DIALS, self.opening, theirs)
 
     def _check(self, theirs: Opening) -> None:
-        if theirs.protocol != PROTOCOL or theirs.version != VERSION:
+        if theirs.verdict is Verdict.FULL:
+            raise RefusedError(Verdict.FULL, "it takes no more connections")
+        if not _fits(theirs, self._mine.kind):
             raise RefusedError(
+                Verdict.VERSION,
                 f"it runs fastcoll {theirs.version.decode(errors='replace')} (protocol {theirs.protocol}), this rank "
-                f"{VERSION.decode()} (protocol {PROTOCOL}); run one version on all ranks"
+                f"{VERSION.decode()} (protocol {PROTOCOL}); run one version on all ranks",
             )
         if theirs.verdict is Verdict.SECRET or theirs.has_secret != self._mine.has_secret:
-            raise RefusedError(_SECRETS)
+            raise RefusedError(Verdict.SECRET, _SECRETS)
         mine = self._mine
-        expected = (mine.kind, mine.stream, mine.group, mine.peer, mine.rank, mine.size)
+        group = theirs.group if mine.kind is Kind.STORE else mine.group
+        expected = (mine.kind, mine.stream, group, mine.peer, mine.rank, mine.size)
         got = (theirs.kind, theirs.stream, theirs.group, theirs.rank, theirs.peer, theirs.size)
         if got != expected or theirs.verdict is not Verdict.WELCOME:
             raise OpeningError("another process has taken over its address")
@@ -215,13 +241,13 @@ class Answering:
     """The side that is dialed.
 
     Args:
-        find: the endpoint in the group of a given name that is of a given rank; None: it is not here.
+        find: the endpoint that an opening is meant for; None: it is not here.
 
     Attributes:
         theirs: the dialing side's opening, once it has come.
     """
 
-    def __init__(self, find: Callable[[bytes, int], Endpoint | None]) -> None:
+    def __init__(self, find: Callable[[Opening], Endpoint | None]) -> None:
         self._find = find
         self._buffer = b""
         self._expected = b""
@@ -241,18 +267,19 @@ class Answering:
 
     def _open(self) -> bytes:
         theirs = Opening.from_bytes(self._buffer, Role.DIALS)
-        if theirs.protocol != PROTOCOL or theirs.version != VERSION:
+        if not _fits(theirs, theirs.kind):
             verdict = Verdict.PROTOCOL if theirs.protocol != PROTOCOL else Verdict.VERSION
             nobody = Endpoint(theirs.group, theirs.peer, theirs.size, b"", False)
             raise Turned("another version of fastcoll", theirs.answer(nobody, verdict).to_bytes())
-        endpoint = self._find(theirs.group, theirs.peer)
+        endpoint = self._find(theirs)
         if endpoint is None or theirs.size != endpoint.size or theirs.rank == endpoint.rank:
             raise OpeningError("it is for a group or a rank that is not here")
         if theirs.has_secret != endpoint.has_secret:
             answer = theirs.answer(endpoint, Verdict.SECRET).to_bytes()
             raise Turned("it and this rank do not both have a secret", answer)
         mine = theirs.answer(endpoint, Verdict.WELCOME).to_bytes()
-        self._expected = _prove(endpoint.key, Role.DIALS, self._buffer, mine)
-        reply = mine + _prove(endpoint.key, Role.ANSWERS, self._buffer, mine)
-        self.theirs, self._buffer, self.wants = theirs, b"", PROOF_SIZE
-        return reply
+        dialed, self._buffer, self.theirs = self._buffer, b"", theirs
+        if not endpoint.key:
+            return mine
+        self.wants, self._expected = PROOF_SIZE, prove(endpoint.key, Role.DIALS, dialed, mine)
+        return mine + prove(endpoint.key, Role.ANSWERS, dialed, mine)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.net.tcp.opening import (
+from fastcoll.rendezvous.opening import (
     OPENING_SIZE,
     PROOF_SIZE,
+    PROTOCOL,
     Answering,
     Dialing,
     Endpoint,
@@ -29,8 +30,8 @@ KEY = derive_key(b"secret", b"t" * 16)
 SEATS = {rank: Endpoint(GROUP, rank, 4, KEY, True) for rank in range(4)}
 
 
-def find(group: bytes, rank: int) -> Endpoint | None:
-    return SEATS.get(rank) if group == GROUP else None
+def find(theirs: Opening) -> Endpoint | None:
+    return SEATS.get(theirs.peer) if theirs.group == GROUP else None
 
 
 def dialing(**changes: object) -> Dialing:
@@ -93,7 +94,7 @@ def test_bytes_behind_the_magic_are_read_or_refused(data: bytes, role: Role) -> 
             found = Opening.from_bytes(b"FASTMESH" + data, mine)
         except OpeningError:
             continue
-        assert found.protocol != 1 or (found.rank < found.size and found.peer < found.size)
+        assert found.protocol != PROTOCOL or (found.rank < found.size and found.peer < found.size)
 
 
 def test_a_stranger_is_refused_at_its_first_byte() -> None:
@@ -129,7 +130,7 @@ def test_a_caller_without_the_key_gets_no_further_than_its_opening() -> None:
 
 @pytest.mark.parametrize("has_secret", [False, True])
 def test_only_one_side_has_a_secret(has_secret: bool) -> None:
-    answerer = Answering(lambda group, rank: dataclasses.replace(SEATS[rank], has_secret=not has_secret))
+    answerer = Answering(lambda theirs: dataclasses.replace(SEATS[theirs.peer], has_secret=not has_secret))
     caller = dialing(has_secret=has_secret)
     with pytest.raises(Turned) as turned:
         answerer.take(caller.opening)
