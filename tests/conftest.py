@@ -3,6 +3,7 @@
 Where CI=true a test that skips fails, unless SKIPPED_IN_CI has the reason; with --no-skips any that skips does.
 """
 
+import gc
 import logging
 import os
 import re
@@ -56,6 +57,15 @@ def pytest_collection_modifyitems(config, items):
     short = [item for item in items if not _is_long(item)]
     config.hook.pytest_deselected(items=[item for item in items if _is_long(item)])
     items[:] = short
+
+
+def pytest_collection_finish():
+    """What has been imported and collected stays until the end.
+
+    Without this, each of the many collections that look for what a test leaves takes half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _is_long(item):

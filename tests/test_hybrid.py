@@ -91,25 +91,25 @@ def call_for_ever(call: Callable[[], object]) -> None:
 
 
 @ranks(EVEN)
-@pytest.mark.parametrize("nbytes", SIZES)
-def test_nodes_of_one_size(rank: int, world_size: int, start: Start, nbytes: int) -> None:
+def test_nodes_of_one_size(rank: int, world_size: int, start: Start) -> None:
     start(EVEN)
-    assert results(rank, world_size, nbytes)
+    for nbytes in SIZES:
+        assert results(rank, world_size, nbytes), nbytes
 
 
 @ranks(UNEVEN)
-@pytest.mark.parametrize("nbytes", SIZES[1:])
-def test_a_node_with_a_surplus_rank(rank: int, world_size: int, start: Start, nbytes: int) -> None:
+def test_a_node_with_a_surplus_rank(rank: int, world_size: int, start: Start) -> None:
     group = start(UNEVEN)
     assert (group.backend.rail is None) == (rank == 2)
-    assert results(rank, world_size, nbytes)
+    for nbytes in SIZES[1:]:
+        assert results(rank, world_size, nbytes), nbytes
 
 
 @ranks(MIXED)
-@pytest.mark.parametrize("nbytes", SIZES[1:3])
-def test_nodes_whose_ranks_are_not_in_order(rank: int, world_size: int, start: Start, nbytes: int) -> None:
+def test_nodes_whose_ranks_are_not_in_order(rank: int, world_size: int, start: Start) -> None:
     start(MIXED)
-    assert results(rank, world_size, nbytes)
+    for nbytes in SIZES[1:3]:
+        assert results(rank, world_size, nbytes), nbytes
 
 
 @ranks(UNEVEN)

@@ -22,9 +22,16 @@ def world(op, victim, moment):
     return (victims.work_until_death, 3, op, *MOMENTS[moment], victim)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("op", victims.STEPS)
+def case(op, victim, moment):
+    """`pytest` alone kills one rank of each operation, another one from operation to operation, inside a long call."""
+    long = moment == "long-inside" and victim != list(victims.STEPS).index(op) % 3
+    return pytest.param(op, victim, moment, marks=[pytest.mark.long] if long else [])
+
+
+@pytest.mark.parametrize(
+    ("op", "victim", "moment"),
+    [case(op, victim, moment) for op in victims.STEPS for victim in range(3) for moment in MOMENTS],
+)
 def test_killed_rank_is_named_by_all(op, victim, moment):
     with crew.nothing_left():
         at_once = moment == "short-between"

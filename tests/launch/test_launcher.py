@@ -71,6 +71,7 @@ def test_the_local_rank_as_an_argument(launch: Launch) -> None:
             "--nnodes=2",
             "--node_rank=1",
             "--master_addr=there",
+            "--nodes_port=0",
             "--pass_local_rank",
             "script.py",
             "-x",
@@ -85,7 +86,8 @@ def test_the_local_rank_as_an_argument(launch: Launch) -> None:
 def test_many_nodes(launch: Launch) -> None:
     done = launch(
         "print(os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])",
-        *["-n2", "--nnodes=2", "--node_rank=1", "--master_addr=there", "--master-port=77", "script.py"],
+        *["-n2", "--nnodes=2", "--node_rank=1", "--master_addr=there", "--master-port=77"],
+        *["--nodes_port=0", "script.py"],
     )
     assert sorted(done.stdout.splitlines()) == ["[2] 4 there 77", "[3] 4 there 77"]
 

@@ -8,6 +8,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from fastcoll.testing import worker
 from fastcoll.testing.worker import Footprint, lasting, shm_names
 
 PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -48,7 +51,8 @@ def test_a_descriptor_that_changes_hands_is_new() -> None:
     os.close(second)
 
 
-def test_what_ends_in_time_is_no_leak() -> None:
+def test_what_ends_in_time_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_PATIENCE", 0.1)
     looks = iter([["a thread"], ["a thread"], []])
     assert lasting(lambda: next(looks)) == []
     assert lasting(lambda: ["a thread"]) == ["a thread"]

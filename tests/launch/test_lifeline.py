@@ -40,7 +40,8 @@ def test_a_program_that_does_not_exist() -> None:
 
 
 def test_a_parent_that_is_gone_already() -> None:
-    with tethered(1, "true") as process:
+    # The parent that the tether is told of is a child of its real one: 1 would be real where pytest is process 1.
+    with subprocess.Popen(["true"]) as gone, tethered(gone.pid, "true") as process:
         assert process.wait(10) == 128 + signal.SIGKILL
 
 

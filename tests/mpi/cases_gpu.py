@@ -51,7 +51,7 @@ class HostKernel:
     """Stands for a CudaReducer: the CPU's, queued as a kernel is."""
 
     def __init__(self, fake, op, dtype):
-        self.fake, self.how = fake, reducer(op, dtype)
+        self.fake, self.how, self.itemsize = fake, reducer(op, dtype), dtype.itemsize
         self.call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(self.how.address)
 
     def launch(self, target, sources, count, stream):
@@ -67,7 +67,7 @@ def kernels(gpu, monkeypatch):
     """The GPU can reduce."""
 
     def made(memory, op, dtype, blocks):
-        return cuda_aware_mpi.Reducing(HostKernel(gpu, op, dtype), dtype.itemsize)
+        return HostKernel(gpu, op, dtype)
 
     monkeypatch.setattr(cuda_aware_mpi.DeviceMemory, "reducer", made)
 

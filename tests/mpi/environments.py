@@ -31,18 +31,25 @@ def python_with(library: str, folder: Path) -> Path:
 
 def _make(library: str, folder: Path) -> Path:
     """A virtual environment that also sees this interpreter's packages, so that only MPI has to be installed."""
-    python = folder / "bin" / "python"
+    python, lacking = folder / "bin" / "python", folder.with_name(f"lacking-{library}")
+    if lacking.exists():
+        pytest.skip(lacking.read_text())
     if python.exists():
         return python
-    # With this interpreter's pip: to install another one takes longer than all the rest.
-    install = ["--python", str(python), "install", "--quiet", "--no-compile", "mpi4py>=4", LIBRARIES[library]]
+    # With this interpreter's pip: to install another one takes longer than all the rest. Without a network, the usual
+    # five attempts at each package would take a quarter of a minute.
+    install = ["--python", str(python), "install", "--quiet", "--no-compile", "--retries=2"]
+    install += ["mpi4py>=4", LIBRARIES[library]]
     for command in (
         [sys.executable, "-m", "venv", "--without-pip", str(folder)],
         [sys.executable, "-m", "pip", *install],
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS)
         if done.returncode != 0:
-            pytest.skip(f"no environment with {library}: {' '.join(command)} says: {done.stderr[-500:]}")
+            lacking.write_text(
+                f"no environment with {library}: {' '.join(command)} says: {done.stderr[-500:]}"
+            )
+            pytest.skip(lacking.read_text())
     (packages,) = folder.glob("lib/python*/site-packages")
     mine = sysconfig.get_path("purelib")
     (packages / "zz-others.pth").write_text(f"import site; site.addsitedir({mine!r})\n")

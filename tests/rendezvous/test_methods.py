@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -444,6 +445,14 @@ def test_multicast_names_who_came(group: str, in_threads) -> None:
         assert f"heard pid {os.getpid()} on {os.uname().nodename}" in str(error)
 
 
+@pytest.fixture(scope="module")
+def three_for_two(lasting_processes) -> list[subprocess.Popen[str]]:
+    """Three ranks of a world of two, of which one waits in vain for 3 s: meanwhile the next test waits for the dead."""
+    url = group_of("v4")
+    return [lasting_processes.start(MEET, url, -1, 2, 3) for _ in range(3)]
+
+
+@pytest.mark.usefixtures("three_for_two")
 def test_multicast_gets_past_the_dead_and_the_stale(group_v4: str, processes) -> None:
     """Recordings of candidates that are gone: the lowest nonce there can be, and an offer of no store."""
     address, _, port = group_v4.removeprefix("tcp://").rpartition(":")
@@ -469,9 +478,8 @@ def test_multicast_gets_past_the_dead_and_the_stale(group_v4: str, processes) ->
         thread.join()
 
 
-def test_multicast_one_too_many_is_left_over(group_v4: str, processes) -> None:
-    ranks = [processes.start(MEET, group_v4, -1, 2, 3) for _ in range(3)]
-    outputs = sorted(processes.outputs(ranks))
+def test_multicast_one_too_many_is_left_over(three_for_two, lasting_processes) -> None:
+    outputs = sorted(lasting_processes.outputs(three_for_two))
     assert [output.split()[0] for output in outputs] == ["0", "1", "StoreTimeoutError"]
 
 
