@@ -1,22 +1,18 @@
-"""The engine's threads, made to change places between any two steps of its code.
+"""The engine's threads, made to change places between any two steps of its code: engine.py, exchange.py and the pipe.
 
-A tracer lets others run at random opcodes of engine.py, exchange.py and the pipe, in every thread: callers, and the
-engines' own threads. What it finds is shown by planted faults.
+They are callers, and the engines' own threads. What it finds is shown by planted faults.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+from interleaved import shaken
 
 from fastcoll.core.status import LATER
 from fastcoll.kernels import waiting
@@ -30,32 +26,6 @@ from .worlds import Rank, RingWorld, WireWorld, World
 
 FILES = {engine.__file__, exchange.__file__, pipe.__file__, tcp_pipe.__file__, __file__}
 ROUNDS = 40
-
-
-@contextmanager
-def shaken(seed: int) -> Iterator[None]:
-    """In this block, threads that begin are interrupted at random steps of the engine."""
-    chance = random.Random(seed)
-
-    def step(frame: FrameType, event: str, _: Any) -> Any:
-        if chance.random() < 0.02:
-            time.sleep(chance.choice([0, 0, 2e-4]))  # the others go on, by one step or by many
-        return step
-
-    def enter(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        frame.f_trace_opcodes = True
-        return step
-
-    interval = sys.getswitchinterval()
-    threading.settrace(enter)
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        threading.settrace(None)  # type: ignore[arg-type]
-        sys.setswitchinterval(interval)
 
 
 def exchanges(me: Rank, tag: int) -> None:
@@ -99,7 +69,7 @@ def run(make: type[World], seed: int, *programs: Any) -> None:
             errors.append(error)
 
     try:
-        with shaken(seed):
+        with shaken(FILES, seed):
             threads = [
                 threading.Thread(target=guarded, args=(program, me, tag))
                 for me in world.ranks

@@ -1,0 +1,38 @@
+"""Threads that change places between any two steps of some code, which a plain run hardly ever makes them do."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+@contextmanager
+def shaken(files: Collection[str], seed: int) -> Iterator[None]:
+    """In this block, threads that begin let others run at random opcodes of the code in some files."""
+    chance = random.Random(seed)
+
+    def step(frame: FrameType, event: str, _: Any) -> Any:
+        if chance.random() < 0.02:
+            time.sleep(chance.choice([0, 0, 2e-4]))  # the others go on, by one step or by many
+        return step
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes = True
+        return step
+
+    interval = sys.getswitchinterval()
+    threading.settrace(enter)
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+        sys.setswitchinterval(interval)

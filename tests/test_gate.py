@@ -1,0 +1,183 @@
+"""Whose call runs now (core/gate.py): callers and the progress thread, made to change places between any two steps.
+
+Calls of a group run one at a time, and those of one thread in their order, whether they are waited for or not. What the
+test finds is shown by planted faults.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from interleaved import shaken
+
+import fastcoll as dist
+from fastcoll.core import gate, group, work
+from fastcoll.errors import AbortedError, NotInitializedError, UsageError
+
+FILES = {gate.__file__, group.__file__, work.__file__, __file__}
+DEADLINE = 30.0
+
+
+@pytest.fixture
+def alone() -> Iterator[group.ProcessGroup]:
+    """A group of one rank, whose calls wait for nobody."""
+    dist.init_process_group(rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Log:
+    """What ran, as (thread, number) of each call."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, int]] = []
+        self._running: list[tuple[int, int]] = []
+
+    def call(self, thread: int, number: int) -> None:
+        self._running.append((thread, number))
+        assert self._running == [(thread, number)], "two calls at a time"
+        time.sleep(0)
+        assert self._running.pop() == (thread, number)
+        self.done.append((thread, number))
+
+
+def program(g: group.ProcessGroup, log: Log, thread: int, kinds: list[bool]) -> None:
+    """Calls one after the other, asynchronous where a kind says so; some are waited for."""
+    under_way = []
+    for number, is_async in enumerate(kinds):
+        work = g.run(f"call {number}", partial(log.call, thread, number), (), is_async)
+        assert (work is not None) == is_async
+        if not is_async:
+            assert log.done.count((thread, number)) == 1
+        elif number % 3 == 0:
+            assert work.wait(DEADLINE)
+        else:
+            under_way.append(work)
+    assert all(work.wait(DEADLINE) for work in under_way)
+
+
+def run(g: group.ProcessGroup, seed: int, *bodies: Callable[[], None]) -> None:
+    """Each on a thread of its own; the first error is raised."""
+    errors: list[BaseException] = []
+
+    def guarded(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    with shaken(FILES, seed):
+        threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE)
+    assert not any(thread.is_alive() for thread in threads), "a call hangs"
+    if errors:
+        raise errors[0]
+
+
+def check(g: group.ProcessGroup, seed: int) -> None:
+    log, dice = Log(), random.Random(seed)
+    kinds = [[dice.random() < 0.5 for _ in range(12)] for _ in range(3)]
+    run(g, seed, *(partial(program, g, log, thread, kinds[thread]) for thread in range(3)))
+    for thread in range(3):
+        assert [number for t, number in log.done if t == thread] == list(range(12)), "out of order"
+    assert not g.gate.is_busy()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_run_one_at_a_time_and_each_threads_in_order(alone: group.ProcessGroup, seed: int) -> None:
+    check(alone, seed)
+
+
+def test_a_call_in_the_middle_of_a_call_is_refused_and_harms_none(alone: group.ProcessGroup) -> None:
+    """As a signal handler makes one."""
+    refused = []
+
+    def nested() -> None:
+        for is_async in (False, True):
+            with pytest.raises(UsageError, match="signal handler"):
+                alone.run("inner", lambda: None, (), is_async)
+            refused.append(is_async)
+
+    alone.run("outer", nested, (), False)
+    assert alone.run("later", nested, (), True).wait(DEADLINE)
+    assert refused == [False, True] * 2
+    assert not alone.gate.is_busy()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_work_ends_when_the_group_is_closed_meanwhile(seed: int) -> None:
+    dist.init_process_group(rank=0, world_size=1)
+    g, log = dist.new_group(), Log()
+    ended = []
+
+    def caller(thread: int) -> None:
+        for number in range(50):
+            try:
+                work = g.run("call", partial(log.call, thread, number), (), number % 2 == 0)
+                if work is not None:
+                    work.wait(DEADLINE)
+            except (AbortedError, NotInitializedError):
+                ended.append(thread)
+                return
+
+    def closer() -> None:
+        while len(log.done) < 5:
+            time.sleep(0)
+        dist.destroy_process_group(g)
+
+    run(g, seed, partial(caller, 0), partial(caller, 1), closer)
+    assert sorted(ended) == [0, 1]
+    dist.destroy_process_group()
+
+
+def no_turn(patch: pytest.MonkeyPatch) -> None:
+    """Nobody takes the turn."""
+    patch.setattr(gate.Gate, "in_turn", lambda self, call, *args: call(*args))
+
+
+def no_queue(patch: pytest.MonkeyPatch) -> None:
+    """A call does not look at what is queued."""
+    patch.setattr(work.ProgressQueue, "pending", 0)
+
+
+def ends_early(patch: pytest.MonkeyPatch) -> None:
+    """An operation is no longer counted once it is taken from the queue."""
+    take = work.ProgressQueue._next
+
+    def next_one(self: Any) -> Any:
+        item = take(self)
+        if item is not None:
+            self._count[0] -= 1
+        return item
+
+    def end(self: Any, job: Any, result: Any, error: Any) -> None:
+        job.complete(result, error)
+
+    patch.setattr(work.ProgressQueue, "_next", next_one)
+    patch.setattr(work.ProgressQueue, "_end", end)
+
+
+@pytest.mark.parametrize("fault", [no_turn, no_queue, ends_early])
+def test_planted_faults_are_found(
+    alone: group.ProcessGroup, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with monkeypatch.context() as patch:
+        fault(patch)
+
+        def is_found(seed: int) -> bool:
+            try:
+                check(alone, seed)
+            except AssertionError:
+                return True
+            return False
+
+        assert any(map(is_found, range(20)))
