@@ -48,15 +48,13 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Grou
         >>> x[:] = fastcoll.get_rank()
         >>> fastcoll.all_reduce(x)  # as ever, but nothing is staged
     """
-    g = member_of(group, "symmetric.empty")
-    return None if g is None else _made(g, shape, dtype)
+    return _made(member_of(group, "symmetric.empty"), shape, dtype)
 
 
 def zeros(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Group = None) -> Any:
     """As `empty`, and every element is 0."""
-    g = member_of(group, "symmetric.zeros")
     # The system clears memory before it gives it to a process.
-    return None if g is None else _made(g, shape, dtype)
+    return _made(member_of(group, "symmetric.zeros"), shape, dtype)
 
 
 def is_symmetric(x: Any) -> bool:
@@ -70,8 +68,8 @@ def peer(x: Array, rank: int | None = None, *, group_rank: int | None = None) ->
     Args:
         x: a symmetric array or any view of one.
     """
-    memory = _memory("x", x)
-    return memory.peer(x, _group_rank(memory, rank, group_rank))
+    memory, place = _place_of(x, rank, group_rank)
+    return memory.peer(x, place)
 
 
 def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None = None) -> None:
@@ -80,8 +78,8 @@ def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None
     Args:
         value: an array of x's shape and dtype.
     """
-    memory = _memory("x", x)
-    _copy(memory, memory.peer(x, _group_rank(memory, rank, group_rank)), _fitting("value", value, x))
+    memory, place = _place_of(x, rank, group_rank)
+    _copy(memory, memory.peer(x, place), _fitting("value", value, x))
 
 
 def get(
@@ -95,8 +93,8 @@ def get(
     Returns:
         `out`, or the new array.
     """
-    memory = _memory("x", x)
-    source = memory.peer(x, _group_rank(memory, rank, group_rank))
+    memory, place = _place_of(x, rank, group_rank)
+    source = memory.peer(x, place)
     target = np.empty(x.shape, x.dtype) if out is None else _fitting("out", out, x)
     if not target.flags.writeable:
         raise ArrayError("out is read-only; give an array that can be written")
@@ -109,8 +107,8 @@ def signal(x: Array, rank: int | None = None, channel: int = 0, *, group_rank: i
 
     Signals of one rank to another on one channel of one array are counted: each `wait` takes one.
     """
-    memory = _memory("x", x)
-    memory.signal(_group_rank(memory, rank, group_rank), _checked_channel(memory, channel))
+    memory, place = _place_of(x, rank, group_rank)
+    memory.signal(place, _checked_channel(memory, channel))
 
 
 def wait(
@@ -129,12 +127,14 @@ def wait(
     Raises:
         CollectiveTimeoutError, PeerDiedError, AbortedError: there will be none; the group has failed then.
     """
-    memory = _memory("x", x)
+    memory, place = _place_of(x, rank, group_rank)
     limit = None if timeout is None else positive_seconds(timeout, 0.0)
-    memory.wait(_group_rank(memory, rank, group_rank), _checked_channel(memory, channel), limit)
+    memory.wait(place, _checked_channel(memory, channel), limit)
 
 
-def _made(g: ProcessGroup, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
+def _made(g: ProcessGroup | None, shape: int | Sequence[int], dtype: DTypeLike) -> Any:
+    if g is None:
+        return None
     with g.preparing("symmetric.empty"):
         try:
             kind: np.dtype[Any] = np.dtype(dtype)
@@ -147,21 +147,17 @@ def _made(g: ProcessGroup, shape: int | Sequence[int], dtype: DTypeLike) -> Arra
         sizes = tuple(wholes("shape", shape) if np.iterable(shape) else [whole("shape", shape)])
         if any(size < 0 for size in sizes):
             raise UsageError(f"shape is {shape}; no size may be negative")
-    name = str(kind) if kind.isbuiltin else repr(kind)
-    memory = g.backend.symmetric_memory(g, math.prod(sizes) * kind.itemsize, f"shape {sizes} of {name}")
-    return memory.array(sizes, kind)
+    label = f"shape {sizes} of {str(kind) if kind.isbuiltin else repr(kind)}"
+    return g.backend.symmetric_memory(g, math.prod(sizes) * kind.itemsize, label).array(sizes, kind)
 
 
-def _memory(what: str, x: Any) -> SymmetricMemory:
+def _place_of(x: Any, rank: int | None, group_rank: int | None) -> tuple[SymmetricMemory, int]:
+    """What x leads into, and the group rank that is meant."""
     memory = memory_of(x) if isinstance(x, np.ndarray) else None
     if memory is None:
         raise UsageError(
-            f"{what} is an ordinary {type(x).__name__}; give an array of symmetric.empty, or a view of one"
+            f"x is an ordinary {type(x).__name__}; give an array of symmetric.empty, or a view of one"
         )
-    return memory
-
-
-def _group_rank(memory: SymmetricMemory, rank: int | None, group_rank: int | None) -> int:
     if (rank is None) == (group_rank is None):
         raise UsageError(
             f"rank={rank} and group_rank={group_rank}; give one of rank (in the world) and group_rank"
@@ -171,7 +167,7 @@ def _group_rank(memory: SymmetricMemory, rank: int | None, group_rank: int | Non
     found = memory.ranks.index(rank) if rank is not None else whole("group_rank", group_rank)
     if not 0 <= found < len(memory.ranks):
         raise UsageError(f"group_rank is {found}; the array's group has 0..{len(memory.ranks) - 1}")
-    return found
+    return memory, found
 
 
 def _fitting(what: str, value: Any, x: Array) -> Array:

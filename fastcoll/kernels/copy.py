@@ -83,3 +83,12 @@ def stream(dst, src, nbytes):
         _stream_line(dst + start, src + start)
     copy(dst + end, src + end, nbytes - end)
     _order_streamed()
+
+
+@inlined
+def copy_or_stream(past, dst, src, nbytes):
+    """The one or, if `past`, the other."""
+    if past:
+        stream(dst, src, nbytes)
+    else:
+        copy(dst, src, nbytes)

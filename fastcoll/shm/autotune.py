@@ -25,7 +25,7 @@ WAYS further on. That does concern the peers, so a call's line tells it, and tho
 
 from __future__ import annotations
 
-from ..kernels.copy import copy, stream
+from ..kernels.copy import copy_or_stream
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_word, store_word, ticks
 
@@ -85,23 +85,18 @@ def choose(t, operation, nbytes, plain, divided, stride):
     number = load_word(row, 0)
     way = load_word(row, 1)
     period = OFTEN if number < 16 * OFTEN else RARELY
-    if number <= TRIES * ways * stride:
-        way = _way(number // stride % ways, plain)
-    elif number % period == 0:
-        way = _way(number // period // stride % ways, plain)
+    first = number <= TRIES * ways * stride
+    if first or number % period == 0:
+        way = (number if first else number // period) // stride % ways
+        if way >= plain:
+            way += WAYS - plain
     elif divided == 0:
         way %= WAYS
+    _go(t, way)
     store_word(t, ROW, row)
-    store_word(t, WAY, way)
-    store_word(t, LAG, _lag(way))
     store_word(t, NBYTES, nbytes)
     store_word(t, SPENT, 0)
     store_word(t, STARTED, ticks())
-
-
-@inlined
-def _way(turn, plain):
-    return turn if turn < plain else WAYS + turn - plain
 
 
 @inlined
@@ -113,14 +108,13 @@ def is_divided(t):
 @inlined
 def take_way(t, other):
     """In a lane: go the way that the divided call has chosen in its own table."""
-    way = load_word(other, WAY) - WAYS
-    store_word(t, WAY, way)
-    store_word(t, LAG, _lag(way))
+    _go(t, load_word(other, WAY) - WAYS)
 
 
 @inlined
-def _lag(way):
-    return ROUNDS_AHEAD if way in (AHEAD, AHEAD_OUT) else 0
+def _go(t, way):
+    store_word(t, WAY, way)
+    store_word(t, LAG, ROUNDS_AHEAD if way in (AHEAD, AHEAD_OUT) else 0)
 
 
 @inlined
@@ -195,17 +189,10 @@ def _remember(row, way, took):
 @inlined
 def stage(t, place, src, left, most):
     """Write the next `most` of `left` bytes to a slot."""
-    part = min(left, most)
-    if load_word(t, WAY) in (PAST, PAST_OUT):
-        stream(place, src, part)
-    else:
-        copy(place, src, part)
+    copy_or_stream(load_word(t, WAY) in (PAST, PAST_OUT), place, src, min(left, most))
 
 
 @inlined
 def hand_out(t, dst, place, nbytes):
     """Copy bytes of a slot to where they are wanted."""
-    if load_word(t, WAY) >= AHEAD_OUT:
-        stream(dst, place, nbytes)
-    else:
-        copy(dst, place, nbytes)
+    copy_or_stream(load_word(t, WAY) >= AHEAD_OUT, dst, place, nbytes)

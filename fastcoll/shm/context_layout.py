@@ -36,13 +36,12 @@ CALLS_DIVIDED = 27  # how many there were so far
 FINISHED = 28  # number of the last call that is complete (release)
 LANE_CONTEXTS = 29  # addresses of the contexts of all lanes
 PATIENCE = LANE_CONTEXTS + MAX_LANES  # the table of kernels/waiting.py
-FIXED_WORDS = PATIENCE + PATIENCE_WORDS
 # Behind them: the table of autotune.py, the memo of descriptions (validate.py), five tables of a word a rank.
-CHOOSING = FIXED_WORDS
+CHOOSING = PATIENCE + PATIENCE_WORDS
 MEMO = CHOOSING + table_words(len(OPERATIONS))
 MEMO_ENTRIES = 128
 MEMO_WORDS = (
-    4  # of an entry: dtype's address, reduce operation's address, operation's code, description's address
+    4  # of an entry: addresses of dtype and reduce operation, the operation's code, description's address
 )
 TABLES = MEMO + MEMO_ENTRIES * MEMO_WORDS
 SOURCES, GIVES, GIVES_BYTES, TAKES, TAKES_BYTES = range(5)

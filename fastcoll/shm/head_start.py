@@ -81,8 +81,6 @@ class HeadStart:
     """Begins a group's asynchronous calls on their callers' threads.
 
     Args:
-        gate: the group's.
-        context: its backend's.
         resume, torn: what follows an entry that comes back early, or is left by an exception; see ShmBackend.
         share: cores for each rank of the job on this node.
     """
@@ -91,11 +89,8 @@ class HeadStart:
         self, gate: Gate, context: Context, resume: Callable[..., bool], torn: Callable[..., None], share: int
     ) -> None:
         self._gate = gate
-        self._context = context
-        self._c = context.address
-        self._resume_entry = resume
-        self._torn = torn
-        self._share = share
+        self._context, self._c = context, context.address
+        self._resume_entry, self._torn, self._share = resume, torn, share
         self._ahead = 0  # ns that a wait may take; 0: asynchronous calls begin on the progress thread
         self._handing: set[int] = set()  # threads that hand a call over right now
 
@@ -166,12 +161,10 @@ class HeadStart:
     def _resume(self, code: int, entry: Entry, args: tuple[Any, ...]) -> None:
         """Go on with a call that was handed over; nobody else can take the context, so this needs no turn."""
         with self._gate.queue.changed:
-            taken = may_take_over(self._context[words.BUSY], self._gate.closed)
-            if taken:
-                self._context.words[words.BUSY] = threading.get_ident()
-        if not taken:
-            self._gate.check_usable()
-            raise AbortedError(f"{entry.name} was interrupted on the thread that began it")
+            if not may_take_over(self._context[words.BUSY], self._gate.closed):
+                self._gate.check_usable()
+                raise AbortedError(f"{entry.name} was interrupted on the thread that began it")
+            self._context.words[words.BUSY] = threading.get_ident()
         try:
             if code == AGAIN:
                 code = entry.call(self._c | RESUMED, *args)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.monitor import LEAVING, LEFT, Monitor
+from ..core.monitor import Monitor
 from ..core.processes import Member, dead_among
 from ..errors import CollectiveTimeoutError
 from .layout import REASON, REASON_BYTES, STATE
@@ -25,17 +25,12 @@ class ShmMonitor(Monitor):
         super().__init__(members, rank)
         self._segment, self._here = segment, rank
 
-    def has_left(self, rank: int) -> bool:
-        return self._state(rank) in (LEFT, LEAVING)
-
     def _states(self) -> list[int]:
-        return [self._state(rank) for rank in range(len(self.members))]
+        words = self._segment.words[self._segment.word(0, STATE) :: self._segment.layout.stride // 8]
+        return [int(word) for word in words[: len(self.members)]]
 
     def _dead(self, working: Sequence[Member]) -> list[Member]:
         return dead_among(working)
-
-    def _state(self, rank: int) -> int:
-        return int(self._segment.words[self._segment.word(rank, STATE)])
 
     def _reason(self, rank: int) -> str:
         return self._told(rank).partition("\n")[2]

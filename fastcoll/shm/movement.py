@@ -93,8 +93,7 @@ def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
     v.list_same(c, at.GIVES, v.data_of(x), nbytes)
     if not _own_fits(c) or not v.are_apart(c, h, v.data_of(x), nbytes, at.TAKES, True):
         return r.give_up(h)
-    r.begin(h, _ALL_GATHER, nbytes * load_word(c, at.SIZE), 0)
-    return take_gil(release_gil(), _exchange(c, what, 0, 0))
+    return _exchange(c, h, _ALL_GATHER, what, 0, 0)
 
 
 @inlined
@@ -111,56 +110,43 @@ def _own_fits(c):
 
 
 @inlined
-def _list_rooted(c, h, operation, x, holder, root, one, many):
-    """Fill the tables of a call of one rank with all: `one` with x, for or from the root, and there `many` with blocks.
-
-    The description of the call; 0: ask Python.
-    """
+def _rooted(h, operation, x, holder, root, one, many):
+    """A call of one rank with all: the table `one` gets x, for or from the root, and there `many` gets the blocks."""
+    c = r.take(h)
+    if c == 0:
+        return LATER
     here = load_word(c, at.RANK) == root
     what = v.description(c, h, operation, x, 0)
     flags = WRITEABLE if one == at.TAKES else 0
     if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, flags):
-        return 0
+        return r.give_up(h)
     if here == (holder == load_word(c, at.NONE)):
-        return 0
+        return r.give_up(h)
     data, nbytes = v.data_of(x), v.nbytes_of(x, what)
     v.list_none(c, one)
     store_word(r.table(c, one), root, data)
     store_word(r.table(c, one + 1), root, nbytes)
     if not here:
         v.list_none(c, many)
-        return what
-    if not v.list_blocks(c, h, many, holder, x, what, WRITEABLE - flags) or not _own_fits(c):
-        return 0
-    return what if v.are_apart(c, h, data, nbytes, many, True) else 0
+    else:
+        fits = v.list_blocks(c, h, many, holder, x, what, WRITEABLE - flags) and _own_fits(c)
+        if not fits or not v.are_apart(c, h, data, nbytes, many, True):
+            return r.give_up(h)
+    return _exchange(c, h, operation, what, 1 if one == at.GIVES else load_word(c, at.SIZE) - 1, root)
 
 
 @locked_entry
 def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> int:
     """Copy rank r's array into block r of rank dst's `outputs`, which are None elsewhere."""
-    h = integer(handle)
-    c, root = r.take(h), integer(dst)
-    if c == 0:
-        return LATER
-    what = _list_rooted(c, h, _GATHER, object_at(tensor), object_at(outputs), root, at.GIVES, at.TAKES)
-    if what == 0:
-        return r.give_up(h)
-    r.begin(h, _GATHER, _largest(c) * load_word(c, at.SIZE), 0)
-    return take_gil(release_gil(), _exchange(c, what, 1, root))
+    x, holder = object_at(tensor), object_at(outputs)
+    return _rooted(integer(handle), _GATHER, x, holder, integer(dst), at.GIVES, at.TAKES)
 
 
 @locked_entry
 def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> int:
     """Copy block r of rank src's `blocks`, which are None elsewhere, into rank r's `output`."""
-    h = integer(handle)
-    c, root = r.take(h), integer(src)
-    if c == 0:
-        return LATER
-    what = _list_rooted(c, h, _SCATTER, object_at(output), object_at(blocks), root, at.TAKES, at.GIVES)
-    if what == 0:
-        return r.give_up(h)
-    r.begin(h, _SCATTER, _largest(c) * load_word(c, at.SIZE), 0)
-    return take_gil(release_gil(), _exchange(c, what, load_word(c, at.SIZE) - 1, root))
+    x, holder = object_at(output), object_at(blocks)
+    return _rooted(integer(handle), _SCATTER, x, holder, integer(src), at.TAKES, at.GIVES)
 
 
 @locked_entry
@@ -180,8 +166,7 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
         given, nbytes = load_word(r.table(c, at.GIVES), peer), load_word(r.table(c, at.GIVES + 1), peer)
         if not v.are_apart(c, h, given, nbytes, at.TAKES, False):
             return r.give_up(h)
-    r.begin(h, _ALL_TO_ALL, _largest(c) * load_word(c, at.SIZE), 0)
-    return take_gil(release_gil(), _exchange(c, what, load_word(c, at.SIZE) - 1, 0))
+    return _exchange(c, h, _ALL_TO_ALL, what, load_word(c, at.SIZE) - 1, 0)
 
 
 @inlined
@@ -199,22 +184,23 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
 
 
 @inlined
-def _exchange(c, what, spread, root):
-    """Copy what the tables give to what the tables take, or divide that; all sizes are free.
+def _exchange(c, h, operation, what, spread, root):
+    """Copy what the tables give to what the tables take; all sizes are free.
 
     `spread` pieces share a slot: 0 when a rank sends all the same, 1 when it sends to one rank only, else the number
     of other ranks.
     """
+    r.begin(h, operation, _largest(c) * load_word(c, at.SIZE), 0)
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
+    return take_gil(release_gil(), _run_exchange(c, what, call, spread))
+
+
+@inlined
+def _run_exchange(c, what, call, spread):
     if is_divided(r.ways_at(c)):
         return divide(c, what, call, _largest(c), _balance_of(c))
     narrow(c, at.GIVES, what)
     narrow(c, at.TAKES, what)
-    return _run_exchange(c, call, spread)
-
-
-@inlined
-def _run_exchange(c, call, spread):
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
     piece = load_word(c, at.SLOT) // max(1, spread) & -64

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import mmap
+import operator
 import os
 import secrets
 import time
@@ -291,8 +293,5 @@ def _count_cores(segment: Segment, neighbours: int) -> tuple[int, int]:
     ranks = range(segment.layout.size)
     masks = [int.from_bytes(segment.read(r, ATTACHED + 8, 8 * _MASK_WORDS), "little") for r in ranks]
     quotas, wanted = zip(*(segment.words[segment.word(r, QUOTA) :][:2].tolist() for r in ranks), strict=True)
-    everybodys = 0
-    for mask in masks:
-        everybodys |= mask
-    cores = min(everybodys.bit_count(), *quotas)
+    cores = min(functools.reduce(operator.or_, masks).bit_count(), *quotas)
     return cores, lanes_for(segment.layout, masks, wanted, cores // max(neighbours, len(ranks)))

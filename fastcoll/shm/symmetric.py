@@ -31,20 +31,12 @@ from typing import Any
 
 import numpy as np
 
+from .. import errors
 from ..core import signature
 from ..core.backend import SymmetricMemory
 from ..core.gate import Gate
 from ..core.monitor import Monitor, Wait
 from ..core.status import AGAIN, DONE, WORKED
-from ..errors import (
-    AbortedError,
-    FastcollError,
-    GroupError,
-    MismatchError,
-    NotInitializedError,
-    ResourceError,
-    UsageError,
-)
 from ..interop.arrays import Array
 from ..kernels import waiting
 from ..kernels.copy import copy
@@ -70,7 +62,7 @@ from .layout import CHANNELS, SymmetricLayout
 START, NBYTES, ID, STRIDE = range(4)
 ROW_WORDS = 4
 Words = np.ndarray[Any, np.dtype[np.int64]]
-_FIRST_ROWS = 16
+MOST_ROWS = 1 << 16  # Linux lets a process map about as many segments
 
 NOTE_BYTES = 1024
 _COPY_BYTES = 64 << 20  # a few ms, after which Python sees signals
@@ -92,46 +84,33 @@ def find_row(c, address, nbytes):
 
 
 class SymmetricTable:
-    """The table of the group with this context.
-
-    A larger one replaces it when it is full; the old ones stay, since they may be in use.
-    """
+    """The table of the group with this context, made for its first array; what is not in use takes no memory."""
 
     def __init__(self, context: Words) -> None:
         self._context = context
-        self._tables: list[Words] = []
+        self._words: Words | None = None
         self._free: list[int] = []
-        self._rows = 0
 
     def add(self, owner: object, start: int, nbytes: int, identity: int, stride: int) -> None:
         """Enter an array, until `owner` is garbage."""
+        if self._words is None:
+            self._words = np.zeros(1 + ROW_WORDS * MOST_ROWS, np.int64)
+            self._context[at.SYMMETRIC] = address_of(self._words)
+        words = self._words
         if self._free:
-            row = self._free.pop()
+            first = self._free.pop()
         else:
-            row, self._rows = self._rows, self._rows + 1
-            if not self._tables or 1 + ROW_WORDS * self._rows > self._tables[-1].size:
-                self._grow()
-            self._tables[-1][0] = self._rows
-        words = self._tables[-1]
-        first = 1 + ROW_WORDS * row
+            assert words[0] < MOST_ROWS
+            first = 1 + ROW_WORDS * int(words[0])
+            words[0] += 1
         words[first + 1 : first + ROW_WORDS] = nbytes, identity, stride
         words[first] = start
-        weakref.finalize(owner, self._take_out, row).atexit = False
 
-    def _grow(self) -> None:
-        table = np.zeros(1 + ROW_WORDS * max(_FIRST_ROWS, 2 * self._rows), np.int64)
-        # Known before it is filled, so that what is taken out meanwhile is taken out of it as well.
-        self._tables.append(table)
-        if len(self._tables) > 1:
-            old = self._tables[-2]
-            table[: old.size] = old
-        self._context[at.SYMMETRIC] = address_of(table)
+        def take_out() -> None:
+            words[first] = 0
+            self._free.append(first)
 
-    def _take_out(self, row: int) -> None:
-        for table in self._tables:
-            if 1 + ROW_WORDS * row < table.size:
-                table[1 + ROW_WORDS * row] = 0
-        self._free.append(row)
+        weakref.finalize(owner, take_out).atexit = False
 
 
 # Bytes; below, the ordinary way, which meets once and not twice. all_reduce after an in-place product of the array, by
@@ -227,7 +206,7 @@ class SymmetricArrays:
     """
 
     def __init__(
-        self, gate: Gate, monitor: Monitor, context: Context, fail: Callable[[GroupError], None]
+        self, gate: Gate, monitor: Monitor, context: Context, fail: Callable[[errors.GroupError], None]
     ) -> None:
         self.gate, self.monitor, self.context, self.fail = gate, monitor, context, fail
         self.waits: set[object] = set()
@@ -254,17 +233,17 @@ class SymmetricArrays:
                         # Before anything is reserved: pages that are taken and given back again may be another
                         # program's last ones.
                         if maker and layout.nbytes > shared.free_bytes():
-                            raise ResourceError(shared.shortage(layout.nbytes, layout.cure))
+                            raise errors.ResourceError(shared.shortage(layout.nbytes, layout.cure))
                         segment = (shared.Segment.create if maker else shared.Segment.attach)(name, layout)
-                    except (ResourceError, OSError) as refused:
+                    except (errors.ResourceError, OSError) as refused:
                         error = f"{label}: {refused}"
                 for peer, said in zip(ranks, exchange(error), strict=True):
                     if said:
-                        raise ResourceError(f"rank {peer} cannot make a symmetric array of {said}")
+                        raise errors.ResourceError(f"rank {peer} cannot make a symmetric array of {said}")
         except BaseException as error:
-            if not isinstance(error, FastcollError):
+            if not isinstance(error, errors.FastcollError):
                 me = f"rank {ranks[rank]}"
-                self.fail(AbortedError(f"{me} was interrupted in symmetric.empty: {error!r}"))
+                self.fail(errors.AbortedError(f"{me} was interrupted in symmetric.empty: {error!r}"))
             raise
         finally:
             shared.unlink(name)
@@ -282,7 +261,7 @@ class SymmetricArrays:
             said = "; ".join(
                 f"rank {rank}: {text}" for rank, text in zip(self.gate.ranks, labels, strict=True)
             )
-            raise MismatchError(
+            raise errors.MismatchError(
                 f"the ranks ask for different symmetric arrays: {said}; give the same shape and dtype on all ranks"
             )
         return notes[0].partition("\n")[0]
@@ -305,7 +284,7 @@ class ShmMemory(SymmetricMemory):
     def _usable_arrays(self) -> SymmetricArrays:
         arrays = self._arrays()
         if arrays is None:
-            raise NotInitializedError("the group of the symmetric array was destroyed; make a new one")
+            raise errors.NotInitializedError("the group of the symmetric array was destroyed; make a new one")
         arrays.gate.check_usable()
         return arrays
 
@@ -324,7 +303,7 @@ class ShmMemory(SymmetricMemory):
         key = rank, channel
         incoming = self._incoming.get(key) or self._incoming.setdefault(key, _Incoming(arrays.context))
         if not incoming.lock.acquire(blocking=False):
-            raise UsageError(
+            raise errors.UsageError(
                 f"two threads wait for signals of rank {self.ranks[rank]} on channel {channel}; give each a channel"
             )
         word = self._segment.address + self._layout.signal(rank, self.rank, channel)
@@ -339,7 +318,7 @@ class ShmMemory(SymmetricMemory):
                 wait.look()
             incoming.patience[waiting.IDLE] = 0
             incoming.taken += 1
-        except GroupError as error:
+        except errors.GroupError as error:
             arrays.fail(error)
             raise
         finally:
@@ -353,8 +332,6 @@ class _Incoming:
     def __init__(self, context: Context) -> None:
         self.lock = threading.Lock()
         self.taken = 0
-        self.patience = np.zeros(waiting.PATIENCE_WORDS, np.int64)
-        for word in (waiting.SPINS, waiting.YIELDS):
-            self.patience[word] = context[at.PATIENCE + word]
-        self.patience[waiting.BUDGET] = BUDGET
+        self.patience = context.words[at.PATIENCE : at.CHOOSING].copy()
+        self.patience[waiting.IDLE], self.patience[waiting.BUDGET] = 0, BUDGET
         self.address = address_of(self.patience)

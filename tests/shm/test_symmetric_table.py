@@ -1,4 +1,4 @@
-"""The table of symmetric arrays: what it finds, when it grows, and when owners become garbage."""
+"""The table of symmetric arrays: what it finds, and what becomes of a row when its owner is garbage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def found(table: SymmetricTable, address: int, nbytes: int) -> tuple[int, int] |
     row = find.call(address_of(table._context), address, nbytes)
     if row == 0:
         return None
-    words = table._tables[-1]
+    words = table._words
     first = (row - address_of(words)) // 8
     return int(words[first + ID]), int(words[first + STRIDE])
 
@@ -47,22 +47,22 @@ def test_ranges_are_found_to_the_byte() -> None:
         assert found(table, address, nbytes) is None
 
 
-def test_it_grows_and_forgets() -> None:
+def test_it_forgets_and_uses_rows_again() -> None:
     table = new_table()
     owners = [Owner() for _ in range(100)]
     for number, owner in enumerate(owners):
         table.add(owner, 1000 * number + 1000, 10, number, 8)
     assert [found(table, 1000 * n + 1005, 5) for n in range(100)] == [(n, 8) for n in range(100)]
-    tables = len(table._tables)
+    rows = table._words[0]
     del owner, owners[1::2]
     assert [found(table, 1000 * n + 1005, 5) for n in range(100)] == [
         None if n % 2 else (n, 8) for n in range(100)
     ]
-    for turn in range(500):  # rows are used again
+    for turn in range(500):
         passing = Owner()
         table.add(passing, 10**6, 10, turn, 8)
         assert found(table, 10**6, 10) == (turn, 8)
-    assert len(table._tables) == tables
+    assert table._words[0] == rows
 
 
 def test_no_two_things_share_memory_in_a_segment() -> None:
