@@ -228,10 +228,8 @@ class DeviceCarrier(ABC):
 
     natively = Backend.natively - {"barrier", "refused"} | frozenset(COMPOSITIONS)
 
-    @property
-    @abstractmethod
-    def messages(self) -> Messages:
-        """What carries messages out."""
+    messages: Messages
+    """What carries messages out."""
 
     @abstractmethod
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:

@@ -22,15 +22,13 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 
-from ..core.backend import DeviceCarrier, Messages, StreamCall
+from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
 from ..errors import GroupError, MismatchError, UnavailableError
-from ..interop.arrays import Adopted
 from .device_array import adopt
 from .runtime import runtime
 from .staged import StagedCarrier
@@ -137,15 +135,11 @@ class AutoCarrier(DeviceCarrier):
         self._group = group
         self._staged = StagedCarrier(group)
         self._carriers: list[DeviceCarrier] = [self._staged]  # what builds on others first
+        self.messages = self._staged.messages
         self.chosen: DeviceCarrier | None = None
         self._lock = threading.Lock()
 
-    @property
-    def messages(self) -> Messages:
-        return self._staged.messages
-
-    def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:
-        return adopt(x, writable=writable, what=what)
+    adopt = staticmethod(adopt)
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         # What is queued began before the choice, and must stay ahead.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,7 +26,7 @@ from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..interop.arrays import Adopted, Array
 from . import auto
-from .device_array import DeviceArray, must_be_copied, parts
+from .device_array import DeviceArray
 from .runtime import runtime
 from .staged import StagedCarrier, StagedMessages, array_of, checked
 from .streams import Turn
@@ -65,7 +66,7 @@ class MpiCarrier(StagedCarrier):
         assert isinstance(group.backend, TakesGpus)
         self._memory = DeviceMemory(self.transit)
         self._direct: Any = group.backend  # what it takes of GPUs, its annotations do not say
-        self._messages = messages = MpiMessages(group, self.transit)
+        self.messages = messages = MpiMessages(group, self.transit)
         group.backend.take_gpus(self._memory, lambda: runtime().on(messages.device))
 
     # ---- collectives ---------------------------------------------------------------------------------
@@ -98,50 +99,24 @@ class MpiCarrier(StagedCarrier):
             outputs: that this rank has.
             plain: what is left to do once PREMUL_SUM's inputs are scaled.
         """
-        kind, _, inputs, op, _, sizes = operation
+        kind, inputs, op = operation.kind, operation.inputs, operation.op
         memory, turn = self._memory, self._memory.turn
-        if kind == "all_gather_coalesced":
-            size = self._group.size
-            per_rank = [outputs[rank::size] for rank in range(size)]
-            wholes = tuple(turn.scratch_like(outs) for outs in per_rank)
-            flat, sizes = turn.copied(inputs), tuple(x.size for x in inputs)
+        by = op if auto.has_kernels() else plain  # without kernels nothing is scaled, and nothing reduced
+        if kind.endswith("_coalesced") or (kind == "all_reduce" and plain is not op):
+            one, finish = turn.as_one(operation._replace(op=by), self._group.size)
             memory.settle()
-            self._direct.plan(Operation("all_gather", wholes, (flat,), parts=sizes))()
-            for whole, outs in zip(wholes, per_rank, strict=True):
-                turn.copy_each(outs, parts(whole, outs))
-            memory.settle()
-            return True
-        if kind in ("all_reduce", "all_reduce_coalesced"):
-            flat = inputs[0]
-            if len(inputs) > 1 or plain is not op:
-                flat = self._scaled(inputs, op)
-            if kind != "all_reduce":
-                sizes = sizes or tuple(x.size for x in inputs)
-            done = bool(self._direct.plan(Operation("all_reduce", (flat,), (flat,), plain, parts=sizes))())
-            if done and flat is not inputs[0]:
-                turn.copy_each(inputs, parts(flat, inputs))
+            done = bool(self._direct.plan(one._replace(op=plain))())
+            if done:
+                finish()
                 memory.settle()
             return done
         sources: Arrays = inputs
-        if kind != "broadcast" and plain is not op:
-            sources = parts(self._scaled(inputs, op), inputs)
-        elif kind != "broadcast":
-            sources = [
-                turn.copied([x]) if must_be_copied(k, inputs, outputs, self._group.rank) else x
-                for k, x in enumerate(inputs)
-            ]
+        if kind not in ("all_reduce", "broadcast"):
+            sources = turn.apart([turn.scaled(x, by) for x in inputs], outputs, self._group.rank)
             memory.settle()
         targets = outputs or (sources if kind == "reduce" else ())
         direct = operation._replace(outputs=tuple(targets), inputs=tuple(sources), op=plain)
         return bool(self._direct.plan(direct)())
-
-    def _scaled(self, xs: Arrays, op: ReduceOp | None) -> DeviceArray:
-        """Copies, one after the other, scaled for PREMUL_SUM if there are kernels."""
-        flat = self._memory.turn.copied(xs)
-        if auto.has_kernels():
-            flat = self._memory.turn.scaled(flat, op)
-        self._memory.settle()
-        return flat
 
 
 class MpiMessages:
@@ -189,7 +164,8 @@ class MpiMessages:
         """An ndarray that stands for an array, once its stream has come here; its elements may not be touched."""
         self.device = x.device
         self._transit.await_marks(self._transit.mark([x]), name)
-        flat: Array = np.asarray(_Bytes(x)).view(x.dtype)
+        place = {"version": 3, "typestr": "|u1", "shape": (x.nbytes,), "data": (x.address, False)}
+        flat: Array = np.asarray(SimpleNamespace(__array_interface__=place, owner=x)).view(x.dtype)
         return flat
 
     def _landing(self, adopted: Adopted) -> Adopted:
@@ -226,19 +202,6 @@ class _Landing(Adopted):
                     self._transit.bring([x], [host])
                 self._came = None
             self._of.finish()
-
-
-class _Bytes:
-    """NumPy's protocol for the bytes of an array on a GPU, which it does not touch; keeps the array alive."""
-
-    def __init__(self, x: DeviceArray) -> None:
-        self.owner = x
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (x.nbytes,),
-            "data": (x.address, False),
-        }
 
 
 # ---- memory ----------------------------------------------------------------------------------------------

@@ -94,15 +94,6 @@ def parts(whole: DeviceArray, like: Sequence[DeviceArray]) -> list[DeviceArray]:
     return [whole[end : (end := end + x.size)] for x in like]
 
 
-def must_be_copied(k: int, ins: Sequence[DeviceArray], outs: Sequence[DeviceArray], rank: int) -> bool:
-    """Whether input k shares memory with an output; a rank's own two, or the only ones, may be the very same."""
-    own = len(ins) == 1 or k == rank
-    return any(
-        ins[k].overlaps(out) and not (own and (len(outs) == 1 or j == rank) and ins[k].address == out.address)
-        for j, out in enumerate(outs)
-    )
-
-
 class Described(NamedTuple):
     """What a library says of its array, before anything is packed; `strides` are in bytes, None of a dense one."""
 

@@ -61,14 +61,9 @@ class StagedCarrier(DeviceCarrier):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self.transit = Transit(group)
-        self._messages: Messages = StagedMessages(group, self.transit)
+        self.messages: Messages = StagedMessages(group, self.transit)
 
-    @property
-    def messages(self) -> Messages:
-        return self._messages
-
-    def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:
-        return adopt(x, writable=writable, what=what)
+    adopt = staticmethod(adopt)
 
     # ---- collectives ---------------------------------------------------------------------------------
 

@@ -76,10 +76,12 @@ class StreamWork(Work):
         describe: the call, for messages.
         own: where it was queued.
         arrays: what it reads and writes.
-        result: what `result()` returns.
+        judge: is called when the GPU is past it, before it says that it is over; may fail the group.
     """
 
-    def __init__(self, describe: str, own: Own, arrays: Sequence[DeviceArray], result: Any = None) -> None:
+    def __init__(
+        self, describe: str, own: Own, arrays: Sequence[DeviceArray], judge: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(describe)
         self.describe = describe
         self.began = time.monotonic()
@@ -89,7 +91,8 @@ class StreamWork(Work):
         self.event: int | None = None
         self._users = 0  # of the event; the Work itself is one
         self._settled = False
-        self._result = result
+        self._judge = judge
+        self._result: Any = None
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Make the libraries' current streams wait for the result; with a timeout, block until it is there.
@@ -143,9 +146,9 @@ class StreamWork(Work):
         """Whether the operation has ended well. Asks the GPU; never blocks."""
         return self.is_completed() and self.error is None
 
-    def queued(self, event: int, kept: Any) -> None:
-        """The event stands for all of it; `kept` stays alive until it is past."""
-        self.event, self._kept, self._users = event, kept, 1
+    def queued(self, own: Own, event: int, kept: Any, error: BaseException | None) -> None:
+        """The event stands for all of it, or for a part after an error; `kept` stays alive until it is past."""
+        self._own, self.event, self._kept, self._users = own, event, kept, 1
 
     @contextmanager
     def _event_in_use(self) -> Iterator[int | None]:
@@ -176,7 +179,10 @@ class StreamWork(Work):
     def is_past(self) -> bool:
         """Whether the GPU is past it."""
         with self._event_in_use() as event:
-            return event is None or bool(self._own.runtime.is_past(event))
+            past = event is None or bool(self._own.runtime.is_past(event))
+        if past and self._judge is not None and not self.ended:
+            self._judge()
+        return past
 
     def let_go(self) -> None:
         """The GPU is past it: its memory and event are free."""

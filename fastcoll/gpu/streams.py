@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, cast
@@ -111,6 +111,47 @@ class Turn:
         self.copy_each(parts(whole, arrays), arrays)
         return whole
 
+    def apart(
+        self, ins: Sequence[DeviceArray], outs: Sequence[DeviceArray], rank: int = 0
+    ) -> list[DeviceArray]:
+        """The inputs, copied where they share memory with an output; a rank's own two, or the only ones, may be one."""
+
+        def extent(arrays: Sequence[DeviceArray]) -> tuple[int, int]:
+            ends = [(x.address, x.address + x.nbytes) for x in arrays if x.nbytes] or [(0, 0)]
+            return min(ends)[0], max(end for _, end in ends)
+
+        def clashes(k: int, x: DeviceArray) -> bool:
+            own = len(ins) == 1 or k == rank
+            return any(
+                x.overlaps(out) and not (own and (len(outs) == 1 or j == rank) and x.address == out.address)
+                for j, out in enumerate(outs)
+            )
+
+        (start, end), (other_start, other_end) = extent(ins), extent(outs)
+        if start >= other_end or other_start >= end:  # no need to compare every two
+            return [*ins]
+        return [self.copied([x]) if clashes(k, x) else x for k, x in enumerate(ins)]
+
+    def as_one(self, operation: Operation, size: int) -> tuple[Operation, Callable[[], None]]:
+        """A coalesced or scaled operation as a plain one on single arrays, and what brings their results to its own.
+
+        Args:
+            operation: an all_reduce, or a coalesced one.
+            size: of the group.
+        """
+        kind, outs, ins, op, _, sizes = operation
+        flat = self.scaled(ins[0] if len(ins) == 1 else self.copied(ins), op)
+        lists = [outs] if op is not None else [outs[rank::size] for rank in range(size)]
+        flats = (flat,) if op is not None else tuple(map(self.scratch_like, lists))
+        if kind.endswith("_coalesced"):
+            kind, sizes = kind.removesuffix("_coalesced"), sizes or tuple(x.size for x in ins)
+
+        def finish() -> None:
+            for one, xs in zip(flats, lists, strict=True):
+                self.copy_each(xs, parts(one, xs))
+
+        return operation._replace(kind=kind, outputs=flats, inputs=(flat,), parts=sizes), finish
+
     def scaled(self, x: DeviceArray, op: ReduceOp | None) -> DeviceArray:
         """x; for PREMUL_SUM x times its factor, in memory of the call's own."""
         if op is None or op.code != PREMUL_SUM or not x.size:
@@ -126,8 +167,10 @@ class Turn:
             self.copy(dst, src)
 
     def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
-        """Copy an array to another of its size; nothing to do for the same memory."""
+        """Copy an array to another of its size, also to where it overlaps; nothing to do for the same memory."""
         if dst.address != src.address:
+            if dst.overlaps(src):
+                src = self.copied([src])
             self.runtime.copy(dst.address, src.address, src.nbytes, self.stream)
 
 
@@ -159,20 +202,11 @@ class QueuedCall(StreamCall):
             self.prepare(name)
             own = carrier.own(arrays)
             handle = self.handle(carrier.describe(name, arrays), own)
-            turn = Turn(own.runtime, own.device, own.stream, arrays)
-            with own.runtime.on(own.device):
-                try:
-                    with carrier.failing(handle.describe):
-                        own.follow({x.stream for x in arrays})
-                        self.work(turn)
-                        for owner in owners:
-                            cast(OnDevice, owner).unpack(turn.stream)
-                finally:
-                    # Also what was queued in part uses memory.
-                    event = own.event()
-                    own.runtime.record(event, own.stream)
-                    handle.queued(event, turn.kept)
-                    carrier.watcher.add(handle)
+            with carrier.queueing([handle], own, carrier.watcher, arrays) as turn:
+                own.follow({x.stream for x in arrays})
+                self.work(turn)
+                for owner in owners:
+                    cast(OnDevice, owner).unpack(turn.stream)
             return handle
 
 
@@ -259,6 +293,27 @@ class StreamCarrier(DeviceCarrier):
                 yield
             finally:
                 self._inside = False
+
+    @contextmanager
+    def queueing(
+        self, works: Sequence[StreamWork], own: Own, watcher: Watcher, kept: Sequence[Any] = ()
+    ) -> Iterator[Turn]:
+        """Queue what ends some Works, on a stream; an error fails the group."""
+        turn, error = Turn(own.runtime, own.device, own.stream, kept), None
+        with own.runtime.on(own.device):
+            try:
+                with self.failing(works[0].describe):
+                    yield turn
+            except BaseException as problem:
+                error = problem
+                raise
+            finally:
+                # Also what was queued in part uses memory.
+                for work in works:
+                    event = own.event()
+                    own.runtime.record(event, own.stream)
+                    work.queued(own, event, turn.kept, error)
+                    watcher.add(work)
 
     @contextmanager
     def failing(self, name: str) -> Iterator[None]:

@@ -216,6 +216,8 @@ def test_ranks_that_share_a_gpu_of_one_node_choose_it(backend: str) -> None:
 class Fallback(StreamCarrier):
     """Notes what is handed over to it."""
 
+    messages: Any = None
+
     def plan(self, operation: Operation, timeout: float | None = None) -> Any:
         return operation
 

@@ -164,7 +164,7 @@ def test_an_interrupted_call_fails_the_group(monkeypatch: pytest.MonkeyPatch) ->
 
     with world(1) as ranks:
         meet(ranks)
-        monkeypatch.setattr(Communicator, "all_reduce", interrupted)
+        monkeypatch.setattr(Communicator, "queue", interrupted)
         with pytest.raises(KeyboardInterrupt):
             alone(ranks)
         assert "KeyboardInterrupt" in str(ranks.groups[0].failure)
@@ -177,14 +177,14 @@ def test_a_signal_handler_may_not_use_the_group_whose_call_it_interrupted(
 
     with world(1) as ranks:
         meet(ranks)
-        before = Communicator.all_reduce
+        before = Communicator.queue
 
         def interrupted(*args: Any) -> None:
             with pytest.raises(UsageError, match="a signal handler may not use the group"):
                 alone(ranks)
             before(*args)
 
-        monkeypatch.setattr(Communicator, "all_reduce", interrupted)
+        monkeypatch.setattr(Communicator, "queue", interrupted)
         alone(ranks).wait(timeout=20)
 
 

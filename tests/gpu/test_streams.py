@@ -257,7 +257,7 @@ def test_the_watcher_is_not_kept_by_who_orders_a_full_stream(monkeypatch: pytest
     work = StreamWork("one", own, [DeviceArray(0, np.dtype("f4"), (0,), 0, 0, None)])
     event = own.event()
     gpu.record(event, own.stream)
-    work.queued(event, None)
+    work.queued(own, event, None, None)
 
     def order(stream: int, event: int) -> None:
         """What the watcher does while this blocks."""
@@ -279,7 +279,7 @@ def test_a_gpu_is_chosen_by_the_watcher() -> None:
     work, event = StreamWork("one", own, ()), own.event()
     with gpu.on(1):
         gpu.record(event, own.stream)
-    work.queued(event, None)
+    work.queued(own, event, None, None)
     watcher.add(work)
     assert_set(work.end_event)
     watcher.close()

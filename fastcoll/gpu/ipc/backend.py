@@ -13,19 +13,20 @@ then, and the GPU can turn to another process. The kernel finds the word there; 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...core import signature
-from ...core.backend import DeviceCarrier, Messages
+from ...core.backend import DeviceCarrier
 from ...core.group import ProcessGroup
 from ...core.operands import scaled
 from ...core.operation import Call, Operation
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, UnavailableError
 from ...kernels.cuda import page as at
 from ...kernels.cuda.reducers import cuda_reducer
-from ..device_array import DeviceArray, must_be_copied, parts
+from ..device_array import DeviceArray
 from ..stream_work import Own, StreamWork
 from ..streams import Compared, QueuedCall, StreamCarrier, Turn, sizes_of
 from . import schedules
@@ -105,15 +106,11 @@ class IpcCarrier(StreamCarrier):
 
     def __init__(self, group: ProcessGroup, fallback: DeviceCarrier, slot: int = SLOT) -> None:
         super().__init__(group)
-        self._fallback = fallback
+        self._fallback, self.messages = fallback, fallback.messages
         self._hand_over_above = HAND_OVER_ABOVE if isinstance(fallback, StreamCarrier) else None
         self._slot_wanted = slot
         self.shared: Shared | None = None
         self.calls = 0
-
-    @property
-    def messages(self) -> Messages:
-        return self._fallback.messages
 
     def meet(self, device: int) -> str:
         """Map the peers' memory; collective, inside a call of the group. Without it the first call does so.
@@ -216,27 +213,6 @@ class IpcCarrier(StreamCarrier):
         self.shared = None
 
 
-class _IpcWork(StreamWork):
-    """A StreamWork that looks whether the ranks agreed before it says that it is over.
-
-    Args:
-        number: of the call.
-        judge: is told the number when the GPU is past it; fails the group if the call has not gone as it should.
-    """
-
-    def __init__(
-        self, describe: str, own: Own, arrays: Arrays, number: int, judge: Callable[[int], None]
-    ) -> None:
-        super().__init__(describe, own, arrays)
-        self._number, self._judge = number, judge
-
-    def is_past(self) -> bool:
-        past = super().is_past()
-        if past and not self.ended:
-            self._judge(self._number)
-        return past
-
-
 class IpcCall(QueuedCall):
     """A collective.
 
@@ -245,12 +221,10 @@ class IpcCall(QueuedCall):
     """
 
     def __init__(self, carrier: IpcCarrier, operation: Operation, facts: _Facts) -> None:
-        self._ins, self._outs = list(operation.inputs), list(operation.outputs)
-        super().__init__(carrier, [*self._ins, *self._outs])
-        self._ipc, self._facts, self._op = carrier, facts, operation.op
-        self._is_coalesced = operation.kind.endswith("_coalesced")
+        super().__init__(carrier, [*operation.inputs, *operation.outputs])
+        self._ipc, self._facts, self._operation, op = carrier, facts, operation, operation.op
         dtype: np.dtype[Any] = self.arrays[0].dtype
-        plain = None if self._op is None else scaled(np.empty(0, dtype), self._op)[1]
+        plain = None if op is None else scaled(np.empty(0, dtype), op)[1]
         said = Compared.of(operation._replace(op=plain), facts.size)
         balance = signature.balance(facts.rank, said.gives, said.takes) & at.BALANCE_MASK
         self._said = signature.Signature(said.call, said.shape, balance)
@@ -275,28 +249,16 @@ class IpcCall(QueuedCall):
         self._number = self._ipc.calls
 
     def handle(self, describe: str, own: Own) -> StreamWork:
-        return _IpcWork(describe, own, self.arrays, self._number, self._ipc.judge)
+        return StreamWork(describe, own, self.arrays, partial(self._ipc.judge, self._number))
 
     def work(self, turn: Turn) -> None:
-        ins, outs, size = self._ins, self._outs, self._facts.size
-        if not self._is_coalesced:
-            self._queue(turn, [self._input(turn, k) for k in range(len(ins))], outs)
-            return
-        # On arrays that are laid one after another in memory of the turn's own.
-        flat = turn.scaled(turn.copied(ins), self._op)
-        lists = [outs] if self._op is not None else [outs[rank::size] for rank in range(size)]
-        flats = [flat] if self._op is not None else [turn.scratch_like(xs) for xs in lists]
-        self._queue(turn, [flat], flats)
-        for one, xs in zip(flats, lists, strict=True):
-            turn.copy_each(xs, parts(one, xs))
-
-    def _input(self, turn: Turn, k: int) -> DeviceArray:
-        """Input k as the schedule may use it: scaled for PREMUL_SUM, and apart from the outputs but its own."""
-        x = turn.scaled(self._ins[k], self._op)
-        if x is not self._ins[k]:
-            return x
-        return turn.copied([x]) if must_be_copied(k, self._ins, self._outs, self._facts.rank) else x
-
-    def _queue(self, turn: Turn, ins: Arrays, outs: Arrays) -> None:
-        assert self._ipc.shared is not None
-        self._ipc.shared.run(turn.stream, self._number, self._schedule, self._said, ins, outs, self._reducer)
+        shared, finish = self._ipc.shared, None
+        assert shared is not None
+        _, outs, ins, op, _, _ = operation = self._operation
+        if operation.kind.endswith("_coalesced"):
+            (_, outs, ins, *_), finish = turn.as_one(operation, self._facts.size)
+        else:
+            ins = tuple(turn.apart([turn.scaled(x, op) for x in ins], outs, self._facts.rank))
+        shared.run(turn.stream, self._number, self._schedule, self._said, ins, outs, self._reducer)
+        if finish is not None:
+            finish()

@@ -72,14 +72,10 @@ class NcclCarrier(StreamCarrier):
         self._library = bindings.library()
         super().__init__(group)
         self._comm: Communicator | None = None
-        self._messages = NcclMessages(self, self._library)
+        self.messages: NcclMessages = NcclMessages(self, self._library)
         self._hows: dict[Any, Native | Kernels] = {}
         self._kinds: set[tuple[int, ...]] = set()
         self._compared = 0
-
-    @property
-    def messages(self) -> NcclMessages:
-        return self._messages
 
     # ---- collectives ---------------------------------------------------------------------------------
 
@@ -187,10 +183,10 @@ class NcclCarrier(StreamCarrier):
     def break_off(self) -> None:
         if self._comm is not None:
             self._comm.abort()
-        self._messages.break_off(self.why_broken())
+        self.messages.break_off(self.why_broken())
 
     def release(self) -> None:
-        self._messages.close()
+        self.messages.close()
         if self._comm is not None:
             self._comm.close()
 

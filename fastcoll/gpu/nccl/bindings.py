@@ -84,6 +84,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "ncclGroupStart": [],
     "ncclGroupEnd": [],
 }
+_OPERATIONS = {
+    "all_reduce": "ncclAllReduce", "reduce": "ncclReduce", "reduce_scatter": "ncclReduceScatter",
+    "broadcast": "ncclBroadcast", "all_gather": "ncclAllGather", "send": "ncclSend", "recv": "ncclRecv",
+}  # fmt: skip
 _TEXTS: dict[str, list[Any]] = {"ncclGetErrorString": [_int], "ncclGetLastError": [_pointer]}
 
 
@@ -97,6 +101,7 @@ class Library:
     Attributes:
         version: NCCL_VERSION_CODE: 22005 is 2.20.5.
         calls: the library, whose functions return an ncclResult_t, for `check`.
+        operations: of these what moves data, by name.
     """
 
     def __init__(self, library: Any) -> None:
@@ -114,6 +119,7 @@ class Library:
                     )
                 function.argtypes, function.restype = parameters, result
         self.calls = library
+        self.operations = {name: getattr(library, function) for name, function in _OPERATIONS.items()}
         version = ctypes.c_int()
         self.check(library.ncclGetVersion(ctypes.byref(version)), "asking for its version")
         self.version = version.value

@@ -26,7 +26,7 @@ from ...errors import UnavailableError
 from ...kernels.reduce import memory_type, refuse_undefined
 from ..device_array import DeviceArray, joined, parts
 from ..streams import Turn
-from .bindings import dtype_code, reduction
+from .bindings import BYTES, dtype_code, reduction
 from .communicator import Communicator
 
 Arrays = Sequence[DeviceArray]
@@ -54,24 +54,24 @@ class Moves:
         """x = the root's x."""
         if x.nbytes:
             with self.comm.group(self.doing):
-                self.comm.broadcast(x.address, x.address, x.nbytes, root, self.turn.stream)
+                self.queue("broadcast", x.address, x.address, x.nbytes, BYTES, root)
 
     def all_gather(self, outs: Arrays, x: DeviceArray) -> None:
         """outs[r] = rank r's x, of any sizes."""
         if len({out.nbytes for out in outs}) > 1:
-            x = self._apart(x, outs, outs[self.rank])
+            (x,) = self.turn.apart([x], outs, self.rank)
             with self.comm.group(self.doing):
                 for root, out in enumerate(outs):
                     if out.nbytes:
                         src = x.address if root == self.rank else out.address
-                        self.comm.broadcast(src, out.address, out.nbytes, root, self.turn.stream)
+                        self.queue("broadcast", src, out.address, out.nbytes, BYTES, root)
         elif x.nbytes:
             whole = joined(outs)
             target = whole or self.turn.scratch_like(outs)
             if whole is not None:
-                x = self._apart(x, outs, outs[self.rank])
+                (x,) = self.turn.apart([x], outs, self.rank)
             with self.comm.group(self.doing):
-                self.comm.all_gather(x.address, target.address, x.nbytes, self.turn.stream)
+                self.queue("all_gather", x.address, target.address, x.nbytes, BYTES)
             if whole is None:
                 self.turn.copy_each(outs, parts(target, outs))
 
@@ -81,7 +81,7 @@ class Moves:
             with self.comm.group(self.doing):
                 self._send(x, root)
             return
-        self.copy(outs[root], x)  # before others' arrive, which may overlap x
+        self.turn.copy(outs[root], x)  # before others' arrive, which may overlap x
         with self.comm.group(self.doing):
             for peer in self._peers():
                 self._recv(outs[peer], peer)
@@ -95,31 +95,16 @@ class Moves:
                 for peer in self._peers():
                     self._send(blocks[peer], peer)
         if blocks is not None:
-            self.copy(out, blocks[root])  # after all are sent, which may overlap out
+            self.turn.copy(out, blocks[root])  # after all are sent, which may overlap out
 
     def all_to_all(self, outs: Arrays, blocks: Arrays) -> None:
         """outs[r] = rank r's blocks[rank], of any sizes."""
-        if _meet(outs, blocks):
-            blocks = parts(self.turn.copied(blocks), blocks)
+        blocks = self.turn.apart(blocks, outs, self.rank)
         with self.comm.group(self.doing):
             for peer in self._peers():
                 self._send(blocks[peer], peer)
                 self._recv(outs[peer], peer)
-        self.copy(outs[self.rank], blocks[self.rank])
-
-    # ---- inside this rank ----------------------------------------------------------------------------
-
-    def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
-        """Copy an array, also to where it overlaps."""
-        if dst.address != src.address and dst.overlaps(src):
-            src = self.turn.copied((src,))
-        self.turn.copy(dst, src)
-
-    def _apart(self, x: DeviceArray, outs: Arrays, own: DeviceArray) -> DeviceArray:
-        """x, or a copy where it overlaps `outs` and is not the very place `own`."""
-        if x.address == own.address or not _meet(outs, (x,)):
-            return x
-        return self.turn.copied((x,))
+        self.turn.copy(outs[self.rank], blocks[self.rank])
 
     def _peers(self) -> list[int]:
         """The others, beginning after this rank, so that not all turn to one."""
@@ -127,24 +112,15 @@ class Moves:
 
     def _send(self, x: DeviceArray, peer: int) -> None:
         if x.nbytes:
-            self.comm.send(x.address, x.nbytes, peer, self.turn.stream)
+            self.queue("send", x.address, x.nbytes, BYTES, peer)
 
     def _recv(self, x: DeviceArray, peer: int) -> None:
         if x.nbytes:
-            self.comm.recv(x.address, x.nbytes, peer, self.turn.stream)
+            self.queue("recv", x.address, x.nbytes, BYTES, peer)
 
-
-def _meet(some: Arrays, others: Arrays) -> bool:
-    """Whether any of some arrays shares memory with any of others."""
-
-    def extent(arrays: Arrays) -> tuple[int, int]:
-        ends = [(x.address, x.address + x.nbytes) for x in arrays if x.nbytes] or [(0, 0)]
-        return min(ends)[0], max(end for _, end in ends)
-
-    (start, end), (other_start, other_end) = extent(some), extent(others)
-    if start >= other_end or other_start >= end:
-        return False
-    return any(x.overlaps(y) for x in some for y in others)
+    def queue(self, operation: str, *args: int) -> None:
+        """As the communicator's, on the call's stream."""
+        self.comm.queue(operation, self.turn.stream, *args)
 
 
 def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernels:
@@ -177,7 +153,7 @@ class Native:
     def all_reduce(self, moves: Moves, x: DeviceArray) -> None:
         if x.size:
             with self._group(moves) as how:
-                moves.comm.all_reduce(x.address, x.address, x.size * self._parts, how, moves.turn.stream)
+                moves.queue("all_reduce", x.address, x.address, x.size * self._parts, *how)
 
     def reduce(self, moves: Moves, out: DeviceArray, x: DeviceArray, root: int) -> None:
         place = _apart(moves, out, (x,), x.address) if moves.rank == root else nullcontext(None)
@@ -196,14 +172,13 @@ class Native:
             whole = joined(blocks) or moves.turn.copied(blocks)
             place = whole.address + moves.rank * out.nbytes
             with _apart(moves, out, (whole,), place) as target, self._group(moves) as how:
-                count = out.size * self._parts
-                moves.comm.reduce_scatter(whole.address, target.address, count, how, moves.turn.stream)
+                moves.queue("reduce_scatter", whole.address, target.address, out.size * self._parts, *how)
 
     def _reduce(
         self, moves: Moves, out: DeviceArray | None, x: DeviceArray, how: tuple[int, int], root: int
     ) -> None:
         to = 0 if out is None else out.address
-        moves.comm.reduce(x.address, to, x.size * self._parts, how, root, moves.turn.stream)
+        moves.queue("reduce", x.address, to, x.size * self._parts, *how, root)
 
     @contextmanager
     def _group(self, moves: Moves) -> Iterator[tuple[int, int]]:
@@ -248,8 +223,8 @@ class Kernels:
     def reduce(self, moves: Moves, out: DeviceArray, x: DeviceArray, root: int) -> None:
         here = moves.rank == root
         x = moves.turn.scaled(x, self._op)
-        if here and out.address != x.address and out.overlaps(x):
-            x = moves.turn.copied((x,))
+        if here:
+            (x,) = moves.turn.apart([x], [out])
         for piece, to in zip(_pieces(x, moves.size), _pieces(out, moves.size), strict=True):
             room = self._room(moves, [piece] * moves.size) if here else None
             moves.gather(room, piece, root)
@@ -259,8 +234,7 @@ class Kernels:
     def scan(self, moves: Moves, out: DeviceArray, x: DeviceArray, exclusive: bool) -> None:
         """out = reduction of x over ranks 0..rank, or 0..rank-1, where rank 0's out stays."""
         x = moves.turn.scaled(x, self._op)
-        if out.address != x.address and out.overlaps(x):
-            x = moves.turn.copied((x,))
+        (x,) = moves.turn.apart([x], [out])
         count = moves.rank + (not exclusive)
         for piece, to in zip(_pieces(x, moves.size), _pieces(out, moves.size), strict=True):
             everybody = self._gathered(moves, piece)

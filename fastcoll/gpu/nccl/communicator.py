@@ -25,7 +25,7 @@ import numpy as np
 
 from ...core.group import ProcessGroup
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, UnavailableError
-from .bindings import BYTES, SUCCESS, UNIQUE_ID_BYTES, Config, Library, NcclError, UniqueId, dtype_code
+from .bindings import SUCCESS, UNIQUE_ID_BYTES, Config, Library, NcclError, UniqueId, dtype_code
 
 _ASKED = 100
 """Questions whether a call is through before the first nap. A group is queued by a thread of NCCL's, within tens of
@@ -196,37 +196,15 @@ class Communicator:
                 status = self._calls.ncclGroupEnd()
         self._settle(status, doing)
 
-    def all_reduce(self, src: int, dst: int, count: int, how: tuple[int, int], stream: int) -> None:
-        """Reduce `count` numbers; `how` is NCCL's datatype and operation. `dst` may be `src`."""
-        self._check(self._calls.ncclAllReduce(src, dst, count, *how, self._handle, stream), "all_reduce")
+    def queue(self, operation: str, stream: int, *args: int) -> None:
+        """Queue an operation of NCCL's, with what nccl.h says stands before the communicator:
 
-    def reduce(self, src: int, dst: int, count: int, how: tuple[int, int], root: int, stream: int) -> None:
-        """As `all_reduce` into the root's `dst`; the others' is not used."""
-        self._check(self._calls.ncclReduce(src, dst, count, *how, root, self._handle, stream), "reduce")
-
-    def reduce_scatter(self, src: int, dst: int, count: int, how: tuple[int, int], stream: int) -> None:
-        """Reduce size x `count` numbers, and keep this rank's `count`."""
-        self._check(
-            self._calls.ncclReduceScatter(src, dst, count, *how, self._handle, stream), "reduce_scatter"
-        )
-
-    def broadcast(self, src: int, dst: int, nbytes: int, root: int, stream: int) -> None:
-        """The root's `src` to all `dst`, which there may be `src`."""
-        self._check(
-            self._calls.ncclBroadcast(src, dst, nbytes, BYTES, root, self._handle, stream), "broadcast"
-        )
-
-    def all_gather(self, src: int, dst: int, nbytes: int, stream: int) -> None:
-        """Everybody's `nbytes` one after the other in `dst`; `src` may be this rank's place there."""
-        self._check(self._calls.ncclAllGather(src, dst, nbytes, BYTES, self._handle, stream), "all_gather")
-
-    def send(self, src: int, nbytes: int, peer: int, stream: int) -> None:
-        """To a peer, which calls `recv` for as many bytes."""
-        self._check(self._calls.ncclSend(src, nbytes, BYTES, peer, self._handle, stream), "send")
-
-    def recv(self, dst: int, nbytes: int, peer: int, stream: int) -> None:
-        """From a peer, which calls `send` for as many bytes."""
-        self._check(self._calls.ncclRecv(dst, nbytes, BYTES, peer, self._handle, stream), "recv")
+        all_reduce, reduce_scatter  src, dst, count, datatype, operation     `count` numbers of the result
+        reduce                      src, dst, count, datatype, operation, root
+        broadcast, all_gather       src, dst, nbytes, BYTES[, root]          `dst` may be, or hold, `src`
+        send, recv                  address, nbytes, BYTES, peer
+        """
+        self._check(self._library.operations[operation](*args, self._handle, stream), operation)
 
     @contextmanager
     def premultiplied_sum(self, factor: Any, dtype: np.dtype[Any]) -> Iterator[int]:

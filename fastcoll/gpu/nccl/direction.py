@@ -22,7 +22,7 @@ from ..device_array import DeviceArray, OnDevice
 from ..stream_work import Own, StreamWork, Watcher
 from ..streams import StreamCarrier, Turn
 from ..transit import Events, Marks
-from .bindings import Library
+from .bindings import BYTES, Library
 from .communicator import Communicator, Patience
 
 _SENDER, _RECEIVER = 0, 1  # ranks of the communicator
@@ -66,10 +66,9 @@ class Message(StreamWork):
         """Say whose message a receive gets; before it is queued or ends."""
         self._result = source
 
-    def queued_on(self, own: Own, event: int, kept: Any, error: BaseException | None) -> None:
-        """It is queued on a stream, or in part, which ends it with `error`; the rest as `queued`."""
-        self._own, self.began = own, time.monotonic()
-        self.queued(event, kept)
+    def queued(self, own: Own, event: int, kept: Any, error: BaseException | None) -> None:
+        self.began = time.monotonic()
+        super().queued(own, event, kept, error)
         if error is not None:
             self.settle(error)
         self._begun.set()
@@ -149,11 +148,9 @@ class Direction:
         comm, x = self._comm, message.array
 
         def work(turn: Turn) -> None:
+            way, peer = ("send", _RECEIVER) if self._sending else ("recv", _SENDER)
             with comm.group(message.describe):
-                if self._sending:
-                    comm.send(x.address, x.nbytes, _RECEIVER, turn.stream)
-                else:
-                    comm.recv(x.address, x.nbytes, _SENDER, turn.stream)
+                comm.queue(way, turn.stream, x.address, x.nbytes, BYTES, peer)
             if not self._sending:
                 message.item.unpack(turn.stream)
 
@@ -163,8 +160,7 @@ class Direction:
         """Queue a message to oneself."""
 
         def work(turn: Turn) -> None:
-            src, dst = sent.array, received.array
-            turn.copy(dst, turn.copied([src]) if dst.overlaps(src) else src)
+            turn.copy(received.array, sent.array)
             received.item.unpack(turn.stream)
 
         self._queue([sent, received], work)
@@ -177,27 +173,14 @@ class Direction:
         """Queue work behind what the arrays' streams held when the messages were posted; its end is theirs."""
         if self._lane is None:
             self._lane = Own(self._carrier.runtime, self._device)  # here, as making one may wait for the GPU
-        own, error = self._lane, None
-        turn = Turn(own.runtime, own.device, own.stream)
-        with own.runtime.on(own.device):
-            try:
-                with self._carrier.failing(messages[0].describe):
-                    for message in messages:
-                        marks, message.marks = message.marks, []
-                        for device, event in marks:
-                            own.runtime.order(own.stream, event)
-                            self._events.give(device, [event])
-                    work(turn)
-            except BaseException as problem:
-                error = problem
-                raise
-            finally:
-                # Also what was queued in part uses memory.
-                for message in messages:
-                    event = own.event()
-                    own.runtime.record(event, own.stream)
-                    message.queued_on(own, event, turn.kept, error)
-                    self._watcher.add(message)
+        own = self._lane
+        with self._carrier.queueing(messages, own, self._watcher) as turn:
+            for message in messages:
+                marks, message.marks = message.marks, []
+                for device, event in marks:
+                    own.runtime.order(own.stream, event)
+                    self._events.give(device, [event])
+            work(turn)
 
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
