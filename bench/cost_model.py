@@ -39,8 +39,7 @@ from network_model import (
 
 from fastcoll.bench.cases import format_size
 from fastcoll.bench.results import describe
-from fastcoll.net.tcp.plans.choose import chosen
-from fastcoll.net.tcp.plans.costs import COSTS
+from fastcoll.net.tcp.plans.choose import ALGORITHMS, chosen
 from fastcoll.net.tcp.plans.shape import MEET_RANKS
 
 OPERATIONS = (
@@ -183,11 +182,11 @@ def accuracy_table(samples: Sequence[Sample], model: Model) -> list[str]:
 
 
 def algorithms(ranks: int) -> list[str]:
-    return [name for name in COSTS["all_reduce"] if ranks <= 4 * MEET_RANKS or name != "direct"]
+    return [name for name in ALGORITHMS["all_reduce"] if ranks <= 4 * MEET_RANKS or name != "direct"]
 
 
 def choice_table(model: Model, options: argparse.Namespace) -> list[str]:
-    names = list(COSTS["all_reduce"])
+    names = list(ALGORITHMS["all_reduce"])
     lines = [f"| size | nodes | {' | '.join(names)} | headers |", "|" + "--:|" * (len(names) + 3)]
     for nbytes in SHOWN:
         for nodes in NODES[1::2]:
@@ -257,7 +256,7 @@ def draw_accuracy(panel: Any, samples: Sequence[Sample], model: Model) -> None:
 
 
 def draw_choice(panel: Any, model: Model, nbytes: int, options: argparse.Namespace) -> None:
-    for colour, name in zip(COLOURS, COSTS["all_reduce"], strict=False):
+    for colour, name in zip(COLOURS, ALGORITHMS["all_reduce"], strict=False):
         nodes = [count for count in NODES if name in algorithms(count)]
         times = [flat(model, cluster_of(options, count), name, "all_reduce", nbytes) * 1e6 for count in nodes]
         style = "--" if name == "circulant" else "-"  # which lies upon halving

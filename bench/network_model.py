@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastcoll.net.tcp.engine_layout import header_bytes
-from fastcoll.net.tcp.plans.choose import chosen
-from fastcoll.net.tcp.plans.costs import COSTS, Cost, attached
-from fastcoll.net.tcp.plans.shape import MEET_RANKS, Shape, default_limits
+from fastcoll.net.tcp.plans.choose import chosen, cost
+from fastcoll.net.tcp.plans.costs import Cost
+from fastcoll.net.tcp.plans.shape import HEADER_BYTES, MEET_RANKS, Shape, default_limits
 
 NEAR = 2 << 20
 """Bytes: what the caches of a core are good for, L2 and its share of L3 (AMD EPYC of family 25)."""
@@ -39,6 +38,7 @@ PRICES = ("step", "message", "byte", "handle", "far", "touch", "wake")
 NOTHING = Cost(0, 0, 0, 0, 0)
 
 _NEIGHBOURS = frozenset({"ring", "chain", "scatter and ring"})
+_OF_ONE_SIZE = frozenset({"all_reduce", "reduce", "scan", "exscan", "broadcast"})
 _COPIED = frozenset({"reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"})
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -125,9 +125,11 @@ def algorithm_cost(algorithm: str, operation: str, ranks: int, nbytes: int) -> C
         return Cost(0, 0, 0, 0, nbytes if operation in _COPIED else 0)
     if algorithm == "nothing":
         return NOTHING
-    if algorithm == "attached":
-        return attached(operation, ranks, nbytes)
-    return COSTS[operation][algorithm](ranks, nbytes, limits)
+    if algorithm == "attached":  # besides the meeting
+        sent = (nbytes if operation in _OF_ONE_SIZE else nbytes / ranks) * (ranks - 1)
+        both = operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+        return Cost(0, 0, sent, 2 * sent if both else sent, sent)
+    return cost(operation, algorithm, ranks, nbytes, limits)
 
 
 def counts_of(cost: Cost, operation: str, ranks: int) -> Array:
@@ -144,10 +146,9 @@ def _features(cost: Cost, operation: str) -> Array:
 
 def meeting(ranks: int) -> Cost:
     """What the meeting of all ranks takes: each one's header, to all or passed on in steps."""
-    header = header_bytes(ranks)
     steps = 1 if ranks <= MEET_RANKS else (ranks - 1).bit_length()
     messages = 2 * (ranks - 1) if ranks <= MEET_RANKS else 2 * steps
-    told = (ranks - 1) * header
+    told = (ranks - 1) * HEADER_BYTES
     return Cost(steps, messages, told, 2 * told, 0) if ranks > 1 else NOTHING
 
 

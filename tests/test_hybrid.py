@@ -171,7 +171,7 @@ def test_an_interrupt_between_the_meeting_and_the_rest(
     group = start(EVEN)
     dist.all_reduce(np.ones(LARGE))
     if rank == 2:
-        meet = group.backend._everyone.meeting
+        meet = group.backend._everyone.plan
 
         def then_interrupted(*args: object, **rest: object) -> Callable[[], None]:
             call = meet(*args, **rest)  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def test_an_interrupt_between_the_meeting_and_the_rest(
 
             return run
 
-        monkeypatch.setattr(group.backend._everyone, "meeting", then_interrupted)
+        monkeypatch.setattr(group.backend._everyone, "plan", then_interrupted)
         with pytest.raises(KeyboardInterrupt):
             dist.all_reduce(np.ones(LARGE))
         with pytest.raises(AbortedError, match="KeyboardInterrupt"):

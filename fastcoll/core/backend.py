@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from ..errors import GroupError, UnavailableError
+from ..errors import AbortedError, GroupError, UnavailableError
 from ..interop.arrays import Adopted, Array
 from .gate import Gate
 from .monitor import Monitor
@@ -194,6 +194,13 @@ class Backend(ABC):
         """Fail the group with an error, from any thread, and tell the peers. The first reason stays."""
         self.monitor.fail(error)
         self.messages.abort()
+
+    def interrupted(self, error: BaseException, doing: str) -> None:
+        """Fail the group: an exception has ended this rank's part of a call, with which the peers go on."""
+        if not isinstance(error, GroupError):
+            here, rank = self.monitor.name(self.gate.rank), self.gate.ranks[self.gate.rank]
+            error = AbortedError(f"{here} was interrupted by {type(error).__name__} in {doing}", [rank])
+        self.fail(error)
 
     def stop(self) -> None:  # noqa: B027 - most have nothing to do
         """The group has failed, wherever that was found; `gate.failure` says why. Any thread, does not wait."""

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
+from .gate import Gate
 from .reduce_op import CUSTOM, NAMES, ReduceOp
 
 OPERATIONS = (
@@ -201,10 +202,8 @@ def _signed(word: int) -> int:
 Head = tuple[int, int]
 """Call word and shape of a rank."""
 
-Share = Callable[[NDArray[Any]], NDArray[Any]]
-"""Every rank's array, row by row, where each gives one of the same size; all ranks of a mismatch call it together."""
-
 _NOTE_BYTES = 1024
+_MOST_TABLES = 256  # ranks whose sizes are looked at: of more, these tables are too large
 
 
 def comparable(heads: Sequence[Head]) -> list[Head]:
@@ -251,22 +250,48 @@ def describe_mismatch(
     return f"{operation}: {describe(tables(), ranks)}"
 
 
-def refused(
-    heads: Sequence[Head], ranks: Sequence[int], own: str, share: Share, number: int, group: str
-) -> MismatchError | None:
-    """The error of every rank where some ranks' calls were refused: what they say, and what the others called.
+def difference(
+    heads: Sequence[Head],
+    gate: Gate,
+    number: int,
+    gather: Callable[[NDArray[Any], NDArray[Any]], object],
+    sizes: Sizes,
+    describe: Callable[[Sequence[Sizes], Sequence[int]], str] = describe_sizes,
+    also: str = "",
+) -> MismatchError:
+    """The error of every rank of a call that does not match; all of them have the same heads, and call this together.
+
+    Where calls were refused it has what these ranks say, and what the others called.
 
     Args:
-        own: what this rank says, if its call was refused.
+        gate: of the group; its `refusal` is what this rank says, if its call was refused.
+        number: of the call.
+        gather: an all_gather of what each rank gives into an array with a row for each.
+        sizes: this rank's.
+        describe: says what differs in the sizes of all ranks.
+        also: what differs besides the heads.
     """
+    size, ranks = gate.size, gate.ranks
+
+    def from_all(own: NDArray[Any]) -> NDArray[Any]:
+        everybody = np.empty((size, *own.shape), own.dtype)
+        gather(everybody, own)
+        return everybody
+
+    def tables() -> Sequence[Sizes]:
+        return from_all(np.array(sizes, np.int64)).tolist() if size <= _MOST_TABLES else ()
+
     there = [rank for rank, (call, _) in enumerate(heads) if call == REFUSED]
     if not there:
-        return None
+        differences = f"{describe_differences(comparable(heads), ranks)}; {also}" if also else ""
+        return mismatch(differences or describe_mismatch(heads, ranks, tables, describe), number, gate.name)
     note = np.zeros(_NOTE_BYTES, np.uint8)
-    data = np.frombuffer(own.encode()[:_NOTE_BYTES], np.uint8)
+    data = np.frombuffer(gate.refusal.encode()[:_NOTE_BYTES], np.uint8)
     note[: data.size] = data
-    notes = share(note)
+    notes = from_all(note)
     told = [notes[rank].tobytes().rstrip(b"\0").decode(errors="replace") for rank in there[:8]]
-    others = [rank for rank in range(len(heads)) if rank not in there]
+    others = [rank for rank in range(size) if rank not in there]
     text = describe_differences([heads[rank] for rank in others], [ranks[rank] for rank in others])
-    return MismatchError(f"{'; '.join(told)}; {text} (call {number} of group {group!r}); no data was moved")
+    return MismatchError(
+        f"{'; '.join(told)}; {text} (call {number} of group {gate.name!r}); no data was moved"
+    )

@@ -32,6 +32,7 @@ from ..core.work import Work
 from ..errors import AbortedError, GroupError, MismatchError
 from ..net.tcp import engine_layout as words
 from ..net.tcp.backend import TcpBackend
+from ..net.tcp.plans.choose import nothing
 from ..net.tcp.plans.shape import MEET_RANKS
 from ..p2p.engine import Engine
 from ..rendezvous import PrefixStore, Store
@@ -176,7 +177,7 @@ class HybridBackend(Backend):
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         if not self._goes_through_nodes(operation):
             return self._everyone.plan(operation, timeout)
-        meeting = self._everyone.meeting(operation)
+        meeting = self._everyone.plan(operation, choose=nothing)
         calls = self._everyone.context
 
         def call() -> None:

@@ -23,7 +23,7 @@ from ..core.operation import Call, Operation
 from ..core.processes import Member
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, WORKED
-from ..errors import AbortedError, ArrayError, GroupError
+from ..errors import ArrayError, GroupError
 from ..kernels import waiting
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
@@ -138,19 +138,17 @@ class ShmBackend(Backend):
             how = rounds.HELD if code == MIXED else rounds.RESUMED
             code = entry.call(self._c | tags | how, *args)
         if code == MISMATCH:
-            difference = self._report.mismatch(self._from_all, self.gate.refusal)
+            difference = self._report.mismatch(self._gather)
             self.context.let_go()
             raise difference
         if begun and code == LATER:
             raise changed(self._report.doing(entry.name))
         return code == DONE
 
-    def _from_all(self, own: Array) -> Array:
+    def _gather(self, everybody: Array, own: Array) -> None:
         """Every rank's array, by the thread whose call has the context; its dtype is one of `_SHARED`."""
-        everybody = np.empty((self.gate.size, *own.shape), own.dtype)
         code = movement.all_gather.call(self._c | rounds.HELD, everybody, own)
         self.resume(code, movement.all_gather, everybody, own, tags=rounds.HELD)
-        return everybody
 
     def torn(self, entry: Entry, error: BaseException, *integers: Any) -> None:
         """An entry's call was left by an exception, which goes on; where the call was half-way, the group fails.
@@ -161,11 +159,7 @@ class ShmBackend(Backend):
             if refuses(error, integers):
                 return
             raise error
-        if isinstance(error, GroupError):
-            self.fail(error)
-        else:
-            said = f"was interrupted by {type(error).__name__} in {self._report.doing(entry.name)}"
-            self.fail(AbortedError(f"{self.monitor.name(self.gate.rank)} {said}"))
+        self.interrupted(error, self._report.doing(entry.name))
         self._lanes.settle()
         self.context.let_go()
         raise error

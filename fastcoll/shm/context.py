@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,44 +138,32 @@ class Report:
     """What one rank can say about its group's current call. Nothing here blocks but `mismatch`."""
 
     def __init__(self, segment: Segment, context: Context, gate: Gate) -> None:
-        self._segment, self._context = segment, context
-        self._rank, self._ranks, self._group = gate.rank, gate.ranks, gate.name
+        self._segment, self._context, self._gate = segment, context, gate
 
     def doing(self, entry: str) -> str:
         """The call under way, for messages; `entry` is its name while it has not been published."""
         number = self._context[at.CALLS]
-        line = self._line(self._rank)
+        line = self._line(self._gate.rank)
         told = line[layout.SEQUENCE] == number
         what = signature.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else entry
-        return f"{what}, call {number} of group {self._group!r}"
+        return f"{what}, call {number} of group {self._gate.name!r}"
 
     def late(self) -> list[int]:
         """The group ranks that have not arrived at the call under way, or else whom the kernel waits for."""
         number = self._context[at.CALLS]
         late = [rank for rank in self._everybody() if self._line(rank)[layout.SEQUENCE] < number]
         waits_for = late or [self._context[at.LATE]]
-        return [rank for rank in waits_for if rank != self._rank]
+        return [rank for rank in waits_for if rank != self._gate.rank]
 
-    def mismatch(self, share: signature.Share, refusal: str) -> MismatchError:
-        """What each rank called. Every rank of a mismatch is here, so they can tell one another more.
-
-        Args:
-            refusal: why this rank's call was refused, if it was.
-        """
+    def mismatch(self, gather: Callable[[Array, Array], None]) -> MismatchError:
+        """What each rank called. Every rank of a mismatch is here, so they can `gather` more from one another."""
         number = self._context[at.CALLS]
         sizes = self._context.table(at.GIVES + 1), self._context.table(at.TAKES + 1)
         lines = map(self._line, self._everybody())
         heads = [(int(line[layout.CALL]), int(line[layout.SHAPE])) for line in lines]
-        if error := signature.refused(heads, self._ranks, refusal, share, number, self._group):
-            return error
-
-        def tables() -> Sequence[signature.Sizes]:
-            return [(gives, takes) for gives, takes in share(np.array(sizes, np.int64)).tolist()]
-
         in_symmetric = signature.OPERATIONS[heads[0][0] & 0xFF].startswith("symmetric:")
         describe = describe_places if in_symmetric else signature.describe_sizes
-        text = signature.describe_mismatch(heads, self._ranks, tables, describe)
-        return signature.mismatch(text, number, self._group)
+        return signature.difference(heads, self._gate, number, gather, sizes, describe)
 
     def _everybody(self) -> range:
         return range(self._segment.layout.size)

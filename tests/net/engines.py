@@ -23,9 +23,9 @@ from fastcoll.kernels import waiting
 from fastcoll.kernels.reduce import reducer
 from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp import executor as engine
-from fastcoll.net.tcp.context import NetContext, Prepared, limits_for
+from fastcoll.net.tcp.context import NetContext, Prepared
 from fastcoll.net.tcp.plans.choose import plan_for
-from fastcoll.net.tcp.plans.shape import Shape
+from fastcoll.net.tcp.plans.shape import Shape, default_limits
 
 Array = np.ndarray[Any, Any]
 _STEPS = 200_000
@@ -46,10 +46,9 @@ class Engines:
     def __init__(
         self, n: int, streams: int = 1, payload: int | None = None, seed: int = 0, piece: int = FREE
     ) -> None:
-        self.size, self.limits = n, limits_for(n)
+        self.size, self.limits = n, default_limits(n)
         if payload is not None:
-            stride = words.header_bytes(n) + payload
-            self.limits = self.limits._replace(payload=payload, frame_stride=stride, segment=300)
+            self.limits = self.limits._replace(payload=payload, segment=300)
         self._random, self._piece = random.Random(seed), piece
         self.contexts = [NetContext(n, rank, self.limits, streams, 1 << 40) for rank in range(n)]
         self._wires: dict[tuple[int, int, int], tuple[socket.socket, socket.socket]] = {}

@@ -27,7 +27,7 @@ REDUCTIONS = ("all_reduce", "reduce", "scan", "exscan", "reduce_scatter")
 MOVES = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")
 OPERATIONS = (*REDUCTIONS, *MOVES)
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
-LIMITS = Limits(payload=16, frame_stride=24, segment=24, at_once=1 << 20, peers=3)
+LIMITS = Limits(payload=16, segment=24, at_once=1 << 20, peers=3)
 ONE_PASS, IN_ORDER, ANY_ORDER = range(3)  # what an algorithm promises of a reduction
 
 _LETTERS = 0x4E00  # the first of 20,000 characters for ranks, blocks and items
@@ -226,7 +226,7 @@ def check(
         case.limits.payload,
     )
     check_attached(case, plans)
-    stride = case.limits.frame_stride
+    stride = case.limits.stride
     simulate(plans, call.arrays, itemsize=case.itemsize, frame_stride=stride, capacity=capacity, seed=seed)
     for rank in range(case.size):
         for number, (got, wanted) in enumerate(zip(call.arrays[rank], call.expected[rank], strict=True)):
@@ -241,7 +241,7 @@ def check(
 
 def lengths(case: Case, plan: Plan, arrays: Sequence[np.ndarray]) -> dict[int, int]:
     """The bytes of a rank's buffers."""
-    found = {SCRATCH: plan.scratch, FRAMES: case.size * case.limits.frame_stride}
+    found = {SCRATCH: plan.scratch, FRAMES: case.size * case.limits.stride}
     return found | {FIRST_ARRAY + k: len(array) * case.itemsize for k, array in enumerate(arrays)}
 
 
@@ -280,5 +280,5 @@ def attached_to(plan: Plan, case: Case) -> list[int]:
         if row[KIND] in (COPY, SOURCE):
             buffer, low, high = reads(row)[0]
             if buffer == FRAMES:
-                found[low // case.limits.frame_stride] = high - low
+                found[low // case.limits.stride] = high - low
     return found

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fastcoll.core import signature
 from fastcoll.core.status import AGAIN, DONE, GARBLED, GONE, MISMATCH, WORKED
 from fastcoll.kernels import waiting
 from fastcoll.kernels.sockets import CLOSED
 from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp import executor as engine
+from fastcoll.net.tcp.plans.shape import HEADER_BYTES
 from net.engine_calls import Call, Part
 from net.engines import FREE, Engines
 
@@ -97,8 +99,9 @@ def test_what_a_peer_sent_before_it_ended_counts() -> None:
 def test_a_header_that_no_rank_sends(word: int, value: int) -> None:
     with Engines(2) as engines:
         parts = begin(engines, Call("barrier", 0), [0])
-        header = np.zeros(words.header_bytes(2) // 8, np.int64)
+        header = np.zeros(HEADER_BYTES // 8, np.int64)
         header[words.NUMBER], header[words.HEAD_CALL] = 1, parts[1].prepared.call
+        header[words.HEAD_BALANCE] = signature.balance(1, *parts[1].prepared.sizes)
         header[word] = value
         engines.write(1, 0, header.tobytes() + b"x" * max(0, value if value == 3 else 0))
         assert sweep(engines, parts, 0) == GARBLED
@@ -134,7 +137,7 @@ def test_bytes_of_the_next_call_are_kept_when_the_calls_differ() -> None:
         assert sweep(engines, wrong, 0) == MISMATCH
         engine.after_mismatch.call(engines.contexts[0].address)
         kept = int(engines.contexts[0]._kept[words.HAVE][1])
-        assert 0 < kept <= words.header_bytes(2) + 750
+        assert 0 < kept <= HEADER_BYTES + 750
         engines.begin(0, right[0].prepared, right[0].arrays)
         carry_all(engines)
         assert [sweep(engines, right, rank) for rank in (0, 1)] == [DONE] * 2

@@ -123,10 +123,14 @@ def test_an_interrupt_after_a_mismatch_and_before_its_headers_are_read(
     with groups(2) as made:
         everybody(made, total)
 
-        def interrupted() -> Exception:
-            raise KeyboardInterrupt
+        forget, interrupted = engine.after_mismatch.call, made[0].backend.context.address
 
-        monkeypatch.setattr(made[0].backend, "_mismatch", interrupted)
+        def call(context: int) -> int:
+            if context == interrupted:
+                raise KeyboardInterrupt
+            return forget(context)
+
+        monkeypatch.setattr(engine.after_mismatch, "call", call)
         errors = everybody(made, lambda group: total(group, 3 + group.rank))
         assert [type(error) for error in errors] == [KeyboardInterrupt, MismatchError]
         again = everybody(made, total)

@@ -56,7 +56,7 @@ def listener(arrived: list[tuple[Opening, socket.socket]]) -> Iterator[Listener]
 
 
 def dial(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
-    return Dial(endpoint, 1, Kind.DATA, 0, LO, LO.address, listener.ports[0])
+    return Dial(endpoint, 1, Kind.DATA, 0, LO, (LO.address, listener.ports[0]))
 
 
 def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket]]) -> None:

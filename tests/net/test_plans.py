@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from fastcoll.net.tcp.plans import direct
-from fastcoll.net.tcp.plans.choose import EXCHANGED, cheapest, plan_for
+from fastcoll.net.tcp.plans.choose import EXCHANGED, cheapest, chosen, plan_for
 from fastcoll.net.tcp.plans.plan import KIND, NBYTES, PAYLOAD, SEND
 from fastcoll.net.tcp.plans.shape import MEET_RANKS, Limits, Shape, default_limits
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, ROOTED, Case, check
 
 COUNTS = (0, 1, 4, 7, 40, 131)  # items; 4 are attached, from 7 on they travel, 131 in segments
-MANY = Limits(payload=0, frame_stride=8, segment=256, at_once=1 << 14, peers=5)
+MANY = Limits(payload=0, segment=256, at_once=1 << 14, peers=5)
 UNEVEN = ("reduce_scatter", "all_gather", "gather", "scatter")
 PARTS = (*UNEVEN, "all_to_all")
 
@@ -91,11 +91,11 @@ def whole(operation, nbytes, size=2, **flags):
 
 
 def test_two_ranks_exchange_all_of_what_is_small():
-    assert plan_for(whole("all_reduce", default_limits(2).payload)).algorithm == "attached"
+    assert chosen(whole("all_reduce", default_limits(2).payload)) == "attached"
     limits = default_limits(2)._replace(payload=2048)
     small, large = (Shape("all_reduce", 2, 0, (n,), limits, 4) for n in (EXCHANGED, EXCHANGED + 4))
-    assert plan_for(small).algorithm == "recursive doubling"
-    assert plan_for(large).algorithm == "direct"
+    assert chosen(small) == "recursive doubling"
+    assert chosen(large) == "direct"
 
 
 def test_many_ranks_choose_by_size():
@@ -113,9 +113,7 @@ def test_many_ranks_choose_by_size():
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce", "scan", "broadcast"])
 def test_all_ranks_choose_alike(operation, size):
     for nbytes in (4, 5000, 1 << 20):
-        found = {
-            plan_for(whole(operation, nbytes, size)._replace(rank=rank)).algorithm for rank in range(size)
-        }
+        found = {chosen(whole(operation, nbytes, size)._replace(rank=rank)) for rank in range(size)}
         assert len(found) == 1
 
 

@@ -3,20 +3,14 @@
 import numpy as np
 import pytest
 
-from fastcoll.net.tcp.plans.choose import BUILDERS
-from fastcoll.net.tcp.plans.costs import COSTS, Cost
+from fastcoll.net.tcp.plans.choose import ALGORITHMS, cost
+from fastcoll.net.tcp.plans.costs import Cost
 from fastcoll.net.tcp.plans.plan import COPY, KIND, NBYTES, PHASE, RECV, REDUCE, SEND, SOURCE
 from fastcoll.net.tcp.plans.shape import Limits
 from net.plan_cases import Case
 
-WIDE = Limits(payload=0, frame_stride=0, segment=1 << 40, at_once=1 << 50, peers=16)
-ALL = [(operation, name) for operation, found in COSTS.items() for name in found]
-
-
-def test_every_algorithm_has_a_formula_and_a_builder():
-    assert {operation: set(found) for operation, found in COSTS.items()} == {
-        operation: set(found) for operation, found in BUILDERS.items()
-    }
+WIDE = Limits(payload=0, segment=1 << 40, at_once=1 << 50, peers=16)
+ALL = [(operation, name) for operation, found in ALGORITHMS.items() for name in found]
 
 
 def cost_of(plans):
@@ -65,8 +59,8 @@ def test_a_formula_counts_what_the_plans_do(operation, name, size):
         root=1,
         flags={"ordered": "ordered" in name},
     )
-    plans = [BUILDERS[operation][name](case.shape(rank)) for rank in range(size)]
-    predicted = COSTS[operation][name](size, 4 * count, WIDE)
+    plans = [ALGORITHMS[operation][name][0](case.shape(rank)) for rank in range(size)]
+    predicted = cost(operation, name, size, 4 * count, WIDE)
     counted = cost_of(plans)
     assert counted.steps == predicted.steps
     assert counted.wire == pytest.approx(predicted.wire, rel=0.1)

@@ -133,7 +133,7 @@ FAULTS = {
     "a payload too large": (SMALL, first(PAYLOAD, NBYTES, 20), "too much|outside"),
     "two payloads for a rank": (SMALL, first(PAYLOAD, PEER, 0, at=0), "twice|attached"),
     "a payload after the meeting": (SMALL, first(PAYLOAD, PHASE, 0, at=1), "payload|sorted"),
-    "a copy of the wrong place": (Case("all_gather", 3, 4), first(COPY, OFFSET2, 4, add=True), "instead of"),
+    "a copy of the wrong place": (Case("all_gather", 3, 4), first(COPY, OFFSET2, 4, add=True, at=2), "instead of"),
     "an input is changed": (Case("reduce", 3, 40), first(FOLD, BUFFER, 3), "instead of"),
     "others' output is touched": (Case("reduce", 3, 40), first(FOLD, BUFFER, 2), "instead of"),
     "scratch is too small": (LARGE, None, "outside"),

@@ -6,7 +6,7 @@ import pytest
 
 from fastcoll.net.tcp.plans import binomial as trees
 from fastcoll.net.tcp.plans import circulant, direct, doubling, ring
-from fastcoll.net.tcp.plans import pairwise as exchange
+from fastcoll.net.tcp.plans.pairwise import exchange
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, Builder, Case, check
 
 
@@ -26,27 +26,27 @@ ALGORITHMS = (
     Algorithm("circulant", "all_reduce", circulant.all_reduce, ANY_ORDER),
     Algorithm("ring", "all_reduce", ring.all_reduce, ANY_ORDER),
     Algorithm("direct", "reduce", direct.reduce),
-    Algorithm("to_root", "reduce", direct.reduce_to_root),
+    Algorithm("whole", "reduce", direct.whole),
     Algorithm("ring", "reduce", ring.reduce, ANY_ORDER),
     Algorithm("tree", "reduce", trees.reduce, ANY_ORDER),
     Algorithm("ordered_tree", "reduce", trees.reduce, IN_ORDER, ("ordered",)),
     Algorithm("direct", "reduce_scatter", direct.reduce_scatter),
     Algorithm("circulant", "reduce_scatter", circulant.reduce_scatter, ANY_ORDER),
     Algorithm("ring", "reduce_scatter", ring.reduce_scatter, ANY_ORDER),
-    Algorithm("upwards", "scan", direct.scan_upwards),
+    Algorithm("whole", "scan", direct.whole),
     Algorithm("direct", "scan", direct.scan, IN_ORDER),
     Algorithm("ordered_direct", "scan", direct.scan, ONE_PASS, ("ordered",)),
     Algorithm("doubling", "scan", doubling.scan, IN_ORDER),
-    Algorithm("upwards", "exscan", direct.scan_upwards),
+    Algorithm("whole", "exscan", direct.whole),
     Algorithm("direct", "exscan", direct.scan, IN_ORDER),
     Algorithm("ordered_direct", "exscan", direct.scan, ONE_PASS, ("ordered",)),
     Algorithm("doubling", "exscan", doubling.scan, IN_ORDER),
-    Algorithm("direct", "all_gather", exchange.all_gather),
+    Algorithm("direct", "all_gather", exchange),
     Algorithm("circulant", "all_gather", circulant.all_gather),
     Algorithm("ring", "all_gather", ring.all_gather),
-    Algorithm("direct", "gather", exchange.gather),
-    Algorithm("direct", "scatter", exchange.scatter),
-    Algorithm("direct", "all_to_all", exchange.all_to_all),
+    Algorithm("direct", "gather", exchange),
+    Algorithm("direct", "scatter", exchange),
+    Algorithm("direct", "all_to_all", exchange),
     Algorithm("direct", "broadcast", direct.broadcast),
     Algorithm("tree", "broadcast", trees.broadcast),
     Algorithm("chain", "broadcast", trees.chain),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.net.tcp.plans.choose import BUILDERS, plan_for
+from fastcoll.net.tcp.plans.choose import ALGORITHMS, plan_for
 from fastcoll.net.tcp.plans.shape import Limits
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, Case, check
 
@@ -13,7 +13,7 @@ UNEVEN = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 
 @st.composite
 def limits(draw, payload):
-    return Limits(payload, 64, draw(st.integers(1, 80)), draw(st.integers(1, 400)), draw(st.integers(1, 9)))
+    return Limits(payload, draw(st.integers(1, 80)), draw(st.integers(1, 400)), draw(st.integers(1, 9)))
 
 
 @st.composite
@@ -49,11 +49,11 @@ def promise(case):
     return IN_ORDER if case.flags["ordered"] or case.size <= 16 else ANY_ORDER
 
 
-@pytest.mark.parametrize("operation", BUILDERS)
+@pytest.mark.parametrize("operation", ALGORITHMS)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_any_algorithm(operation, data):
-    name = data.draw(st.sampled_from(sorted(BUILDERS[operation])))
+    name = data.draw(st.sampled_from(sorted(ALGORITHMS[operation])))
     size = data.draw(st.integers(2, 24))
     case = Case(
         operation,
@@ -65,4 +65,6 @@ def test_any_algorithm(operation, data):
         flags={"ordered": name == "ordered tree"},
     )
     capacity = data.draw(st.sampled_from([1, 5, 1 << 60]))
-    check(case, BUILDERS[operation][name], ANY_ORDER, capacity=capacity, seed=data.draw(st.integers(0, 99)))
+    check(
+        case, ALGORITHMS[operation][name][0], ANY_ORDER, capacity=capacity, seed=data.draw(st.integers(0, 99))
+    )

@@ -8,7 +8,7 @@ be shorter than the memory for it, so rows of a few sizes go to the same request
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,21 +28,23 @@ four ranks 12 and 118, 43 and 178, 86 and 232."""
 _MOST_BYTES = 256 << 10  # of all ranks' data together, which each rank keeps
 
 
-class Prepared(NamedTuple):
-    """A call as it is prepared once for all calls that are alike."""
+class Prepared:
+    """A call as it is prepared once for all calls that are alike.
 
-    address: int  # of its words in compiled.py
-    table: NDArray[np.int64]  # those words
-    sizes: Sizes  # bytes that the rank contributes, gives and expects
-    finishes: bool  # whether the compiled call does all of it
+    Args:
+        code: the call word of core/signature.py.
+        sizes: bytes that the rank contributes, gives and expects.
+        finish: the words from FINISH on; none: the rest is left to Python.
 
-    @classmethod
-    def make(cls, code: int, sizes: Sizes, rank: int, finish: Sequence[int]) -> Prepared:
-        """`code` is that of core/signature.py; `finish` the words from FINISH on; none: the rest is left to Python."""
+    Attributes:
+        address: of its words in compiled.py.
+        finishes: whether the compiled call does all of it.
+    """
+
+    def __init__(self, code: int, sizes: Sizes, rank: int, finish: Sequence[int]) -> None:
         said = (code, sizes.shape, signature.balance(rank, sizes.gives, sizes.takes), *finish)
-        table: NDArray[np.int64] = np.zeros(c.CALL_WORDS, np.int64)
-        table[: len(said)] = said
-        return cls(address_of(table), table, sizes, bool(finish))
+        self._table = np.array([*said, *[0] * (c.CALL_WORDS - len(said))], np.int64)
+        self.address, self.sizes, self.finishes = address_of(self._table), sizes, bool(finish)
 
 
 def row_sizes(ranks: int) -> list[int]:
@@ -85,20 +87,8 @@ class Meeting:
         self._words[c.LIMITS :] = [size - c.HEAD_BYTES for size in sizes]
         self.address = address_of(self._words)
 
-    @property
-    def calls(self) -> int:
-        """How many calls have begun."""
-        return int(self._words[c.CALLS])
-
-    @property
-    def near(self) -> bool:
-        """Whether MPI's collective operations can address the arrays of all ranks, once these have met."""
-        return bool(self._words[c.NEAR])
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a call has begun and is not over."""
-        return bool(self._words[c.UNDER_WAY])
+    def __getitem__(self, word: int) -> int:
+        return int(self._words[word])
 
     def end(self) -> None:
         """The call is over."""

@@ -36,7 +36,7 @@ from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
 from ...rendezvous import Store
 from ..tcp.control import NetMonitor
-from ..tcp.plans.shape import Limits, Shape, sizes_of
+from ..tcp.plans.shape import Limits, Shape, sized, sizes_of
 from . import compiled as c
 from .agreement import Meeting, Prepared
 from .execution import Addressed, Execution, HostMemory, Memory, are_near
@@ -156,11 +156,7 @@ class MpiBackend(Backend):
         dtype = arrays[0].dtype if arrays else None
         how = None if op is None else execution.memory.reducer(op, arrays[0].dtype, [*takes, *gives])
         ready = Addressed(kind, takes, gives, how, root)
-        # The bytes that say everything of a call, as in plans/shape.py.
-        sized = takes or gives if kind in ("all_gather", "gather") else gives or takes
-        if kind == "all_to_all":
-            sized = [*takes, *gives]
-        nbytes = tuple([size for _, size in sized])
+        nbytes = tuple([size for _, size in sized(kind, takes, gives)])
         said = self._prepare((kind, dtype, op, root, nbytes, tuple(parts), on_gpu), how)
         most = -1 if on_gpu else self._most_attached.get(kind, -1)
         fits = bool(gives) and gives[0][1] <= most
@@ -175,11 +171,11 @@ class MpiBackend(Backend):
                 if self._meeting.meet(said, near and able, attached, self._look) != DONE:
                     raise self._mismatch(said)
                 self._moving = True
-                done = self._meeting.near or not on_gpu
+                done = bool(self._meeting[c.NEAR]) or not on_gpu
                 if fits and (kind not in _VECTORS or self._meeting.rows[:, c.ROW_SHAPE].max() <= most):
                     execution.run_attached(ready, self._meeting.attached)
                 elif done:
-                    execution.run(ready, self._meeting.near, operation)
+                    execution.run(ready, bool(self._meeting[c.NEAR]), operation)
                 self._meeting.end()
                 return done
             except BaseException as error:
@@ -210,7 +206,7 @@ class MpiBackend(Backend):
                 finish = (c.FROM_ALL, own)
             elif kind == "all_reduce" and how is not None:
                 finish = (c.REDUCE, own, root, how.address, how.code, own // how.itemsize)
-        said = Prepared.make(code | _ON_GPU * on_gpu, sizes, self.gate.rank, finish)
+        said = Prepared(code | _ON_GPU * on_gpu, sizes, self.gate.rank, finish)
         if len(self._prepared) < _MOST_PREPARED:
             self._prepared[key] = said
         return said
@@ -229,7 +225,8 @@ class MpiBackend(Backend):
     def _doing(self) -> str:
         """The call under way, for messages."""
         _, code, shape = self._meeting.rows[self.gate.rank, : c.ROW_BALANCE].tolist()
-        return f"{signature.describe(code & ~_ON_GPU, shape)}, call {self._meeting.calls} of group {self.gate.name!r}"
+        what = signature.describe(code & ~_ON_GPU, shape)
+        return f"{what}, call {self._meeting[c.CALLS]} of group {self.gate.name!r}"
 
     def _late(self) -> list[int]:
         """The group ranks that have not come; once all have, those that may still be in the call."""
@@ -242,36 +239,25 @@ class MpiBackend(Backend):
         """The error of calls that differ, which all ranks have seen; the group goes on."""
         rows = self._meeting.rows[:, c.ROW_CODE : c.ROW_SHAPE + 1].tolist()
         heads = [(code & ~_ON_GPU, shape) for code, shape in rows]
-        ranks, number, name = self.gate.ranks, self._meeting.calls, self.gate.name
-        error = signature.refused(heads, ranks, self.gate.refusal, self._from_all, number, name)
-        if error is None:
-            on_gpus = [ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
-            if 0 < len(on_gpus) < self.gate.size:
-                text = signature.describe_differences(signature.comparable(heads), ranks)
-                text += f"; the arrays of {on_gpus} are on GPUs, those of the others are not"
-            else:
-                sizes = np.array([said.sizes.gives, said.sizes.takes], np.int64)
-                text = signature.describe_mismatch(heads, ranks, lambda: self._from_all(sizes).tolist())
-            error = signature.mismatch(text, number, name)
+        on_gpus = [self.gate.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
+        some = 0 < len(on_gpus) < self.gate.size
+        also = f"the arrays of {on_gpus} are on GPUs, those of the others are not" if some else ""
+        sizes = said.sizes.gives, said.sizes.takes
+        error = signature.difference(heads, self.gate, self._meeting[c.CALLS], self._gather, sizes, also=also)
         self._meeting.end()
         return error
 
-    def _from_all(self, own: Array) -> Array:
+    def _gather(self, everybody: Array, own: Array) -> None:
         """Every rank's array; all of them ask, since all have seen that something does not fit."""
-        everybody = np.empty((self.gate.size, *own.shape), own.dtype)
         blocks, x = self._host.memory.blocks(list(everybody)), self._host.memory.blocks([own])
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
-        return everybody
 
     def _torn(self, error: BaseException) -> BaseException:
         """What to raise for an exception; the group fails if it was half-way, since the peers go on with it."""
         if isinstance(error, self._library.MPI.Exception):
             error = AbortedError(f"{self._doing()}: the MPI library says: {error}")
-        if isinstance(error, GroupError):
-            self.fail(error)
-        elif self._meeting.under_way:
-            here = self.monitor.name(self.gate.rank)
-            self.fail(AbortedError(f"{here} was interrupted by {type(error).__name__} in {self._doing()}"))
+        if isinstance(error, GroupError) or self._meeting[c.UNDER_WAY]:
+            self.interrupted(error, self._doing())
         return error
 
     # ---- small plain arrays, in one compiled call ------------------------------------------------------

@@ -126,7 +126,6 @@ class Execution:
     Args:
         tag: of messages in place of collective operations.
         look: called every 50 ms while waiting; what it raises ends the call.
-        memory: where the blocks lie.
     """
 
     def __init__(
@@ -138,13 +137,8 @@ class Execution:
         look: Callable[[], None],
         memory: Memory,
     ) -> None:
-        self.size, self.rank = comm.size, comm.rank
-        self.memory = memory
-        self._library = library
-        self._comm = comm
-        self._requests = requests
-        self._tag = tag
-        self._look = look
+        self.size, self.rank, self.memory = comm.size, comm.rank, memory
+        self._library, self._comm, self._requests, self._tag, self._look = library, comm, requests, tag, look
         self._sources = {"all_reduce": self.size, "scan": self.rank + 1, "exscan": self.rank}
         self._keep: Any = None
         self._scratch: Any = None
@@ -177,8 +171,9 @@ class Execution:
 
     # ---- moves ---------------------------------------------------------------------------------------
 
-    def broadcast(self, block: Block, root: int) -> None:
+    def broadcast(self, call: Addressed, near: bool) -> None:
         """The root's block to all; on GPUs along a binomial tree, each rank's block whole before it is sent on."""
+        block, root = call.takes[0], call.root
         if not self.memory.on_gpu:
             with self._library.lock:
                 posted = [self._comm.Ibcast(self._library.data(*piece), root) for piece in pieces(block)]
@@ -217,9 +212,10 @@ class Execution:
         """Everybody's x to `takes` of the root (elsewhere empty); there x may be `takes[rank]`."""
         self.all_to_all(self._only(root, x), takes or self._only(root, _NOWHERE), near)
 
-    def scatter(self, x: Block, gives: Sequence[Block], root: int, near: bool) -> None:
-        """`gives` of the root (elsewhere empty), each to its rank's x, which there may be `gives[rank]`."""
-        self.all_to_all(gives or self._only(root, _NOWHERE), self._only(root, x), near)
+    def scatter(self, call: Addressed, near: bool) -> None:
+        """The blocks of the root, each to its rank."""
+        gives = call.gives or self._only(call.root, _NOWHERE)
+        self.all_to_all(gives, self._only(call.root, call.takes[0]), near)
 
     def _only(self, root: int, x: Block) -> list[Block]:
         return [x if rank == root else _NOWHERE for rank in range(self.size)]
@@ -232,13 +228,11 @@ class Execution:
     def _post(self, gives: Sequence[tuple[int, Block]], takes: Sequence[tuple[int, Block]]) -> None:
         """Send and receive blocks, each to or from a rank."""
         comm, tag = self._comm, self._tag
+        posted = []
         with self._library.lock:
-            posted = [
-                comm.Irecv(self._library.data(*b), peer, tag) for peer, block in takes for b in pieces(block)
-            ]
-            posted += [
-                comm.Isend(self._library.data(*b), peer, tag) for peer, block in gives for b in pieces(block)
-            ]
+            for start, moves in ((comm.Irecv, takes), (comm.Isend, gives)):
+                for peer, block in moves:
+                    posted += [start(self._library.data(*piece), peer, tag) for piece in pieces(block)]
         self._finish(posted)
 
     def _finish(self, posted: Sequence[Any]) -> None:
@@ -254,8 +248,10 @@ class Execution:
 
     # ---- reductions ----------------------------------------------------------------------------------
 
-    def all_reduce(self, how: Any, out: Block, x: Block, root: int | None = None) -> None:
-        """The reduction of x into everybody's out, or that of the root; out may be x."""
+    def all_reduce(self, call: Addressed, near: bool) -> None:
+        """The reduction of x into everybody's out, or in a `reduce` that of the root; out may be x."""
+        how, x, out = call.how, call.gives[0], (call.takes or call.gives)[0]
+        root = call.root if call.kind == "reduce" else None
         if x[1] * self.size <= GATHERED:
             sources = self._gathered(x, root)
             if root in (None, self.rank):
@@ -263,7 +259,8 @@ class Execution:
             return
         for start, slices in segments(x[1], self.size, how.itemsize):
             first, nbytes = slices[self.rank]
-            sources = self._exchanged(x[0] + start, slices, self._room(self.size * nbytes))
+            gives = [(x[0] + start + place, count) for place, count in slices]
+            sources = self._collected(gives, self._room(self.size * nbytes), True)
             target = out[0] + start + first if root in (None, self.rank) else sources[self.rank - 1]
             self.memory.fold(how, target, sources, nbytes)
             takes = [(out[0] + start + place, count) for place, count in slices]
@@ -272,8 +269,9 @@ class Execution:
             else:
                 self.gather((target, nbytes), takes if self.rank == root else [], root, True)
 
-    def scan(self, how: Any, out: Block, x: Block, exclusive: bool) -> None:
-        """Reduction over ranks 0..rank, or 0..rank-1 (rank 0's out stays), into out, which may be x."""
+    def scan(self, call: Addressed, near: bool) -> None:
+        """Reduction over ranks 0..rank, or in exscan 0..rank-1 (rank 0's out stays), into out, which may be x."""
+        how, x, out, exclusive = call.how, call.gives[0], call.takes[0], call.kind == "exscan"
         last = self.rank + (not exclusive)
         if x[1] * self.size <= GATHERED:
             sources = self._gathered(x, None)
@@ -283,7 +281,7 @@ class Execution:
         for start, slices in segments(x[1], self.size, how.itemsize):
             nbytes = slices[self.rank][1]
             room = self._room(2 * self.size * nbytes)
-            sources = self._exchanged(x[0] + start, slices, room)
+            sources = self._collected([(x[0] + start + place, count) for place, count in slices], room, True)
             gives = [(room + (self.size + rank) * nbytes, nbytes) for rank in range(self.size)]
             for rank in range(exclusive, self.size):
                 self.memory.fold(how, gives[rank][0], sources[: rank + (not exclusive)], nbytes)
@@ -293,8 +291,9 @@ class Execution:
                 takes = takes if self.rank else [_NOWHERE] * self.size
             self.all_to_all(gives, takes, True)
 
-    def reduce_scatter(self, how: Any, out: Block, blocks: Sequence[Block], near: bool) -> None:
+    def reduce_scatter(self, call: Addressed, near: bool) -> None:
         """Block `rank` of all ranks into out, which may be blocks[rank]."""
+        how, out, blocks = call.how, call.takes[0], call.gives
         rounds = max(1, -(-sum(nbytes for _, nbytes in blocks) // SEGMENT))
         for turn in range(rounds):
             parts = [partition.even(nbytes, rounds, how.itemsize)[turn] for _, nbytes in blocks]
@@ -315,10 +314,6 @@ class Execution:
             self.gather(x, takes if self.rank == root else [], root, True)
         return [address for address, _ in takes]
 
-    def _exchanged(self, x: int, slices: Sequence[Block], room: int) -> list[int]:
-        """This rank's slice of all ranks: its own where it is, the others' in the room."""
-        return self._collected([(x + place, nbytes) for place, nbytes in slices], room, True)
-
     def _collected(self, gives: list[Block], room: int, near: bool) -> list[int]:
         """Exchange blocks; the addresses of those that came to this rank, its own being where it was."""
         own, nbytes = gives[self.rank]
@@ -334,17 +329,15 @@ class Execution:
 
 
 KINDS: dict[str, Callable[[Execution, Addressed, bool], None]] = {
-    "all_reduce": lambda e, call, near: e.all_reduce(call.how, call.takes[0], call.gives[0]),
-    "reduce": lambda e, call, near: e.all_reduce(
-        call.how, (call.takes or call.gives)[0], call.gives[0], call.root
-    ),
-    "scan": lambda e, call, near: e.scan(call.how, call.takes[0], call.gives[0], False),
-    "exscan": lambda e, call, near: e.scan(call.how, call.takes[0], call.gives[0], True),
-    "reduce_scatter": lambda e, call, near: e.reduce_scatter(call.how, call.takes[0], call.gives, near),
-    "broadcast": lambda e, call, near: e.broadcast(call.takes[0], call.root),
+    "all_reduce": Execution.all_reduce,
+    "reduce": Execution.all_reduce,
+    "scan": Execution.scan,
+    "exscan": Execution.scan,
+    "reduce_scatter": Execution.reduce_scatter,
+    "broadcast": Execution.broadcast,
     "all_gather": lambda e, call, near: e.all_gather(call.gives[0], call.takes, near),
     "gather": lambda e, call, near: e.gather(call.gives[0], call.takes, call.root, near),
-    "scatter": lambda e, call, near: e.scatter(call.takes[0], call.gives, call.root, near),
+    "scatter": Execution.scatter,
     "all_to_all": lambda e, call, near: e.all_to_all(call.gives, call.takes, near),
     "barrier": lambda e, call, near: None,
     "refused": lambda e, call, near: None,

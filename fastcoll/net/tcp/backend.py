@@ -32,14 +32,14 @@ from ...p2p.pipe import Pipe
 from ...rendezvous import Store
 from . import engine_layout as words
 from . import executor as engine
-from .context import NetContext, Prepared, limits_for
+from .context import NetContext, Prepared
 from .control import NetMonitor
 from .fast import fast_calls, folded
 from .mesh import Mesh
 from .pipe import TcpPipe
-from .plans.choose import nothing, plan_for
+from .plans.choose import plan_for
 from .plans.plan import Plan
-from .plans.shape import MEET_RANKS, Shape
+from .plans.shape import Shape, default_limits, sized
 
 _CLOSE_SECONDS = 5.0
 _MOST_PREPARED = 1024
@@ -91,7 +91,7 @@ class TcpBackend(Backend):
         self._mesh = mesh
         here = [member for member in crowd if member.boot_id == members[gate.rank].boot_id]
         patience = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
-        self._limits = limits_for(gate.size)
+        self._limits = default_limits(gate.size)
         self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, patience)
         self.pipe = TcpPipe(mesh, self.monitor, patience * _TRY)
         self.messages: Engine
@@ -120,10 +120,7 @@ class TcpBackend(Backend):
             if code != DONE:
                 self._resume(code, prepared, arrays, timeout)
         except BaseException as error:
-            # The peers go on with a call that is half-way: fail the group.
-            if isinstance(error, GroupError):
-                self.fail(error)
-            elif self.context.under_way:
+            if isinstance(error, GroupError) or self.context.under_way:
                 self.interrupted(error, self.doing())
             elif not prepared.ready:
                 self.interrupted(error, f"connecting the ranks of group {self.gate.name!r}")
@@ -187,7 +184,12 @@ class TcpBackend(Backend):
             wait.look() if code == AGAIN else wait.worked()
             code = engine.collective.call(self.context.address | words.RESUMED, prepared.address, arrays)
         if code == MISMATCH:
-            raise self._mismatch()
+            number, headers = self.context[words.CALLS], self.context.headers()
+            heads = [
+                (call, shape) for call, shape in headers[:, [words.HEAD_CALL, words.HEAD_SHAPE]].tolist()
+            ]
+            engine.after_mismatch.call(self.context.address)
+            raise signature.difference(heads, self.gate, number, self._gather, prepared.sizes)
         peer = self.context[words.PEER]
         if code == GARBLED:
             raise AbortedError(
@@ -218,46 +220,22 @@ class TcpBackend(Backend):
         late = [rank for rank in range(self.gate.size) if numbers[rank] < self.context[words.CALLS]]
         return late or self.context.waited_for
 
-    def _mismatch(self) -> Exception:
-        number, headers = self.context[words.CALLS], self.context.headers().copy()
-        engine.after_mismatch.call(self.context.address)
-        heads = [(int(h[words.HEAD_CALL]), int(h[words.HEAD_SHAPE])) for h in headers]
-        if error := signature.refused(
-            heads, self.gate.ranks, self.gate.refusal, self._from_all, number, self.name
-        ):
-            return error
-
-        def tables() -> Sequence[signature.Sizes]:
-            if self.gate.size > MEET_RANKS:
-                return ()
-            n = self.gate.size
-            sizes = headers[:, words.SIZES : words.SIZES + 2 * n].reshape(n, 2, n)
-            return [(gives, takes) for gives, takes in sizes.tolist()]
-
-        text = signature.describe_mismatch(heads, self.gate.ranks, tables)
-        return signature.mismatch(text, number, self.gate.name)
-
-    def _from_all(self, own: Array) -> Array:
+    def _gather(self, everybody: Array, own: Array) -> None:
         """Every rank's array, by the thread that has the turn, between two calls."""
-        everybody = np.empty((self.gate.size, *own.shape), own.dtype)
         self.plan(Operation("all_gather", tuple(everybody), (own,)))()
-        return everybody
-
-    def interrupted(self, error: BaseException, doing: str) -> None:
-        here, why = self.monitor.name(self.gate.rank), type(error).__name__
-        me = self.gate.ranks[self.gate.rank]
-        self.fail(AbortedError(f"{here} was interrupted by {why} in {doing}", [me]))
 
     # ---- the operations ------------------------------------------------------------------------------
 
     def plan(
         self, operation: Operation, timeout: float | None = None, choose: Callable[[Shape], Plan] = plan_for
     ) -> Call:
-        """See Backend; `choose` makes the plan."""
-        kind, _, _, op, root, parts = operation
-        arrays, sized = _ARRAYS[kind](operation)
+        """See Backend; `choose` makes the plan. With `nothing` ranks only make sure that all of them make the call."""
+        kind, outputs, inputs, op, root, parts = operation
+        # In the order of plans/plan.py; an all_reduce and a broadcast have one array.
+        arrays = outputs if kind in ("all_reduce", "broadcast") else (*outputs, *inputs)
         dtype = arrays[0].dtype if arrays else None
-        key = (kind, dtype, op, root, tuple(x.nbytes for x in sized), parts, choose)
+        nbytes = tuple(x.nbytes for x in sized(kind, outputs, inputs))
+        key = (kind, dtype, op, root, nbytes, parts, choose)
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepare(key)
@@ -282,10 +260,6 @@ class TcpBackend(Backend):
             divide(operation.outputs[0], divisor)
 
         return divided
-
-    def meeting(self, operation: Operation) -> Call:
-        """A call in which the ranks only make sure that all of them make it."""
-        return self.plan(operation, choose=nothing)
 
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """Carry a call out that was prepared before, with nothing ahead of it; False: it takes the general way."""
@@ -318,22 +292,3 @@ class TcpBackend(Backend):
 
     def disown(self, error: GroupError) -> None:
         self._mesh.disown()
-
-
-Arrays = tuple[tuple[Array, ...], tuple[Array, ...]]
-
-_ARRAYS: dict[str, Callable[[Operation], Arrays]] = {
-    "all_reduce": lambda o: (o.outputs, o.outputs),
-    "broadcast": lambda o: (o.outputs, o.outputs),
-    "reduce": lambda o: ((*o.outputs, *o.inputs), o.inputs),
-    "scan": lambda o: ((*o.outputs, *o.inputs), o.inputs),
-    "exscan": lambda o: ((*o.outputs, *o.inputs), o.inputs),
-    "reduce_scatter": lambda o: ((*o.outputs, *o.inputs), o.inputs),
-    "all_gather": lambda o: ((*o.outputs, *o.inputs), o.outputs),
-    "gather": lambda o: ((*o.outputs, *o.inputs), o.outputs or o.inputs),
-    "scatter": lambda o: ((*o.outputs, *o.inputs), o.inputs or o.outputs),
-    "all_to_all": lambda o: ((*o.outputs, *o.inputs), (*o.outputs, *o.inputs)),
-    "barrier": lambda o: ((), ()),
-    "refused": lambda o: ((), ()),
-}
-"""A kind's arrays in the order of plans/plan.py, and those whose sizes plans/shape.py takes."""

@@ -14,15 +14,9 @@ from . import engine_layout as w
 from .executor import PIECE
 from .plans import plan as t
 from .plans.circulant import gather_headers
-from .plans.shape import MEET_RANKS, Limits, Shape, default_limits, sizes_of
+from .plans.shape import HEADER_BYTES, MEET_RANKS, Limits, Shape, sizes_of
 
 BUDGET = 50_000_000  # ns that the engine may work before Python looks at signals, deadlines and peers
-
-
-def limits_for(size: int) -> Limits:
-    """The limits of plans in a group of `size` ranks; a frame holds a header and the largest payload."""
-    limits = default_limits(size)
-    return limits._replace(frame_stride=w.header_bytes(size) + limits.payload)
 
 
 class Prepared:
@@ -31,6 +25,7 @@ class Prepared:
     Attributes:
         address: of the words that the engine reads; valid while this object lives.
         call, shape: the fingerprint (core/signature.py), and what a header says of the sizes.
+        sizes: bytes that it gives to and takes from each rank.
         peers: whom its plan sends to or receives from.
         ready: whether there are connections to all of them, and room for it.
     """
@@ -39,21 +34,20 @@ class Prepared:
         table, kinds = plan.table, plan.table[:, t.KIND]
         moves = table[np.isin(kinds, (t.SEND, t.RECV, t.REDUCE))]
         self.shape, gives, takes = sizes_of(call_shape)
+        self.sizes = gives, takes
         self.call, self.plan, self.ready = call, plan, False
         self.peers = sorted(set(moves[:, t.PEER].tolist()))
         self.rows_of_a_phase = _longest_run(table[:, t.PHASE])
         self.reduces_of_a_phase = _longest_run(table[kinds == t.REDUCE][:, t.PHASE])
         self.sources = int(table[kinds == t.FOLD][:, t.PEER].max(initial=2))
-        many = call_shape.size > MEET_RANKS
-        tables = _attached(table, call_shape), [*gives, *takes], table
-        self._tables = [np.asarray(each, np.int64) for each in tables]
-        attached, told, at = map(address_of, self._tables)
+        attached = np.array(_attached(table, call_shape), np.int64)
+        self._tables = attached, table
         self._words = np.zeros(w.PREPARED_WORDS, np.int64)
         self._words[[w.CALL, w.SHAPE]] = call, self.shape
-        self._words[[w.TABLE, w.ROWS, w.PAYLOADS]] = at, len(table), (kinds == t.PAYLOAD).sum()
+        self._words[[w.TABLE, w.ROWS, w.PAYLOADS]] = address_of(table), len(table), (kinds == t.PAYLOAD).sum()
         self._words[[w.REDUCER, w.CODE, w.ITEMSIZE]] = *reducer, call_shape.itemsize
-        self._words[[w.ATTACHED, w.GIVES]] = attached, told
-        self._words[w.BALANCE] = signature.balance(call_shape.rank, gives, takes) if many else 0
+        self._words[w.ATTACHED] = address_of(attached)
+        self._words[w.BALANCE] = signature.balance(call_shape.rank, gives, takes)
         self.address = address_of(self._words)
 
 
@@ -73,7 +67,7 @@ def _attached(table: Array, call: Shape) -> list[int]:
         elif kind == t.COPY:
             buffer, offset = row[t.BUFFER2], row[t.OFFSET2]
         if kind in (t.SOURCE, t.COPY) and buffer == t.FRAMES:
-            peer, start = divmod(offset, call.limits.frame_stride)
+            peer, start = divmod(offset, call.limits.stride)
             found[peer] = max(found[peer], start + nbytes)
     return found
 
@@ -86,12 +80,12 @@ class NetContext:
 
     def __init__(self, size: int, rank: int, limits: Limits, streams: int, patience: int) -> None:
         self.size, self.rank, self.streams = size, rank, streams
-        header, frame = w.header_bytes(size), limits.frame_stride
+        frame = limits.stride
         self.words = np.zeros(w.CONTEXT_WORDS, np.int64)
         self.address = address_of(self.words)
         self._kept: dict[int, Array] = {}
         self.words[[w.RANK, w.SIZE, w.STREAMS]] = rank, size, streams
-        self.words[[w.HEADER, w.FRAME, w.PATIENT_SWEEPS]] = header, frame, patience
+        self.words[[w.FRAME, w.PATIENT_SWEEPS]] = frame, patience
         self.words[w.PATIENCE + waiting.BUDGET] = BUDGET
         self.fds = self._keep(w.FDS, np.full((size, streams), -1, np.int64))
         self._inbox = self._keep(w.INBOX, np.zeros(size * frame // 8, np.int64))
@@ -99,13 +93,13 @@ class NetContext:
         self._keep(w.OUTBOX, np.zeros(size * frame // 8, np.int64))
         for word, count in ((w.SENT, 1), (w.HAVE, 1), (w.BUSY, 2 * streams), (w.POLLFDS, 2 * streams)):
             self._keep(word, np.zeros(size * count, np.int64))
-        self._buffers[t.FRAMES] = address_of(self._inbox) + (header if size <= MEET_RANKS else 0)
+        self._buffers[t.FRAMES] = address_of(self._inbox) + (HEADER_BYTES if size <= MEET_RANKS else 0)
         self._scratch = np.empty(0, np.uint8)
         self.met = [peer for peer in range(size) if peer != rank]
         """The peers that a meeting sends to or receives from."""
         if size > MEET_RANKS:
             meeting = Shape("barrier", size, rank, (), limits)
-            self._meeting = Prepared(0, meeting, gather_headers(size, rank, header))
+            self._meeting = Prepared(0, meeting, gather_headers(size, rank, HEADER_BYTES))
             self.words[w.MEETING], self.met = self._meeting.address, self._meeting.peers
             self.make_room(self._meeting)
 
@@ -133,7 +127,7 @@ class NetContext:
 
     def headers(self) -> Array:
         """The headers of the call under way, a row of words a rank; what has not come is of an earlier call."""
-        return self._inbox.reshape(self.size, -1)[:, : self[w.HEADER] // 8]
+        return self._inbox.reshape(self.size, -1)[:, : HEADER_BYTES // 8]
 
     @property
     def waited_for(self) -> list[int]:

@@ -62,11 +62,10 @@ class Notice:
         """The notice, its text cut to 1 KiB and its ranks to 16."""
         text = self.text.encode()[:TEXT_BYTES].decode(errors="ignore").encode()
         ranks = self.ranks[:MOST_RANKS]
-        filled = (*ranks, *(0 for _ in range(MOST_RANKS - len(ranks))))
+        filled = (*ranks, *[0] * (MOST_RANKS - len(ranks)))
         what = _DIED if self.died else _LATE if self.late else 0
-        return _FORMAT.pack(
-            _MAGIC, self.state, what, len(ranks), self.origin, len(text), bytes(12), *filled, text
-        )
+        said = self.state, what, len(ranks), self.origin, len(text)
+        return _FORMAT.pack(_MAGIC, *said, bytes(12), *filled, text)
 
     @classmethod
     def from_bytes(cls, data: bytes, size: int) -> Notice:
@@ -145,8 +144,10 @@ class Control:
         """Close all connections, after reading what is there: unread data would turn the end into a reset."""
         with self._lock:
             self.look(again=True)
-            for fd in list(self._links):
-                self._unlink(fd)
+            for _, connection, _ in self._links.values():
+                self._poller.unregister(connection)
+                connection.close()
+            self._links.clear()
 
     def close_inherited(self) -> None:
         """In a child of fork: close the copies of all connections."""
@@ -185,13 +186,9 @@ class Control:
             self.heard[peer] = notice
 
     def _lose(self, fd: int, peer: int, how: str) -> None:
-        self._unlink(fd)
-        self.lost.setdefault(peer, how)
-
-    def _unlink(self, fd: int) -> None:
-        _, connection, _ = self._links.pop(fd)
         self._poller.unregister(fd)
-        connection.close()
+        self._links.pop(fd)[1].close()
+        self.lost.setdefault(peer, how)
 
 
 def _send(connection: socket.socket, data: bytes) -> None:

@@ -42,17 +42,16 @@ class Dial:
         kind: Kind,
         stream: int,
         source: Interface,
-        address: str,
-        port: int,
+        target: tuple[str, int],
     ) -> None:
         self.peer = peer
-        self.where = f"{shown(address, port)} from {source}"
+        self.where = f"{shown(*target)} from {source}"
         self.reason = "no answer"
         self.refused_since: float | None = None
         self.is_done = False
         self.waits_for: Wish = 0.0
         self._socket: socket.socket | None = None
-        self._steps = self._tries(lambda: Dialing(endpoint, peer, kind, stream), source, (address, port))
+        self._steps = self._tries(lambda: Dialing(endpoint, peer, kind, stream), source, target)
 
     @property
     def connection(self) -> socket.socket:

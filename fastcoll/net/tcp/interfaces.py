@@ -57,9 +57,8 @@ class Wanted:
 
 def wanted_here() -> Wanted:
     """What the environment asks for."""
-    text: str = config.get("FASTCOLL_SOCKET_IFNAME")
-    if text:
-        return parse(text, "FASTCOLL_SOCKET_IFNAME")
+    if text := config.get("FASTCOLL_SOCKET_IFNAME"):
+        return parse(text)
     return parse(os.environ.get("GLOO_SOCKET_IFNAME", ""), "GLOO_SOCKET_IFNAME")
 
 
@@ -96,25 +95,23 @@ def choose(wanted: Wanted, there: Sequence[Interface], by_route: str, family: in
     route = next((each for each in there if each.address == by_route), Interface("", by_route))
     families = [family] if family else list(dict.fromkeys((route.family, IPV4, IPV6)))
     for version in families:
-        if found := _of_family(wanted, [each for each in there if each.family == version], route, version):
-            return found
+        of_family = [each for each in there if each.family == version]
+        if wanted.names and not wanted.excluding:
+            firsts = {each.name: each for each in reversed(of_family)}
+            if firsts.keys() >= set(wanted.names):
+                return [firsts[name] for name in wanted.names]
+            continue
+        if route.family == version and route.name not in wanted.names:
+            return [route]
+        loopback_too = route.is_loopback and not wanted.excluding
+        for each in of_family:
+            if each.name not in wanted.names and each.is_loopback == loopback_too:
+                return [each]
     versions = " or ".join(f"IPv{version}" for version in families)
     raise UsageError(
         f"no {versions} address to use on {os.uname().nodename}; interfaces there: {listed}; choose with "
         "FASTCOLL_SOCKET_IFNAME, on every rank"
     )
-
-
-def _of_family(wanted: Wanted, there: Sequence[Interface], route: Interface, version: int) -> list[Interface]:
-    """The addresses of one version of IP, those `there`; empty when not all that are named have one."""
-    if wanted.names and not wanted.excluding:
-        firsts = {each.name: each for each in reversed(there)}
-        return [firsts[name] for name in wanted.names] if firsts.keys() >= set(wanted.names) else []
-    if route.family == version and route.name not in wanted.names:
-        return [route]
-    loopback_too = route.is_loopback and not wanted.excluding
-    allowed = (each for each in there if each.name not in wanted.names)
-    return [each for each in allowed if each.is_loopback == loopback_too][:1]
 
 
 def choose_here(store: Store, members: Sequence[Member], family: int | None) -> list[Interface]:
@@ -125,28 +122,25 @@ def choose_here(store: Store, members: Sequence[Member], family: int | None) -> 
         preferred = [each for each in own if family in (None, each.family)]
         by_route = next((each.address for each in preferred or own), "127.0.0.1")
     else:
-        by_route = _towards_master(store, there)
+        # By which the store's server is reached; else, and from its own machine, the default route's.
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        by_route = next((each.address for each in there if not each.is_loopback), "127.0.0.1")
+        for text in (own_address(), str(getattr(store, "local_address", ""))):
+            address = ipaddress.ip_address(text or "127.0.0.1")
+            if not address.is_loopback and not address.is_link_local:
+                by_route = text
     return choose(wanted_here(), there, by_route, family)
-
-
-def _towards_master(store: Store, there: Sequence[Interface]) -> str:
-    """The address by which the store's server is reached; else, and from its own machine, the default route's."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    for text in (str(getattr(store, "local_address", "")), own_address()):
-        address = ipaddress.ip_address(text or "127.0.0.1")
-        if not address.is_loopback and not address.is_link_local:
-            return text
-    return next((each.address for each in there if not each.is_loopback), "127.0.0.1")
 
 
 def interfaces_here() -> list[Interface]:
     """The addresses of this network namespace, IPv4 first, in the order of the interfaces."""
-    names = [name for _, name in socket.if_nameindex() if _is_up(name)]
-    found = []
-    for name in names:
-        with contextlib.suppress(OSError):  # it has none
-            found.append(Interface(name, socket.inet_ntoa(_ask(_SIOCGIFADDR, name)[20:24])))
+    names, found = [], []
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):  # it has just gone, or has no address of IPv4
+            if struct.unpack_from("H", _ask(_SIOCGIFFLAGS, name), 16)[0] & _UP:
+                names.append(name)
+                found.append(Interface(name, socket.inet_ntoa(_ask(_SIOCGIFADDR, name)[20:24])))
     with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
         with open("/proc/net/if_inet6", encoding="ascii") as file:
             table = parse_inet6(file.read())
@@ -162,14 +156,6 @@ def parse_inet6(table: str) -> list[Interface]:
         if int(scope, 16) in (_GLOBAL_SCOPE, _HOST_SCOPE):
             found.append(Interface(name, str(ipaddress.IPv6Address(int(number, 16)))))
     return found
-
-
-def _is_up(name: str) -> bool:
-    try:
-        flags: int = struct.unpack_from("H", _ask(_SIOCGIFFLAGS, name), 16)[0]
-    except OSError:  # it has just gone
-        return False
-    return bool(flags & _UP)
 
 
 def _ask(request: int, name: str) -> bytes:

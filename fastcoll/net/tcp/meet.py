@@ -1,13 +1,11 @@
 """How every collective begins: each rank tells each other what it calls, and attaches what is small.
 
-    word            a header, of the same length in every call of the group
+    word            a header
     NUMBER          how many calls the group has had
     HEAD_CALL       fingerprint of the call (core/signature.py)
     HEAD_SHAPE      bytes that this rank contributes
-    HEAD_ATTACHED   bytes that follow this header
     HEAD_BALANCE    0 over all ranks if what they give is what the others expect (core/signature.py)
-    SIZES           bytes given to rank 0, 1, ..., then bytes expected of rank 0, 1, ..., in groups in which
-                    everybody sends to everybody: with many ranks that would be many times the rest
+    HEAD_ATTACHED   bytes that follow this header
 
 Every rank sees every header, and compares all of them in the same way: either all ranks go on, or all raise,
 with nothing under way, so that the group stays usable. A rank's next header comes only after it has read
@@ -25,6 +23,7 @@ from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some
 from . import engine_layout as w
 from .plans import plan as t
+from .plans.shape import HEADER_BYTES
 
 GOES_ON = -1  # neither finished nor failed
 
@@ -35,12 +34,6 @@ def gone(c, peer, error):
     store_word(c, w.PEER, peer)
     store_word(c, w.ERROR, error)
     return GONE
-
-
-@inlined
-def _tells_sizes(c):
-    """Whether headers hold the sizes for each rank."""
-    return load_word(c, w.HEADER) > 8 * w.SIZES
 
 
 @inlined
@@ -69,37 +62,34 @@ def write_headers(c, d):
         store_word(frame, w.HEAD_SHAPE, load_word(d, w.SHAPE))
         store_word(frame, w.HEAD_ATTACHED, 0)
         store_word(frame, w.HEAD_BALANCE, load_word(d, w.BALANCE))
-        if _tells_sizes(c):
-            copy(frame + 8 * w.SIZES, load_word(d, w.GIVES), 16 * size)
         store_word(load_word(c, w.SENT), peer, 0)
     for row in range(load_word(d, w.PAYLOADS)):
         at = load_word(d, w.TABLE) + 8 * t.COLUMNS * row
         frame = _outgoing(c, load_word(at, t.PEER))
         source = load_word(load_word(c, w.BUFFERS), load_word(at, t.BUFFER)) + load_word(at, t.OFFSET)
         store_word(frame, w.HEAD_ATTACHED, load_word(at, t.NBYTES))
-        copy(frame + load_word(c, w.HEADER), source, load_word(at, t.NBYTES))
-    copy(_header(c, rank), _outgoing(c, rank), load_word(c, w.HEADER))
+        copy(frame + HEADER_BYTES, source, load_word(at, t.NBYTES))
+    copy(_header(c, rank), _outgoing(c, rank), HEADER_BYTES)
 
 
 @inlined
 def _fits(c, peer):
     """Whether what a peer's header announces has room."""
     attached = load_word(_header(c, peer), w.HEAD_ATTACHED)
-    return attached >= 0 and attached <= load_word(c, w.FRAME) - load_word(c, w.HEADER)
+    return attached >= 0 and attached <= load_word(c, w.FRAME) - HEADER_BYTES
 
 
 @inlined
 def _length_to_send(c, peer):
-    return load_word(c, w.HEADER) + load_word(_outgoing(c, peer), w.HEAD_ATTACHED)
+    return HEADER_BYTES + load_word(_outgoing(c, peer), w.HEAD_ATTACHED)
 
 
 @inlined
 def _length_to_come(c, peer):
     """How long the frame of a peer is, as far as is known; a length that cannot be is for compare() to find."""
-    header = load_word(c, w.HEADER)
-    if load_word(load_word(c, w.HAVE), peer) < header or not _fits(c, peer):
-        return header
-    return header + load_word(_header(c, peer), w.HEAD_ATTACHED)
+    if load_word(load_word(c, w.HAVE), peer) < HEADER_BYTES or not _fits(c, peer):
+        return HEADER_BYTES
+    return HEADER_BYTES + load_word(_header(c, peer), w.HEAD_ATTACHED)
 
 
 @kernel
@@ -122,7 +112,7 @@ def exchange(c, d):
         whole, have = _length_to_come(c, peer), load_word(load_word(c, w.HAVE), peer)
         if have < whole:
             # In one go with what should be attached to it.
-            end = max(whole, load_word(c, w.HEADER) + load_word(load_word(d, w.ATTACHED), peer))
+            end = max(whole, HEADER_BYTES + load_word(load_word(d, w.ATTACHED), peer))
             moved = receive_some(_socket(c, peer), _header(c, peer) + have, end - have)
             if moved < 0:
                 return gone(c, peer, moved)
@@ -135,18 +125,28 @@ def exchange(c, d):
 
 
 @kernel
+def calls_match(first, stride, size):
+    """Whether the headers of all ranks, `stride` bytes from one to the next, are of calls that match."""
+    call, shape, balance = load_word(first, w.HEAD_CALL), load_word(first, w.HEAD_SHAPE), 0
+    for rank in range(size):
+        head = first + stride * rank
+        if load_word(head, w.HEAD_CALL) != call:
+            return False
+        if load_word(head, w.HEAD_SHAPE) != shape and call & UNEVEN == 0:
+            return False
+        balance += load_word(head, w.HEAD_BALANCE)
+    return balance == 0
+
+
+@kernel
 def compare(c, d):
     """Compare the headers of all ranks: DONE, MISMATCH or GARBLED."""
     size = load_word(c, w.SIZE)
-    agree, balance = True, 0
     for rank in range(size):
-        head = _header(c, rank)
-        if load_word(head, w.NUMBER) != load_word(c, w.CALLS) or not _fits(c, rank):
+        if load_word(_header(c, rank), w.NUMBER) != load_word(c, w.CALLS) or not _fits(c, rank):
             store_word(c, w.PEER, rank)
             return GARBLED
-        agree &= _agrees(c, d, rank)
-        balance += load_word(head, w.HEAD_BALANCE)
-    if not agree or balance != 0:
+    if not calls_match(load_word(c, w.INBOX), load_word(c, w.FRAME), size):
         return MISMATCH
     for rank in range(size):
         attached = load_word(_header(c, rank), w.HEAD_ATTACHED)
@@ -154,21 +154,6 @@ def compare(c, d):
             store_word(c, w.PEER, rank)
             return GARBLED
     return DONE
-
-
-@inlined
-def _agrees(c, d, rank):
-    """Whether a rank makes the same call, and gives each other what that expects."""
-    size = load_word(c, w.SIZE)
-    head = _header(c, rank)
-    if load_word(head, w.HEAD_CALL) != load_word(d, w.CALL):
-        return False
-    if load_word(d, w.CALL) & UNEVEN == 0 and load_word(head, w.HEAD_SHAPE) != load_word(d, w.SHAPE):
-        return False
-    for other in range(size if _tells_sizes(c) else 0):
-        if load_word(head, w.SIZES + other) != load_word(_header(c, other), w.SIZES + size + rank):
-            return False
-    return True
 
 
 @kernel

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 
 from ...core.monitor import Wait
 from ...core.processes import Member, dismiss, hear
@@ -65,9 +64,7 @@ class Mesh:
 
     def __init__(self, name: str, members: Sequence[Member], rank: int, timeout: float) -> None:
         self.rank, self.size = rank, len(members)
-        self._name = name
-        self._members = list(members)
-        self._timeout = timeout
+        self._name, self._members, self._timeout = name, list(members), timeout
         self._control = Control(self.size)
         self.monitor = NetMonitor(members, rank, self._control)
         self._roster: Roster | None = None
@@ -92,13 +89,11 @@ class Mesh:
         Raises:
             GroupError: the peer died, left or did not come in time, or what answers at its address does not fit.
         """
-        doing = f"a data connection with {self.monitor.name(peer)}"
-        return self._connection(Kind.DATA, peer, stream, doing, timeout).fileno()
+        return self._connection(Kind.DATA, peer, stream, timeout).fileno()
 
     def dial_mail(self, peer: int) -> socket.socket:
         """The connection on which this rank sends messages to `peer`, and hears of them; as `data`."""
-        doing = f"a connection for messages to {self.monitor.name(peer)}"
-        return self._connection(Kind.MAIL, peer, 0, doing, None)
+        return self._connection(Kind.MAIL, peer, 0, None)
 
     def on_mail(self, callback: OnMail) -> None:
         """Give `callback` the connections on which peers send messages, those of before and of later."""
@@ -158,11 +153,12 @@ class Mesh:
             raise
 
     def _dial_control(self, peers: Sequence[int], wait: Wait) -> None:
-        def stands(dial: Dial) -> None:
-            self._keep(dial.connection, partial(self._control.add, dial.peer, dial.connection))
-
         # Each is looked at as soon as it stands: who dies meanwhile is seen by its end.
-        self._bring_about([self._new_dial(peer, Kind.CONTROL, 0) for peer in peers], wait, stands)
+        self._bring_about(
+            [self._new_dial(peer, Kind.CONTROL, 0) for peer in peers],
+            wait,
+            lambda dial: self._control.add(dial.peer, dial.connection),
+        )
 
     def _new_dial(self, peer: int, kind: Kind, stream: int) -> Dial:
         """A connection on the interface whose turn it is, by the pair of ranks and the stream."""
@@ -170,11 +166,19 @@ class Mesh:
         turn = (min(self.rank, peer) + stream) % len(self._roster.interfaces)
         place, source = self._roster.places[peer], self._roster.interfaces[turn]
         target = place.addresses[turn], place.ports[turn]
-        return Dial(self._roster.endpoint, peer, kind, stream, source, *target)
+        return Dial(self._roster.endpoint, peer, kind, stream, source, target)
 
-    def _bring_about(
-        self, dials: Sequence[Dial], wait: Wait, stands: Callable[[Dial], None] = lambda _: None
-    ) -> None:
+    def _bring_about(self, dials: Sequence[Dial], wait: Wait, enter: Callable[[Dial], object]) -> None:
+        """Make connections, and enter each into the tables, unless the mesh was closed meanwhile."""
+
+        def stands(dial: Dial) -> None:
+            with self._changed:
+                if not self._closed:
+                    enter(dial)
+                    return
+            dial.close()
+            raise self._gone()
+
         def look() -> None:
             for dial in dials:
                 since = dial.refused_since
@@ -189,16 +193,15 @@ class Mesh:
             names = "; ".join(f"{self.monitor.name(d.peer)} at {d.where}: {d.reason}" for d in late[:4])
             raise CollectiveTimeoutError(f"{error} ({names})", error.ranks) from error
 
-    def _connection(
-        self, kind: Kind, peer: int, stream: int, doing: str, timeout: float | None
-    ) -> socket.socket:
+    def _connection(self, kind: Kind, peer: int, stream: int, timeout: float | None) -> socket.socket:
         """The connection of this kind with a peer, made unless it or another thread has done so."""
         key = (kind, peer, stream)
         if key in self._made:
             return self._made[key]
         assert peer != self.rank, "there is no connection with oneself"
-        limit = self._timeout if timeout is None else timeout
-        wait = Wait(self.monitor, f"making {doing}", lambda: [peer], limit)
+        what = "a data connection with" if kind is Kind.DATA else "a connection for messages to"
+        doing = f"making {what} {self.monitor.name(peer)}"
+        wait = Wait(self.monitor, doing, lambda: [peer], self._timeout if timeout is None else timeout)
         if kind is Kind.DATA and self.rank > peer:
             self._await(lambda: key in self._made, wait)
             return self._made[key]
@@ -208,9 +211,8 @@ class Mesh:
             if key not in self._made:
                 if peer not in self._control.peers:
                     self._dial_control([peer], wait)  # its end is seen there
-                dial = self._new_dial(peer, kind, stream)
-                self._bring_about([dial], wait)
-                self._keep(dial.connection, lambda: self._made.update({key: dial.connection}))
+                new = self._new_dial(peer, kind, stream)
+                self._bring_about([new], wait, lambda dial: self._made.update({key: dial.connection}))
             return self._made[key]
         except RendezvousError as error:
             raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
@@ -231,23 +233,13 @@ class Mesh:
                     return
             self._look(wait)
 
-    def _keep(self, connection: socket.socket, enter: Callable[[], None]) -> None:
-        """Enter a connection that was made into the tables, unless the mesh was closed meanwhile."""
-        with self._changed:
-            if not self._closed:
-                enter()
-                return
-        connection.close()
-        raise self._gone()
-
     def _gone(self) -> GroupError:
         return self.monitor.failure or AbortedError("the group was destroyed while a connection was made")
 
     # ---- on the listener's thread -----------------------------------------------------------------------
 
     def _arrived(self, theirs: Opening, connection: socket.socket) -> None:
-        key = (theirs.kind, theirs.rank, theirs.stream)
-        callback = None
+        key, callback = (theirs.kind, theirs.rank, theirs.stream), None
         with self._changed:
             if self._closed or (theirs.kind is Kind.DATA and (key in self._made or theirs.rank > self.rank)):
                 connection.close()

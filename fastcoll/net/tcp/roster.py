@@ -48,21 +48,6 @@ class Place:
         return f"{len(self.names)} ({', '.join(name or '?' for name in self.names)})"
 
 
-def _read_terms(data: bytes) -> tuple[bytes, bytes, int, int]:
-    """The group's name and token, its version of IP and number of streams, as the first member has laid them down."""
-    record = loads(data)
-    try:
-        group, token = bytes.fromhex(record["group"]), bytes.fromhex(record["token"])
-        family, streams = record["family"], record["streams"]
-        if len(group) != GROUP_SIZE or len(token) != TOKEN_SIZE:
-            raise ValueError("a name or token of another length")
-        if family not in (IPV4, IPV6) or type(streams) is not int or not 1 <= streams <= MOST_STREAMS:
-            raise ValueError(f"family {family!r}, {streams!r} streams")
-        return group, token, family, streams
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"the group's name cannot be read ({error}): {data[:80]!r}") from error
-
-
 @dataclass(frozen=True)
 class Roster:
     """What this rank needs to reach the others and to be reached; `places` is where each rank listens."""
@@ -90,16 +75,22 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
     store = meeting.store
     if rank == 0:
         interfaces = choose_here(store, members, None)
-        group, token, streams = (
-            os.urandom(GROUP_SIZE),
-            os.urandom(TOKEN_SIZE),
-            config.get("FASTCOLL_TCP_STREAMS"),
-        )
-        family = interfaces[0].family
+        group, token = os.urandom(GROUP_SIZE), os.urandom(TOKEN_SIZE)
+        family, streams = interfaces[0].family, config.get("FASTCOLL_TCP_STREAMS")
         terms = {"group": group.hex(), "token": token.hex(), "family": family, "streams": streams}
         meeting.say("terms", json.dumps(terms).encode())
     else:
-        group, token, family, streams = _read_terms(meeting.hear("terms"))
+        data = meeting.hear("terms")
+        terms = loads(data)
+        try:
+            group, token = bytes.fromhex(terms["group"]), bytes.fromhex(terms["token"])
+            family, streams = terms["family"], terms["streams"]
+            if len(group) != GROUP_SIZE or len(token) != TOKEN_SIZE:
+                raise ValueError("a name or token of another length")
+            if family not in (IPV4, IPV6) or type(streams) is not int or not 1 <= streams <= MOST_STREAMS:
+                raise ValueError(f"family {family!r}, {streams!r} streams")
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"the group's name cannot be read ({error}): {data[:80]!r}") from error
         interfaces = choose_here(store, members, family)
 
     def check_numbers(records: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ....core.partition import Span, even
 from .circulant import gather_spans
 from .plan import SCRATCH, Plan, Rows
+from .ring import gather_around
 from .shape import Shape, array
 
 
@@ -30,7 +31,7 @@ def broadcast(shape: Shape) -> Plan:
             rows.send(step, peer, x, shape.total)
         elif number >> step == 1:
             rows.recv(step, peer, x, shape.total)
-    return rows.plan("tree")
+    return rows.plan()
 
 
 def reduce(shape: Shape) -> Plan:
@@ -57,7 +58,7 @@ def reduce(shape: Shape) -> Plan:
         rows.send(steps, shape.root, current, total)
     elif head != shape.root and shape.is_root:
         rows.recv(steps, head, (array(0), 0), total)
-    return rows.plan("tree", 3 * total)
+    return rows.plan(3 * total)
 
 
 def chain(shape: Shape) -> Plan:
@@ -71,7 +72,7 @@ def chain(shape: Shape) -> Plan:
             rows.recv(phase - 1, (shape.rank - 1) % shape.size, place, span.nbytes)
         if number < shape.size - 1:
             rows.send(phase, (shape.rank + 1) % shape.size, place, span.nbytes)
-    return rows.plan("chain")
+    return rows.plan()
 
 
 def scatter_ring(shape: Shape) -> Plan:
@@ -80,21 +81,16 @@ def scatter_ring(shape: Shape) -> Plan:
     Van de Geijn and others: see Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
     """
     rows, blocks = _scattered(shape)
-    steps = _steps(shape.size)
-    for way, turns in ((1, shape.size // 2), (-1, (shape.size - 1) // 2)):
-        for turn in range(turns):
-            given, taken = (blocks[(shape.rank - way * k) % shape.size] for k in (turn, turn + 1))
-            to, source = (shape.rank + way) % shape.size, (shape.rank - way) % shape.size
-            rows.send(steps + turn, to, (array(0), given.offset), given.nbytes)
-            rows.recv(steps + turn, source, (array(0), taken.offset), taken.nbytes)
-    return rows.plan("scatter and ring")
+    places = [(array(0), block.offset) for block in blocks]
+    gather_around(rows, shape.rank, places, [block.nbytes for block in blocks], _steps(shape.size))
+    return rows.plan()
 
 
 def scatter_circulant(shape: Shape) -> Plan:
     """Blocks go down a binomial tree, then to all as in circulant.py: 2 log2 n steps, the array twice."""
     rows, blocks = _scattered(shape)
     gather_spans(rows, shape.rank, blocks, array(0), _steps(shape.size))
-    return rows.plan("scatter and circulant")
+    return rows.plan()
 
 
 def _scattered(shape: Shape) -> tuple[Rows, list[Span]]:

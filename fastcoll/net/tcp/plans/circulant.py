@@ -35,14 +35,14 @@ def all_reduce(shape: Shape) -> Plan:
         for span in _around(blocks, rank, count):
             rows.reduce(phase, (rank - step) % size, (x, span.offset), span.nbytes, left=True)
     gather_spans(rows, rank, blocks, x, len(rounds))
-    return rows.plan("circulant")
+    return rows.plan()
 
 
 def gather_headers(size: int, rank: int, header: int) -> Plan:
     """Let all ranks have the headers of all, of `header` bytes, which lie one after the other in FRAMES."""
     rows = Rows()
     gather_spans(rows, rank, [Span(each * header, header) for each in range(size)], FRAMES, 0)
-    return rows.plan("dissemination")
+    return rows.plan()
 
 
 def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, first: int) -> None:
@@ -79,7 +79,7 @@ def reduce_scatter(shape: Shape) -> Plan:
         rows.send(phase, (rank + step) % size, (SCRATCH, borders[step]), given)
         rows.reduce(phase, (rank - step) % size, (SCRATCH, 0), borders[count], left=True)
     rows.copy(len(_rounds(size)) + 1, (array(0), 0), (SCRATCH, 0), shape.nbytes[rank])
-    return rows.plan("circulant", borders[-1])
+    return rows.plan(borders[-1])
 
 
 def all_gather(shape: Shape) -> Plan:
@@ -94,7 +94,7 @@ def all_gather(shape: Shape) -> Plan:
     for place in range(size):
         source = (rank + place) % size
         rows.copy(len(rounds), (array(source), 0), (SCRATCH, borders[place]), shape.nbytes[source])
-    return rows.plan("circulant", borders[-1])
+    return rows.plan(borders[-1])
 
 
 def _borders(shape: Shape) -> list[int]:

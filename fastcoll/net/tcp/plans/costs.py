@@ -15,7 +15,6 @@ other; its formula has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from .shape import Limits
@@ -54,142 +53,94 @@ class Cost(NamedTuple):
         return Cost(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-Formula = Callable[[int, int, Limits], Cost]
-"""From the number of ranks, at least 2, and the bytes: n, b and m below."""
+class Scale(NamedTuple):
+    """How large a call is: n ranks, at least 2, b bytes, and the limits of its group's plans."""
+
+    n: int
+    b: int
+    limits: Limits
+
+    @property
+    def log(self) -> int:
+        return (self.n - 1).bit_length()
+
+    @property
+    def rest(self) -> float:
+        """The bytes of all blocks but one."""
+        return self.b * (self.n - 1) / self.n
+
+    @property
+    def turns(self) -> int:
+        """Steps for exchanging something with all others."""
+        return -(-(self.n - 1) // self.limits.peers)
 
 
-def _log(n: int) -> int:
-    return (n - 1).bit_length()
-
-
-def _both(steps: float, messages: float, wire: float, touched: float) -> Cost:
+def both(steps: float, messages: float, wire: float, touched: float) -> Cost:
     """The cost of ranks that send as much as they receive."""
     return Cost(steps, messages, wire, 2 * wire, touched)
 
 
-def _one_way(steps: float, messages: float, wire: float, touched: float) -> Cost:
+def one_way(steps: float, messages: float, wire: float, touched: float) -> Cost:
     """The cost of ranks that either send or receive in a step."""
     return Cost(steps, messages, wire, wire, touched)
 
 
-def _rest(n: int, b: int) -> float:
-    """The bytes of all blocks but one."""
-    return b * (n - 1) / n
-
-
-def _at_once(n: int, m: Limits) -> int:
-    """Steps for exchanging something with all others."""
-    return -(-(n - 1) // m.peers)
-
-
-def _in_pairs(n: int, b: int, turns: int, wire: float) -> Cost:
+def in_pairs(c: Scale, turns: int, wire: float) -> Cost:
     """A power of two of the ranks take that many turns of log2 n steps; the others leave theirs to one of these."""
-    steps = turns * (n.bit_length() - 1)
-    extra = 0 if n & (n - 1) == 0 else 2
-    return _both(steps, 2 * steps, wire, 2 * wire / turns).then(_one_way(extra, extra, extra * b, extra * b))
+    steps = turns * (c.n.bit_length() - 1)
+    extra = 0 if c.n & (c.n - 1) == 0 else 2
+    return both(steps, 2 * steps, wire, 2 * wire / turns).then(
+        one_way(extra, extra, extra * c.b, extra * c.b)
+    )
 
 
-def _direct_scatter(n: int, b: int, m: Limits) -> Cost:
-    return _both(1, 2 * (n - 1), _rest(n, b), b)
+def halved(c: Scale) -> Cost:
+    power = 1 << c.n.bit_length() - 1
+    return in_pairs(c, 2, 2 * c._replace(n=power).rest)
 
 
-def _ring_scatter(n: int, b: int, m: Limits) -> Cost:
-    return _both(n - 1, 2 * (n - 1), _rest(n, b), 2 * _rest(n, b))
+def direct_scatter(c: Scale) -> Cost:
+    return both(1, 2 * (c.n - 1), c.rest, c.b)
 
 
-def _tree_reduce(n: int, b: int, m: Limits) -> Cost:
-    return _one_way(_log(n), _log(n), _log(n) * b, 2 * _log(n) * b)
+def ring_scatter(c: Scale) -> Cost:
+    return both(c.n - 1, 2 * (c.n - 1), c.rest, 2 * c.rest)
 
 
-def _direct_scan(n: int, b: int, m: Limits) -> Cost:
-    return _both(2, 4 * (n - 1), 2 * _rest(n, b), 2 * b)
+def tree_reduce(c: Scale) -> Cost:
+    return one_way(c.log, c.log, c.log * c.b, 2 * c.log * c.b)
 
 
-def _doubling_scan(n: int, b: int, passes: int) -> Cost:
+def direct_scan(c: Scale) -> Cost:
+    return both(2, 4 * (c.n - 1), 2 * c.rest, 2 * c.b)
+
+
+def doubling_scan(c: Scale, passes: int) -> Cost:
     """log2 n steps, in the last of which a rank either sends or receives."""
-    steps = _log(n)
-    return Cost(steps, 2 * steps, steps * b, (2 * steps - 1) * b, passes * b)
+    return Cost(c.log, 2 * c.log, c.log * c.b, (2 * c.log - 1) * c.b, passes * c.b)
 
 
-def _exchange(n: int, b: int, m: Limits) -> Cost:
-    return _both(_at_once(n, m), 2 * (n - 1), _rest(n, b), b / n)
+def exchange(c: Scale) -> Cost:
+    return both(c.turns, 2 * (c.n - 1), c.rest, c.b / c.n)
 
 
-def _rooted(n: int, b: int, m: Limits) -> Cost:
-    return _one_way(_at_once(n, m), n - 1, _rest(n, b), b / n)
+def rooted(c: Scale) -> Cost:
+    return one_way(c.turns, c.n - 1, c.rest, c.b / c.n)
 
 
-def _direct_broadcast(n: int, b: int, m: Limits) -> Cost:
-    if n == 2:
-        return _one_way(1, 1, b, 0)
-    forwarded = min(_rest(n - 1, b), (n - 2) * m.segment)
-    return Cost(2, 3 * n - 5, b + forwarded, b + _rest(n - 1, b) + forwarded, 0)
+def direct_broadcast(c: Scale) -> Cost:
+    if c.n == 2:
+        return one_way(1, 1, c.b, 0)
+    rest = c._replace(n=c.n - 1).rest
+    forwarded = min(rest, (c.n - 2) * c.limits.segment)
+    return Cost(2, 3 * c.n - 5, c.b + forwarded, c.b + rest + forwarded, 0)
 
 
-def _chain(n: int, b: int, m: Limits) -> Cost:
-    segment, count = min(b, m.segment), -(-b // m.segment)
-    return Cost(n - 1, 2 * count + n - 3, b + (n - 2) * segment, 2 * b + (n - 3) * segment, 0)
+def chain(c: Scale) -> Cost:
+    segment, count = min(c.b, c.limits.segment), -(-c.b // c.limits.segment)
+    return Cost(c.n - 1, 2 * count + c.n - 3, c.b + (c.n - 2) * segment, 2 * c.b + (c.n - 3) * segment, 0)
 
 
-def _scattered(n: int, b: int, steps: int, messages: int) -> Cost:
+def scattered(c: Scale, steps: int, messages: int) -> Cost:
     """Blocks go down a tree, and then to all."""
-    down = _one_way(_log(n), _log(n), _rest(n, b), 0)
-    return down.then(_both(steps, 2 * messages, _rest(n, b), 0))
-
-
-COSTS: dict[str, dict[str, Formula]] = {
-    "all_reduce": {
-        "direct": lambda n, b, m: _both(2, 4 * (n - 1), 2 * _rest(n, b), b),
-        "recursive doubling": lambda n, b, m: _in_pairs(n, b, 1, (n.bit_length() - 1) * b),
-        "halving": lambda n, b, m: _in_pairs(n, b, 2, 2 * _rest(1 << n.bit_length() - 1, b)),
-        "circulant": lambda n, b, m: _both(2 * _log(n), 4 * _log(n), 2 * _rest(n, b), 2 * _rest(n, b)),
-        "ring": lambda n, b, m: _both(2 * (n - 1), 8 * (n - 1), 2 * _rest(n, b), 2 * _rest(n, b)),
-    },
-    "reduce": {
-        "direct": lambda n, b, m: _direct_scatter(n, b, m).then(_one_way(1, n - 1, _rest(n, b), 0)),
-        "to the root": lambda n, b, m: _one_way(1, n - 1, (n - 1) * b, n * b),
-        "tree": _tree_reduce,
-        "ordered tree": lambda n, b, m: _tree_reduce(n, b, m).then(_one_way(1, 1, b, 0)),
-        "ring": lambda n, b, m: _ring_scatter(n, b, m).then(_one_way(_at_once(n, m), n - 1, _rest(n, b), 0)),
-    },
-    "reduce_scatter": {
-        "direct": _direct_scatter,
-        "circulant": lambda n, b, m: _both(_log(n), 2 * _log(n), _rest(n, b), b + 2 * _rest(n, b)),
-        "ring": _ring_scatter,
-    },
-    "scan": {
-        "direct": _direct_scan,
-        "upwards": lambda n, b, m: _one_way(1, n - 1, (n - 1) * b, n * b),
-        "doubling": lambda n, b, m: _doubling_scan(n, b, 2 * _log(n) + 1),
-    },
-    "exscan": {
-        "direct": _direct_scan,
-        "upwards": lambda n, b, m: _one_way(1, n - 1, (n - 1) * b, (n - 1) * b),
-        "doubling": lambda n, b, m: _doubling_scan(n, b, 4 * _log(n) - 1),
-    },
-    "broadcast": {
-        "direct": _direct_broadcast,
-        "tree": lambda n, b, m: _one_way(_log(n), _log(n), _log(n) * b, 0),
-        "chain": _chain,
-        "scatter and ring": lambda n, b, m: _scattered(n, b, n // 2, n - 1),
-        "scatter and circulant": lambda n, b, m: _scattered(n, b, _log(n), _log(n)),
-    },
-    "all_gather": {
-        "direct": _exchange,
-        "circulant": lambda n, b, m: _both(_log(n), 2 * _log(n), _rest(n, b), b + b / n),
-        "ring": lambda n, b, m: _both(n // 2, 2 * (n - 1), _rest(n, b), b / n),
-    },
-    "gather": {"direct": _rooted},
-    "scatter": {"direct": _rooted},
-    "all_to_all": {"direct": _exchange},
-}
-"""Formulas by operation and algorithm."""
-
-_OF_ONE_SIZE = frozenset({"all_reduce", "reduce", "scan", "exscan", "broadcast"})
-
-
-def attached(operation: str, size: int, nbytes: int) -> Cost:
-    """What a call costs whose data travels with the headers, besides the meeting."""
-    sent = (nbytes if operation in _OF_ONE_SIZE else nbytes / size) * (size - 1)
-    both = operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-    return Cost(0, 0, sent, 2 * sent if both else sent, sent)
+    return one_way(c.log, c.log, c.rest, 0).then(both(steps, 2 * messages, c.rest, 0))

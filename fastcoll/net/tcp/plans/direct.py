@@ -46,15 +46,22 @@ def reduce_scatter(shape: Shape) -> Plan:
     parts = shape.segments(blocks, 2 * (size - 1))
     for k in range(parts.number):
         _reduce_segment(shape, rows, k, parts, blocks, [array(1 + rank) for rank in range(size)])
-    return rows.plan("direct", 2 * size * parts.nbytes)
+    return rows.plan(2 * size * parts.nbytes)
 
 
 def all_reduce(shape: Shape) -> Plan:
     """As reduce_scatter, and each rank sends every other what it has reduced: 2 (n - 1)/n of the array in and out."""
     rows, size, x = Rows(), shape.size, array(0)
     blocks = even(shape.total, size, shape.itemsize)
-    if size == 2:
-        return _all_reduce_of_two(shape, blocks)
+    if size == 2:  # each reduces one half as it arrives, without scratch
+        peer, parts = 1 - shape.rank, shape.segments(blocks, 1)
+        for k in range(parts.number):
+            own, theirs = (parts.of(blocks[rank], k) for rank in (shape.rank, peer))
+            rows.send(k, peer, (x, theirs.offset), theirs.nbytes)
+            rows.reduce(k, peer, (x, own.offset), own.nbytes, left=peer < shape.rank)
+            rows.send(k + 1, peer, (x, own.offset), own.nbytes)
+            rows.recv(k + 1, peer, (x, theirs.offset), theirs.nbytes)
+        return rows.plan()
     parts = shape.segments(blocks, 2 * (size - 1))
     for k in range(parts.number):
         own = _reduce_segment(shape, rows, k, parts, blocks, [x] * size)
@@ -62,20 +69,7 @@ def all_reduce(shape: Shape) -> Plan:
             theirs = parts.of(blocks[peer], k)
             rows.send(k + 1, peer, (x, own.offset), own.nbytes)
             rows.recv(k + 1, peer, (x, theirs.offset), theirs.nbytes)
-    return rows.plan("direct", 2 * size * parts.nbytes)
-
-
-def _all_reduce_of_two(shape: Shape, blocks: Sequence[Span]) -> Plan:
-    """Two ranks: each reduces one half as it arrives, without scratch."""
-    rows, x, peer = Rows(), array(0), 1 - shape.rank
-    parts = shape.segments(blocks, 1)
-    for k in range(parts.number):
-        own, theirs = (parts.of(blocks[rank], k) for rank in (shape.rank, peer))
-        rows.send(k, peer, (x, theirs.offset), theirs.nbytes)
-        rows.reduce(k, peer, (x, own.offset), own.nbytes, left=peer < shape.rank)
-        rows.send(k + 1, peer, (x, own.offset), own.nbytes)
-        rows.recv(k + 1, peer, (x, theirs.offset), theirs.nbytes)
-    return rows.plan("direct")
+    return rows.plan(2 * size * parts.nbytes)
 
 
 def reduce(shape: Shape) -> Plan:
@@ -93,28 +87,16 @@ def reduce(shape: Shape) -> Plan:
         for peer in shape.others:
             theirs = parts.of(blocks[peer], k)
             rows.recv(k + 1, peer, (array(0), theirs.offset), theirs.nbytes)
-    return rows.plan("direct", (2 * size + 1) * parts.nbytes)
+    return rows.plan((2 * size + 1) * parts.nbytes)
 
 
-def reduce_to_root(shape: Shape) -> Plan:
-    """The root receives everything and reduces it: for two ranks, where no other way moves less."""
-    if shape.is_root:
-        return _combine_all(shape, [], range(shape.size), "to the root")
-    return _combine_all(shape, [shape.root], [], "to the root")
-
-
-def scan_upwards(shape: Shape) -> Plan:
-    """Each rank sends its array to all higher ones: for two ranks, where no other way moves less."""
-    lower = range(shape.rank + (shape.operation == "scan"))
-    return _combine_all(shape, range(shape.rank + 1, shape.size), lower, "upwards")
-
-
-def _combine_all(shape: Shape, takers: Sequence[int], givers: Sequence[int], name: str) -> Plan:
-    """All of a rank's array goes to each of `takers`; those of `givers` are combined in rank order, in one pass."""
-    rows, whole = Rows(), Span(0, shape.total)
-    parts = shape.segments([whole], shape.size - 1)
+def whole(shape: Shape) -> Plan:
+    """Everything goes where it is combined in one pass: for two ranks, where no other way moves less."""
+    rows, entire = Rows(), Span(0, shape.total)
+    takers, givers = shape.takers_and_givers()
+    parts = shape.segments([entire], shape.size - 1)
     for k in range(parts.number):
-        span = parts.of(whole, k)
+        span = parts.of(entire, k)
         operands = shape.operands((array(1), span.offset), k, parts)
         for peer in takers:
             rows.send(k, peer, operands[shape.rank], span.nbytes)
@@ -123,7 +105,7 @@ def _combine_all(shape: Shape, takers: Sequence[int], givers: Sequence[int], nam
                 rows.recv(k, peer, operands[peer], span.nbytes)
         if givers:
             rows.fold(k + 1, (array(0), span.offset), span.nbytes, [operands[rank] for rank in givers])
-    return rows.plan(name, 2 * shape.size * parts.nbytes if {*givers} - {shape.rank} else 0)
+    return rows.plan(2 * shape.size * parts.nbytes if {*givers} - {shape.rank} else 0)
 
 
 def scan(shape: Shape) -> Plan:
@@ -160,7 +142,7 @@ def scan(shape: Shape) -> Plan:
                 rows.send(k + 1, peer, prefixes[peer], own.nbytes)
             if rank >= first:
                 rows.recv(k + 1, peer, (array(0), spans[peer].offset), spans[peer].nbytes)
-    return rows.plan("direct", 3 * size * parts.nbytes)
+    return rows.plan(3 * size * parts.nbytes)
 
 
 def broadcast(shape: Shape) -> Plan:
@@ -182,4 +164,4 @@ def broadcast(shape: Shape) -> Plan:
                 for peer in shape.others:
                     if peer != shape.root:
                         rows.send(k + 1, peer, place, span.nbytes)
-    return rows.plan("direct")
+    return rows.plan()

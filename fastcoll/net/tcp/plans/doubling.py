@@ -29,18 +29,18 @@ def _partners(size: int, rank: int) -> tuple[list[int], bool] | None:
     return [2 * other + 1 if other < joined else other + joined for other in others], rank < 2 * joined
 
 
-def _leave_to_next(shape: Shape, last: int, name: str) -> Plan:
+def _leave_to_next(shape: Shape, last: int) -> Plan:
     rows = Rows()
     rows.send(0, shape.rank + 1, (array(0), 0), shape.total)
     rows.recv(last, shape.rank + 1, (array(0), 0), shape.total)
-    return rows.plan(name)
+    return rows.plan()
 
 
 def all_reduce(shape: Shape) -> Plan:
     """Recursive doubling: the whole array in each of log2 n steps."""
     rows, rank, x, last = Rows(), shape.rank, (array(0), 0), shape.size.bit_length()
     if (partners := _partners(shape.size, rank)) is None:
-        return _leave_to_next(shape, last, "recursive doubling")
+        return _leave_to_next(shape, last)
     peers, has_joined = partners
     if has_joined:
         rows.recv(0, rank - 1, (SCRATCH, 0), shape.total)
@@ -51,7 +51,7 @@ def all_reduce(shape: Shape) -> Plan:
         rows.send(phase, peer, x, shape.total)
         rows.recv(phase, peer, landing, shape.total)
         rows.fold(phase + 1, x, shape.total, [landing, x] if peer < rank else [x, landing])
-    return rows.plan("recursive doubling", 2 * shape.total)
+    return rows.plan(2 * shape.total)
 
 
 def halving(shape: Shape) -> Plan:
@@ -61,7 +61,7 @@ def halving(shape: Shape) -> Plan:
     """
     rows, rank, x, last = Rows(), shape.rank, array(0), 2 * shape.size.bit_length() - 1
     if (partners := _partners(shape.size, rank)) is None:
-        return _leave_to_next(shape, last, "halving")
+        return _leave_to_next(shape, last)
     peers, has_joined = partners
     if has_joined:
         rows.reduce(0, rank - 1, (x, 0), shape.total, left=True)
@@ -75,7 +75,7 @@ def halving(shape: Shape) -> Plan:
         rows.reduce(step, peer, (x, kept.offset), kept.nbytes, left=peer < rank)
         rows.send(last - step, peer, (x, kept.offset), kept.nbytes)
         rows.recv(last - step, peer, (x, given.offset), given.nbytes)
-    return rows.plan("halving")
+    return rows.plan()
 
 
 def scan(shape: Shape) -> Plan:
@@ -101,4 +101,4 @@ def scan(shape: Shape) -> Plan:
         if not inclusive:  # after the sum, since out may be x
             rows.fold(step + 1, out, total, [landing, out] if step else [landing])
         current = sum_place
-    return rows.plan("doubling scan", 3 * total)
+    return rows.plan(3 * total)

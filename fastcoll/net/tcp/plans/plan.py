@@ -60,11 +60,10 @@ Place = tuple[int, int]
 
 
 class Plan(NamedTuple):
-    """One rank's part in a collective: its table, the bytes that SCRATCH must have, and a name for people."""
+    """One rank's part in a collective: its table, and the bytes that SCRATCH must have."""
 
     table: Table
     scratch: int
-    algorithm: str
 
 
 class Rows:
@@ -99,12 +98,12 @@ class Rows:
     def payload(self, peer: int, place: Place, nbytes: int) -> None:
         self._add(ATTACHED, PAYLOAD, peer, place, nbytes)
 
-    def plan(self, algorithm: str, scratch: int = 0) -> Plan:
+    def plan(self, scratch: int = 0) -> Plan:
         """All rows, sorted by phase with local rows first, else in the order in which they were added."""
         rows = sorted(self._rows, key=lambda row: (row[PHASE], row[KIND] not in LOCAL))
         table = np.array(rows, np.int64).reshape(len(rows), COLUMNS)
         table.setflags(write=False)  # plans are cached and shared
-        return Plan(table, scratch, algorithm)
+        return Plan(table, scratch)
 
     def _add(
         self, phase: int, kind: int, peer: int, place: Place, nbytes: int, second: Place = (0, 0)

@@ -32,7 +32,7 @@ def all_reduce(shape: Shape) -> Plan:
             given, taken = (blocks[(rank - way * k) % size] for k in (step - 1, step))
             rows.send(size - 1 + step, above, (x, given.offset), given.nbytes)
             rows.recv(size - 1 + step, below, (x, taken.offset), taken.nbytes)
-    return rows.plan("ring")
+    return rows.plan()
 
 
 def reduce_scatter(shape: Shape) -> Plan:
@@ -40,7 +40,7 @@ def reduce_scatter(shape: Shape) -> Plan:
     rows = Rows()
     sources = [(array(1 + rank), 0) for rank in range(shape.size)]
     _reduce_through(shape, rows, sources, shape.nbytes, (array(0), 0))
-    return rows.plan("ring", 2 * max(shape.nbytes))
+    return rows.plan(2 * max(shape.nbytes))
 
 
 def reduce(shape: Shape) -> Plan:
@@ -54,12 +54,12 @@ def reduce(shape: Shape) -> Plan:
     if not shape.is_root:
         phase = size - 1 + ((shape.root - rank) % size - 1) // shape.limits.peers
         rows.send(phase, shape.root, result, own.nbytes)
-        return rows.plan("ring", 3 * longest)
+        return rows.plan(3 * longest)
     for step in range(1, size):
         peer = (rank - step) % size
         phase = size - 1 + (step - 1) // shape.limits.peers
         rows.recv(phase, peer, (array(0), blocks[peer].offset), blocks[peer].nbytes)
-    return rows.plan("ring", 2 * longest)
+    return rows.plan(2 * longest)
 
 
 def _reduce_through(
@@ -81,13 +81,19 @@ def _reduce_through(
 
 def all_gather(shape: Shape) -> Plan:
     """Both ways at once, whole parts: n/2 steps, n - 1 parts in and out."""
-    rows, size, rank = Rows(), shape.size, shape.rank
-    x = (array(size), 0)
-    rows.copy(0, (array(rank), 0), x, shape.nbytes[rank])
+    rows, rank = Rows(), shape.rank
+    rows.copy(0, (array(rank), 0), (array(shape.size), 0), shape.nbytes[rank])
+    gather_around(rows, rank, [(array(each), 0) for each in range(shape.size)], shape.nbytes)
+    return rows.plan()
+
+
+def gather_around(
+    rows: Rows, rank: int, places: Sequence[Place], nbytes: Sequence[int], first: int = 0
+) -> None:
+    """From phase `first` on, let all ranks have what lies at all places, of which each has its own."""
+    size = len(places)
     for way, steps in ((1, size // 2), (-1, (size - 1) // 2)):
         for step in range(steps):
             given, taken = (rank - way * step) % size, (rank - way * (step + 1)) % size
-            source = (array(given), 0) if step else x
-            rows.send(step, (rank + way) % size, source, shape.nbytes[given])
-            rows.recv(step, (rank - way) % size, (array(taken), 0), shape.nbytes[taken])
-    return rows.plan("ring")
+            rows.send(first + step, (rank + way) % size, places[given], nbytes[given])
+            rows.recv(first + step, (rank - way) % size, places[taken], nbytes[taken])

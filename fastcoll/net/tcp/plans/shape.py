@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ....core.partition import Segments, Span
 from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Place
 
+X = TypeVar("X")
+HEADER_BYTES = 64  # of the meeting: a cache line, so that what follows is aligned
 MEET_RANKS = 16
 """Up to so many ranks everybody sends its header to everybody, and small data with it; more ranks meet in steps."""
 
@@ -16,16 +18,19 @@ class Limits(NamedTuple):
     """What a group's engine can do, in bytes."""
 
     payload: int  # may be attached to a header; 0 where nothing may
-    frame_stride: int  # from one rank's payload in FRAMES to the next one's
     segment: int = 256 << 10  # of what travels between two ranks before it is reduced
     at_once: int = 8 << 20  # of all segments that a rank receives in one phase; segments shrink to keep to it
     peers: int = 16  # with how many others a rank exchanges data in one phase
 
+    @property
+    def stride(self) -> int:
+        """From one rank's payload in FRAMES to the next one's: a frame is a header with a payload."""
+        return HEADER_BYTES + self.payload
+
 
 def default_limits(size: int) -> Limits:
     """Limits for a group of `size` ranks: payloads of at most 64 KiB in all, but at least 2 KiB to each peer."""
-    payload = max(2 << 10, (64 << 10) // (size - 1) // 64 * 64) if 1 < size <= MEET_RANKS else 0
-    return Limits(payload, payload)
+    return Limits(max(2 << 10, (64 << 10) // (size - 1) // 64 * 64) if 1 < size <= MEET_RANKS else 0)
 
 
 class Shape(NamedTuple):
@@ -67,6 +72,17 @@ class Shape(NamedTuple):
         """All other ranks, the next one first, so that not all ranks begin with the same one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
+    def takers_and_givers(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Where all ranks' whole arrays count: whom a rank's goes to, and whose are combined or copied there."""
+        rank, size = self.rank, self.size
+        found: dict[str, tuple[Sequence[int], Sequence[int]]] = {
+            "reduce": ([], range(size)) if self.is_root else ([self.root], []),
+            "broadcast": (self.others, []) if self.is_root else ([], [self.root]),
+            "scan": (range(rank + 1, size), range(rank + 1)),
+            "exscan": (range(rank + 1, size), range(rank)),
+        }
+        return found.get(self.operation, (self.others, range(size)))
+
     def segments(self, blocks: Sequence[Span], at_once: int) -> Segments:
         """Segments of equal size for blocks of which a rank receives `at_once` at the same time."""
         most = min(self.limits.segment, self.limits.at_once // max(at_once, 1))
@@ -82,12 +98,19 @@ class Shape(NamedTuple):
 
     def framed(self, rank: int) -> Place:
         """Where that lies which a rank attached to its header."""
-        return FRAMES, rank * self.limits.frame_stride
+        return FRAMES, rank * self.limits.stride
 
 
 def array(index: int) -> int:
     """The buffer that is the call's array number `index`."""
     return FIRST_ARRAY + index
+
+
+def sized(kind: str, outputs: Sequence[X], inputs: Sequence[X]) -> Sequence[X]:
+    """Of the arrays of a call (core/operation.py), those whose sizes `Shape.nbytes` has."""
+    if kind == "all_to_all":
+        return (*outputs, *inputs)
+    return outputs or inputs if kind in ("all_gather", "gather") else inputs or outputs
 
 
 class Sizes(NamedTuple):
