@@ -1,7 +1,7 @@
 """A cost model of collectives over a network: fitted to what was measured, then asked about what was not.
 
 A call takes what its operation takes in Python, the meeting of all ranks, and the cost of its algorithm as
-net/plans/costs.py counts it, each count times a price:
+net/tcp/plans/choose.py counts it, each count times a price:
 
     price      of
     step       a message that was waited for
@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastcoll.net.tcp.plans.choose import chosen, cost
-from fastcoll.net.tcp.plans.costs import Cost
+from fastcoll.net.tcp.plans.choose import Cost, chosen, cost
 from fastcoll.net.tcp.plans.shape import HEADER_BYTES, MEET_RANKS, Shape, default_limits
 
 NEAR = 2 << 20
@@ -48,7 +47,7 @@ class Sample(NamedTuple):
     """A measured time.
 
     Attributes:
-        nbytes: as costs.py counts them: of the array, or of all ranks' parts together.
+        nbytes: as choose.py counts them: of the array, or of all ranks' parts together.
         seconds: of a call.
         cores: that all ranks share; None where each has its own.
     """

@@ -19,8 +19,8 @@ from together import together
 from fastcoll import config
 from fastcoll.core import processes
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError, RendezvousError, UsageError
+from fastcoll.net.tcp import listener as listening
 from fastcoll.net.tcp import mesh as mesh_module
-from fastcoll.net.tcp import roster
 from fastcoll.net.tcp.interfaces import interfaces_here
 from fastcoll.net.tcp.mesh import Mesh, control_peers
 from fastcoll.rendezvous import HashStore, PrefixStore, TCPStore
@@ -93,7 +93,7 @@ def test_rank_0_says_how_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not any(each.address == "::1" for each in interfaces_here()), reason="no IPv6 here")
 def test_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        roster, "choose_here", lambda *_: [each for each in interfaces_here() if each.address == "::1"]
+        listening, "choose_here", lambda *_: [each for each in interfaces_here() if each.address == "::1"]
     )
     with meshes(3) as made:
         one, other = together(lambda: made[0].data(2), lambda: made[2].data(0))
@@ -125,7 +125,7 @@ def test_different_numbers_of_interfaces_name_both_ranks(monkeypatch: pytest.Mon
         with lock:
             return lo * (1 if family is None else next(calls))
 
-    monkeypatch.setattr(roster, "choose_here", choose)
+    monkeypatch.setattr(listening, "choose_here", choose)
     errors = make_all(3)
     for error in errors:
         assert isinstance(error, UsageError)
@@ -135,14 +135,14 @@ def test_different_numbers_of_interfaces_name_both_ranks(monkeypatch: pytest.Mon
 
 
 def test_an_interface_that_one_rank_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = roster.choose_here
+    real = listening.choose_here
 
     def choose(store: Any, members: Any, family: int | None) -> Any:
         if family is not None:
             raise UsageError("no such interface eth7")
         return real(store, members, family)
 
-    monkeypatch.setattr(roster, "choose_here", choose)
+    monkeypatch.setattr(listening, "choose_here", choose)
     for error in make_all(2):
         assert isinstance(error, UsageError)
         assert "no such interface eth7" in str(error)
@@ -211,7 +211,7 @@ def test_over_a_real_store_with_a_secret(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_secrets_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = iter([b"one", b"two"])
-    monkeypatch.setattr(roster, "job_secret", lambda: next(secrets))
+    monkeypatch.setattr(listening, "job_secret", lambda: next(secrets))
     for error in make_all(2):
         assert type(error) is RendezvousError
         assert "FASTCOLL_SECRET" in str(error)

@@ -1,10 +1,9 @@
-"""The formulas of costs.py against the plans, and the choice that rests on them."""
+"""The formulas of choose.py against the plans, and the choice that rests on them."""
 
 import numpy as np
 import pytest
 
-from fastcoll.net.tcp.plans.choose import ALGORITHMS, cost
-from fastcoll.net.tcp.plans.costs import Cost
+from fastcoll.net.tcp.plans.choose import ALGORITHMS, Cost, cost
 from fastcoll.net.tcp.plans.plan import COPY, KIND, NBYTES, PHASE, RECV, REDUCE, SEND, SOURCE
 from fastcoll.net.tcp.plans.shape import Limits
 from net.plan_cases import Case

@@ -6,7 +6,7 @@ import pytest
 
 from fastcoll.net.tcp.plans import binomial as trees
 from fastcoll.net.tcp.plans import circulant, direct, doubling, ring
-from fastcoll.net.tcp.plans.pairwise import exchange
+from fastcoll.net.tcp.plans.direct import exchange
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, Builder, Case, check
 
 

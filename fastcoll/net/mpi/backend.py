@@ -38,12 +38,11 @@ from ...rendezvous import Store
 from ..tcp.control import NetMonitor
 from ..tcp.plans.shape import Limits, Shape, sized, sizes_of
 from . import compiled as c
-from .agreement import Meeting, Prepared
+from .agreement import Meeting, Prepared, Requests, abandon
 from .execution import Addressed, Execution, HostMemory, Memory, are_near
 from .library import Library, load
 from .membership import MpiControl, lay_down, make_comm
 from .pipe import INSIDE, MpiPipe
-from .requests import Requests, abandon
 
 _CLOSE_SECONDS = 5.0
 _MOST_PREPARED = 1024

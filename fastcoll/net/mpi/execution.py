@@ -27,8 +27,8 @@ from ...core.reduce_op import ReduceOp
 from ...kernels.primitives import address_of
 from ...kernels.reduce import Reducer, reducer
 from . import compiled as c
+from .agreement import Requests
 from .library import Library
-from .requests import Requests
 
 LARGEST = 1 << 30
 """Bytes of a message; MPI counts to 2**31 - 1."""

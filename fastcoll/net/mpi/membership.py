@@ -29,8 +29,8 @@ from ...rendezvous.assemble import assemble
 from ...rendezvous.detect import detect
 from ...rendezvous.store import listed
 from ..tcp.control import NOTICE_SIZE, Control, Notice, NoticeError
+from .agreement import Requests, abandon
 from .library import Library, load
-from .requests import Requests, abandon
 
 _log = logging.getLogger("fastcoll")
 _STORE_TAG = 32749

@@ -26,9 +26,9 @@ from ...kernels.primitives import address_of
 from ...p2p.pipe import ACKED, ARRIVED, ENTERED, EVENTS, HEADER, NOTHING, Ack, Header, Pipe
 from ...p2p.transfers import Send
 from . import compiled as words
+from .agreement import Requests, abandon
 from .execution import pieces
 from .library import Library
-from .requests import Requests, abandon
 
 _HEAD = 5 * 8
 INSIDE = 1024 - _HEAD

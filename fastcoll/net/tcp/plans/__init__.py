@@ -2,8 +2,7 @@
 
 plan       the format, which the engine runs
 shape      a call as plans see it, and the limits that they keep to
-pairwise   small calls, which travel with the headers of the meeting; every rank with every other: what only moves
-direct     every rank with every other: reductions in rank order
+direct     every rank with every other, and small calls, which travel with the headers of the meeting
 doubling, circulant, ring, binomial   for more ranks than can usefully talk to each other at once
 choose     all of them, and which a call takes, by costs
 """
