@@ -85,6 +85,7 @@ class Groups:
 
 
 groups = Groups()
+os.register_at_fork(after_in_child=groups.disown)
 
 
 class _GroupMember:

@@ -133,7 +133,6 @@ def init_process_group(
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
     find = _chosen_way(init_method, store, rank, world_size, limit, group_name, choice)
     groups.clear()
-    _watch_forks()
     job, world = _start(find, choice, limit)
     groups.add(world, choice)
     _job = job
@@ -349,6 +348,8 @@ def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> t
 
 def _leave(error: BaseException | None, patience: float | None, ended: bool = False) -> GroupError | None:
     """Leave every group and the job, as `leave` does; `ended` says whether the program has."""
+    if ended:
+        _log.info("destroy_process_group was not called; leaving at exit")
     mine, farewell = list(groups.backends) if groups.inherited is None else [], last_words(error, ended)
     return leave(mine, error, functools.partial(_let_go, patience, farewell))
 
@@ -369,15 +370,4 @@ def _let_go(patience: float | None, farewell: str) -> None:
         close(made, farewell)
 
 
-@functools.cache
-def _watch_forks() -> None:
-    """Disown the groups in children of fork. Once a process."""
-    os.register_at_fork(after_in_child=groups.disown)
-
-
-def _leave_at_exit(error: BaseException | None) -> GroupError | None:
-    _log.info("destroy_process_group was not called; leaving at exit")
-    return _leave(error, _EXIT_SECONDS, ended=True)
-
-
-_exit_hook = ExitHook(_leave_at_exit)
+_exit_hook = ExitHook(functools.partial(_leave, patience=_EXIT_SECONDS, ended=True))

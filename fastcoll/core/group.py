@@ -259,26 +259,24 @@ class ProcessGroup:
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Reduce over all ranks into the root's array; the others' arrays stay as they are."""
-        with self.preparing("reduce"):
-            root = self.checked_rank("dst", root)
-            x = self.adopt(tensor, writable=self.rank == root, renew=True)
-            source, plain = scaled(x.array, op)
-            call = self.planned(Operation("reduce", (x.array,), (source,), plain, root))
-        return self.run("reduce", call, (x,), async_op)
+        return self._reduced("reduce", tensor, op, async_op, root)
 
     def scan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Inclusive prefix reduction in place: rank r gets the reduction of ranks 0..r."""
-        return self._scan("scan", tensor, op, async_op)
+        return self._reduced("scan", tensor, op, async_op, self.rank)
 
     def exscan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         """Exclusive prefix reduction in place: ranks 0..r-1; rank 0's array stays as it is."""
-        return self._scan("exscan", tensor, op, async_op)
+        return self._reduced("exscan", tensor, op, async_op, self.rank)
 
-    def _scan(self, kind: str, tensor: Any, op: ReduceOp, async_op: bool) -> Any:
+    def _reduced(self, kind: str, tensor: Any, op: ReduceOp, async_op: bool, root: int) -> Any:
+        """A reduction in place, into the array of `root`; in a scan every rank is its own."""
         with self.preparing(kind):
-            x = self.adopt(tensor, writable=True, renew=True)
+            root = self.checked_rank("dst", root)
+            x = self.adopt(tensor, writable=self.rank == root, renew=True)
             source, plain = scaled(x.array, op)
-            call = self.planned(Operation(kind, (x.array,), (source,), plain))
+            to = root if kind == "reduce" else 0
+            call = self.planned(Operation(kind, (x.array,), (source,), plain, to))
         return self.run(kind, call, (x,), async_op)
 
     def reduce_scatter(
@@ -351,11 +349,18 @@ class ProcessGroup:
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Work | None:
         """Rank r's array goes to list item r on the root; elsewhere the list is None."""
-        with self.preparing("gather"):
+        return self._gather("gather", tensor, output_list, root, async_op)
+
+    def gather_single(self, tensor: Any, output: Any, root: int, async_op: bool = False) -> Work | None:
+        """The arrays of all ranks, equal in size, one after the other in the root's `output`; elsewhere None."""
+        return self._gather("gather_single", tensor, output, root, async_op)
+
+    def _gather(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Work | None:
+        with self.preparing(name):
             root = self.checked_rank("dst", root)
             x = self.adopt(tensor, writable=False)
-            owners = self._adopt_on_root(output_list, root, x, writable=True, what="gather_list")
-            outs = arrays_of(owners)
+            what = "gather_list" if name == "gather" else "gather_tensor"
+            owners, outs = self._adopt_on_root(given, root, x, writable=True, what=what)
             call = self.planned(Operation("gather", outs, apart([x.array], outs, own=root), root=root))
         return self.run("gather", call, owners, async_op)
 
@@ -363,69 +368,44 @@ class ProcessGroup:
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Any:
         """List item r of the root goes to rank r's array; elsewhere the list is None."""
-        with self.preparing("scatter"):
-            root = self.checked_rank("src", root)
-            out = self.adopt(tensor, writable=True, renew=True)
-            blocks = self._adopt_on_root(input_list, root, out, writable=False, what="scatter_list")
-            sources = apart(arrays_of(blocks), [out.array], own=root)
-            call = self.planned(Operation("scatter", (out.array,), sources, root=root))
-        return self.run("scatter", call, (out,), async_op)
-
-    def gather_single(self, tensor: Any, output: Any, root: int, async_op: bool = False) -> Work | None:
-        """The arrays of all ranks, equal in size, one after the other in the root's `output`; elsewhere None."""
-        with self.preparing("gather_single"):
-            root = self.checked_rank("dst", root)
-            x = self.adopt(tensor, writable=False)
-            owners, outs = self._adopt_whole_on_root(output, root, x, writable=True, what="gather_tensor")
-            call = self.planned(Operation("gather", outs, apart([x.array], outs, own=root), root=root))
-        return self.run("gather", call, owners, async_op)
+        return self._scatter("scatter", tensor, input_list, root, async_op)
 
     def scatter_single(self, tensor: Any, input: Any, root: int, async_op: bool = False) -> Any:
         """Part r of the size equal parts of the root's `input` goes to rank r's array; elsewhere it is None."""
-        with self.preparing("scatter_single"):
+        return self._scatter("scatter_single", tensor, input, root, async_op)
+
+    def _scatter(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Any:
+        with self.preparing(name):
             root = self.checked_rank("src", root)
             out = self.adopt(tensor, writable=True, renew=True)
-            _, blocks = self._adopt_whole_on_root(input, root, out, writable=False, what="scatter_tensor")
-            call = self.planned(
-                Operation("scatter", (out.array,), apart(blocks, [out.array], own=root), root=root)
-            )
+            what = "scatter_list" if name == "scatter" else "scatter_tensor"
+            _, blocks = self._adopt_on_root(given, root, out, writable=False, what=what)
+            sources = apart(blocks, [out.array], own=root)
+            call = self.planned(Operation("scatter", (out.array,), sources, root=root))
         return self.run("scatter", call, (out,), async_op)
 
-    def _adopt_whole_on_root(
-        self, whole: Any, root: int, part: Adopted, *, writable: bool, what: str
+    def _adopt_on_root(
+        self, given: Any, root: int, own: Adopted, *, writable: bool, what: str
     ) -> tuple[Sequence[Adopted], tuple[Any, ...]]:
-        """The array that only the root gives, and its blocks, each as large as `part`; elsewhere none."""
+        """What only the root gives, and its arrays, one a rank: a list, or a whole of blocks like `own`; else none."""
+        is_list = what.endswith("_list")
         if self.rank != root:
-            if whole is not None:
+            if given if is_list else given is not None:
+                expected = "None or empty" if is_list else "None"
                 raise UsageError(
-                    f"{what} must be None on rank {self.rank}; only the root (rank {root}) gives it"
+                    f"{what} must be {expected} on rank {self.rank}; only the root (rank {root}) gives it"
                 )
             return (), ()
-        if whole is None:
-            raise UsageError(
-                f"{what} is None on the root (group rank {root}); give {self.size} times the elements of tensor"
-            )
-        x = self.adopt(whole, writable=writable, what=what)
-        return (x,), equal_blocks(what, x.array, "tensor", part.array, self.size)
-
-    def _adopt_on_root(
-        self, items: Any, root: int, own: Adopted, *, writable: bool, what: str
-    ) -> Sequence[Adopted]:
-        """The list that only the root gives, whose own item is as `own`; elsewhere an empty one."""
-        if self.rank != root:
-            if items:
-                raise UsageError(
-                    f"{what} must be None or empty on rank {self.rank}; only the root (rank {root}) gives it"
-                )
-            return ()
-        if items is None:
-            raise UsageError(
-                f"{what} is None on the root (group rank {root}); give a list of {self.size} arrays"
-            )
-        adopted = self.adopt_list(items, self.size, writable=writable, what=what)
-        check_fit("tensor", own.array, f"{what}[{root}]", adopted[root].array)
-        check_dtypes(what, adopted, own.array)
-        return adopted
+        if given is None:
+            cure = f"a list of {self.size} arrays" if is_list else f"{self.size} times the elements of tensor"
+            raise UsageError(f"{what} is None on the root (group rank {root}); give {cure}")
+        if not is_list:
+            whole = self.adopt(given, writable=writable, what=what)
+            return (whole,), equal_blocks(what, whole.array, "tensor", own.array, self.size)
+        items = self.adopt_list(given, self.size, writable=writable, what=what)
+        check_fit("tensor", own.array, f"{what}[{root}]", items[root].array)
+        check_dtypes(what, items, own.array)
+        return items, arrays_of(items)
 
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False

@@ -125,7 +125,6 @@ def dead_among(processes: Iterable[P]) -> list[P]:
 
     One poll(2) without waiting, cheap enough for every 50 ms. Never blocks.
     """
-    _watch_forks()
     with _lock:
         watched = [(process, _watch(process)) for process in processes if in_sight(process)]
         ended = {fd for fd, _ in _poller.poll(0)} if _watched else set()
@@ -179,13 +178,8 @@ _poller = select.poll()
 _watched: dict[tuple[int, int], int | None] = {}
 
 
-@functools.cache
-def _watch_forks() -> None:
-    """Start anew in children of fork: another thread may hold the lock at that moment. Once a process."""
-    os.register_at_fork(after_in_child=_drop_inherited)
-
-
 def _drop_inherited() -> None:
+    """Start anew in a child of fork: another thread may have held the lock at that moment."""
     global _lock, _poller
     _lock, _poller = threading.Lock(), select.poll()
     for state in _watched.values():
@@ -193,6 +187,9 @@ def _drop_inherited() -> None:
             os.close(state)
     _watched.clear()
     _witnesses.clear()
+
+
+os.register_at_fork(after_in_child=_drop_inherited)
 
 
 def _watch(process: ProcessId) -> int | None:
