@@ -8,60 +8,27 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# isort: off
+# fmt: off
 from . import supported, symmetric  # noqa: F401 - the first refuses what the others cannot run on
 from ._version import __version__
 from .api.backends import (
-    Backend,
-    BackendConfig,
-    is_available,
-    is_backend_available,
-    is_gloo_available,
-    is_mpi_available,
+    Backend, BackendConfig, is_available, is_backend_available, is_gloo_available, is_mpi_available,
     is_nccl_available,
 )
 from .api.collectives import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_gather_single,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    exscan,
-    gather,
-    gather_into_tensor,
-    gather_single,
-    monitored_barrier,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
-    scan,
-    scatter,
-    scatter_single,
+    all_gather, all_gather_coalesced, all_gather_into_tensor, all_gather_single, all_reduce,
+    all_reduce_coalesced, all_to_all, all_to_all_single, barrier, broadcast, exscan, gather,
+    gather_into_tensor, gather_single, monitored_barrier, reduce, reduce_scatter, reduce_scatter_single,
+    reduce_scatter_tensor, scan, scatter, scatter_single,
 )
 from .api.groups import (
-    GroupMember,
-    get_backend,
-    get_backend_config,
-    get_global_rank,
-    get_group_rank,
-    get_process_group_ranks,
-    get_rank,
-    get_world_size,
-    group,
-    is_initialized,
+    GroupMember, get_backend, get_backend_config, get_global_rank, get_group_rank, get_process_group_ranks,
+    get_rank, get_world_size, group, is_initialized,
 )
 from .api.multigpu import all_gather_multigpu, all_reduce_multigpu, broadcast_multigpu, reduce_multigpu
 from .api.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
+    all_gather_object, broadcast_object_list, gather_object, recv_object_list, scatter_object_list,
     send_object_list,
 )
 from .api.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
@@ -71,27 +38,14 @@ from .core.group import ProcessGroup
 from .core.reduce_op import ReduceOp, reduce_op
 from .core.work import Work
 from .errors import (
-    AbortedError,
-    ArrayError,
-    CollectiveTimeoutError,
-    DistBackendError,
-    DistError,
-    DistNetworkError,
-    DistStoreError,
-    FastcollError,
-    GroupError,
-    MismatchError,
-    NotInitializedError,
-    PeerDiedError,
-    QueueEmptyError,
-    RendezvousError,
-    ResourceError,
-    StoreError,
-    StoreTimeoutError,
-    UnavailableError,
+    AbortedError, ArrayError, CollectiveTimeoutError, DistBackendError, DistError, DistNetworkError,
+    DistStoreError, FastcollError, GroupError, MismatchError, NotInitializedError, PeerDiedError,
+    QueueEmptyError, RendezvousError, ResourceError, StoreError, StoreTimeoutError, UnavailableError,
     UsageError,
 )
 from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rendezvous_handler
+# fmt: on
+# isort: on
 
 if TYPE_CHECKING:
     from .launch.run import run
