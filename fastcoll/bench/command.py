@@ -19,11 +19,9 @@ from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
 from . import cases
 from .cases import argument, cores, listed, parse_operation, positive, writable
-from .operations import DEVICES
-from .rank import FAILED, MISUSED, OK, run
+from .rank import DEVICES, FAILED, MISUSED, OK, run
 from .results import PICTURES
 
-_INTERRUPTED = 130
 _STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap"}
 """Modules of the folder bench/ of the sources, and the options that ask for them."""
 _OF_VERSUS = ("--peer-python", "--install-peers", "--rounds", "--scale", "--results", "--name")
@@ -81,13 +79,13 @@ def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int,
             spawn(_run_spawned, (worker, f"file://{folder}/meeting", ranks, arguments), ranks)
         except (ProcessExitedError, ProcessRaisedError) as error:
             code: int = getattr(error, "exit_code", OK)
-            if code not in (FAILED, MISUSED):  # of which rank 0 has said why
-                print(error, file=sys.stderr)
-                return FAILED
-            return code
+            if code in (FAILED, MISUSED):  # of which rank 0 has said why
+                return code
+            print(error, file=sys.stderr)
+            return FAILED
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            return _INTERRUPTED
+            return 130
     return OK
 
 

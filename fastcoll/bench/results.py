@@ -14,7 +14,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
@@ -155,9 +155,11 @@ def in_short(run: Run) -> list[str]:
         if wide.size:
             text += f" for {format_size(quick.size):>5},  busbw {wide.busbw:8.2f} GB/s for {format_size(wide.size):>5}"
         lines.append(text)
+    lines.append(
+        f"# memory alone: update {facts['update_gbs']:.1f} GB/s, copy {facts['copy_gbs']:.1f} GB/s a rank"
+    )
     return [
         *lines,
-        f"# memory alone: update {facts['update_gbs']:.1f} GB/s, copy {facts['copy_gbs']:.1f} GB/s a rank",
         "# beside other libraries: python -m fastcoll.bench --vs gloo,openmpi,mpich --install-peers",
     ]
 
@@ -186,10 +188,10 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def memory_speed(barrier: Callable[[], Any]) -> dict[str, float]:
-    """This rank's GB/s while all ranks, which meet in `barrier`, do the same: bytes of the array a second.
+    """This rank's GB/s of the array while all ranks, which meet in `barrier`, do the same; medians of nine.
 
-    `update_gbs` is an in-place `x *= 1` on 64 MiB of float32, the least that an all_reduce must do;
-    `copy_gbs` a copy of as much, the least that an operation must do that moves data. Medians of nine.
+    `update_gbs` is an in-place `x *= 1` on 64 MiB of float32, the least that an all_reduce must do; `copy_gbs` a copy
+    of as much, the least that an operation must do that moves data.
     """
     x = np.ones(_STREAM_BYTES // 4, np.float32)
     y, one = np.ones_like(x), np.float32(1)
@@ -201,10 +203,7 @@ def memory_speed(barrier: Callable[[], Any]) -> dict[str, float]:
             seconds.append(estimate(sweep, 1))
         return _STREAM_BYTES / median(seconds) / 1e9
 
-    return {
-        "update_gbs": gbs(lambda: np.multiply(x, one, out=x)),
-        "copy_gbs": gbs(lambda: np.copyto(y, x)),
-    }
+    return {"update_gbs": gbs(lambda: np.multiply(x, one, out=x)), "copy_gbs": gbs(lambda: np.copyto(y, x))}
 
 
 def write_json(path: Path, run: Run) -> None:
@@ -216,9 +215,7 @@ def write_json(path: Path, run: Run) -> None:
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write the rows as CSV with a line of names; an unchecked row has nothing under `wrong`."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        csv.writer(file).writerows([[field.name for field in fields(Row)], *map(astuple, rows)])
 
 
 def draw(path: Path, run: Run) -> None:
@@ -235,10 +232,9 @@ def draw(path: Path, run: Run) -> None:
         words = [row.operation, *(getattr(row, name) for name in telling)]
         lines.setdefault(" ".join(word for word in words if word != "none"), []).append(row)
     _panel(times, lines, lambda row: row.time_us, "time per call (µs)")
-    if len(run.devices) > 1:
-        _panel(speeds, lines, lambda row: row.busbw, "bus bandwidth (GB/s)")
-    else:
-        _panel(speeds, lines, lambda row: row.algbw, "size / time (GB/s); one rank has no bus")
+    bus = len(run.devices) > 1
+    label = "bus bandwidth (GB/s)" if bus else "size / time (GB/s); one rank has no bus"
+    _panel(speeds, lines, lambda row: row.busbw if bus else row.algbw, label)
     # What the memory gives to each rank when all ranks use it at once.
     update, copy = run.machine["update_gbs"], run.machine["copy_gbs"]
     for speed in (update, copy):
@@ -248,10 +244,8 @@ def draw(path: Path, run: Run) -> None:
     speeds.annotate(text, at, xycoords=("axes fraction", "data"), **how)
     speeds.set_ylim(top=2 * max(update, copy, speeds.get_ylim()[1] / 2))
     figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-    title = (
-        f"fastcoll {run.machine['fastcoll']} · {run.backend} · {len(run.devices)} ranks on {run.machine['cpu']}, "
-        f"{run.machine['usable_cores']} cores · {run.start_time[:10]}"
-    )
+    place = f"{len(run.devices)} ranks on {run.machine['cpu']}, {run.machine['usable_cores']} cores"
+    title = f"fastcoll {run.machine['fastcoll']} · {run.backend} · {place} · {run.start_time[:10]}"
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
 

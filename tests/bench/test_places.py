@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.bench import operations
+from fastcoll.bench import rank as operations
 from fastcoll.bench.cases import SHAPES, Case
 from fastcoll.bench.measuring import Schedule, measure
-from fastcoll.bench.operations import Cuda, Host
+from fastcoll.bench.rank import Cuda, Host
 
 
 class Marked(np.ndarray):  # type: ignore[type-arg]
@@ -127,7 +127,7 @@ def test_what_a_gpu_cannot_do_is_refused() -> None:
 
 
 def test_a_gpu_that_is_not_there_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.bench import operations
+    from fastcoll.bench import rank as operations
     from fastcoll.errors import UnavailableError
     from fastcoll.gpu import runtime
 

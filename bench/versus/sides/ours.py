@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import fastcoll as dist
-from fastcoll.bench.operations import reduce_op
+from fastcoll.bench.rank import reduce_op
 
 from ..cells import Buffers, ping_pong
 from ..loop import pin, rank_in_environment
