@@ -17,9 +17,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from .bench.cases import parse_dtype, positive
+from .bench.cases import positive
 from .core.reduce_op import ReduceOp
 from .errors import FastcollError, UsageError
+from .interop.dtypes import parse_dtype
 
 if TYPE_CHECKING:
     from .kernels.jit import Entry

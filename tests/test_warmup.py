@@ -12,7 +12,7 @@ import pytest
 
 import fastcoll
 from fastcoll import warmup
-from fastcoll.bench.cases import parse_dtype
+from fastcoll.interop.dtypes import parse_dtype
 from fastcoll.net.tcp import entries as net
 from fastcoll.shm import backend as shm
 

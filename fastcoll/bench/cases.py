@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import UnavailableError, UsageError
+from ..errors import UsageError
+from ..interop.dtypes import parse_dtype
 
 REDOPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "custom")
-_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "uint": "uint32"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
 
@@ -103,34 +103,15 @@ def _choose(what: str, name: str, known: Iterable[str]) -> str:
     return name
 
 
-def parse_dtype(text: str) -> np.dtype[Any]:
-    """The dtype of numbers that `text` names: NumPy's names, half, float, double and bfloat16, by ml_dtypes."""
-    name = _ALIASES.get(text.lower(), text.lower())
-    kind: Any = name
-    if name == "bfloat16":
-        try:
-            from ml_dtypes import bfloat16 as kind
-        except ImportError as error:
-            cure = "dtype bfloat16 needs the package ml_dtypes; pip install ml_dtypes"
-            raise UnavailableError(cure) from error
-    known = "give e.g. float32, float64, int32, bfloat16"
-    try:
-        dtype: np.dtype[Any] = np.dtype(kind)
-    except TypeError as error:
-        raise UsageError(f"there is no dtype {text!r}; {known}") from error
-    if dtype.kind not in "biufc" and kind is name:
-        raise UsageError(f"dtype {text!r} holds no numbers; {known}")
-    return dtype
-
-
 def parse_size(text: str) -> int:
     """The number of bytes that `text` means: `8`, `4K`, `64M`, `1.5G`; K, M and G are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
     nbytes = float(match[1]) * _UNITS[match[2].upper()] if match else 0.5
-    if not nbytes.is_integer():
-        cure = "give a number with or without K, M or G, e.g. 8, 4K, 64M"
-        raise UsageError(f"{text!r} is no size in bytes; {cure}")
-    return int(nbytes)
+    if nbytes.is_integer():
+        return int(nbytes)
+    raise UsageError(
+        f"{text!r} is no size in bytes; give a number with or without K, M or G, e.g. 8, 4K, 64M"
+    )
 
 
 def format_size(nbytes: int) -> str:
@@ -144,8 +125,8 @@ def format_size(nbytes: int) -> str:
 def size_range(begin: int, end: int, factor: float) -> list[int]:
     """`begin`, `begin * factor`, ... up to `end`; strictly increasing."""
     if not 1 <= begin <= end:
-        asked = f"sizes from {format_size(begin)} to {format_size(end)}"
-        raise UsageError(f"{asked}: begin must be from 1 to the end")
+        sizes = f"{format_size(begin)} to {format_size(end)}"
+        raise UsageError(f"sizes from {sizes}: begin must be from 1 to the end")
     if not factor > 1:
         raise UsageError(f"the factor between sizes is {factor:g}; it must be larger than 1")
     found, size = [begin], float(begin)

@@ -15,16 +15,16 @@ from typing import Any
 
 from ..api.backends import parse_backend
 from ..errors import UnavailableError, UsageError
+from ..interop.dtypes import parse_dtype
 from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
 from . import cases
-from .cases import argument, cores, listed, parse_operation, positive, writable
-from .rank import DEVICES, FAILED, MISUSED, OK, run
+from .cases import argument, listed, parse_operation, positive, writable
+from .rank import FAILED, MISUSED, OK, run
 from .results import PICTURES
 
+# Options that ask for modules of the folder bench/ of the sources.
 _STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap"}
-"""Modules of the folder bench/ of the sources, and the options that ask for them."""
-_OF_VERSUS = ("--peer-python", "--install-peers", "--rounds", "--scale", "--results", "--name")
 _EPILOG = f"""
 operations: {", ".join(cases.SHAPES)}
 
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     given, unknown = parser.parse_known_args(words)
     if unknown:
-        theirs = f"; {', '.join(_OF_VERSUS)} belong to --vs" if {*unknown} & {*_OF_VERSUS} else ""
+        of_versus = ("--peer-python", "--install-peers", "--rounds", "--scale", "--results", "--name")
+        theirs = f"; {', '.join(of_versus)} belong to --vs" if {*unknown} & {*of_versus} else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{theirs}")
     try:
         launched = detect(os.environ)
@@ -110,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("-e", "--end", type=size, default=64 << 20, metavar="SIZE", help="largest (default: 64M)")
     add("-f", "--factor", type=float, default=2.0, help="between sizes (default: 2)")
     add("--sizes", type=sizes, metavar="SIZES", help="these instead: a,b,...")
-    dtypes, redops = listed(lambda text: cases.parse_dtype(text).name), listed(cases.parse_redop)
+    dtypes, redops = listed(lambda text: parse_dtype(text).name), listed(cases.parse_redop)
     add("-d", "--dtype", type=dtypes, default=["float32"], help="one or several, a,b (default: float32)")
     several = f"one or several of {', '.join(cases.REDOPS)} (default: sum)"
     add("-o", "--op", type=redops, default=["sum"], help=several)
@@ -119,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("how").add_argument
     add("--backend", default="auto", help="default: auto")
     where = "where the arrays lie (default: cpu); cuda needs CuPy"
-    add("--device", choices=DEVICES, default="cpu", help=where)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=where)
     filled = "to fill with calls for each row (default: 0.15); with --vs: at most (default: 5)"
     add("--seconds", type=positive(float), default=0.15, help=filled)
     add("--iters", type=positive(int), metavar="N", help="calls a row, instead of --seconds")
@@ -129,16 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
     pinned = "pin each rank to a core, of these in turn (a,b,...) or of all usable ones; or none of them: "
     pinned += "none (default: none; with --vs: all usable ones)"
     usable = sorted(os.sched_getaffinity(0))
-    add(
-        "--cores",
-        "--pin",
-        type=argument(cores),
-        nargs="?",
-        default=[],
-        const=usable,
-        metavar="CORES",
-        help=pinned,
-    )
+    cores = argument(cases.cores)
+    add("--cores", "--pin", type=cores, nargs="?", default=[], const=usable, metavar="CORES", help=pinned)
 
     add = parser.add_argument_group("results").add_argument
     add("--json", type=argument(writable), metavar="FILE", help="also write the whole run")
@@ -156,9 +149,8 @@ def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> No
     parse_backend(given.backend)
     asked = [parse_operation(name) for name in given.operations]
     possible = [n for n in cases.SHAPES if given.device == "cpu" or n != "update_symmetric_all_reduce"]
-    for name in asked:
-        if name not in possible:
-            raise UsageError(f"{name} is for host memory; leave --device {given.device} out")
+    if impossible := set(asked) - set(possible):
+        raise UsageError(f"{impossible.pop()} is for host memory; leave --device {given.device} out")
     given.operations = asked or possible
     given.sizes = given.sizes or cases.size_range(given.begin, given.end, given.factor)
     given.plot = pictures(given.plot)

@@ -21,34 +21,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-Tile = NDArray[Any]
-"""One period of a pattern, in the dtype of the arrays."""
+Tile = NDArray[Any]  # one period of a pattern, in the dtype of the arrays
+Call = Callable[[], Any]
 
 PERIOD = 16381
 _INDEX = np.arange(PERIOD, dtype=np.int64)
 
 
-def _small(rank: int, ranks: int) -> Array:
-    return 1 + (_INDEX + rank) % 2
-
-
-def _bits(rank: int, ranks: int) -> Array:
-    return 1 + (5 * _INDEX + 3 * rank) % 63
-
-
-_REDUCTIONS: dict[str, tuple[Callable[[int, int], Array], Callable[[Array, Array], Array]]] = {
-    "sum": (_small, np.add),
-    # One rank gives a multiple of the number of ranks, so that the average is exact in integers too.
-    "avg": (lambda rank, n: np.where(_INDEX % n == rank, n * (1 + _INDEX % 3), 0), np.add),
-    "product": (_small, np.multiply),
-    "min": (_bits, np.minimum),
-    "max": (_bits, np.maximum),
-    "band": (_bits, np.bitwise_and),
-    "bor": (_bits, np.bitwise_or),
-    "bxor": (_bits, np.bitwise_xor),
-    "custom": (_bits, np.maximum),  # absmax, of numbers that are not negative
+# How two ranks' values become one.
+_FOLDS: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+    "custom": np.maximum,  # absmax, of numbers that are not negative
 }
-"""What a rank gives, and how two ranks' values become one."""
+
+
+def _given(redop: str, rank: int, ranks: int) -> Array:
+    if (
+        redop == "avg"
+    ):  # one rank gives a multiple of their number, so that the average is exact in integers too
+        return np.where(_INDEX % ranks == rank, ranks * (1 + _INDEX % 3), 0)
+    return 1 + ((_INDEX + rank) % 2 if redop in ("sum", "product") else (5 * _INDEX + 3 * rank) % 63)
 
 
 def moved(source: int, dtype: np.dtype[Any]) -> Tile:
@@ -58,16 +57,13 @@ def moved(source: int, dtype: np.dtype[Any]) -> Tile:
 
 def reduced_input(redop: str, rank: int, ranks: int, dtype: np.dtype[Any]) -> Tile:
     """What a rank gives to a reduction."""
-    return _of_dtype(_REDUCTIONS[redop][0](rank, ranks), dtype)
+    return _of_dtype(_given(redop, rank, ranks), dtype)
 
 
 def reduced_output(redop: str, ranks: int, dtype: np.dtype[Any]) -> Tile:
     """What the reduction over all ranks must give."""
-    give, fold = _REDUCTIONS[redop]
-    given = [give(rank, ranks) for rank in range(ranks)]
-    if dtype.kind == "b":
-        given = [values % 2 for values in given]
-    total = reduce(fold, given)
+    wide = dtype if dtype.kind == "b" else np.dtype(np.int64)
+    total = reduce(_FOLDS[redop], [_of_dtype(_given(redop, rank, ranks), wide) for rank in range(ranks)])
     return (total // ranks if redop == "avg" else total).astype(dtype)
 
 
@@ -95,12 +91,8 @@ def _of_dtype(values: Array, dtype: np.dtype[Any]) -> Tile:
     return (values % 2 if dtype.kind == "b" else values).astype(dtype)
 
 
-# ---- times -------------------------------------------------------------------------------------------
-
-Call = Callable[[], Any]
 _BATCH_SECONDS = 20e-6
-_LEAST_CALLS = 20
-_MOST_CALLS = 100_000
+_LEAST_CALLS, _MOST_CALLS = 20, 100_000
 
 
 class Schedule(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,7 +37,7 @@ def run(local_rank: int, meeting: dict[str, Any], options: Namespace) -> int:
     dist.init_process_group(options.backend, **meeting)
     first = dist.get_rank() == 0
     try:
-        done = _measure_all(options, place_of(options.device, local_rank), first)
+        done = _measure_all(options, Host() if options.device == "cpu" else Cuda(local_rank), first)
     except UsageError as error:  # the same on every rank, e.g. a reduction that the dtype does not have
         if first:
             print(f"python -m fastcoll.bench: error: {error}", file=sys.stderr, flush=True)
@@ -117,7 +117,7 @@ def _verify(trial: Trial, check: bool) -> int:
 
 
 class Report:
-    """Shows a run: lines on stdout, each as soon as it is known. Ranks that do not `tell` show nothing.
+    """Shows a run's lines on stdout, each as soon as it is known; `tell`: whether this rank does.
 
     On a terminal where rich is installed the lines have colours (unless NO_COLOR is set) and scroll above a bar that
     says what runs now. The bar is drawn between cases only: a thread that redraws it would be timed with the calls.
@@ -161,11 +161,6 @@ class Report:
             self.bar.advance(self.bar.task_ids[0])
 
 
-# ---- the operations ----------------------------------------------------------------------------------------
-
-DEVICES = ("cpu", "cuda")
-
-
 class Host:
     """Where arrays lie, here NumPy's; what makes them, fills and checks them (see `measuring`)."""
 
@@ -181,8 +176,10 @@ class Host:
 class Cuda(Host):
     """CuPy's arrays on the GPU of a local rank, modulo how many there are, on CuPy's current stream."""
 
-    def __init__(self, cupy: Any, local_rank: int) -> None:
-        self._cupy = cupy
+    def __init__(self, local_rank: int) -> None:
+        from ..gpu import runtime
+
+        self._cupy = cupy = runtime.cupy()  # UnavailableError without CuPy or a GPU
         cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> Any:
@@ -200,24 +197,14 @@ class Cuda(Host):
         self._cupy.cuda.get_current_stream().synchronize()
 
 
-def place_of(device: str, local_rank: int) -> Host:
-    """The place that `--device` names; raises UnavailableError without CuPy or a GPU."""
-    if device == "cpu":
-        return Host()
-    from ..gpu.runtime import cupy
-
-    return Cuda(cupy(), local_rank)
-
-
 @dataclass(frozen=True)
 class Trial:
     """One rank's part in a case: `call` is the operation once."""
 
     place: Host
-    call: Callable[[], Any]
+    call: Call
     given: Sequence[tuple[Any, Tile]] = ()  # arrays that the call reads, with their patterns
-    # Those it writes, what must be there, and where that starts.
-    expected: Sequence[tuple[Any, Tile, int]] = ()
+    expected: Sequence[tuple[Any, Tile, int]] = ()  # those it writes, what must be there, where that starts
 
     def reset(self) -> None:
         """Make the outputs wrong and the inputs right."""
@@ -256,8 +243,8 @@ def _reduction(case: Case, rank: int, place: Host) -> Trial:
         np.multiply(x, dtype.type(1), out=x)
         dist.all_reduce(x, op)
 
-    alone = case.operation == "all_reduce"
-    return Trial(place, partial(dist.all_reduce, x, op) if alone else update, [(x, given)], [(x, total, 0)])
+    once: Call = partial(dist.all_reduce, x, op) if case.operation == "all_reduce" else update
+    return Trial(place, once, [(x, given)], [(x, total, 0)])
 
 
 def _movement(case: Case, rank: int, place: Host) -> Trial:
@@ -270,7 +257,7 @@ def _movement(case: Case, rank: int, place: Host) -> Trial:
     def parts(x: Any) -> list[Any]:
         return list(x.reshape(n, case.count))
 
-    def trial(call: Callable[[], Any], given: dict[int, Any], expected: dict[int, Any]) -> Trial:
+    def trial(call: Call, given: dict[int, Any], expected: dict[int, Any]) -> Trial:
         """Of arrays, by the numbers of the blocks that they hold."""
         inputs = [(x, m.moved(i, case.dtype)) for i, x in given.items()]
         return Trial(place, call, inputs, [(x, m.moved(i, case.dtype), 0) for i, x in expected.items()])

@@ -1,7 +1,6 @@
 """Rows of results, what they were measured on, and the lines, JSON, CSV and picture that show them.
 
-time, p99       microseconds a call: every rank's median (99th percentile) over its batches of
-                calls; the slowest rank's
+time, p99       microseconds a call: median (99th percentile) over a rank's batches of calls; the slowest rank's
 algbw           size / time, GB/s (10**9 bytes)
 busbw           algbw times the operation's bus factor: what each rank's link would have to carry
 #wrong          elements that were not what they must be, over all ranks; N/A when not checked
@@ -27,8 +26,7 @@ from ..shm import thresholds
 from .cases import SHAPES, Case, format_size
 from .measuring import Schedule, Timing, estimate
 
-PICTURES = (".png", ".svg", ".pdf")
-"""The endings of file names that `draw` takes."""
+PICTURES = (".png", ".svg", ".pdf")  # endings of file names that `draw` takes
 # Okabe and Ito's colours, which the colour-blind can tell apart; then other marks with the same colours.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKS = "osD^v"
@@ -104,8 +102,8 @@ def per_element(rows: Sequence[Row]) -> list[str]:
     `per element` and `per byte` are factors: of float32's sum, at the same size of the same operation.
     """
     rows = [row for row in rows if row.count]
-    usual = [row for row in rows if (row.type, row.redop) == ("float32", "sum")]
-    bases = {(row.operation, row.size): row for row in usual}
+    usual = ("float32", "sum")
+    bases = {(row.operation, row.size): row for row in rows if (row.type, row.redop) == usual}
     compared = [(row, base) for row in rows if (base := bases.get((row.operation, row.size)))]
     several = {row.operation for row, base in compared if row is not base}
     lines = ["#", "# against float32's sum", _COMPARED.format(*_COMPARED_NAMES)]
@@ -120,9 +118,8 @@ def per_element(rows: Sequence[Row]) -> list[str]:
 def summary(rows: Sequence[Row]) -> list[str]:
     """The lines below the table."""
     wrong, speeds = sum(row.wrong or 0 for row in rows), [row.busbw for row in rows if row.size]
-    verdict = f"{wrong} {'FAILED' if wrong else 'OK'}"
-    if all(row.wrong is None for row in rows):
-        verdict = "not checked"
+    unchecked = all(row.wrong is None for row in rows)
+    verdict = "not checked" if unchecked else f"{wrong} {'FAILED' if wrong else 'OK'}"
     mean = f"{fmean(speeds):.4f} GB/s" if speeds else "N/A"
     return ["#", f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {mean}"]
 
@@ -253,8 +250,7 @@ def draw(path: Path, run: Run) -> None:
 def _panel(axes: Any, lines: dict[str, list[Row]], value: Callable[[Row], float], label: str) -> None:
     for number, (name, rows) in enumerate(lines.items()):
         sizes, values = [row.size for row in rows], [value(row) for row in rows]
-        colour = _COLOURS[number % len(_COLOURS)]
-        mark = _MARKS[number // len(_COLOURS) % len(_MARKS)]
+        colour, mark = _COLOURS[number % len(_COLOURS)], _MARKS[number // len(_COLOURS) % len(_MARKS)]
         axes.plot(sizes, values, mark + "-", color=colour, label=name, markersize=4, linewidth=1.5)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -53,7 +53,15 @@ def run(local_rank: int, meeting: dict[str, Any], command: str) -> None:
     dist.init_process_group(**meeting)
     group = dist.new_group(backend="shm")
     assert isinstance(group, dist.ProcessGroup)
-    rows = [_measure(group, nbytes) for nbytes in SIZES]
+    assert isinstance(group.backend, ShmBackend)
+    rows = []
+    for nbytes in SIZES:
+        x, seconds = np.zeros(nbytes // 4, np.float32), np.empty((_ROUNDS, 2))
+        for each in seconds:
+            for way, limit in enumerate((_ALWAYS, _NEVER)):
+                group.backend.context.go_one_shot(limit)
+                each[way] = timed(partial(group.all_reduce, x), 5, _SECONDS)[1].median
+        rows.append(Measured(nbytes, *np.median(seconds, 0).tolist()))
     rank = group.rank
     dist.destroy_process_group()
     if rank != 0:
@@ -76,13 +84,3 @@ def best_limit(rows: Sequence[Measured]) -> int:
         return sum((row[1] if row.nbytes <= limit else row[2]) / min(row[1:]) for row in rows)
 
     return min([0, *(row.nbytes for row in rows)], key=loss)
-
-
-def _measure(group: dist.ProcessGroup, nbytes: int) -> Measured:
-    assert isinstance(group.backend, ShmBackend)
-    x, seconds = np.zeros(nbytes // 4, np.float32), np.empty((_ROUNDS, 2))
-    for each in seconds:
-        for way, limit in enumerate((_ALWAYS, _NEVER)):
-            group.backend.context.go_one_shot(limit)
-            each[way] = timed(partial(group.all_reduce, x), 5, _SECONDS)[1].median
-    return Measured(nbytes, *np.median(seconds, 0).tolist())

@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UnavailableError, UsageError
+
 _NUMPY = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 ).split()
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "uint": "uint32"}
 
 
 class bfloat(np.void):  # type: ignore[misc]  # final for type checkers only
@@ -35,6 +38,27 @@ def dtype_of(name: str, itemsize: int) -> np.dtype[Any]:
     # A record of one field, as NumPy takes plain void dtypes of one size for the same.
     record = np.dtype([(name, f"V{itemsize}")])
     return np.dtype((bfloat, record)) if name == "bfloat16" else record
+
+
+def parse_dtype(text: str) -> np.dtype[Any]:
+    """The dtype of numbers that `text` names: NumPy's names, half, float, double and bfloat16, by ml_dtypes."""
+    name = _ALIASES.get(text.lower(), text.lower())
+    kind: Any = name
+    if name == "bfloat16":
+        try:
+            from ml_dtypes import bfloat16 as kind
+        except ImportError as error:
+            raise UnavailableError(
+                "dtype bfloat16 needs the package ml_dtypes; pip install ml_dtypes"
+            ) from error
+    known = "give e.g. float32, float64, int32, bfloat16"
+    try:
+        dtype: np.dtype[Any] = np.dtype(kind)
+    except TypeError as error:
+        raise UsageError(f"there is no dtype {text!r}; {known}") from error
+    if dtype.kind not in "biufc" and kind is name:
+        raise UsageError(f"dtype {text!r} holds no numbers; {known}")
+    return dtype
 
 
 def widened(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

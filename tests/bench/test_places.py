@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.bench import rank as operations
 from fastcoll.bench.cases import SHAPES, Case
 from fastcoll.bench.measuring import Schedule, measure
-from fastcoll.bench.rank import Cuda, Host
+from fastcoll.bench.rank import Cuda, Host, prepare
+from fastcoll.errors import UnavailableError
+from fastcoll.gpu import runtime
 
 
 class Marked(np.ndarray):  # type: ignore[type-arg]
@@ -47,7 +48,7 @@ def test_every_operation_works_on_arrays_of_its_place(rank: int, world_size: int
         place = Elsewhere()
         redop = "sum" if shape.reduces else "none"
         case = Case(operation, np.dtype(np.float32), redop, 0 if shape.rooted else -1, 20_000, world_size)
-        trial = operations.prepare(case, rank, place)
+        trial = prepare(case, rank, place)
         trial.reset()
         trial.call()
         assert trial.wrong() == 0, operation
@@ -104,9 +105,10 @@ class _OnFake:
         return self.host.copy()
 
 
-def test_arrays_on_a_gpu_are_filled_and_checked_from_the_host() -> None:
+def test_arrays_on_a_gpu_are_filled_and_checked_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = _FakeCupy()
-    place = Cuda(cupy, local_rank=3)
+    monkeypatch.setattr(runtime, "cupy", lambda: cupy)
+    place = Cuda(local_rank=3)
     assert cupy.used == [1]
     x, tile = place.zeros(5, np.dtype(np.int32)), np.arange(1, 16382, dtype=np.int32)
     assert place.count_wrong(x, tile) == 5
@@ -127,13 +129,9 @@ def test_what_a_gpu_cannot_do_is_refused() -> None:
 
 
 def test_a_gpu_that_is_not_there_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.bench import rank as operations
-    from fastcoll.errors import UnavailableError
-    from fastcoll.gpu import runtime
-
     def missing() -> None:
         raise UnavailableError("arrays on GPUs need CuPy")
 
     monkeypatch.setattr(runtime, "cupy", missing)
     with pytest.raises(UnavailableError, match="CuPy"):
-        operations.place_of("cuda", 0)
+        Cuda(0)
