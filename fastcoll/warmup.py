@@ -97,7 +97,6 @@ def _warm_up(todo: Sequence[str], processes: int) -> None:
 
 
 def _make(name: str) -> _Made:
-    """Compile or load one."""
     from .kernels.cache import KernelCache
     from .kernels.reduce import reducer
 

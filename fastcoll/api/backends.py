@@ -154,15 +154,10 @@ def is_nccl_available() -> bool:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """What the user asked for: a backend for each kind of device.
+    """What the user asked for: a backend for each kind of device."""
 
-    Attributes:
-        by_device: "cpu" and perhaps "cuda" to a backend.
-        nccl_alone: whether "nccl" was asked for, without a device.
-    """
-
-    by_device: Mapping[str, Backend]
-    nccl_alone: bool = False
+    by_device: Mapping[str, Backend]  # of "cpu" and perhaps "cuda"
+    nccl_alone: bool = False  # whether "nccl" was asked for, without a device
 
     def __str__(self) -> str:
         return ",".join(f"{device}:{name}" for device, name in self.by_device.items())

@@ -44,12 +44,9 @@ _NO_WORLD = cast(ProcessGroup, _NoWorld())
 
 
 class Groups:
-    """The registry.
+    """The registry: the default group or its stand-in, and every group, oldest first, with what was asked for it.
 
-    Attributes:
-        world: the default group, or the stand-in.
-        backends: every group of this process, oldest first, and what was asked for it.
-        inherited: the error of every use, when all of this came through fork from another process.
+    `inherited` is the error of every use, when all of this came through fork from another process.
     """
 
     def __init__(self) -> None:
@@ -119,11 +116,9 @@ def member_of(group: Group, what: str) -> ProcessGroup | None:
 def group_rank(
     group: ProcessGroup, what: str, global_rank: int | None, rank: int | None, default: int | None = None
 ) -> int:
-    """The group rank meant by torch's pair of arguments `src`, `group_src` (or `dst`, `group_dst`).
+    """The group rank meant by torch's pair of arguments `src`, `group_src` (or `dst`, `group_dst`; `what` says which).
 
-    Args:
-        what: "src" or "dst".
-        default: the global rank when neither is given; None: one must be given.
+    `default` is the global rank when neither is given; None: one must be given.
     """
     if rank is not None:
         if global_rank is not None:

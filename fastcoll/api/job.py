@@ -32,25 +32,15 @@ _LEFT = 1 << 30
 
 @dataclass(eq=False)
 class Job:
-    """One job, as seen by one of its ranks.
+    """One job, as seen by one of its ranks."""
 
-    Attributes:
-        store: the job's own part of the store.
-        members: every rank of the world.
-        rank: this process's place among them.
-        choice: the backend of the world.
-        make: makes groups of that backend.
-        timeout: seconds; the default of every group.
-        close_store: lets go of the store behind `store`.
-    """
-
-    store: Store
-    members: Sequence[Member]
+    store: Store  # the job's own part of the store
+    members: Sequence[Member]  # every rank of the world
     rank: int
-    choice: BackendChoice
-    make: MakeGroup
-    timeout: float
-    close_store: Callable[[], None]
+    choice: BackendChoice  # of the world
+    make: MakeGroup  # makes groups of that backend
+    timeout: float  # seconds; the default of every group
+    close_store: Callable[[], None]  # lets go of the store behind `store`
     _calls: Counter[str] = field(default_factory=Counter, init=False)
     _settled: int = field(default=0, init=False)
     _interrupted: bool = field(default=False, init=False)
@@ -69,11 +59,9 @@ class Job:
 
     @contextmanager
     def making(self, ranks: Sequence[int], doing: str, counted: bool = True) -> Iterator[None]:
-        """One making of a group of `ranks`, which is counted when it ends, well or not.
+        """One making of a group of `ranks`; if all ranks take part it is `counted` when it ends, well or not.
 
-        Args:
-            doing: the start of the message when the store was lost because its holder or a member died.
-            counted: whether all ranks take part; others' makings are not waited for.
+        `doing` starts the message when the store was lost because its holder or a member died.
         """
         try:
             yield
@@ -87,21 +75,15 @@ class Job:
             self.settle()
 
     def settle(self, interrupted: bool = False) -> None:
-        """Tell that this rank is done with one more making of a group.
-
-        Args:
-            interrupted: it ended by Ctrl-C or the like, after which nobody is waited for long.
-        """
+        """Tell that this rank is done with one more making of a group; after an `interrupted` one nobody waits long."""
         self._settled += 1
         self._interrupted = interrupted
         self._count(1)
 
     def leave(self, patience: float, gone: Sequence[Member] = (), farewell: str = "") -> None:
-        """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it.
+        """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it but those `gone`.
 
-        Args:
-            gone: ranks that are known to have died, which the groups knew while they were there.
-            farewell: what ranks read that wait for this one to make a group.
+        The `farewell` is read by ranks that wait for this one to make a group.
         """
         before = self.store.timeout  # which a user's store keeps
         try:

@@ -96,11 +96,7 @@ def _loss(groups: Sequence[ProcessGroup]) -> GroupError | None:
 
 
 class ExitHook:
-    """Leaves at exit, unless it is taken back: in children of multiprocessing too, which run its own hooks alone.
-
-    Args:
-        leave: takes and returns what `leave` above does.
-    """
+    """Leaves at exit, unless it is taken back: in children of multiprocessing too, which run its own hooks alone."""
 
     def __init__(self, leave: Callable[[BaseException | None], GroupError | None]) -> None:
         self._leave = leave

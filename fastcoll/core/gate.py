@@ -19,17 +19,9 @@ from .work import ProgressQueue, Unheard, Work, is_progressing
 class Gate:
     """One group's, with what its backend must know of it.
 
-    Attributes:
-        name: unique in the job.
-        ranks: global rank of each group rank.
-        rank: this process's rank in the group.
-        timeout: seconds that a call may take.
-        failure: why the group failed, or None.
-        closed: whether the group was destroyed here.
-        refusal: what the peers are told by the refused call that has the turn.
-        turn: held by the thread whose call runs.
-        queue: of asynchronous calls, and of those behind them.
-        unheard: asynchronous operations that nobody has waited for.
+    `name`, `ranks`, `rank`, `timeout`, `failure` are the group's; `closed`: it was destroyed here. `turn` is held by
+    the thread whose call runs, `refusal` is what peers are told if that was refused. `queue` has asynchronous calls
+    and those behind them, `unheard` those that nobody has waited for.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -49,7 +41,6 @@ class Gate:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def also(self, inside: Callable[[], bool], busy: Callable[[], bool]) -> None:
@@ -69,7 +60,6 @@ class Gate:
         return threading.get_ident() in self._inside or self._also_inside()
 
     def is_busy(self) -> bool:
-        """Whether operations are under way or queued."""
         return self.queue.pending > 0 or self.turn.locked() or self._also_busy()
 
     def may_wait(self) -> bool:
@@ -91,9 +81,5 @@ class Gate:
         return not self.queue.pending and threading.get_ident() not in self._inside
 
     def submit(self, name: str, job: Callable[[], Any], heard: bool = False) -> Work:
-        """The Work of a job, which is done behind all earlier ones on the progress thread.
-
-        Args:
-            heard: nobody needs to hear of its end, so it cannot be lost.
-        """
+        """The Work of a job, behind all earlier ones on the progress thread; `heard`: its end cannot be lost."""
         return self.unheard.note(self.queue.submit(name, job), heard)

@@ -495,11 +495,7 @@ class ProcessGroup:
         return self.run("barrier", self.planned(Operation("barrier"), timeout), (), async_op)
 
     def monitored_barrier(self, timeout: float | None = None) -> None:
-        """A barrier with a timeout of its own that names all missing ranks, on every rank.
-
-        Args:
-            timeout: seconds; None for the group's own.
-        """
+        """A barrier that names all missing ranks, on every rank; `timeout` in seconds, None for the group's own."""
         self.run("monitored_barrier", self.planned(Operation("barrier"), timeout), (), False)
 
     # ---- point to point ----------------------------------------------------------------------------
@@ -593,8 +589,7 @@ class ProcessGroup:
     def close(self, farewell: str = "") -> None:
         """Leave the group and release what it holds. Closing twice is fine; what is under way and later calls raise.
 
-        Args:
-            farewell: what the peers read of it; by default the exception that is being handled, if there is one.
+        The peers read the `farewell`; by default the exception that is being handled, if there is one.
         """
         if not self.gate.closed:
             self.monitor.farewell = farewell = farewell or last_words(sys.exc_info()[1])

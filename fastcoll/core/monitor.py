@@ -154,14 +154,8 @@ class Monitor(ABC):
 class Wait:
     """One blocked operation: its deadline, the warning it gives, and when it is hopeless.
 
-    Args:
-        doing: what is waited for, for messages: "all_reduce(float32, 4 elements, op=SUM), call 12".
-        late: returns the group ranks that have not arrived.
-        timeout: seconds.
-        started: when it began, by time.monotonic; None: now.
-
-    Attributes:
-        hint: returns what else may be the matter, behind a semicolon.
+    `doing` is for messages: "all_reduce(float32, 4 elements, op=SUM), call 12". `late` returns the group ranks that did
+    not arrive, `hint` what else may be the matter, behind a semicolon. `started` is by time.monotonic; None: now.
     """
 
     def __init__(

@@ -140,7 +140,6 @@ def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
 
 
 def arrays_of(items: Sequence[Adopted]) -> tuple[Array, ...]:
-    """The arrays themselves."""
     return tuple(item.array for item in items)
 
 
@@ -169,11 +168,8 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tupl
 def check_apart(outs: Sequence[Adopted], name: str, each: int = 0) -> None:
     """Refuse outputs two of which share memory: which result stays there would be a matter of chance.
 
-    A packed copy is looked at where it is written back to; strided arrays on GPUs are not looked at.
-
-    Args:
-        name: of the list, for messages.
-        each: how many arrays a list has, where it is a list of lists.
+    `each`: how many arrays a list has, where `name` is a list of lists. A packed copy is looked at where it is written
+    back to; strided arrays on GPUs are not looked at.
     """
     on_host = all(type(out.target) is np.ndarray for out in outs)
     pairs = combinations([out.target for out in outs], 2)

@@ -36,8 +36,6 @@ Call = Callable[[], Any]
 
 
 class Operation(NamedTuple):
-    """One call; see the table above."""
-
     kind: str
     outputs: tuple[Any, ...] = ()
     inputs: tuple[Any, ...] = ()

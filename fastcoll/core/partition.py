@@ -55,15 +55,10 @@ def cut(x: X, most: int) -> list[X]:
 
 
 class Segments(NamedTuple):
-    """The same division for a number of blocks, so that segment k of one can go with segment k of another.
+    """The same division for a number of blocks, so that segment k of one can go with segment k of another."""
 
-    Attributes:
-        number: how many segments the longest block has.
-        nbytes: of a segment; the last one may be shorter, and those of shorter blocks may be empty.
-    """
-
-    number: int
-    nbytes: int
+    number: int  # of segments of the longest block
+    nbytes: int  # of a segment; the last one may be shorter, and those of shorter blocks may be empty
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Span], most: int, unit: int) -> Segments:
@@ -73,7 +68,6 @@ class Segments(NamedTuple):
         return cls(number, max(-(-(longest // unit) // number), 1) * unit)
 
     def of(self, block: Span, k: int) -> Span:
-        """Segment `k` of a block."""
         low = min(k * self.nbytes, block.nbytes)
         high = min((k + 1) * self.nbytes, block.nbytes)
         return Span(block.offset + low, high - low)

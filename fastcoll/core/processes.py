@@ -88,14 +88,12 @@ class ProcessId:
 
 
 def types_of(kind: type[ProcessId]) -> dict[str, type]:
-    """The type of each field."""
     # `from __future__ import annotations` makes the declared types texts.
     known = {"int": int, "str": str, "float": float, "bool": bool}
     return {field.name: known[str(field.type)] for field in fields(kind)}
 
 
 def this_process() -> ProcessId:
-    """The calling process."""
     return ProcessId(
         host=os.uname().nodename,
         pid=os.getpid(),
@@ -250,29 +248,21 @@ _speaker = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Member(ProcessId):
-    """One rank and its process.
-
-    Attributes:
-        rank, world_size: its place, as it was started.
-        backend: the backend it was asked for.
-        shm_device: the device number of /dev/shm (0: there is none); ranks that can meet in shared
-            memory see the same.
-        network: the network namespace's name; ranks of one boot that see the same reach each other by loopback.
-        version: the library's version.
-    """
+    """One rank and its process."""
 
     called: ClassVar[str] = "a rank's registration"
 
     rank: int
     world_size: int
-    backend: str
-    shm_device: int
-    network: str
-    version: str
+    backend: str  # that it was asked for
+    shm_device: (
+        int  # the number of /dev/shm (0: there is none): ranks that can meet in shared memory see the same
+    )
+    network: str  # the network namespace: ranks of one boot that see the same reach each other by loopback
+    version: str  # of this library
 
     @classmethod
     def here(cls, rank: int, world_size: int, backend: str) -> Member:
-        """The calling process as `rank` of `world_size`."""
         return cls(
             **vars(this_process()),
             rank=rank,

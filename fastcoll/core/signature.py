@@ -237,12 +237,7 @@ def describe_mismatch(
     tables: Callable[[], Sequence[Sizes]] = tuple,
     describe: Callable[[Sequence[Sizes], Sequence[int]], str] = describe_sizes,
 ) -> str:
-    """Who called what; or, where all called the same, whose sizes differ.
-
-    Args:
-        tables: every rank's sizes; asked for only where sizes differ. None: this is not known.
-        describe: says what differs in them.
-    """
+    """Who called what; or, where all called the same, whose sizes differ, as `describe` says of the ranks' `tables`."""
     heads = comparable(heads)
     if len(set(heads)) > 1:
         return describe_differences(heads, ranks)

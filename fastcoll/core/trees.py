@@ -35,15 +35,10 @@ _SHOWN = 1000  # characters of a structure in an error
 
 
 class Tree(Adopted):
-    """One rank's tree, adopted.
+    """One rank's tree, whose arrays `adopt` takes in.
 
-    Args:
-        tree: the caller's.
-        adopt: takes an array in; `what` is its name.
-
-    Attributes:
-        structure: what ranks compare.
-        leaves: its arrays, in the common order; an empty one if it has none, as ranks must meet also then.
+    `structure` is what ranks compare, `leaves` are the arrays in the common order: an empty one if there is none, as
+    ranks must meet also then.
     """
 
     __slots__ = ("_apart", "_given", "_tree", "leaves", "structure")
@@ -63,12 +58,10 @@ class Tree(Adopted):
 
     @property
     def arrays(self) -> list[Any]:
-        """The leaves' arrays."""
         return [leaf.array for leaf in self.leaves]
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the arrays are on GPUs."""
         return type(self.leaves[0].array) is not np.ndarray
 
     @property
@@ -120,7 +113,6 @@ class Tree(Adopted):
 
 
 def _keys(x: dict[Any, Any]) -> list[Any]:
-    """A dict's keys in the order that all ranks take."""
     return sorted(x, key=lambda key: (type(key).__name__, repr(key)))
 
 
@@ -154,7 +146,6 @@ def _large_and_apart(arrays: Sequence[Any]) -> Iterator[int]:
 
 
 def all_reduce(group: ProcessGroup, tensors: Any, op: ReduceOp, async_op: bool) -> Any:
-    """`all_reduce` of all arrays of a tree."""
     with group.preparing("all_reduce"):
         tree = Tree(tensors, partial(group.adopt, writable=True, renew=True))
         batches = tree.batches(lambda x: x.dtype)
@@ -166,8 +157,6 @@ def all_reduce(group: ProcessGroup, tensors: Any, op: ReduceOp, async_op: bool) 
 
 
 def broadcast(group: ProcessGroup, tensors: Any, root: Any, async_op: bool) -> Any:
-    """`broadcast` of all arrays of a tree."""
-
     def planned(leaves: Sequence[Adopted]) -> Call:
         if tree.on_gpu:
             return plan(leaves[0].array)
@@ -195,7 +184,6 @@ def _run(
     calls: list[Call],
     async_op: bool,
 ) -> Any:
-    """Carry out the calls of a tree, one for each batch."""
     if not tree.on_gpu:
         return group.run(name, tree.in_turn(calls), (tree,), async_op)
     # A stream takes them in order, so the last one's Work stands for all.

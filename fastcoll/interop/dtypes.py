@@ -62,7 +62,6 @@ def parse_dtype(text: str) -> np.dtype[Any]:
 
 
 def widened(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """float16 or bfloat16 as float32."""
     if x.dtype.name != "bfloat16":
         return x.astype(np.float32)
     return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

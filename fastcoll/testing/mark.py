@@ -96,8 +96,6 @@ class Setup:
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's part of one test."""
-
     target: str  # `file::Class::function`, what the worker collects
     nodeid: str  # which of the collected tests it runs
     rank: int

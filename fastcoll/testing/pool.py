@@ -149,7 +149,6 @@ class Pool:
         return results
 
     def close(self) -> None:
-        """End every worker; twice is fine."""
         for worker in self._workers.values():
             worker.connection.close()
         end = time.monotonic() + _END_SECONDS

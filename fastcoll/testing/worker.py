@@ -192,7 +192,6 @@ class Footprint:
 
     @staticmethod
     def now() -> Footprint:
-        """The footprint of the calling process."""
         threads = {thread.ident or 0: thread.name for thread in threading.enumerate()}
         files = {}
         for name in os.listdir("/proc/self/fd"):

@@ -113,7 +113,6 @@ def is_async(opts: Any) -> bool:
 
 
 def op(opts: Any) -> ReduceOp:
-    """The reduction that options ask for."""
     # To compare takes a third of the time of a look into the table.
     if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
         return ReduceOp.SUM

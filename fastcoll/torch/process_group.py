@@ -177,14 +177,12 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.fastcoll.timeout = timeout.total_seconds()
 
     def get_error(self) -> Any:
-        """How the group has failed."""
         failure, kinds = self.fastcoll.failure, c10d.ErrorType
         if failure is None:
             return kinds.SUCCESS
         return kinds.TIMEOUT if isinstance(failure, CollectiveTimeoutError) else kinds.COMM_ERROR
 
     def abort(self) -> None:
-        """Fail the group on all ranks, from any thread."""
         self.fastcoll.abort()
 
     def shutdown(self) -> None:

@@ -38,7 +38,6 @@ def register() -> None:
 
 
 def _create(options: Any, pg_options: Any) -> FastcollProcessGroup:
-    """The group that torch's `options` describe; collective."""
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but this backend has no options; leave it out")
     group = make_group(
