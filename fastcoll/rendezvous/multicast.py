@@ -27,6 +27,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..core.processes import ProcessId, forget, this_process
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
@@ -48,6 +49,10 @@ _FAILED_SECONDS = 0.5
 _FAREWELLS = 3
 _HOPS = 8
 _FLOOD = 10_000
+_IPV4_OPTIONS = socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.IP_MULTICAST_LOOP, socket.IP_MULTICAST_TTL
+_IPV6_OPTIONS = (
+    socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, socket.IPV6_MULTICAST_LOOP, socket.IPV6_MULTICAST_HOPS,
+)  # fmt: skip
 _MAGIC = b"FASTMC1\n"
 MAX_DATAGRAM = len(_MAGIC) + 1200 + PROOF_SIZE
 
@@ -133,8 +138,8 @@ class Election:
 
     def names(self, now: float) -> list[str]:
         """Who was heard, for messages."""
-        left = [f"{announcement.where} (which has left)" for announcement in self._left.values()]
-        return [announcement.where for announcement in self.fresh(now)] + left
+        left = [f"{each.where} (which has left)" for each in self._left.values()]
+        return [each.where for each in self.fresh(now)] + left
 
     def there(self) -> list[Announcement]:
         """Those heard that have not left; the world cannot be without them."""
@@ -147,21 +152,17 @@ class Election:
 
     def fresh(self, now: float) -> list[Announcement]:
         """The other candidates that are there, the lowest nonce first."""
-        there = [
-            announcement
-            for nonce, (announcement, at) in self._heard.items()
-            if now - at <= FRESH_SECONDS and nonce not in self._passed_over
-        ]
-        return sorted(there, key=lambda announcement: announcement.nonce)
+        nonces = sorted(self._heard.keys() - self._passed_over)
+        return [self._heard[nonce][0] for nonce in nonces if now - self._heard[nonce][1] <= FRESH_SECONDS]
 
     def offer(self, now: float) -> Announcement | None:
         """The offer to follow: the lowest one."""
         return next((candidate for candidate in self.fresh(now) if candidate.port), None)
 
-    def lower_offer(self, now: float) -> Announcement | None:
-        """An offer that a leader gives way to."""
+    def gives_way(self, now: float) -> bool:
+        """Whether a leader has heard a lower offer than its own."""
         offer = self.offer(now)
-        return offer if offer is not None and offer.nonce < self.nonce else None
+        return offer is not None and offer.nonce < self.nonce
 
     def should_lead(self, now: float) -> bool:
         """Whether it is this candidate's turn to offer a store."""
@@ -205,10 +206,6 @@ class _Candidate:
     def await_offer(self) -> Announcement | None:
         """Announce and listen until there is an offer to follow; None: this process is to lead."""
         me, size = self._me.where, self._me.world_size
-
-        def heard() -> str:
-            return f"heard {listed(self._election.names(time.monotonic())) or 'nobody'}"
-
         while True:
             self._announce()
             self._listen(_ANNOUNCE_SECONDS)
@@ -216,11 +213,12 @@ class _Candidate:
             offer = self._election.offer(now)
             if offer is not None or self._election.should_lead(now):
                 return offer
+            heard = f"heard {listed(self._election.names(now)) or 'nobody'}"
             if now >= self._deadline:
                 raise StoreTimeoutError(
-                    f"fewer than {size} processes met at {self._where} within {self._timeout:g} s; {me} {heard()}"
+                    f"fewer than {size} processes met at {self._where} within {self._timeout:g} s; {me} {heard}"
                 )
-            self._late.look(f"{me} at {self._where}", lambda: f"{size} processes to meet; {heard()}")
+            self._late.look(f"{me} at {self._where}", partial("{} processes to meet; {}".format, size, heard))
 
     def lead(self, address: str, rank: int | None) -> Rendezvous:
         """Offer a store until the world is full."""
@@ -229,7 +227,7 @@ class _Candidate:
         def keep_leading() -> None:
             self._announce()
             self._listen(0.0)
-            if self._election.lower_offer(time.monotonic()) is not None and call_off(store):
+            if self._election.gives_way(time.monotonic()) and call_off(store):
                 raise MovedError
 
         try:
@@ -246,7 +244,8 @@ class _Candidate:
     def follow(self, offer: Announcement, rank: int | None) -> Rendezvous:
         """Go to the store of another."""
         try:
-            store = TCPStore(offer.address, offer.port, timeout=min(self._left(), _CONNECT_SECONDS))
+            patience = min(max(self._deadline - time.monotonic(), 0.0), _CONNECT_SECONDS)
+            store = TCPStore(offer.address, offer.port, timeout=patience)
         except StoreTimeoutError as error:
             self._election.pass_over(offer.nonce)
             raise MovedError from error
@@ -261,8 +260,8 @@ class _Candidate:
             raise MovedError from error
 
     def _arrive(self, store: TCPStore, rank: int | None, between: Callable[[], None]) -> Rendezvous:
-        size = self._me.world_size
-        return Rendezvous(store, arrive(store, rank, size, self._left(), between), size, store.local_address)
+        size, left = self._me.world_size, max(self._deadline - time.monotonic(), 0.0)
+        return Rendezvous(store, arrive(store, rank, size, left, between), size, store.local_address)
 
     def _announce(self) -> None:
         self._group.send(self._me.seal(self._secret))
@@ -283,17 +282,13 @@ class _Candidate:
             self._election.hear(other, time.monotonic())
         raise_if_dead(self._election.there(), f"meeting at {self._where}")
 
-    def _left(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.0)
-
 
 class MulticastSocket:
     """A member of the group at `address`:`port`. A context manager; for one thread."""
 
     def __init__(self, address: str, port: int) -> None:
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._address = address
-        self._port = port
+        self._address, self._port = address, port
         self._receiver = socket.socket(self._family, socket.SOCK_DGRAM)
         self._senders: list[socket.socket] = []
         try:
@@ -357,27 +352,19 @@ class MulticastSocket:
     def _join(self, interface: int) -> None:
         """Join and send on one interface; 0 is the one that the route to the group takes."""
         group, number = socket.inet_pton(self._family, self._address), struct.pack("@i", interface)
-        options: tuple[tuple[int, int | bytes], ...]
-        if self._family == socket.AF_INET:
-            level, joining = socket.IPPROTO_IP, (socket.IP_ADD_MEMBERSHIP, group + bytes(4) + number)
-            options = (
-                (socket.IP_MULTICAST_IF, bytes(8) + number),
-                (socket.IP_MULTICAST_LOOP, 1),
-                (socket.IP_MULTICAST_TTL, _HOPS),
-            )
-        else:
-            level, joining = socket.IPPROTO_IPV6, (socket.IPV6_JOIN_GROUP, group + number)
-            options = (
-                (socket.IPV6_MULTICAST_IF, interface),
-                (socket.IPV6_MULTICAST_LOOP, 1),
-                (socket.IPV6_MULTICAST_HOPS, _HOPS),
-            )
         sender = socket.socket(self._family, socket.SOCK_DGRAM)
         try:
             sender.setblocking(False)
-            self._receiver.setsockopt(level, *joining)
-            for option in options:
-                sender.setsockopt(level, *option)
+            if self._family == socket.AF_INET:
+                level, leaves_by, loops, hops = _IPV4_OPTIONS
+                self._receiver.setsockopt(level, socket.IP_ADD_MEMBERSHIP, group + bytes(4) + number)
+                sender.setsockopt(level, leaves_by, bytes(8) + number)
+            else:
+                level, leaves_by, loops, hops = _IPV6_OPTIONS
+                self._receiver.setsockopt(level, socket.IPV6_JOIN_GROUP, group + number)
+                sender.setsockopt(level, leaves_by, interface)
+            sender.setsockopt(level, loops, 1)
+            sender.setsockopt(level, hops, _HOPS)
         except BaseException:
             sender.close()
             raise

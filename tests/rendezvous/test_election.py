@@ -119,9 +119,9 @@ def test_an_offer_is_followed_whoever_has_come() -> None:
     assert election.offer(0).port == 40
     election.pass_over("2")
     assert election.offer(0).port == 50
-    assert election.lower_offer(0) is None
+    assert not election.gives_way(0)
     election.hear(announcement("0", 30), 0)
-    assert election.lower_offer(0).port == 30
+    assert election.gives_way(0)
 
 
 def test_our_own_announcement_comes_back() -> None:
@@ -148,7 +148,7 @@ def test_with_loss_and_late_starters_exactly_one_store_remains(size: int, seed: 
                     if draw.random() >= loss:
                         elections[j].hear(message, now)
         for i in awake:
-            if store_of[i] == i and (offer := elections[i].lower_offer(now)):
+            if store_of[i] == i and elections[i].gives_way(now) and (offer := elections[i].offer(now)):
                 store_of = [None if store == i else store for store in store_of]
                 store_of[i] = offer.port - 1000 if store_of[offer.port - 1000] == offer.port - 1000 else None
             elif store_of[i] is None and (offer := elections[i].offer(now)):
