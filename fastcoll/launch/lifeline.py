@@ -21,13 +21,9 @@ _CANNOT_RUN = 127  # the shell's exit code for a program that cannot be started
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGKILL to this process when the thread that started it ends.
+    """Have the kernel send SIGKILL to this process when the thread of `parent`, its pid, that started it ends.
 
-    Args:
-        parent: the pid of the process that started this one. If it is gone already, this process exits.
-
-    Raises:
-        OSError: the kernel refused.
+    If that is gone already, this process exits. OSError: the kernel refused.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "PR_SET_PDEATHSIG")
     if os.getppid() != parent:  # it ended before the call above
@@ -35,11 +31,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that none can escape.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Become the parent of every descendant whose own parent ends, so that none can escape, or OSError."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
 
 

@@ -91,10 +91,7 @@ class Job:
         return [name for name in _THREADS if self.local_size > 1 and name not in inherited]
 
     def environment(self, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The whole environment of one rank.
-
-        The secret is made for jobs of one node only: several launchers could not agree on one.
-        """
+        """The whole environment of one rank; several nodes' launchers could not agree on a secret, so none is made."""
         made = {name: "1" for name in self.single_threaded(inherited)}
         has_secret = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
         if self.nodes == 1 and not has_secret:
@@ -118,13 +115,10 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """As free_port, so many.
+    """As free_port, so many, or ResourceError.
 
     They are below the kernel's range for outgoing connections: none of those can take one before rank 0 listens.
     Two jobs may still draw the same one: rank 0 then says who holds it.
-
-    Raises:
-        ResourceError: none was found.
     """
     from ..rendezvous.address import tcp_sockets  # with sockets
 

@@ -111,9 +111,8 @@ class SpawnContext:
         raise ProcessExitedError(first, process.pid or 0, process.exitcode or 0)
 
     def _rank_at_fault(self) -> int:
-        """The rank to name: one whose failure is not a GroupError, if one shows up within a moment.
-
-        A rank that raised counts at once, though it may take longer to end than those that it took along.
+        """The rank to name: one whose failure is not a GroupError, if one shows up within a moment; also one that
+        raised and has not ended yet.
         """
         end = time.monotonic() + CAUSE_SECONDS
         while True:

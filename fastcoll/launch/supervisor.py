@@ -49,11 +49,7 @@ Sink = Callable[[bytes], None]
 class Relay:
     """Passes one stream of one rank on line by line, each with the rank in front, so that ranks never share a line.
 
-    Args:
-        source: the pipe's reading end, which the relay owns.
-        sink: takes the lines.
-        prefix: put in front of each line.
-        log: a file that gets the stream as it is, or None; owned as well.
+    It owns `source`, the pipe's reading end, and `log`, a file that gets the stream as it is.
     """
 
     def __init__(self, source: int, sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:
@@ -64,11 +60,7 @@ class Relay:
         self._last: deque[bytes] = deque(maxlen=_REMEMBERED)
 
     def pump(self) -> bool:
-        """Pass on what is there now, never blocking on the source; False when it has ended.
-
-        Raises:
-            BrokenPipeError: nobody reads the sink any more.
-        """
+        """Pass on what is there now; False when the stream has ended. BrokenPipeError: nobody reads the sink."""
         try:
             data = os.read(self.source, _READ_BYTES)
         except BlockingIOError:
@@ -144,18 +136,14 @@ class Supervisor:
     """Runs one node's ranks to their end.
 
     Args:
-        job: what to start.
-        grace: seconds between asking ranks to end and killing them.
-        prefix: whether lines of output get their rank in front.
-        logs: a directory for one file per rank and stream, or None.
-        nodes: the launchers of the other nodes, or None.
+        logs: a directory for one file per rank and stream.
+        nodes: the launchers of the other nodes.
         sinks: take what ranks write to stdout and stderr; None: this process's descriptors do.
         is_guest: it lives in a process of the user's: it leaves signals and other children alone, and is silent.
         followed: whether a rank that has failed did so because of another one; None: its last lines tell.
 
     Attributes:
-        ranks: all that were started.
-        first: the one that failed first, once it is known.
+        first: the one of `ranks` that failed first, once it is known.
     """
 
     def __init__(
@@ -189,11 +177,8 @@ class Supervisor:
         self._hurries = False  # whether a signal to this launcher, while ranks are ending, ends the grace
 
     def run(self) -> int:
-        """Start the ranks and return when all are gone.
-
-        Returns:
-            0, the exit code of the first rank that failed on any node (128+n for signal n), or 128+n
-            when signal n ended the launcher.
+        """Start the ranks and return when all are gone: 0, the exit code of the first rank that failed on any node
+        (128+n for signal n), or 128+n when signal n ended the launcher.
         """
         with self._handle_signals():
             try:
@@ -343,11 +328,7 @@ def follows(lines: str) -> bool:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`. Not through a buffer, which would still hold it when the reader has gone.
-
-    Raises:
-        BrokenPipeError: nobody reads any more.
-    """
+    """Write all of `data`, or BrokenPipeError. Not by a buffer, which would still hold it when the reader has gone."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]

@@ -40,9 +40,7 @@ def shown(host: str, port: int) -> str:
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket on `host` only; port 0 takes a free one.
 
-    Raises:
-        UsageError: `host` is not an address of this machine.
-        ResourceError: the port is in use (with its holder, where that can be seen) or not allowed.
+    UsageError: `host` is no address of this machine. ResourceError: the port is in use, by whom, or not allowed.
     """
     where = shown(host, port)
     try:
@@ -104,10 +102,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _bindable(host: str) -> str:
-    """`host`, or every address where a machine's own name means loopback to itself alone.
-
-    Debian writes 127.0.1.1 for the machine's name into /etc/hosts, while other machines resolve the
-    same name to an address of the network and come in there.
+    """`host`, or every address where a machine's own name means loopback to itself alone: Debian writes 127.0.1.1
+    for it into /etc/hosts, while other machines resolve the same name to an address of the network and come in there.
     """
     if host == "localhost" or ip_of(host) or not all(is_loopback(str(at[0])) for _, at in resolve(host, 0)):
         return host
@@ -129,10 +125,7 @@ def own_address(towards: str | None = None) -> str:
 
 
 def tcp_sockets() -> Iterator[tuple[int, str, str]]:
-    """The local port, state and inode of every TCP socket of this network namespace.
-
-    To read them takes Linux 10 ms on a machine with much memory.
-    """
+    """Local port, state and inode of each TCP socket of this network namespace; takes 10 ms with much memory."""
     for name in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError), open(name, encoding="ascii") as file:  # no IPv6 in this kernel
             for row in map(str.split, file.readlines()[1:]):
@@ -165,11 +158,7 @@ CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's -
 
 
 def make_room(connections: int, what: str) -> None:
-    """Let this process open so many more descriptors for `what`, and some for other uses, by raising its soft limit.
-
-    Raises:
-        ResourceError: the hard limit is too low.
-    """
+    """Let this process open so many more descriptors for `what`, and some for other uses, or ResourceError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + connections + _FOR_OTHERS
     if soft == resource.RLIM_INFINITY or needed <= soft:

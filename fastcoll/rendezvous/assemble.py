@@ -56,11 +56,9 @@ class MovedError(Exception):
 def assemble(
     store: Store, members: Sequence[Member], rank: int, mine: Any, timeout: float, doing: str
 ) -> list[Any]:
-    """Everybody's contribution, in the order of `members`; collective over them, once in a store of their own.
+    """Everybody's contribution (JSON, at most 4 KiB), in the order of `members`; once in a store of their own.
 
-    Args:
-        mine: what JSON can hold, at most 4 KiB.
-        doing: what this is for, the start of every message.
+    `doing`, what this is for, starts every message.
 
     Raises:
         PeerDiedError, StoreTimeoutError: a member died, or did not come in time; named on all members.
@@ -75,9 +73,6 @@ class Meeting:
     """One meeting as one of its members has it. A context manager: an exception inside is told to the others.
 
     Args:
-        name: under which its keys are.
-        place, size: of this member, and how many there are.
-        doing: what it is for, the start of every message.
         me: begins what this member tells of its failures; empty: they name it themselves.
         between: called once this member has brought its contribution, and a few times a second while it waits.
 
@@ -307,10 +302,9 @@ def expand(data: bytes, most: int) -> Any:
 
 
 def pack(processes: Sequence[ProcessId]) -> bytes:
-    """Processes, at least one and all of one class, as one value of a store.
+    """Processes, at least one and all of one class, as one value of a store: in columns, whose neighbours are alike.
 
-    Each of n ranks reads it. A JSON object a record takes 280 bytes, columns take 14 when compressed: neighbours in
-    them are alike.
+    Each of n ranks reads it. A record takes 14 bytes so, and 280 as a JSON object.
     """
     return compact(
         {name: [getattr(each, name) for each in processes] for name in types_of(type(processes[0]))}

@@ -109,10 +109,7 @@ def derived_port(job_id: str) -> int:
 
 
 def port_beside(port: int, away: int = 5000) -> int:
-    """The port of a job's store, which leaves MASTER_PORT itself to torch.distributed. All nodes derive it alike.
-
-    It is far from the ports of jobs that count theirs up from one another.
-    """
+    """The port of a job's store, far from those of jobs that count theirs up; MASTER_PORT is left to torch."""
     return port - away if port - away > 1023 else port + away
 
 

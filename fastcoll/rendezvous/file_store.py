@@ -112,10 +112,9 @@ def _leave(log: SharedLog, world_size: int, pid: int) -> None:
 
 
 class SharedLog:
-    """The open file of one participant: what was read of it, and how it is written.
+    """The open file of one participant. Not thread safe: the owner brings a lock.
 
-    Opening it writes this process in, after starting the file anew if its participants are all dead.
-    Everything else happens inside `transaction`. Not thread safe: the owner brings a lock.
+    Opening it writes this process in. Everything else happens inside `transaction`.
 
     Attributes:
         table: the keys and values, as far as they have been read.
@@ -303,9 +302,8 @@ class Record:
 
 
 def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[Record, int]]:
-    """The whole records at the start of `data`, which begins at `offset`, each with the offset of its end.
-
-    Ends at a record that is cut off; raises a StoreError where the bytes are no records.
+    """The whole records at the start of `data`, which begins at `offset`, each with the offset of its end; a
+    StoreError where the bytes are none.
     """
     at = 0
     while at + _HEADER.size <= len(data):
@@ -365,9 +363,7 @@ def _check_owner(path: str, status: os.stat_result) -> None:
 def locked(fd: int, path: str, limit: float) -> Iterator[None]:
     """Hold the exclusive lock of the file inside the `with`.
 
-    Raises:
-        StoreTimeoutError: another process holds it for longer than `limit` seconds.
-        ResourceError: the file system has no locks.
+    StoreTimeoutError: another process holds it for longer than `limit` seconds. ResourceError: there are no locks.
     """
     for _ in tries(limit, 0.0005, _PAUSE_MOST):
         try:

@@ -75,11 +75,8 @@ def rendezvous(
 def meet(init_method: str, rank: int, world_size: int, timeout: float, group_name: str = "") -> Rendezvous:
     """Find the other ranks as `init_method` says; arguments and errors are those of `init_process_group`.
 
-    Args:
-        rank, world_size: -1 where the URL or the environment has them, or ranks are to be assigned
-            (multicast and file).
-        timeout: seconds, for this and for the store's blocking operations afterwards.
-        group_name: keeps jobs apart that use the same file or multicast address.
+    rank, world_size: -1 where the URL or the environment has them, or ranks are to be assigned (multicast and file).
+    `group_name` keeps jobs apart that use the same file or multicast address.
     """
     if has_handler(init_method):
         return _ask(init_method, rank, world_size, timeout)

@@ -175,10 +175,7 @@ def assign(arrivals: Sequence[Arrival]) -> list[int]:
 def arrive(
     store: Store, rank: int | None, world_size: int, timeout: float, between: Callable[[], None] | None = None
 ) -> int:
-    """Come to the meeting in `store` and wait for the others; this process's rank.
-
-    Args:
-        between: called once this process is written in, and a few times a second while it waits.
+    """Come to the meeting in `store` and wait for the others; this process's rank. `between` is as Meeting's.
 
     Raises:
         FullError: others have filled the world.

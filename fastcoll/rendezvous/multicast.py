@@ -60,11 +60,10 @@ MAX_DATAGRAM = len(_MAGIC) + 1200 + PROOF_SIZE
 def meet_by_multicast(
     address: str, port: int, rank: int | None, world_size: int, timeout: float, group_name: str = ""
 ) -> Rendezvous:
-    """Meet the other processes that announce themselves at a multicast address.
+    """Meet the other processes that announce themselves at a multicast address; ranks and errors as by `arrive`.
 
-    Ranks go by arrival, except for those that ask for one. `group_name`, and the job's secret where
-    there is one, keep jobs apart that use the same address. Errors are those of `arrive`, and a ResourceError where
-    the machine cannot take part in the group.
+    `group_name`, and the job's secret where there is one, keep jobs apart that use the same address.
+    ResourceError: the machine cannot take part in the group.
     """
     with MulticastSocket(address, port) as group:
         me = Announcement(
@@ -311,9 +310,8 @@ class MulticastSocket:
             raise ResourceError(f"nothing can be sent to the multicast group {self._address}: {errors[0]}")
 
     def receive(self, seconds: float, size: int) -> Iterator[bytes]:
-        """The datagrams that are there and that come within `seconds`; longer ones are cut at `size` + 1.
-
-        Ends early after a flood, so that the caller gets to look at its own deadline.
+        """The datagrams that are there and that come within `seconds`; longer ones are cut at `size` + 1. Ends early
+        after a flood, so that the caller gets to look at its own deadline.
         """
         deadline = time.monotonic() + seconds
         for _ in range(_FLOOD):

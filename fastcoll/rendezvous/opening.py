@@ -186,11 +186,7 @@ class Turned(OpeningError):
 
 
 class Dialing:
-    """The side that dials: the rank of `endpoint` dials the group rank `peer`.
-
-    Attributes:
-        theirs: the answering side's opening, once it has come.
-    """
+    """The side that dials: the rank of `endpoint` dials the group rank `peer`, whose opening will be `theirs`."""
 
     def __init__(self, endpoint: Endpoint, peer: int, kind: Kind, stream: int) -> None:
         self._endpoint = endpoint
@@ -240,11 +236,7 @@ class Dialing:
 class Answering:
     """The side that is dialed.
 
-    Args:
-        find: the endpoint that an opening is meant for; None: it is not here.
-
-    Attributes:
-        theirs: the dialing side's opening, once it has come.
+    `find`: the endpoint that an opening is meant for; None: it is not here. `theirs` is that opening, once it has come.
     """
 
     def __init__(self, find: Callable[[Opening], Endpoint | None]) -> None:

@@ -141,12 +141,8 @@ class _Peer:
 class StoreServer:
     """The state machine over all connections. Not thread safe.
 
-    The driver reports `connect`, `receive`, `disconnect` and `expire`, each with the time in seconds,
-    and after each carries out what it finds in `outbox` and `drops`, and empties them.
-
-    Attributes:
-        outbox: (peer, bytes) to send, in order.
-        drops: (peer, reason) of connections to close; the server has forgotten these peers.
+    The driver reports `connect`, `receive`, `disconnect` and `expire`, each with the time in seconds. After each it
+    carries out, and empties, `outbox` (peer, bytes to send) and `drops` (peer, reason), of connections to close.
     """
 
     def __init__(self, secret: bytes = b"") -> None:

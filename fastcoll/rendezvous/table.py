@@ -313,12 +313,7 @@ class TableStore(Store):
         limit: float | None = None,
         deadline: float | None = None,
     ) -> list[bytes]:
-        """The answer to one request.
-
-        Args:
-            limit: the timeout of the call that this is a part of; None: the store's.
-            deadline: when that has passed; None: `limit` seconds from now.
-        """
+        """The answer to one request of a call with the timeout `limit` (None: the store's), over at `deadline`."""
         if self._closed:
             raise StoreError(f"this {type(self).__name__} is closed")
         limit = limit_of(self, limit)

@@ -211,9 +211,7 @@ class LostError(StoreError, ConnectionError):
 class TCPConnection:
     """An open connection. For one thread at a time; after an exception it must be closed.
 
-    Attributes:
-        instance: 16 bytes that name the server; another server on the same port has others.
-        local_address: this end's address, as the server sees it.
+    `instance` names the server: another one on the same port has others. `local_address` is as the server sees it.
     """
 
     def __init__(self, connected: socket.socket, host: str, port: int) -> None:
@@ -225,9 +223,7 @@ class TCPConnection:
     def ask(self, request: Request) -> tuple[p.Status, list[bytes]]:
         """Send `request` and return the server's answer.
 
-        Raises:
-            StoreError: what answers is no store; as LostError, the server is gone.
-            StoreTimeoutError: the server does not answer.
+        StoreError: what answers is no store; as LostError, the server is gone. StoreTimeoutError: it does not answer.
         """
         deadline = time.monotonic() + request.timeout + GRACE_SECONDS
         self.send(p.encode_request(request), deadline)

@@ -52,10 +52,8 @@ def fetch_for(
     """The values of all `keys`, waited for in short waits between which `members` are looked at.
 
     Args:
-        members: those whose death makes waiting pointless (ranks, or processes without a rank yet);
-            one that cannot be seen from here counts as alive. It is read anew each time.
+        members: whose death makes waiting pointless; one that cannot be seen counts as alive. Read anew each time.
         timeout: seconds in all; a stopped store may add a few.
-        doing: what this is for, the start of every message.
         between: called after each short wait that ended without the keys; what it raises ends all.
         missing: tells who has not come, for the warning and the timeout; without it the keys are named.
         late: the warning of the longer wait that this one is a part of.

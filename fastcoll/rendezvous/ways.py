@@ -33,12 +33,9 @@ _LOOK_AGAIN_SECONDS = 0.5
 def meet_by_environment(rank: int | None, world_size: int | None, timeout: float) -> Rendezvous:
     """Meet as the environment says. With nothing said at all, this is a world of one.
 
-    Where the launcher says that all ranks are on this machine and no MASTER_PORT is set, they meet in
-    a file named after the launcher; under Slurm or Open MPI on several nodes the port is derived from
-    the job.
-
-    Raises:
-        UsageError: variables are missing (they are named), contradict one another, or are no numbers.
+    Where the launcher says that all ranks are on this machine and no MASTER_PORT is set, they meet in a file named
+    after it; under Slurm or Open MPI on several nodes the port is derived from the job. UsageError: variables are
+    missing, contradict one another, or are no numbers.
     """
     said = detect(os.environ, rank, world_size)
     rank, world_size = said.rank, said.world_size
@@ -149,9 +146,7 @@ def meet_at_address(
 ) -> Rendezvous:
     """Open the store of the job that meets at `host`:`port`, as its server on rank 0; `source` is where those are from.
 
-    Raises:
-        ResourceError: the port is in use, or rank 0 may not open a connection for each rank.
-        StoreTimeoutError: rank 0 does not serve it in time.
+    ResourceError: the port is in use, or rank 0 may not open a connection for each rank. StoreTimeoutError: no rank 0.
     """
     if rank is None or world_size is None:
         missing = [name for name, value in (("rank", rank), ("world_size", world_size)) if value is None]
