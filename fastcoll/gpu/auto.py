@@ -20,8 +20,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,30 +38,17 @@ _log = logging.getLogger("fastcoll")
 IPC, NCCL, STAGED = "ipc", "nccl", "staged"
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a rank knows of its GPU.
+class Facts(NamedTuple):
+    """What a rank knows of its GPU."""
 
-    Attributes:
-        gpu: its UUID; equal for ranks that share a GPU.
-        nccl: whether NCCL can be used.
-        kernels: whether our kernels can be used.
-        reaches_all: whether it can map the memory of every other rank's GPU.
-    """
-
-    gpu: bytes
-    nccl: bool
-    kernels: bool
-    reaches_all: bool = False
+    gpu: bytes  # its UUID; equal for ranks that share a GPU
+    nccl: bool  # whether NCCL can be used
+    kernels: bool  # whether our kernels can be used
+    reaches_all: bool = False  # whether it can map the memory of every other rank's GPU
 
 
 def choose(facts: Sequence[Facts], one_node: bool) -> str:
-    """The carrier for the backends shm and auto: IPC, NCCL or STAGED; the same on all ranks.
-
-    Args:
-        facts: of each rank.
-        one_node: whether the ranks share a node.
-    """
+    """The carrier for the backends shm and auto: IPC, NCCL or STAGED; the same on all ranks."""
     if one_node and all(rank.kernels and rank.reaches_all for rank in facts):
         return IPC
     return NCCL if suits_nccl(facts) else STAGED
@@ -108,7 +95,7 @@ def agree(group: ProcessGroup, device: int) -> list[Facts]:
     visible = {runtime().uuid(number): number for number in range(runtime().count())}
     reaches = all(f.gpu in visible and runtime().can_reach(device, visible[f.gpu]) for f in facts)
     answers = group.rows_of_all(np.array([reaches], np.uint8))
-    return [replace(rank, reaches_all=bool(row[0])) for rank, row in zip(facts, answers, strict=True)]
+    return [rank._replace(reaches_all=bool(row[0])) for rank, row in zip(facts, answers, strict=True)]
 
 
 def on_one_node(group: ProcessGroup) -> bool:
@@ -194,14 +181,14 @@ class AutoCarrier(DeviceCarrier):
             carrier.abort()
         return carrier
 
-    def abort(self) -> None:
+    def _all(self) -> list[DeviceCarrier]:
         with self._lock:
-            carriers = list(self._carriers)
-        for carrier in carriers:
+            return list(self._carriers)
+
+    def abort(self) -> None:
+        for carrier in self._all():
             carrier.abort()
 
     def close(self, reason: GroupError | None) -> None:
-        with self._lock:
-            carriers = list(self._carriers)
-        for carrier in carriers:
+        for carrier in self._all():
             carrier.close(reason)

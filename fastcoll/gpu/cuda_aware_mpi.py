@@ -55,11 +55,7 @@ class TakesGpus(Protocol):
 
 
 class MpiCarrier(StagedCarrier):
-    """See this module's docstring.
-
-    Args:
-        group: one whose backend TakesGpus, and whose library does.
-    """
+    """See this module's docstring; the group's backend TakesGpus, and its library does."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
@@ -93,12 +89,7 @@ class MpiCarrier(StagedCarrier):
         return call
 
     def _carry_out(self, operation: Operation, outputs: Arrays, plain: ReduceOp | None) -> bool:
-        """Have the group do it; False, on all ranks, where one of them can't.
-
-        Args:
-            outputs: that this rank has.
-            plain: what is left to do once PREMUL_SUM's inputs are scaled.
-        """
+        """Have the group do it, `plain` once inputs are scaled; False, on all ranks, where one of them can't."""
         kind, inputs, op = operation.kind, operation.inputs, operation.op
         memory, turn = self._memory, self._memory.turn
         by = op if auto.has_kernels() else plain  # without kernels nothing is scaled, and nothing reduced
@@ -120,16 +111,12 @@ class MpiCarrier(StagedCarrier):
 
 
 class MpiMessages:
-    """Messages of arrays on GPUs: as they are, where they are large, else staged.
-
-    Attributes:
-        device: the GPU of the last message.
-    """
+    """Messages of arrays on GPUs: as they are, where they are large, else staged."""
 
     def __init__(self, group: ProcessGroup, transit: Transit) -> None:
         self._group, self._transit, self._staged = group, transit, StagedMessages(group, transit)
         self._direct: Any = group.backend
-        self.device = 0
+        self.device = 0  # the GPU of the last message
 
     def _suits(self, x: Adopted, peer: int | None) -> bool:
         """Whether a message, to rank `peer` or to be received, may go without the host."""
@@ -199,7 +186,7 @@ class _Landing(Adopted):
                 with self._transit.pool.lent(x.nbytes) as buffer:
                     (host,) = laid_out(buffer, [x])
                     host[...] = self._came
-                    self._transit.bring([x], [host])
+                    self._transit.copy("up", [x], [host])
                 self._came = None
             self._of.finish()
 

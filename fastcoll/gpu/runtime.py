@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,14 +46,13 @@ def cupy() -> Any:
     return module
 
 
-class _Foreign:
+class _Foreign(NamedTuple):
     """A stream by its handle, in CUDA's protocol for streams."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    handle: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
+        return 0, self.handle
 
 
 class Runtime:
@@ -95,9 +94,8 @@ class Runtime:
 
     def can_reach(self, device: int, peer: int) -> bool:
         """Whether kernels on one GPU may use the memory of another of this process."""
-        return device == peer or bool(
-            self._do("asking for peer access", self._calls.deviceCanAccessPeer, device, peer)
-        )
+        ask = self._calls.deviceCanAccessPeer
+        return device == peer or bool(self._do("asking for peer access", ask, device, peer))
 
     # ---- memory --------------------------------------------------------------------------------------
 
@@ -108,13 +106,10 @@ class Runtime:
         return flat
 
     def allocate(self, nbytes: int, device: int, stream: int | None = None) -> Any:
-        """GPU memory from CuPy's pool, for use on one stream; `.ptr` is its address.
+        """GPU memory from CuPy's pool, for use on one stream (None: CuPy's current one); `.ptr` is its address.
 
         It goes to the stream's next user when the last reference has gone, although what was queued on the stream may
         still use it. Other streams that use it must be through by then.
-
-        Args:
-            stream: the handle; None: the one that is current in CuPy.
         """
         with self.on(device), ExitStack() as ends:
             if stream is not None:
@@ -199,12 +194,9 @@ class Runtime:
 
     def open(self, handle: bytes, device: int) -> int:
         """The address here of what another process exported; for `shut`."""
+        call = self._calls.ipcOpenMemHandle
         with self.on(device):
-            return int(
-                self._do(
-                    "mapping a peer's GPU memory", self._calls.ipcOpenMemHandle, handle, _LAZY_PEER_ACCESS
-                )
-            )
+            return int(self._do("mapping a peer's GPU memory", call, handle, _LAZY_PEER_ACCESS))
 
     def shut(self, address: int) -> None:
         self._do("unmapping a peer's GPU memory", self._calls.ipcCloseMemHandle, address)

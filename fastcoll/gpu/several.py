@@ -25,6 +25,7 @@ from ..errors import ArrayError, UsageError
 from ..interop.arrays import Adopted, Array
 from .device_array import DeviceArray, OnDevice, scratch
 from .runtime import runtime, waited_stream
+from .streams import Turn
 
 
 def all_reduce(group: ProcessGroup, tensors: Sequence[Any], op: ReduceOp, async_op: bool) -> Any:
@@ -167,37 +168,23 @@ class OnHost:
         out.reshape(-1)[...] = x.reshape(-1)
 
 
-class OnStream:
-    """The same on a GPU: queues on a stream of it, which is current."""
-
-    def __init__(self, device: int, stream: int) -> None:
-        self._device, self._stream = device, stream
+class OnStream(Turn):
+    """The same on a GPU, which is current. Scratch memory goes to what is queued later on the stream."""
 
     def fold(self, out: DeviceArray, xs: Sequence[DeviceArray], op: ReduceOp) -> None:
-        here = []
-        for x in xs:
-            if x.device != self._device:
-                # Dropped when the fold is queued: the pool gives it to what is queued later on this stream.
-                far, x = x, scratch(x.size, x.dtype, self._device, self._stream)
-                self.copy(x, far)
-            here.append(x)
-        self._reduce(_local(op), out, here)
+        self._reduce(_local(op), out, [x if x.device == self.device else self.copied([x]) for x in xs])
 
     def divide(self, x: DeviceArray, n: int) -> None:
         """The average of x and zeros, which are x ^ x."""
         bits = DeviceArray(x.address, np.dtype(np.uint8), (x.nbytes,), x.device, x.stream, x.owner)
-        zero = scratch(x.nbytes, bits.dtype, self._device, self._stream)
+        zero = self.scratch_like([bits])
         self._reduce(ReduceOp.BXOR, zero, [bits, bits])
         self._reduce(ReduceOp.AVG, x, [x, *[zero] * (n - 1)])
 
     def _reduce(self, op: ReduceOp, out: DeviceArray, xs: Sequence[DeviceArray]) -> None:
         from ..kernels.cuda.reducers import cuda_reducer
 
-        cuda_reducer(op, out.dtype).launch(out.address, [x.address for x in xs], out.size, self._stream)
-
-    def copy(self, out: DeviceArray, x: DeviceArray) -> None:
-        if out.address != x.address:
-            runtime().copy(out.address, x.address, x.nbytes, self._stream)
+        cuda_reducer(op, out.dtype).launch(out.address, [x.address for x in xs], out.size, self.stream)
 
 
 Mover: TypeAlias = Any
@@ -213,8 +200,6 @@ class Several:
     """The arrays that one rank gives to a call.
 
     Args:
-        group: the call's.
-        tensors: one at least.
         what: the argument's name, for messages.
         places: of those that the call writes; None for all, which must be apart then.
 
@@ -255,19 +240,13 @@ class Several:
         outputs: Sequence[Adopted],
         async_op: bool,
     ) -> Work | None:
-        """Carry a call out.
-
-        Args:
-            before: this rank's own part, which writes nothing of the caller's.
-            operation: the group's.
-            after: this rank's own part that writes `outputs`.
-        """
+        """Carry a call out; `before` and `after` are this rank's own, and only `after` writes `outputs`."""
         first = self.arrays[0]
         if not self.on_host:
             with runtime().on(first.device):
                 for x in (*self.arrays, *(output.array for output in outputs)):
                     _follow(first, first.stream, x, x.stream)
-                before(OnStream(first.device, first.stream))
+                before(OnStream(runtime(), first.device, first.stream))
         inner = self._group.planned(operation)
         ends = _Ends(first, after, outputs)
         if isinstance(inner, StreamCall):
@@ -309,7 +288,7 @@ class _Ends(OnDevice):
 
     def unpack(self, stream: int) -> None:
         with runtime().on(self.array.device):
-            self._after(OnStream(self.array.device, stream))
+            self._after(OnStream(runtime(), self.array.device, stream))
         for target in self._targets:
             _follow(target.array, target.array.stream, self.array, stream)
             target.unpack(target.array.stream)
@@ -318,7 +297,7 @@ class _Ends(OnDevice):
         """On a stream that the host waits for; what is packed stays so."""
         device = self.array.device
         with runtime().on(device), waited_stream(runtime(), device) as stream:
-            self._after(OnStream(device, stream))
+            self._after(OnStream(runtime(), device, stream))
 
 
 def _follow(x: DeviceArray, stream: int, other: DeviceArray, other_stream: int) -> None:

@@ -52,11 +52,7 @@ _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast")
 
 
 class StagedCarrier(DeviceCarrier):
-    """The carrier of GPU arrays that works with every backend and any GPUs.
-
-    Attributes:
-        transit: the copies of its group.
-    """
+    """The carrier of GPU arrays that works with every backend and any GPUs."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -87,12 +83,12 @@ class StagedCarrier(DeviceCarrier):
                 self.transit.await_marks(marks, kind)
                 hosts = tuple(laid_out(buffer, arrays))
                 given, taken = hosts[: len(ins)], hosts if in_place else hosts[len(ins) :]
-                self.transit.fetch(down, given)
+                self.transit.copy("down", down, given)
                 if op is not plain:
                     for host in given:
                         _scale(host, op)
                 self._group.planned(Operation(kind, taken, given, plain, root, parts))()
-                self.transit.bring(up, taken)
+                self.transit.copy("up", up, taken)
 
         return call
 
@@ -114,12 +110,7 @@ class StagedCarrier(DeviceCarrier):
     # ---- large arrays --------------------------------------------------------------------------------
 
     def _in_segments(self, operation: Operation, down: Arrays, up: Arrays, op: ReduceOp | None) -> Call:
-        """A call whose arrays come down and go up one after the other, as one.
-
-        Args:
-            operation: with what is reduced on the host.
-            op: what is reduced; its inputs may have to be scaled.
-        """
+        """A call whose arrays come down and go up one after the other, as one; `op` before its inputs are scaled."""
         kind = operation.kind.removesuffix("_coalesced")
         arrays = operation.inputs
         said = Compared.of(operation, self._group.size)
@@ -132,14 +123,12 @@ class StagedCarrier(DeviceCarrier):
             with self.whole(kind, arrays), ExitStack() as ends:
                 self._agree(said.call, _bytes(arrays))
                 self.transit.await_marks(marks, kind)
-                buffer = ends.enter_context(
-                    self.transit.pool.lent(_BUFFERS * spans[0].nbytes * dtype.itemsize)
-                )
+                room = _BUFFERS * spans[0].nbytes * dtype.itemsize
+                buffer = ends.enter_context(self.transit.pool.lent(room))
                 pipeline = _Pipeline(self.transit, kind, down, up, spans, buffer)
                 ends.callback(pipeline.close)
-                ends.callback(
-                    self.transit.settle
-                )  # whatever happens, the copies end before their memory is free
+                # Whatever happens, the copies end before their memory is free.
+                ends.callback(self.transit.settle)
                 pipeline.fetch(0)
                 for k in range(len(spans)):
                     if k + 1 < len(spans):
@@ -288,7 +277,7 @@ class StagedMessages:
             buffer = self._transit.pool.take(x.nbytes)
             (host,) = laid_out(buffer, [x])
             self._transit.await_marks(self._transit.mark([x]) if marks is None else marks, name)
-            self._transit.fetch([x], [host])
+            self._transit.copy("down", [x], [host])
         return buffer, host.reshape(x.shape)
 
     def recv(self, x: Adopted, src: int | None, tag: int) -> int:
@@ -321,7 +310,7 @@ class _Incoming(Adopted):
         target = array_of(self._target)
         with self._transit.in_use([target]):
             self._transit.await_marks(self._marks, "recv")
-            self._transit.bring([target], [self.array.reshape(-1)])
+            self._transit.copy("up", [target], [self.array.reshape(-1)])
             self._target.finish()
         self._transit.pool.give(self._buffer)
 

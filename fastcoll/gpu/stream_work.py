@@ -73,7 +73,6 @@ class StreamWork(Work):
     """A Work that ends on a GPU. `wait()` orders the arrays' libraries' current streams, and the host goes on.
 
     Args:
-        describe: the call, for messages.
         own: where it was queued.
         arrays: what it reads and writes.
         judge: is called when the GPU is past it, before it says that it is over; may fail the group.
@@ -206,7 +205,6 @@ class Watcher:
     """Looks after the Works of one carrier, oldest first, as their stream ends them.
 
     Args:
-        name: of the group.
         timeout: seconds that a Work may take once those before it have ended.
         look: why waiting is in vain, or None; gets the oldest Work's description. An error that a Work may still
             outrun counts when it is seen twice.

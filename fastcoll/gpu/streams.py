@@ -39,11 +39,9 @@ _name = cache(str)  # of a dtype, which takes NumPy 5 us
 
 
 class Compared(NamedTuple):
-    """What the ranks compare of a call.
+    """What the ranks compare of a call: its words, as core/signature.py says, and bytes for each rank and from each.
 
-    Attributes:
-        call, shape: as core/signature.py says.
-        gives, takes: bytes for each rank and from each, -1 for no message; empty where `shape` says it all.
+    These are -1 for no message, and there are none where `shape` says it all.
     """
 
     call: int
@@ -175,11 +173,7 @@ class Turn:
 
 
 class QueuedCall(StreamCall):
-    """A call that is queued.
-
-    Args:
-        arrays: all that it reads or writes; one at least.
-    """
+    """A call that is queued; `arrays` are all that it reads or writes, one at least."""
 
     def __init__(self, carrier: StreamCarrier, arrays: Sequence[DeviceArray]) -> None:
         self.carrier, self.arrays = carrier, arrays
@@ -211,22 +205,14 @@ class QueuedCall(StreamCall):
 
 
 class StreamCarrier(DeviceCarrier):
-    """See this module's docstring.
-
-    Args:
-        group: whose arrays are carried; its CPU backend tells of dead peers.
-
-    Attributes:
-        lane: the carrier's stream on its GPU, once there is one.
-        broken: whether the group has failed, and what runs on the GPU was ended.
-    """
+    """See this module's docstring; the group's CPU backend tells of dead peers."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.runtime = runtime()
         self.watcher = Watcher(group.name, group.timeout, self.look, self.fail)
-        self.lane: Own | None = None
-        self.broken = False
+        self.lane: Own | None = None  # its stream on its GPU, once there is one
+        self.broken = False  # whether the group has failed, and what runs on the GPU was ended
         self._lane_lock = threading.Lock()
         self._turn = threading.RLock()
         self._inside = False

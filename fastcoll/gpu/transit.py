@@ -67,14 +67,10 @@ class Events:
 
 
 class PinnedPool:
-    """Buffers by size, of powers of two. Thread-safe.
-
-    Attributes:
-        kept: bytes that nobody uses now.
-    """
+    """Buffers by size, of powers of two. Thread-safe."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.kept = 0
+        self.kept = 0  # bytes that nobody uses now
         self._runtime = runtime
         self._free: dict[int, list[Array]] = {}
         self._lock = threading.Lock()
@@ -112,12 +108,7 @@ class PinnedPool:
 
 
 class Transit:
-    """The copies of one group.
-
-    Attributes:
-        pool: pinned memory for them.
-        events: events for them.
-    """
+    """The copies of one group, with pinned memory and events for them."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.pool = PinnedPool(runtime())
@@ -143,11 +134,7 @@ class Transit:
         return marks
 
     def await_marks(self, marks: Marks, doing: str) -> None:
-        """Block until what the arrays' streams held is done, and give the events back.
-
-        Raises:
-            GroupError: the group has failed, or its timeout has passed.
-        """
+        """Block until what the arrays' streams held is done; GroupError where the group has failed or timed out."""
         for device, event in marks:
             self.until(event, doing)
             self.events.give(device, [event])
@@ -177,15 +164,8 @@ class Transit:
                 self._streams[device, way] = runtime().new_stream(device)
             return self._streams[device, way]
 
-    def fetch(self, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
-        """Copy arrays of one GPU that are ready to pinned host memory; blocks until they are there."""
-        self._move(arrays, hosts, "down")
-
-    def bring(self, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
-        """Copy pinned host memory to arrays of one GPU; blocks until it is there."""
-        self._move(arrays, hosts, "up")
-
-    def _move(self, arrays: Sequence[DeviceArray], hosts: Sequence[Array], way: str) -> None:
+    def copy(self, way: str, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
+        """Copy arrays of one GPU that are ready to pinned host memory ("down"), or from there ("up"); blocks."""
         for device in {x.device for x in arrays if x.size}:
             stream = self.stream(device, way)
             for x, host in zip(arrays, hosts, strict=True):

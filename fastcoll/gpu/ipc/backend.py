@@ -98,10 +98,6 @@ class IpcCarrier(StreamCarrier):
         group: whose ranks are on one node, at most MOST_RANKS.
         fallback: carries messages; and large calls, if it queues on streams too (NCCL).
         slot: bytes of a slot; ranks that differ take the smallest.
-
-    Attributes:
-        shared: the memory, once the ranks have met.
-        calls: how many it has queued.
     """
 
     def __init__(self, group: ProcessGroup, fallback: DeviceCarrier, slot: int = SLOT) -> None:
@@ -109,8 +105,8 @@ class IpcCarrier(StreamCarrier):
         self._fallback, self.messages = fallback, fallback.messages
         self._hand_over_above = HAND_OVER_ABOVE if isinstance(fallback, StreamCarrier) else None
         self._slot_wanted = slot
-        self.shared: Shared | None = None
-        self.calls = 0
+        self.shared: Shared | None = None  # once the ranks have met
+        self.calls = 0  # queued
 
     def meet(self, device: int) -> str:
         """Map the peers' memory; collective, inside a call of the group. Without it the first call does so.

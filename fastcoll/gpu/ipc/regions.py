@@ -11,8 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,15 +40,13 @@ _POISON_EVERY = 0.005  # seconds: what a slow peer writes meanwhile is written o
 _POISON_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Region:
-    """Memory that `export` takes, of one GPU."""
+class Region(NamedTuple):
+    """Memory that `export` takes, of one GPU, used by a group of `size` ranks."""
 
     device: int
     nbytes: int
     address: int
     size: int
-    """Ranks of the group that used it."""
 
     def is_free(self, runtime: Any) -> bool:
         """Whether all ranks that used it have said BYE."""
@@ -70,7 +67,7 @@ def _region(runtime: Any, device: int, nbytes: int, size: int) -> Region:
         for old in _kept:
             if (old.device, old.nbytes) == (device, nbytes) and old.is_free(runtime):
                 _kept.remove(old)
-                return replace(old, size=size)
+                return old._replace(size=size)
     return Region(device, nbytes, runtime.allocate_shareable(nbytes, device), size)
 
 
@@ -78,11 +75,8 @@ class Shared:
     """One rank's region and its peers', and what it queues on them.
 
     Args:
-        wait: what lets a stream wait for a word, if the driver has it; for ranks that share a GPU. Else kernels poll.
-
-    Attributes:
         slot: bytes of a slot.
-        control: the control words.
+        wait: what lets a stream wait for a word, if the driver has it; for ranks that share a GPU. Else kernels poll.
     """
 
     def __init__(
@@ -136,18 +130,17 @@ class Shared:
                 shared._unmap()
                 shared._end_poisoning()
         if region is not None:
-            _keep(replace(region, size=0))
+            _keep(region._replace(size=0))
         return None, reason
 
     def _mapped(self, handles: Array) -> Array:
         """Map the peers' regions and fill this rank's page; a note of what went wrong."""
         note, size, words = np.zeros(1, _NOTE), self._region.size, self._header
         try:
+            self._bases[self._rank] = self._page
             for peer, handle in enumerate(handles):
-                own = peer == self._rank
-                self._bases[peer] = (
-                    self._page if own else self._runtime.open(bytes(handle), self._region.device)
-                )
+                if peer != self._rank:
+                    self._bases[peer] = self._runtime.open(bytes(handle), self._region.device)
             words[:] = 0
             words[at.SIZE // 8] = size
             words[at.RANK // 8] = self._rank
@@ -162,10 +155,7 @@ class Shared:
     def close(self, is_vain: Callable[[], bool]) -> None:
         """Unmap the peers' regions. This rank has said BYE, and no kernel of it uses them.
 
-        Waits a while for the peers' BYE: the memory ends with this process, which may end next.
-
-        Args:
-            is_vain: whether a peer will never say it.
+        Waits a while for the peers' BYE, unless that `is_vain`: the memory ends with this process, which may end next.
         """
         end = time.monotonic() + _BYE_SECONDS
         while not (self._region.is_free(self._runtime) or is_vain() or time.monotonic() > end):
@@ -197,10 +187,9 @@ class Shared:
         outs: Sequence[DeviceArray],
         reducer: CudaReducer | None,
     ) -> None:
-        """Queue what a schedule says; the GPU is the current one.
+        """Queue what a schedule says, of call `number`, from 1; the GPU is the current one.
 
         Args:
-            number: of the call, from 1.
             said: what is compared at the meeting.
             ins, outs: the arrays that the schedule's places name.
             reducer: for its folds.
@@ -259,11 +248,7 @@ class Shared:
             self._runtime.end_stream(self._poisoning)
 
     def stop(self, is_over: Callable[[], bool]) -> None:
-        """End all waiting on this rank's streams, without waiting for it; from any thread.
-
-        Args:
-            is_over: whether nothing waits any more.
-        """
+        """End all waiting on this rank's streams, until it `is_over`, without waiting for it; from any thread."""
         self.control[at.STOP // 8] = 1
         if self._wait is None:
             return

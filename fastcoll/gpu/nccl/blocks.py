@@ -39,13 +39,7 @@ instead of one. Not measured."""
 
 
 class Moves:
-    """The moves of one call.
-
-    Args:
-        comm: the communicator.
-        turn: the call's.
-        doing: the call, for messages.
-    """
+    """The moves of one call; `doing` describes it in messages."""
 
     def __init__(self, comm: Communicator, turn: Turn, rank: int, size: int, doing: str) -> None:
         self.comm, self.turn, self.rank, self.size, self.doing = comm, turn, rank, size, doing
@@ -140,11 +134,7 @@ def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernel
 
 
 class Native:
-    """NCCL's own reductions.
-
-    Args:
-        how: as `bindings.reduction` says.
-    """
+    """NCCL's own reductions; `how` as `bindings.reduction` says."""
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any], how: tuple[int, int, int]) -> None:
         self._op, self._dtype = op, dtype

@@ -50,25 +50,16 @@ Look = Callable[[str, float], None]
 
 
 class Seat(NamedTuple):
-    """What a rank tells when a communicator is made.
+    """What a rank tells when a communicator is made."""
 
-    Attributes:
-        gpu: its GPU's UUID.
-        host: what NCCL_HOSTID makes of its host; NCCL lets ranks share a GPU if they seem to be on two hosts.
-        version: of its NCCL.
-        shares: whether NCCL_MULTI_RANK_GPU_ENABLE lets it share a GPU.
-        identity: the communicator's id, from group rank 0.
-    """
-
-    gpu: bytes
-    host: bytes
-    version: int
-    shares: bool
-    identity: bytes
+    gpu: bytes  # its GPU's UUID
+    host: bytes  # what NCCL_HOSTID makes of its host; NCCL lets ranks share a GPU if they seem to be on two hosts
+    version: int  # of its NCCL
+    shares: bool  # whether NCCL_MULTI_RANK_GPU_ENABLE lets it share a GPU
+    identity: bytes  # the communicator's id, from group rank 0
 
     @classmethod
     def here(cls, gpu: bytes, version: int, identity: bytes) -> Seat:
-        """This process's."""
         host = hashlib.sha256(os.environ.get("NCCL_HOSTID", "").encode()).digest()[:8]
         shares = version >= _SHARED_GPU and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0")
         return cls(gpu, host, version, shares, identity)
@@ -80,7 +71,6 @@ class Seat(NamedTuple):
 
     @classmethod
     def from_row(cls, row: np.ndarray) -> Seat:
-        """What `to_row` gave."""
         gpu, host, version, shares, identity = _SEAT.unpack(row.tobytes())
         return cls(gpu, host, version, bool(shares), identity)
 
@@ -109,13 +99,7 @@ def check_seats(seats: Sequence[Seat], ranks: Sequence[int], group: str) -> None
 
 
 class Communicator:
-    """See this module's docstring.
-
-    Args:
-        library: NCCL.
-        handle: ncclComm_t.
-        look: what is asked while a call goes on.
-    """
+    """See this module's docstring; `look` is asked while a call goes on."""
 
     def __init__(self, library: Library, handle: Any, look: Look) -> None:
         self._library, self._calls, self._handle, self._look = library, library.calls, handle, look
@@ -125,39 +109,23 @@ class Communicator:
 
     @classmethod
     def make(cls, library: Library, size: int, rank: int, identity: bytes, look: Look) -> Communicator:
-        """Meet the other ranks, on the current GPU; collective, and blocks.
-
-        Raises:
-            NcclError: it cannot be made.
-            GroupError: what `look` raises; what was begun is aborted.
-        """
-        handle, config = ctypes.c_void_p(), Config.non_blocking()
-        unique = UniqueId.from_buffer_copy(identity)
-        status = library.calls.ncclCommInitRankConfig(
-            ctypes.byref(handle), size, unique, rank, ctypes.byref(config)
-        )
+        """Meet the other ranks, on the current GPU; collective, and blocks; aborted if `look` raises."""
+        handle, config = ctypes.c_void_p(), ctypes.byref(Config.non_blocking())
+        unique, make = UniqueId.from_buffer_copy(identity), library.calls.ncclCommInitRankConfig
+        status = make(ctypes.byref(handle), size, unique, rank, config)
         return cls._begun(library, handle, look, status, "making a communicator")
 
     def split(self, place: int | None) -> Communicator | None:
         """A communicator of those ranks that give their `place` in it, None on others; collective over all ranks.
 
         Nothing may be under way on the GPU. The new one asks as this one does, until it is told to `ask` another.
-
-        Raises:
-            NcclError: it cannot be made.
-            GroupError: this one was aborted, or what `look` raises.
         """
-        doing, config = "splitting a communicator", Config.non_blocking()
-        made = self._splitting = ctypes.c_void_p()
+        doing, config = "splitting a communicator", ctypes.byref(Config.non_blocking())
+        color, made = _NO_COLOR if place is None else 0, ctypes.c_void_p()
+        self._splitting = made
         with self._lock:
             self._check_open()
-            status = self._calls.ncclCommSplit(
-                self._handle,
-                _NO_COLOR if place is None else 0,
-                place or 0,
-                ctypes.byref(made),
-                ctypes.byref(config),
-            )
+            status = self._calls.ncclCommSplit(self._handle, color, place or 0, ctypes.byref(made), config)
         self._settle(status, doing)  # only then is there a handle
         return None if place is None else self._begun(self._library, made, self._look, SUCCESS, doing)
 
@@ -181,12 +149,7 @@ class Communicator:
 
     @contextmanager
     def group(self, doing: str) -> Iterator[None]:
-        """What is called inside is queued as one operation when this ends; blocks until it is queued.
-
-        Raises:
-            NcclError: NCCL refuses it.
-            GroupError: the communicator was aborted, or what `look` raises.
-        """
+        """What is called inside is queued as one operation when this ends; blocks until it is queued."""
         with self._lock:
             self._check_open()
             self._check(self._calls.ncclGroupStart(), doing)
@@ -283,9 +246,8 @@ class Communicator:
     def _state(self) -> int:
         """ncclSuccess, ncclInProgress, or what went wrong."""
         state = ctypes.c_int()
-        self._check(
-            self._calls.ncclCommGetAsyncError(self._handle, ctypes.byref(state)), "asking for its state"
-        )
+        status = self._calls.ncclCommGetAsyncError(self._handle, ctypes.byref(state))
+        self._check(status, "asking for its state")
         return state.value
 
     def _check(self, status: int, doing: str) -> None:

@@ -32,12 +32,10 @@ class Message(StreamWork):
     """A send or a receive. Until it is queued `wait()` blocks the host; then it orders streams, as any StreamWork's.
 
     Args:
-        describe: as operations of the CPU backend are described.
         own: a stream on the array's GPU.
         item: the array, adopted; let go when the message is over.
         kind: tag and dtype, as in p2p/.
         marks: where its stream was when the message was posted.
-        number: this rank's own.
     """
 
     def __init__(self, describe: str, own: Own, item: OnDevice, kind: int, marks: Marks, number: int) -> None:
@@ -94,12 +92,9 @@ class Message(StreamWork):
 
 
 class Direction:
-    """See this module's docstring.
+    """See this module's docstring; to oneself, which is a `peer` too, it needs no communicator.
 
     Args:
-        carrier: the group's.
-        peer: the other rank; this one itself for messages to oneself, which need no communicator.
-        sending: whether messages go to the peer.
         events: where the messages' marks are given back.
     """
 
@@ -126,18 +121,10 @@ class Direction:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the communicator is there."""
         return self._comm is not None
 
     def move(self, message: Message, identity: bytes) -> None:
-        """Queue a message, after its peer has agreed; the first time make the communicator, which blocks.
-
-        Args:
-            identity: the communicator's, the first time.
-
-        Raises:
-            NcclError, GroupError: it cannot be done.
-        """
+        """Queue a message, after its peer has agreed; the first time make the communicator, which blocks."""
         if self._comm is None:
             place = _SENDER if self._sending else _RECEIVER
             patience = Patience(self._group, lambda doing: self._group.monitor.verdict([self._peer], doing))

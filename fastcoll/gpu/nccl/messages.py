@@ -61,33 +61,24 @@ _HEAD = struct.Struct("<4q")
 
 
 class Letter(NamedTuple):
-    """What two ranks tell each other on the host about one message between their GPUs.
+    """What two ranks tell each other on the host about one message between their GPUs."""
 
-    Attributes:
-        number: of the message, the sender's own.
-        kind: tag and dtype of the array on this side, as in p2p/.
-        nbytes: of the array on this side.
-        seat: this side's; in the first answer that says NCCL with the communicator's id.
-        verdict: of an answer.
-    """
-
-    number: int
-    kind: int
-    nbytes: int
-    seat: Seat
-    verdict: int = 0
+    number: int  # of the message, the sender's own
+    kind: int  # tag and dtype of the array on this side, as in p2p/
+    nbytes: int  # of the array on this side
+    seat: Seat  # this side's; in the first answer that says NCCL with the communicator's id
+    verdict: int = 0  # of an answer
 
     def to_array(self) -> Array:
         """As a host array that can be sent."""
         array = blank()
-        head = np.frombuffer(_HEAD.pack(self.number, self.verdict, self.kind, self.nbytes), np.uint8)
-        packed = np.concatenate([head, self.seat.to_row()])
+        head = _HEAD.pack(self.number, self.verdict, self.kind, self.nbytes)
+        packed = np.concatenate([np.frombuffer(head, np.uint8), self.seat.to_row()])
         array.view(np.uint8)[: packed.size] = packed
         return array
 
     @classmethod
     def from_array(cls, array: Array) -> Letter:
-        """What `to_array` gave."""
         flat = array.view(np.uint8)
         number, verdict, kind, nbytes = _HEAD.unpack(flat[: _HEAD.size].tobytes())
         return cls(number, kind, nbytes, Seat.from_row(flat[_HEAD.size :]), verdict)
@@ -99,11 +90,7 @@ def blank() -> Array:
 
 
 class NcclMessages:
-    """The messages of one group; arguments, results and errors are those of the CPU backend's.
-
-    Args:
-        carrier: the group's; it fails the group, and knows its GPU.
-    """
+    """The messages of one group; arguments, results and errors are those of the CPU backend's."""
 
     def __init__(self, carrier: StreamCarrier, library: Library) -> None:
         self._group = carrier.group
@@ -259,8 +246,7 @@ class NcclMessages:
             elif answer.verdict == STAGED:
                 self._go_staged(message, self._staged.isend, dst)
             else:
-                misfit = answer.verdict == MISFIT
-                self._over(message, self._misfit(refused, message, dst, answer) if misfit else None)
+                self._over(message, answer.verdict, refused, dst, answer)
 
     def _answer(self, number: int, envelope: Letter, source: int, direction: Direction) -> None:
         """Tell the sender what comes next, and receive the message."""
@@ -277,8 +263,7 @@ class NcclMessages:
                 # Waits for the array's stream here: the CPU backend's thread must not, as that may wait for messages.
                 self._go_staged(message, self._staged.irecv, source)
             else:
-                misfit = verdict == MISFIT
-                self._over(message, self._misfit(unfit, message, source, envelope) if misfit else None)
+                self._over(message, verdict, unfit, source, envelope)
 
     def _verdict(self, message: Message, envelope: Letter) -> int:
         if (envelope.kind, envelope.nbytes) != message.held:
@@ -302,25 +287,12 @@ class NcclMessages:
         with self._claimed(envelope.number) as sent, self._claimed(number) as received:
             received.comes_from(source)
             verdict = self._verdict(received, envelope)
-            if verdict == MISFIT:
+            if verdict in (MISFIT, NOTHING):
                 held = Letter(envelope.number, *received.held, envelope.seat)
-                errors = (
-                    self._misfit(refused, sent, source, held),
-                    self._misfit(unfit, received, source, envelope),
-                )
-                self._over(sent, errors[0])
-                self._over(received, errors[1])
-            elif verdict == NOTHING:
-                self._over(sent)
-                self._over(received)
+                self._over(sent, verdict, refused, source, held)
+                self._over(received, verdict, unfit, source, envelope)
             else:
                 direction.copy(sent, received)
-
-    def _misfit(
-        self, error: Callable[..., FastcollError], message: Message, peer: int, letter: Letter
-    ) -> FastcollError:
-        here, there = self._name(self._group.rank), self._name(peer)
-        return error(message.describe, here, message.held, there, (letter.kind, letter.nbytes))
 
     # ---- ends ----------------------------------------------------------------------------------------
 
@@ -337,8 +309,17 @@ class NcclMessages:
             message.settle(error)
             raise
 
-    def _over(self, message: Message, error: BaseException | None = None) -> None:
-        """End a claimed message for which nothing was queued."""
+    def _over(
+        self, message: Message, verdict: int, misfit: Callable[..., FastcollError], peer: int, letter: Letter
+    ) -> None:
+        """End a claimed message with a verdict for which nothing is queued; `letter` is the peer's."""
+        error = None
+        if verdict == MISFIT:
+            here, there = self._name(self._group.rank), self._name(peer)
+            error = misfit(message.describe, here, message.held, there, (letter.kind, letter.nbytes))
+        self._settle(message, error)
+
+    def _settle(self, message: Message, error: BaseException | None) -> None:
         marks, message.marks = message.marks, []
         for device, event in marks:
             self._transit.events.give(device, [event])
@@ -347,7 +328,7 @@ class NcclMessages:
     def _end(self, message: Message, error: BaseException) -> None:
         """End a message, unless it was claimed."""
         if self._posted.pop(message.number, None) is not None:
-            self._over(message, error)
+            self._settle(message, error)
 
     def _end_all(self, error: BaseException) -> None:
         for message in list(self._posted.values()):
@@ -371,9 +352,8 @@ class NcclMessages:
             directions = list(self._directions.values())
         for direction in directions:
             direction.finish()
-        for (
-            direction
-        ) in directions:  # all at once, as each waits for its peer, which may be busy with another
+        # All at once, as each waits for its peer, which may be busy with another.
+        for direction in directions:
             direction.disconnect()
         for direction in directions:
             direction.close()
