@@ -11,12 +11,16 @@ DONE; otherwise it leaves BUSY taken, and the engine goes on with the message wh
 
 from __future__ import annotations
 
+import threading
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ..core.status import LATER
 from ..errors import GroupError
+from ..kernels.primitives import address_of, cells_of
 from .transfers import Send
 
 ARMED = 16
@@ -245,3 +249,65 @@ class Pipe(Protocol):
     def disarm(self, peer: int) -> None:
         """The receive that a short cut has armed for a peer is matched here."""
         return None
+
+
+class WordPipe(Pipe):
+    """A pipe whose kernels keep what they know in words: a table of the pipe's, and a row for each peer.
+
+    Args:
+        words: where the table's and a row's words are: BUSY, BEHIND and STORED; WATCHED, OWED, ARMED_KIND and the
+            four of an ack, from ACK_NUMBER on.
+
+    Attributes:
+        address: of the table, what the kernels take first.
+    """
+
+    def __init__(self, words: ModuleType, table_words: int, row_words: int, size: int) -> None:
+        self.table = np.zeros(table_words, np.int64)
+        self.rows = np.zeros((size, row_words), np.int64)
+        self.rows[:, words.ARMED_KIND] = -1
+        self.address = address_of(self.table)
+        self.words = cells_of(self.table)
+        self._cells = cells_of(self.rows)
+        self._width = row_words
+        self._at = words
+
+    def word(self, peer: int, index: int) -> int:
+        """A word of the row of `peer`."""
+        return self._cells[peer * self._width + index]
+
+    def put(self, peer: int, index: int, value: int) -> None:
+        """Set a word of the row of `peer`."""
+        self._cells[peer * self._width + index] = value
+
+    def let_go(self) -> None:
+        self.words[self._at.BUSY] = 0
+
+    def is_mine(self) -> bool:
+        return bool(self.words[self._at.BUSY] == threading.get_ident())
+
+    def set_behind(self, behind: bool) -> None:
+        self.words[self._at.BEHIND] = behind
+
+    def taken(self, peer: int) -> int:
+        at = peer * self._width + self._at.ACK_NUMBER
+        return self._cells[at] if self._cells[at + 1] == TAKEN else 0
+
+    def last_ack(self, peer: int) -> Ack:
+        at = peer * self._width + self._at.ACK_NUMBER
+        return Ack(*self._cells[at : at + 4])
+
+    def watch(self, peer: int, count: int) -> None:
+        self.put(peer, self._at.WATCHED, count)
+
+    def note_owed(self, peer: int, count: int) -> None:
+        self.put(peer, self._at.OWED, count)
+
+    def note_stored(self, count: int) -> None:
+        self.words[self._at.STORED] = count
+
+    def is_armed(self, peer: int) -> bool:
+        return self.word(peer, self._at.ARMED_KIND) >= 0
+
+    def disarm(self, peer: int) -> None:
+        self.put(peer, self._at.ARMED_KIND, -1)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ..core.monitor import Monitor
 from ..core.status import DONE
 from ..errors import AbortedError, GroupError
 from ..kernels import waiting
-from ..kernels.primitives import address_of, cells_of
-from ..p2p.pipe import TAKEN, Ack, Begun, Header, Pipe
+from ..kernels.primitives import address_of
+from ..p2p.pipe import Ack, Begun, Header, WordPipe
 from ..p2p.transfers import Send
 from . import ring_kernels
 from . import rings as words
@@ -22,7 +20,7 @@ from .context import BUDGET
 from .layout import Layout
 
 
-class RingPipe(Pipe):
+class RingPipe(WordPipe):
     """The rings that begin or end at one rank; its peers' numbers are their ranks in the segment.
 
     Args:
@@ -32,23 +30,13 @@ class RingPipe(Pipe):
         vigil: of the segment's ranks.
         patience: polls, then yields, before a waiting kernel sleeps.
         context: address of the group's context.
-
-    Attributes:
-        address: what the kernels take as `m`.
-        table: the mailbox's words.
-        rows: the channels' words, a row a peer.
     """
 
     def __init__(
         self, base: int, layout: Layout, rank: int, vigil: Monitor, patience: tuple[int, int], context: int
     ) -> None:
-        self.rows = np.zeros((layout.size, words.CHANNEL_WORDS), np.int64)
-        self.rows[:, words.ARMED_KIND] = -1
-        self.table = np.zeros(words.MAILBOX_WORDS, np.int64)
-        self.address = address_of(self.table)
+        super().__init__(words, words.MAILBOX_WORDS, words.CHANNEL_WORDS, layout.size)
         self._vigil = vigil
-        self._cells = cells_of(self.rows)
-        self._words = cells_of(self.table)
         self.table[waiting.SPINS], self.table[waiting.YIELDS] = patience
         self.table[waiting.BUDGET] = BUDGET
         self.table[words.CHANNELS] = address_of(self.rows)
@@ -60,32 +48,16 @@ class RingPipe(Pipe):
             self.rows[peer, words.OUT] = base + layout.ring_of(rank, peer)
             self.rows[peer, words.IN] = base + layout.ring_of(peer, rank)
 
-    def word(self, peer: int, index: int) -> int:
-        """A word of the channel to `peer`."""
-        return self._cells[peer * words.CHANNEL_WORDS + index]
-
-    def _set(self, peer: int, index: int, value: int) -> None:
-        self._cells[peer * words.CHANNEL_WORDS + index] = value
-
     # ---- whose turn it is ------------------------------------------------------------------------
 
     def seize(self) -> bool:
         return waiting.seize.call(self.address + 8 * words.BUSY) == DONE
 
-    def let_go(self) -> None:
-        self._words[words.BUSY] = 0
-
-    def is_mine(self) -> bool:
-        return self._words[words.BUSY] == threading.get_ident()
-
     def ring_bell(self) -> None:
-        self._words[words.BELL] = 1
+        self.words[words.BELL] = 1
 
     def silence_bell(self) -> None:
-        self._words[words.BELL] = 0
-
-    def set_behind(self, behind: bool) -> None:
-        self._words[words.BEHIND] = behind
+        self.words[words.BELL] = 0
 
     # ---- peers -----------------------------------------------------------------------------------
 
@@ -125,8 +97,8 @@ class RingPipe(Pipe):
         return self.word(peer, words.SENT), entering, False
 
     def leave_receive(self, source: int) -> Begun | None:
-        peer = self._words[words.SOURCE] - 1 if source < 0 else source
-        self._words[words.SOURCE] = 0
+        peer = self.words[words.SOURCE] - 1 if source < 0 else source
+        self.words[words.SOURCE] = 0
         if peer < 0 or not self._is_receiving(peer):
             return None
         header = self.header(peer)
@@ -145,14 +117,6 @@ class RingPipe(Pipe):
         number, entering, _ = self.leave_send(peer)
         return number, entering
 
-    def taken(self, peer: int) -> int:
-        at = peer * words.CHANNEL_WORDS + words.ACK_NUMBER
-        return self._cells[at] if self._cells[at + 1] == TAKEN else 0
-
-    def last_ack(self, peer: int) -> Ack:
-        at = peer * words.CHANNEL_WORDS + words.ACK_NUMBER
-        return Ack(*self._cells[at : at + 4])
-
     def header(self, peer: int) -> Header:
         nbytes = self.word(peer, words.IN_NBYTES)
         # An arriving message has been counted already.
@@ -164,18 +128,3 @@ class RingPipe(Pipe):
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:
         return ring_kernels.acknowledge.call(self.address, peer, *ack) == DONE
-
-    def watch(self, peer: int, count: int) -> None:
-        self._set(peer, words.WATCHED, count)
-
-    def note_owed(self, peer: int, count: int) -> None:
-        self._set(peer, words.OWED, count)
-
-    def note_stored(self, count: int) -> None:
-        self._words[words.STORED] = count
-
-    def is_armed(self, peer: int) -> bool:
-        return self.word(peer, words.ARMED_KIND) >= 0
-
-    def disarm(self, peer: int) -> None:
-        self._set(peer, words.ARMED_KIND, -1)

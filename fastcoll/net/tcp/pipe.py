@@ -19,9 +19,9 @@ from ...core.monitor import Monitor
 from ...core.status import DONE, UNMINDED
 from ...errors import AbortedError, GroupError, PeerDiedError
 from ...kernels import waiting
-from ...kernels.primitives import address_of, cells_of
+from ...kernels.primitives import address_of
 from ...kernels.sockets import CLOSED
-from ...p2p.pipe import TAKEN, Ack, Begun, Header, Pipe
+from ...p2p.pipe import Ack, Begun, Header, WordPipe
 from ...p2p.transfers import Send
 from . import mail_frames as f
 from . import mail_kernels as kernels
@@ -35,12 +35,8 @@ _REASON_SECONDS = 2.0
 _LOCAL_SNDBUF = 256 << 10
 
 
-class TcpPipe(Pipe):
-    """The connections for messages that begin or end at one rank. The mesh owns the sockets; close it after the pipe.
-
-    Attributes:
-        address: what the kernels take as `m`, the words of `table`; those of the peers are `rows`.
-    """
+class TcpPipe(WordPipe):
+    """The connections for messages that begin or end at one rank. The mesh owns the sockets; close it after this."""
 
     eager = f.EAGER
     window = f.WINDOW
@@ -49,8 +45,8 @@ class TcpPipe(Pipe):
         size = len(monitor.members)
         self._mesh = mesh
         self._monitor = monitor
-        self.rows = np.zeros((size, f.ROW_WORDS), np.int64)
-        self.rows[:, [f.OUT_FD, f.IN_FD, f.ARMED_KIND]] = -1
+        super().__init__(f, f.MAIL_WORDS, f.ROW_WORDS, size)
+        self.rows[:, [f.OUT_FD, f.IN_FD]] = -1
         self._pollfds = np.zeros((2, 2 * size + 1), np.int64)
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
         self._dialed = [False] * size
@@ -58,25 +54,14 @@ class TcpPipe(Pipe):
         # The bell's descriptor, and what is kept of a connection; a signal handler may come in the middle.
         self._lock = threading.RLock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.table = np.zeros(f.MAIL_WORDS, np.int64)
         self.table[waiting.BUDGET] = _BUDGET
         self.table[f.BELL_FD] = self._bell
         self.table[f.CHANNELS] = address_of(self.rows)
         self.table[f.SIZE], self.table[f.RANK] = size, mesh.rank
         self.table[f.SPIN] = spin
         self.table[f.POLLFDS], self.table[f.OWNERS] = map(address_of, self._pollfds)
-        self.address = address_of(self.table)
-        self._cells = cells_of(self.rows)
-        self._words = cells_of(self.table)
         self._minder: threading.Thread | None = None
         mesh.on_mail(self._accepted)
-
-    def word(self, peer: int, index: int) -> int:
-        """A word of the row of `peer`."""
-        return self._cells[peer * f.ROW_WORDS + index]
-
-    def _set(self, peer: int, index: int, value: int) -> None:
-        self._cells[peer * f.ROW_WORDS + index] = value
 
     # ---- connections -----------------------------------------------------------------------------
 
@@ -139,7 +124,7 @@ class TcpPipe(Pipe):
 
     def retire(self) -> None:
         """The mesh closes the connections."""
-        self._words[f.STOP] = 1
+        self.words[f.STOP] = 1
         if self._minder is not None:
             self._minder.join()
         self.rows[:, [f.OUT_FD, f.IN_FD]] = -1
@@ -157,28 +142,19 @@ class TcpPipe(Pipe):
                 self.table[f.BELL] = 1
 
     def silence_bell(self) -> None:
-        if self._words[f.BELL]:
-            self._words[f.BELL] = 0
+        if self.words[f.BELL]:
+            self.words[f.BELL] = 0
             with self._lock, suppress(BlockingIOError):
                 if self._bell >= 0:
                     os.eventfd_read(self._bell)
 
-    def set_behind(self, behind: bool) -> None:
-        self._words[f.BEHIND] = behind
-
     def seize(self) -> bool:
         if waiting.seize.call(self.address + 8 * f.BUSY) != DONE:
             return False
-        if self._words[f.DEFERRED] and kernels.flush.call(self.address) != DONE:
+        if self.words[f.DEFERRED] and kernels.flush.call(self.address) != DONE:
             self.let_go()
             return False
         return True
-
-    def let_go(self) -> None:
-        self._words[f.BUSY] = 0
-
-    def is_mine(self) -> bool:
-        return self._words[f.BUSY] == threading.get_ident()
 
     # ---- short cuts ------------------------------------------------------------------------------
 
@@ -211,25 +187,25 @@ class TcpPipe(Pipe):
             kernels.mind.call(self.address, address_of(patience))
 
         with self._lock:
-            if not self._words[f.STOP] and (self._minder is None or not self._minder.is_alive()):
+            if not self.words[f.STOP] and (self._minder is None or not self._minder.is_alive()):
                 self._minder = threading.Thread(target=mind, name="fastcoll-answers", daemon=True)
                 self._minder.start()
 
     def leave_send(self, peer: int) -> tuple[int, bool, bool]:
         resting = self.word(peer, f.SENDING) == 2
-        self._set(peer, f.SENDING, 0)
+        self.put(peer, f.SENDING, 0)
         return self.word(peer, f.SENT), self._is_entering(peer), resting
 
     def leave_receive(self, source: int) -> Begun | None:
-        peer = self._words[f.SOURCE] - 1 if source < 0 else source
-        self._words[f.SOURCE] = 0
+        peer = self.words[f.SOURCE] - 1 if source < 0 else source
+        self.words[f.SOURCE] = 0
         stage = self.word(peer, f.IN_STAGE) if peer >= 0 else f.IDLE
         if stage == f.IDLE:
             return None
         arriving = stage in (f.ARRIVING, f.REST_ARRIVING)
-        self._set(peer, f.IN_STAGE, f.ARRIVING if arriving else f.IDLE)
+        self.put(peer, f.IN_STAGE, f.ARRIVING if arriving else f.IDLE)
         asking = self.word(peer, f.ASKING) != 0
-        self._set(peer, f.ASKING, 0)
+        self.put(peer, f.ASKING, 0)
         number = self.word(peer, f.TAKING)
         whole = stage in (f.REST_ARRIVING, f.ANSWERING)
         return Begun(peer, number, arriving, whole, asking)
@@ -249,13 +225,6 @@ class TcpPipe(Pipe):
     def begin_rest(self, peer: int, send: Send, number: int, attached: int) -> None:
         kernels.rest.call(self.address, peer, send.address, send.nbytes, number, attached)
 
-    def taken(self, peer: int) -> int:
-        return self.word(peer, f.ACK_NUMBER) if self.word(peer, f.ACK_VERDICT) == TAKEN else 0
-
-    def last_ack(self, peer: int) -> Ack:
-        at = peer * f.ROW_WORDS + f.ACK_NUMBER
-        return Ack(*self._cells[at : at + 4])
-
     def header(self, peer: int) -> Header:
         at = peer * f.ROW_WORDS + f.IN_NUMBER
         number, kind, nbytes, attached = self._cells[at : at + 4]
@@ -270,20 +239,5 @@ class TcpPipe(Pipe):
     def acknowledge(self, peer: int, ack: Ack) -> bool:
         return kernels.acknowledge.call(self.address, peer, *ack) == DONE
 
-    def watch(self, peer: int, count: int) -> None:
-        self._set(peer, f.WATCHED, count)
-
     def expect(self, peer: int, count: int) -> None:
-        self._set(peer, f.EXPECTED, count)
-
-    def note_owed(self, peer: int, count: int) -> None:
-        self._set(peer, f.OWED, count)
-
-    def note_stored(self, count: int) -> None:
-        self._words[f.STORED] = count
-
-    def is_armed(self, peer: int) -> bool:
-        return self.word(peer, f.ARMED_KIND) >= 0
-
-    def disarm(self, peer: int) -> None:
-        self._set(peer, f.ARMED_KIND, -1)
+        self.put(peer, f.EXPECTED, count)
