@@ -97,7 +97,7 @@ def this_process() -> ProcessId:
     return ProcessId(
         host=os.uname().nodename,
         pid=os.getpid(),
-        start_time=_status(os.getpid())[1],
+        start_time=int(status_of(os.getpid())[19]),
         boot_id=_boot_id(),
         pid_namespace=_pid_namespace(),
     )
@@ -216,18 +216,16 @@ def _open(process: ProcessId) -> int | None:
 def _recycled(process: ProcessId) -> bool:
     """Whether the pid is free, a zombie's, or another process's by now."""
     try:
-        state, started = _status(process.pid)
+        status = status_of(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return state in "ZX" or started != process.start_time
+    return status[0] in (b"Z", b"X") or int(status[19]) != process.start_time
 
 
-def _status(pid: int) -> tuple[str, int]:
-    """State letter and start time of a process, from /proc/PID/stat."""
+def status_of(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat behind the command: the state, the parent, ... and at 19 the start time."""
     with open(f"/proc/{pid}/stat", "rb") as file:
-        # The command (field 2) may hold spaces and parentheses; fields count from the last one.
-        rest = file.read().rpartition(b")")[2].split()
-    return rest[0].decode(), int(rest[19])
+        return file.read().rpartition(b")")[2].split()  # the command may hold spaces and parentheses
 
 
 @functools.cache

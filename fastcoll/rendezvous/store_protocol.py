@@ -207,7 +207,8 @@ class StoreServer:
 
     def _converse(self, peer: int) -> Generator[None, None, None]:
         """What is done with a peer's bytes, from its opening on; goes on whenever more have come."""
-        state, answering = self._peers[peer], Answering(self._meant_for)
+        state, me = self._peers[peer], self._me
+        answering = Answering(lambda at: me if at.kind is Kind.STORE and at.peer == me.rank else None)
         while answering.wants:
             if not state.buffer:
                 yield
@@ -247,9 +248,6 @@ class StoreServer:
             if state.is_open and state.buffer and state.deadline is None:
                 self._set_deadline(peer, self._now + FRAME_SECONDS)
             yield
-
-    def _meant_for(self, theirs: Opening) -> Endpoint | None:
-        return self._me if theirs.kind is Kind.STORE and theirs.peer == self._me.rank else None
 
     def _answer_to(self, request: Request) -> bytes:
         try:

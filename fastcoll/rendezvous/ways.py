@@ -12,8 +12,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
-from ..core.processes import speak_as, this_process
+from ..core.processes import speak_as, status_of, this_process
 from ..errors import ResourceError, StoreTimeoutError, UsageError
 from .address import make_room, own_address
 from .detect import TORCH, Detected, derived_port, detect, port_beside
@@ -79,25 +80,16 @@ def shared_path(rank_variable: str) -> str:
     pid = os.getppid()
     with suppress(PermissionError):  # another user's: a daemon such as slurmstepd
         while pid > 0 and any(
-            entry.startswith(f"{rank_variable}=".encode()) for entry in _proc(pid, "environ").split(b"\0")
+            entry.startswith(f"{rank_variable}=".encode())
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         ):
-            pid = int(_status(pid)[1])
+            pid = int(status_of(pid)[1])
     if pid <= 0:
         raise UsageError(
             f"{rank_variable} is set, but the launcher that set it is not visible from here; set MASTER_ADDR and "
             "MASTER_PORT for all ranks"
         )
-    return os.path.join(tempfile.gettempdir(), f"fastcoll-{os.geteuid()}-{pid}-{_status(pid)[19]}")
-
-
-def _proc(pid: int, name: str) -> bytes:
-    with open(f"/proc/{pid}/{name}", "rb") as file:
-        return file.read()
-
-
-def _status(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the command: state, parent, ..., start time at 19."""
-    return _proc(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+    return os.path.join(tempfile.gettempdir(), f"fastcoll-{os.geteuid()}-{pid}-{int(status_of(pid)[19])}")
 
 
 def meet_in_file(
@@ -115,7 +107,9 @@ def meet_in_file(
         left = max(started + timeout - time.monotonic(), 0.0)
         store = FileStore(path, timeout=left)
         try:
-            assigned = arrive(store, rank, world_size, left, partial(_look_for_dead, store))
+            doing = f"meeting in {path}"
+            look = partial(lambda store, doing: raise_if_dead(store.participants(), doing), store, doing)
+            assigned = arrive(store, rank, world_size, left, look)
             store.set_timeout(timeout)
             return Rendezvous(store, assigned, world_size, own_address())
         except FullError as error:
@@ -135,10 +129,6 @@ def meet_in_file(
             for _ in tries(_LOOK_AGAIN_SECONDS, 0.01, 0.01):
                 if not os.fstat(file.fileno()).st_nlink:
                     break
-
-
-def _look_for_dead(store: FileStore) -> None:
-    raise_if_dead(store.participants(), f"meeting in {store.path}")
 
 
 def meet_at_address(

@@ -265,7 +265,7 @@ def test_a_process_in_sight_that_was_killed() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         me = Member.here(0, 2, "tcp")
-        other = replace(me, rank=1, pid=child.pid, start_time=processes._status(child.pid)[1])
+        other = replace(me, rank=1, pid=child.pid, start_time=int(processes.status_of(child.pid)[19]))
         monitor = NetMonitor([me, other], 0, Control(2))
         assert monitor.verdict([1], "testing") is None
         os.kill(child.pid, signal.SIGKILL)
@@ -282,7 +282,7 @@ def test_a_process_in_sight_that_was_killed() -> None:
 def test_a_process_in_sight_that_left_before_it_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     me = Member.here(0, 2, "tcp")
-    other = replace(me, rank=1, pid=child.pid, start_time=processes._status(child.pid)[1])
+    other = replace(me, rank=1, pid=child.pid, start_time=int(processes.status_of(child.pid)[19]))
     control = Control(2)
     monitor = NetMonitor([me, other], 0, control)
     assert monitor.verdict([], "testing") is None

@@ -14,7 +14,7 @@ IDLE = "import sys; print('up', flush=True); sys.stdin.read()"
 
 def member_of(process: subprocess.Popen, **changes: object) -> Member:
     process.stdout.readline()
-    started = processes_module._status(process.pid)[1]
+    started = int(processes_module.status_of(process.pid)[19])
     return dataclasses.replace(Member.here(1, 2, "shm"), pid=process.pid, start_time=started, **changes)
 
 
@@ -118,9 +118,9 @@ def test_a_name_with_parentheses_does_not_hide_the_start_time(tmp_path) -> None:
     script.symlink_to("/bin/sleep")
     process = subprocess.Popen([str(script), "60"])
     try:
-        state, started = processes_module._status(process.pid)
-        assert state in "RSD"
-        assert started >= processes_module._status(os.getpid())[1]
+        status = processes_module.status_of(process.pid)
+        assert status[0] in (b"R", b"S", b"D")
+        assert int(status[19]) >= int(processes_module.status_of(os.getpid())[19])
     finally:
         process.kill()
         process.wait()
