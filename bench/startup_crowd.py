@@ -31,9 +31,9 @@ from fastcoll.core import processes as members_module
 from fastcoll.core.processes import Member, ProcessId
 from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_store
 from fastcoll.rendezvous.assemble import GroupMeeting
+from fastcoll.rendezvous.frames import HEADER, encode_request, frame_length
 from fastcoll.rendezvous.join import join
 from fastcoll.rendezvous.opening import OPENING_SIZE
-from fastcoll.rendezvous.store_protocol import HEADER, encode_request, frame_length
 from fastcoll.rendezvous.table import Op, Request
 
 RANKS_PER_NODE = 8

@@ -3,10 +3,10 @@
 Every participant is written into the file with its process. The one that leaves last removes it, and
 one that comes to a file whose participants are all dead starts it anew.
 
-The bytes are a magic line, then records, only ever appended to. A record is a 16-byte header (big-endian: kind, three
-zeros, length of the key, length of the value, CRC-32 of kind, key and value), the key and the value. A writer that is
-killed leaves at most one record cut off at the end; nobody else was writing, as it held the lock, so the next writer
-cuts it off and goes on.
+The bytes are a magic line, then records, only ever appended to: the requests that change something, as frames
+(frames.py). Before each is a 12-byte header (big-endian: CRC-32 of the frame, its length, 1 for a change of who takes
+part, three zeros). A writer that is killed leaves at most one record cut off at the end; nobody else was
+writing, as it held the lock, so the next writer cuts it off and goes on.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ import struct
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from enum import IntEnum
 
 from ..core.operands import whole
 from ..core.processes import ProcessId, forget, in_sight, this_process
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
+from .frames import HEADER, MAX_BODY, check_request_header, decode_request, encode_request
 from .store import DEFAULT_TIMEOUT, limit_of, tries
-from .table import CHANGING, MAX_KEY, MAX_VALUE, Request, Table, TableStore, check_process, closed_meanwhile
+from .table import CHANGING, Op, Request, Table, TableStore, check_process, closed_meanwhile
 
-MAGIC = b"fastcoll store 1\n"
-_HEADER = struct.Struct("!B3xIII")
+MAGIC = b"fastcoll store 2\n"
+_HEADER = struct.Struct("!II?3x")
 # struct flock: type, whence, start, length, pid. The lock belongs to the open file, not to the
 # process (fcntl(2), "open file description locks"), so it also keeps threads apart.
 _FLOCK = struct.Struct("hhqqi0q")
@@ -157,11 +156,7 @@ class SharedLog:
             return self.table.apply(request)
         try:
             answer = self.table.apply(request)
-            values = [(key, self.table.get(key)) for key in request.keys]
-            self._write(
-                Record(Kind.SET, key, value) if value is not None else Record(Kind.DELETE, key)
-                for key, value in values
-            )
+            self._write(record_of(request))
         except BaseException:
             self._forget()
             self._catch_up()
@@ -177,7 +172,7 @@ class SharedLog:
                 if is_over and self._is_at_path():
                     os.unlink(self.path)
                 else:
-                    self._write([Record(Kind.LEAVE, self._me)])
+                    self._write(record_of(Request(Op.DELETE, (self._me,)), True))
         finally:
             os.close(self._fd)
 
@@ -197,9 +192,9 @@ class SharedLog:
         if self.participants and self._all_gone():
             os.ftruncate(self._fd, 0)
             self._forget()
-        joining = Record(Kind.JOIN, self._me, this_process().to_bytes())
-        self._write([joining], b"" if self._offset else MAGIC)
-        self._take(joining)
+        joining = Request(Op.SET, (self._me,), (this_process().to_bytes(),))
+        self._write((b"" if self._offset else MAGIC) + record_of(joining, True))
+        self._take(joining, True)
 
     def _catch_up(self) -> None:
         """Read what others have written, and cut off what a killed writer left half-written."""
@@ -210,8 +205,8 @@ class SharedLog:
             self._offset = min(size, len(MAGIC))
         data = self._read(self._offset, size - self._offset)
         try:
-            for record, end in read_records(data, self._offset):
-                self._take(record)
+            for request, is_of_participants, end in read_records(data, self._offset):
+                self._take(request, is_of_participants)
                 self._offset = end
         except (StoreError, ValueError) as error:
             raise StoreError(f"the store in {self.path} cannot be read: {error}") from error
@@ -223,21 +218,17 @@ class SharedLog:
         self.participants: dict[bytes, ProcessId] = {}
         self._opened = self._offset = 0
 
-    def _take(self, record: Record) -> None:
-        match record.kind:
-            case Kind.SET:
-                self.table.put(record.key, record.value)
-            case Kind.DELETE:
-                self.table.remove(record.key)
-            case Kind.JOIN:
-                self.participants[record.key] = ProcessId.from_bytes(record.value)
-                self._opened += 1
-            case Kind.LEAVE:
-                self.participants.pop(record.key, None)
+    def _take(self, request: Request, is_of_participants: bool) -> None:
+        if not is_of_participants:
+            self.table.apply(request)
+        elif request.op is Op.SET:
+            self.participants[request.keys[0]] = ProcessId.from_bytes(request.values[0])
+            self._opened += 1
+        else:
+            self.participants.pop(request.keys[0], None)
 
-    def _write(self, records: Iterable[Record], magic: bytes = b"") -> None:
-        """Append records whose effect on the table is already made; all of them or none."""
-        data = magic + b"".join(record.to_bytes() for record in records)
+    def _write(self, data: bytes) -> None:
+        """Append what has had its effect already; all of it or nothing."""
         try:
             done = 0
             while done < len(data):
@@ -276,48 +267,29 @@ def _is_gone(process: ProcessId, fd: int) -> bool:
     return os.fstat(fd).st_mtime < float(booted)
 
 
-class Kind(IntEnum):
-    """SET and DELETE change a key; JOIN and LEAVE tell which processes have the file open."""
-
-    SET = 1
-    DELETE = 2
-    JOIN = 3
-    LEAVE = 4
+def record_of(request: Request, is_of_participants: bool = False) -> bytes:
+    """One change, as the log has it."""
+    frame = encode_request(request)
+    return _HEADER.pack(zlib.crc32(frame, is_of_participants), len(frame), is_of_participants) + frame
 
 
-@dataclass(frozen=True)
-class Record:
-    """One change."""
-
-    kind: Kind
-    key: bytes
-    value: bytes = b""
-
-    def to_bytes(self) -> bytes:
-        header = _HEADER.pack(self.kind, len(self.key), len(self.value), self.checksum())
-        return header + self.key + self.value
-
-    def checksum(self) -> int:
-        return zlib.crc32(self.value, zlib.crc32(self.key, self.kind))
-
-
-def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[Record, int]]:
-    """The whole records at the start of `data`, which begins at `offset`, each with the offset of its end; a
-    StoreError where the bytes are none.
+def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[Request, bool, int]]:
+    """The whole changes at the start of `data`, which begins at `offset`, whether of participants, and each one's end;
+    a StoreError or ProtocolError where the bytes are none.
     """
     at = 0
-    while at + _HEADER.size <= len(data):
-        kind, key_length, value_length, checksum = _HEADER.unpack_from(data, at)
-        if kind not in tuple(Kind) or key_length > MAX_KEY or value_length > MAX_VALUE:
+    while (start := at + _HEADER.size) <= len(data):
+        checksum, length, is_of_participants = _HEADER.unpack_from(data, at)
+        if not HEADER.size <= length <= HEADER.size + MAX_BODY:
             raise StoreError(f"byte {offset + at} of the log is no record")
-        middle = at + _HEADER.size + key_length
-        end = middle + value_length
+        frame, end = data[start : start + length], start + length
         if end > len(data):
             return
-        record = Record(Kind(kind), data[at + _HEADER.size : middle], data[middle:end])
-        if record.checksum() != checksum:
+        if zlib.crc32(frame, is_of_participants) != checksum:
             raise StoreError(f"the record at byte {offset + at} of the log is damaged")
-        yield record, offset + end
+        header, body = frame[: HEADER.size], frame[HEADER.size :]
+        check_request_header(header)
+        yield decode_request(header, body), is_of_participants, offset + end
         at = end
 
 

@@ -1,8 +1,4 @@
-"""What travels between a store's client and its server, and the server, both as bytes without sockets.
-
-A connection begins as opening.py says. Then come frames: a 16-byte header (code,
-one zero, number of keys, length of the body, timeout in seconds as a double) and the body, whose
-fields are each a 4-byte length and the bytes. This authenticates; it does not encrypt.
+"""A store's server as bytes without sockets. A connection begins as opening.py says; then come frames (frames.py).
 
 A peer has one request under way at a time, which bounds what is queued for it: bytes behind a request that
 is not answered yet drop it, as does anything that breaks the protocol, an opening that takes longer than
@@ -14,106 +10,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import os
-import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from enum import IntEnum
 
-from ..config import MOST_SECONDS
 from ..errors import StoreError
+from .frames import HEADER, ProtocolError, Status, check_request_header, decode_request, encode_frame
 from .opening import GROUP_SIZE, Answering, Endpoint, Kind, Opening, OpeningError, Role, Turned, Verdict
-from .table import CHANGING, MAX_ANSWER, MAX_KEY, SHAPES, Op, Request, Table
+from .table import CHANGING, Op, Request, Table
 
-HEADER = struct.Struct("!BxHId")
-LENGTH = struct.Struct("!I")
-# One value of the largest size, its key, or a batch of as many bytes, with their lengths.
-MAX_BODY = MAX_ANSWER + 2 * MAX_KEY
 OPENING_SECONDS = 5.0
 # How long a request may take to come once it has begun: 8 MiB at 140 kB/s.
 FRAME_SECONDS = 60.0
-# Looking a number up in an enumeration's class takes ten times as long.
-_OPERATIONS = {op.value: op for op in Op}
-
-
-class ProtocolError(ValueError):
-    """Bytes that no client or server of this protocol sends; the connection is dropped."""
-
-
-class Status(IntEnum):
-    """How a request ended: OK with its answer, TIMEOUT with a missing key, REFUSED with the reason."""
-
-    OK = 0
-    TIMEOUT = 1
-    REFUSED = 2
-
-
-def encode_frame(code: int, fields: Sequence[bytes], keys: int = 0, timeout: float = 0.0) -> bytes:
-    """A frame ready to send."""
-    body = b"".join(part for each in fields for part in (LENGTH.pack(len(each)), each))
-    return HEADER.pack(code, keys, len(body), timeout) + body
-
-
-def encode_request(request: Request) -> bytes:
-    """A request as a frame: its keys, then its values."""
-    return encode_frame(request.op, request.keys + request.values, len(request.keys), request.timeout)
-
-
-def frame_length(header: bytes) -> int:
-    """The length of the body behind a header; a ProtocolError where it is longer than any may be."""
-    length: int = HEADER.unpack(header)[2]
-    if length > MAX_BODY:
-        raise ProtocolError(f"a frame announces {length} bytes, at most {MAX_BODY} are allowed")
-    return length
-
-
-def check_request_header(header: bytes) -> int:
-    """The length of the body; a ProtocolError where the header is no request's, and nothing more need be read."""
-    code, keys, _, timeout = HEADER.unpack(header)
-    op = _OPERATIONS.get(code)
-    if op is None:
-        raise ProtocolError(f"there is no operation {code}")
-    fewest, most, _ = SHAPES[op]
-    if not fewest <= keys <= most:
-        raise ProtocolError(f"{op.name} takes {fewest} to {most} keys, got {keys}")
-    if not (math.isfinite(timeout) and 0 <= timeout <= MOST_SECONDS):
-        raise ProtocolError(f"the timeout {timeout} is not 0 to {MOST_SECONDS:g} s")
-    return frame_length(header)
-
-
-def decode_request(header: bytes, body: bytes) -> Request:
-    """The request in a frame whose header was checked; a ProtocolError where the body is not what that says."""
-    code, keys, _, timeout = HEADER.unpack(header)
-    op = _OPERATIONS[code]
-    fields = decode_fields(body)
-    if len(fields) != keys * (1 + SHAPES[op][2]):
-        raise ProtocolError(f"{op.name} of {keys} keys has {len(fields)} fields")
-    return Request(op, tuple(fields[:keys]), tuple(fields[keys:]), timeout)
-
-
-def decode_answer(header: bytes, body: bytes) -> tuple[Status, list[bytes]]:
-    """The answer in a frame from the server; a ProtocolError where it is none."""
-    code = header[0]
-    if code not in tuple(Status):
-        raise ProtocolError(f"there is no status {code}")
-    return Status(code), decode_fields(body)
-
-
-def decode_fields(body: bytes) -> list[bytes]:
-    """The fields of a body; a ProtocolError where their lengths do not add up to the body's."""
-    fields: list[bytes] = []
-    at = 0
-    while at < len(body):
-        end = at + LENGTH.size
-        if end > len(body):
-            raise ProtocolError("a field's length is cut off")
-        length = LENGTH.unpack_from(body, at)[0]
-        at = end + length
-        if at > len(body):
-            raise ProtocolError(f"a field of {length} bytes passes the end of its frame")
-        fields.append(bytes(body[end:at]))
-    return fields
 
 
 @dataclass(slots=True)

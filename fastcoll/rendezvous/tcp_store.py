@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from . import store_protocol as p
+from . import frames
 from .address import CURE, resolve, shown
 from .opening import GROUP_SIZE, Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
 from .secret import job_secret
@@ -178,9 +178,9 @@ class TCPStore(TableStore):
                     self._idle.append(connection)
             if not usable:
                 connection.close()
-        if status is p.Status.TIMEOUT:
+        if status is frames.Status.TIMEOUT:
             return fields[0]
-        if status is p.Status.REFUSED:
+        if status is frames.Status.REFUSED:
             raise StoreError(fields[0].decode())
         return fields
 
@@ -220,17 +220,17 @@ class TCPConnection:
         self.instance = b""
         self.local_address = str(connected.getsockname()[0])
 
-    def ask(self, request: Request) -> tuple[p.Status, list[bytes]]:
+    def ask(self, request: Request) -> tuple[frames.Status, list[bytes]]:
         """Send `request` and return the server's answer.
 
         StoreError: what answers is no store; as LostError, the server is gone. StoreTimeoutError: it does not answer.
         """
         deadline = time.monotonic() + request.timeout + GRACE_SECONDS
-        self.send(p.encode_request(request), deadline)
+        self.send(frames.encode_request(request), deadline)
         try:
-            header = self.receive(p.HEADER.size, deadline)
-            return p.decode_answer(header, self.receive(p.frame_length(header), deadline))
-        except p.ProtocolError as error:
+            header = self.receive(frames.HEADER.size, deadline)
+            return frames.decode_answer(header, self.receive(frames.frame_length(header), deadline))
+        except frames.ProtocolError as error:
             raise StoreError(f"what the store at {self._where} answers cannot be read: {error}") from error
 
     def close(self) -> None:

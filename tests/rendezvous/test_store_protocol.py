@@ -10,6 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcoll.rendezvous import opening
+from fastcoll.rendezvous.frames import (
+    HEADER,
+    MAX_BODY,
+    ProtocolError,
+    Status,
+    check_request_header,
+    decode_answer,
+    decode_fields,
+    decode_request,
+    encode_frame,
+    encode_request,
+)
 from fastcoll.rendezvous.opening import (
     GROUP_SIZE,
     OPENING_SIZE,
@@ -21,21 +33,7 @@ from fastcoll.rendezvous.opening import (
     Verdict,
     prove,
 )
-from fastcoll.rendezvous.store_protocol import (
-    FRAME_SECONDS,
-    HEADER,
-    MAX_BODY,
-    OPENING_SECONDS,
-    ProtocolError,
-    Status,
-    StoreServer,
-    check_request_header,
-    decode_answer,
-    decode_fields,
-    decode_request,
-    encode_frame,
-    encode_request,
-)
+from fastcoll.rendezvous.store_protocol import FRAME_SECONDS, OPENING_SECONDS, StoreServer
 from fastcoll.rendezvous.table import SHAPES, Op, Request
 
 SECRET = b"a secret"

@@ -18,8 +18,8 @@ from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageE
 from fastcoll.launch.nodes import free_port
 from fastcoll.rendezvous import TCPStore, serving, store_protocol, tcp_store
 from fastcoll.rendezvous.address import listen, port_holder
+from fastcoll.rendezvous.frames import HEADER, encode_request
 from fastcoll.rendezvous.opening import OPENING_SIZE, Dialing, Endpoint, Kind
-from fastcoll.rendezvous.store_protocol import HEADER, encode_request
 from fastcoll.rendezvous.table import Op, Request
 
 SERVE = """
