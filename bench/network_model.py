@@ -31,7 +31,7 @@ NEAR = 2 << 20
 """Bytes: what the caches of a core are good for, L2 and its share of L3 (AMD EPYC of family 25)."""
 
 SMALL = 64 << 10
-"""Bytes up to which one rank of a node talks for all, as in hybrid.py."""
+"""Bytes up to which one rank of a node talks for all, as in hybrid/backend.py."""
 
 PRICES = ("step", "message", "byte", "handle", "far", "touch", "wake")
 NOTHING = Cost(0, 0, 0, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,3 +82,19 @@ def test_no_class_is_more_than_two_levels_below_an_interface() -> None:
 def test_no_module_has_the_name_of_another_unless_it_plays_its_role() -> None:
     names = [file.stem for file in TREES if file.stem not in ROLES]
     assert sorted(names) == sorted(set(names))
+
+
+NOT_OURS = {"custom_all_reduce.py", "hello.py", "program.py", "script.py", "train.py"}  # vLLM's, and users'
+
+
+def test_files_that_the_package_and_its_architecture_name_are_there() -> None:
+    root = PACKAGE.parent
+    there = [f"/{path.relative_to(root)}" for path in root.rglob("*.py") if "build" not in path.parts]
+    texts = [*PACKAGE.rglob("*.py"), *(root / "docs").glob("architecture*.md"), root / "CONTRIBUTING.md"]
+    missing = {
+        f"{text.relative_to(root)}: {name}"
+        for text in texts
+        for name in re.findall(r"(?<![\w/.-])[a-z_0-9/]+\.py\b", text.read_text())
+        if name.rpartition("/")[2] not in NOT_OURS and not any(path.endswith(f"/{name}") for path in there)
+    }
+    assert not missing, sorted(missing)

@@ -2,7 +2,7 @@
 
 The other ranks have their parts in what this one has started, so its collectives and sends are completed, each within
 its group's timeout. A receive is in vain once nobody is left who could send: a rank that has only receives left says so
-to its peers (LEAVING, watch.py), and waits for a message until the same is true of them, but not for long. Where an
+to its peers (core/monitor.py), and waits for a message until the same is true of them, but not for long. Where an
 exception ends the rank nothing is waited for, and the peers learn of it at once.
 """
 

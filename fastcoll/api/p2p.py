@@ -2,7 +2,7 @@
 
 Messages between two ranks with one tag never overtake each other. A message has the dtype and the number
 of elements of the array that it is received into; anything else raises on both sides. For `group`, `src`
-and `dst` see api.py.
+and `dst` see api/groups.py.
 """
 
 from __future__ import annotations

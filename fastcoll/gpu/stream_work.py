@@ -24,7 +24,7 @@ _NAP, _LONG_NAP = 0.0005, 0.01
 """Seconds between two looks at the events: while the oldest Work is younger than _YOUNG, and later."""
 _YOUNG = 0.1
 _LOOK = 0.05
-"""Seconds between two looks at peers and errors, as elsewhere (watch.py)."""
+"""Seconds between two looks at peers and errors, as elsewhere (core/monitor.py)."""
 _MOST = 64
 """Works outstanding before a call waits: the driver's queue takes some 1024 launches, and whoever finds it full blocks
 inside CUDA, where the watcher may block behind it. An estimate: a small call queues about ten."""

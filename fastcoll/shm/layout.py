@@ -17,7 +17,7 @@ lines, since adjacent-line prefetch makes neighbours share.
     PUBLISHED  word 0: see rounds.py (release)
     CONSUMED   word 0: see rounds.py (release)
     STATE      word 0: 0 in order, 1 left, 2 failed, 3 leaving (release); word 1: length of the reason
-    REASON     who is at fault and the reason as UTF-8 (vigil.py), at most REASON_BYTES
+    REASON     who is at fault and the reason as UTF-8 (monitor.py), at most REASON_BYTES
     ATTACHED   word 0: the nonce, once this rank has mapped the segment; before: words 1.. its CPUs
     QUOTA      word 0: cores that its cgroup allows; word 1: what FASTCOLL_LANES says there
     LANES      for each lane (lanes.py) two call lines, PUBLISHED and CONSUMED, as above. Its slots are a part of the

@@ -2,7 +2,7 @@
 
 Entries return a status, or minus the code of an MPI error. All state is in tables of words. That of a wait:
 
-    0-8     patience, as kernels/polling.py has it
+    0-8     patience, as kernels/waiting.py has it
     MODE    0: until all are complete, resting between sweeps; with ANY until one is; with BUSY without sleeping
     TEST    address of MPI_Test
     BELL    not 0: come back at once

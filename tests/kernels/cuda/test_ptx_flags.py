@@ -12,7 +12,7 @@ from fastcoll.kernels.cuda.driver import Driver
 
 @pytest.fixture
 def ptx(compiler):
-    """Compiles one of ipc.py's kernels."""
+    """Compiles one of gpu/ipc's kernels."""
     from fastcoll.kernels.cuda import kernel as launch
     from fastcoll.kernels.cuda import steps as ipc
 
