@@ -130,8 +130,11 @@ def assert_reduced(got: Array, want: Array, what: object = "") -> None:
 
 
 def cases(world_size: int) -> Iterator[tuple[np.dtype[Any], ReduceOp, int]]:
-    """Every dtype with each of its operations and every count."""
-    for dtype in DTYPES:
-        for op in ops_for(dtype):
-            for count in counts(world_size):
-                yield dtype, op, count
+    """Every dtype with each of its operations, every dtype with every count, and every operation with every count.
+
+    A count says how elements are divided, and an operation how two of them combine: of a dtype's operations, one has
+    every other count, and the next one the others.
+    """
+    for first, dtype in enumerate(DTYPES):
+        for second, op in enumerate(ops_for(dtype)):
+            yield from ((dtype, op, count) for count in counts(world_size)[(first + second) % 2 :: 2])

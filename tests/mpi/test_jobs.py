@@ -78,10 +78,13 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def compiled() -> None:
-    """The kernels that the cases between nodes need: to compile them can take longer than their deadlines."""
+def compiled(folder: Path) -> None:
+    """The kernels that the cases between nodes need: to compile them can take longer than their deadlines.
+
+    From elsewhere, as here Python would import the sources, which need not be what the jobs import.
+    """
     warmup = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", "float64,int64"]
-    subprocess.run(warmup, env=environment(), check=True, timeout=COMPILE_SECONDS)
+    subprocess.run(warmup, cwd=folder, env=environment(), check=True, timeout=COMPILE_SECONDS)
 
 
 @pytest.mark.mpi
