@@ -60,11 +60,7 @@ def suits_nccl(facts: Sequence[Facts]) -> bool:
 
 
 def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
-    """The carrier of GPU arrays for a group and the backend that was asked for: that of "cuda", or else of "cpu".
-
-    Raises:
-        UnavailableError: the backend is nccl, which is not there.
-    """
+    """The carrier of GPU arrays for a group and the backend that was asked for: that of "cuda", or else of "cpu"."""
     if backend == "nccl":
         from .nccl.backend import NcclCarrier
 

@@ -42,13 +42,9 @@ Block = tuple[int, int]
 
 @runtime_checkable
 class TakesGpus(Protocol):
-    """A backend of net/mpi.
+    """A backend of net/mpi."""
 
-    Attributes:
-        cuda_aware: whether the MPI library of every rank says that it takes memory of GPUs.
-    """
-
-    cuda_aware: bool
+    cuda_aware: bool  # whether the MPI library of every rank says that it takes memory of GPUs
 
     def take_gpus(self, memory: Any, current: Callable[[], AbstractContextManager[None]]) -> None:
         """Let its `plan` take arrays on GPUs."""
@@ -198,9 +194,7 @@ class DeviceMemory:
     """The memory of the GPU that is in use, that of the arrays of the call under way, as net/mpi/execution.py wants it.
 
     Copies and reductions are queued on a stream of the group's and waited for: MPI, which comes next, knows no streams.
-
-    Attributes:
-        turn: that stream, and memory of the call's own.
+    `turn` is that stream, and memory of the call's own.
     """
 
     on_gpu = True

@@ -23,11 +23,9 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged (dlpack.h)
 
 
 class DeviceArray:
-    """A dense array on a GPU, in C order.
+    """A dense array on a GPU, in C order, with `dtype`, `shape`, `size` and `nbytes` as an ndarray's.
 
     Attributes:
-        address: of its first element.
-        dtype, shape, size, nbytes: as an ndarray's.
         device: the GPU's number in this process.
         stream: the handle of the stream that the caller's library works on there; what wrote the array precedes on it.
         owner: what keeps the memory alive: the caller's array, or memory of the runtime.
@@ -38,14 +36,10 @@ class DeviceArray:
     def __init__(
         self, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], device: int, stream: int, owner: Any
     ) -> None:
-        self.address = address
-        self.dtype = dtype
-        self.shape = shape
+        self.address, self.dtype, self.shape, self.owner = address, dtype, shape, owner
+        self.device, self.stream = device, stream
         self.size = prod(shape)
         self.nbytes = self.size * dtype.itemsize
-        self.device = device
-        self.stream = stream
-        self.owner = owner
 
     @property
     def ndim(self) -> int:
@@ -106,13 +100,8 @@ def describe(x: Any, what: str, device_at: Any) -> Described:
     """What is known of a GPU array, without touching its data; `strides` also of a dense one.
 
     Args:
-        x: a torch.Tensor, or anything with `__cuda_array_interface__` or DLPack.
-        what: the argument's name, for messages.
+        x: a torch.Tensor, or anything with `__cuda_array_interface__` or DLPack, which CuPy reads.
         device_at: tells the number of the GPU that an address belongs to.
-
-    Raises:
-        ArrayError: it is an array of another device, or of a kind that cannot be used.
-        UnavailableError: DLPack without CuPy, which reads it.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -163,15 +152,11 @@ def current_stream(x: Any, device: int, unknown: int = 0) -> int:
 
 
 class OnDevice(Adopted):
-    """An array of a GPU as the carriers use it.
-
-    Attributes:
-        array: a dense DeviceArray: the caller's own memory, or a packed copy of it.
-    """
+    """An array of a GPU as the carriers use it: the caller's own memory, or a packed copy of it."""
 
     __slots__ = ("_strided",)
 
-    array: Any  # a DeviceArray, where that of a host array is an ndarray
+    array: Any  # a dense DeviceArray, where that of a host array is an ndarray
 
     def __init__(self, array: DeviceArray, strided: Any = None) -> None:
         super().__init__(array)  # type: ignore[arg-type]
@@ -196,17 +181,7 @@ class OnDevice(Adopted):
 
 
 def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:
-    """Take an array on a GPU in.
-
-    Args:
-        x: the caller's array, of any number of dimensions.
-        writable: whether the call writes into it.
-        what: the argument's name, for messages.
-
-    Raises:
-        ArrayError: it cannot be used, or is read-only where the call writes.
-        UnavailableError: an extra is missing.
-    """
+    """Take an array on a GPU in, as `DeviceCarrier.adopt`."""
     array, strides, read_only = describe(x, what, runtime().device_at)
     if array.dtype.hasobject:
         raise ArrayError(

@@ -28,11 +28,7 @@ _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 @cache
 def cupy() -> Any:
-    """The module.
-
-    Raises:
-        UnavailableError: it is not installed, or finds no GPU.
-    """
+    """The module; UnavailableError where it is not installed, or finds no GPU."""
     try:
         import cupy as module
     except ImportError as error:
@@ -221,9 +217,5 @@ def waited_stream(runtime: Runtime, device: int) -> Iterator[int]:
 
 @cache
 def runtime() -> Runtime:
-    """This process's.
-
-    Raises:
-        UnavailableError: there is no CuPy, or no GPU.
-    """
+    """This process's; UnavailableError where there is no CuPy, or no GPU."""
     return Runtime()

@@ -197,16 +197,9 @@ def _local(op: ReduceOp) -> ReduceOp:
 
 
 class Several:
-    """The arrays that one rank gives to a call.
+    """The arrays that one rank gives to a call, adopted.
 
-    Args:
-        what: the argument's name, for messages.
-        places: of those that the call writes; None for all, which must be apart then.
-
-    Attributes:
-        arrays: adopted.
-        written: of these the ones at `places`.
-        on_host: whether they lie in host memory.
+    `places` are of those that the call writes, `written`; None for all, which must be apart then.
     """
 
     def __init__(

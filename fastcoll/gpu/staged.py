@@ -142,11 +142,7 @@ class StagedCarrier(DeviceCarrier):
         return call
 
     def _agree(self, said: int, nbytes: int) -> None:
-        """Compare the ranks' calls.
-
-        Raises:
-            MismatchError: they differ; on all ranks.
-        """
+        """Compare the ranks' calls; MismatchError on all ranks where they differ."""
         group = self._group
         rows = group.rows_of_all(np.array([said, nbytes], np.int64))
         everybody = [(call, shape) for call, shape in rows.tolist()]

@@ -131,12 +131,7 @@ class Turn:
         return [self.copied([x]) if clashes(k, x) else x for k, x in enumerate(ins)]
 
     def as_one(self, operation: Operation, size: int) -> tuple[Operation, Callable[[], None]]:
-        """A coalesced or scaled operation as a plain one on single arrays, and what brings their results to its own.
-
-        Args:
-            operation: an all_reduce, or a coalesced one.
-            size: of the group.
-        """
+        """An all_reduce or a coalesced operation on single arrays, scaled, and what brings their results to its own."""
         kind, outs, ins, op, _, sizes = operation
         flat = self.scaled(ins[0] if len(ins) == 1 else self.copied(ins), op)
         lists = [outs] if op is not None else [outs[rank::size] for rank in range(size)]

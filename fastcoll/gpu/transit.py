@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -34,33 +35,29 @@ Marks = list[tuple[int, int]]
 
 
 class Events:
-    """Events that are used again. Thread-safe."""
+    """Events that are used again. Thread-safe, as lists are."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[int]] = {}
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._all: Marks = []
-        self._lock = threading.Lock()
 
     def take(self, device: int) -> int:
         """An event of a GPU, for `give`."""
-        with self._lock:
-            if free := self._free.get(device):
-                return free.pop()
-        event = runtime().new_event(device)
-        with self._lock:
+        try:
+            return self._free[device].pop()
+        except IndexError:
+            event = runtime().new_event(device)
             self._all.append((device, event))
-        return event
+            return event
 
     def give(self, device: int, events: Sequence[int]) -> None:
         """Take events back."""
-        with self._lock:
-            self._free.setdefault(device, []).extend(events)
+        self._free[device].extend(events)
 
     def close(self) -> None:
         """End all of them, also those that nobody gave back."""
-        with self._lock:
-            ended, self._all = self._all, []
-            self._free.clear()
+        ended, self._all = self._all, []
+        self._free.clear()
         for device, event in ended:
             with runtime().on(device):
                 runtime().end_event(event)
@@ -182,9 +179,6 @@ class Transit:
         """While this lasts the streams stay, and the arrays' GPU is current.
 
         Otherwise CUDA would make a context on GPU 0, of some 300 MB, in a thread that has not chosen one.
-
-        Raises:
-            NotInitializedError: the group was destroyed.
         """
         with self._changed:
             if self._closed:

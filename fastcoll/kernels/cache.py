@@ -57,10 +57,6 @@ class Telling:
     """Says on the log, while compiling takes longer than a second, what is compiled and how far that is.
 
     Short compilations add up: however many there are, nobody who waits for them is without a word for longer.
-
-    Args:
-        what: is compiled.
-        hint: what else the user should know.
     """
 
     _unsaid: ClassVar[float] = 0.0
@@ -132,18 +128,15 @@ class KernelCache(FunctionCache):
     """The files of one function, to be set as a dispatcher's or C function's `_cache`.
 
     Args:
-        function: what is compiled.
         what: its name for people.
         suffix: of the files' names, where one function is compiled for several signatures.
-
-    Attributes:
-        compiled: how many functions this process has compiled, because they were not on the disk.
 
     Raises:
         ResourceError: no directory is writable.
     """
 
     compiled: ClassVar[int] = 0
+    """How many functions this process has compiled, because they were not on the disk."""
 
     def __init__(self, function: Callable[..., Any], what: str, suffix: str = "") -> None:
         try:
@@ -172,9 +165,8 @@ class KernelCache(FunctionCache):
             if found is not None:
                 self._release()
             else:
-                self._telling = Telling(
-                    self._what, " (kept on disk; python -m fastcoll.warmup does it ahead)"
-                )
+                hint = " (kept on disk; python -m fastcoll.warmup does it ahead)"
+                self._telling = Telling(self._what, hint)
         return found
 
     def _load(self, sig: Any, target_context: Any) -> Any:

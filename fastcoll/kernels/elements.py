@@ -24,6 +24,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -114,10 +115,7 @@ _INFINITY = 0x7F800000
 def widen_float16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
     """float16 bits as a float32, by integers; NaNs become quiet."""
     wide = builder.zext(bits, like(_U32, bits))
-
-    def u32(number: int) -> ir.Constant:
-        return constant(number, wide)
-
+    u32 = partial(constant, value=wide)
     sign = builder.shl(builder.and_(wide, u32(0x8000)), u32(16))
     body = builder.shl(builder.and_(wide, u32(0x7FFF)), u32(13))
     normal = builder.add(body, u32(_REBIAS))
@@ -134,10 +132,7 @@ def widen_float16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
 def round_float16(builder: ir.IRBuilder, value: ir.Value) -> Any:
     """A float32 rounded to float16 bits, by integers."""
     bits = _bits(builder, value)
-
-    def u32(number: int) -> ir.Constant:
-        return constant(number, bits)
-
+    u32 = partial(constant, value=bits)
     sign = builder.and_(bits, u32(0x80000000))
     body = builder.xor(bits, sign)
     shifted = builder.fadd(_floats(builder, body), _floats(builder, u32(_HALF)))
@@ -231,20 +226,14 @@ def unchanged(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 class Element:
     """What LLVM needs to know of a dtype.
 
-    Attributes:
-        stored, computed: a lane in memory and in a register.
-        size: bytes of a lane in memory.
-        width: lanes that are loaded, computed and stored together: as many as fill an AVX-512 register.
-        lanes: of an element.
-        widen: from memory to registers; it may change the order of lanes.
-        narrow: from registers to memory; the inverse of `widen`, also in the lanes' order.
+    `widen` takes lanes from memory to registers, and may change their order; `narrow` is its inverse, also in that.
     """
 
-    stored: ir.Type
-    computed: ir.Type
-    size: int
-    width: int
-    lanes: int = 1
+    stored: ir.Type  # a lane in memory
+    computed: ir.Type  # and in a register
+    size: int  # bytes of a lane in memory
+    width: int  # lanes that are loaded, computed and stored together: as many as fill an AVX-512 register
+    lanes: int = 1  # of an element
     widen: Callable[[ir.IRBuilder, ir.Value], Any] = unchanged
     narrow: Callable[[ir.IRBuilder, ir.Value], Any] = unchanged
 

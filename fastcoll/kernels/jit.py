@@ -72,20 +72,11 @@ class _Compiler(Compiler):
 
 
 class Linked(CPUDispatcher):
-    """A function that compiled code calls, and Python cannot; compiled once for each tuple of types.
-
-    Args:
-        function: what is compiled.
-        flags: Numba's options.
-    """
+    """A function that compiled code calls, and Python cannot; compiled once for each tuple of types."""
 
     def __init__(self, function, flags):
-        options = {
-            "nopython": True,
-            "boundscheck": None,
-            "no_cpython_wrapper": True,
-            "no_cfunc_wrapper": True,
-        }
+        no_wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        options = {"nopython": True, "boundscheck": None, **no_wrappers}
         super().__init__(function, targetoptions=options | flags, pipeline_class=_Compiler)
 
     def get_call_template(self, args, kws):

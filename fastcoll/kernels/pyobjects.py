@@ -78,21 +78,13 @@ def _unbox_index(kind, value, c):
 @intrinsic
 def object_at(typing_context, value):
     """The address of a PyObject argument."""
-
-    def emit(context, builder, signature, args):
-        return builder.ptrtoint(args[0], WORD)
-
-    return types.int64(pyobject), emit
+    return types.int64(pyobject), lambda context, builder, signature, args: builder.ptrtoint(args[0], WORD)
 
 
 @intrinsic
 def integer(typing_context, value):
     """An Index argument as an integer."""
-
-    def emit(context, builder, signature, args):
-        return args[0]
-
-    return types.int64(index), emit
+    return types.int64(index), lambda context, builder, signature, args: args[0]
 
 
 @intrinsic

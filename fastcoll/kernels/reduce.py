@@ -126,13 +126,10 @@ def _cure(dtype: np.dtype[Any]) -> str:
 
 
 def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> CFunc:
-    """Compile a reducer for a custom operation; its code is not kept on disk.
+    """Compile a reducer for a custom operation, or raise UsageError; its code is not kept on disk.
 
     The function gets scalars of the dtype (float32 for float16 and bfloat16), or private records it may write
     to. What it returns is converted as by an assignment. It must not raise.
-
-    Raises:
-        UsageError: Numba cannot compile the function for this dtype.
     """
     function: Any = op.function
     if not is_jitted(function):  # a ufunc or builtin is called through a lambda
@@ -211,10 +208,8 @@ class _Record:
     def __init__(self, context: Any, builder: ir.IRBuilder, record: types.Record, combine: Combine) -> None:
         self.nbytes = max(1, record.size)  # a dtype without fields has no bytes, and loops divide by this
         self._combine = combine
-        self._size = WORD(record.size)
-        self._taken, self._new = (
-            cgutils.alloca_once(builder, context.get_data_type(record)) for _ in range(2)
-        )
+        self._size, kind = WORD(record.size), context.get_data_type(record)
+        self._taken, self._new = (cgutils.alloca_once(builder, kind) for _ in range(2))
         for private in (self._taken, self._new):
             private.align = 16  # Numba takes the fields of an aligned dtype to be aligned
 

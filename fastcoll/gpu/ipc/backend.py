@@ -59,11 +59,6 @@ class _Facts:
         self.one_shot = self.kind != "all_reduce" or schedules.is_one_shot(size, self.nbytes)
 
     @property
-    def volume(self) -> int:
-        """Bytes that count where calls are handed over."""
-        return sum(self.taken) if self.kind == "all_gather" else self.nbytes
-
-    @property
     def parts(self) -> int:
         """Parts of a slot, each of which holds an element at least; 0 where nothing is reduced."""
         if self.kind in ("reduce", "scan", "exscan") or (self.kind == "all_reduce" and self.one_shot):
@@ -71,13 +66,10 @@ class _Facts:
         return self.size if self.kind in ("all_reduce", "reduce_scatter") else 0
 
 
-def _all_reduce(f: _Facts, slot: int) -> schedules.Schedule:
-    make = schedules.one_shot if f.one_shot else schedules.two_shot
-    return make(f.rank, f.size, f.nbytes, f.itemsize, slot)
-
-
 _SCHEDULES: dict[str, Callable[[_Facts, int], schedules.Schedule]] = {
-    "all_reduce": _all_reduce,
+    "all_reduce": lambda f, slot: (schedules.one_shot if f.one_shot else schedules.two_shot)(
+        f.rank, f.size, f.nbytes, f.itemsize, slot
+    ),
     "reduce": lambda f, slot: schedules.one_shot(f.rank, f.size, f.nbytes, f.itemsize, slot, (f.root,)),
     "scan": lambda f, slot: schedules.scan(f.rank, f.size, f.nbytes, f.itemsize, slot, False),
     "exscan": lambda f, slot: schedules.scan(f.rank, f.size, f.nbytes, f.itemsize, slot, True),
@@ -109,11 +101,7 @@ class IpcCarrier(StreamCarrier):
         self.calls = 0  # queued
 
     def meet(self, device: int) -> str:
-        """Map the peers' memory; collective, inside a call of the group. Without it the first call does so.
-
-        Returns:
-            Why this cannot be done, on all ranks alike; nothing if it is.
-        """
+        """Map the peers' memory, as the first call would; collective. Says why that fails, on all ranks alike."""
         if self.group.size > at.MOST_RANKS:
             return f"{self.group.size} ranks are more than {at.MOST_RANKS}"
         self.shared, reason = Shared.meet(self.group, self.runtime, device, self._slot_wanted)
@@ -125,8 +113,9 @@ class IpcCarrier(StreamCarrier):
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         facts = _Facts(operation, self.group.rank, self.group.size)
+        volume = sum(facts.taken) if facts.kind == "all_gather" else facts.nbytes
         above = self._hand_over_above
-        if above is not None and facts.kind in _HANDED_OVER and facts.volume > above:
+        if above is not None and facts.kind in _HANDED_OVER and volume > above:
             return self._fallback.plan(operation, timeout)
         if facts.parts:
             slot = self._slot_wanted if self.shared is None else self.shared.slot
@@ -210,11 +199,7 @@ class IpcCarrier(StreamCarrier):
 
 
 class IpcCall(QueuedCall):
-    """A collective.
-
-    Raises:
-        ArrayError: arrays that cannot be reduced.
-    """
+    """A collective; ArrayError where its arrays cannot be reduced."""
 
     def __init__(self, carrier: IpcCarrier, operation: Operation, facts: _Facts) -> None:
         super().__init__(carrier, [*operation.inputs, *operation.outputs])

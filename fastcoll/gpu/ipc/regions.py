@@ -98,13 +98,9 @@ class Shared:
 
     @classmethod
     def meet(cls, group: ProcessGroup, runtime: Any, device: int, slot: int) -> tuple[Shared | None, str]:
-        """Make a region, and map those of all ranks; collective, inside a call of the group.
+        """Make a region, and map those of all ranks; collective. Or None, and why it cannot be had, on all ranks alike.
 
-        Args:
-            slot: bytes of a slot; the smallest of any rank's is taken.
-
-        Returns:
-            The memory; or None and why it cannot be had, on all ranks alike.
+        Slots have the smallest of the ranks' sizes.
         """
         wait, lacking = ready(device)
         note = np.zeros(1, _NOTE)
@@ -216,25 +212,22 @@ class Shared:
                 self._say(1, stream, self._page, at.STEP, number << at.STEP_BITS | at.LAST_STEP)
 
     def _take_step(self, stream: int, number: int, step: int, said: Signature) -> None:
-        page = self._page
-        if step == 0:
-            if self._wait is not None:
-                self._announce(1, stream, page, number, *said)
-                self._await(stream, at.LINE * (number % 2) + at.SEQUENCE, number)
-            self._meet(1, stream, page, number, *said)
-            return
         assert step < at.LAST_STEP
-        word = number << at.STEP_BITS | step
+        page, word, offset = self._page, number << at.STEP_BITS | step, at.STEP
+        if step == 0:
+            word, offset = number, at.LINE * (number % 2) + at.SEQUENCE
         if self._wait is not None:
-            self._say(1, stream, page, at.STEP, word)
-            self._await(stream, at.STEP, word)
-        self._step(1, stream, page, word)
-
-    def _await(self, stream: int, offset: int, word: int) -> None:
-        assert self._wait is not None
-        for peer in range(self._region.size):
-            if peer != self._rank:
-                self._wait(stream, self._page + at.rank_words(peer) + offset, word)
+            if step == 0:
+                self._announce(1, stream, page, number, *said)
+            else:
+                self._say(1, stream, page, at.STEP, word)
+            for peer in range(self._region.size):
+                if peer != self._rank:
+                    self._wait(stream, page + at.rank_words(peer) + offset, word)
+        if step == 0:
+            self._meet(1, stream, page, number, *said)
+        else:
+            self._step(1, stream, page, word)
 
     def say_bye(self, stream: int) -> None:
         """This rank uses its peers' memory no more; blocks until that is said. Nothing may be queued here after it."""
@@ -283,11 +276,7 @@ def _told(group: ProcessGroup, note: Array) -> tuple[Array, str]:
 
 
 def ready(device: int) -> tuple[WaitValue | None, str]:
-    """Compile the kernels, before any rank counts on this one.
-
-    Returns:
-        `wait(stream, address, value)` of the driver, if it has it for a GPU; and why there are no kernels, or nothing.
-    """
+    """Compile the kernels, before any rank counts on this one; what `waits_of_streams` has, and why there are none."""
     try:
         for kernel in (kernels.meet, kernels.announce, kernels.step, kernels.say):
             kernels.compiled(kernel)

@@ -98,19 +98,14 @@ def _chunks(nbytes: int, most: int) -> list[Span]:
 
 
 class _Part(NamedTuple):
-    """An input put into this rank's slot, or a part of some ranks' slots, moved or reduced into an output.
+    """An input put into this rank's slot, or a part of some ranks' slots, moved or reduced into an output."""
 
-    Attributes:
-        array: number of the input or output; of this rank's own input where slots are reduced, into output 0.
-        offset: in the slots.
-        nbytes: of the whole array.
-        ranks: whose slots; one where they are moved.
-    """
-
-    array: int
-    offset: int
-    nbytes: int
-    ranks: Sequence[int] = ()
+    array: (
+        int  # number of the input or output; of this rank's own input where slots are reduced, into output 0
+    )
+    offset: int  # in the slots
+    nbytes: int  # of the whole array
+    ranks: Sequence[int] = ()  # whose slots; one where they are moved
 
 
 def _in_chunks(

@@ -62,11 +62,7 @@ _QUEUES: dict[str, Callable[[Moves, Operation, Any], None]] = {
 
 
 class NcclCarrier(StreamCarrier):
-    """See this module's docstring.
-
-    Raises:
-        UnavailableError: there is no NCCL, or no GPU.
-    """
+    """See this module's docstring; UnavailableError where there is no NCCL, or no GPU."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._library = bindings.library()
@@ -98,11 +94,7 @@ class NcclCarrier(StreamCarrier):
         return self._hows[key]
 
     def compare(self, operation: Operation, said: Compared) -> None:
-        """Compare the ranks' calls, if this one is the first of its kind; blocks then.
-
-        Raises:
-            MismatchError: they differ; on all ranks, which go on.
-        """
+        """Compare the ranks' calls, if this one is the first of its kind; blocks then. MismatchError on all ranks."""
         self._compared += 1
         sizes = sizes_of(operation.outputs) if operation.kind in _ALL_KNOW_SIZES else ()
         kind = (said.call, said.shape, *sizes)
@@ -133,12 +125,7 @@ class NcclCarrier(StreamCarrier):
     # ---- the communicator ----------------------------------------------------------------------------
 
     def communicator(self, arrays: Sequence[DeviceArray]) -> Communicator:
-        """The group's; made with the first collective call, on the arrays' GPU: then this blocks.
-
-        Raises:
-            UnavailableError: two ranks share a GPU, or have different versions of NCCL; on all ranks.
-            NcclError, GroupError: it cannot be made.
-        """
+        """The group's; made with the first collective call, on the arrays' GPU: then this blocks."""
         if self._comm is None:
             group, library, device = self.group, self._library, self.own(arrays).device
             identity = library.unique_id() if group.rank == 0 else b""

@@ -23,6 +23,7 @@ from ..runtime import cupy
 
 OLDEST = 21800
 """NCCL_VERSION_CODE of 2.18, the oldest whose header these calls were compared with."""
+_TOO_OLD = f"NCCL 2.18 or later is needed: {INSTALL}"
 
 SUCCESS, IN_PROGRESS = 0, 7
 """ncclResult_t."""
@@ -96,7 +97,7 @@ class NcclError(FastcollError):
 
 
 class Library:
-    """The functions of a loaded library.
+    """The functions of a loaded library; UnavailableError where it is too old.
 
     Attributes:
         version: NCCL_VERSION_CODE: 22005 is 2.20.5.
@@ -105,18 +106,11 @@ class Library:
     """
 
     def __init__(self, library: Any) -> None:
-        """Take the functions.
-
-        Raises:
-            UnavailableError: it is too old.
-        """
         for signatures, result in ((_SIGNATURES, _int), (_TEXTS, ctypes.c_char_p)):
             for name, parameters in signatures.items():
                 function = getattr(library, name, None)
                 if function is None:
-                    raise UnavailableError(
-                        f"this NCCL has no {name}; NCCL 2.18 or later is needed: {INSTALL}"
-                    )
+                    raise UnavailableError(f"this NCCL has no {name}; {_TOO_OLD}")
                 function.argtypes, function.restype = parameters, result
         self.calls = library
         self.operations = {name: getattr(library, function) for name, function in _OPERATIONS.items()}
@@ -124,7 +118,7 @@ class Library:
         self.check(library.ncclGetVersion(ctypes.byref(version)), "asking for its version")
         self.version = version.value
         if self.version < OLDEST:
-            raise UnavailableError(f"this is NCCL {self.name}; NCCL 2.18 or later is needed: {INSTALL}")
+            raise UnavailableError(f"this is NCCL {self.name}; {_TOO_OLD}")
 
     @property
     def name(self) -> str:
@@ -175,11 +169,7 @@ def reduction(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[int, int, int] | None
 
 @cache
 def library() -> Library:
-    """This process's NCCL.
-
-    Raises:
-        UnavailableError: there is none, or it is too old.
-    """
+    """This process's NCCL; UnavailableError where there is none, or it is too old."""
     failures = []
     # One that is loaded already, as by torch or CuPy, must not get a twin.
     for name, mode in ((_SONAME, os.RTLD_NOLOAD), (_in_wheel(), 0), (_SONAME, 0)):

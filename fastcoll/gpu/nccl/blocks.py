@@ -118,11 +118,9 @@ class Moves:
 
 
 def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernels:
-    """How `size` ranks reduce arrays of a dtype. Takes some 30 us: keep it.
+    """How `size` ranks reduce arrays of a dtype, or ArrayError; takes some 30 us: keep it.
 
-    Raises:
-        ArrayError: there is no such operation for this dtype.
-        UnavailableError: our kernels are needed, and an extra is missing; or the group is too large for them.
+    UnavailableError where our kernels are needed, and an extra is missing, or the group is too large for them.
     """
     plain = scaled(np.empty(0, dtype), op)[1]
     memory_type(plain, dtype)

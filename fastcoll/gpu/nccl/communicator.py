@@ -76,11 +76,7 @@ class Seat(NamedTuple):
 
 
 def check_seats(seats: Sequence[Seat], ranks: Sequence[int], group: str) -> None:
-    """Refuse what NCCL would hang or fail with; all ranks come to the same.
-
-    Raises:
-        UnavailableError: two ranks share a GPU, or have different versions of NCCL.
-    """
+    """Refuse what NCCL would hang or fail with; all ranks come to the same."""
     versions = {seat.version // 100 for seat in seats}
     if len(versions) > 1:
         text = ", ".join(f"rank {r} {seat.version}" for r, seat in zip(ranks, seats, strict=True))
@@ -259,11 +255,7 @@ class Communicator:
 
 
 class Patience:
-    """What is asked while NCCL is busy with a call on the host: raises once waiting is in vain.
-
-    Args:
-        look: why waiting is in vain, or None; a failure counts when it is seen twice.
-    """
+    """What is asked while NCCL is busy with a call on the host: raises what `look` has found twice in a row."""
 
     def __init__(self, group: ProcessGroup, look: Callable[[str], GroupError | None]) -> None:
         self._group, self._look = group, look

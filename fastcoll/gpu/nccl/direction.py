@@ -92,11 +92,7 @@ class Message(StreamWork):
 
 
 class Direction:
-    """See this module's docstring; to oneself, which is a `peer` too, it needs no communicator.
-
-    Args:
-        events: where the messages' marks are given back.
-    """
+    """See this module's docstring; to oneself, which is a `peer` too, it needs no communicator."""
 
     def __init__(
         self, carrier: StreamCarrier, library: Library, peer: int, sending: bool, events: Events

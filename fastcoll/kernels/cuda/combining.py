@@ -27,19 +27,12 @@ from .kernel import SIMULATED, cuda, device
 
 
 class Element(NamedTuple):
-    """What kernels need to know of a dtype.
+    """What kernels need to know of a dtype; `widen` and `narrow` go from memory to registers, and back."""
 
-    Attributes:
-        lane: Numba's type of a lane in memory.
-        computed: and in registers.
-        lanes: of an element.
-        widen, narrow: from memory to registers, and back; None where nothing changes.
-    """
-
-    lane: Any
-    computed: Any
-    lanes: int = 1
-    widen: Callable[..., Any] | None = None
+    lane: Any  # Numba's type of a lane in memory
+    computed: Any  # and in registers
+    lanes: int = 1  # of an element
+    widen: Callable[..., Any] | None = None  # where anything changes
     narrow: Callable[..., Any] | None = None
 
 
@@ -75,23 +68,17 @@ def _truth(a):
 
 
 def combination(code: int, element: Element, kind: str) -> Any:
-    """What an operation does to two groups; a code that names no other (as PREMUL_SUM's) means SUM.
+    """What a predefined operation does to two groups; a code that names no other (as PREMUL_SUM's) means SUM.
 
-    Args:
-        code: of a predefined operation that the dtype has.
-        element: the dtype's element.
-        kind: the dtype's kind, "f" for bfloat16.
+    `kind` is the dtype's, "f" for bfloat16.
     """
     if kind == "c":
-        return _multiply_complex(element.computed) if code == PRODUCT else _add_complex
+        if code == PRODUCT:
+            return _multiply_complex(element.computed)
+        return device(lambda a, b: (a[0] + b[0], a[1] + b[1]))
     table, wrapped = _BOOL if kind == "b" else _NUMBERS, element.computed
     scalar = device(table.get(code, table[SUM]))
     return device(lambda a, b: (wrapped(scalar(a[0], b[0])),))  # Numba computes small integers with 64 bits
-
-
-@device
-def _add_complex(a, b):
-    return a[0] + b[0], a[1] + b[1]
 
 
 def _multiply_complex(part: Any) -> Any:
@@ -158,21 +145,18 @@ def combination_by(function: Callable[[Any, Any], Any], element: Element, kind: 
     if kind == "b":
         combine = device(lambda a, b: (part(1 if scalar(a[0] != 0, b[0] != 0) else 0),))
     elif kind == "c":
-        combine = _of_complex(scalar, types.complex64 if part == types.float32 else types.complex128)
+        whole = types.complex64 if part == types.float32 else types.complex128
+
+        @device
+        def combine(a, b):
+            value = whole(scalar(whole(complex(a[0], a[1])), whole(complex(b[0], b[1]))))
+            return value.real, value.imag
+
     else:
         combine = device(lambda a, b: (part(scalar(a[0], b[0])),))
     if not SIMULATED:
         # Before it is nested: Numba tries twice at each level until it reports an error, for a minute in all.
         combine.compile_device((types.UniTuple(part, element.lanes),) * 2)
-    return combine
-
-
-def _of_complex(scalar: Any, whole: Any) -> Any:
-    @device
-    def combine(a, b):
-        value = whole(scalar(whole(complex(a[0], a[1])), whole(complex(b[0], b[1]))))
-        return value.real, value.imag
-
     return combine
 
 

@@ -40,14 +40,12 @@ class Driver:
         capabilities: the devices' different compute capabilities, as (major, minor), the lowest first.
         multiprocessors: the most of any device.
         launch_kernel: cuLaunchKernel; returns a CUresult, for `check`.
+
+    Raises:
+        UnavailableError: there is no device, or the driver is older than CUDA 12.
     """
 
     def __init__(self, library: Any) -> None:
-        """Initialise the driver.
-
-        Raises:
-            UnavailableError: there is no device, or the driver is older than CUDA 12.
-        """
         self._library = library
         for name, parameters in _SIGNATURES.items():
             function = getattr(library, name, None)
@@ -74,16 +72,14 @@ class Driver:
     def uuid(self, device: int) -> bytes:
         """The 16 bytes that name a device, or a MIG instance of it, in all processes."""
         name = ctypes.create_string_buffer(16)
-        self.check(
-            self._library.cuDeviceGetUuid_v2(name, self._number("cuDeviceGet", device)), "asking a GPU's name"
-        )
+        status = self._library.cuDeviceGetUuid_v2(name, self._number("cuDeviceGet", device))
+        self.check(status, "asking a GPU's name")
         return name.raw
 
     def can_wait(self, device: int) -> bool:
         """Whether `wait_value` is there for a device of this process."""
-        return self._wait is not None and bool(
-            self._attribute(self._number("cuDeviceGet", device), _WAITS_OF_STREAMS)
-        )
+        number = self._number("cuDeviceGet", device)
+        return self._wait is not None and bool(self._attribute(number, _WAITS_OF_STREAMS))
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
         """Let what is queued on a stream from here on wait until a word of device memory is at least `value`.
@@ -97,14 +93,10 @@ class Driver:
     def load(self, code: bytes, name: str) -> int:
         """A handle of the kernel `name` in a cubin, or in PTX with a final zero; it stays until the process ends."""
         loaded, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-        self.check(
-            self._library.cuLibraryLoadData(ctypes.byref(loaded), code, None, None, 0, None, None, 0),
-            "loading a kernel",
-        )
-        self.check(
-            self._library.cuLibraryGetKernel(ctypes.byref(kernel), loaded, name.encode()),
-            f"finding the kernel {name}",
-        )
+        status = self._library.cuLibraryLoadData(ctypes.byref(loaded), code, None, None, 0, None, None, 0)
+        self.check(status, "loading a kernel")
+        status = self._library.cuLibraryGetKernel(ctypes.byref(kernel), loaded, name.encode())
+        self.check(status, f"finding the kernel {name}")
         assert kernel.value is not None
         return kernel.value
 

@@ -104,14 +104,9 @@ def _offset(dimensions: int) -> Any:
 
 
 def scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: Any, stream: int) -> None:
-    """dst = src * factor; does not wait.
+    """dst = src * factor, of float or complex elements, at addresses that are the same or apart; does not wait.
 
-    Args:
-        dst, src: device addresses, the same or apart, aligned to the elements.
-        count: elements.
-        dtype: float or complex, also bfloat16.
-        factor: a number. It goes with the launch: pinned memory for it would be released on a thread that may not wait.
-        stream: the handle of a CUDA stream of the current device.
+    The factor goes with the launch: pinned memory for it would be released on a thread that may not wait.
     """
     if count:
         number = np.zeros(1, dtype)
