@@ -74,23 +74,21 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
     return None if g is None else g.all_reduce(tensor, op, async_op)
 
 
-# fmt: off
 @overload
 def broadcast(tensor: _J, src: Root = ..., group: Group = ..., async_op: Sync = ...,
-    group_src: Root = ...) -> _J: ...
+    group_src: Root = ...) -> _J: ...  # fmt: skip
 @overload
 def broadcast(tensor: Tree, src: Root = ..., group: Group = ..., async_op: Sync = ...,
-    group_src: Root = ...) -> Any: ...
+    group_src: Root = ...) -> Any: ...  # fmt: skip
 @overload
 def broadcast(tensor: Any, src: Root = ..., group: Group = ..., async_op: Sync = ...,
-    group_src: Root = ...) -> None: ...
+    group_src: Root = ...) -> None: ...  # fmt: skip
 @overload
 def broadcast(tensor: Any, src: Root = ..., group: Group = ..., async_op: Async = ...,
-    group_src: Root = ...) -> Work: ...
+    group_src: Root = ...) -> Work: ...  # fmt: skip
 @overload
 def broadcast(tensor: Any, src: Root = ..., group: Group = ..., async_op: bool = ...,
-    group_src: Root = ...) -> Any: ...
-# fmt: on
+    group_src: Root = ...) -> Any: ...  # fmt: skip
 def broadcast(
     tensor: Any, src: Root = None, group: Group = None, async_op: bool = False, group_src: Root = None
 ) -> Any:
@@ -111,20 +109,18 @@ def broadcast(
     return g.broadcast(tensor, src, async_op)
 
 
-# fmt: off
 @overload
 def reduce(tensor: _J, dst: Root = ..., op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
-    group_dst: Root = ...) -> _J: ...
+    group_dst: Root = ...) -> _J: ...  # fmt: skip
 @overload
 def reduce(tensor: Any, dst: Root = ..., op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
-    group_dst: Root = ...) -> None: ...
+    group_dst: Root = ...) -> None: ...  # fmt: skip
 @overload
 def reduce(tensor: Any, dst: Root = ..., op: ReduceOp = ..., group: Group = ..., async_op: Async = ...,
-    group_dst: Root = ...) -> Work: ...
+    group_dst: Root = ...) -> Work: ...  # fmt: skip
 @overload
 def reduce(tensor: Any, dst: Root = ..., op: ReduceOp = ..., group: Group = ..., async_op: bool = ...,
-    group_dst: Root = ...) -> Any: ...
-# fmt: on
+    group_dst: Root = ...) -> Any: ...  # fmt: skip
 def reduce(
     tensor: Any,
     dst: Root = None,
@@ -223,17 +219,15 @@ def all_gather(tensor_list: Any, tensor: Any = None, group: Group = None, async_
     return None if g is None else g.all_gather(tensor_list, tensor, async_op)
 
 
-# fmt: off
 @overload
 def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = ...,
-    async_op: Sync = ...) -> None: ...
+    async_op: Sync = ...) -> None: ...  # fmt: skip
 @overload
 def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = ...,
-    async_op: Async = ...) -> Work: ...
+    async_op: Async = ...) -> Work: ...  # fmt: skip
 @overload
 def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = ...,
-    async_op: bool = ...) -> Work | None: ...
-# fmt: on
+    async_op: bool = ...) -> Work | None: ...  # fmt: skip
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -251,17 +245,15 @@ def all_gather_into_tensor(
 all_gather_single = all_gather_into_tensor
 
 
-# fmt: off
 @overload
 def gather(tensor: Any, gather_list: Arrays | None = ..., dst: Root = ..., group: Group = ...,
-    async_op: Sync = ..., group_dst: Root = ...) -> None: ...
+    async_op: Sync = ..., group_dst: Root = ...) -> None: ...  # fmt: skip
 @overload
 def gather(tensor: Any, gather_list: Arrays | None = ..., dst: Root = ..., group: Group = ...,
-    async_op: Async = ..., group_dst: Root = ...) -> Work: ...
+    async_op: Async = ..., group_dst: Root = ...) -> Work: ...  # fmt: skip
 @overload
 def gather(tensor: Any, gather_list: Arrays | None = ..., dst: Root = ..., group: Group = ...,
-    async_op: bool = ..., group_dst: Root = ...) -> Work | None: ...
-# fmt: on
+    async_op: bool = ..., group_dst: Root = ...) -> Work | None: ...  # fmt: skip
 def gather(
     tensor: Any,
     gather_list: Arrays | None = None,
@@ -287,17 +279,15 @@ def gather(
     return g.gather(tensor, gather_list, dst, async_op)
 
 
-# fmt: off
 @overload
 def gather_single(tensor: Any, gather_tensor: Any = ..., dst: Root = ..., group: Group = ...,
-    async_op: Sync = ..., group_dst: Root = ...) -> None: ...
+    async_op: Sync = ..., group_dst: Root = ...) -> None: ...  # fmt: skip
 @overload
 def gather_single(tensor: Any, gather_tensor: Any = ..., dst: Root = ..., group: Group = ...,
-    async_op: Async = ..., group_dst: Root = ...) -> Work: ...
+    async_op: Async = ..., group_dst: Root = ...) -> Work: ...  # fmt: skip
 @overload
 def gather_single(tensor: Any, gather_tensor: Any = ..., dst: Root = ..., group: Group = ...,
-    async_op: bool = ..., group_dst: Root = ...) -> Work | None: ...
-# fmt: on
+    async_op: bool = ..., group_dst: Root = ...) -> Work | None: ...  # fmt: skip
 def gather_single(
     tensor: Any,
     gather_tensor: Any = None,
@@ -326,20 +316,18 @@ def gather_single(
 gather_into_tensor = gather_single
 
 
-# fmt: off
 @overload
 def scatter(tensor: _J, scatter_list: Arrays | None = ..., src: Root = ..., group: Group = ...,
-    async_op: Sync = ..., group_src: Root = ...) -> _J: ...
+    async_op: Sync = ..., group_src: Root = ...) -> _J: ...  # fmt: skip
 @overload
 def scatter(tensor: Any, scatter_list: Arrays | None = ..., src: Root = ..., group: Group = ...,
-    async_op: Sync = ..., group_src: Root = ...) -> None: ...
+    async_op: Sync = ..., group_src: Root = ...) -> None: ...  # fmt: skip
 @overload
 def scatter(tensor: Any, scatter_list: Arrays | None = ..., src: Root = ..., group: Group = ...,
-    async_op: Async = ..., group_src: Root = ...) -> Work: ...
+    async_op: Async = ..., group_src: Root = ...) -> Work: ...  # fmt: skip
 @overload
 def scatter(tensor: Any, scatter_list: Arrays | None = ..., src: Root = ..., group: Group = ...,
-    async_op: bool = ..., group_src: Root = ...) -> Any: ...
-# fmt: on
+    async_op: bool = ..., group_src: Root = ...) -> Any: ...  # fmt: skip
 def scatter(
     tensor: Any,
     scatter_list: Arrays | None = None,
@@ -365,20 +353,18 @@ def scatter(
     return g.scatter(tensor, scatter_list, src, async_op)
 
 
-# fmt: off
 @overload
 def scatter_single(tensor: _J, scatter_tensor: Any = ..., src: Root = ..., group: Group = ...,
-    async_op: Sync = ..., group_src: Root = ...) -> _J: ...
+    async_op: Sync = ..., group_src: Root = ...) -> _J: ...  # fmt: skip
 @overload
 def scatter_single(tensor: Any, scatter_tensor: Any = ..., src: Root = ..., group: Group = ...,
-    async_op: Sync = ..., group_src: Root = ...) -> None: ...
+    async_op: Sync = ..., group_src: Root = ...) -> None: ...  # fmt: skip
 @overload
 def scatter_single(tensor: Any, scatter_tensor: Any = ..., src: Root = ..., group: Group = ...,
-    async_op: Async = ..., group_src: Root = ...) -> Work: ...
+    async_op: Async = ..., group_src: Root = ...) -> Work: ...  # fmt: skip
 @overload
 def scatter_single(tensor: Any, scatter_tensor: Any = ..., src: Root = ..., group: Group = ...,
-    async_op: bool = ..., group_src: Root = ...) -> Any: ...
-# fmt: on
+    async_op: bool = ..., group_src: Root = ...) -> Any: ...  # fmt: skip
 def scatter_single(
     tensor: Any,
     scatter_tensor: Any = None,
@@ -404,17 +390,15 @@ def scatter_single(
     return g.scatter_single(tensor, scatter_tensor, src, async_op)
 
 
-# fmt: off
 @overload
 def reduce_scatter(output: Any, input_list: Arrays, op: ReduceOp = ..., group: Group = ...,
-    async_op: Sync = ...) -> None: ...
+    async_op: Sync = ...) -> None: ...  # fmt: skip
 @overload
 def reduce_scatter(output: Any, input_list: Arrays, op: ReduceOp = ..., group: Group = ...,
-    async_op: Async = ...) -> Work: ...
+    async_op: Async = ...) -> Work: ...  # fmt: skip
 @overload
 def reduce_scatter(output: Any, input_list: Arrays, op: ReduceOp = ..., group: Group = ...,
-    async_op: bool = ...) -> Work | None: ...
-# fmt: on
+    async_op: bool = ...) -> Work | None: ...  # fmt: skip
 def reduce_scatter(
     output: Any, input_list: Arrays, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -429,17 +413,15 @@ def reduce_scatter(
     return None if g is None else g.reduce_scatter(output, input_list, op, async_op)
 
 
-# fmt: off
 @overload
 def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = ..., group: Group = ...,
-    async_op: Sync = ...) -> None: ...
+    async_op: Sync = ...) -> None: ...  # fmt: skip
 @overload
 def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = ..., group: Group = ...,
-    async_op: Async = ...) -> Work: ...
+    async_op: Async = ...) -> Work: ...  # fmt: skip
 @overload
 def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = ..., group: Group = ...,
-    async_op: bool = ...) -> Work | None: ...
-# fmt: on
+    async_op: bool = ...) -> Work | None: ...  # fmt: skip
 def reduce_scatter_tensor(
     output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -457,17 +439,15 @@ def reduce_scatter_tensor(
 reduce_scatter_single = reduce_scatter_tensor
 
 
-# fmt: off
 @overload
 def all_to_all(output_tensor_list: Arrays, input_tensor_list: Arrays, group: Group = ...,
-    async_op: Sync = ...) -> None: ...
+    async_op: Sync = ...) -> None: ...  # fmt: skip
 @overload
 def all_to_all(output_tensor_list: Arrays, input_tensor_list: Arrays, group: Group = ...,
-    async_op: Async = ...) -> Work: ...
+    async_op: Async = ...) -> Work: ...  # fmt: skip
 @overload
 def all_to_all(output_tensor_list: Arrays, input_tensor_list: Arrays, group: Group = ...,
-    async_op: bool = ...) -> Work | None: ...
-# fmt: on
+    async_op: bool = ...) -> Work | None: ...  # fmt: skip
 def all_to_all(
     output_tensor_list: Arrays, input_tensor_list: Arrays, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -481,17 +461,15 @@ def all_to_all(
     return None if g is None else g.all_to_all(output_tensor_list, input_tensor_list, async_op)
 
 
-# fmt: off
 @overload
 def all_to_all_single(output: Any, input: Any, output_split_sizes: Splits = ...,
-    input_split_sizes: Splits = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
+    input_split_sizes: Splits = ..., group: Group = ..., async_op: Sync = ...) -> None: ...  # fmt: skip
 @overload
 def all_to_all_single(output: Any, input: Any, output_split_sizes: Splits = ...,
-    input_split_sizes: Splits = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
+    input_split_sizes: Splits = ..., group: Group = ..., async_op: Async = ...) -> Work: ...  # fmt: skip
 @overload
 def all_to_all_single(output: Any, input: Any, output_split_sizes: Splits = ...,
-    input_split_sizes: Splits = ..., group: Group = ..., async_op: bool = ...) -> Work | None: ...
-# fmt: on
+    input_split_sizes: Splits = ..., group: Group = ..., async_op: bool = ...) -> Work | None: ...  # fmt: skip
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -518,17 +496,15 @@ def all_to_all_single(
     return g.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
 
 
-# fmt: off
 @overload
 def all_reduce_coalesced(tensors: Arrays, op: ReduceOp = ..., group: Group = ...,
-    async_op: Sync = ...) -> None: ...
+    async_op: Sync = ...) -> None: ...  # fmt: skip
 @overload
 def all_reduce_coalesced(tensors: Arrays, op: ReduceOp = ..., group: Group = ...,
-    async_op: Async = ...) -> Work: ...
+    async_op: Async = ...) -> Work: ...  # fmt: skip
 @overload
 def all_reduce_coalesced(tensors: Arrays, op: ReduceOp = ..., group: Group = ...,
-    async_op: bool = ...) -> Work | None: ...
-# fmt: on
+    async_op: bool = ...) -> Work | None: ...  # fmt: skip
 def all_reduce_coalesced(
     tensors: Arrays, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -542,17 +518,15 @@ def all_reduce_coalesced(
     return None if g is None else g.all_reduce_coalesced(tensors, op, async_op)
 
 
-# fmt: off
 @overload
 def all_gather_coalesced(output_tensor_lists: Sequence[Arrays], input_tensor_list: Arrays,
-    group: Group = ..., async_op: Sync = ...) -> None: ...
+    group: Group = ..., async_op: Sync = ...) -> None: ...  # fmt: skip
 @overload
 def all_gather_coalesced(output_tensor_lists: Sequence[Arrays], input_tensor_list: Arrays,
-    group: Group = ..., async_op: Async = ...) -> Work: ...
+    group: Group = ..., async_op: Async = ...) -> Work: ...  # fmt: skip
 @overload
 def all_gather_coalesced(output_tensor_lists: Sequence[Arrays], input_tensor_list: Arrays,
-    group: Group = ..., async_op: bool = ...) -> Work | None: ...
-# fmt: on
+    group: Group = ..., async_op: bool = ...) -> Work | None: ...  # fmt: skip
 def all_gather_coalesced(
     output_tensor_lists: Sequence[Arrays],
     input_tensor_list: Arrays,
@@ -570,17 +544,15 @@ def all_gather_coalesced(
     return None if g is None else g.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op)
 
 
-# fmt: off
 @overload
 def barrier(group: Group = ..., async_op: Sync = ..., device_ids: Splits = ...,
-    timeout: Timeout = ...) -> None: ...
+    timeout: Timeout = ...) -> None: ...  # fmt: skip
 @overload
 def barrier(group: Group = ..., async_op: Async = ..., device_ids: Splits = ...,
-    timeout: Timeout = ...) -> Work: ...
+    timeout: Timeout = ...) -> Work: ...  # fmt: skip
 @overload
 def barrier(group: Group = ..., async_op: bool = ..., device_ids: Splits = ...,
-    timeout: Timeout = ...) -> Work | None: ...
-# fmt: on
+    timeout: Timeout = ...) -> Work | None: ...  # fmt: skip
 def barrier(
     group: Group = None, async_op: bool = False, device_ids: Splits = None, timeout: Timeout = None
 ) -> Work | None:

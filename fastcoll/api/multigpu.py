@@ -20,17 +20,15 @@ def _several() -> Any:
     return several
 
 
-# fmt: off
 @overload
 def all_reduce_multigpu(tensor_list: Sequence[Any], op: ReduceOp = ..., group: Group = ...,
-    async_op: Sync = ...) -> None: ...
+    async_op: Sync = ...) -> None: ...  # fmt: skip
 @overload
 def all_reduce_multigpu(tensor_list: Sequence[Any], op: ReduceOp = ..., group: Group = ...,
-    async_op: Async = ...) -> Work: ...
+    async_op: Async = ...) -> Work: ...  # fmt: skip
 @overload
 def all_reduce_multigpu(tensor_list: Sequence[Any], op: ReduceOp = ..., group: Group = ...,
-    async_op: bool = ...) -> Work | None: ...
-# fmt: on
+    async_op: bool = ...) -> Work | None: ...  # fmt: skip
 def all_reduce_multigpu(
     tensor_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -51,17 +49,15 @@ def all_reduce_multigpu(
     return None if g is None else _several().all_reduce(g, tensor_list, op, async_op)
 
 
-# fmt: off
 @overload
 def reduce_multigpu(tensor_list: Sequence[Any], dst: int, op: ReduceOp = ..., group: Group = ...,
-    async_op: Sync = ..., dst_tensor: int = ...) -> None: ...
+    async_op: Sync = ..., dst_tensor: int = ...) -> None: ...  # fmt: skip
 @overload
 def reduce_multigpu(tensor_list: Sequence[Any], dst: int, op: ReduceOp = ..., group: Group = ...,
-    async_op: Async = ..., dst_tensor: int = ...) -> Work: ...
+    async_op: Async = ..., dst_tensor: int = ...) -> Work: ...  # fmt: skip
 @overload
 def reduce_multigpu(tensor_list: Sequence[Any], dst: int, op: ReduceOp = ..., group: Group = ...,
-    async_op: bool = ..., dst_tensor: int = ...) -> Work | None: ...
-# fmt: on
+    async_op: bool = ..., dst_tensor: int = ...) -> Work | None: ...  # fmt: skip
 def reduce_multigpu(
     tensor_list: Sequence[Any],
     dst: int,
@@ -83,17 +79,15 @@ def reduce_multigpu(
     return _several().reduce(g, tensor_list, group_rank(g, "dst", dst, None), op, dst_tensor, async_op)
 
 
-# fmt: off
 @overload
 def broadcast_multigpu(tensor_list: Sequence[Any], src: int, group: Group = ..., async_op: Sync = ...,
-    src_tensor: int = ...) -> None: ...
+    src_tensor: int = ...) -> None: ...  # fmt: skip
 @overload
 def broadcast_multigpu(tensor_list: Sequence[Any], src: int, group: Group = ..., async_op: Async = ...,
-    src_tensor: int = ...) -> Work: ...
+    src_tensor: int = ...) -> Work: ...  # fmt: skip
 @overload
 def broadcast_multigpu(tensor_list: Sequence[Any], src: int, group: Group = ..., async_op: bool = ...,
-    src_tensor: int = ...) -> Work | None: ...
-# fmt: on
+    src_tensor: int = ...) -> Work | None: ...  # fmt: skip
 def broadcast_multigpu(
     tensor_list: Sequence[Any], src: int, group: Group = None, async_op: bool = False, src_tensor: int = 0
 ) -> Any:
@@ -110,17 +104,15 @@ def broadcast_multigpu(
     return _several().broadcast(g, tensor_list, group_rank(g, "src", src, None), src_tensor, async_op)
 
 
-# fmt: off
 @overload
 def all_gather_multigpu(output_tensor_lists: Sequence[Sequence[Any]], input_tensor_list: Sequence[Any],
-    group: Group = ..., async_op: Sync = ...) -> None: ...
+    group: Group = ..., async_op: Sync = ...) -> None: ...  # fmt: skip
 @overload
 def all_gather_multigpu(output_tensor_lists: Sequence[Sequence[Any]], input_tensor_list: Sequence[Any],
-    group: Group = ..., async_op: Async = ...) -> Work: ...
+    group: Group = ..., async_op: Async = ...) -> Work: ...  # fmt: skip
 @overload
 def all_gather_multigpu(output_tensor_lists: Sequence[Sequence[Any]], input_tensor_list: Sequence[Any],
-    group: Group = ..., async_op: bool = ...) -> Work | None: ...
-# fmt: on
+    group: Group = ..., async_op: bool = ...) -> Work | None: ...  # fmt: skip
 def all_gather_multigpu(
     output_tensor_lists: Sequence[Sequence[Any]],
     input_tensor_list: Sequence[Any],
