@@ -93,42 +93,38 @@ class Job:
                 )
             self.store.set_timeout(min(before.total_seconds(), _LAST_WORD_SECONDS))
             with suppress(StoreError):  # as in _count
-                self.store.set(_farewell_key(self.rank), farewell)
+                self.store.set(f"farewell/{self.rank}", farewell)
             self._count(_LEFT)
         finally:
             self.store.set_timeout(before)
             self.close_store()
 
     def _await_others(self, patience: float, gone: Sequence[Member]) -> None:
-        started = time.monotonic()
-        warning = LateWarning()
-        while late := [member for member in self._unsettled() if member not in gone]:
-            waited = time.monotonic() - started
-            if waited >= patience:
-                _log.warning(
-                    "the store is closed after %.1f s, though %s may still need it", waited, _names(late)
-                )
+        """Wait for the living ranks in the job that have not made as many groups as this one."""
+        started, warning = time.monotonic(), LateWarning()
+        while True:
+            try:
+                counts = self.store.peek([f"settled/{member.rank}" for member in self.members])
+            except StoreError:  # the store went first, so nobody can need it
                 return
-            warning.look("keeping the store open", lambda: f"{_names(late)}: fewer groups made than rank 0")
+            late = [m for m, n in zip(self.members, counts, strict=True) if int(n or 0) < self._settled]
+            over = [*gone, *dead_among(late)]
+            names = ", ".join(str(member) for member in late if member not in over)
+            if not names:
+                return
+            if (waited := time.monotonic() - started) >= patience:
+                _log.warning("the store is closed after %.1f s, though %s may still need it", waited, names)
+                return
+            warning.look("keeping the store open", f"{names}: fewer groups made than rank 0".__str__)
             time.sleep(_POLL_SECONDS)
-
-    def _unsettled(self) -> list[Member]:
-        """The living ranks in the job that have not made as many groups as this one."""
-        try:
-            counts = self.store.peek([_settled_key(member.rank) for member in self.members])
-        except StoreError:  # the store went first, so nobody can need it
-            return []
-        late = [m for m, n in zip(self.members, counts, strict=True) if int(n or 0) < self._settled]
-        dead = dead_among(late)
-        return [member for member in late if member not in dead]
 
     def _count(self, amount: int) -> None:
         with suppress(StoreError):  # whoever would read it is gone
-            self.store.add(_settled_key(self.rank), amount)
+            self.store.add(f"settled/{self.rank}", amount)
 
     def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
         """Raise AbortedError, with what it said, if one of these ranks has left the job: it makes no group any more."""
-        words = self.store.peek([_farewell_key(rank) for rank in ranks])
+        words = self.store.peek([f"farewell/{rank}" for rank in ranks])
         if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
             told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
             raise AbortedError(f"{doing}: {told}", [rank for rank, _ in gone])
@@ -136,21 +132,9 @@ class Job:
 
 def times_settled(store: Store, rank: int) -> int:
     """How many makings of groups `rank` is done with. Never blocks."""
-    return int(store.peek([_settled_key(rank)])[0] or 0)
+    return int(store.peek([f"settled/{rank}"])[0] or 0)
 
 
 def has_left(store: Store, rank: int) -> bool:
     """Whether `rank` has left its job. Never blocks."""
     return times_settled(store, rank) >= _LEFT
-
-
-def _names(members: Sequence[Member]) -> str:
-    return ", ".join(map(str, members))
-
-
-def _farewell_key(rank: int) -> str:
-    return f"farewell/{rank}"
-
-
-def _settled_key(rank: int) -> str:
-    return f"settled/{rank}"

@@ -46,7 +46,18 @@ def leave(
         _complete(waiting)
     finally:
         close(groups, last_words(error)) if let_go is None else let_go()
-    return _loss(waiting)
+    lost = [(group.name, what, error) for group in waiting for what, error in group.gate.unheard.lost()]
+    if not lost:
+        return None
+    named = "; ".join(f"{what} of the group {name} ({error})" for name, what, error in lost[:_MOST_NAMED])
+    more = f"; and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+    cause = next((error for _, _, error in lost if isinstance(error, GroupError)), None)
+    kind = AbortedError if cause is None else type(cause)
+    return kind(
+        f"this rank has lost what it started and did not wait for: {named}{more}; call wait() of what isend, irecv and "
+        "async_op=True return",
+        cause.ranks if cause else (),
+    )
 
 
 def close(groups: Sequence[ProcessGroup], farewell: str = "") -> None:
@@ -77,22 +88,6 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
             ]
         ):
             hopeful[0].end_event.wait(_POLL_SECONDS)
-
-
-def _loss(groups: Sequence[ProcessGroup]) -> GroupError | None:
-    """What says which operations of closed groups were lost."""
-    lost = [(group.name, what, error) for group in groups for what, error in group.gate.unheard.lost()]
-    if not lost:
-        return None
-    named = "; ".join(f"{what} of the group {name} ({error})" for name, what, error in lost[:_MOST_NAMED])
-    more = f"; and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
-    cause = next((error for _, _, error in lost if isinstance(error, GroupError)), None)
-    kind = AbortedError if cause is None else type(cause)
-    return kind(
-        f"this rank has lost what it started and did not wait for: {named}{more}; call wait() of what isend, irecv and "
-        "async_op=True return",
-        cause.ranks if cause else (),
-    )
 
 
 class ExitHook:

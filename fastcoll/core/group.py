@@ -21,23 +21,10 @@ import numpy as np
 
 from ..errors import AbortedError, ArrayError, GroupError, MismatchError, UsageError
 from ..interop.arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
-from . import trees
+from . import operands, trees
 from .backend import Backend, DeviceCarrier, Messages, StreamCall
 from .monitor import last_words
-from .operands import (
-    OBJECTS_TAG,
-    WORLD_OF_ONE,
-    Array,
-    apart,
-    arrays_of,
-    check_apart,
-    check_dtypes,
-    check_fit,
-    checked_tag,
-    equal_blocks,
-    parts_along_rows,
-    scaled,
-)
+from .operands import OBJECTS_TAG, WORLD_OF_ONE, Array, apart, arrays_of, checked_tag, scaled
 from .operation import COMPOSITIONS, Call, Operation, then_split
 from .reduce_op import ReduceOp
 from .trees import CONTAINERS
@@ -122,7 +109,7 @@ class ProcessGroup:
         """Take in a list of `n` arrays; outputs have memory of their own each."""
         items = adopt_list(xs, n, writable=writable, what=what, adopt=self.adopt)
         if writable and n > 1:
-            check_apart(items, what)
+            operands.check_apart(items, what)
         return items
 
     def checked_rank(self, what: str, rank: Any) -> int:
@@ -286,8 +273,8 @@ class ProcessGroup:
         with self.preparing("reduce_scatter"):
             out = self.adopt(output, writable=True, what="output")
             blocks = self.adopt_list(input_list, self.size, writable=False, what="input_list")
-            check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
-            check_dtypes("input_list", blocks, out.array)
+            operands.check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
+            operands.check_dtypes("input_list", blocks, out.array)
             call = self._reduce_scatter(out.array, arrays_of(blocks), op)
         return self.run("reduce_scatter", call, (out,), async_op)
 
@@ -298,7 +285,7 @@ class ProcessGroup:
         with self.preparing("reduce_scatter_single"):
             out = self.adopt(output, writable=True, what="output")
             x = self.adopt(input, writable=False, what="input")
-            blocks = equal_blocks("input", x.array, "output", out.array, self.size)
+            blocks = operands.equal_blocks("input", x.array, "output", out.array, self.size)
             call = self._reduce_scatter(out.array, blocks, op)
         return self.run("reduce_scatter", call, (out,), async_op)
 
@@ -330,8 +317,8 @@ class ProcessGroup:
         with self.preparing("all_gather"):
             owners = self.adopt_list(output_list, self.size, writable=True, what="tensor_list")
             x = self.adopt(tensor, writable=False)
-            check_fit("tensor", x.array, f"tensor_list[{self.rank}]", owners[self.rank].array)
-            check_dtypes("tensor_list", owners, x.array)
+            operands.check_fit("tensor", x.array, f"tensor_list[{self.rank}]", owners[self.rank].array)
+            operands.check_dtypes("tensor_list", owners, x.array)
             outs = arrays_of(owners)
             call = self.planned(Operation("all_gather", outs, apart([x.array], outs, own=self.rank)))
         return self.run("all_gather", call, owners, async_op)
@@ -341,7 +328,7 @@ class ProcessGroup:
         with self.preparing("all_gather_single"):
             out = self.adopt(output, writable=True, what="output_tensor")
             x = self.adopt(input, writable=False, what="input_tensor")
-            outs = equal_blocks("output_tensor", out.array, "input_tensor", x.array, self.size)
+            outs = operands.equal_blocks("output_tensor", out.array, "input_tensor", x.array, self.size)
             call = self.planned(Operation("all_gather", outs, apart([x.array], outs, own=self.rank)))
         return self.run("all_gather", call, (out,), async_op)
 
@@ -401,10 +388,10 @@ class ProcessGroup:
             raise UsageError(f"{what} is None on the root (group rank {root}); give {cure}")
         if not is_list:
             whole = self.adopt(given, writable=writable, what=what)
-            return (whole,), equal_blocks(what, whole.array, "tensor", own.array, self.size)
+            return (whole,), operands.equal_blocks(what, whole.array, "tensor", own.array, self.size)
         items = self.adopt_list(given, self.size, writable=writable, what=what)
-        check_fit("tensor", own.array, f"{what}[{root}]", items[root].array)
-        check_dtypes(what, items, own.array)
+        operands.check_fit("tensor", own.array, f"{what}[{root}]", items[root].array)
+        operands.check_dtypes(what, items, own.array)
         return items, arrays_of(items)
 
     def all_to_all(
@@ -416,9 +403,9 @@ class ProcessGroup:
             owners = self.adopt_list(output_list, self.size, writable=True, what=taken)
             items = self.adopt_list(input_list, self.size, writable=False, what=given)
             outs, blocks = arrays_of(owners), arrays_of(items)
-            check_fit(f"{taken}[{here}]", outs[here], f"{given}[{here}]", blocks[here])
-            check_dtypes(taken, owners, blocks[0])
-            check_dtypes(given, items, blocks[0])
+            operands.check_fit(f"{taken}[{here}]", outs[here], f"{given}[{here}]", blocks[here])
+            operands.check_dtypes(taken, owners, blocks[0])
+            operands.check_dtypes(given, items, blocks[0])
             call = self.planned(Operation("all_to_all", outs, apart(blocks, outs)))
         return self.run("all_to_all", call, owners, async_op)
 
@@ -441,10 +428,10 @@ class ProcessGroup:
                 raise ArrayError(
                     f"output is {out.array.dtype}, input is {x.array.dtype}; they must be the same"
                 )
-            outs = parts_along_rows("output", out.array, output_split_sizes, self.size)
-            blocks = parts_along_rows("input", x.array, input_split_sizes, self.size)
+            outs = operands.parts_along_rows("output", out.array, output_split_sizes, self.size)
+            blocks = operands.parts_along_rows("input", x.array, input_split_sizes, self.size)
             here = self.rank
-            check_fit(f"output part {here}", outs[here], f"input part {here}", blocks[here])
+            operands.check_fit(f"output part {here}", outs[here], f"input part {here}", blocks[here])
             call = self.planned(Operation("all_to_all", tuple(outs), apart(blocks, outs)))
         return self.run("all_to_all", call, (out,), async_op)
 
@@ -474,10 +461,12 @@ class ProcessGroup:
                 )
             for k, (lists, x) in enumerate(zip(output_lists, xs, strict=True)):
                 outs = self.adopt_list(lists, self.size, writable=True, what=f"{taken}[{k}]")
-                check_dtypes(f"{taken}[{k}]", outs, x.array)
-                check_fit(f"{given}[{k}]", x.array, f"{taken}[{k}][{self.rank}]", outs[self.rank].array)
+                operands.check_dtypes(f"{taken}[{k}]", outs, x.array)
+                operands.check_fit(
+                    f"{given}[{k}]", x.array, f"{taken}[{k}][{self.rank}]", outs[self.rank].array
+                )
                 owners += outs
-            check_apart(owners, taken, self.size)
+            operands.check_apart(owners, taken, self.size)
             call = self.planned(Operation("all_gather_coalesced", arrays_of(owners), arrays_of(xs)))
         return self.run("all_gather_coalesced", call, owners, async_op)
 
@@ -487,7 +476,7 @@ class ProcessGroup:
         if not tensors:
             raise UsageError(f"{what} is empty; give at least one array")
         xs = self.adopt_list(tensors, len(tensors), writable=writable, what=what)
-        check_dtypes(what, xs, xs[0].array)
+        operands.check_dtypes(what, xs, xs[0].array)
         return xs
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:

@@ -73,8 +73,16 @@ class ReduceOp:
         """
         if not callable(function):
             raise UsageError(f"ReduceOp.custom takes a function f(a, b), got {type(function).__name__}")
-        label = name or str(getattr(function, "__name__", "custom"))
-        return ReduceOp(label, CUSTOM + _fingerprint(function, label), function=function)
+        text = label = name or str(getattr(function, "__name__", "custom"))
+        plain = getattr(function, "py_func", function)
+        if isinstance(plain, FunctionType):
+            cells = []
+            for cell in plain.__closure__ or ():
+                with suppress(ValueError):  # the name that the function refers to is not bound yet
+                    cells.append(cell.cell_contents)
+            text += _describe_code(plain.__code__) + _describe_values([*(plain.__defaults__ or ()), *cells])
+        # 15 bits that are the same for the same function on every rank.
+        return ReduceOp(label, CUSTOM + (zlib.crc32(text.encode()) & 0x7FFF), function=function)
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}" if self.factor is None else f"ReduceOp.{self.name}({self.factor!r})"
@@ -97,19 +105,6 @@ def _number(factor: Any) -> Any:
     if not isinstance(value, Number):
         raise UsageError(f"PREMUL_SUM's factor is {factor!r:.80}, a {type(factor).__name__}; give one number")
     return value
-
-
-def _fingerprint(function: Callable[..., Any], label: str) -> int:
-    """15 bits that are the same for the same function on every rank (process-independent)."""
-    plain = getattr(function, "py_func", function)
-    text = label
-    if isinstance(plain, FunctionType):
-        cells = []
-        for cell in plain.__closure__ or ():
-            with suppress(ValueError):  # the name that the function refers to is not bound yet
-                cells.append(cell.cell_contents)
-        text += _describe_code(plain.__code__) + _describe_values([*(plain.__defaults__ or ()), *cells])
-    return zlib.crc32(text.encode()) & 0x7FFF
 
 
 def _describe_code(code: CodeType) -> str:

@@ -177,15 +177,14 @@ def _watch_ends() -> None:
             )
         _made.clear()
 
-    ExitHook(_leave_all).set()
+    def leave_all(error: BaseException | None) -> GroupError | None:
+        if _made:
+            _log.info("torch.distributed.destroy_process_group was not called; leaving at exit")
+        try:
+            return _leave(list(_made), error)
+        finally:
+            # A thread that Python's end finds inside torch's C++ would take the process down.
+            completions.settle(_SETTLE_SECONDS)
+
+    ExitHook(leave_all).set()
     os.register_at_fork(after_in_child=disown_all)
-
-
-def _leave_all(error: BaseException | None) -> GroupError | None:
-    if _made:
-        _log.info("torch.distributed.destroy_process_group was not called; leaving at exit")
-    try:
-        return _leave(list(_made), error)
-    finally:
-        # A thread that Python's end finds inside torch's C++ would take the process down.
-        completions.settle(_SETTLE_SECONDS)
