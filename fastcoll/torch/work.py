@@ -31,47 +31,13 @@ Job = Callable[[], None]
 class DoneWork(TorchWork):  # type: ignore[misc]
     """An operation that was complete when it was called; its results are in `tensors`."""
 
+    _works: Sequence[Work] = ()
+    _limit: float | None = None
+    _future: Any = None
+
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._tensors = list(tensors)
-
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> BaseException | None:
-        return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
-    def get_future(self) -> Any:
-        future: Any = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-class PendingWork(DoneWork):
-    """Operations of fastcoll, in the order in which they were started, that make up one of torch.
-
-    `wait` takes `limit` seconds at most; None leaves it to the group's timeout.
-    """
-
-    def __init__(
-        self, works: Sequence[Work], tensors: Sequence[torch.Tensor], limit: float | None = None
-    ) -> None:
-        super().__init__(tensors)
-        self._works = tuple(works)
-        self._limit = limit
-        self._future: Any = None
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Block until complete; several operations share the time.
@@ -80,6 +46,8 @@ class PendingWork(DoneWork):
             CollectiveTimeoutError: not complete within `timeout`; the operation goes on.
             FastcollError: whatever ended the operation.
         """
+        if not self._works:
+            return True
         limit = timeout.total_seconds() if timeout and timeout > _NO_LIMIT else self._limit
         left, start = limit, time.monotonic()
         for work in self._works:
@@ -96,6 +64,9 @@ class PendingWork(DoneWork):
                 left = max(0.0, start + limit - time.monotonic())
         return True
 
+    def synchronize(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
@@ -111,8 +82,11 @@ class PendingWork(DoneWork):
 
     def get_future(self) -> Any:
         """A future with the tensors, or with the error of one of the works."""
+        base: Any = torch.futures.Future()
+        if not self._works:
+            base.set_result(self._tensors)
+            return base
         if self._future is None:
-            base: Any = torch.futures.Future()
             # Not `self`: a future that held this Work would keep itself alive.
             works, tensors = self._works, self._tensors
 
@@ -127,10 +101,22 @@ class PendingWork(DoneWork):
             if self.is_completed():
                 base.set_result(None)
             else:
-                self._works[-1].add_done_callback(
-                    lambda _: completions.submit(partial(base.set_result, None))
-                )
+                complete = partial(base.set_result, None)
+                self._works[-1].add_done_callback(lambda _: completions.submit(complete))
         return self._future
+
+
+class PendingWork(DoneWork):
+    """Operations of fastcoll, in the order in which they were started, that make up one of torch.
+
+    `wait` takes `limit` seconds at most; None leaves it to the group's timeout.
+    """
+
+    def __init__(
+        self, works: Sequence[Work], tensors: Sequence[torch.Tensor], limit: float | None = None
+    ) -> None:
+        super().__init__(tensors)
+        self._works, self._limit = tuple(works), limit
 
     def source_rank(self) -> int:
         """The group rank that a receive got its message from; waits for it."""
