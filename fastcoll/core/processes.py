@@ -140,21 +140,15 @@ class Witness(Protocol):
         """Those whose connection has ended without a word. Never blocks."""
 
 
-def hear(witness: Witness) -> None:
-    """Let `gone_among` ask a witness, until it is dismissed."""
-    _witnesses.add(witness)
-
-
-def dismiss(witness: Witness) -> None:
-    """Ask a witness no more. Twice is fine."""
-    _witnesses.discard(witness)
+witnesses: set[Witness] = set()
+"""Whom `gone_among` asks: those who have connections are there as long as they have them."""
 
 
 def gone_among(processes: Iterable[P]) -> list[P]:
     """As `dead_among`, and those that a witness has lost. Never blocks."""
     asked = list(processes)
     gone: set[ProcessId] = {*dead_among(asked)}
-    gone.update(*(witness.lost_processes() for witness in list(_witnesses)))
+    gone.update(*(witness.lost_processes() for witness in list(witnesses)))
     return [process for process in asked if process in gone]
 
 
@@ -169,7 +163,6 @@ def forget(processes: Iterable[ProcessId]) -> None:
 
 
 _UNWATCHABLE = -1
-_witnesses: set[Witness] = set()
 _lock = threading.Lock()
 _poller = select.poll()
 # (pid, start time) -> its pidfd; None: seen dead; _UNWATCHABLE: no pidfd to be had, so /proc is read.
@@ -184,7 +177,7 @@ def _drop_inherited() -> None:
         if state is not None and state != _UNWATCHABLE:
             os.close(state)
     _watched.clear()
-    _witnesses.clear()
+    witnesses.clear()
 
 
 os.register_at_fork(after_in_child=_drop_inherited)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from ...core.monitor import Wait
-from ...core.processes import Member, dismiss, hear
+from ...core.processes import Member, witnesses
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
 from ...rendezvous import Store
 from ...rendezvous.address import shown
@@ -249,7 +249,7 @@ class Mesh:
                 return
             self._closed = True
             self._changed.notify_all()
-        dismiss(self.monitor)
+        witnesses.discard(self.monitor)
         with ExitStack() as steps:
             for connection in (*self._made.values(), *self._mail_in):
                 steps.callback(connection.close)
@@ -267,7 +267,7 @@ class Mesh:
     # ---- making -----------------------------------------------------------------------------------------
 
     def _join(self, store: Store) -> None:
-        hear(self.monitor)
+        witnesses.add(self.monitor)
         doing = "making a group over the network"
         try:
             with GroupMeeting(store, self._members, self.rank, self._timeout, doing) as meeting:
