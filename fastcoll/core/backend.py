@@ -56,14 +56,9 @@ class HostMessages(Messages, Protocol):
 class SymmetricMemory(ABC):
     """An array of each rank of a group, all of them mapped by every rank, at equal distances in this process's memory.
 
-    The ndarrays that lead into it have it as their base, so it stays as long as there is one of them.
-
-    Attributes:
-        ranks: global rank of each group rank.
-        rank: this process's rank in the group.
-        address: of group rank 0's array.
-        stride: bytes from one rank's array to the next one's.
-        nbytes: of one rank's array.
+    The ndarrays that lead into it have it as their base, so it stays as long as there is one of them. Its `ranks` are
+    global, its `rank` is this process's in the group. The `address` is that of group rank 0's array; each has `nbytes`,
+    and the next one begins after `stride` bytes.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, address: int, stride: int, nbytes: int) -> None:
@@ -128,17 +123,10 @@ def memory_of(x: Array) -> SymmetricMemory | None:
 
 
 class Backend(ABC):
-    """What carries operations on contiguous ndarrays out, in one group.
+    """What carries operations on contiguous ndarrays out, in one group."""
 
-    Attributes:
-        name: as in `backend=`.
-        natively: the kinds that it plans itself; of the others it is given compositions of these.
-        gate: of its group.
-        monitor: of its ranks.
-        messages: between them.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # as in `backend=`
+    # The kinds that it plans itself; of the others it is given compositions of these.
     natively: ClassVar[frozenset[str]] = frozenset(
         "all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
         "refused".split()

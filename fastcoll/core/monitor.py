@@ -46,20 +46,13 @@ def last_words(error: BaseException | None, ended: bool = False) -> str:
 
 
 class Monitor(ABC):
-    """The state of a group's ranks, as seen and published by one of them.
-
-    Attributes:
-        failure: why the group failed, or None; set once.
-        on_failure: called, with no argument, when it is set.
-        members, rank: all ranks of the group, and which of them this is.
-        farewell: what the peers read when this rank leaves.
-    """
+    """The state of a group's ranks, as seen and published by one of them."""
 
     def __init__(self, members: Sequence[Member], rank: int) -> None:
-        self.failure: GroupError | None = None
-        self.on_failure: Callable[[], None] = lambda: None
+        self.failure: GroupError | None = None  # why the group failed; set once
+        self.on_failure: Callable[[], None] = lambda: None  # called when it is set
         self.members = list(members)
-        self.farewell = last_words(None)
+        self.farewell = last_words(None)  # what the peers read when this rank leaves
         self.rank = rank
         self._lock = threading.Lock()
         self._leaving = self._retired = False

@@ -30,23 +30,15 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessId:
-    """One process, for as long as the machine is up.
-
-    Attributes:
-        host: the node's name, for messages only.
-        pid: its number inside `pid_namespace`.
-        start_time: clock ticks after boot, field 22 of /proc/PID/stat.
-        boot_id: the kernel's random name of this boot; equal means the same machine.
-        pid_namespace: the name of the namespace that `pid` belongs to.
-    """
+    """One process, for as long as the machine is up."""
 
     called: ClassVar[str] = "a process"
 
-    host: str
-    pid: int
-    start_time: int
-    boot_id: str
-    pid_namespace: str
+    host: str  # the node's name, for messages only
+    pid: int  # its number inside `pid_namespace`
+    start_time: int  # clock ticks after boot, field 22 of /proc/PID/stat
+    boot_id: str  # the kernel's random name of this boot; equal means the same machine
+    pid_namespace: str  # the name of the namespace that `pid` belongs to
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

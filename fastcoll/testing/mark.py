@@ -21,23 +21,14 @@ OPTIONS = ("init", "backend", "timeout", "fresh", "may_die")
 
 @dataclass(frozen=True)
 class RanksMark:
-    """One test's mark.
+    """One test's mark."""
 
-    Attributes:
-        sizes: the world sizes to run the test with.
-        init: whether each rank calls init_process_group before and destroy_process_group after.
-        backend: the backend's name for init_process_group; None for the default.
-        timeout: seconds that the ranks may take together, from the start of the test to its end.
-        fresh: run in processes of its own, which are thrown away afterwards.
-        may_die: ranks that the test kills on purpose.
-    """
-
-    sizes: tuple[int, ...]
-    init: bool = True
-    backend: str | None = None
-    timeout: float = 60.0
-    fresh: bool = False
-    may_die: frozenset[int] = frozenset()
+    sizes: tuple[int, ...]  # the world sizes to run the test with
+    init: bool = True  # whether each rank calls init_process_group before and destroy_process_group after
+    backend: str | None = None  # the name for init_process_group; None for the default
+    timeout: float = 60.0  # seconds that the ranks may take together, from the start of the test to its end
+    fresh: bool = False  # run in processes of its own, which are thrown away afterwards
+    may_die: frozenset[int] = frozenset()  # ranks that the test kills on purpose
 
     @staticmethod
     def parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
@@ -74,16 +65,13 @@ class RanksMark:
 class Place:
     """Where a rank runs. Ranks with equal places are ranks of one node.
 
-    Attributes:
-        command: the words before the command of the rank's process. They must become that process, as
-            `nsenter --net=...` does, and not start it.
-        address: where the others reach a rank 0 that runs here.
-        shm: the path by which this process sees what is /dev/shm there.
+    `command` is before that of the rank's process. It must become that process, as `nsenter --net=...` does, and not
+    start it.
     """
 
     command: tuple[str, ...] = ()
-    address: str = "127.0.0.1"
-    shm: Path = Path("/dev/shm")
+    address: str = "127.0.0.1"  # where the others reach a rank 0 that runs here
+    shm: Path = Path("/dev/shm")  # the path by which this process sees what is /dev/shm there
 
 
 @dataclass(frozen=True)
@@ -109,9 +97,8 @@ class Task:
 class RankResult:
     """How one rank's part ended.
 
-    Attributes:
-        outcome: "killed" is an expected death (may_die); "stranded" is still under way though another
-            rank has failed; "deadline" is still under way at the mark's timeout.
+    "killed" is an expected death (may_die); "stranded" is still under way though another rank has failed; "deadline" is
+    still under way at the mark's timeout.
     """
 
     rank: int
