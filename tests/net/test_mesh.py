@@ -182,7 +182,7 @@ def test_mail_goes_one_way_and_early_connections_are_kept() -> None:
         assert made[0].dial_mail(2) is sent
         sent.send(b"early")
         end = time.monotonic() + 10
-        while not made[2]._held_mail:
+        while not made[2]._mail_in:
             assert time.monotonic() < end
             time.sleep(0.002)
         made[2].on_mail(lambda peer, connection: got.append((peer, connection)))

@@ -84,11 +84,7 @@ class Requests:
         return np.flatnonzero(self._table[words.SLOTS : words.SLOTS + count]).tolist()
 
     def poll(self, mode: int) -> bool:
-        """Wait at most 50 ms for those in hand, as compiled.py says; whether that was enough.
-
-        Raises:
-            mpi4py.MPI.Exception: one of them failed.
-        """
+        """Wait at most 50 ms for those in hand; whether that was enough. An MPI.Exception: one of them failed."""
         self._table[words.MODE] = mode
         with self._library.lock:
             code = words.poll.call(self.address)
@@ -110,11 +106,7 @@ class Requests:
             time.sleep(1e-5)  # or the lock would be ours again before another thread has woken up
 
     def finish(self, requests: Sequence[Any], look: Callable[[], None], mode: int, keep: Any = ()) -> None:
-        """Wait until all are complete, or `look`, called every 50 ms, raises.
-
-        Args:
-            keep: what the requests read and write, kept alive if the wait ends without them.
-        """
+        """Wait until all are complete, or `look`, called every 50 ms, raises; then MPI may go on with `keep`."""
         self.load(self.handles(requests))
         try:
             while not self.poll(mode):
@@ -203,12 +195,9 @@ class Meeting:
         self._words[c.UNDER_WAY] = 0
 
     def meet(self, said: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]) -> int:
-        """Begin a call; DONE or MISMATCH once all rows are here.
+        """Begin a call; DONE or MISMATCH once all rows are here; `look` is as for Requests.finish.
 
-        Args:
-            near: whether MPI's collective operations can address this rank's arrays.
-            attached: at most `room` bytes that go in the row.
-            look: as for Requests.finish.
+        `near`: whether MPI's collective operations can address this rank's arrays; `attached`: at most `room` bytes.
         """
         self._words[c.NEAR : c.HANDLES] = near, *attached
         with self._library.lock:

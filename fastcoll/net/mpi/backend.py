@@ -70,11 +70,8 @@ class MpiBackend(Backend):
         timeout: float,
         crowd: Sequence[Member] | None = None,
     ) -> MpiBackend:
-        """Make the group's communicator; collective. The arguments are those of TcpBackend.make.
-
-        Raises:
-            UnavailableError: MPI is not there, or the members are not ranks of one MPI job.
-            PeerDiedError, StoreTimeoutError: a member died or did not come.
+        """Make the group's communicator; collective. As TcpBackend.make, and raises UnavailableError where MPI is not
+        there, or the members are not ranks of one MPI job.
         """
         library = load()
         comm, cuda_aware = make_comm(library, store, name, members, rank, timeout)
@@ -185,8 +182,7 @@ class MpiBackend(Backend):
     def _prepare(self, key: tuple[Any, ...], how: Reducer | None) -> Prepared:
         """What this rank says of a call, and what is left to do of it where all data is attached.
 
-        Args:
-            key: kind, dtype, reduce operation, root, bytes, parts, and whether the arrays are on GPUs.
+        The key is kind, dtype, reduce operation, root, bytes, parts, and whether the arrays are on GPUs.
         """
         found = self._prepared.get(key)
         if found is not None:
@@ -302,8 +298,7 @@ class MpiBackend(Backend):
     def take_gpus(self, memory: Memory, current: Callable[[], AbstractContextManager[None]]) -> None:
         """From now on `plan` also takes dense arrays on GPUs, which `memory` knows; all libraries must be CUDA-aware.
 
-        Args:
-            current: a context in which their GPU is the thread's current one, for the threads that carry messages.
+        In the context `current` their GPU is the thread's current one, for the threads that carry messages.
         """
         self._gpus = self._execution(memory)
         self.pipe.current = current

@@ -123,9 +123,7 @@ class Addressed(NamedTuple):
 class Execution:
     """Carries out what all ranks have agreed on; every method blocks until this rank's part is done.
 
-    Args:
-        tag: of messages in place of collective operations.
-        look: called every 50 ms while waiting; what it raises ends the call.
+    `tag` is that of messages in place of collective operations; what `look`, called every 50 ms, raises ends the call.
     """
 
     def __init__(
@@ -144,11 +142,9 @@ class Execution:
         self._scratch: Any = None
 
     def run(self, call: Addressed, near: bool, keep: Any) -> None:
-        """Carry out a call of any kind in KINDS.
+        """Carry out a call of any kind in KINDS; `near`: whether the blocks of all ranks are.
 
-        Args:
-            near: whether the blocks of all ranks are.
-            keep: the arrays, which MPI may use until it is finalized if the call is broken off.
+        If it is broken off, MPI may use the arrays, `keep`, until it is finalized.
         """
         self._keep = keep
         try:
@@ -157,7 +153,7 @@ class Execution:
             self._keep = None
 
     def run_attached(self, call: Addressed, attached: Sequence[int]) -> None:
-        """Carry out a call of the host's whose data has come with the rows: `attached` has each rank's address."""
+        """Carry out a call whose data is here, from all ranks that give any: `attached` has the addresses."""
         if call.how is not None:
             last = self._sources.get(call.kind, self.size if self.rank == call.root else 0)
             if last:
@@ -200,17 +196,16 @@ class Execution:
             peers = [(own + step) % self.size for step in range(1, self.size)]
             self._post([(peer, gives[peer]) for peer in peers], [(peer, takes[peer]) for peer in peers])
 
-    def all_gather(self, x: Block, takes: Sequence[Block], near: bool) -> None:
-        """Everybody's x to `takes` of all; x may be `takes[rank]`."""
-        if near and not self.memory.on_gpu:
+    def gather(self, x: Block, takes: Sequence[Block], root: int | None, near: bool) -> None:
+        """Everybody's x to `takes` of the root, or of all (None); x may be `takes[rank]`."""
+        if root is not None:
+            here = takes if self.rank == root else self._only(root, _NOWHERE)
+            self.all_to_all(self._only(root, x), here, near)
+        elif near and not self.memory.on_gpu:
             self.memory.copy(x, takes[self.rank])
             self._start(self._comm.Iallgatherv, self._library.MPI.IN_PLACE, self._vector(takes))
         else:
             self.all_to_all([x] * self.size, takes, False)
-
-    def gather(self, x: Block, takes: Sequence[Block], root: int, near: bool) -> None:
-        """Everybody's x to `takes` of the root (elsewhere empty); there x may be `takes[rank]`."""
-        self.all_to_all(self._only(root, x), takes or self._only(root, _NOWHERE), near)
 
     def scatter(self, call: Addressed, near: bool) -> None:
         """The blocks of the root, each to its rank."""
@@ -253,9 +248,7 @@ class Execution:
         how, x, out = call.how, call.gives[0], (call.takes or call.gives)[0]
         root = call.root if call.kind == "reduce" else None
         if x[1] * self.size <= GATHERED:
-            sources = self._gathered(x, root)
-            if root in (None, self.rank):
-                self.memory.fold(how, out[0], sources, x[1])
+            self.run_attached(call, self._gathered(x, root))
             return
         for start, slices in segments(x[1], self.size, how.itemsize):
             first, nbytes = slices[self.rank]
@@ -264,19 +257,13 @@ class Execution:
             target = out[0] + start + first if root in (None, self.rank) else sources[self.rank - 1]
             self.memory.fold(how, target, sources, nbytes)
             takes = [(out[0] + start + place, count) for place, count in slices]
-            if root is None:
-                self.all_gather((target, nbytes), takes, True)
-            else:
-                self.gather((target, nbytes), takes if self.rank == root else [], root, True)
+            self.gather((target, nbytes), takes, root, True)
 
     def scan(self, call: Addressed, near: bool) -> None:
         """Reduction over ranks 0..rank, or in exscan 0..rank-1 (rank 0's out stays), into out, which may be x."""
         how, x, out, exclusive = call.how, call.gives[0], call.takes[0], call.kind == "exscan"
-        last = self.rank + (not exclusive)
         if x[1] * self.size <= GATHERED:
-            sources = self._gathered(x, None)
-            if last:
-                self.memory.fold(how, out[0], sources[:last], x[1])
+            self.run_attached(call, self._gathered(x, None))
             return
         for start, slices in segments(x[1], self.size, how.itemsize):
             nbytes = slices[self.rank][1]
@@ -308,10 +295,7 @@ class Execution:
         """The addresses of all ranks' arrays, on the root or everywhere."""
         room = self._room(self.size * x[1])
         takes = [(room + rank * x[1], x[1]) for rank in range(self.size)]
-        if root is None:
-            self.all_gather(x, takes, True)
-        else:
-            self.gather(x, takes if self.rank == root else [], root, True)
+        self.gather(x, takes, root, True)
         return [address for address, _ in takes]
 
     def _collected(self, gives: list[Block], room: int, near: bool) -> list[int]:
@@ -335,7 +319,7 @@ KINDS: dict[str, Callable[[Execution, Addressed, bool], None]] = {
     "exscan": Execution.scan,
     "reduce_scatter": Execution.reduce_scatter,
     "broadcast": Execution.broadcast,
-    "all_gather": lambda e, call, near: e.all_gather(call.gives[0], call.takes, near),
+    "all_gather": lambda e, call, near: e.gather(call.gives[0], call.takes, None, near),
     "gather": lambda e, call, near: e.gather(call.gives[0], call.takes, call.root, near),
     "scatter": Execution.scatter,
     "all_to_all": lambda e, call, near: e.all_to_all(call.gives, call.takes, near),

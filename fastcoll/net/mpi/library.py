@@ -58,14 +58,6 @@ def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
     nobody launched is a world of one. Initialises nothing.
     """
     environ = os.environ if environ is None else environ
-    if problem := _missing():
-        return problem
-    if any(name in environ for name in _LAUNCHED) or not any(name in environ for name in _STARTED_OTHERWISE):
-        return None
-    return f"this process was not started by an MPI launcher; {_START}"
-
-
-def _missing() -> str | None:
     try:
         # For a wheel of mpi4py this also loads the MPI library, without calling it.
         found = importlib.util.find_spec("mpi4py.MPI")
@@ -78,7 +70,9 @@ def _missing() -> str | None:
     version = importlib.metadata.version("mpi4py")
     if int(version.split(".")[0]) < 4:
         return f"mpi4py is {version}, but 4 or newer is needed; {_INSTALL}"
-    return None
+    if any(name in environ for name in _LAUNCHED) or not any(name in environ for name in _STARTED_OTHERWISE):
+        return None
+    return f"this process was not started by an MPI launcher; {_START}"
 
 
 @functools.cache

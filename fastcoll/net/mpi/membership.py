@@ -127,10 +127,8 @@ def _await(library: Library, posted: list[Any], keep: Any, timeout: float, peers
 def make_comm(
     library: Library, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
 ) -> tuple[Any, bool]:
-    """The communicator of a group's members, group ranks in the order of `members`; collective over them.
-
-    Returns:
-        It, and whether the MPI library of every member is CUDA-aware.
+    """The communicator of a group's members, group ranks in the order of `members`, and whether the MPI library of
+    every member is CUDA-aware; collective over them.
 
     Raises:
         UnavailableError: the members are not ranks of one MPI job.

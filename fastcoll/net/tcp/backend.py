@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ...core import signature
 from ...core.backend import Backend
 from ...core.gate import Gate
@@ -22,7 +20,6 @@ from ...core.monitor import Wait
 from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
 from ...core.processes import Member, cores_of
-from ...core.reduce_op import ReduceOp
 from ...core.status import AGAIN, DONE, GARBLED, GONE, MISMATCH, WORKED
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError
 from ...kernels.reduce import HALVES, reducer
@@ -48,12 +45,6 @@ _DEDICATED, _OVERSUBSCRIBED = 50, 1
 _TRY = 1000  # ns that a sweep of messages in vain takes, about
 # How long a rank whose peer has closed the connection waits for the reason, which travels on another one.
 _REASON_SECONDS = 2.0
-
-
-_Key = tuple[
-    str, np.dtype[Any] | None, ReduceOp | None, int, tuple[int, ...], tuple[int, ...], Callable[[Shape], Plan]
-]
-"""What a call is prepared for: kind, dtype, reduction, root, sizes in bytes, parts, and what makes the plan."""
 
 
 class TcpBackend(Backend):
@@ -129,7 +120,8 @@ class TcpBackend(Backend):
             if self._releases_later:
                 self._release()
 
-    def _prepare(self, key: _Key) -> Prepared:
+    def _prepare(self, key: tuple[Any, ...]) -> Prepared:
+        """The key is kind, dtype, reduction, root, sizes in bytes, parts, and what makes the plan."""
         operation, dtype, op, root, nbytes, parts, choose = key
         itemsize = dtype.itemsize if dtype is not None else 1
         if op is not None and itemsize > engine.PIECE:

@@ -40,7 +40,14 @@ class Prepared:
         self.rows_of_a_phase = _longest_run(table[:, t.PHASE])
         self.reduces_of_a_phase = _longest_run(table[kinds == t.REDUCE][:, t.PHASE])
         self.sources = int(table[kinds == t.FOLD][:, t.PEER].max(initial=2))
-        attached = np.array(_attached(table, call_shape), np.int64)
+        # Bytes that each peer attaches to its header, as the local rows use them.
+        operands = table[kinds == t.SOURCE][:, [t.BUFFER, t.OFFSET, t.NBYTES]]
+        reads = np.concatenate([operands, table[kinds == t.COPY][:, [t.BUFFER2, t.OFFSET2, t.NBYTES]]])
+        _, offsets, nbytes = reads[reads[:, 0] == t.FRAMES].T
+        attached = np.zeros(call_shape.size, np.int64)
+        np.maximum.at(
+            attached, offsets // call_shape.limits.stride, offsets % call_shape.limits.stride + nbytes
+        )
         self._tables = attached, table
         self._words = np.zeros(w.PREPARED_WORDS, np.int64)
         self._words[[w.CALL, w.SHAPE]] = call, self.shape
@@ -53,23 +60,6 @@ class Prepared:
 
 def _longest_run(phases: Array) -> int:
     return int(np.unique(phases, return_counts=True)[1].max(initial=0))
-
-
-def _attached(table: Array, call: Shape) -> list[int]:
-    """Bytes that each peer attaches to its header, as the local rows use them."""
-    found, folded = [0] * call.size, 0
-    for row in table.tolist():
-        kind, buffer, offset, nbytes = row[t.KIND], row[t.BUFFER], row[t.OFFSET], row[t.NBYTES]
-        if kind == t.FOLD:
-            folded = nbytes
-        elif kind == t.SOURCE:
-            nbytes = folded
-        elif kind == t.COPY:
-            buffer, offset = row[t.BUFFER2], row[t.OFFSET2]
-        if kind in (t.SOURCE, t.COPY) and buffer == t.FRAMES:
-            peer, start = divmod(offset, call.limits.stride)
-            found[peer] = max(found[peer], start + nbytes)
-    return found
 
 
 class NetContext:

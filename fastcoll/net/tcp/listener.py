@@ -246,14 +246,10 @@ class Roster:
         release(self.listener)
 
 
-def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver: Deliver) -> Roster:
-    """Tell where this rank listens and learn where the others do; collective. `deliver` takes over what comes.
-
-    Raises:
-        UsageError: an interface does not exist, or the ranks name different numbers of them; on every rank.
-        ResourceError: a rank cannot listen; on every rank.
-        PeerDiedError, StoreTimeoutError: a member died or did not come.
-    """
+def _terms(
+    meeting: GroupMeeting, members: Sequence[Member], rank: int
+) -> tuple[list[Interface], bytes, bytes, int]:
+    """This rank's interfaces, and what the first member lays down: the group's name, token and number of streams."""
     store = meeting.store
     if rank == 0:
         interfaces = choose_here(store, members, None)
@@ -274,6 +270,18 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"the group's name cannot be read ({error}): {data[:80]!r}") from error
         interfaces = choose_here(store, members, family)
+    return interfaces, group, token, streams
+
+
+def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver: Deliver) -> Roster:
+    """Tell where this rank listens and learn where the others do; collective. `deliver` takes over what comes.
+
+    Raises:
+        UsageError: an interface does not exist, or the ranks name different numbers of them; on every rank.
+        ResourceError: a rank cannot listen; on every rank.
+        PeerDiedError, StoreTimeoutError: a member died or did not come.
+    """
+    interfaces, group, token, streams = _terms(meeting, members, rank)
 
     def check_numbers(records: Sequence[Any]) -> None:
         first, *others = map(Place.from_record, records)

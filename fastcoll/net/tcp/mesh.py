@@ -207,9 +207,8 @@ class Mesh:
         self.monitor = NetMonitor(members, rank, self._control)
         self._roster: Roster | None = None
         self._made: dict[tuple[Kind, int, int], socket.socket] = {}  # by kind, peer and stream
-        self._mail_in: list[socket.socket] = []
-        self._held_mail: list[tuple[int, socket.socket]] = []
-        self._on_mail: OnMail | None = None
+        self._mail_in: list[tuple[int, socket.socket]] = []
+        self._on_mail: OnMail = lambda peer, connection: None
         self._changed = threading.Condition()
         self._dialing = threading.Lock()
         self._between: Callable[[], None] = lambda: None  # what else to look at while waiting
@@ -236,8 +235,7 @@ class Mesh:
     def on_mail(self, callback: OnMail) -> None:
         """Give `callback` the connections on which peers send messages, those of before and of later."""
         with self._changed:
-            self._on_mail = callback
-            held, self._held_mail = self._held_mail, []
+            self._on_mail, held = callback, list(self._mail_in)
         for peer, connection in held:
             callback(peer, connection)
 
@@ -251,7 +249,7 @@ class Mesh:
             self._changed.notify_all()
         witnesses.discard(self.monitor)
         with ExitStack() as steps:
-            for connection in (*self._made.values(), *self._mail_in):
+            for connection in self._connections():
                 steps.callback(connection.close)
             steps.callback(self._control.close)
             if self._roster is not None:
@@ -260,9 +258,12 @@ class Mesh:
     def disown(self) -> None:
         """In a child of fork: close the copies of all connections, which stay the parent's."""
         self._closed = True
-        for connection in (*self._made.values(), *self._mail_in):
+        for connection in self._connections():
             connection.close()
         self._control.close_inherited()
+
+    def _connections(self) -> list[socket.socket]:
+        return [*self._made.values(), *(connection for _, connection in self._mail_in)]
 
     # ---- making -----------------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class Mesh:
     # ---- on the listener's thread -----------------------------------------------------------------------
 
     def _arrived(self, theirs: Opening, connection: socket.socket) -> None:
-        key, callback = (theirs.kind, theirs.rank, theirs.stream), None
+        key = (theirs.kind, theirs.rank, theirs.stream)
         with self._changed:
             if self._closed or (theirs.kind is Kind.DATA and (key in self._made or theirs.rank > self.rank)):
                 connection.close()
@@ -387,10 +388,8 @@ class Mesh:
             elif theirs.kind is Kind.DATA:
                 self._made[key] = connection
             else:
-                self._mail_in.append(connection)
-                callback = self._on_mail
-                if callback is None:
-                    self._held_mail.append((theirs.rank, connection))
+                self._mail_in.append((theirs.rank, connection))
+            on_mail = self._on_mail
             self._changed.notify_all()
-        if callback is not None:
-            callback(theirs.rank, connection)
+        if theirs.kind is Kind.MAIL:
+            on_mail(theirs.rank, connection)

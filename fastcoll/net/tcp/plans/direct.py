@@ -75,9 +75,7 @@ def _reduce_segment(
 ) -> Span:
     """Segment k of each block goes to its rank in phase k, and is reduced there in phase k + 1; this rank's.
 
-    Args:
-        sources: the array of which each block is a part.
-        goal: where the result goes; None: to the same part of array 0.
+    `sources` are the arrays of which the blocks are parts. The result goes to `goal`, or the same part of array 0.
     """
     own = parts.of(blocks[shape.rank], k)
     for peer in shape.others:
