@@ -33,22 +33,6 @@ from .plan import Plan, Rows
 from .shape import MEET_RANKS, Limits, Shape
 
 
-class Network(NamedTuple):
-    """What a network, and a rank's way into it, can do, in seconds."""
-
-    step: float  # until a message that was waited for has been sent, received and seen
-    message: float  # of work for each further message
-    byte: float  # on the wire, of the direction that has more of them
-    handle: float  # of work for a byte that a rank sends or receives
-    touch: float  # for a byte that is reduced or copied
-
-
-LAN = Network(step=25e-6, message=2e-6, byte=0.8e-9, handle=0.1e-9, touch=0.1e-9)
-"""Ethernet of 10 Gbit/s: 15 to 30 µs a step are usual over TCP; a system call with its part of the kernel's TCP takes
-about 2 µs, and copying a byte into the kernel or out of it 0.1 ns, as measured over loopback; memory, 10 GB/s a core.
-Decides beyond MEET_RANKS only."""
-
-
 class Cost(NamedTuple):
     """What an algorithm takes; see above."""
 
@@ -58,12 +42,20 @@ class Cost(NamedTuple):
     handled: float
     touched: float
 
-    def seconds(self, network: Network) -> float:
-        return sum(count * price for count, price in zip(self, network, strict=True))
+    @property
+    def seconds(self) -> float:
+        """On the network that `LAN` has the prices of."""
+        return sum(count * price for count, price in zip(self, LAN, strict=True))
 
     def then(self, other: Cost) -> Cost:
         """Both, one after the other."""
         return Cost(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+LAN = Cost(steps=25e-6, messages=2e-6, wire=0.8e-9, handled=0.1e-9, touched=0.1e-9)
+"""Seconds of each on Ethernet of 10 Gbit/s: 15 to 30 µs a step are usual over TCP; a system call with its part of the
+kernel's TCP takes about 2 µs, and copying a byte into the kernel or out of it 0.1 ns, as measured over loopback;
+memory, 10 GB/s a core. Decides beyond MEET_RANKS only."""
 
 
 class Scale(NamedTuple):
@@ -209,7 +201,7 @@ def cheapest(shape: Shape) -> str:
     found = ALGORITHMS[shape.operation].items()
 
     def price(name: str) -> float:
-        seconds = cost(shape.operation, name, shape.size, shape.total, shape.limits).seconds(LAN)
+        seconds = cost(shape.operation, name, shape.size, shape.total, shape.limits).seconds
         return seconds * (NEIGHBOURLY if name in _RINGS else 1)
 
     return min((name for name, (_, _, considered) in found if considered & order), key=price)
