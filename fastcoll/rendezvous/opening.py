@@ -41,7 +41,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from .._version import __version__
-from .secret import PROOF_SIZE, is_proof, proof
+from .secret import PROOF_SIZE, SAME_SECRET, is_proof, proof
 
 MAGIC = b"FASTMESH"
 PROTOCOL = 3
@@ -51,9 +51,7 @@ TOKEN_SIZE = 16
 _FORMAT = struct.Struct("!8sHBB16sBBH16sIII20s32s")
 OPENING_SIZE = _FORMAT.size
 VERSION = __version__.encode()[:16]
-_SECRETS = (
-    "its secret is another one; give every rank of the job the same FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
-)
+_SECRETS = f"its secret is another one; {SAME_SECRET}"
 
 
 class OpeningError(ValueError):

@@ -18,6 +18,7 @@ from .address import is_loopback
 
 _log = logging.getLogger("fastcoll")
 PROOF_SIZE = 32
+SAME_SECRET = "give every rank of the job the same FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
 _MAX_FILE = 4096
 _warned = False
 

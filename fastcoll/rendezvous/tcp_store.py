@@ -18,7 +18,7 @@ from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from . import frames
 from .address import CURE, resolve, shown
 from .opening import GROUP_SIZE, Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
-from .secret import job_secret
+from .secret import SAME_SECRET, job_secret
 from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, count_in, limit_of, tries
 from .table import Request, TableStore, check_process, closed_meanwhile
@@ -186,17 +186,15 @@ class TCPStore(TableStore):
 
     def _another(self) -> TCPConnection:
         """One more connection to the same server."""
-        where = shown(self.host, self.port)
-        lost = StoreError(f"the process that holds the store at {where} (rank 0) is gone")
         try:
             connection = connect(self.host, self.port, self._secret, timeout=0.0)
         except StoreTimeoutError as error:
             if isinstance(error.__cause__, ConnectionError):
-                raise lost from error
+                raise LostError(shown(self.host, self.port)) from error
             raise
         if connection.instance != self._instance:
             connection.close()
-            raise lost
+            raise LostError(shown(self.host, self.port))
         return connection
 
 
@@ -206,6 +204,9 @@ class _FullError(ConnectionError):
 
 class LostError(StoreError, ConnectionError):
     """The other end closed the connection, or its machine is gone."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"the process that holds the store at {where} (rank 0) is gone")
 
 
 class TCPConnection:
@@ -250,21 +251,18 @@ class TCPConnection:
             while dialing.wants:
                 data = self._do(deadline, self._socket.recv, dialing.wants)
                 if not data:
-                    raise self._gone()
+                    raise LostError(self._where)
                 if reply := dialing.take(data):
                     self.send(reply, deadline)
         except RefusedError as error:
             if error.verdict is Verdict.FULL:
                 raise _FullError(errno.EMFILE, "the server has no file descriptor left") from error
+            assert dialing.theirs is not None, "it was refused"
+            its = dialing.theirs.protocol
+            why = f"speaks protocol {its}, this process another; run one version of fastcoll on all ranks"
             if error.verdict is Verdict.SECRET:
-                raise StoreError(
-                    f"the store at {self._where} has another secret; give every rank of the job the same "
-                    "FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
-                ) from error
-            raise StoreError(
-                f"the store at {self._where} speaks another protocol than this process; run one version of fastcoll "
-                "on all ranks"
-            ) from error
+                why = f"has another secret; {SAME_SECRET}"
+            raise StoreError(f"the store at {self._where} {why}") from error
         except OpeningError as error:
             raise StoreError(f"{self._where} answers, but is no fastcoll store: {error}") from error
         assert dialing.theirs is not None, "it has come"
@@ -281,7 +279,7 @@ class TCPConnection:
         while view:
             got = self._do(deadline, self._socket.recv_into, view)
             if got == 0:
-                raise self._gone()
+                raise LostError(self._where)
             view = view[got:]
         return bytes(data)
 
@@ -295,10 +293,7 @@ class TCPConnection:
                 "network between is down"
             ) from error
         except OSError as error:
-            raise self._gone() from error
-
-    def _gone(self) -> LostError:
-        return LostError(f"the process that holds the store at {self._where} (rank 0) is gone")
+            raise LostError(self._where) from error
 
 
 def connect(host: str, port: int, secret: bytes, timeout: float) -> TCPConnection:
