@@ -72,10 +72,7 @@ class Own:
 class StreamWork(Work):
     """A Work that ends on a GPU. `wait()` orders the arrays' libraries' current streams, and the host goes on.
 
-    Args:
-        own: where it was queued.
-        arrays: what it reads and writes.
-        judge: is called when the GPU is past it, before it says that it is over; may fail the group.
+    `judge` is called when the GPU is past it, before it says that it is over; it may fail the group.
     """
 
     def __init__(

@@ -196,8 +196,6 @@ def c_function(function: Callable[..., Any], signature: Any, what: str, *, keep:
     """A C function of a fixed signature, compiled (or loaded) at once; its `address` is valid while it lives.
 
     Args:
-        function: plain Python function; its globals may be kernels' helpers.
-        signature: a Numba signature with a return type.
         what: its name for people.
         keep: cache on disk; only for functions of a module, without closures.
     """

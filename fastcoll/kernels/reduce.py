@@ -9,8 +9,9 @@ There is one function a dtype, compiled at its first use and kept on disk, and o
 
 from __future__ import annotations
 
-import types as python_types
+from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,11 +43,8 @@ _reducers: dict[tuple[ReduceOp | int, np.dtype[Any]], Reducer] = {}
 def reducer(op: ReduceOp, dtype: np.dtype[Any]) -> Reducer:
     """The compiled reduction by `op` of arrays of `dtype`; compiled or loaded at the first call.
 
+    ArrayError where there is no such operation for this dtype, UsageError where Numba cannot compile a user's function.
     A custom operation stays compiled, and its ReduceOp alive, until the process ends.
-
-    Raises:
-        ArrayError: there is no such operation for this dtype.
-        UsageError: Numba cannot compile a custom operation's function for this dtype.
     """
     custom = op if op.function is not None else None
     key = (custom or op.code, dtype)
@@ -125,6 +123,12 @@ def _cure(dtype: np.dtype[Any]) -> str:
 # ---- a user's own elementwise function f(a, b), in the same loops ------------------------------------------
 
 
+def plain_function(function: Callable[[Any, Any], Any]) -> Any:
+    """The function as Python wrote it, also of one that is jitted; a ufunc or builtin through a lambda."""
+    python = getattr(function, "py_func", function)
+    return python if isinstance(python, FunctionType) else lambda a, b: function(a, b)
+
+
 def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> CFunc:
     """Compile a reducer for a custom operation, or raise UsageError; its code is not kept on disk.
 
@@ -132,11 +136,8 @@ def compile_custom(op: ReduceOp, element: types.Type, dtype: np.dtype[Any]) -> C
     to. What it returns is converted as by an assignment. It must not raise.
     """
     function: Any = op.function
-    if not is_jitted(function):  # a ufunc or builtin is called through a lambda
-        given = function
-        function = users_function(
-            given if isinstance(given, python_types.FunctionType) else lambda a, b: given(a, b)
-        )
+    if not is_jitted(function):
+        function = users_function(plain_function(function))
 
     def reduce(op, dst, srcs, n, count):
         _fold_by(function, dst, srcs, n, count)

@@ -84,12 +84,9 @@ _SCHEDULES: dict[str, Callable[[_Facts, int], schedules.Schedule]] = {
 
 
 class IpcCarrier(StreamCarrier):
-    """See this module's docstring.
+    """See this module's docstring; for ranks on one node, at most MOST_RANKS. The smallest `slot` of any rank is taken.
 
-    Args:
-        group: whose ranks are on one node, at most MOST_RANKS.
-        fallback: carries messages; and large calls, if it queues on streams too (NCCL).
-        slot: bytes of a slot; ranks that differ take the smallest.
+    The `fallback` carries messages; and large calls, if it queues on streams too (NCCL).
     """
 
     def __init__(self, group: ProcessGroup, fallback: DeviceCarrier, slot: int = SLOT) -> None:

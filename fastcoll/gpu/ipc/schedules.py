@@ -100,9 +100,7 @@ def _chunks(nbytes: int, most: int) -> list[Span]:
 class _Part(NamedTuple):
     """An input put into this rank's slot, or a part of some ranks' slots, moved or reduced into an output."""
 
-    array: (
-        int  # number of the input or output; of this rank's own input where slots are reduced, into output 0
-    )
+    array: int  # number of the input or output; of the own input where slots are reduced, into output 0
     offset: int  # in the slots
     nbytes: int  # of the whole array
     ranks: Sequence[int] = ()  # whose slots; one where they are moved
@@ -113,9 +111,8 @@ def _in_chunks(
 ) -> Schedule:
     """Before step k chunk k of each put, after it chunk k of what is moved and reduced."""
     items: list[Move | Fold | Step] = []
-    for k, (at, _) in enumerate(
-        _chunks(max((x.nbytes for x in (*puts, *moved, *reduced)), default=0), chunk)
-    ):
+    longest = max((x.nbytes for x in (*puts, *moved, *reduced)), default=0)
+    for k, (at, _) in enumerate(_chunks(longest, chunk)):
         for x in puts:
             place = Place(SLOT + k, rank, x.offset)
             items.append(Move(place, Place(IN, x.array, at), min(chunk, x.nbytes - at)))

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import from_dtype, types
 
 from ...core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from ..reduce import plain_function
 from . import accesses as bits
 from .kernel import SIMULATED, cuda, device
 
@@ -141,7 +141,7 @@ def combination_by(function: Callable[[Any, Any], Any], element: Element, kind: 
 
     It gets booleans for bool (`kind` "b"), complex numbers for complex ("c"), float32 for float16 and bfloat16.
     """
-    scalar, part = device(_plain(function)), element.computed
+    scalar, part = device(plain_function(function)), element.computed
     if kind == "b":
         combine = device(lambda a, b: (part(1 if scalar(a[0] != 0, b[0] != 0) else 0),))
     elif kind == "c":
@@ -160,12 +160,6 @@ def combination_by(function: Callable[[Any, Any], Any], element: Element, kind: 
     return combine
 
 
-def _plain(function: Callable[[Any, Any], Any]) -> Any:
-    """The function as Python wrote it, also of one jitted for the CPU; a ufunc or builtin through a lambda."""
-    python = getattr(function, "py_func", function)
-    return python if isinstance(python, FunctionType) else lambda a, b: function(a, b)
-
-
 def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) -> Any:
     """As the kernels of reducers.py, one record at a time.
 
@@ -174,7 +168,7 @@ def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) ->
     """
     aligned = np.dtype([(name, field[0]) for name, field in (dtype.fields or {}).items()], align=True)
     record, size = from_dtype(aligned), dtype.itemsize
-    combine = device(_plain(function))
+    combine = device(plain_function(function))
     bytes_of = [
         (there[1] + i, here[1] + i)
         for there, here in zip((dtype.fields or {}).values(), (aligned.fields or {}).values(), strict=True)

@@ -60,9 +60,8 @@ class Driver:
         devices = [self._number("cuDeviceGet", i) for i in range(self._number("cuDeviceGetCount"))]
         if not devices:
             raise UnavailableError("the CUDA driver sees no device; see nvidia-smi and CUDA_VISIBLE_DEVICES")
-        self.capabilities = sorted(
-            {(self._attribute(d, _MAJOR), self._attribute(d, _MINOR)) for d in devices}
-        )
+        capabilities = {(self._attribute(d, _MAJOR), self._attribute(d, _MINOR)) for d in devices}
+        self.capabilities = sorted(capabilities)
         self.multiprocessors = max(self._attribute(d, _MULTIPROCESSORS) for d in devices)
         self.launch_kernel = library.cuLaunchKernel
         self._wait = getattr(library, _WAIT, None)
@@ -129,11 +128,7 @@ class Driver:
 
 @cache
 def driver() -> Driver:
-    """This machine's.
-
-    Raises:
-        UnavailableError: there is no driver, no device, or the driver is too old.
-    """
+    """This machine's; UnavailableError where there is no driver or device, or the driver is too old."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -28,11 +28,9 @@ class Strided(NamedTuple):
 
 
 def pack(dense: int, x: Strided, stream: int, back: bool = False) -> None:
-    """Copy a strided array to contiguous memory at an address, in C order, or from there; does not wait.
+    """Copy a strided array to contiguous memory at an address, in C order; does not wait.
 
-    Args:
-        stream: the handle of a CUDA stream of the current device.
-        back: write the array, whose elements do not overlap.
+    With `back` the other way; then the array's elements do not overlap. The stream is one of the current device.
     """
     nbytes = x.itemsize * prod(x.shape)
     if nbytes == 0:

@@ -38,11 +38,7 @@ _compiling = threading.Lock()
 
 
 class CudaReducer:
-    """A reduction of one operation and dtype; its kernels are compiled at the first launch with so many sources.
-
-    Attributes:
-        itemsize: bytes of an element.
-    """
+    """A reduction of one operation and dtype; its kernels are compiled at the first launch with so many sources."""
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self._op, self._dtype = op, dtype
@@ -125,12 +121,9 @@ class CudaReducer:
 
 
 def cuda_reducer(op: ReduceOp, dtype: np.dtype[Any]) -> CudaReducer:
-    """The reduction by `op` of arrays of `dtype` on a GPU; PREMUL_SUM adds what was multiplied before.
+    """The reduction by `op` of arrays of `dtype` on a GPU, or ArrayError; PREMUL_SUM adds what was multiplied before.
 
     A custom operation stays compiled, and its ReduceOp alive, until the process ends.
-
-    Raises:
-        ArrayError: there is no such operation for this dtype.
     """
     return _made(_PREDEFINED[op.code] if op.function is None else op, dtype)
 
