@@ -202,8 +202,26 @@ def _signed(word: int) -> int:
 Head = tuple[int, int]
 """Call word and shape of a rank."""
 
-_NOTE_BYTES = 1024
+Gather = Callable[[NDArray[Any], NDArray[Any]], object]
+"""An all_gather of what each rank gives into an array with a row for each."""
+
+NOTE_BYTES = 1024
 _MOST_TABLES = 256  # ranks whose sizes are looked at: of more, these tables are too large
+
+
+def _from_all(own: NDArray[Any], size: int, gather: Gather) -> NDArray[Any]:
+    everybody = np.empty((size, *own.shape), own.dtype)
+    gather(everybody, own)
+    return everybody
+
+
+def tell(text: str, size: int, gather: Gather) -> list[str]:
+    """The texts of `size` ranks, up to NOTE_BYTES of each; collective."""
+    note = np.zeros(NOTE_BYTES, np.uint8)
+    data = np.frombuffer(text.encode()[:NOTE_BYTES], np.uint8)
+    note[: data.size] = data
+    notes = _from_all(note, size, gather)
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in notes]
 
 
 def comparable(heads: Sequence[Head]) -> list[Head]:
@@ -249,7 +267,7 @@ def difference(
     heads: Sequence[Head],
     gate: Gate,
     number: int,
-    gather: Callable[[NDArray[Any], NDArray[Any]], object],
+    gather: Gather,
     sizes: Sizes,
     describe: Callable[[Sequence[Sizes], Sequence[int]], str] = describe_sizes,
     also: str = "",
@@ -261,30 +279,21 @@ def difference(
     Args:
         gate: of the group; its `refusal` is what this rank says, if its call was refused.
         number: of the call.
-        gather: an all_gather of what each rank gives into an array with a row for each.
         sizes: this rank's.
         describe: says what differs in the sizes of all ranks.
         also: what differs besides the heads.
     """
     size, ranks = gate.size, gate.ranks
 
-    def from_all(own: NDArray[Any]) -> NDArray[Any]:
-        everybody = np.empty((size, *own.shape), own.dtype)
-        gather(everybody, own)
-        return everybody
-
     def tables() -> Sequence[Sizes]:
-        return from_all(np.array(sizes, np.int64)).tolist() if size <= _MOST_TABLES else ()
+        return _from_all(np.array(sizes, np.int64), size, gather).tolist() if size <= _MOST_TABLES else ()
 
     there = [rank for rank, (call, _) in enumerate(heads) if call == REFUSED]
     if not there:
         differences = f"{describe_differences(comparable(heads), ranks)}; {also}" if also else ""
         return mismatch(differences or describe_mismatch(heads, ranks, tables, describe), number, gate.name)
-    note = np.zeros(_NOTE_BYTES, np.uint8)
-    data = np.frombuffer(gate.refusal.encode()[:_NOTE_BYTES], np.uint8)
-    note[: data.size] = data
-    notes = from_all(note)
-    told = [notes[rank].tobytes().rstrip(b"\0").decode(errors="replace") for rank in there[:8]]
+    notes = tell(gate.refusal, size, gather)
+    told = [notes[rank] for rank in there[:8]]
     others = [rank for rank in range(size) if rank not in there]
     text = describe_differences([heads[rank] for rank in others], [ranks[rank] for rank in others])
     return MismatchError(

@@ -40,7 +40,7 @@ from .lanes import Lanes
 from .monitor import ShmMonitor
 from .pipe import RingPipe
 from .segment import Segment, meet
-from .symmetric import NOTE_BYTES, ShmMemory, SymmetricArrays
+from .symmetric import ShmMemory, SymmetricArrays
 
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
@@ -235,13 +235,12 @@ class ShmBackend(Backend):
 
     def _exchange(self, group: ProcessGroup, note: str) -> list[str]:
         """Every rank's note."""
-        data = note.encode()[:NOTE_BYTES]
-        own = np.zeros(NOTE_BYTES, np.uint8)
-        own[: len(data)] = np.frombuffer(data, np.uint8)
-        outs = [np.empty_like(own) for _ in self.gate.ranks]
-        what = self.what("symmetric.empty", own.dtype)
-        group.run("symmetric.empty", self._plan(movement.all_gather, what, tuple(outs), own), (), False)
-        return [out.tobytes().rstrip(b"\0").decode(errors="replace") for out in outs]
+
+        def gather(everybody: Array, own: Array) -> None:
+            what = self.what("symmetric.empty", own.dtype)
+            group.run("symmetric.empty", self._plan(movement.all_gather, what, everybody, own), (), False)
+
+        return signature.tell(note, self.gate.size, gather)
 
     # ---- the end ---------------------------------------------------------------------------------
 

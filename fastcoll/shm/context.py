@@ -44,8 +44,7 @@ def patience(ranks: int, cores: int) -> tuple[int, int]:
 class What:
     """The description of a call that depends on its operation, dtype and reduce operation only.
 
-    Attributes:
-        address: of the words that entries read; valid while this object lives.
+    Its `address` is of the words that entries read, and valid while this object lives.
     """
 
     def __init__(self, call: int, itemsize: int, reducer: Sequence[int] = (0, 0)) -> None:
@@ -151,7 +150,7 @@ class Report:
     def late(self) -> list[int]:
         """The group ranks that have not arrived at the call under way, or else whom the kernel waits for."""
         number = self._context[at.CALLS]
-        late = [rank for rank in self._everybody() if self._line(rank)[layout.SEQUENCE] < number]
+        late = [rank for rank in range(self._gate.size) if self._line(rank)[layout.SEQUENCE] < number]
         waits_for = late or [self._context[at.LATE]]
         return [rank for rank in waits_for if rank != self._gate.rank]
 
@@ -159,14 +158,11 @@ class Report:
         """What each rank called. Every rank of a mismatch is here, so they can `gather` more from one another."""
         number = self._context[at.CALLS]
         sizes = self._context.table(at.GIVES + 1), self._context.table(at.TAKES + 1)
-        lines = map(self._line, self._everybody())
+        lines = map(self._line, range(self._gate.size))
         heads = [(int(line[layout.CALL]), int(line[layout.SHAPE])) for line in lines]
         in_symmetric = signature.OPERATIONS[heads[0][0] & 0xFF].startswith("symmetric:")
         describe = describe_places if in_symmetric else signature.describe_sizes
         return signature.difference(heads, self._gate, number, gather, sizes, describe)
-
-    def _everybody(self) -> range:
-        return range(self._segment.layout.size)
 
     def _line(self, rank: int) -> Array:
         """The words of a rank's line of the current call."""

@@ -100,13 +100,7 @@ Look = Callable[[int, Context], None]
 
 
 class Lanes:
-    """The lanes of one rank of a group.
-
-    Args:
-        context: the group's own, which is told of them.
-        number: of lanes; 1: none.
-        fail: makes the group fail.
-    """
+    """The lanes of one rank of a group: `number` of them, or none where that is 1; the group's own context is told."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ import numpy as np
 import posix_ipc
 
 from .. import config
-from ..core.processes import Member, gone_among
+from ..core.processes import Member, gone_among, status_of
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous import Store
 from ..rendezvous.assemble import GroupMeeting
@@ -46,15 +46,9 @@ def new_name() -> str:
 
 
 class Segment:
-    """Shared memory of one group on one node, mapped into this process.
+    """Shared memory of one group on one node, mapped into this process from `address` on."""
 
-    Attributes:
-        layout: where everything lies.
-        address: where the mapping begins.
-    """
-
-    def __init__(self, name: str, layout: Layout, mapping: mmap.mmap) -> None:
-        self.name = name
+    def __init__(self, layout: Layout, mapping: mmap.mmap) -> None:
         self.layout = layout
         self._mapping = mapping
         self._closed = False
@@ -78,7 +72,7 @@ class Segment:
         try:
             # ftruncate alone would let a full /dev/shm end in SIGBUS at the first write.
             os.posix_fallocate(memory.fd, 0, layout.nbytes)
-            segment = cls(name, layout, mmap.mmap(memory.fd, layout.nbytes))
+            segment = cls(layout, mmap.mmap(memory.fd, layout.nbytes))
         except OSError as error:
             posix_ipc.unlink_shared_memory("/" + name)
             raise ResourceError(f"{shortage(layout.nbytes, layout.cure)} ({error})") from error
@@ -104,7 +98,7 @@ class Segment:
                     f"the shared memory {name} has {os.fstat(memory.fd).st_size} bytes, expected {layout.nbytes}; "
                     "all ranks must use the same FASTCOLL_SHM_BYTES_PER_RANK"
                 )
-            segment = cls(name, layout, mmap.mmap(memory.fd, layout.nbytes))
+            segment = cls(layout, mmap.mmap(memory.fd, layout.nbytes))
         finally:
             memory.close_fd()
         if segment.words[0] != MAGIC or segment.words[2] != layout.size:
@@ -189,8 +183,7 @@ def free_bytes() -> int:
 def _start_time(pid: int) -> str:
     """When a process started, in clock ticks since boot; "gone" when there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
+        return status_of(pid)[19].decode()
     except OSError:
         return "gone"
 

@@ -64,10 +64,9 @@ ROW_WORDS = 4
 Words = np.ndarray[Any, np.dtype[np.int64]]
 MOST_ROWS = 1 << 16  # Linux lets a process map about as many segments
 
-NOTE_BYTES = 1024
 _COPY_BYTES = 64 << 20  # a few ms, after which Python sees signals
 Exchange = Callable[[str], list[str]]
-"""Every rank's note, of at most NOTE_BYTES; collective."""
+"""Every rank's note, of at most signature.NOTE_BYTES; collective."""
 
 
 @kernel
@@ -199,11 +198,7 @@ def await_signal(patience: Index, word: Index, want: Index) -> int:
 
 
 class SymmetricArrays:
-    """The symmetric arrays of a group, as one of its ranks has them.
-
-    Args:
-        fail: makes the group fail.
-    """
+    """The symmetric arrays of a group, as one of its ranks has them; `fail` makes the group fail."""
 
     def __init__(
         self, gate: Gate, monitor: Monitor, context: Context, fail: Callable[[errors.GroupError], None]
@@ -253,8 +248,8 @@ class SymmetricArrays:
     def _agree(self, exchange: Exchange, label: str) -> str:
         """The segment's name, if all ranks ask for the same."""
         name = shared.new_name() if self.gate.rank == 0 else ""
-        if len(label.encode()) > NOTE_BYTES // 2:
-            label = f"{label[: NOTE_BYTES // 8]}... ({zlib.crc32(label.encode()):#x})"
+        if len(label.encode()) > signature.NOTE_BYTES // 2:
+            label = f"{label[: signature.NOTE_BYTES // 8]}... ({zlib.crc32(label.encode()):#x})"
         notes = exchange(f"{name}\n{label}")
         labels = [note.partition("\n")[2] for note in notes]
         if len(set(labels)) > 1:

@@ -69,10 +69,7 @@ def machine() -> str:
 
 @functools.cache
 def _tuned(path: Path) -> Mapping[int, int]:
-    """What a file's table says, read once; nothing, and a warning, where it cannot be used.
-
-    It is about speed only, so that no job fails for it.
-    """
+    """What a file's table says, read once; nothing, and a warning, where it cannot be used: it is about speed only."""
     try:
         table = parse(path.read_text())
     except FileNotFoundError:
