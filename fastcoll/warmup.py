@@ -37,7 +37,13 @@ class _Made(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = _parser()
+    about = (__doc__ or "").partition(": ")[2]
+    parser = argparse.ArgumentParser(prog="python -m fastcoll.warmup", description=about)
+    add, cores = parser.add_argument, len(os.sched_getaffinity(0))
+    reduced = "to reduce, a,b,... or all (default: float32); moving takes any dtype"
+    add("--dtypes", default="float32", help=reduced)
+    add("--ops", help="operations, a,b,... (default: all); a dtype's reductions are compiled together")
+    add("-j", "--processes", type=positive(int), default=min(4, cores), help="default: one a core, 4 at most")
     given = parser.parse_args(arguments)
     logger = logging.getLogger("fastcoll")
     level = logger.level
@@ -55,22 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         logger.setLevel(level)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastcoll.warmup", description=(__doc__ or "").partition(": ")[2]
-    )
-    add = parser.add_argument
-    add(
-        "--dtypes",
-        default="float32",
-        help="to reduce, a,b,... or all (default: float32); moving takes any dtype",
-    )
-    add("--ops", help="operations, a,b,... (default: all); a dtype's reductions are compiled together")
-    cores = len(os.sched_getaffinity(0))
-    add("-j", "--processes", type=positive(int), default=min(4, cores), help="default: one a core, 4 at most")
-    return parser
 
 
 def _all_entries() -> dict[str, Entry]:

@@ -288,17 +288,7 @@ def _shm_device() -> int:
 
 
 class Topology:
-    """The nodes of a group, as seen by one of its ranks.
-
-    Attributes:
-        nodes: the group ranks on each node, ascending; nodes in the order of their first ranks.
-        node, local_rank: the number of this rank's node, and its place there.
-        local: the ranks on this node.
-        rails: how many ranks of each node talk to other nodes: as many as the smallest node has.
-        rail: the ranks, one a node, that this rank shares data with; None for the surplus ranks of larger nodes.
-        even: whether all nodes have as many ranks.
-        in_order: whether the ranks of all nodes, one node after the other, are 0..n-1.
-    """
+    """The nodes of a group, as seen by one of its ranks."""
 
     def __init__(self, members: Sequence[Member], rank: int) -> None:
         nodes: list[list[int]] = []
@@ -308,12 +298,16 @@ class Topology:
                 nodes.append([number])
             else:
                 home.append(number)
-        self.nodes = tuple(map(tuple, nodes))
+        self.nodes = tuple(
+            map(tuple, nodes)
+        )  # group ranks, ascending; nodes in the order of their first ones
         self.node, place = self.home_of(rank)
         self.local, self.local_rank = self.nodes[self.node], place
-        self.rails = min(map(len, nodes))
+        self.rails = min(map(len, nodes))  # how many ranks of each node talk to other nodes
+        # The ranks, one a node, that this rank shares data with; None for the surplus ranks of larger nodes.
         self.rail = tuple(node[place] for node in nodes) if place < self.rails else None
         self.even = len(set(map(len, nodes))) == 1
+        # Whether the ranks of all nodes, one node after the other, are 0..n-1.
         self.in_order = [rank for node in nodes for rank in node] == list(range(len(members)))
 
     def home_of(self, rank: int) -> tuple[int, int]:
