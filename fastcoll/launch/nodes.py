@@ -199,14 +199,22 @@ class Nodes:
             threading.Thread(target=self._publish, args=(store, failure), daemon=True).start()
 
     def _open(self) -> None:
-        try:
-            store = self._meet()
-        except FastcollError as error:
-            sys.stderr.write(
-                f"fastcoll.launch: the nodes' launchers cannot meet, so a failure elsewhere does not end the ranks "
-                f"here at once: {error}\n"
-            )
-            return
+        """Reach the store, once node 0 serves it, unless this launcher ends before."""
+        from ..rendezvous import TCPStore  # sockets and all that, for jobs of one node in vain
+
+        end, store = time.monotonic() + _CONNECT_SECONDS, None
+        while store is None and not self._closed:
+            try:
+                store = TCPStore(self._address, self._port, is_master=self._rank == 0, timeout=_TRY_SECONDS)
+            except FastcollError as error:
+                is_late = isinstance(error, StoreTimeoutError)
+                if is_late and time.monotonic() <= end:
+                    continue
+                sys.stderr.write(
+                    "fastcoll.launch: the nodes' launchers cannot meet, so a failure elsewhere does not end the ranks "
+                    f"here at once: {f'{_CONNECT_SECONDS:g} s were in vain: ' if is_late else ''}{error}\n"
+                )
+                return
         with self._lock:
             closed, told = self._closed, self._told
             self._store = None if closed else store
@@ -214,19 +222,6 @@ class Nodes:
             store.close()
         elif store is not None and told is not None:
             self._publish(store, told)
-
-    def _meet(self) -> TCPStore | None:
-        """The store, once node 0 serves it; None when this launcher ends before."""
-        from ..rendezvous import TCPStore  # sockets and all that, for jobs of one node in vain
-
-        end = time.monotonic() + _CONNECT_SECONDS
-        while not self._closed:
-            try:
-                return TCPStore(self._address, self._port, is_master=self._rank == 0, timeout=_TRY_SECONDS)
-            except StoreTimeoutError as error:
-                if time.monotonic() > end:
-                    raise StoreTimeoutError(f"{_CONNECT_SECONDS:g} s were in vain: {error}") from error
-        return None
 
     def _publish(self, store: TCPStore, failure: Failure) -> None:
         with contextlib.suppress(StoreError):  # node 0 has ended, and cannot tell the others any more
