@@ -73,6 +73,18 @@ def listen(host: str, port: int) -> socket.socket:
     ) from refused
 
 
+def probe(connection: socket.socket, after: int) -> None:
+    """Send small pieces at once, and give the other host up when it answers none of three probes, 2 s apart.
+
+    The kernel sends the first after so many silent seconds; a stopped process's kernel answers.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1), (socket.TCP_KEEPIDLE, after), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)
+    ):  # fmt: skip
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def adopt_listener(descriptor: int) -> socket.socket:
     """The listening TCP socket with this file descriptor, its own from now on; a UsageError where it is none."""
     try:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from . import frames
-from .address import CURE, resolve, shown
+from .address import CURE, probe, resolve, shown
 from .opening import GROUP_SIZE, Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
 from .secret import SAME_SECRET, job_secret
 from .serving import acquire, release
@@ -33,16 +33,9 @@ GRACE_SECONDS = 5.0
 _FULL_SECONDS = 2.0
 # A server listens on "all addresses", but none can be reached there.
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_OPTIONS = (
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    # The kernel finds out within 11 s that the other machine is gone (it sends nothing then). Keepalive rests while a
-    # request is under way; TCP_USER_TIMEOUT counts then, else the kernel tries on for 15 minutes.
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 11_000),
-)
+# The kernel finds out within 11 s that the other machine is gone. Probes rest while a request is under way;
+# TCP_USER_TIMEOUT counts then, else the kernel tries on for 15 minutes.
+_PROBE_AFTER_SECONDS, _SILENT_MILLISECONDS = 5, 11_000
 
 
 class TCPStore(TableStore):
@@ -343,8 +336,8 @@ def _connected(host: str, port: int, deadline: float) -> socket.socket:
             if candidate.getsockname() == candidate.getpeername():
                 # A loopback port that nobody listens on can connect to itself.
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-            for option in _OPTIONS:
-                candidate.setsockopt(*option)
+            probe(candidate, _PROBE_AFTER_SECONDS)
+            candidate.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MILLISECONDS)
             return candidate
         except BaseException as error:
             candidate.close()

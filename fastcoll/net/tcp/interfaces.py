@@ -20,7 +20,7 @@ from ... import config
 from ...core.processes import Member
 from ...errors import UsageError
 from ...rendezvous import PrefixStore, Store
-from ...rendezvous.address import own_address
+from ...rendezvous.address import own_address, probe
 
 IPV4, IPV6 = 4, 6
 _SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1
@@ -163,22 +163,16 @@ def _ask(request: int, name: str) -> bytes:
         return fcntl.ioctl(any_socket, request, struct.pack("256s", name.encode()[:15]))
 
 
-# The kernel probes a connection that is silent for 2 s, and then every 2 s, and gives up 8 s after the last sign of
-# life of the other host. A stopped process's kernel answers.
-_PROBE_AFTER_SECONDS = 2
-_PROBE_SECONDS = 2
-_PROBES = 3
-_SILENT_MILLISECONDS = 8000
+_PROBE_AFTER_SECONDS, _SILENT_MILLISECONDS = (
+    2,
+    8000,
+)  # 8 s after the last sign of life the other host is given up
 
 
 def tune(connection: socket.socket) -> None:
     """Make a connection nonblocking, and let it send small pieces at once and probe a silent peer."""
     connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    probe(connection, _PROBE_AFTER_SECONDS)
 
 
 def watch(connection: socket.socket) -> None:
