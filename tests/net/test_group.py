@@ -123,6 +123,7 @@ def test_an_interrupt_after_a_mismatch_and_before_its_headers_are_read(
     with groups(2) as made:
         everybody(made, total)
 
+        everybody(made, lambda group: total(group, 3 + group.rank))  # after_mismatch is compiled now
         forget, interrupted = engine.after_mismatch.call, made[0].backend.context.address
 
         def call(context: int) -> int:
