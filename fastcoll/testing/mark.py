@@ -84,7 +84,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Task:
-    target: str  # `file::Class::function`, what the worker collects
+    file: str  # what the worker collects, once for all of its tests
     nodeid: str  # which of the collected tests it runs
     rank: int
     mark: RanksMark

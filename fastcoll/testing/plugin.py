@@ -169,8 +169,6 @@ def _mark_of(item: pytest.Item) -> RanksMark | None:
 
 
 def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place], port: int) -> list[Task]:
-    classes = item.nodeid.split("::")[1:-1]
-    target = "::".join([str(item.path), *classes, item.originalname])
     shared = {
         "WORLD_SIZE": str(len(places)),
         "MASTER_ADDR": places[0].address,
@@ -183,7 +181,7 @@ def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place], port
         neighbours = [other for other, its in enumerate(places) if its == place]
         own = {"RANK": rank, "LOCAL_RANK": neighbours.index(rank), "LOCAL_WORLD_SIZE": len(neighbours)}
         environment = {**shared, **{name: str(number) for name, number in own.items()}}
-        tasks.append(Task(target, item.nodeid, rank, mark, environment, place, folder))
+        tasks.append(Task(str(item.path), item.nodeid, rank, mark, environment, place, folder))
     return tasks
 
 

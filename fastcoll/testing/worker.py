@@ -132,15 +132,18 @@ class RankWorker:
         return self._result(task, lasting(before.growth) if self._error is None else [])
 
     def _collect(self, session: pytest.Session, task: Task) -> pytest.Item | None:
-        if task.target not in self._items:
+        if task.file not in self._items:
             try:
-                self._items[task.target] = list(session.perform_collect([task.target]))
+                self._items[task.file] = list(session.perform_collect([task.file]))
             except pytest.UsageError as error:
                 self._error = error
-        found = [item for item in self._items.get(task.target, []) if item.nodeid == task.nodeid]
+            # What is imported by now stays. A look for what a test leaves need not go through all of that.
+            gc.collect()
+            gc.freeze()
+        found = [item for item in self._items.get(task.file, []) if item.nodeid == task.nodeid]
         if not found and self._error is None:
             self._error = pytest.UsageError(
-                f"{task.nodeid} is not among the tests that this rank collects from {task.target}; "
+                f"{task.nodeid} is not among the tests that this rank collects from {task.file}; "
                 "parameters must be the same in every process"
             )
         return found[0] if found else None
