@@ -146,11 +146,11 @@ def rank_of(how: str) -> int:
 
     import fastcoll as dist
     from fastcoll.api.groups import groups
-    from fastcoll.gpu import auto
+    from fastcoll.gpu import carriers
     from fastcoll.gpu.staged import StagedCarrier
 
     if how == "staged":
-        auto.carrier_for = lambda backend, group: StagedCarrier(group)
+        carriers.carrier_for = lambda backend, group: StagedCarrier(group)
     dist.init_process_group("shm", timeout=120)
     x = cupy.ones(ALL_REDUCE_BYTES // 4, "f4")
     times = []

@@ -54,10 +54,10 @@ def room_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(file: Path) -> Iterator[tuple[str, int]]:
-    """Absolute names of what a file imports anywhere in it, with the line."""
+def imports(file: Path, text: str = "") -> Iterator[tuple[str, int]]:
+    """Absolute names of what a file imports anywhere in it, or in this text of it, with the line."""
     package = ["fastcoll", *file.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(text or file.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -79,6 +79,24 @@ def test_imports_point_one_way(file: Path) -> None:
         if parts[0] == "fastcoll" and len(parts) > 1:
             there = parts[1] if parts[1] in LEVEL else "__init__"
             assert there == here or LEVEL[there] < LEVEL[here], f"{file}:{line}: {here} imports {name}"
+
+
+def test_no_files_import_each_other_not_even_inside_functions() -> None:
+    """But for types alone."""
+    modules = {
+        ".".join(["fastcoll", *file.relative_to(PACKAGE).with_suffix("").parts]): file for file in FILES
+    }
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    needs: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        text = re.sub(r"^if TYPE_CHECKING:\n(?: .*\n|\n)+", "", file.read_text(), flags=re.MULTILINE)
+        names = {name for name, _ in imports(file, text)}
+        found = {next((m for m in (name, name.rpartition(".")[0]) if m in modules), "") for name in names}
+        needs[module] = found - {module, "fastcoll", ""}
+    while leaves := [module for module, needed in needs.items() if not needed & needs.keys()]:
+        for module in leaves:
+            del needs[module]
+    assert not needs
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))

@@ -254,7 +254,7 @@ def load(choice: BackendChoice) -> MakeGroup:
         make = BACKENDS[cpu]()
 
     def make_devices(group: ProcessGroup) -> DeviceCarrier:
-        from ..gpu.auto import carrier_for  # with the first array on a GPU, and CuPy
+        from ..gpu.carriers import carrier_for  # with the first array on a GPU, and CuPy
 
         return carrier_for(choice.by_device.get("cuda", cpu), group)
 

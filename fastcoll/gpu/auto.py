@@ -59,24 +59,6 @@ def suits_nccl(facts: Sequence[Facts]) -> bool:
     return all(rank.nccl for rank in facts) and len({rank.gpu for rank in facts}) == len(facts)
 
 
-def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
-    """The carrier of GPU arrays for a group and the backend that was asked for: that of "cuda", or else of "cpu"."""
-    if backend == "nccl":
-        from .nccl.backend import NcclCarrier
-
-        return NcclCarrier(group)
-    if backend in ("shm", "auto"):
-        return AutoCarrier(group)
-    if backend != "mpi":
-        return StagedCarrier(group)
-    from .cuda_aware_mpi import MpiCarrier, TakesGpus
-
-    aware = isinstance(group.backend, TakesGpus) and group.backend.cuda_aware
-    carrier = MpiCarrier(group) if aware else StagedCarrier(group)
-    _log.info("arrays on GPUs of group %r: %s", group.name, type(carrier).__name__)
-    return carrier
-
-
 # ---- the agreement of all ranks --------------------------------------------------------------------------
 
 

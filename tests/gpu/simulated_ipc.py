@@ -13,7 +13,7 @@ import pytest
 from fastcoll import ReduceOp
 from fastcoll.core.operation import Operation
 from fastcoll.errors import ArrayError
-from fastcoll.gpu.auto import carrier_for
+from fastcoll.gpu.carriers import carrier_for
 from fastcoll.gpu.ipc import schedules
 from fastcoll.gpu.ipc.backend import IpcCall, IpcCarrier
 from fastcoll.gpu.streams import StreamCarrier

@@ -1,0 +1,29 @@
+"""Which carrier takes the arrays on GPUs of a group."""
+
+from __future__ import annotations
+
+import logging
+
+from ..core.backend import DeviceCarrier
+from ..core.group import ProcessGroup
+from .auto import AutoCarrier
+from .cuda_aware_mpi import MpiCarrier, TakesGpus
+from .staged import StagedCarrier
+
+_log = logging.getLogger("fastcoll")
+
+
+def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
+    """The carrier of GPU arrays for a group and the backend that was asked for: that of "cuda", or else of "cpu"."""
+    if backend == "nccl":
+        from .nccl.backend import NcclCarrier  # and its library
+
+        return NcclCarrier(group)
+    if backend in ("shm", "auto"):
+        return AutoCarrier(group)
+    if backend != "mpi":
+        return StagedCarrier(group)
+    aware = isinstance(group.backend, TakesGpus) and group.backend.cuda_aware
+    carrier = MpiCarrier(group) if aware else StagedCarrier(group)
+    _log.info("arrays on GPUs of group %r: %s", group.name, type(carrier).__name__)
+    return carrier
