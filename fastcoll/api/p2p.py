@@ -194,12 +194,11 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         ...     work.wait()
     """
     many = type(p2p_op_list) is list or isinstance(p2p_op_list, Sequence)  # as the second takes 0.6 us
-    if not many or not p2p_op_list:
-        raise UsageError(f"p2p_op_list is {p2p_op_list!r}; give a list of at least one P2POp")
-    group = getattr(p2p_op_list[0], "group", None)
-    for op in p2p_op_list:
+    group: Group = None
+    for index, op in enumerate(p2p_op_list if many and p2p_op_list else [None]):
         if not isinstance(op, P2POp):
             raise UsageError(f"p2p_op_list is {p2p_op_list!r}; give a list of at least one P2POp")
+        group = op.group if index == 0 else group
         if op.group is not group:
             raise UsageError(
                 "the operations of one batch_isend_irecv must be on one group; make a batch for each"

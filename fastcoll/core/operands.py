@@ -103,9 +103,8 @@ def is_plain(x: Any) -> bool:
 def is_message(tensor: Any, peer: Any, tag: Any, size: int) -> bool:
     """Whether these are a message's arguments, in a group of `size` ranks, and need no closer look."""
     return (
-        type(tensor) is np.ndarray
+        is_plain(tensor)
         and tensor.dtype in _NUMBERS
-        and bool(tensor.flags.carray)
         and type(peer) is type(tag) is int
         and 0 <= peer < size
         and 0 <= tag <= LARGEST_TAG

@@ -260,6 +260,7 @@ class WordPipe(Pipe):
 
     Attributes:
         address: of the table, what the kernels take first.
+        words, cells: those of the table, and those of all rows.
     """
 
     def __init__(self, words: ModuleType, table_words: int, row_words: int, size: int) -> None:
@@ -268,17 +269,17 @@ class WordPipe(Pipe):
         self.rows[:, words.ARMED_KIND] = -1
         self.address = address_of(self.table)
         self.words = cells_of(self.table)
-        self._cells = cells_of(self.rows)
+        self.cells = cells_of(self.rows)
         self._width = row_words
         self._at = words
 
     def word(self, peer: int, index: int) -> int:
         """A word of the row of `peer`."""
-        return self._cells[peer * self._width + index]
+        return self.cells[peer * self._width + index]
 
     def put(self, peer: int, index: int, value: int) -> None:
         """Set a word of the row of `peer`."""
-        self._cells[peer * self._width + index] = value
+        self.cells[peer * self._width + index] = value
 
     def let_go(self) -> None:
         self.words[self._at.BUSY] = 0
@@ -291,11 +292,11 @@ class WordPipe(Pipe):
 
     def taken(self, peer: int) -> int:
         at = peer * self._width + self._at.ACK_NUMBER
-        return self._cells[at] if self._cells[at + 1] == TAKEN else 0
+        return self.cells[at] if self.cells[at + 1] == TAKEN else 0
 
     def last_ack(self, peer: int) -> Ack:
         at = peer * self._width + self._at.ACK_NUMBER
-        return Ack(*self._cells[at : at + 4])
+        return Ack(*self.cells[at : at + 4])
 
     def watch(self, peer: int, count: int) -> None:
         self.put(peer, self._at.WATCHED, count)

@@ -227,7 +227,7 @@ class TcpPipe(WordPipe):
 
     def header(self, peer: int) -> Header:
         at = peer * f.ROW_WORDS + f.IN_NUMBER
-        number, kind, nbytes, attached = self._cells[at : at + 4]
+        number, kind, nbytes, attached = self.cells[at : at + 4]
         return Header(kind, nbytes, number, attached)
 
     def rest(self, peer: int) -> tuple[int, int]:
