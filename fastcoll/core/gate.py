@@ -66,13 +66,13 @@ class Gate:
         """Whether this thread may wait for what is under way, which does not get on by this thread alone."""
         return not (self.closed or self.is_inside() or is_progressing())
 
-    def in_turn(self, call: Callable[..., Any], *args: Any) -> None:
-        """Carry a call out on this thread, when nobody else's is under way."""
+    def in_turn(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Carry a call out on this thread, when nobody else's is under way; what it returns."""
         thread = threading.get_ident()
         self._inside.add(thread)
         try:
             with self.turn:
-                call(*args)
+                return call(*args)
         finally:
             self._inside.discard(thread)
 

@@ -20,7 +20,7 @@ from ...core.monitor import Wait
 from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
 from ...core.processes import Member, cores_of
-from ...core.status import AGAIN, DONE, GARBLED, GONE, MISMATCH, WORKED
+from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH, WORKED
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError
 from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
@@ -101,15 +101,16 @@ class TcpBackend(Backend):
 
     # ---- a call ----------------------------------------------------------------------------------
 
-    def _carry_out(self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None) -> None:
-        """The call itself, by the thread that has the turn."""
+    def _carry_out(self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None) -> int:
+        """The call itself, by the thread that has the turn: DONE, or LATER if a whole array and the other overlap."""
         self.gate.check_usable()
         try:
             if not prepared.ready:
                 self._connect(prepared, timeout)
             code = engine.collective.call(self.context.address, prepared.address, arrays)
-            if code != DONE:
+            if code not in (DONE, LATER):
                 self._resume(code, prepared, arrays, timeout)
+            return code
         except BaseException as error:
             if isinstance(error, GroupError) or self.context.under_way:
                 self.interrupted(error, self.doing())
@@ -258,8 +259,7 @@ class TcpBackend(Backend):
         prepared = self._prepared.get(key)
         if prepared is None or not self.gate.is_clear():
             return False
-        self.gate.in_turn(self._carry_out, prepared, arrays)
-        return True
+        return bool(self.gate.in_turn(self._carry_out, prepared, arrays) != LATER)
 
     # ---- the end ---------------------------------------------------------------------------------
 

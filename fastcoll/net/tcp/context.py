@@ -16,6 +16,7 @@ from .plans import plan as t
 from .plans.circulant import gather_headers
 from .plans.shape import HEADER_BYTES, MEET_RANKS, Limits, Shape, sizes_of
 
+_WHOLE = {"all_gather": 0, "reduce_scatter": 1}
 BUDGET = 50_000_000  # ns that the engine may work before Python looks at signals, deadlines and peers
 
 
@@ -55,6 +56,8 @@ class Prepared:
         self._words[[w.REDUCER, w.CODE, w.ITEMSIZE]] = *reducer, call_shape.itemsize
         self._words[w.ATTACHED] = address_of(attached)
         self._words[w.BALANCE] = signature.balance(call_shape.rank, gives, takes)
+        self._words[w.WHOLE] = _WHOLE.get(call_shape.operation, -1)
+        self._words[w.PART] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self.address = address_of(self._words)
 
 

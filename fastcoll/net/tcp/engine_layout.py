@@ -42,7 +42,9 @@ PAYLOADS = 4  # how many of the first rows are PAYLOAD
 REDUCER, CODE, ITEMSIZE = 5, 6, 7
 ATTACHED = 8  # address: bytes that each peer attaches to its header
 BALANCE = 9  # of the bytes given to each peer and expected of each (core/signature.py)
-PREPARED_WORDS = 10
+WHOLE = 10  # which of the arrays may be given in one piece, with a part for each rank; -1: none
+PART = 11  # bytes of such a part
+PREPARED_WORDS = 12
 
 # ---- a header -----------------------------------------------------------------------------------------
 NUMBER, HEAD_CALL, HEAD_SHAPE, HEAD_BALANCE, HEAD_ATTACHED = range(5)

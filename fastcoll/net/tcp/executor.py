@@ -13,7 +13,7 @@ same way on both sides.
 
 from __future__ import annotations
 
-from ...core.status import AGAIN, DONE, WORKED
+from ...core.status import AGAIN, DONE, LATER, WORKED
 from ...kernels.copy import copy, move
 from ...kernels.jit import entry, inlined, kernel
 from ...kernels.primitives import call_reducer, load_word, store_word, word_at
@@ -223,22 +223,39 @@ def _run(c, d, exchanges):
             return WORKED
 
 
+@inlined
+def _place_arrays(c, d, table):
+    """Note where the arrays of a tuple begin; False: a whole one and the other overlap."""
+    buffers, given = load_word(c, w.BUFFERS) + 8 * t.FIRST_ARRAY, word_at(table + LENGTH)
+    for k in range(given):
+        store_word(buffers, k, word_at(word_at(table + ITEMS + 8 * k) + DATA))
+    size, whole = load_word(c, w.SIZE), load_word(d, w.WHOLE)
+    if given != 2 or whole < 0 or size == 1:
+        return True
+    part = load_word(d, w.PART)
+    first, other = load_word(buffers, whole), load_word(buffers, 1 - whole)
+    for k in range(size):
+        store_word(buffers, whole + k, first + k * part)
+    if whole == 0:
+        store_word(buffers, size, other)
+    return other + part <= first or first + size * part <= other
+
+
 @entry
 def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
-    """Carry out a prepared call on a tuple of arrays; DONE, AGAIN, WORKED, MISMATCH, GONE or GARBLED.
+    """Carry out a prepared call on a tuple of arrays; DONE, AGAIN, WORKED, MISMATCH, GONE, GARBLED or LATER.
 
     Args:
         context: the address of the group's context, with RESUMED to go on with the call under way.
         prepared: the address of the prepared call.
-        arrays: contiguous ndarrays, as the plan numbers them; the caller keeps them until the call is over.
+        arrays: contiguous ndarrays, as the plan numbers them; the caller keeps them until the call is over. Two, where
+            the plan has more: one of them has the parts of all ranks. LATER if the two overlap.
     """
     tagged, d = integer(context), integer(prepared)
     c = tagged & ~w.RESUMED
     if tagged & w.RESUMED == 0:
-        table = object_at(arrays)
-        for k in range(word_at(table + LENGTH)):
-            array = word_at(table + ITEMS + 8 * k)
-            store_word(load_word(c, w.BUFFERS), t.FIRST_ARRAY + k, word_at(array + DATA))
+        if not _place_arrays(c, d, object_at(arrays)):
+            return LATER
         store_word(c, w.CALLS, load_word(c, w.CALLS) + 1)
         write_headers(c, d)
         _begin_plan(c, 0)
