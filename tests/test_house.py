@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "fastcoll"
 TREES = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
 
 OF_OTHERS = {
-    "_exit", "_fields", "_replace", "_asdict", "_make", "_C", "_cache", "_codegen", "_data_layout", "_addressof",
-    "_world", "_ActionsContainer", "_FrameAction", "_FrameExecStrategy",
+    "_ARRAY_API", "_exit", "_fields", "_replace", "_asdict", "_make", "_C", "_cache", "_codegen", "_data_layout",
+    "_addressof", "_world", "_ActionsContainer", "_FrameAction", "_FrameExecStrategy",
 }  # fmt: skip
 """Private names of Python's own and of other libraries, which have no public ones for it."""
 

@@ -63,12 +63,7 @@ class Segment:
         Raises:
             ResourceError: /dev/shm is full, too small or missing; says how much is needed and the cure.
         """
-        try:
-            memory = posix_ipc.SharedMemory("/" + name, posix_ipc.O_CREX, mode=0o600)
-        except (OSError, posix_ipc.Error) as error:
-            raise ResourceError(
-                f"cannot create shared memory in {DIRECTORY}: {error}; is it mounted and writable?"
-            ) from error
+        memory = _create(name)
         try:
             # ftruncate alone would let a full /dev/shm end in SIGBUS at the first write.
             os.posix_fallocate(memory.fd, 0, layout.nbytes)
@@ -152,6 +147,28 @@ class Segment:
                 self._mapping.close()
 
 
+def _create(name: str) -> posix_ipc.SharedMemory:
+    try:
+        return posix_ipc.SharedMemory("/" + name, posix_ipc.O_CREX, mode=0o600)
+    except (OSError, posix_ipc.Error) as error:
+        raise ResourceError(
+            f"cannot create shared memory in {DIRECTORY}: {error}; is it mounted and writable?"
+        ) from error
+
+
+def nameless() -> int:
+    """A descriptor of new, empty shared memory whose name is gone already; the caller closes it.
+
+    Raises:
+        ResourceError: there is no /dev/shm, or it is not writable.
+    """
+    name = new_name()
+    try:
+        return int(_create(name).fd)
+    finally:
+        unlink(name)
+
+
 def unlink(name: str) -> None:
     """Remove a segment's name if it is still there; mappings stay."""
     with contextlib.suppress(posix_ipc.ExistentialError):
@@ -178,6 +195,12 @@ def free_bytes() -> int:
     """Bytes that shared memory can still give."""
     status = os.statvfs(DIRECTORY)
     return status.f_bavail * status.f_frsize
+
+
+def all_bytes() -> int:
+    """Bytes that shared memory has, free or not."""
+    status = os.statvfs(DIRECTORY)
+    return status.f_blocks * status.f_frsize
 
 
 def _start_time(pid: int) -> str:

@@ -197,7 +197,9 @@ class Footprint:
     def now() -> Footprint:
         threads = {thread.ident or 0: thread.name for thread in threading.enumerate()}
         files = {}
-        for name in os.listdir("/proc/self/fd"):
+        arena = sys.modules.get("fastcoll.shm.arena")
+        kept = {str(arena.descriptor())} if arena else set()  # as long as the process
+        for name in set(os.listdir("/proc/self/fd")) - kept:
             with suppress(FileNotFoundError):  # the descriptor that listed the directory
                 files[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         return Footprint(threads, files, {pid: _command(pid) for pid in children_of(os.getpid())})

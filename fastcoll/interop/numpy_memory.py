@@ -1,0 +1,74 @@
+"""NumPy's memory handlers (NEP 49) from Python: which C functions make and free the memory of new arrays.
+
+The handler is a context variable of NumPy's: each thread, and each asyncio task, has its own, and a new thread begins
+with the default handler. An array keeps the handler that it was made with. The default handler is a struct of addresses
+in NumPy's data, so what is written there holds for every thread that has no other handler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+try:
+    _numpy = importlib.import_module("numpy._core._multiarray_umath")
+except ImportError:  # NumPy 1.26
+    _numpy = importlib.import_module("numpy.core._multiarray_umath")
+
+# Places in NumPy's C table (numpy/__multiarray_api.h), which never change.
+_SET_HANDLER, _DEFAULT_HANDLER = 304, 306
+_CAPSULE = b"mem_handler"
+
+
+class Handler(ctypes.Structure):
+    """NumPy's PyDataMem_Handler."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 127),
+        ("version", ctypes.c_uint8),
+        ("context", ctypes.c_void_p),
+        ("malloc", ctypes.c_void_p),
+        ("calloc", ctypes.c_void_p),
+        ("realloc", ctypes.c_void_p),
+        ("free", ctypes.c_void_p),
+    )
+
+    @property
+    def functions(self) -> tuple[int, ...]:
+        """Addresses of malloc, calloc, realloc and free."""
+        return self.malloc, self.calloc, self.realloc, self.free
+
+
+def capsule_of(name: bytes, context: int, functions: Sequence[int]) -> Any:
+    """A new handler, as `set_handler` takes it; its struct is never freed, since arrays may be until the very end."""
+    handler = Handler(name, 1, context, *functions)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(ctypes.addressof(handler), _CAPSULE, None)
+
+
+def set_handler(capsule: Any) -> Any:
+    """Have new arrays of this context use a handler; returns that of before."""
+    kind = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
+    return kind(_table()[_SET_HANDLER])(capsule)
+
+
+def default_handler() -> Handler:
+    """The handler of all contexts that have no other."""
+    capsule = ctypes.py_object.from_address(_table()[_DEFAULT_HANDLER]).value
+    return Handler.from_address(_pointer(capsule, _CAPSULE))
+
+
+def _pointer(capsule: Any, name: bytes | None) -> int:
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return int(get(capsule, name))
+
+
+@functools.cache
+def _table() -> Any:
+    return ctypes.cast(_pointer(_numpy._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))

@@ -1,0 +1,424 @@
+"""The arena: its blocks against a model, peers that map it, threads, forks, a full /dev/shm, the interpreter's end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastcoll.errors import ResourceError
+from fastcoll.interop import numpy_memory
+from fastcoll.kernels import allocator as a
+from fastcoll.shm import arena
+
+INT = ctypes.c_int64
+STATE = arena.STATE_ADDRESS
+KIB = 1 << 10
+
+
+class Functions:
+    """The C functions, called with the GIL, as NumPy does, or without."""
+
+    def __init__(self, kind: Any = ctypes.PYFUNCTYPE) -> None:
+        arena.create()
+        made = a.functions()
+        self.malloc = kind(INT, INT, INT)(made.malloc)
+        self.calloc = kind(INT, INT, INT, INT)(made.calloc)
+        self.realloc = kind(INT, INT, INT, INT)(made.realloc)
+        self.free = kind(None, INT, INT, INT)(made.free)
+        self.hold = kind(INT, INT, INT)(made.hold)
+
+
+@pytest.fixture(scope="module")
+def c() -> Functions:
+    return Functions()
+
+
+@pytest.fixture
+def handler(c: Functions) -> Iterator[None]:
+    """NumPy makes arrays of this thread in the arena."""
+    before = numpy_memory.set_handler(numpy_memory.capsule_of(b"a test", STATE, a.functions()[:4]))
+    yield
+    numpy_memory.set_handler(before)
+
+
+def word(index: int) -> int:
+    return INT.from_address(STATE + 8 * index).value
+
+
+def set_word(index: int, value: int) -> None:
+    INT.from_address(STATE + 8 * index).value = value
+
+
+def is_inside(address: int) -> bool:
+    return 0 <= address - word(a.BASE) < word(a.LIMIT)
+
+
+def bytes_at(address: int, nbytes: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def check_tables() -> dict[int, tuple[int, int]]:
+    """That blocks lie side by side, are counted and listed right, and none beside one that it should be one with."""
+    count = word(a.LIMIT) // a.PAGE
+    pages = np.ctypeslib.as_array((INT * count).from_address(word(a.PAGES)))
+    blocks, page, before = {}, 1, a.USED
+    while page < count:
+        length, kind = divmod(int(pages[page]), a.KINDS)
+        assert length >= a.SMALLEST // a.PAGE
+        assert pages[page + length - 1] == pages[page]
+        if kind != a.USED and before != a.USED:
+            assert (kind == a.HOLE) != (before == a.HOLE), "two blocks that should be one"
+        blocks[page] = length, kind
+        page, before = page + length, kind
+    assert page == count
+    assert word(a.IN_USE) == sum(length for length, kind in blocks.values() if kind == a.USED)
+    idle = [length for length, kind in blocks.values() if kind in (a.DIRTY, a.CLEAN)]
+    assert word(a.IDLE) == sum(idle)
+    listed = []
+    for k in range(2 * a._SIZES):
+        page = word(a._LISTS + k)
+        while page:
+            assert (blocks[page][1] == a.HOLE) == (k >= a._SIZES)
+            listed.append(page)
+            page = int(pages[page + 1])
+    assert sorted(listed) == [page for page, (_, kind) in blocks.items() if kind != a.USED]
+    return blocks
+
+
+@pytest.mark.parametrize("keep", [0, 1 << 20, 1 << 30])
+def test_blocks_against_a_model(c: Functions, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is made, grown and freed: no two blocks touch, bytes stay, and what calloc gives is 0."""
+    kept, dice = word(a.KEEP), random.Random(keep)
+    set_word(a.KEEP, keep // a.PAGE)
+    blocks: dict[int, tuple[int, int]] = {}
+    check_tables()
+    start = word(a.IN_USE)
+
+    def sizes() -> int:
+        return int(2 ** dice.uniform(10, 23)) + dice.choice((-1, 0, 1))
+
+    def look(address: int, nbytes: int, mark: int) -> None:
+        content = bytes_at(address, nbytes)
+        assert content[0] == content[-1] == content[nbytes // 2] == mark
+
+    def enter(address: int, nbytes: int) -> None:
+        assert is_inside(address) == (nbytes >= a.SMALLEST)
+        mark = dice.randrange(1, 256)
+        bytes_at(address, nbytes)[:] = mark
+        blocks[address] = nbytes, mark
+
+    for step in range(1200):
+        turn = dice.random()
+        if turn < 0.3 or not blocks:
+            nbytes = sizes()
+            enter(c.malloc(STATE, nbytes), nbytes)
+        elif turn < 0.45:
+            nbytes = sizes()
+            address = c.calloc(STATE, nbytes // 8, 8)
+            assert not bytes_at(address, nbytes // 8 * 8).any()
+            enter(address, nbytes // 8 * 8)
+        elif turn < 0.55:
+            address = dice.choice(list(blocks))
+            old, mark = blocks.pop(address)
+            was_inside, nbytes = is_inside(address), sizes()
+            moved = c.realloc(STATE, address, nbytes)
+            look(moved, min(old, nbytes), mark)
+            if was_inside and nbytes >= a.SMALLEST:
+                enter(moved, nbytes)
+            else:
+                c.free(STATE, moved, nbytes)
+        else:
+            address = dice.choice(list(blocks))
+            nbytes, mark = blocks.pop(address)
+            look(address, nbytes, mark)
+            c.free(STATE, address, nbytes)
+        if step % 100 == 0:
+            check_tables()
+            for address, (nbytes, mark) in blocks.items():
+                look(address, nbytes, mark)
+            assert word(a.IDLE) * a.PAGE <= max(keep, 8 << 20)
+    for address, (nbytes, _) in blocks.items():
+        c.free(STATE, address, nbytes)
+    check_tables()
+    assert word(a.IN_USE) == start
+    set_word(a.KEEP, kept)
+
+
+def test_a_class_has_room_for_what_is_rounded_up_to_it() -> None:
+    round_up, size_class = a._round_up.py_func, a._size_class.py_func
+    for count in (*range(1, 3000), (1 << 20) + 1, (1 << 28) - 1, (1 << 33) - 1):
+        rounded = round_up(count)
+        assert count <= rounded <= max(16, count * 9 // 8 + 1)
+        assert round_up(rounded) == rounded
+        # A block in the list of this class is not smaller.
+        assert rounded == 16 or size_class(rounded) == size_class(rounded - 1) + 1
+        assert 0 <= size_class(rounded) < a._SIZES
+
+
+def test_threads_take_and_free_at_once(c: Functions) -> None:
+    without = Functions(ctypes.CFUNCTYPE)
+    failures: list[str] = []
+    refuse = ctypes.CFUNCTYPE(INT, INT, INT)(lambda context, nbytes: 0)
+    before = word(a.BEFORE)
+    set_word(a.BEFORE, ctypes.cast(refuse, ctypes.c_void_p).value or 0)  # NumPy's own needs the GIL
+    start = word(a.IN_USE)
+
+    def work(mark: int) -> None:
+        dice = random.Random(mark)
+        for _ in range(300):
+            made = []
+            for _ in range(4):
+                nbytes = dice.randrange(64 * KIB, 512 * KIB)
+                if address := without.malloc(STATE, nbytes):  # 0: somebody else had the lock for long
+                    made.append((address, nbytes))
+                    bytes_at(address, nbytes)[:] = mark
+            for address, nbytes in made:
+                if (bytes_at(address, nbytes) != mark).any():
+                    failures.append(f"thread {mark} lost a block")
+                without.free(STATE, address, nbytes)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    set_word(a.BEFORE, before)
+    assert not failures
+    c.hold(STATE, 1)  # takes what was deferred
+    c.hold(STATE, 0)
+    check_tables()
+    assert word(a.IN_USE) == start
+
+
+def test_nobody_waits_for_a_lock_that_is_held_for_long(c: Functions) -> None:
+    start = word(a.IN_USE)
+    first, second = (c.malloc(STATE, 100 * KIB) for _ in range(2))
+    used = word(a.IN_USE)
+    assert c.hold(STATE, 1) == 1
+    outside = c.malloc(STATE, 100 * KIB)
+    assert not is_inside(outside)
+    c.free(STATE, outside, 100 * KIB)
+    c.free(STATE, first, 100 * KIB)
+    c.free(STATE, second, 100 * KIB)
+    assert word(a.IN_USE) == used
+    c.hold(STATE, 0)
+    third = c.malloc(STATE, 100 * KIB)  # the next one who has it frees them
+    assert is_inside(third)
+    check_tables()
+    c.free(STATE, third, 100 * KIB)
+    assert word(a.IN_USE) == start
+
+
+PEER = """
+import sys, numpy as np
+from fastcoll.shm import arena
+pid, fd, nonce, nbytes, *places = map(int, sys.argv[1:])
+with arena.map_peer(pid, fd, nonce, nbytes) as mapping:
+    print("mapped", flush=True)
+    while line := sys.stdin.readline():
+        place, count = map(int, line.split())
+        x = np.ctypeslib.as_array((arena.ctypes.c_double * count).from_address(mapping.address + place))
+        print(x.sum(), flush=True)
+        x[:] = -1
+        print("written", flush=True)
+"""
+
+
+def peer_of(nonce: int) -> subprocess.Popen[str]:
+    values = map(str, (os.getpid(), word(a.FD), nonce, word(a.LIMIT)))
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", PEER, *values]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_peer_reads_and_writes_what_was_made_before_and_after_it_came(handler: None) -> None:
+    before = np.full(100_000, 0.5)
+    peer = peer_of(word(a.NONCE))
+    assert peer.stdin
+    assert peer.stdout
+    assert peer.stdout.readline() == "mapped\n"
+    after = np.full(3_000_000, 2.0) + 1  # more than a step: the arena has grown
+    for x, total in ((before, "50000.0\n"), (after, "9000000.0\n"), (after[5:105], "-100.0\n")):
+        assert arena.is_shared(x)
+        peer.stdin.write(f"{x.ctypes.data - word(a.BASE)} {x.size}\n")
+        peer.stdin.flush()
+        assert peer.stdout.readline() == total
+        assert peer.stdout.readline() == "written\n"
+        assert (x == -1).all()
+    peer.communicate(timeout=60)
+    assert peer.returncode == 0
+
+
+def test_another_arena_is_not_taken_for_this_one(c: Functions) -> None:
+    with pytest.raises(ResourceError, match="is something else"):
+        arena.map_peer(os.getpid(), word(a.FD), word(a.NONCE) + 1, word(a.LIMIT))
+    with pytest.raises(ResourceError, match="is something else"):
+        arena.map_peer(os.getpid(), word(a.FD), word(a.NONCE), word(a.LIMIT) + a.PAGE)
+    with pytest.raises(ResourceError, match="No such file"):
+        arena.map_peer(os.getpid(), 99_999_999, word(a.NONCE), word(a.LIMIT))
+    read, write = os.pipe()
+    with pytest.raises(ResourceError, match="cannot map the shared arrays of process"):
+        arena.map_peer(os.getpid(), read, word(a.NONCE), word(a.LIMIT))
+    os.close(read)
+    os.close(write)
+    mapping = arena.map_peer(os.getpid(), word(a.FD), word(a.NONCE), word(a.LIMIT))
+    mapping.close()
+    mapping.close()
+
+
+def test_it_has_no_name_and_its_owner_alone_may_open_it(c: Functions) -> None:
+    path = f"/proc/self/fd/{word(a.FD)}"
+    assert os.readlink(path).endswith(" (deleted)")
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert not os.get_inheritable(word(a.FD))
+    assert not list(Path("/dev/shm").glob(f"fastcoll-{os.getuid()}-*-{os.getpid()}-*"))
+
+
+def test_numpy_makes_large_arrays_in_it_and_small_ones_elsewhere(handler: None) -> None:
+    x = np.arange(100_000.0)
+    for shared in (x, x + 1, np.zeros((300, 300)), x.reshape(10, -1)[2:5], x.copy(), np.sort(x)[::-1]):
+        assert arena.is_shared(shared)
+    for ordinary in (np.zeros(8_000), x[:10].copy(), np.frombuffer(bytearray(1 << 20))):
+        assert not arena.is_shared(ordinary)
+    x.resize(300_000, refcheck=False)
+    assert arena.is_shared(x)
+    assert x[99_999] == 99_999
+    assert not x[100_000:].any()
+    x.resize(100, refcheck=False)
+    assert not arena.is_shared(x)
+    np.testing.assert_array_equal(x, np.arange(100.0))
+
+
+def test_arrays_are_freed_by_any_thread_and_without_the_handler(c: Functions) -> None:
+    before = numpy_memory.set_handler(numpy_memory.capsule_of(b"a test", STATE, a.functions()[:4]))
+    start = word(a.IN_USE)
+    held = [np.ones(100_000) for _ in range(10)]
+    numpy_memory.set_handler(before)
+    assert word(a.IN_USE) > start
+    del held[:5]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert word(a.IN_USE) == start
+
+
+def test_pages_go_back(handler: None) -> None:
+    def taken() -> int:
+        return os.stat(f"/proc/self/fd/{word(a.FD)}").st_blocks * 512
+
+    kept = word(a.KEEP)
+    set_word(a.KEEP, (16 << 20) // a.PAGE)
+    start = taken()
+    x = np.ones(8 << 20)
+    assert taken() >= start + x.nbytes - word(a.KEEP) * a.PAGE
+    del x
+    assert taken() <= start + (16 << 20)
+    set_word(a.KEEP, kept)
+
+
+def test_a_full_file_system_leaves_arrays_where_they_would_be(
+    handler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    reserve, refused = word(a.RESERVE), arena.refused()
+    set_word(a.TOLD, 0)
+    set_word(a.RESERVE, 1 << 60)
+    x = np.ones(64 << 20, np.uint8)
+    y = np.zeros(64 << 20, np.uint8)
+    set_word(a.RESERVE, reserve)
+    assert not arena.is_shared(x)
+    assert not arena.is_shared(y)
+    assert arena.refused() == refused + 2
+    assert x.all()
+    assert not y.any()
+    said = [record.message for record in caplog.records if "ordinary memory" in record.message]
+    assert len(said) == 1
+    assert arena.is_shared(np.ones(64 << 20, np.uint8))
+    check_tables()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_forked_child_has_memory_of_its_own(
+    handler: None, has_room: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = np.full(100_000, 1.0), np.full(500_000, 2.0)
+    reserve, nonce = word(a.RESERVE), word(a.NONCE)
+    if not has_room:
+        set_word(a.RESERVE, 1 << 60)
+    to_child, from_child = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            set_word(a.RESERVE, reserve)
+            x[:10] = 5  # before the parent writes, and the child's from now on
+            os.write(from_child[1], b"1")
+            os.read(to_child[0], 1)
+            assert (x[:10] == 5).all()
+            assert (x[-10:] == 1).all() or not has_room  # the parent has written 7 there
+            z = x * 0 + y[:100_000]
+            assert arena.is_shared(z) == has_room
+            check_tables()
+            del x, z
+            y.resize(10, refcheck=False)
+            check_tables()
+            if has_room:
+                assert word(a.NONCE) not in (0, nonce)
+                arena.map_peer(os.getpid(), word(a.FD), word(a.NONCE), word(a.LIMIT)).close()
+            status = 0
+        finally:
+            os.write(from_child[1], b"1")
+            os._exit(status)
+    set_word(a.RESERVE, reserve)
+    os.read(from_child[0], 1)
+    assert (x == 1).all()
+    x[:] = 7
+    os.write(to_child[1], b"1")
+    os.read(from_child[0], 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (x == 7).all()
+    assert (y == 2).all()
+    assert word(a.NONCE) == nonce
+    check_tables()
+    assert (len(caplog.records) == 0) == has_room
+    for descriptor in (*to_child, *from_child):
+        os.close(descriptor)
+
+
+AT_THE_END = """
+import numpy as np, sys
+from fastcoll.interop import numpy_memory
+from fastcoll.kernels import allocator
+from fastcoll.shm import arena
+arena.create()
+numpy_memory.set_handler(numpy_memory.capsule_of(b"x", arena.STATE_ADDRESS, allocator.functions()[:4]))
+class Late:
+    def __init__(self): self.x = np.ones(100_000)
+    def __del__(self): self.x += 1; self.y = self.x * 2
+late, np.kept, sys.kept = Late(), np.ones(200_000), Late()
+late.itself = late
+print("ended")
+"""
+
+
+def test_arrays_may_be_freed_after_everything_else() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
+def test_nothing_is_left_of_a_killed_process() -> None:
+    code = AT_THE_END + "import os, signal; x = np.ones(1 << 20); os.kill(os.getpid(), signal.SIGKILL)"
+    before = set(os.listdir("/dev/shm"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert set(os.listdir("/dev/shm")) == before
