@@ -136,7 +136,7 @@ def test_the_table_of_exceptions():
 
 
 @pytest.mark.parametrize(
-    ("page", "command"), [("launching.md", launch), ("benchmark.md", bench), ("benchmark.md", versus)]
+    ("page", "command"), [("launching.md", launch), ("benchmark.md", bench), ("comparison.md", versus)]
 )
 def test_every_option_is_described(page, command, capsys):
     with pytest.raises(SystemExit):

@@ -178,5 +178,7 @@ _TILES: dict[str, Callable[[Place], Tiles]] = {
     "stream": _same,
     "fold": _folded,
     "copy": _same,
+    "copy_past": _same,
     "copy_part": _same,
+    "copy_part_past": _same,
 }

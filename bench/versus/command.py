@@ -17,14 +17,14 @@ from fastcoll.api.backends import parse_backend
 from fastcoll.bench.results import describe, machine
 from fastcoll.errors import UsageError
 
-from . import launch, peers
+from . import launch, peers, targets
 from .limits import limit_cells
 from .outcome import LIMIT, OURS, Comparison, SideTimes, write_json
 from .peers import Found, Missing, Peer
 from .plan import DTYPES, OPERATIONS, Cell, Job, cells
 from .record import placement, write_page
-from .rounds import Contender, run_rounds
-from .tables import notes, text, verdict
+from .rounds import Contender, count_copies, run_rounds
+from .tables import misses, notes, single_copies, text, verdict
 
 OK, FAILED, MISUSED = range(3)
 INTERRUPTED = 130
@@ -136,6 +136,7 @@ def measure(options: Options, found: Sequence[Found]) -> Comparison:
     contenders = make_contenders(options, found)
     comparison = _describe(options, contenders)
     comparison.failed += run_rounds(contenders, options.rounds)
+    count_copies([contender for contender in contenders if contender.times.seconds])
     comparison.sides = [side for side in comparison.sides if side.seconds]
     return comparison
 
@@ -202,6 +203,7 @@ def _describe(options: Options, contenders: Sequence[Contender]) -> Comparison:
         start_time=datetime.now().astimezone().isoformat(timespec="seconds"),
         command=options.command,
         machine=machine(len(os.sched_getaffinity(0))),
+        backend=options.backend,
         ranks=options.ranks,
         cores=list(options.cores),
         dtype=options.dtype,
@@ -224,7 +226,10 @@ def _header(comparison: Comparison) -> list[str]:
 
 def _body(comparison: Comparison) -> list[str]:
     tables = [line for operation in comparison.operations() for line in text(comparison, operation)]
-    return [*tables, "#", *(f"# {line}" for line in [*verdict(comparison), *notes(comparison)])]
+    said = [*verdict(comparison), single_copies(comparison), *notes(comparison)]
+    if found := misses(comparison):
+        said += ["", *targets.markdown(found)]
+    return [*tables, "#", *(f"# {line}".rstrip() for line in said)]
 
 
 @contextmanager

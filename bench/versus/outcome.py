@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
-from .limits import LIMIT_FROM, LIMIT_OF
+import numpy as np
+
+from .limits import LIMIT_FROM, LIMITS_OF
 
 Key = tuple[str, int]
 """An operation (or a limit) and its size in bytes."""
 
 OURS, LIMIT = "fastcoll", "limit"
 MPIS = ("openmpi", "openmpi-tcp", "mpich")
+GLOO = ("gloo",)
 
 
 @dataclass
@@ -26,9 +30,11 @@ class SideTimes:
         library: name and version, as it says itself.
         where: the Python that it ran in.
         command: how it was started.
-        cores: those that each rank was pinned to.
+        placed: each rank's cores, those of its calling thread and of the library's others.
         seconds: a call's, for each round: the slowest rank's median over batches.
+        singles: for each rank the seconds of calls that were timed by themselves, of all rounds.
         batches: that were timed, the fewest of all rounds.
+        copies: how often all ranks together copy straight between processes in a call; None: it could not be seen.
     """
 
     name: str
@@ -36,18 +42,28 @@ class SideTimes:
     library: str
     where: str
     command: str
-    cores: list[list[int]] = field(default_factory=list)
+    placed: list[dict[str, list[int]]] = field(default_factory=list)
     seconds: dict[Key, list[float]] = field(default_factory=dict)
+    singles: dict[Key, list[list[float]]] = field(default_factory=dict)
     batches: dict[Key, int] = field(default_factory=dict)
+    copies: dict[Key, float] | None = None
 
-    def add(self, key: Key, seconds: float, batches: int) -> None:
+    def add(self, key: Key, seconds: float, batches: int, singles: Sequence[list[float]]) -> None:
         """A round's result."""
         self.seconds.setdefault(key, []).append(seconds)
         self.batches[key] = min(batches, self.batches.get(key, batches))
+        for rank, found in zip(self.singles.setdefault(key, [[] for _ in singles]), singles, strict=True):
+            rank += found
 
     def typical(self, key: Key) -> float | None:
         """The median over the rounds; None for what the side does not have."""
         return median(self.seconds[key]) if key in self.seconds else None
+
+    def p99(self, key: Key) -> float | None:
+        """The slowest rank's 99th percentile of single calls, over all rounds together."""
+        if key not in self.singles:
+            return None
+        return max(float(np.percentile(rank, 99)) for rank in self.singles[key])
 
 
 @dataclass
@@ -57,6 +73,7 @@ class Comparison:
     Attributes:
         sides: fastcoll first, then the peers in the order asked for.
         limit: the machine's own times, by limit and size.
+        backend: fastcoll's, as it was asked for.
         planned: batches and calls for each cell.
         failed: what was said of sides that were left out as they failed.
     """
@@ -64,6 +81,7 @@ class Comparison:
     start_time: str
     command: str
     machine: dict[str, Any]
+    backend: str
     ranks: int
     cores: list[int]
     dtype: str
@@ -92,30 +110,34 @@ class Comparison:
         assert seconds is not None
         return seconds
 
-    def mpi_ratio(self, key: Key) -> float | None:
-        """How many times longer than fastcoll the better MPI takes."""
-        times = [side.typical(key) for side in self.peers if side.name in MPIS]
-        known = [seconds for seconds in times if seconds is not None]
-        return min(known) / self.ours(key) if known else None
+    def ratio(self, names: Sequence[str], key: Key) -> float | None:
+        """How many times longer than fastcoll the quickest of these peers takes; None if none of them has it."""
+        return _quickest([side.typical(key) for side in self.peers if side.name in names], self.ours(key))
 
-    def ratio(self, name: str, key: Key) -> float | None:
-        """How many times longer than fastcoll a peer takes."""
-        for side in self.peers:
-            if side.name == name and (seconds := side.typical(key)) is not None:
-                return seconds / self.ours(key)
-        return None
+    def p99_ratio(self, names: Sequence[str], key: Key) -> float | None:
+        """The same of the 99th percentiles, each of them the best of its own."""
+        ours = self.sides[0].p99(key)
+        assert ours is not None
+        return _quickest([side.p99(key) for side in self.peers if side.name in names], ours)
+
+    def mean_ratio(self, names: Sequence[str], operations: Sequence[str]) -> float | None:
+        """The geometric mean of `ratio` over all cells of these operations."""
+        found = [self.ratio(names, key) for key in self.planned if key[0] in operations]
+        known = [ratio for ratio in found if ratio is not None]
+        return geometric_mean(known) if known else None
 
     def limit_seconds(self, key: Key) -> float | None:
         """The machine's own time; None for a barrier, and where it would be that of NumPy's call."""
         operation, size = key
-        if size < LIMIT_FROM or operation not in LIMIT_OF:
+        if size < LIMIT_FROM:
             return None
-        return self.limit.typical((LIMIT_OF[operation], size))
+        known = [self.limit.typical((limit, size)) for limit in LIMITS_OF.get(operation, ())]
+        return min((seconds for seconds in known if seconds is not None), default=None)
 
-    def share(self, key: Key) -> float | None:
-        """Of the machine's own speed, what fastcoll reaches: 1 is all of it."""
+    def over_limit(self, key: Key) -> float | None:
+        """How many times longer than the machine's own time fastcoll takes."""
         limit = self.limit_seconds(key)
-        return None if limit is None else limit / self.ours(key)
+        return None if limit is None else self.ours(key) / limit
 
     def shortened(self) -> list[tuple[str, Key]]:
         """Who made fewer calls than the others, as they would have taken too long."""
@@ -137,10 +159,21 @@ def lost(comparison: Comparison, side: SideTimes) -> dict[str, list[int]]:
     return found
 
 
+def _quickest(times: Sequence[float | None], ours: float) -> float | None:
+    known = [seconds for seconds in times if seconds is not None]
+    return min(known) / ours if known else None
+
+
 def write_json(path: Path, comparison: Comparison) -> None:
-    """Everything, with every round's times."""
-    document = {
-        "version": 1,
+    """Write `document`."""
+    path.write_text(json.dumps(document(comparison), indent=1) + "\n")
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """Everything, with every round's times, ready for JSON; `targets` reads it."""
+    return {
+        "version": 2,
+        "kind": "versus",
         **{
             name: value
             for name, value in vars(comparison).items()
@@ -150,7 +183,6 @@ def write_json(path: Path, comparison: Comparison) -> None:
         "limit": _side(comparison.limit),
         "results": [_result(comparison, key) for key in comparison.planned],
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _side(side: SideTimes) -> dict[str, Any]:
@@ -159,7 +191,7 @@ def _side(side: SideTimes) -> dict[str, Any]:
         {"operation": key[0], "size": key[1], "batches": side.batches[key], "seconds": seconds}
         for key, seconds in side.seconds.items()
     ]
-    del described["seconds"], described["batches"]
+    del described["seconds"], described["batches"], described["singles"], described["copies"]
     return described
 
 
@@ -171,8 +203,11 @@ def _result(comparison: Comparison, key: Key) -> dict[str, Any]:
         "batches": batches,
         "calls": calls,
         "seconds": {side.name: side.typical(key) for side in comparison.sides},
-        "best_mpi_over_fastcoll": comparison.mpi_ratio(key),
-        "gloo_over_fastcoll": comparison.ratio("gloo", key),
+        "p99_seconds": {side.name: side.p99(key) for side in comparison.sides},
+        "single_copies": {side.name: (side.copies or {}).get(key) for side in comparison.sides},
+        "best_mpi_over_fastcoll": comparison.ratio(MPIS, key),
+        "p99_best_mpi_over_fastcoll": comparison.p99_ratio(MPIS, key),
+        "gloo_over_fastcoll": comparison.ratio(GLOO, key),
         "limit_seconds": comparison.limit_seconds(key),
-        "share_of_limit": comparison.share(key),
+        "fastcoll_over_limit": comparison.over_limit(key),
     }

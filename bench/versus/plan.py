@@ -14,10 +14,8 @@ from pathlib import Path
 DEFAULT_SIZES = tuple(1 << power for power in (3, 10, 12, 15, 18, 20, 22, 24, 26))
 
 _CALLS = 40  # a batch of the smallest calls, of about 0.5 us
-_BATCHES = 25
-_FEWEST_BATCHES = 7
+_BATCHES = 30  # in a round, so five rounds are 150 calls at least
 _BATCH_BYTES = 1 << 20
-_CELL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,9 @@ LIMITS: dict[str, Shape] = {
     "stream": Shape("whole", None, split=False),
     "fold": Shape("whole", "part"),
     "copy": Shape("whole", "whole", split=False),
+    "copy_past": Shape("whole", "whole", split=False),
     "copy_part": Shape("part", "part"),
+    "copy_part_past": Shape("part", "part"),
 }
 OPERATIONS = tuple(SHAPES)
 DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")
@@ -97,6 +97,7 @@ class Job:
         crowding: ranks a core; more than 1: they take turns.
         seconds: a cell that would take longer gets fewer batches.
         backend: fastcoll's.
+        counted: instead of measuring, count how often each cell's call copies once (see `single_copy`).
     """
 
     cells: tuple[Cell, ...]
@@ -106,6 +107,7 @@ class Job:
     crowding: float
     seconds: float
     backend: str = "auto"
+    counted: bool = False
 
     def write(self, folder: Path) -> None:
         """For `read_job` in another process."""
@@ -142,5 +144,4 @@ def schedule(size: int, scale: float, crowding: float = 1.0) -> tuple[int, int]:
         crowding: ranks a core. Waiting for a turn on a core costs more than that many times the time.
     """
     calls = max(1, min(_CALLS, _BATCH_BYTES // max(1, size)) // round(crowding))
-    batches = max(_FEWEST_BATCHES, min(_BATCHES, _CELL_BYTES // max(1, size * calls)))
-    return max(3, round(scale * batches)), calls
+    return max(3, round(scale * _BATCHES)), calls

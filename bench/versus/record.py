@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastcoll.bench.cases import format_size
+from fastcoll.bench.results import processor
 
+from . import targets
 from .outcome import Comparison
-from .tables import join, markdown, notes, title, verdict
+from .tables import join, markdown, misses, notes, single_copies, title, verdict
 
 
 def page_name(comparison: Comparison, name: str | None) -> str:
@@ -37,7 +39,12 @@ def page(comparison: Comparison) -> list[str]:
         if several:
             blocks.append([f"## {title(comparison, operation)}"])
         blocks.append(markdown(comparison, operation))
-    return join([*blocks, verdict(comparison), *([noted] if (noted := notes(comparison)) else [])])
+    blocks += [
+        [f"- {line}" for line in [*verdict(comparison), single_copies(comparison), *notes(comparison)]]
+    ]
+    if found := misses(comparison):
+        blocks += [["## Missed aims"], targets.markdown(found)]
+    return join(blocks)
 
 
 def facts(comparison: Comparison) -> list[str]:
@@ -45,14 +52,17 @@ def facts(comparison: Comparison) -> list[str]:
     machine = comparison.machine
     libraries = "; ".join(side.library for side in comparison.sides)
     return [
-        f"- Machine: {machine['cpu']}, {machine['cores']} cores ({machine['usable_cores']} usable), "
+        f"- Machine: {processor(machine)}, {machine['cores']} cores ({machine['usable_cores']} usable), "
         f"{machine['kernel']}",
         f"- Ranks: {comparison.ranks}, {placement(comparison)}",
         f"- Software: {libraries}; Python {machine['python']}, NumPy {machine['numpy']}, Numba {machine['numba']}",
         f"- Method: median of {comparison.rounds} rounds, the sides in turn, their order turned round each time; in a "
-        "round the slowest rank's median over batches of calls, one call verified first",
+        "round the slowest rank's median over batches of calls, one call verified first; in brackets the slowest "
+        "rank's 99th percentile of single calls of all rounds",
         f"- Calls: {calls(comparison)}",
-        "- Limit: what NumPy alone reaches, all ranks at once on the same cores, in the same rounds",
+        "- Limit: what NumPy alone reaches, for copies the faster of memcpy and non-temporal stores, all ranks at once "
+        "on the same cores, in the same rounds",
+        "- Missed: aims that a cell does not reach, as `bench/versus/targets.py` has them",
         f"- Command: `{comparison.command}`",
         *(f"- {side.label}: `{side.command}`" for side in comparison.sides),
     ]

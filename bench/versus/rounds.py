@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -62,22 +62,45 @@ def run_rounds(contenders: Sequence[Contender], rounds: int) -> list[str]:
 def run_once(contender: Contender) -> None:
     """Run a side once and add what it took to its times."""
     job = contender.job
-    timeout = _START_SECONDS + _CELL_FACTOR * len(job.cells) * (job.seconds + 1)
     with TemporaryDirectory(prefix="fastcoll-versus-", ignore_cleanup_errors=True) as folder:
-        said = run(contender.launch, job, Path(folder), timeout)
+        said = run(contender.launch, job, Path(folder), _timeout(job))
     contender.times.library = said[0][0]["library"]
-    contender.times.cores = [lines[0]["cores"] for lines in said]
-    for cell, seconds, batches in slowest(job.cells, said):
-        contender.times.add((cell.operation, cell.size), seconds, batches)
+    contender.times.placed = [lines[0]["placed"] for lines in said]
+    for cell, ends in ends_of(job.cells, said):
+        seconds = max(end["seconds"] for end in ends)
+        singles = [end["singles"] for end in ends]
+        contender.times.add((cell.operation, cell.size), seconds, ends[0]["batches"], singles)
 
 
-def slowest(cells: Sequence[Cell], said: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[Cell, float, int]]:
-    """Each cell with the slowest rank's seconds, and the number of batches."""
+def count_copies(contenders: Sequence[Contender]) -> None:
+    """Run each side once more, to see where it copies straight between processes; says so if it cannot be seen."""
+    for contender in contenders:
+        if contender.launch.side == LIMIT:
+            continue
+        _show(f"single copies: {contender.launch.side}")
+        job = replace(contender.job, counted=True)
+        try:
+            with TemporaryDirectory(prefix="fastcoll-versus-", ignore_cleanup_errors=True) as folder:
+                said = run(contender.launch, job, Path(folder), _timeout(job))
+        except SideFailedError as error:
+            print(error, file=sys.stderr, flush=True)
+            continue
+        contender.times.copies = {
+            (cell.operation, cell.size): sum(end["copies"] for end in ends)
+            for cell, ends in ends_of(job.cells, said)
+        }
+
+
+def ends_of(
+    cells: Sequence[Cell], said: Sequence[Sequence[dict[str, Any]]]
+) -> list[tuple[Cell, list[dict[str, Any]]]]:
+    """Each cell with what every rank said at its end."""
     ends = [{line["ends"]: line for line in lines if "ends" in line} for lines in said]
-    return [
-        (cell, max(rank[number]["seconds"] for rank in ends), ends[0][number]["batches"])
-        for number, cell in enumerate(cells)
-    ]
+    return [(cell, [rank[number] for rank in ends]) for number, cell in enumerate(cells)]
+
+
+def _timeout(job: Job) -> float:
+    return _START_SECONDS + _CELL_FACTOR * len(job.cells) * (job.seconds + 1)
 
 
 def _show(text: str) -> None:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastcoll.bench.cases import format_size
 from fastcoll.bench.results import digits
 
-from .outcome import MPIS, Comparison, Key, lost
+from . import single_copy
+from .outcome import GLOO, MPIS, Comparison, Key, SideTimes, document, lost
+from .targets import Missed, missed, sign
 
 _NOTHING = "–"
+_AGAINST = (("best MPI", MPIS), ("Gloo", GLOO))
+_COUNTED = "Single copies (process_vm_readv and process_vm_writev, counted in a run of their own; "
+_MOSTLY = 0.5  # single copies a call; fastcoll may be trying another way out in the others
 
 
 def headings(comparison: Comparison) -> list[str]:
     """The columns that this run has."""
     names = [side.name for side in comparison.peers]
-    titles = ["size", *(f"{side.label} (µs)" for side in comparison.sides)]
-    if any(name in MPIS for name in names):
-        titles.append("best MPI / fastcoll")
-    if "gloo" in names:
-        titles.append("Gloo / fastcoll")
-    return [*titles, "limit (µs)", "of the limit"]
+    titles = ["size", *(f"{side.label}, µs (p99)" for side in comparison.sides)]
+    titles += [f"{title} / fastcoll (p99)" for title, of in _AGAINST if set(of) & set(names)]
+    return [*titles, "limit, µs", "fastcoll / limit", "missed"]
 
 
 def rows(comparison: Comparison, operation: str) -> list[list[str]]:
-    """One operation's cells, in the order of `headings`."""
-    return [_row(comparison, (operation, size)) for size in comparison.sizes(operation)]
+    """One operation's cells, in the order of `headings`; below several, the geometric means of the ratios."""
+    keys = [(operation, size) for size in comparison.sizes(operation)]
+    aims = misses(comparison)
+    found = [_row(comparison, key, [one for one in aims if one[:2] == key]) for key in keys]
+    return [*found, _means(comparison, operation)] if len(keys) > 1 else found
 
 
 def text(comparison: Comparison, operation: str) -> list[str]:
@@ -61,7 +66,19 @@ def verdict(comparison: Comparison) -> list[str]:
             for operation, sizes in lost(comparison, side).items()
         ]
         lines.append(f"{side.label} is faster at: {'; '.join(where) or 'nothing'}.")
-    return lines
+    return [*lines, *_overall(comparison)]
+
+
+def misses(comparison: Comparison) -> list[Missed]:
+    """The aims that were missed."""
+    return missed(document(comparison))
+
+
+def single_copies(comparison: Comparison) -> str:
+    """A sentence: where each side lets the kernel copy straight between processes."""
+    others = single_copy.devices()
+    told = [f"{side.label}: {_copying(side)}" for side in comparison.sides]
+    return f"{_COUNTED}{' and '.join(others) or 'no XPMEM, no KNEM'} here). {'. '.join(told)}."
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -75,20 +92,57 @@ def notes(comparison: Comparison) -> list[str]:
     ]
 
 
-def _row(comparison: Comparison, key: Key) -> list[str]:
-    names = [side.name for side in comparison.peers]
+def _row(comparison: Comparison, key: Key, missing: Sequence[Missed]) -> list[str]:
     cells = [format_size(key[1]) if key[1] else _NOTHING]
-    cells += [_micros(side.typical(key)) for side in comparison.sides]
-    if any(name in MPIS for name in names):
-        cells.append(_times(comparison.mpi_ratio(key)))
-    if "gloo" in names:
-        cells.append(_times(comparison.ratio("gloo", key)))
-    share = comparison.share(key)
-    return [
-        *cells,
-        _micros(comparison.limit_seconds(key)),
-        _NOTHING if share is None else f"{100 * share:.0f} %",
+    cells += [_both(_micros, side.typical(key), side.p99(key)) for side in comparison.sides]
+    cells += [
+        _both(_times, comparison.ratio(names, key), comparison.p99_ratio(names, key))
+        for names in _present(comparison)
     ]
+    aims = [f"{one.value} {sign(one.value)} {one.aim:g}" for one in missing]
+    cells += [_micros(comparison.limit_seconds(key)), _times(comparison.over_limit(key))]
+    return [*cells, ", ".join(aims) or _NOTHING]
+
+
+def _means(comparison: Comparison, operation: str) -> list[str]:
+    means = [_times(comparison.mean_ratio(names, [operation])) for names in _present(comparison)]
+    return ["mean", *[_NOTHING] * len(comparison.sides), *means, *[_NOTHING] * 3]
+
+
+def _overall(comparison: Comparison) -> list[str]:
+    """The geometric means over all cells."""
+    told = []
+    for title, names in _AGAINST:
+        mean = comparison.mean_ratio(names, comparison.operations())
+        if mean is not None:
+            told.append(f"{_times(mean)} against {title}")
+    return [f"Geometric means over all cells: {', '.join(told)}."] if told else []
+
+
+def _present(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Of the peers that times are divided by, those that ran."""
+    return [names for _, names in _AGAINST if set(names) & {side.name for side in comparison.peers}]
+
+
+def _copying(side: SideTimes) -> str:
+    """The operations of a side by the sizes at which most of their calls copy once."""
+    if side.copies is None:
+        return "not to be seen here"
+    by_sizes: dict[str, list[str]] = {}
+    for operation in dict.fromkeys(operation for operation, _ in side.copies):
+        every = [size for name, size in side.copies if name == operation]
+        sizes = [size for size in every if side.copies[operation, size] >= _MOSTLY]
+        if sizes:
+            from_one = len(sizes) > 1 and every[-len(sizes) :] == sizes
+            text = (
+                f"from {format_size(sizes[0])} on" if from_one else f"of {', '.join(map(format_size, sizes))}"
+            )
+            by_sizes.setdefault(text, []).append(operation)
+    return "; ".join(f"{', '.join(names)} {text}" for text, names in by_sizes.items()) or "none"
+
+
+def _both(show: Callable[[float | None], str], typical: float | None, p99: float | None) -> str:
+    return show(typical) if p99 is None else f"{show(typical)} ({show(p99)})"
 
 
 def _micros(seconds: float | None) -> str:

@@ -166,6 +166,8 @@ def machine(usable_cores: int) -> dict[str, Any]:
     return {
         "hostname": os.uname().nodename,
         "cpu": thresholds.machine().rpartition(", ")[0],
+        "cpu_model": _cpu_model(),
+        "caches": _caches(),
         "cores": os.cpu_count(),
         "usable_cores": usable_cores,
         "kernel": f"{platform.system()} {platform.release()}",
@@ -176,10 +178,34 @@ def machine(usable_cores: int) -> dict[str, Any]:
     }
 
 
+def processor(facts: dict[str, Any]) -> str:
+    """Its name, what `/proc/cpuinfo` has as family and model, and its caches."""
+    return ", ".join(filter(None, (facts["cpu"], facts["cpu_model"], facts["caches"])))
+
+
+def _cpu_model() -> str:
+    """`family 26 model 2 stepping 1`; several processors may have the same name in a virtual machine."""
+    found: dict[str, str] = {}
+    for text in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = text.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    names = {"cpu family": "family", "model": "model", "stepping": "stepping"}
+    return " ".join(f"{short} {found[name]}" for name, short in names.items() if name in found)
+
+
+def _caches() -> str:
+    """`L1 48K, L2 1024K, L3 32768K`, those of the first core that hold data."""
+    folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
+    caches = [
+        [(folder / name).read_text().strip() for name in ("level", "type", "size")] for folder in folders
+    ]
+    return ", ".join(f"L{level} {size}" for level, kind, size in caches if kind != "Instruction")
+
+
 def describe(facts: dict[str, Any]) -> str:
     """Processor, cores, kernel and versions in one line."""
     return (
-        f"{facts['cpu']}, {facts['cores']} cores ({facts['usable_cores']} usable), {facts['kernel']}, "
+        f"{processor(facts)}, {facts['cores']} cores ({facts['usable_cores']} usable), {facts['kernel']}, "
         f"Python {facts['python']}, NumPy {facts['numpy']}, Numba {facts['numba']}"
     )
 

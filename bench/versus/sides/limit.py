@@ -1,4 +1,7 @@
-"""No library: what the machine gives to NumPy alone. fastcoll only makes the ranks start together."""
+"""What the machine gives without any library: NumPy's sweeps, and a copy past the caches, which NumPy does not have.
+
+fastcoll makes the ranks start together, and has that copy.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
+
+from fastcoll.kernels.copy import stream
 
 from ..cells import Buffers
 from ..plan import Job
@@ -24,7 +30,9 @@ class Limit(Fastcoll):
             "stream": lambda: partial(np.multiply, x, x.dtype.type(1), out=x),
             "fold": lambda: partial(_fold, out, self._parts(x)),
             "copy": lambda: partial(np.copyto, out, x),
+            "copy_past": lambda: partial(_stream, out.ctypes.data, x.ctypes.data, x.nbytes),
             "copy_part": lambda: partial(np.copyto, out, x),
+            "copy_part_past": lambda: partial(_stream, out.ctypes.data, x.ctypes.data, x.nbytes),
         }
         return calls[operation]()
 
@@ -33,6 +41,11 @@ def join(job: Job, folder: Path) -> Limit:
     """As many ranks as the sides have, on the same cores."""
     join_fastcoll(job, folder)
     return Limit()
+
+
+@numba.njit(nogil=True)
+def _stream(dst: int, src: int, nbytes: int) -> None:
+    stream(dst, src, nbytes)
 
 
 def _fold(out: Any, parts: list[Any]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..cells import Buffers, absmax, ping_pong
-from ..loop import pin, rank_in_environment
 from ..plan import Job
 
 _TYPES = {
@@ -80,6 +79,5 @@ class Mpi:
 
 
 def join(job: Job, folder: Path) -> Mpi:
-    """Pinned before MPI starts, so that its threads are as well."""
-    pin(job, rank_in_environment())
+    """MPI starts when mpi4py is imported."""
     return Mpi(job.dtype)

@@ -13,7 +13,6 @@ import fastcoll as dist
 from fastcoll.bench.rank import reduce_op
 
 from ..cells import Buffers, ping_pong
-from ..loop import pin, rank_in_environment
 from ..plan import Job
 
 
@@ -63,7 +62,6 @@ class Fastcoll:
 
 
 def join(job: Job, folder: Path) -> Fastcoll:
-    """Before the ranks meet they are pinned: they choose how to wait by the cores that they have."""
-    pin(job, rank_in_environment())
+    """Where the launcher's ranks meet."""
     dist.init_process_group(job.backend)
     return Fastcoll()

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from versus import picture, record, tables
-from versus.outcome import Comparison, SideTimes, lost, write_json
-from versus.plan import Cell
-from versus.rounds import Contender, order, slowest
+from versus import picture, record, rounds, tables
+from versus.outcome import MPIS, Comparison, SideTimes, lost, write_json
+from versus.plan import Cell, Job
+from versus.rounds import Contender, order
 
 SIZE = 1 << 20
 KEYS = [("all_reduce", 8), ("all_reduce", SIZE), ("barrier", 0), ("custom", SIZE)]
@@ -16,7 +16,8 @@ def side(name, label, micros):
     times = SideTimes(name, label, f"{label} 1.0", "somewhere", "a command")
     for key, value in zip(KEYS, micros, strict=True):
         for factor in (1, 50, 0.9) if value else ():
-            times.add(key, value * factor * 1e-6, 25)
+            singles = [[value * factor * 1e-6] * 10, [2 * value * factor * 1e-6] * 10]
+            times.add(key, value * factor * 1e-6, 25, singles)
     return times
 
 
@@ -27,12 +28,19 @@ def comparison(peers=("openmpi", "mpich", "gloo")):
         "gloo": side("gloo", "Gloo", [300, 600, 200, None]),
     }
     limit = SideTimes("limit", "limit", "", "NumPy", "")
-    limit.add(("stream", 8), 0.3e-6, 25)
-    limit.add(("stream", SIZE), 36e-6, 25)
-    machine = {"cpu": "a CPU", "cores": 2, "usable_cores": 2, "kernel": "Linux 6"}
+    limit.add(("stream", 8), 0.3e-6, 25, [])
+    limit.add(("stream", SIZE), 36e-6, 25, [])
+    machine = {
+        "cpu": "a CPU",
+        "cpu_model": "family 6",
+        "caches": "L2 2M",
+        "cores": 2,
+        "usable_cores": 2,
+        "kernel": "Linux 6",
+    }
     machine |= {"python": "3.12", "numpy": "2", "numba": "0.6"}
     return Comparison(
-        "2030-01-02T03:04:05+00:00", "python -m fastcoll.bench --vs x", machine, 2, [0, 1], "float32", 3,
+        "2030-01-02T03:04:05+00:00", "python -m fastcoll.bench --vs x", machine, "auto", 2, [0, 1], "float32", 3,
         dict.fromkeys(KEYS, (25, 40)), [side("fastcoll", "fastcoll", [1, 40, 1, 45]), *(every[p] for p in peers)],
         limit,
     )  # fmt: skip
@@ -42,21 +50,39 @@ def test_the_time_is_the_median_of_the_rounds():
     assert comparison().ours(("all_reduce", 8)) == pytest.approx(1e-6)
 
 
+def test_p99_is_the_slowest_ranks_over_the_calls_of_all_rounds():
+    times = SideTimes("fastcoll", "fastcoll", "", "", "")
+    times.add(("barrier", 0), 1.0, 25, [[1.0] * 50, [2.0] * 50])
+    times.add(("barrier", 0), 1.0, 25, [[5.0] * 50, [3.0] * 50])
+    assert times.p99(("barrier", 0)) == 5.0
+    assert times.p99(("all_reduce", 8)) is None
+
+
 def test_ratios_are_over_fastcoll_and_to_the_better_mpi():
     found = comparison()
-    assert found.mpi_ratio(("all_reduce", 8)) == pytest.approx(2)
-    assert found.mpi_ratio(("all_reduce", SIZE)) == pytest.approx(2)
-    assert found.ratio("gloo", ("all_reduce", 8)) == pytest.approx(300)
-    assert found.ratio("gloo", ("custom", SIZE)) is None
-    assert comparison(["gloo"]).mpi_ratio(("all_reduce", 8)) is None
+    assert found.ratio(MPIS, ("all_reduce", 8)) == pytest.approx(2)
+    assert found.ratio(MPIS, ("all_reduce", SIZE)) == pytest.approx(2)
+    assert found.p99_ratio(MPIS, ("all_reduce", 8)) == pytest.approx(2)
+    assert found.ratio(["gloo"], ("all_reduce", 8)) == pytest.approx(300)
+    assert found.ratio(["gloo"], ("custom", SIZE)) is None
+    assert comparison(["gloo"]).ratio(MPIS, ("all_reduce", 8)) is None
 
 
-def test_the_share_is_the_limit_over_our_time_where_there_is_one():
+def test_means_are_geometric():
     found = comparison()
-    assert found.share(("all_reduce", SIZE)) == pytest.approx(0.9)
-    assert found.share(("custom", SIZE)) == pytest.approx(0.8)
-    assert found.share(("all_reduce", 8)) is None
-    assert found.share(("barrier", 0)) is None
+    assert found.mean_ratio(["gloo"], ["all_reduce"]) == pytest.approx((300 * 15) ** 0.5)
+    assert found.mean_ratio(["gloo"], ["custom"]) is None
+
+
+def test_the_limit_is_the_quickest_of_its_kinds_where_there_is_one():
+    found = comparison()
+    assert found.over_limit(("all_reduce", SIZE)) == pytest.approx(1 / 0.9)
+    assert found.over_limit(("custom", SIZE)) == pytest.approx(1.25)
+    assert found.over_limit(("all_reduce", 8)) is None
+    assert found.over_limit(("barrier", 0)) is None
+    found.limit.add(("copy", SIZE), 30e-6, 25, [])
+    found.limit.add(("copy_past", SIZE), 20e-6, 25, [])
+    assert found.limit_seconds(("broadcast", SIZE)) == pytest.approx(20e-6)
 
 
 def test_who_is_faster_where():
@@ -68,21 +94,43 @@ def test_who_is_faster_where():
 def test_a_table_for_a_terminal():
     lines = tables.text(comparison(["openmpi", "gloo"]), "all_reduce")
     assert lines[1] == "# all_reduce, float32"
-    assert lines[2].split("  ")[-1] == "of the limit"
-    assert lines[3].split() == ["8", "1.00", "2.00", "300.0", "2.00", "300", "–", "–"]
-    assert lines[4].split() == ["1M", "40.00", "120.0", "600.0", "3.00", "15.00", "36.00", "90", "%"]
+    assert lines[2].split("  ")[-1].strip() == "missed"
+    assert lines[3].split() == [
+        "8", "1.00", "(100.00)", "2.00", "(200.0)", "300.0", "(30000)", "2.00", "(2.00)", "300", "(300)", "–", "–", "–",
+    ]  # fmt: skip
+    assert lines[4].split()[-5:] == ["15.00", "(15.00)", "36.00", "1.11", "–"]
+    assert lines[5].split() == ["mean", "–", "–", "–", "2.45", "67.08", "–", "–", "–"]
     assert len({len(line) for line in lines[2:]}) == 1
 
 
 def test_columns_are_those_of_the_peers_that_ran():
     assert tables.headings(comparison(["gloo"])) == [
-        "size", "fastcoll (µs)", "Gloo (µs)", "Gloo / fastcoll", "limit (µs)", "of the limit",
+        "size", "fastcoll, µs (p99)", "Gloo, µs (p99)", "Gloo / fastcoll (p99)", "limit, µs", "fastcoll / limit",
+        "missed",
     ]  # fmt: skip
+
+
+def test_an_aim_that_is_missed_is_in_its_row_and_in_the_list():
+    assert tables.rows(comparison(), "barrier")[0][-1] == "MPI ≥ 1.3, p99 ≥ 1"
+    assert ("barrier", 0, "MPI", pytest.approx(0.5), 1.3) in tables.misses(comparison())
+
+
+def test_where_each_side_copies_once():
+    found = comparison(["openmpi", "mpich"])
+    found.sides[0].copies = dict.fromkeys(KEYS, 0.1)
+    found.sides[1].copies = {("all_reduce", 8): 0, ("all_reduce", 4096): 2.0, ("all_reduce", SIZE): 4.0}
+    assert tables.single_copies(found).endswith(
+        "here). fastcoll: none. Open MPI: all_reduce from 4K on. MPICH: not to be seen here."
+    )
 
 
 def test_verdict_and_notes():
     found = comparison()
     assert tables.verdict(found)[:2] == ["Open MPI is faster at: barrier.", "MPICH is faster at: nothing."]
+    assert (
+        tables.verdict(found)[-1]
+        == "Geometric means over all cells: 2.51 against best MPI, 96.55 against Gloo."
+    )
     assert tables.notes(found) == []
     found.sides[3].batches["barrier", 0] = 3
     found.sides[3].batches["all_reduce", SIZE] = 4
@@ -98,14 +146,15 @@ def test_page(tmp_path):
     assert path.name == "2030-01-02-comparison-2-ranks.md"
     text = path.read_text()
     for part in (
-        "a CPU",
+        "a CPU, family 6, L2 2M",
         "MPICH 1.0",
         "pinned to cores 0, 1",
         "25 × 40 of 8",
         "`python -m fastcoll.bench --vs x`",
     ):
         assert part in text
-    assert "| 1M | 40.00 | 120.0 | 80.00 | 600.0 | 2.00 | 15.00 | 36.00 | 90 % |" in text
+    assert "| 2.00 (2.00) | 15.00 (15.00) | 36.00 | 1.11 | – |" in text
+    assert "| barrier | MPI | 0.50 | ≥ 1.3 |" in text
     assert record.page_name(comparison(), "mine") == "2030-01-02-mine.md"
 
 
@@ -117,7 +166,8 @@ def test_json_has_every_round(tmp_path):
     assert (result["operation"], result["size"], result["calls"]) == ("all_reduce", SIZE, 40)
     assert result["seconds"]["mpich"] == pytest.approx(80e-6)
     assert result["best_mpi_over_fastcoll"] == pytest.approx(2)
-    assert result["share_of_limit"] == pytest.approx(0.9)
+    assert result["fastcoll_over_limit"] == pytest.approx(1 / 0.9)
+    assert result["p99_seconds"]["mpich"] == pytest.approx(80e-4 * 1)
     assert read["limit"]["rounds"][1]["seconds"] == [36e-6]
 
 
@@ -138,13 +188,17 @@ def test_turns_change_from_round_to_round():
     assert [c.times for c in order(contenders, 1)] == ["c", "b", "a"]
 
 
-def test_the_slowest_rank_counts():
-    cells = [Cell("all_reduce", 2, 8, 25, 40), Cell("barrier", 0, 0, 25, 40)]
+def test_the_slowest_rank_counts(monkeypatch):
+    cells = (Cell("all_reduce", 2, 8, 25, 40), Cell("barrier", 0, 0, 25, 40))
 
     def said(*seconds):
+        ends = {"batches": 25, "singles": [1.0]}
         return [
-            {"library": "x"},
-            *({"ends": number, "seconds": time, "batches": 25} for number, time in enumerate(seconds)),
+            {"library": "x", "placed": {"caller": [0], "others": []}},
+            *({"ends": number, "seconds": time, **ends} for number, time in enumerate(seconds)),
         ]
 
-    assert slowest(cells, [said(1.0, 4.0), said(2.0, 3.0)]) == [(cells[0], 2.0, 25), (cells[1], 4.0, 25)]
+    monkeypatch.setattr(rounds, "run", lambda *_: [said(1.0, 4.0), said(2.0, 3.0)])
+    times = SideTimes("fastcoll", "", "", "", "")
+    rounds.run_once(Contender(None, Job(cells, 2, "float32", (), 1.0, 5.0), times))
+    assert times.seconds == {("all_reduce", 8): [2.0], ("barrier", 0): [4.0]}

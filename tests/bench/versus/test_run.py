@@ -1,6 +1,7 @@
 """Whole runs of `--vs` with a Gloo that is made up: a module `torch` that hands everything to fastcoll."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -93,8 +94,14 @@ def test_a_comparison(gloo, tmp_path, temporary):
     assert [side["name"] for side in read["sides"]] == ["fastcoll", "gloo"]
     assert read["sides"][0]["library"] == f"fastcoll {fastcoll.__version__} (backend shm)"
     assert all(len(row["seconds"]) == 2 for side in read["sides"] for row in side["rounds"])
-    shares = {(r["operation"], r["size"]): r["share_of_limit"] for r in read["results"]}
+    shares = {(r["operation"], r["size"]): r["fastcoll_over_limit"] for r in read["results"]}
     assert [key for key, share in shares.items() if share] == [("all_reduce", 65536), ("send_recv", 65536)]
+    assert all(r["p99_seconds"]["gloo"] >= r["seconds"]["gloo"] / 2 for r in read["results"])
+    cores = sorted(os.sched_getaffinity(0))
+    for side in read["sides"]:
+        assert [rank["caller"] for rank in side["placed"]] == [
+            [cores[rank % len(cores)]] for rank in range(2)
+        ]
     assert out.with_suffix(".png").exists()
     assert out.with_suffix(".svg").exists()
     assert len(list((tmp_path / "pages").iterdir())) == 1

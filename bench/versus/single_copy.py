@@ -1,0 +1,88 @@
+"""How often a library copies straight between two processes, for which it asks the kernel.
+
+A filter (seccomp) hands each `process_vm_readv` and `process_vm_writev` of this process, and of its threads, to a child
+that counts it and lets it go on. Linux 5.5 or later; needs no rights, no debugger, and nothing of the library. It costs
+some microseconds a copy, so it is for a run of its own. XPMEM and KNEM copy once without these calls: their devices
+tell whether they can be there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import signal
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+# Of seccomp: its number, and what the filter compares: AUDIT_ARCH, process_vm_readv, process_vm_writev.
+_NUMBERS = {"x86_64": (317, 0xC000003E, 310, 311), "aarch64": (277, 0xC00000B7, 270, 271)}
+_SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
+_ALLOW, _NOTIFY = 0x7FFF0000, 0x7FC00000
+_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101  # ioctls of the listener
+_NOTE_BYTES = 80  # struct seccomp_notif
+_CONTINUE = 1
+
+
+def devices() -> list[str]:
+    """The other ways to copy once that this machine has."""
+    return [name for name in ("xpmem", "knem") if Path("/dev", name).exists()]
+
+
+def count() -> Callable[[], int]:
+    """Count from now on, before the library starts; returns what tells how many there were.
+
+    Raises:
+        OSError: the kernel or a container does not allow it, or the processor is unknown here.
+    """
+    if platform.machine() not in _NUMBERS:
+        raise OSError(f"no numbers of system calls for {platform.machine()}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    seccomp, *wanted = _NUMBERS[platform.machine()]
+    libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    code = _filter(*wanted)
+    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(code))
+    listener = libc.syscall(seccomp, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.create_string_buffer(program))
+    if listener < 0:
+        raise OSError(ctypes.get_errno(), "seccomp with a listener is not to be had here")
+    total = mmap.mmap(-1, 8)
+    if os.fork() == 0:
+        try:
+            libc.prctl(_SET_PDEATHSIG, signal.SIGKILL)
+            _serve(listener, total)
+        finally:
+            os._exit(1)
+    os.close(listener)
+    return lambda: int.from_bytes(total[:8], "little")
+
+
+def _filter(arch: int, readv: int, writev: int) -> ctypes.Array[ctypes.c_char]:
+    """Classic BPF over `struct seccomp_data`: the system call's number at 0, the architecture at 4."""
+    steps = [
+        (_LOAD, 0, 0, 4),
+        (_JUMP_IF_EQUAL, 0, 4, arch),
+        (_LOAD, 0, 0, 0),
+        (_JUMP_IF_EQUAL, 1, 0, readv),
+        (_JUMP_IF_EQUAL, 0, 1, writev),
+        (_RETURN, 0, 0, _NOTIFY),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps), 8 * len(steps))
+
+
+def _serve(listener: int, total: mmap.mmap) -> None:
+    """The child: count, and let the call go on; ends with its parent."""
+    number = 0
+    while True:
+        note = bytearray(_NOTE_BYTES)
+        with suppress(FileNotFoundError):  # whoever asked was killed meanwhile
+            fcntl.ioctl(listener, _RECEIVE, note)
+            number += 1
+            total[:8] = number.to_bytes(8, "little")
+            fcntl.ioctl(listener, _SEND, note[:8] + struct.pack("qiI", 0, 0, _CONTINUE))

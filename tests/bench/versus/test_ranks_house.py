@@ -1,0 +1,81 @@
+"""What a rank does to itself, which is for good and so happens in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[3] / "bench"
+
+
+def run(code):
+    """What a program prints at last, as JSON, with the modules of bench/ at hand."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=BENCH,
+        env={**os.environ, "PYTHONPATH": str(BENCH)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+PLACED = """
+import json, os, threading
+from versus.pinning import pin, place_threads
+cores, rank = {cores}, 1
+pin(cores, rank)
+stop = threading.Event()
+thread = threading.Thread(target=stop.wait)
+thread.start()
+{before}
+try:
+    print(json.dumps(place_threads(cores, rank)))
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+stop.set()
+"""
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def test_the_caller_is_pinned_and_the_librarys_threads_have_all_cores():
+    rank_core = CORES[1 % len(CORES)]
+    assert run(PLACED.format(cores=CORES, before="")) == {"caller": [rank_core], "others": CORES}
+
+
+def test_nobody_is_pinned_without_cores():
+    assert run(PLACED.format(cores=[], before="")) == {"caller": CORES, "others": CORES}
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
+def test_a_library_that_moves_the_caller_is_an_error():
+    said = run(PLACED.format(cores=CORES, before=f"os.sched_setaffinity(0, {set(CORES)})"))
+    assert "rank 1 is not pinned as the others are" in said
+
+
+COUNTED = """
+import ctypes, json, os, threading
+from versus import single_copy
+total = single_copy.count()
+libc = ctypes.CDLL(None, use_errno=True)
+source, target = ctypes.create_string_buffer(b"from", 8), ctypes.create_string_buffer(8)
+
+class Piece(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+
+def copy(function, here, there):
+    mine, other = Piece(ctypes.addressof(here), 8), Piece(ctypes.addressof(there), 8)
+    assert function(os.getpid(), ctypes.byref(mine), 1, ctypes.byref(other), 1, 0) == 8, ctypes.get_errno()
+
+before = total()
+copy(libc.process_vm_readv, target, source)
+thread = threading.Thread(target=copy, args=(libc.process_vm_writev, source, target))
+thread.start()
+thread.join()
+print(json.dumps([before, total(), target.value.decode()]))
+"""
+
+
+def test_single_copies_are_counted_and_done_by_any_thread():
+    assert run(COUNTED) == [0, 2, "from"]
