@@ -77,6 +77,11 @@ SETTINGS: dict[str, Setting] = {
         0,
         "threads that share a rank's large calls, 1 to 4; 0: as many as there are cores for, up to 4",
     ),
+    "FASTCOLL_SHM_WAYS": Setting(
+        str,
+        "",
+        "ways that large calls on a node may go, as in direct,close (docs/benchmark.md); default: all of them",
+    ),
     "FASTCOLL_SECRET": Setting(str, "", "the job's shared secret; connections then authenticate both ways"),
     "FASTCOLL_SECRET_FILE": Setting(
         str, "", "file with the secret, which nobody else may read; FASTCOLL_SECRET comes first"

@@ -12,11 +12,13 @@ from numba import types
 
 from .elements import WORD
 from .jit import inlined, instruction, kernel, llvm_function
-from .primitives import HALF_WORD, IS_X86, pointer
+from .primitives import HALF_WORD, IS_X86, half_word_at, pointer, store_word
 
 LINE = 64
 
 _memcpy = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
+_process_vm_readv = types.ExternalFunction("process_vm_readv", types.int64(*[types.int64] * 6))
+_errno_location = types.ExternalFunction("__errno_location", types.int64())
 _memmove = types.ExternalFunction("memmove", types.int64(types.int64, types.int64, types.int64))
 _BYTE = ir.IntType(8)
 _VECTOR = ir.VectorType(WORD, LINE // 8)
@@ -83,6 +85,17 @@ def stream(dst, src, nbytes):
         _stream_line(dst + start, src + start)
     copy(dst + end, src + end, nbytes - end)
     _order_streamed()
+
+
+@inlined
+def copy_from(pid, vectors, dst, src, nbytes):
+    """Copy bytes at address `src` of another process: how many it were, or -errno. `vectors`: room for four words."""
+    store_word(vectors, 0, dst)
+    store_word(vectors, 1, nbytes)
+    store_word(vectors, 2, src)
+    store_word(vectors, 3, nbytes)
+    moved = _process_vm_readv(pid, vectors, 1, vectors + 16, 1, 0)
+    return moved if moved >= 0 else -half_word_at(_errno_location())
 
 
 @inlined

@@ -7,7 +7,7 @@ through memory, past all caches, 0.06 ns (2 vCPUs of an AMD EPYC, family 25; doc
 lies"). So each rank keeps, for each operation and class of sizes, how long the *ways* took it, uses the best one,
 and tries the others now and then.
 
-A way concerns only how and when a rank copies: results do not depend on it, and peers need not take the same one.
+Most ways concern only how and when a rank copies: results do not depend on them, and peers need not take the same one.
 But they do: a call's time is that of the rank that it took longest, which all learn with the next call's lines, and
 so all have the same rows (where ranks give different sizes, they may not).
 
@@ -20,11 +20,14 @@ so all have the same rows (where ranks give different sizes, they may not).
     ROWS ...               a row for each operation and class: calls so far, best way, ticks a MiB of each way (0: none)
 
 Whether a large call is divided among lanes (lanes.py) is found out in the same manner: each way has a divided twin,
-WAYS further on. That does concern the peers, so a call's line tells it, and those who differ try again undivided.
+WAYS further on. That does concern the peers, as DIRECT does (single_copy.py), so a call's line tells both, and where
+ranks differ, all make the call anew, undivided and through the slots; who wanted it otherwise does not soon again.
 """
 
 from __future__ import annotations
 
+from .. import config
+from ..errors import UsageError
 from ..kernels.copy import copy_or_stream
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_word, store_word, ticks
@@ -32,21 +35,47 @@ from ..kernels.primitives import load_word, store_word, ticks
 LAG, WAY, ROW, NBYTES, STARTED, SPENT, TOOK, LAST_ROW, LAST_WAY, ROWS = range(10)
 
 # The ways. CLOSE: write a round, read a round. PAST: the same, past the caches. AHEAD: write some rounds ahead,
-# so that what is read has left its writer's own cache. ..._OUT: and write the outputs past the caches.
-CLOSE, PAST, AHEAD, AHEAD_OUT, PAST_OUT = range(5)
-WAYS = 5
+# so that what is read has left its writer's own cache. ..._OUT: and write the outputs past the caches. DIRECT: through
+# no slots at all, each rank reads the others' arrays.
+CLOSE, PAST, AHEAD, AHEAD_OUT, PAST_OUT, DIRECT = range(6)
+WAYS = 6
+NAMES = "close", "past", "ahead", "ahead_out", "past_out", "direct"
+NEVER = 1 << 62  # bytes
 ROW_WORDS = 2 + 2 * WAYS
 CLASSES = 8
 SMALLEST = 8 << 10  # bytes; below, CLOSE. The classes begin here: 8K, 32K, 128K, 512K, 2M, 8M, 32M, 128M
 LARGE = 8 << 20  # bytes; from here outputs may be larger than the last-level cache
 ROUNDS_AHEAD = 4
+SMALLEST_DIRECT = (
+    32 << 10
+)  # bytes; the system call and a second meeting take some 2 us, to copy so much twice takes 3
 TRIES = 2  # of each way at the beginning
 OFTEN, RARELY = 16, 64  # calls between two tries of another way: at first, and later
+_HOPELESS = 1 << 40  # ticks a MiB
 
 
 def table_words(operations: int) -> int:
     """Words of a table for so many operations."""
     return ROWS + ROW_WORDS * CLASSES * operations
+
+
+def allowed_ways() -> int:
+    """The ways that FASTCOLL_SHM_WAYS names, as bits; all of them where it is not set.
+
+    Raises:
+        UsageError: it names one that there is not.
+    """
+    named = [name for name in config.get("FASTCOLL_SHM_WAYS").split(",") if name] or NAMES
+    if unknown := [name for name in named if name not in NAMES]:
+        raise UsageError(f"FASTCOLL_SHM_WAYS names {unknown[0]!r}; there are {', '.join(NAMES)}")
+    return sum(1 << NAMES.index(name) for name in set(named))
+
+
+def direct_from(ways: int) -> int:
+    """Bytes from which calls may go direct: all of them where they may go no other way."""
+    if not ways >> DIRECT & 1:
+        return NEVER
+    return SMALLEST_DIRECT if ways & ~(1 << DIRECT) else 1
 
 
 @inlined
@@ -60,9 +89,34 @@ def _class_of(nbytes):
 
 
 @inlined
-def ways_of(nbytes, slot, moving):
-    """How many ways a call has; `moving`: it copies its outputs and does not compute them."""
-    return 2 if nbytes <= slot else WAYS if moving and nbytes >= LARGE else 3
+def staged_ways(nbytes, slot, moving):
+    """The ways through the slots that a call has, as bits; `moving`: it copies its outputs, and computes none."""
+    both = 1 << CLOSE | 1 << PAST
+    if nbytes <= slot:
+        return both
+    return (
+        both | 1 << AHEAD | 1 << AHEAD_OUT | 1 << PAST_OUT
+        if moving and nbytes >= LARGE
+        else both | 1 << AHEAD
+    )
+
+
+@inlined
+def _count(ways):
+    found = 0
+    for way in range(2 * WAYS):
+        found += ways >> way & 1
+    return found
+
+
+@inlined
+def _nth(ways, n):
+    """The way with so many others before it."""
+    for way in range(2 * WAYS):
+        n -= ways >> way & 1
+        if n < 0:
+            return way
+    return CLOSE
 
 
 @inlined
@@ -75,23 +129,20 @@ def choose_none(t):
 
 
 @kernel
-def choose(t, operation, nbytes, plain, divided, stride):
-    """Choose one of so many plain and so many divided ways for a call, and start the clock.
+def choose(t, operation, nbytes, ways, stride):
+    """Choose one of the ways, given as bits, for a call, and start the clock.
 
     Each way is tried `stride` times in a row, so that two sides that choose by themselves see all combinations.
     """
-    ways = plain + divided
     row = t + 8 * (ROWS + ROW_WORDS * (operation * CLASSES + _class_of(nbytes)))
-    number = load_word(row, 0)
-    way = load_word(row, 1)
+    number, way, many = load_word(row, 0), load_word(row, 1), _count(ways)
     period = OFTEN if number < 16 * OFTEN else RARELY
-    first = number <= TRIES * ways * stride
+    first = number <= TRIES * many * stride
     if first or number % period == 0:
-        way = (number if first else number // period) // stride % ways
-        if way >= plain:
-            way += WAYS - plain
-    elif divided == 0:
-        way %= WAYS
+        way = _nth(ways, (number if first else number // period) // stride % many)
+    elif ways >> way & 1 == 0:
+        twin = way % WAYS  # of a way of lanes
+        way = twin if ways >> twin & 1 else _nth(ways, 0)
     _go(t, way)
     store_word(t, ROW, row)
     store_word(t, NBYTES, nbytes)
@@ -103,6 +154,12 @@ def choose(t, operation, nbytes, plain, divided, stride):
 def is_divided(t):
     """Whether the call under way goes, or would go, through lanes."""
     return load_word(t, WAY) >= WAYS
+
+
+@inlined
+def is_direct(t):
+    """Whether the ranks of the call under way read one another's arrays."""
+    return load_word(t, WAY) == DIRECT
 
 
 @inlined
@@ -157,6 +214,15 @@ def learn(t, took):
 
 
 @inlined
+def give_up(t):
+    """The others go another way than this one, which concerns them: leave it alone, until it is tried again."""
+    row, way = load_word(t, ROW), load_word(t, WAY)
+    if row and way >= DIRECT:
+        store_word(row, 2 + way, _HOPELESS)
+        _take_best(row)
+
+
+@inlined
 def conclude(t):
     """The call is complete, and concerned this rank only: learn from it at once."""
     row = load_word(t, ROW)
@@ -178,6 +244,11 @@ def _remember(row, way, took):
     known = load_word(row, 2 + way)
     # Quick to believe good news, slow to believe bad ones: what a call takes longer is often somebody else's doing.
     store_word(row, 2 + way, took if known == 0 or took < known else known + (took - known) // 8)
+    _take_best(row)
+
+
+@inlined
+def _take_best(row):
     best = load_word(row, 1)
     for other in range(2 * WAYS):
         time = load_word(row, 2 + other)

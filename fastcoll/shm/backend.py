@@ -22,8 +22,8 @@ from ..core.operands import Array
 from ..core.operation import Call, Operation
 from ..core.processes import Member
 from ..core.reduce_op import ReduceOp
-from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, WORKED
-from ..errors import ArrayError, GroupError
+from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNREADABLE, WORKED
+from ..errors import AbortedError, ArrayError, GroupError
 from ..kernels import waiting
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
@@ -45,7 +45,7 @@ from .symmetric import ShmMemory, SymmetricArrays
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
-_UNDER_WAY = (AGAIN, WORKED, DIVIDED, MIXED)
+_UNDER_WAY = (AGAIN, WORKED, DIVIDED, MIXED, UNREADABLE)
 
 
 class ShmBackend(Backend):
@@ -75,9 +75,12 @@ class ShmBackend(Backend):
             PeerDiedError, StoreTimeoutError: a member died or did not come.
         """
         there = members[rank].world_size if neighbours is None else neighbours
-        segment, cores, lanes = meet(store, members, rank, timeout, there)
+        segment, cores, lanes, readable = meet(store, members, rank, timeout, there)
         gate = Gate(name, [member.rank for member in members], rank, timeout)
-        return cls(gate, members, segment, cores, lanes, cores // max(there, len(members)))
+        made = cls(gate, members, segment, cores, lanes, cores // max(there, len(members)))
+        if readable:
+            made.context.go_direct([member.pid for member in members])
+        return made
 
     def __init__(
         self, gate: Gate, members: Sequence[Member], segment: Segment, cores: int, lanes: int, share: int
@@ -133,6 +136,8 @@ class ShmBackend(Backend):
         while code in _UNDER_WAY:
             if code == DIVIDED:
                 self._lanes.run(entry, args, look)
+            elif code == UNREADABLE:
+                self._refuse_to_read(look)
             elif code != MIXED:
                 look(code, self.context)
             how = rounds.HELD if code == MIXED else rounds.RESUMED
@@ -144,6 +149,16 @@ class ShmBackend(Backend):
         if begun and code == LATER:
             raise changed(self._report.doing(entry.name))
         return code == DONE
+
+    def _refuse_to_read(self, look: Callable[[int, Context], None]) -> None:
+        """A peer's array cannot be read: raise why."""
+        look(AGAIN, self.context)  # first of all whether the peer has died, or failed the group
+        owner = self.gate.ranks[self.context[words.LATE]]
+        raise AbortedError(
+            f"the array of {self.monitor.name(self.context[words.LATE])} could not be read; it must not be freed or "
+            "unmapped before its call has returned",
+            [owner],
+        )
 
     def _gather(self, everybody: Array, own: Array) -> None:
         """Every rank's array, by the thread whose call has the context; its dtype is one of `_SHARED`."""

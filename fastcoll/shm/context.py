@@ -19,9 +19,9 @@ from ..core.operands import Array
 from ..errors import AbortedError, MismatchError
 from ..kernels import waiting
 from ..kernels.primitives import address_of
+from . import autotune, layout
 from . import context_layout as at
-from . import layout
-from .layout import CONTROL, ONE_SHOT_LIMIT, Layout
+from .layout import CONTROL, ONE_SHOT_LIMIT, WAYS, Layout
 from .segment import Segment
 from .validate import MEMO_PROBES, memo_place
 
@@ -79,12 +79,14 @@ class Context:
 
     def __init__(self, base: int, layout: Layout, rank: int, cores: int) -> None:
         words = self.words = np.zeros(at.TABLES + at.TABLES_A_RANK * layout.size, np.int64)
-        self.address = address_of(words)
+        self.address, self._base = address_of(words), base
         words[at.RANK], words[at.SIZE] = rank, layout.size
         words[at.SECTIONS], words[at.STRIDE] = base + layout.section(0), layout.stride
         words[at.SLOTS_AT], words[at.SLOT] = CONTROL, layout.slot
         words[at.LATE], words[at.LANES] = -1, 1
         words[at.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
+        ways = ctypes.c_int64.from_address(base + 8 * WAYS).value
+        words[at.WAYS], words[at.DIRECT_FROM] = ways & ~(1 << autotune.DIRECT), autotune.NEVER
         words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
         words[at.PATIENCE + waiting.SPINS], words[at.PATIENCE + waiting.YIELDS] = patience(layout.size, cores)
         words[at.PATIENCE + waiting.BUDGET] = BUDGET
@@ -102,6 +104,16 @@ class Context:
     def go_one_shot(self, limit: int) -> None:
         """Let reductions of up to `limit` bytes go one-shot from now on; on all ranks between the same two calls."""
         self.words[at.ONE_SHOT] = limit
+
+    def go_direct(self, pids: Sequence[int]) -> None:
+        """Calls may go direct from now on: all ranks, which are these processes, can read one another's memory."""
+        ways = ctypes.c_int64.from_address(self._base + 8 * WAYS).value
+        if (
+            len(pids) > 1 and 8 * len(pids) <= self[at.SLOT]
+        ):  # a call tells an address a rank, in its slot at most
+            self.words[at.DIRECT_FROM] = autotune.direct_from(ways)
+        start = at.TABLES + at.PIDS * len(pids)
+        self.words[start : start + len(pids)] = pids
 
     def wait_no_longer_than(self, nanoseconds: int = BUDGET) -> None:
         """Have entries come back after so long a wait; another thread's call then does too, without harm."""

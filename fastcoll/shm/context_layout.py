@@ -29,14 +29,18 @@ GIVEN = 18  # address of the description of a PREPARED call
 NDARRAY, TUPLE, NONE = 19, 20, 21  # addresses of Python's numpy.ndarray, tuple and None
 MET = 22  # 1: the calls of all ranks have been compared
 SYMMETRIC = 23  # address of the table of symmetric arrays (symmetric.py); 0: there are none
-DID = 24  # bytes of this rank's part of a call in symmetric memory that are done
+DID = 24  # bytes that are done, of this rank's part of a call in symmetric memory, or of a peer's in a direct one
 LANE = 25  # 0: the group's own context; else which lane's it is, counted from 1
 LANES = 26  # how many lanes large calls can be divided among; 1: they are not
 CALLS_DIVIDED = 27  # how many there were so far
 FINISHED = 28  # number of the last call that is complete (release)
-LANE_CONTEXTS = 29  # addresses of the contexts of all lanes
+WAYS = 29  # the ways of autotune.py that calls through the slots may go, as bits
+DIRECT_FROM = 30  # bytes from which calls may go direct (single_copy.py)
+VECTORS = 31  # 31 to 34: two vectors of address and bytes for the system call that reads a peer's memory
+TURN = 35  # of a direct call: which peer is read, counted from this rank
+LANE_CONTEXTS = 36  # addresses of the contexts of all lanes
 PATIENCE = LANE_CONTEXTS + MAX_LANES  # the table of kernels/waiting.py
-# Behind them: the table of autotune.py, the memo of descriptions (validate.py), five tables of a word a rank.
+# Behind them: the table of autotune.py, the memo of descriptions (validate.py), six tables of a word a rank.
 CHOOSING = PATIENCE + PATIENCE_WORDS
 MEMO = CHOOSING + table_words(len(OPERATIONS))
 MEMO_ENTRIES = 128
@@ -44,5 +48,5 @@ MEMO_WORDS = (
     4  # of an entry: addresses of dtype and reduce operation, the operation's code, description's address
 )
 TABLES = MEMO + MEMO_ENTRIES * MEMO_WORDS
-SOURCES, GIVES, GIVES_BYTES, TAKES, TAKES_BYTES = range(5)
-TABLES_A_RANK = 5
+SOURCES, GIVES, GIVES_BYTES, TAKES, TAKES_BYTES, PIDS = range(6)
+TABLES_A_RANK = 6

@@ -8,6 +8,7 @@ Header (written by the creator before anybody attaches, then only read):
     word 1   nonce, proves that two ranks mapped the same segment
     word 2   number of ranks
     word 3   ONE_SHOT_LIMIT, rank 0's number for all (thresholds.py)
+    word 4   WAYS, those of autotune.py that rank 0's FASTCOLL_SHM_WAYS allows, as bits, for all
 
 Control page of a section; single writer: its rank. Each item has 128 bytes of its own, two cache
 lines, since adjacent-line prefetch makes neighbours share.
@@ -20,6 +21,7 @@ lines, since adjacent-line prefetch makes neighbours share.
     REASON     who is at fault and the reason as UTF-8 (monitor.py), at most REASON_BYTES
     ATTACHED   word 0: the nonce, once this rank has mapped the segment; before: words 1.. its CPUs
     QUOTA      word 0: cores that its cgroup allows; word 1: what FASTCOLL_LANES says there
+    REACH      word 0: address of a word in its memory, word 1: whether it can read all others' (reach.py)
     LANES      for each lane (lanes.py) two call lines, PUBLISHED and CONSUMED, as above. Its slots are a part of the
                rank's slots, since a call has either lanes or rounds of the rank itself.
 """
@@ -34,6 +36,7 @@ from ..errors import ResourceError
 
 MAGIC = 0x6661737463_03
 ONE_SHOT_LIMIT = 3
+WAYS = 4
 PAGE = 4096
 LINE = 128
 
@@ -43,6 +46,8 @@ CONSUMED = 3 * LINE
 STATE = 4 * LINE
 ATTACHED = 5 * LINE
 QUOTA = 6 * LINE
+REACH = 6 * LINE + 64
+REACH_WORDS = 2
 REASON = 7 * LINE
 REASON_BYTES = 1024
 LANES = 16 * LINE

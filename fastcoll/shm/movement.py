@@ -12,10 +12,10 @@ from ..kernels.jit import inlined, kernel, locked_entry
 from ..kernels.primitives import balance, load_word, store_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from . import context_layout as at
-from . import layout
+from . import layout, single_copy
 from . import rounds as r
 from . import validate as v
-from .autotune import hand_out, is_divided, stage
+from .autotune import hand_out, is_direct, is_divided, stage
 from .lanes import divide, narrow, part_of
 
 _BROADCAST = signature.code_of("broadcast")
@@ -38,7 +38,16 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, 0 if here else WRITEABLE):
         return r.give_up(h)
     nbytes, call = v.nbytes_of(x, what), load_word(what, v.CALL) | root << signature.ROOT_SHIFT
-    r.begin(h, _BROADCAST, nbytes, 0)
+    r.begin(h, _BROADCAST, nbytes, 0, True)
+    if is_direct(r.ways_at(c)):
+        v.list_none(c, at.TAKES)
+        v.list_none(c, at.GIVES)
+        if here:
+            v.list_same(c, at.GIVES, v.data_of(x), nbytes)
+        else:
+            store_word(r.table(c, at.TAKES), root, v.data_of(x))
+            store_word(r.table(c, at.TAKES + 1), root, nbytes)
+        return take_gil(release_gil(), single_copy.exchange(c, call, nbytes, 0, 0))
     if is_divided(r.ways_at(c)):
         return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
     start, nbytes = part_of(c, what, nbytes)
@@ -190,13 +199,17 @@ def _exchange(c, h, operation, what, spread, root):
     `spread` pieces share a slot: 0 when a rank sends all the same, 1 when it sends to one rank only, else the number
     of other ranks.
     """
-    r.begin(h, operation, _largest(c) * load_word(c, at.SIZE), 0)
+    nbytes = _largest(c) * load_word(c, at.SIZE)
+    even = nbytes >= load_word(c, at.DIRECT_FROM) and v.are_even(c, at.GIVES) and v.are_even(c, at.TAKES)
+    r.begin(h, operation, nbytes, 0, even)
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
     return take_gil(release_gil(), _run_exchange(c, what, call, spread))
 
 
 @inlined
 def _run_exchange(c, what, call, spread):
+    if is_direct(r.ways_at(c)):
+        return single_copy.exchange(c, call, _largest(c), _balance_of(c), spread)
     if is_divided(r.ways_at(c)):
         return divide(c, what, call, _largest(c), _balance_of(c))
     narrow(c, at.GIVES, what)

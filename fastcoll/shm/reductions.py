@@ -18,8 +18,9 @@ from ..kernels.primitives import call_reducer, load_word, shape_of, start_of, st
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from . import context_layout as at
 from . import rounds as r
+from . import single_copy
 from . import validate as v
-from .autotune import is_divided, stage
+from .autotune import is_direct, is_divided, stage
 from .lanes import divide, narrow, part_of
 from .symmetric import SMALLEST as SYMMETRIC_SMALLEST
 from .symmetric import all_reduce_in_place, find_row
@@ -56,7 +57,7 @@ def barrier(handle: Index, call: Index) -> int:
     c = r.take(h)
     if c == 0:
         return LATER
-    r.begin(h, 0, 0, 0)
+    r.begin(h, 0, 0, 0, False)
     if r.may_write(c, 1):
         r.publish(c, integer(call), 0, 0)
     waited = r.meet(c, integer(call), 0, 0)
@@ -169,9 +170,11 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
         row = find_row(c, data, nbytes)
         if row != 0:
-            r.begin(h, _ALL_REDUCE, 0, 0)
+            r.begin(h, _ALL_REDUCE, 0, 0, False)
             return take_gil(release_gil(), all_reduce_in_place(c, data, nbytes, what, call, row))
-    r.begin(h, _ALL_REDUCE, nbytes, load_word(what, v.ITEMSIZE))
+    r.begin(h, _ALL_REDUCE, nbytes, load_word(what, v.ITEMSIZE), True)
+    if is_direct(r.ways_at(c)):
+        return take_gil(release_gil(), single_copy.all_reduce(c, data, nbytes, what, call))
     return take_gil(release_gil(), _reduce_arrays(c, data, data, nbytes, what, call, size, True))
 
 
@@ -190,7 +193,9 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
     last = load_word(c, at.SIZE) if here else 0
-    r.begin(h, _REDUCE, nbytes, load_word(what, v.ITEMSIZE))
+    r.begin(h, _REDUCE, nbytes, load_word(what, v.ITEMSIZE), True)
+    if is_direct(r.ways_at(c)):
+        return take_gil(release_gil(), single_copy.reduce(c, out, data, nbytes, what, call, root))
     return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, last, True))
 
 
@@ -209,7 +214,7 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
     call = load_word(what, v.CALL)
     last = load_word(c, at.RANK) + (0 if integer(exclusive) else 1)
-    r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE))
+    r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE), False)
     return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, last, False))
 
 
@@ -233,7 +238,14 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
     own = load_word(r.table(c, at.GIVES + 1), load_word(c, at.RANK))
     if nbytes != own or not v.are_apart(c, h, data, nbytes, at.GIVES, True):
         return r.give_up(h)
-    r.begin(h, _REDUCE_SCATTER, v.largest_of(c, at.GIVES), load_word(what, v.ITEMSIZE))
+    longest = v.largest_of(c, at.GIVES)
+    even = longest >= load_word(c, at.DIRECT_FROM) and v.are_even(c, at.GIVES)
+    r.begin(h, _REDUCE_SCATTER, longest, load_word(what, v.ITEMSIZE), even)
+    if is_direct(r.ways_at(c)):
+        call = load_word(what, v.CALL)
+        return take_gil(
+            release_gil(), single_copy.reduce_scatter(c, data, nbytes, _shape_of_blocks(c), what, call)
+        )
     if is_divided(r.ways_at(c)):
         return take_gil(release_gil(), divide(c, what, load_word(what, v.CALL), _shape_of_blocks(c), 0))
     start, _ = part_of(c, what, nbytes)

@@ -41,7 +41,7 @@ from ..p2p.pipe import (
 from ..p2p.pipe import NOTHING as NO_EVENT
 from ..p2p.transfers import DTYPE_BITS
 from . import rings as r
-from .autotune import CLOSE, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
+from .autotune import CLOSE, LARGE, PAST, SMALLEST, WAY, best_way, choose, choose_none, conclude
 from .context_layout import SHUT
 from .validate import CALL, data_of, description, is_plain, nbytes_of
 
@@ -70,7 +70,7 @@ def _choose(m, operation, nbytes, smallest, stride):
     t = m + 8 * r.CHOOSING
     choose_none(t)
     if nbytes >= smallest:
-        choose(t, operation, nbytes, 2, 0, stride)
+        choose(t, operation, nbytes, 1 << CLOSE | 1 << PAST, stride)
     return load_word(t, WAY)
 
 

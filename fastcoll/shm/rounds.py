@@ -36,7 +36,7 @@ from . import context_layout as at
 # An entry takes the context's address with what Python knows about the call in the lowest bits.
 RESUMED = 1  # the call came back with AGAIN before and holds the context
 PREPARED = 2  # the arrays have been adopted, and GIVEN is the call's description
-HELD = 4  # this thread has the context from the call before; and the call is not to be divided
+HELD = 4  # this thread has the context from the call before; and the call is to go undivided, and through the slots
 TAGS = 7
 
 # Bytes of a call from which on it may be divided, where a class of autotune.py begins. To hand a call to a lane's
@@ -102,11 +102,11 @@ def give_up(handle):
 
 
 @inlined
-def begin(handle, operation, nbytes, itemsize):
+def begin(handle, operation, nbytes, itemsize, direct):
     """The call has the context and its arguments are in order: number it, unless it resumes.
 
-    The rest is for choosing the way of its data (autotune.py): how much there is, and the size of its elements, 0
-    where they are only moved.
+    The rest is for choosing the way of its data (autotune.py): how much there is, the size of its elements, 0 where
+    they are only moved, and whether the call can go direct.
     """
     c = handle & ~TAGS
     store_word(c, at.SINCE, 0)
@@ -116,11 +116,17 @@ def begin(handle, operation, nbytes, itemsize):
         store_word(c, at.LATE, load_word(c, at.RANK))
         if load_word(c, at.LANE) == 0:
             autotune.choose_none(ways_at(c))
-            if nbytes >= autotune.SMALLEST:
-                plain = autotune.ways_of(nbytes, load_word(c, at.SLOT), itemsize == 0)
-                some = load_word(c, at.LANES) > 1 and handle & HELD == 0
-                divided = plain if some and nbytes >= SMALLEST_DIVIDED and itemsize <= LARGEST_ITEM else 0
-                autotune.choose(ways_at(c), operation, nbytes, plain, divided, 1)
+            if nbytes >= min(autotune.SMALLEST, load_word(c, at.DIRECT_FROM)):
+                ways = autotune.staged_ways(nbytes, load_word(c, at.SLOT), itemsize == 0) & load_word(
+                    c, at.WAYS
+                )
+                if handle & HELD == 0:
+                    if load_word(c, at.LANES) > 1 and nbytes >= SMALLEST_DIVIDED and itemsize <= LARGEST_ITEM:
+                        ways |= ways << autotune.WAYS
+                    if direct and nbytes >= load_word(c, at.DIRECT_FROM):
+                        ways |= 1 << autotune.DIRECT
+                if ways:
+                    autotune.choose(ways_at(c), operation, nbytes, ways, 1)
 
 
 @inlined
@@ -172,8 +178,9 @@ def publish(c, call, shape, balance):
 
 @inlined
 def _time_word(c):
-    """What a call line says of time: how long the last call took, and in bit 0 whether this one is divided."""
-    return load_word(ways_at(c), autotune.TOOK) << 1 | autotune.is_divided(ways_at(c))
+    """What a call line says of time: how long the last call took; bits 0 and 1: this one is divided, or direct."""
+    t = ways_at(c)
+    return load_word(t, autotune.TOOK) << 2 | autotune.is_direct(t) << 1 | autotune.is_divided(t)
 
 
 @kernel
@@ -199,12 +206,14 @@ def _meet(c, call, shape, balance):
     store_word(c, at.SEEN, max(load_word(c, at.SEEN), load_word(c, at.ROUND)))
     store_word(c, at.LARGEST, largest)
     same &= balance == 0
-    if same and mixed & 1 == 0:
+    if same and mixed & 3 == 0:
         store_word(c, at.MET, 1)
-        autotune.learn(ways_at(c), took >> 1)
+        autotune.learn(ways_at(c), took >> 2)
         autotune.start_clock(ways_at(c))
         return DONE
     store_word(c, at.READ, layout.SLOTS)  # more rounds than anybody wrote: none is taken for a later call's
+    if same:
+        autotune.give_up(ways_at(c))
     autotune.choose_none(ways_at(c))
     _wind_up(c)
     # The context stays taken: what Python does next about it belongs to this call.

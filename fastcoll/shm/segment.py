@@ -17,7 +17,7 @@ import operator
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import posix_ipc
@@ -27,7 +27,21 @@ from ..core.processes import Member, gone_among, status_of
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous import Store
 from ..rendezvous.assemble import GroupMeeting
-from .layout import ATTACHED, LINE, MAGIC, ONE_SHOT_LIMIT, QUOTA, Layout, lanes_for, plan
+from .autotune import allowed_ways
+from .layout import (
+    ATTACHED,
+    LINE,
+    MAGIC,
+    ONE_SHOT_LIMIT,
+    QUOTA,
+    REACH,
+    REACH_WORDS,
+    WAYS,
+    Layout,
+    lanes_for,
+    plan,
+)
+from .reach import Reach
 from .thresholds import one_shot_limit
 
 DIRECTORY = "/dev/shm"
@@ -109,6 +123,11 @@ class Segment:
     def word(self, rank: int, offset: int) -> int:
         """Index into `words` of the word at a byte offset of a rank's section."""
         return (self.layout.section(rank) + offset) // 8
+
+    def reach(self, rank: int) -> np.ndarray:
+        """What a rank says of reading memory, see reach.py."""
+        start = self.word(rank, REACH)
+        return self.words[start : start + REACH_WORDS]
 
     def prefault(self, rank: int) -> None:
         """Enter the pages into this process's page table now, not one by one in the first large calls.
@@ -225,8 +244,8 @@ def shortage(need: int, cure: str = Layout.cure) -> str:
 
 def meet(
     store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int
-) -> tuple[Segment, int, int]:
-    """The group's segment, mapped by all members, the number of cores that they share, and how many lanes it has.
+) -> tuple[Segment, int, int, bool]:
+    """The group's segment, mapped by all members, how many cores they share, its lanes, and whether all can read all.
 
     Args:
         neighbours: ranks of the job on this node, members or not.
@@ -241,6 +260,7 @@ def meet(
                 meeting.say("segment", json.dumps({"name": name, **vars(layout)}).encode())
                 segment = Segment.create(name, layout)
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
+                segment.words[WAYS] = allowed_ways()
                 meeting.say("created")
             else:
                 announced = json.loads(meeting.hear("segment"))
@@ -249,9 +269,12 @@ def meet(
                 segment = Segment.attach(name, Layout(**announced))
             try:
                 _tell_of_cores(segment, rank)
+                reach = Reach(segment, members, rank)
                 segment.say_attached(rank)
                 segment.prefault(rank)
-                _await_attached(segment, members, meeting, timeout)
+                _await_all(segment.missing, "attach", members, meeting, timeout)
+                reach.probe()
+                _await_all(reach.unsure, "try to read the others' memory", members, meeting, timeout)
                 cores, lanes = _count_cores(segment, neighbours)
             except BaseException:
                 segment.close()
@@ -259,7 +282,7 @@ def meet(
         finally:
             if name:
                 unlink(name)
-    return segment, cores, lanes
+    return segment, cores, lanes, reach.is_full()
 
 
 def _choose(size: int) -> Layout:
@@ -274,12 +297,12 @@ def _choose(size: int) -> Layout:
         raise ResourceError(shortage(size * wanted, "free what fills it")) from error
 
 
-def _await_attached(
-    segment: Segment, members: Sequence[Member], meeting: GroupMeeting, timeout: float
+def _await_all(
+    late: Callable[[], list[int]], do: str, members: Sequence[Member], meeting: GroupMeeting, timeout: float
 ) -> None:
-    """Wait until all ranks have mapped the segment, and from time to time look for trouble."""
+    """Wait until no rank is `late` to do something, and from time to time look for trouble."""
     next_look = time.monotonic() + _LOOK_SECONDS
-    while missing := [members[r].rank for r in segment.missing()]:
+    while missing := [members[r].rank for r in late()]:
         time.sleep(0.0002)
         if time.monotonic() < next_look:
             continue
@@ -288,8 +311,8 @@ def _await_attached(
         if dead := gone_among(members):
             raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
         if not meeting.left():
-            late = f"rank {', '.join(map(str, missing))} did not attach within {timeout:g} s"
-            raise CollectiveTimeoutError(f"{_DOING}: {late}", missing)
+            who = f"rank {', '.join(map(str, missing))} did not {do} within {timeout:g} s"
+            raise CollectiveTimeoutError(f"{_DOING}: {who}", missing)
 
 
 def _tell_of_cores(segment: Segment, rank: int) -> None:

@@ -21,8 +21,8 @@ ALL_REDUCE = signature.code_of("all_reduce")
 
 
 @entry
-def choose(t: Index, operation: Index, nbytes: Index, plain: Index, divided: Index) -> int:
-    autotune.choose(integer(t), integer(operation), integer(nbytes), integer(plain), integer(divided), 1)
+def choose(t: Index, operation: Index, nbytes: Index, ways: Index) -> int:
+    autotune.choose(integer(t), integer(operation), integer(nbytes), integer(ways), 1)
     return 0
 
 
@@ -44,7 +44,7 @@ class Learner:
     def call(self, times, nbytes=LARGE, operation=ALL_REDUCE):
         """One call of a program; the way that it went. `times`: ticks a MiB that each way takes."""
         at = address_of(self.table)
-        choose.call(at, operation, nbytes, len(times), 0)
+        choose.call(at, operation, nbytes, (1 << len(times)) - 1)
         learn.call(at, self.took)
         way = int(self.table[autotune.WAY])
         self.took = times[way] if self.table[autotune.ROW] else 0
@@ -56,7 +56,8 @@ class Learner:
     def call_of_lanes(self, plain, divided):
         """One call that may be divided; whether it was. Ticks a MiB of each plain way, and of each divided one."""
         at = address_of(self.table)
-        choose.call(at, ALL_REDUCE, LARGE, len(plain), len(divided))
+        both = (1 << len(plain)) - 1 | (1 << len(divided)) - 1 << autotune.WAYS
+        choose.call(at, ALL_REDUCE, LARGE, both)
         learn.call(at, self.took)
         way = int(self.table[autotune.WAY])
         self.took = plain[way] if way < autotune.WAYS else divided[way - autotune.WAYS]
@@ -105,7 +106,7 @@ def test_a_call_that_cannot_be_divided_goes_the_best_plain_way_or_the_best_ways_
     for _ in range(200):
         learner.call_of_lanes([1000] * 3, [900, 900, 500])
     at = address_of(learner.table)
-    choose.call(at, ALL_REDUCE, LARGE, 3, 0)
+    choose.call(at, ALL_REDUCE, LARGE, 0b111)
     assert learner.table[autotune.WAY] == 2
 
 

@@ -25,13 +25,13 @@ from fastcoll.shm.layout import lanes_for
 EDGE = rounds.SMALLEST_DIVIDED // 4  # float32 of the smallest call that is divided
 LARGE = 3 * EDGE + 1009
 TURNS = 2 * 3  # calls in which each of three ways is tried, plain and divided
-MANY_TURNS = 2 * autotune.WAYS
+MANY_TURNS = 2 * (autotune.WAYS - 1)
 LAYOUT = layout.plan(2, 4 << 20)
 
 
 @contextmanager
 def group_of(lanes: int, timeout: float | None = None) -> Iterator[dist.ProcessGroup]:
-    """A group of all ranks with so many lanes."""
+    """A group of all ranks with so many lanes, whose calls all go through the slots."""
     before = os.environ.get("FASTCOLL_LANES")
     os.environ["FASTCOLL_LANES"] = str(lanes)
     config.forget()
@@ -43,6 +43,7 @@ def group_of(lanes: int, timeout: float | None = None) -> Iterator[dist.ProcessG
             os.environ["FASTCOLL_LANES"] = before
         config.forget()
     assert group.backend.context[at.LANES] == lanes
+    group.backend.context.words[at.DIRECT_FROM] = autotune.NEVER
     try:
         yield group
     finally:
@@ -118,7 +119,7 @@ def test_moves(rank, world_size, lanes, nbytes):
     count = nbytes // 4 // world_size + 1009
     xs = inputs(world_size, count)
     every = np.concatenate(xs)
-    ways = autotune.ways_of.py_func(nbytes, LAYOUT.slot, True)
+    ways = autotune.staged_ways.py_func(nbytes, LAYOUT.slot, True).bit_count()
     with group_of(lanes) as group:
         for turn in range(2 * ways):
             root = turn % world_size

@@ -1,0 +1,79 @@
+"""Whether the ranks of a group can read one another's memory, found out by doing it when they meet.
+
+Linux allows it to processes of one user in one pid namespace, unless seccomp (Docker before Linux 4.8, many sandboxes)
+or Yama (Ubuntu: only ancestors may) forbid it. Each rank puts the address of a word into the segment, reads
+the words of all others, and says whether they are right: a pid of another namespace may be some other process's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..core.processes import Member
+
+if TYPE_CHECKING:
+    from .segment import Segment
+
+_log = logging.getLogger("fastcoll")
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+YES, NO = 1, 2
+
+
+class Vector(ctypes.Structure):
+    """struct iovec"""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_read = _libc.process_vm_readv
+_vectors = ctypes.POINTER(Vector), ctypes.c_ulong
+_read.argtypes = [ctypes.c_int, *_vectors, *_vectors, ctypes.c_ulong]
+_read.restype = ctypes.c_ssize_t
+
+
+class Reach:
+    """One rank's part: it offers its word as long as this object lives, which must be until all have read it."""
+
+    def __init__(self, segment: Segment, members: Sequence[Member], rank: int) -> None:
+        self._segment, self._members, self._rank = segment, members, rank
+        self._word = ctypes.c_int64(segment.nonce ^ rank)
+        _let_peers_read()
+        segment.reach(rank)[0] = ctypes.addressof(self._word)
+
+    def probe(self) -> None:
+        """Read the words of all others, once all have attached, and say whether that went well."""
+        why = ""
+        for peer, member in enumerate(self._members):
+            found = ctypes.c_int64()
+            here = Vector(ctypes.addressof(found), 8)
+            there = Vector(int(self._segment.reach(peer)[0]), 8)
+            if _read(member.pid, here, 1, there, 1, 0) != 8:
+                why = os.strerror(ctypes.get_errno())
+            elif found.value != self._segment.nonce ^ peer:
+                why = "that pid is another process here"
+            if why:
+                _log.debug("the memory of %s cannot be read by process_vm_readv: %s", member, why)
+                break
+        self._segment.reach(self._rank)[1] = NO if why else YES
+
+    def unsure(self) -> list[int]:
+        """The ranks that have not said yet whether they can read all others."""
+        return [rank for rank in range(len(self._members)) if not self._segment.reach(rank)[1]]
+
+    def is_full(self) -> bool:
+        """Whether every rank can read every other; once nobody is unsure."""
+        return all(self._segment.reach(rank)[1] == YES for rank in range(len(self._members)))
+
+
+def _let_peers_read() -> None:
+    """Where Yama lets only ancestors read, allow it to all processes of this user, as they are without Yama."""
+    with suppress(OSError), open("/proc/sys/kernel/yama/ptrace_scope") as file:
+        if file.read().strip() == "1":
+            _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)

@@ -1,0 +1,273 @@
+"""One copy: ranks read one another's arrays where they are (cross-memory attach), and nothing goes through the slots.
+
+A call is two rounds without data, of all_reduce three. The call line of a rank says where its arrays are; after the
+meeting each rank reads what it takes by process_vm_readv, and publishes its last round when it has read everything.
+
+Who may return when. A rank whose array others read waits until they have published that they have read it: before,
+it must neither change nor free it. A rank that only reads waits for nobody. In an all_reduce a rank reduces its slice
+of all arrays into its own, which nobody else reads meanwhile, and publishes; then it reads the others' finished slices
+over its own elements, which their ranks have read by then.
+Why what was read is right. It was read after the meeting, and before its owner's call ended, unless the owner has
+failed the group: after that it may do with its array what it likes. It says FAILED first, and a reader looks for that
+when it has read, and before it publishes or returns. An owner that was killed can be read to the end or not at all,
+since the kernel keeps what it reads from. Nobody writes into another rank's memory, so a rank that was stopped for long
+does no harm when it goes on.
+
+Reads are of at most PIECE bytes, between which signals, deadlines and peers are seen (`time_is_up`).
+
+"""
+
+from __future__ import annotations
+
+import errno
+
+from ..core.monitor import FAILED
+from ..core.status import AGAIN, DONE, UNREADABLE, WORKED
+from ..kernels.copy import copy, copy_from
+from ..kernels.jit import inlined, kernel
+from ..kernels.primitives import call_reducer, load_acquire, load_word, start_of, store_word
+from ..kernels.waiting import nap
+from . import context_layout as at
+from . import layout
+from . import rounds as r
+from . import validate as v
+
+PIECE = 4 << 20  # bytes; a third of a millisecond
+REDUCED_AT_ONCE = 256 << 10  # bytes of a peer that wait in the slots to be reduced: a quarter of an L2
+_LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write one cache line
+
+
+@kernel
+def _read(c, peer, dst, src, nbytes):
+    """Copy bytes of a peer's memory: DONE, AGAIN (the peer has ended, which Python will see) or UNREADABLE."""
+    if peer == load_word(c, at.RANK):
+        copy(dst, src, nbytes)
+        return DONE
+    while nbytes > 0:
+        moved = copy_from(load_word(r.table(c, at.PIDS), peer), c + 8 * at.VECTORS, dst, src, nbytes)
+        if moved <= 0:
+            store_word(c, at.LATE, peer)
+            nap(c + 8 * at.PATIENCE)
+            return AGAIN if moved == -errno.ESRCH else UNREADABLE
+        dst, src, nbytes = dst + moved, src + moved, nbytes - moved
+    return DONE
+
+
+@inlined
+def _line(c, peer, words):
+    """Where a rank says the addresses of its arrays: in its call line, or in the first slot where they are many."""
+    return r.place_of(c, peer, 0, 8 * words)
+
+
+@inlined
+def _await_sound(c, peer):
+    """Whether a peer that was read had not failed by then: DONE, or AGAIN."""
+    if load_acquire(r.section(c, peer) + layout.STATE) != FAILED:
+        return DONE
+    store_word(c, at.LATE, peer)
+    return AGAIN
+
+
+@inlined
+def _next_peer(c, turn):
+    return (load_word(c, at.RANK) + turn) % load_word(c, at.SIZE)
+
+
+@inlined
+def _go_to(c, turn):
+    store_word(c, at.TURN, turn)
+    store_word(c, at.DID, 0)
+
+
+@kernel
+def _fetch(c, peer, dst, src, nbytes):
+    """Read what a peer has from DID on; resumable."""
+    while load_word(c, at.DID) < nbytes:
+        did = load_word(c, at.DID)
+        part = min(PIECE, nbytes - did)
+        code = _read(c, peer, dst + did, src + did, part)
+        if code != DONE:
+            return code
+        store_word(c, at.DID, did + part)
+        if did + part < nbytes and r.time_is_up(c):
+            return WORKED
+    return _await_sound(c, peer)
+
+
+@kernel
+def exchange(c, call, shape, balance, spread):
+    """What the tables GIVES give to what TAKES take, as `_exchange` of movement.py has it."""
+    rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
+    sends, send_sizes = r.table(c, at.GIVES), r.table(c, at.GIVES + 1)
+    receives, receive_sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
+    words = size if spread > 1 else 1
+    if load_word(c, at.WROTE) == 0:
+        if r.open_slot(c) != DONE:
+            return AGAIN
+        place = _line(c, rank, words)
+        for peer in range(size):
+            if peer != rank and load_word(send_sizes, peer) >= 0:
+                store_word(place, peer if spread > 1 else 0, load_word(sends, peer))
+        _go_to(c, 0)
+        r.publish(c, call, shape, balance)
+    met = r.meet(c, call, shape, balance)
+    if met != DONE:
+        return met
+    while load_word(c, at.TURN) < size:
+        peer = _next_peer(c, load_word(c, at.TURN))
+        nbytes = load_word(receive_sizes, peer)
+        if nbytes > 0:
+            src = load_word(sends, peer)
+            if peer != rank:
+                src = load_word(_line(c, peer, words), rank if spread > 1 else 0)
+            code = _fetch(c, peer, load_word(receives, peer), src, nbytes)
+            if code != DONE:
+                return code
+        _go_to(c, load_word(c, at.TURN) + 1)
+    if load_word(c, at.WROTE) == 1:
+        r.close_round(c, 2)
+        r.publish(c, call, shape, balance)
+    for peer in range(size):
+        given = peer != rank and load_word(send_sizes, peer) > 0
+        if given and r.await_peer(c, peer, 1) != DONE:
+            return AGAIN
+    r.close_round(c, 2)
+    return r.finish(c)
+
+
+@kernel
+def _reduce_slice(c, what, dst, addresses, offset, nbytes):
+    """Reduce nbytes of all ranks' arrays, `offset` bytes into them, into dst, from DID on; resumable.
+
+    `addresses`: the table of where the arrays are, a word a rank. What is read waits in this rank's slots, which are
+    free after the meeting, but for the first, where addresses may lie.
+    """
+    rank, size, itemsize = load_word(c, at.RANK), load_word(c, at.SIZE), load_word(what, v.ITEMSIZE)
+    sources = r.table(c, at.SOURCES)
+    a_slot = -(-(size - 1) // (layout.SLOTS - 1))
+    room = load_word(c, at.SLOT) // a_slot
+    piece = max(1, min(REDUCED_AT_ONCE, room) // itemsize) * itemsize
+    while load_word(c, at.DID) < nbytes:
+        did = load_word(c, at.DID)
+        part = min(piece, nbytes - did)
+        for turn in range(size):
+            peer = (rank + turn) % size
+            place = load_word(addresses, peer) + offset + did
+            if peer != rank:
+                scratch = r.slot_of(c, rank, 1 + (turn - 1) // a_slot) + (turn - 1) % a_slot * room
+                code = _read(c, peer, scratch, place, part)
+                if code != DONE:
+                    return code
+                place = scratch
+            store_word(sources, peer, place)
+        reducer, code = load_word(what, v.REDUCER), load_word(what, v.CODE)
+        call_reducer(reducer, code, dst + did, sources, size, part // itemsize)
+        store_word(c, at.DID, did + part)
+        if did + part < nbytes and r.time_is_up(c):
+            return WORKED
+    for peer in range(size):
+        if peer != rank and _await_sound(c, peer) != DONE:
+            return AGAIN
+    return DONE
+
+
+@kernel
+def _begin_with_one(c, x, call, shape):
+    """Tell the others where this rank's array is, and learn where theirs are, in the table TAKES."""
+    if load_word(c, at.WROTE) == 0:
+        store_word(_line(c, load_word(c, at.RANK), 1), 0, x)
+        _go_to(c, 1)
+        r.publish(c, call, shape, 0)
+    if load_word(c, at.MET) == 0:
+        met = r.meet(c, call, shape, 0)
+        if met != DONE:
+            return met
+        for peer in range(load_word(c, at.SIZE)):
+            store_word(r.table(c, at.TAKES), peer, load_word(_line(c, peer, 1), 0))
+    return DONE
+
+
+@kernel
+def all_reduce(c, x, nbytes, what, call):
+    """Each rank reduces its slice of all arrays into its own, and then reads the others' slices."""
+    rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
+    unit = _LINE_OF_ELEMENTS * load_word(what, v.ITEMSIZE)
+    code = _begin_with_one(c, x, call, nbytes)
+    if code != DONE:
+        return code
+    addresses = r.table(c, at.TAKES)
+    if load_word(c, at.WROTE) == 1:
+        low = start_of(nbytes, size, rank, unit)
+        code = _reduce_slice(c, what, x + low, addresses, low, start_of(nbytes, size, rank + 1, unit) - low)
+        if code != DONE:
+            return code
+        r.close_round(c, 3)
+        _go_to(c, 1)
+        r.publish(c, call, nbytes, 0)
+    while load_word(c, at.TURN) < size:
+        peer = _next_peer(c, load_word(c, at.TURN))
+        if r.await_peer(c, peer, 1) != DONE:
+            return AGAIN
+        low = start_of(nbytes, size, peer, unit)
+        part = start_of(nbytes, size, peer + 1, unit) - low
+        code = _fetch(c, peer, x + low, load_word(addresses, peer) + low, part)
+        if code != DONE:
+            return code
+        _go_to(c, load_word(c, at.TURN) + 1)
+    if load_word(c, at.WROTE) == 2:
+        r.close_round(c, 3)
+        r.publish(c, call, nbytes, 0)
+    if r.await_all(c) != DONE:
+        return AGAIN
+    r.close_round(c, 3)
+    return r.finish(c)
+
+
+@kernel
+def reduce(c, out, x, nbytes, what, call, root):
+    """The root reads and reduces all arrays."""
+    here = load_word(c, at.RANK) == root
+    code = _begin_with_one(c, x, call, nbytes)
+    if code != DONE:
+        return code
+    if load_word(c, at.WROTE) == 1:
+        if here:
+            code = _reduce_slice(c, what, out, r.table(c, at.TAKES), 0, nbytes)
+            if code != DONE:
+                return code
+        r.close_round(c, 2)
+        r.publish(c, call, nbytes, 0)
+    if not here and r.await_peer(c, root, 1) != DONE:
+        return AGAIN
+    r.close_round(c, 2)
+    return r.finish(c)
+
+
+@kernel
+def reduce_scatter(c, out, nbytes, shape, what, call):
+    """Each rank reads and reduces its block of all ranks."""
+    rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
+    blocks = r.table(c, at.GIVES)
+    if load_word(c, at.WROTE) == 0:
+        if r.open_slot(c) != DONE:
+            return AGAIN
+        for peer in range(size):
+            store_word(_line(c, rank, size), peer, load_word(blocks, peer))
+        _go_to(c, 1)
+        r.publish(c, call, shape, 0)
+    if load_word(c, at.MET) == 0:
+        met = r.meet(c, call, shape, 0)
+        if met != DONE:
+            return met
+        for peer in range(size):
+            store_word(r.table(c, at.TAKES), peer, load_word(_line(c, peer, size), rank))
+    if load_word(c, at.WROTE) == 1:
+        code = _reduce_slice(c, what, out, r.table(c, at.TAKES), 0, nbytes)
+        if code != DONE:
+            return code
+        r.close_round(c, 2)
+        r.publish(c, call, shape, 0)
+    if r.await_all(c) != DONE:
+        return AGAIN
+    r.close_round(c, 2)
+    return r.finish(c)
