@@ -21,7 +21,7 @@ from ..kernels import waiting
 from ..kernels.primitives import address_of
 from . import autotune, layout
 from . import context_layout as at
-from .layout import CONTROL, ONE_SHOT_LIMIT, WAYS, Layout
+from .layout import COMBINED, CONTROL, ONE_SHOT_LIMIT, WAYS, Layout
 from .segment import Segment
 from .validate import MEMO_PROBES, memo_place
 
@@ -83,6 +83,7 @@ class Context:
         words[at.RANK], words[at.SIZE] = rank, layout.size
         words[at.SECTIONS], words[at.STRIDE] = base + layout.section(0), layout.stride
         words[at.SLOTS_AT], words[at.SLOT] = CONTROL, layout.slot
+        words[at.COMBINED] = base + COMBINED if layout.groups else 0
         words[at.LATE], words[at.LANES] = -1, 1
         words[at.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
         ways = ctypes.c_int64.from_address(base + 8 * WAYS).value

@@ -39,7 +39,8 @@ DIRECT_FROM = 30  # bytes from which calls may go direct (single_copy.py)
 VECTORS = 31  # 31 to 34: two vectors of address and bytes for the system call that reads a peer's memory
 TURN = 35  # of a direct call: which peer is read, counted from this rank
 LANE_CONTEXTS = 36  # addresses of the contexts of all lanes
-PATIENCE = LANE_CONTEXTS + MAX_LANES  # the table of kernels/waiting.py
+COMBINED = LANE_CONTEXTS + MAX_LANES  # address of the combined lines; 0: the ranks meet at once
+PATIENCE = COMBINED + 1  # the table of kernels/waiting.py
 # Behind them: the table of autotune.py, the memo of descriptions (validate.py), six tables of a word a rank.
 CHOOSING = PATIENCE + PATIENCE_WORDS
 MEMO = CHOOSING + table_words(len(OPERATIONS))

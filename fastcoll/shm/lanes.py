@@ -119,6 +119,7 @@ class Lanes:
             own = Context(segment.address, layout, context[at.RANK], cores // number)
             control = LANES + lane * LANE_CONTROL
             own.words[at.SECTIONS] += control
+            own.words[at.COMBINED] = 0  # divided calls are large
             own.words[at.SLOTS_AT] = layout.lane_slots_at(lane, number) - control
             own.words[at.SLOT] = layout.lane_slot(number)
             own.words[at.LANE], own.words[at.LANES] = lane + 1, number

@@ -8,6 +8,7 @@ write some rounds ahead of what it reads (LAG).
     call line s % 2       rank      all       word 0 = s: call s has begun here, its first round is published
     PUBLISHED             rank      all       v: of a call's later rounds, those below v are published
     CONSUMED              rank      all       v: rounds below v are read
+    combined line s % 2   group     all       word 0 = s: all ranks of the group have begun call s
 
 Why a slot may be written again. Round t reuses the slot of round t - SLOTS, so every peer must have
 read that round: its CONSUMED is at least t - SLOTS + 1, or it has begun a later call. `seen` is the highest
@@ -15,6 +16,14 @@ such bound already known, so that the check is free in the common case: a call's
 everybody (`meet`), after which the rounds of all earlier calls are known to be read.
 Why a call line may be written again. Call s + 2 overwrites the line of call s; it begins only after the
 meeting of call s + 1, which no rank attends before it has compared the lines of call s.
+More than layout.FLAT ranks meet in groups. A rank waits for its group's lines; the group's combined line says of all of
+them what one rank's line would say; and a rank waits for the combined lines of all groups. Whoever has read its group's
+lines writes the combined one, unless it is there: a fixed leader would have to be scheduled first where ranks share
+cores. Several may write at once, since they write the same words: these depend on the group's lines only. What a rank
+wrote before its line is visible to all that have met, as one acquire and release follows the other.
+Why all these lines may be written again. Whoever has met for call s + 1 knows that every rank has begun it, and so has
+finished call s: nobody reads a line of call s any more, neither a rank's nor a group's, or is about to write a group's.
+Only then does a rank begin call s + 2, which uses these lines next.
 Why nobody waits for ever. A rank writes at most LAG <= SLOTS - 1 rounds ahead, so whoever has read least
 finds every slot that it and its peers need next free.
 `tests/shm/test_rounds_model.py` explores the schedules of this protocol.
@@ -28,7 +37,14 @@ from __future__ import annotations
 from ..core.signature import UNEVEN
 from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED
 from ..kernels.jit import inlined, kernel
-from ..kernels.primitives import load_word, store_release, store_word, swap_if_equal, this_thread
+from ..kernels.primitives import (
+    load_acquire,
+    load_word,
+    store_release,
+    store_word,
+    swap_if_equal,
+    this_thread,
+)
 from ..kernels.waiting import BUDGET, IDLE, now, wait_for
 from . import autotune, layout
 from . import context_layout as at
@@ -43,6 +59,10 @@ TAGS = 7
 # thread and to wait for it takes 20 to 50 us, to copy so much 47 to 90 (a rank with two lanes on 2 cores of an EPYC).
 SMALLEST_DIVIDED = 2 << 20
 LARGEST_ITEM = 4 << 10  # bytes of an element of a divided call
+
+# The bits of a line's TIME that are no time: whether the call is divided, or direct, and the sign, where ranks of a
+# group differ.
+_BESIDE_TIME = -(1 << 63) | 3
 
 
 @inlined
@@ -77,9 +97,22 @@ def line_of(c, rank):
 
 
 @inlined
+def combined_of(c, rank):
+    """Address of the combined line of a rank's group for the current call."""
+    return load_word(c, at.COMBINED) + layout.LINE * (rank // layout.GROUP * 2 + load_word(c, at.CALLS) % 2)
+
+
+@inlined
 def place_of(c, rank, step, nbytes, room=layout.INLINE):
-    """Where a round of a payload of nbytes lies: in the call line itself when all of it fits into the room there."""
-    return line_of(c, rank) + 8 * layout.PAYLOAD if nbytes <= room else slot_of(c, rank, step)
+    """Where a round of a payload of nbytes lies: in the call line itself when all of it fits into the room there.
+
+    A peer's payload of a word is in its group's combined line, too, which is in the cache already.
+    """
+    if nbytes > room:
+        return slot_of(c, rank, step)
+    if nbytes <= 8 and load_word(c, at.COMBINED) != 0 and rank != load_word(c, at.RANK):
+        return combined_of(c, rank) + 8 * (layout.PAYLOAD + rank % layout.GROUP)
+    return line_of(c, rank) + 8 * layout.PAYLOAD
 
 
 @inlined
@@ -183,32 +216,77 @@ def _time_word(c):
     return load_word(t, autotune.TOOK) << 2 | autotune.is_direct(t) << 1 | autotune.is_divided(t)
 
 
-@kernel
-def _meet(c, call, shape, balance):
-    """Wait until every rank has begun this call, and compare the calls."""
-    autotune.stop_clock(ways_at(c))
-    same = True
-    largest = shape
+@inlined
+def _compare(c, lines, stride, first, end, each, own, call, shape, balance):
+    """Wait for the lines first..end-1 of `each` ranks, but not for `own`, and compare them with this rank's call.
+
+    Returns whether all are there; whether the calls are the same; what their balances and `balance` add up to; the
+    largest shape and time; and a number that is not 0 where ranks differ in the bits beside the time.
+    """
     mine = _time_word(c)
-    took, mixed = mine, 0
-    for peer in range(load_word(c, at.SIZE)):
-        if peer == load_word(c, at.RANK):
+    same, largest, time, mixed = True, shape, mine, 0
+    for k in range(first, end):
+        if k == own:
             continue
-        line = line_of(c, peer)
-        if _await(c, peer, line + 8 * layout.SEQUENCE, load_word(c, at.CALLS)) != DONE:
-            return AGAIN
+        line = lines + k * stride
+        if _await(c, k * each, line + 8 * layout.SEQUENCE, load_word(c, at.CALLS)) != DONE:
+            return False, same, balance, largest, time, mixed
         theirs = load_word(line, layout.SHAPE)
         same &= load_word(line, layout.CALL) == call and (theirs == shape or call & UNEVEN != 0)
         balance += load_word(line, layout.BALANCE)
         largest = max(largest, theirs)
-        took = max(took, load_word(line, layout.TIME))
+        time = max(time, load_word(line, layout.TIME))
         mixed |= load_word(line, layout.TIME) ^ mine
+    return True, same, balance, largest, time, mixed & _BESIDE_TIME
+
+
+@kernel
+def _combine(c, call, shape, balance):
+    """Wait until this rank's group has begun this call, and tell that as if the group were one rank."""
+    combined = combined_of(c, load_word(c, at.RANK))
+    if load_acquire(combined) >= load_word(c, at.CALLS):
+        return DONE
+    first = load_word(c, at.RANK) // layout.GROUP * layout.GROUP
+    end = min(first + layout.GROUP, load_word(c, at.SIZE))
+    arrived, same, balance, largest, time, mixed = _compare(
+        c, line_of(c, 0), load_word(c, at.STRIDE), first, end, 1, load_word(c, at.RANK), call, shape, balance
+    )
+    if not arrived:
+        return AGAIN
+    if load_acquire(combined) < load_word(c, at.CALLS):  # else another one of the group was faster
+        # Where the group's ranks differ, words that no rank's line has, and so differ from each.
+        store_word(combined, layout.CALL, call if same else -1)
+        store_word(combined, layout.SHAPE, largest)
+        store_word(combined, layout.BALANCE, balance)
+        store_word(combined, layout.TIME, -1 if mixed else time)
+        for peer in range(first, end):
+            store_word(combined, layout.PAYLOAD + peer - first, load_word(line_of(c, peer), layout.PAYLOAD))
+        store_release(combined + 8 * layout.SEQUENCE, load_word(c, at.CALLS))
+    return DONE
+
+
+@kernel
+def _meet(c, call, shape, balance):
+    """Wait until every rank has begun this call, and compare the calls."""
+    autotune.stop_clock(ways_at(c))
+    size = load_word(c, at.SIZE)
+    if load_word(c, at.COMBINED) == 0:
+        lines, stride, rank = line_of(c, 0), load_word(c, at.STRIDE), load_word(c, at.RANK)
+        found = _compare(c, lines, stride, 0, size, 1, rank, call, shape, balance)
+    else:
+        if _combine(c, call, shape, balance) != DONE:
+            return AGAIN
+        lines, groups = combined_of(c, 0), -(-size // layout.GROUP)
+        found = _compare(c, lines, 2 * layout.LINE, 0, groups, layout.GROUP, -1, call, shape, 0)
+    arrived, same, balance, largest, time, mixed = found
+    if not arrived:
+        return AGAIN
     store_word(c, at.SEEN, max(load_word(c, at.SEEN), load_word(c, at.ROUND)))
     store_word(c, at.LARGEST, largest)
     same &= balance == 0
-    if same and mixed & 3 == 0:
+    if same and mixed == 0:
         store_word(c, at.MET, 1)
-        autotune.learn(ways_at(c), took >> 2)
+        autotune.learn(ways_at(c), time >> 2)
         autotune.start_clock(ways_at(c))
         return DONE
     store_word(c, at.READ, layout.SLOTS)  # more rounds than anybody wrote: none is taken for a later call's

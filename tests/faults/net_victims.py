@@ -19,9 +19,9 @@ from faults import victims
 LARGE = 1 << 24  # float32: 64 MiB
 
 
-def live_on_nodes(rank: int) -> None:
-    """Let two ranks at a time take themselves for a node: they see another /dev/shm than the others."""
-    processes._shm_device = lambda: 1_000_000 + rank // 2  # type: ignore[assignment]
+def live_on_nodes(rank: int, share: int = 2) -> None:
+    """Let `share` ranks at a time take themselves for a node: they see another /dev/shm than the others."""
+    processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
 
 
 def work_on_nodes_until_death(

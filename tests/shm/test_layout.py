@@ -18,6 +18,8 @@ def test_parts_do_not_overlap(size: int, per_rank: int) -> None:
     assert last_ring <= plan.stride
     assert plan.section(size - 1) + plan.stride == plan.nbytes
     assert all(plan.section(rank) % layout.PAGE == 0 for rank in range(size))
+    assert layout.COMBINED + 2 * layout.LINE * plan.groups <= plan.section(0)
+    assert plan.groups == {33: 5, 64: 8}.get(size, 0)
     for number in (plan.slot, plan.ring):
         assert number & (number - 1) == 0
 

@@ -6,6 +6,9 @@ slot that is written while somebody reads it is caught wherever it can happen.
 
 A call that is divided among lanes (shm/lanes.py) is here one round without data, and then what the lanes do
 to the slots, which they share with the rounds: each rank writes all of its own, and reads a slot of every other.
+
+Ranks may meet in groups. A combined line is a sequence and words, both the number of the call that they are for; to
+write the words takes two steps. Any rank of the group may write them, and be slow in it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-NEXT, WRITING, PUBLISH, COMPARE, READING = range(5)
+NEXT, WRITING, PUBLISH, COMPARE, READING, BEGIN_TO_TELL, TELL, TOLD = range(8)
+TORN = -2
 
 
 @dataclass(frozen=True)
@@ -24,19 +28,20 @@ class Op:
     kind: str
     rounds: int
     root: int = 0
-    lags: tuple[int, ...] = (0, 0, 0)
+    lags: tuple[int, ...] = (0, 0, 0, 0)
 
     def total(self, rank: int) -> int:
         """Rounds as this rank sees them; where the calls differ, so may these."""
         return self.rounds + rank if self.kind == "mismatch" else self.rounds
 
     def writes(self, rank: int) -> bool:
-        return {"all": True, "mismatch": True, "out": rank == self.root, "in": True}[self.kind]
+        return {"all": True, "word": False, "mismatch": True, "out": rank == self.root, "in": True}[self.kind]
 
     def reads(self, rank: int, size: int) -> tuple[int, ...]:
         peers = tuple(p for p in range(size) if p != rank)
         return {
             "all": peers,  # all_reduce, all_gather, all_to_all
+            "word": peers,  # the same of a word, which the combined lines have
             "mismatch": peers,
             "out": () if rank == self.root else (self.root,),  # broadcast, scatter
             "in": peers if rank == self.root else (),  # gather, reduce
@@ -60,6 +65,7 @@ class Rank:
     laned: int = 0  # calls whose lanes have written here
     published: int = 0
     consumed: int = 0
+    combined: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))  # in a group's first rank: sequence and words
 
 
 State = tuple[Rank, ...]
@@ -76,6 +82,10 @@ class Model:
         skip: rounds that a call takes that turned out to be a mismatch; the protocol's is `slots`.
         span: rounds that a divided call takes; the protocol's is `slots`.
         meets: whether a call's first round waits for all ranks.
+        group: ranks that meet in a group; 0: all meet at once.
+        parities: combined lines of a group; the protocol's are 2.
+        tells: the steps in which a combined line is written.
+        awaits: what a rank waits for in groups: the lines of its own, and the combined ones of all.
     """
 
     def __init__(
@@ -87,8 +97,13 @@ class Model:
         skip: int | None = None,
         span: int | None = None,
         meets: bool = True,
+        group: int = 0,
+        parities: int = 2,
+        tells: tuple[int, ...] = (BEGIN_TO_TELL, TELL, TOLD),
+        awaits: tuple[str, ...] = ("lines", "groups"),
     ) -> None:
         self.size, self.program, self.slots, self.meets = size, program, slots, meets
+        self.group, self.parities, self.tells, self.awaits = group, parities, tells, awaits
         self.credit = 1 - slots if credit is None else credit
         self.skip = slots if skip is None else skip
         self.span = slots if span is None else span
@@ -113,6 +128,8 @@ class Model:
         me = state[r]
         if me.op == len(self.program):
             return None
+        if me.phase in self.tells:
+            return self.tell(state, r)
         after = self.act(me, r, state)
         return None if after is None else (*state[:r], after, *state[r + 1 :])
 
@@ -128,6 +145,9 @@ class Model:
             return self.compare(me, r, op, state)
         if me.phase == READING:
             peer = op.reads(r, self.size)[me.peer]
+            if op.kind == "word":
+                self.assert_combined(me, peer, state)
+                return replace(me, phase=NEXT, peer=me.peer + 1)
             held = state[peer].slots[(me.round + me.read) % self.slots]
             assert held == me.round + me.read, (
                 f"round {me.round + me.read} read from a slot that holds {held}"
@@ -136,14 +156,14 @@ class Model:
         if me.wrote < op.total(r) and me.wrote <= me.read + op.lags[r]:
             return self.write(me, r, op, state)
         if not me.met and self.meets:
-            return replace(me, phase=COMPARE) if self.all_begun(me, r, state) else None
+            return self.meet(me, r, state)
         return self.begin_read(me, r, op, state)
 
     def divide(self, me: Rank, r: int, state: State) -> Rank | None:
         if me.wrote == 0:
             return replace(me, phase=PUBLISH)
         if not me.met:
-            return replace(me, phase=COMPARE) if self.all_begun(me, r, state) else None
+            return self.meet(me, r, state)
         mark = -10 - me.op
         if me.laned <= me.op:
             torn = (-2,) * self.slots
@@ -182,14 +202,67 @@ class Model:
         lines = (me.op + 1, me.lines[1]) if me.op % 2 == 0 else (me.lines[0], me.op + 1)
         return replace(after, lines=lines)
 
-    def all_begun(self, me: Rank, r: int, state: State) -> bool:
-        return all(p.lines[me.op % 2] >= me.op + 1 for k, p in enumerate(state) if k != r)
+    def meet(self, me: Rank, r: int, state: State) -> Rank | None:
+        """Go on to what the lines allow: to compare them all, or to combine those of the group."""
+        if not self.group:
+            begun = self.have_begun(me, range(self.size), state)
+        elif self.told(me, r, state) <= me.op:
+            mine = range(r - r % self.group, min(r - r % self.group + self.group, self.size))
+            begun = "lines" not in self.awaits or self.have_begun(me, mine, state)
+            return replace(me, phase=self.tells[0]) if begun else None
+        else:
+            firsts = range(0, self.size, self.group)
+            begun = "groups" not in self.awaits or all(self.told(me, k, state) > me.op for k in firsts)
+        return replace(me, phase=COMPARE) if begun else None
+
+    def have_begun(self, me: Rank, ranks: range, state: State) -> bool:
+        return all(state[k].lines[me.op % 2] > me.op for k in ranks)
+
+    def told(self, me: Rank, r: int, state: State) -> int:
+        """The sequence of a group's combined line."""
+        return state[r - r % self.group].combined[me.op % self.parities][0]
+
+    def tell(self, state: State, r: int) -> State:
+        """A step of writing the combined line of r's group."""
+        me, first, number = state[r], r - r % self.group, state[r].op + 1
+        lines = list(state[first].combined)
+        sequence, words = lines[me.op % self.parities]
+        if me.phase == self.tells[0]:
+            members = state[first : min(first + self.group, self.size)]
+            assert "lines" not in self.awaits or all(p.lines[me.op % 2] == number for p in members), (
+                "a line was overwritten"
+            )
+        step, after = self.tells.index(me.phase), NEXT
+        if step or sequence < number:  # else another rank was faster
+            after = (*self.tells, NEXT)[step + 1]
+            if me.phase == BEGIN_TO_TELL and words != number:  # words that are the same are not torn
+                words = TORN
+            elif me.phase == TELL:
+                words = number
+            elif me.phase == TOLD:
+                sequence = number
+        lines[me.op % self.parities] = sequence, words
+        ranks = list(state)
+        ranks[first] = replace(ranks[first], combined=tuple(lines))
+        ranks[r] = replace(ranks[r], phase=after)
+        return tuple(ranks)
+
+    def assert_combined(self, me: Rank, r: int, state: State) -> None:
+        number = me.op + 1
+        line = state[r - r % self.group].combined[me.op % self.parities]
+        assert line == (number, number), f"a combined line of call {number} holds {line}"
 
     def compare(self, me: Rank, r: int, op: Op, state: State) -> Rank:
-        others = [p for k, p in enumerate(state) if k != r]
-        assert all(p.lines[me.op % 2] == me.op + 1 for p in others), "a line was overwritten"
+        if self.group and "groups" in self.awaits:
+            for first in range(0, self.size, self.group):
+                self.assert_combined(me, first, state)
+        elif not self.group:
+            others = [p for k, p in enumerate(state) if k != r]
+            assert all(p.lines[me.op % 2] == me.op + 1 for p in others), "a line was overwritten"
         me = replace(me, phase=NEXT, met=True, seen=max(me.seen, me.round))
         if op.kind == "mismatch":
+            # What is said of a mismatch is read from all ranks' own lines.
+            assert all(p.lines[me.op % 2] == me.op + 1 for p in state), "a line was overwritten"
             return self.finish(replace(me, read=self.skip))
         return me
 
@@ -277,6 +350,45 @@ def test_more_slots_every_lag_that_they_allow(lag: int) -> None:
 )
 def test_three_ranks_every_schedule(program: list[Op]) -> None:
     assert Model(3, program).explore() > 1000
+
+
+GROUPED = {
+    "words": [Op("word", 1)] * 4,
+    "words and slots": [Op("word", 1), Op("all", 2), Op("word", 1)],
+    "a mismatch between": [Op("word", 1), Op("mismatch", 1), Op("word", 1)],
+    "out, in, divided": [Op("out", 2, 2, AHEAD), Op("in", 1), Op("divided", 1)],
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_three_ranks_in_two_groups_every_schedule(name: str) -> None:
+    assert Model(3, GROUPED[name], group=2).explore() > 1000
+
+
+@pytest.mark.long  # 4 to 8 s; three ranks are in two groups, too
+def test_four_ranks_in_two_groups_every_schedule() -> None:
+    assert Model(4, [Op("word", 1)] * 3, group=2).explore() > 1000
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_the_model_finds_a_group_told_of_before_all_its_ranks_are_there(size: int) -> None:
+    with pytest.raises(AssertionError, match="read from a slot"):
+        Model(size, [Op("all", 1)] * 2, group=2, awaits=("groups",)).explore()
+
+
+def test_the_model_finds_a_rank_that_waits_for_its_own_group_only() -> None:
+    with pytest.raises(AssertionError, match="read from a slot"):
+        Model(3, [Op("all", 1)] * 2, group=2, awaits=("lines",)).explore()
+
+
+def test_the_model_finds_a_combined_line_told_of_before_it_is_written() -> None:
+    with pytest.raises(AssertionError, match="a combined line of call"):
+        Model(3, [Op("word", 1)], group=2, tells=(TOLD, BEGIN_TO_TELL, TELL)).explore()
+
+
+def test_the_model_finds_that_one_combined_line_is_not_enough() -> None:
+    with pytest.raises(AssertionError, match="a combined line of call"):
+        Model(3, [Op("word", 1)] * 3, group=2, parities=1).explore()
 
 
 def test_the_model_finds_a_slot_reused_too_early() -> None:

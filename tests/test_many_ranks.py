@@ -1,0 +1,98 @@
+"""Worlds of many real processes: those of shared memory meet in groups there, those of TCP meet through others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conformance.test_every_operation import ROWS
+from faults import crew, net_victims, victims
+
+import fastcoll as dist
+from fastcoll.net.tcp.plans.shape import MEET_RANKS
+from fastcoll.shm.layout import FLAT, GROUP
+
+PROCESSES = 32
+NODE = 18  # ranks of the first node, of two: more than meet at once
+LAST_ALONE = FLAT + 1  # a world whose last rank is a group of its own
+
+
+def run_every_operation(rank: int, n: int, url: str, backend: str) -> str:
+    """What kind of backend did all of it right."""
+    if backend == "auto":
+        net_victims.live_on_nodes(rank, NODE)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
+    for row in ROWS.values():
+        for count in (1, 2, 5, 1009):  # a word, two, what fits into a line, and what does not
+            row(rank, n, count)
+    dist.barrier()
+    kind = type(dist.group.WORLD.backend).__name__
+    dist.destroy_process_group()
+    return kind
+
+
+@pytest.mark.long  # the plans of as many ranks are in net/test_plans_many.py, the meeting in shm/test_rounds_model.py
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("shm", "ShmBackend"), ("tcp", "TcpBackend"), ("auto", "HybridBackend")]
+)
+def test_every_operation(backend: str, kind: str) -> None:
+    assert max(FLAT, MEET_RANKS) < NODE < PROCESSES
+    with crew.nothing_left():
+        outcomes = crew.run(run_every_operation, PROCESSES, backend, deadline=90.0)
+    for outcome in outcomes:
+        assert outcome.result == kind, outcome.error
+
+
+def refuse(rank: int, n: int, url: str) -> list[str]:
+    """What a rank is told of calls that do not match, of which one rank makes another one, and then of a late rank."""
+    dist.init_process_group("shm", init_method=url, rank=rank, world_size=n, timeout=60)
+    told = []
+    for odd in (0, GROUP - 1, GROUP, n - 1):
+        told.append(_refused(lambda odd=odd: dist.all_reduce(np.ones(2 if rank == odd else 3, "f4"))))
+        told.append(_refused(lambda odd=odd: dist.barrier() if rank == odd else dist.scan(np.ones(1))))
+        # Ranks may differ in these sizes: only all their balances together tell.
+        told.append(_refused(lambda odd=odd: dist.all_gather(_outputs(n, odd, rank), np.ones(1 + rank))))
+        total = np.array([float(rank)])
+        dist.all_reduce(total)
+        assert total[0] == n * (n - 1) / 2
+    group = dist.new_group(timeout=0.5)
+    if rank != GROUP:
+        with pytest.raises(dist.CollectiveTimeoutError) as caught:
+            dist.barrier(group)
+        # Whose own wait ends a moment later is told by another rank.
+        assert caught.value.ranks == (GROUP,), caught.value
+    dist.barrier()
+    return told
+
+
+def _outputs(n: int, odd: int, rank: int) -> list[np.ndarray[Any, Any]]:
+    """Where rank `odd` takes one element too many from its left neighbour."""
+    return [np.zeros(1 + peer + (rank == odd and peer == (odd - 1) % n)) for peer in range(n)]
+
+
+def _refused(call: Any) -> str:
+    with pytest.raises(dist.MismatchError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("n", [LAST_ALONE, pytest.param(PROCESSES, marks=pytest.mark.long)])
+def test_all_are_told_alike_what_does_not_match_and_who_is_late(n: int) -> None:
+    outcomes = crew.run(refuse, n)
+    for outcome in outcomes:
+        assert outcome.result is not None, outcome.error
+    for texts, odd in zip(
+        zip(*(outcome.result for outcome in outcomes), strict=True),
+        np.repeat([0, GROUP - 1, GROUP, n - 1], 3),
+        strict=True,
+    ):
+        assert len(set(texts)) == 1, texts
+        assert f"rank {odd} " in texts[0]
+
+
+@pytest.mark.parametrize("victim", [0, GROUP, LAST_ALONE - 1])
+def test_a_killed_rank_is_named_by_all(victim: int) -> None:
+    with crew.nothing_left():
+        outcomes = crew.run(victims.work_until_death, LAST_ALONE, "all_reduce", 1, False, victim)
+    crew.check(outcomes, victim, "all_reduce", others=LAST_ALONE - 1.0)
