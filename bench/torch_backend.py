@@ -3,8 +3,9 @@
     python bench/torch_backend.py
     python bench/torch_backend.py --ranks 4 --sizes 8,1M --json out.json
 
-Both backends have a group of the same processes. For each size they take turns, in an order that is turned round each
-time; every result is checked before anything is timed. Times are of single calls on float32 tensors, "sync" with
+Both backends have a group of the same processes, whose ranks are pinned to the usable cores in turn (see
+versus/pinning.py). For each size they take turns, in an order that is turned round each time; every result is checked
+before anything is timed. Times are of single calls on float32 tensors, "sync" with
 async_op=False, "async" with async_op=True and wait; a column's number is the slowest rank's median (p99: its 99th
 percentile).
 """
@@ -16,11 +17,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from versus.pinning import pin, place_threads
+from versus.targets import markdown, missed
 
 from fastcoll import spawn
 from fastcoll.bench.cases import format_size, parse_size
@@ -30,7 +34,7 @@ BACKENDS = ("fastcoll", "gloo")
 MODES = ("sync", "async")
 SIZES = "8,1K,64K,1M,64M"
 TURNS = 6
-_FEWEST_CALLS = 3  # in a turn
+_FEWEST_CALLS = 25  # in a turn
 
 
 def main() -> int:
@@ -52,23 +56,27 @@ def rank_main(rank: int, ranks: int, sizes: list[int], seconds: float, folder: s
 
     import fastcoll.torch  # noqa: F401 - registers the backend
 
+    cores = sorted(os.sched_getaffinity(0))
+    pin(cores, rank)
     torch.set_num_threads(1)
     store, limit = dist.FileStore(f"{folder}/store", ranks), timedelta(seconds=300)
     dist.init_process_group("fastcoll", store=store, rank=rank, world_size=ranks, timeout=limit)
     groups = {name: dist.new_group(backend=name, timeout=limit) for name in BACKENDS}
-    rows = [measure(nbytes, groups, seconds) for nbytes in sizes]
+    rows = [measure(nbytes, groups, seconds, cores) for nbytes in sizes]
     if rank == 0:
-        facts = {**machine(len(os.sched_getaffinity(0))), "torch": torch.__version__}
-        report = {"machine": facts, "command": " ".join(sys.argv), "ranks": ranks, "rows": rows}
+        facts = {**machine(len(cores)), "torch": torch.__version__}
+        about = {"kind": "torch", "machine": facts, "cores": cores, "ranks": ranks}
+        report = {**about, "command": " ".join(["python", *sys.argv]), "results": rows}
         Path(folder, "report.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
-def measure(nbytes: int, groups: dict[str, Any], seconds: float) -> dict[str, Any]:
+def measure(nbytes: int, groups: dict[str, Any], seconds: float, cores: Sequence[int]) -> dict[str, Any]:
     """A row of the table: microseconds of every backend and mode at one size; collective.
 
     Args:
         seconds: how long each is timed for.
+        cores: of the ranks.
     """
     import torch
     import torch.distributed as dist
@@ -80,6 +88,7 @@ def measure(nbytes: int, groups: dict[str, Any], seconds: float) -> dict[str, An
         calls[f"{name} sync"] = lambda group=group: dist.all_reduce(x, group=group)
         calls[f"{name} async"] = lambda group=group: dist.all_reduce(x, group=group, async_op=True).wait()
     x.zero_()  # sums stay 0, however often
+    place_threads(cores, dist.get_rank())  # both libraries have started theirs
     counts = {name: _count(call, groups["gloo"], seconds / TURNS) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(TURNS):
@@ -87,7 +96,9 @@ def measure(nbytes: int, groups: dict[str, Any], seconds: float) -> dict[str, An
             dist.barrier(groups["gloo"])
             _time(calls[name], max(1, counts[name] // 10))
             times[name] += _time(calls[name], counts[name])
-    return {"nbytes": nbytes, **{name: _typical(found, groups["gloo"]) for name, found in times.items()}}
+    typical = {name: _typical(found, groups["gloo"]) for name, found in times.items()}
+    ratio = typical["gloo sync"]["median_us"] / typical["fastcoll sync"]["median_us"]
+    return {"operation": "all_reduce", "size": nbytes, "gloo_over_fastcoll": ratio, **typical}
 
 
 def check(x: Any, group: Any) -> None:
@@ -144,18 +155,19 @@ def page(report: dict[str, Any]) -> list[str]:
     lines = [
         f"all_reduce, float32, {report['ranks']} ranks, through torch.distributed (torch {report['machine']['torch']})",
         "",
-        f"{describe(report['machine'])}; `{report['command']}`",
+        f"{describe(report['machine'])}; pinned to cores {', '.join(map(str, report['cores']))} in turn; "
+        f"`{report['command']}`",
         "",
         "| bytes | mode | fastcoll, us (p99) | Gloo, us (p99) | Gloo / fastcoll |",
         "|--:|---|--:|--:|--:|",
     ]
-    for row in report["rows"]:
+    for row in report["results"]:
         for mode in MODES:
             ours, gloo = (row[f"{name} {mode}"] for name in BACKENDS)
             cells = [f"{side['median_us']:.4g} ({side['p99_us']:.4g})" for side in (ours, gloo)]
             ratio = gloo["median_us"] / ours["median_us"]
-            lines.append(f"| {format_size(row['nbytes'])} | {mode} | {cells[0]} | {cells[1]} | {ratio:.1f} |")
-    return lines
+            lines.append(f"| {format_size(row['size'])} | {mode} | {cells[0]} | {cells[1]} | {ratio:.1f} |")
+    return [*lines, "", *markdown(missed(report))]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,8 +5,9 @@
     python bench/torch_ddp.py --results bench/results           # also write the page, and its picture
 
 Both run in the same processes, in turn, a block of steps each, from the same weights on the same data; one thread of
-torch a rank. A time is the slowest rank's median step. Communication is what a step takes longer than in a third model,
-in the same turns, in which DDP does everything but communicate.
+torch a rank, pinned to the usable cores in turn (see versus/pinning.py). A time is the slowest rank's median step.
+Communication is what a step takes longer than in a third model, in the same turns, in which DDP does everything but
+communicate.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from versus.targets import markdown, missed
+
 from fastcoll.bench.results import describe, machine
 
 CASES = "mlp:32,mlp:64,mlp:256,transformer:1,transformer:2,transformer:8"
 _TOLERANCE = 1e-5  # of losses: ranks are added in another order
+_MATTERS = 0.3  # of a step on Gloo: where communication has a smaller share, an aim for the step says little
 
 Row = dict[str, Any]
 
@@ -36,10 +40,11 @@ Row = dict[str, Any]
 def main() -> int:
     options = _parser().parse_args()
     rows = [summary(found) for ranks in options.ranks for found in measure(ranks, options)]
-    lines = page(rows)
+    report = {"kind": "ddp", "machine": _facts(), "command": _command(), "results": rows}
+    lines = [*page(rows), "", *markdown(missed(report))]
     print("\n".join(lines))
     if options.json:
-        options.json.write_text(json.dumps({"machine": _facts(), "results": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)
         report = options.results / f"{date.today()}-torch-ddp.md"
@@ -49,7 +54,7 @@ def main() -> int:
         report.write_text("\n".join(lines) + "\n")
     wrong = [row for row in rows if row["loss_difference"] > _TOLERANCE]
     for row in wrong:
-        print(f"losses differ by {row['loss_difference']:.1e}: {_name(row)}", file=sys.stderr)
+        print(f"losses differ by {row['loss_difference']:.1e}: {row['operation']}", file=sys.stderr)
     return 1 if wrong else 0
 
 
@@ -72,20 +77,25 @@ def summary(found: Row) -> Row:
         side: 1e3 * max(median(rank[side]["seconds"]) for rank in ranks)
         for side in ("gloo", "fastcoll", "alone")
     }
+    share = {side: max(0.0, 1 - steps["alone"] / steps[side]) for side in ("gloo", "fastcoll")}
+    speedup = steps["gloo"] / steps["fastcoll"]
     differences = [
         abs(one - other)
         for rank in ranks
         for one, other in zip(rank["gloo"]["losses"], rank["fastcoll"]["losses"], strict=True)
     ]
     return {
+        "operation": f"{found['model']}, batch {found['batch']}, {len(ranks)} ranks",
+        "size": 0,
         "model": found["model"],
         "batch": found["batch"],
         "parameters": found["parameters"],
         "ranks": len(ranks),
         "steps": len(ranks[0]["gloo"]["seconds"]),
         "step_ms": steps,
-        "share": {side: max(0.0, 1 - steps["alone"] / steps[side]) for side in ("gloo", "fastcoll")},
-        "speedup": steps["gloo"] / steps["fastcoll"],
+        "share": share,
+        "speedup": speedup,
+        "gloo_over_fastcoll": speedup if share["gloo"] >= _MATTERS else None,
         "loss_difference": max(differences),
     }
 
@@ -93,18 +103,17 @@ def summary(found: Row) -> Row:
 def page(rows: Sequence[Row]) -> list[str]:
     """The table, with what it was measured on."""
     steps = [row["steps"] for row in rows]
-    command = shlex.join(["python", "bench/torch_ddp.py", *sys.argv[1:]])
     lines = [
         "# DistributedDataParallel on fastcoll and on Gloo",
         "",
         f"- Machine: {describe(_facts())}; torch {version('torch')}; fastcoll {version('fastcoll')}",
-        f"- Ranks: one thread of torch each, not pinned{_crowded(rows)}",
+        f"- Ranks: one thread of torch each, pinned to cores {_cores()} in turn{_crowded(rows)}",
         "- Method: the sides in the same processes, in turn, 8 steps at a time, their order turned round each "
         f"time; the slowest rank's median of {min(steps)} to {max(steps)} steps; DDP's defaults; SGD",
         "- Computing: the same with a communication hook that does nothing; communication: the share of the rest",
         f"- Losses: Gloo's and fastcoll's compared at every step; the largest difference is "
         f"{max(row['loss_difference'] for row in rows):.1e}",
-        f"- Command: `{command}`",
+        f"- Command: `{_command()}`",
         "",
         "| model | gradients (MB) | batch a rank | ranks | computing (ms) | Gloo (ms) | fastcoll (ms) "
         "| Gloo / fastcoll | communication, Gloo | communication, fastcoll |",
@@ -127,12 +136,16 @@ def _crowded(rows: Sequence[Row]) -> str:
     return f"; {most} ranks take turns on {cores} cores" if most > cores else ""
 
 
+def _command() -> str:
+    return shlex.join(["python", "bench/torch_ddp.py", *sys.argv[1:]])
+
+
+def _cores() -> str:
+    return ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+
+
 def _facts() -> dict[str, Any]:
     return machine(len(os.sched_getaffinity(0)))
-
-
-def _name(row: Row) -> str:
-    return f"{row['model']}, batch {row['batch']}, {row['ranks']} ranks"
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
@@ -150,7 +163,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         axes.barh(places, computing, 0.36, color="#BBBBBB", label="computing" if side == "fastcoll" else None)
         for place, length, step in zip(places, whole, steps, strict=True):
             axes.text(length + 0.01, place, f"{step:.1f} ms", va="center", fontsize=7)
-    axes.set_yticks(range(len(rows)), [_name(row) for row in rows])
+    axes.set_yticks(range(len(rows)), [row["operation"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("time of a step / Gloo's")
     axes.spines[["top", "right"]].set_visible(False)

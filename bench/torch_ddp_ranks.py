@@ -6,6 +6,7 @@ is what would be left if communication took no time.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from versus.pinning import pin, place_threads
 
 import fastcoll.torch  # noqa: F401
 
@@ -125,7 +127,7 @@ def side(case: Case, group: Any, alone: bool = False) -> Side:
     return Side(step)
 
 
-def measure(case: Case, groups: dict[str, Any], seconds: float) -> dict[str, Any]:
+def measure(case: Case, groups: dict[str, Any], seconds: float, cores: Sequence[int]) -> dict[str, Any]:
     """Blocks of steps, the sides in an order that is turned round each time, for `seconds` in all."""
     sides = {name: side(case, group) for name, group in groups.items()}
     sides["alone"] = side(case, groups["gloo"], alone=True)
@@ -142,6 +144,7 @@ def measure(case: Case, groups: dict[str, Any], seconds: float) -> dict[str, Any
     turns(2, timed=False)
     number = torch.tensor(max(4, int(seconds / turns(1, timed=False))))
     dist.broadcast(number, src=0)
+    place_threads(cores, dist.get_rank())  # the libraries have started theirs
     turns(int(number), timed=True)
     mine = {name: {"seconds": side.seconds, "losses": side.losses} for name, side in sides.items()}
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -153,12 +156,14 @@ def measure(case: Case, groups: dict[str, Any], seconds: float) -> dict[str, Any
 def main() -> None:
     """Arguments: a file for what was measured, seconds a case, and cases as MODEL:BATCH."""
     path, seconds, *cases = sys.argv[1:]
+    cores = sorted(os.sched_getaffinity(0))
+    pin(cores, int(os.environ["RANK"]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     groups = {"gloo": dist.new_group(backend="gloo"), "fastcoll": dist.new_group(backend="fastcoll")}
     found = []
     for name, _, batch in (case.partition(":") for case in cases):
-        found.append(measure(Case(name, int(batch)), groups, float(seconds)))
+        found.append(measure(Case(name, int(batch)), groups, float(seconds), cores))
     if dist.get_rank() == 0:
         with open(path, "w") as file:
             json.dump(found, file)

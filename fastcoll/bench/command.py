@@ -24,7 +24,9 @@ from .rank import FAILED, MISUSED, OK, run
 from .results import PICTURES
 
 # Options that ask for modules of the folder bench/ of the sources.
-_STUDIES = {"--vs": "versus.options", "--start": "start_times", "--overlap": "overlap"}
+_STUDIES = {
+    "--vs": "versus.options", "--start": "start_times", "--first-calls": "first_calls", "--overlap": "overlap",
+}  # fmt: skip
 _EPILOG = f"""
 operations: {", ".join(cases.SHAPES)}
 
@@ -34,7 +36,8 @@ busbw are those of nccl-tests. Under a launcher (RANK and WORLD_SIZE, mpirun, sr
 
 --tune -n N instead finds this machine's thresholds for N ranks, and keeps them.
 Where the sources are, also: --vs PEERS compares with other libraries (--vs gloo --help: its options),
---start times how ranks start, --overlap asynchronous operations beside a computation.
+--start times how ranks start, --first-calls the first ten calls of new processes beside later ones,
+--overlap asynchronous operations beside a computation.
 
 exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line or a
 launcher's environment cannot be, or none of the peers is there.

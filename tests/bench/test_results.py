@@ -19,7 +19,15 @@ def row(operation="all_reduce", count=1000, ranks=4, wrong=0, root=-1, redop="su
 
 
 def run(*rows, ranks=2):
-    facts = {"fastcoll": "1.2", "cpu": "a CPU", "cpu_model": "family 6", "caches": "L2 2M", "cores": 8, "usable_cores": 2, "kernel": "Linux 6"}
+    facts = {
+        "fastcoll": "1.2",
+        "cpu": "a CPU",
+        "cpu_model": "family 6",
+        "caches": "L2 2M",
+        "cores": 8,
+        "usable_cores": 2,
+        "kernel": "Linux 6",
+    }
     facts |= {"python": "3.12", "numpy": "2", "numba": "0.6", "update_gbs": 10.0, "copy_gbs": 5.0}
     devices = [{"rank": r, "pid": 7 + r, "hostname": "here", "cores": [r]} for r in range(ranks)]
     return Run("2030-01-02T03:04:05+00:00", ["python", "-m", "fastcoll.bench"], "shm", facts, devices, rows)

@@ -1,0 +1,134 @@
+"""`python -m fastcoll.bench --first-calls`: what the first ten calls of new processes take, over the converged median.
+
+Every cell, an operation of one size, has ranks of its own in each of several starts, so that its calls are the first
+ones of everything: compiled code is loaded, slots are touched, strategies chosen. A start before these, which lasts as
+long and does not count, compiles what is missing and lets the machine become known. A time is the slowest rank's; the
+median is of all calls after the first ten. Of the ten the mean counts, so that one slow call is not lost; that of the
+second to the tenth stands beside it, as the first call loads the code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from versus.pinning import pin
+from versus.targets import markdown, missed
+
+import fastcoll as dist
+from fastcoll import spawn
+from fastcoll.bench.cases import Case, cases, format_size, parse_operation
+from fastcoll.bench.command import make_parser
+from fastcoll.bench.measuring import no_collector
+from fastcoll.bench.rank import Host, prepare
+from fastcoll.bench.results import describe, digits, machine
+from fastcoll.errors import UsageError
+
+OPERATIONS = (
+    "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all",
+)  # fmt: skip
+SIZES = (8, 4 << 10, 256 << 10, 4 << 20, 64 << 20)
+STARTS = 3
+_FIRST = 10
+_FEWEST, _MOST = 100, 20_000  # calls after them
+_ROW = "{:>16} {:>6} {:>10} {:>10} {:>10} {:>13} {:>16}"
+_HEADING = _ROW.format("operation", "size", "first", "2 to 10", "median", "ten / median", "2 to 10 / median")
+
+Row = dict[str, Any]
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure the cells that the words of a command line ask for; returns the exit code."""
+    parser = make_parser()
+    parser.add_argument("--first-calls", action="store_true", help="this study")
+    parser.set_defaults(cores=sorted(os.sched_getaffinity(0)), seconds=0.5)
+    given = parser.parse_args(words)
+    ranks = given.ranks or 2
+    try:
+        operations = [parse_operation(name) for name in given.operations] or list(OPERATIONS)
+    except UsageError as error:
+        parser.error(str(error))
+    facts = machine(len(os.sched_getaffinity(0)))
+    print(f"{ranks} ranks, {STARTS} starts a cell, us of the slowest rank; {describe(facts)}")
+    print(_HEADING)
+    rows = []
+    for case in cases(operations, given.dtype, given.op, given.sizes or list(SIZES), given.root, ranks):
+        rows.append(measure(case, given.cores, given.backend, given.seconds))
+        print(line(rows[-1]), flush=True)
+    report = {
+        "kind": "first calls",
+        "machine": facts,
+        "command": shlex.join(["python -m fastcoll.bench", *words]),
+    }
+    report |= {"ranks": ranks, "results": rows}
+    print("\n".join(markdown(missed(report))))
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def measure(case: Case, cores: Sequence[int], backend: str, seconds: float) -> Row:
+    """A cell's times, in microseconds: medians over the starts."""
+    starts = [_start(case, cores, backend, seconds) for _ in range(STARTS + 1)][1:]
+    names = ("first_us", "others_us", "ten_us", "median_us")
+    times = {
+        name: median(values) * 1e6 for name, values in zip(names, zip(*starts, strict=True), strict=True)
+    }
+    ratios = {
+        "first_over_median": median(ten / usual for *_, ten, usual in starts),
+        "others_over_median": median(others / usual for _, others, _, usual in starts),
+    }
+    return {"operation": case.operation, "size": case.size, **times, **ratios}
+
+
+def line(row: Row) -> str:
+    """A row for a terminal."""
+    times = [digits(row[name]) for name in ("first_us", "others_us", "median_us")]
+    ratios = [f"{row[name]:.2f}" for name in ("first_over_median", "others_over_median")]
+    return _ROW.format(row["operation"], format_size(row["size"]), *times, *ratios)
+
+
+def _start(case: Case, cores: Sequence[int], backend: str, seconds: float) -> tuple[float, ...]:
+    """New ranks: seconds of the first call, means of the second to the tenth and of all ten, the median after them."""
+    with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
+        spawn(_rank, (case, list(cores), backend, seconds, folder), case.ranks)
+        calls = np.array([json.loads(Path(folder, str(rank)).read_text()) for rank in range(case.ranks)])
+    ten, later = calls[:, :_FIRST], calls[:, _FIRST:]
+    each = ten[:, 0], ten[:, 1:].mean(1), ten.mean(1), np.median(later, 1)
+    return tuple(float(ranks.max()) for ranks in each)
+
+
+def _rank(rank: int, case: Case, cores: Sequence[int], backend: str, seconds: float, folder: str) -> None:
+    pin(cores, rank)
+    dist.init_process_group(backend, f"file://{folder}/meeting", world_size=case.ranks, rank=rank)
+    trial = prepare(case, rank, Host())
+    trial.reset()
+    with no_collector():
+        dist.barrier()
+        calls = _times(trial.call, _FIRST)
+        wrong = 0 if case.operation == "all_reduce" else trial.wrong()
+        enough = np.array([min(_MOST, max(_FEWEST, int(seconds / max(1e-9, min(calls)))))])
+        dist.broadcast(enough, 0)
+        calls += _times(trial.call, int(enough[0]))
+    Path(folder, str(rank)).write_text(json.dumps(calls))
+    dist.destroy_process_group()
+    if wrong:
+        raise SystemExit(f"{case.operation} of {case.size} bytes: {wrong} wrong elements on rank {rank}")
+
+
+def _times(call: Callable[[], Any], number: int) -> list[float]:
+    """Seconds of each of so many calls."""
+    found = []
+    for _ in range(number):
+        start = perf_counter()
+        call()
+        found.append(perf_counter() - start)
+    return found

@@ -1,0 +1,31 @@
+"""--first-calls: what it tells."""
+
+from __future__ import annotations
+
+import json
+
+import first_calls
+import pytest
+
+
+@pytest.mark.long
+def test_it_tells_the_first_ten_calls_beside_the_later_ones(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(first_calls, "STARTS", 1)
+    path = tmp_path / "first.json"
+    words = ["broadcast", "--first-calls", "--sizes", "8", "--seconds", "0.01", "--json", str(path)]
+    assert first_calls.main(words) == 0
+    report = json.loads(path.read_text())
+    (row,) = report["results"]
+    assert (report["kind"], row["operation"], row["size"]) == ("first calls", "broadcast", 8)
+    assert 0 < row["median_us"] <= row["first_us"]
+    assert row["ten_us"] == pytest.approx((row["first_us"] + 9 * row["others_us"]) / 10, rel=0.5)
+    said = capfd.readouterr().out.splitlines()
+    assert said[2] == first_calls.line(row)
+    assert said[3].startswith("| missed")
+
+
+def test_an_unknown_operation_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        first_calls.main(["nothing", "--first-calls"])
+    assert ended.value.code == 2
+    assert "nothing" in capsys.readouterr().err
