@@ -24,8 +24,22 @@ class Status(IntEnum):
     OTHER = 10  # a message is of the kind that the progress engine has to go on with
     UNMINDED = 11  # a send is complete, and somebody should see to it that no answer stays deferred
     UNREADABLE = 12  # a peer's array, which the call reads where it is, cannot be read
+    UNMAPPED = 13  # a peer's array is in an arena that is not mapped here yet: map it, then call again
 
 
-DONE, AGAIN, WORKED, LATER, MISMATCH, DIVIDED, MIXED, GONE, GARBLED, REFUSED, OTHER, UNMINDED, UNREADABLE = (
-    map(int, Status)
-)
+(
+    DONE,
+    AGAIN,
+    WORKED,
+    LATER,
+    MISMATCH,
+    DIVIDED,
+    MIXED,
+    GONE,
+    GARBLED,
+    REFUSED,
+    OTHER,
+    UNMINDED,
+    UNREADABLE,
+    UNMAPPED,
+) = map(int, Status)

@@ -22,7 +22,7 @@ from ..core.operands import Array
 from ..core.operation import Call, Operation
 from ..core.processes import Member
 from ..core.reduce_op import ReduceOp
-from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNREADABLE, WORKED
+from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
 from ..errors import AbortedError, ArrayError, GroupError
 from ..kernels import waiting
 from ..kernels.jit import Entry
@@ -31,8 +31,8 @@ from ..p2p.engine import Engine
 from ..p2p.pipe import Pipe
 from ..p2p.transfers import kind_of
 from ..rendezvous import Store
+from . import arena, movement, reductions, ring_kernels, rounds, symmetric
 from . import context_layout as words
-from . import movement, reductions, ring_kernels, rounds, symmetric
 from .context import HANDED_OVER, Context, Report, What, changed, kept, patience
 from .fast import Fast
 from .head_start import HeadStart, refuses
@@ -45,7 +45,7 @@ from .symmetric import ShmMemory, SymmetricArrays
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
-_UNDER_WAY = (AGAIN, WORKED, DIVIDED, MIXED, UNREADABLE)
+_UNDER_WAY = (AGAIN, WORKED, DIVIDED, MIXED, UNREADABLE, UNMAPPED)
 
 
 class ShmBackend(Backend):
@@ -75,11 +75,10 @@ class ShmBackend(Backend):
             PeerDiedError, StoreTimeoutError: a member died or did not come.
         """
         there = members[rank].world_size if neighbours is None else neighbours
-        segment, cores, lanes, readable = meet(store, members, rank, timeout, there)
+        segment, cores, lanes, reach = meet(store, members, rank, timeout, there)
         gate = Gate(name, [member.rank for member in members], rank, timeout)
         made = cls(gate, members, segment, cores, lanes, cores // max(there, len(members)))
-        if readable:
-            made.context.go_direct([member.pid for member in members])
+        made.context.go_direct([member.pid for member in members], reach)
         return made
 
     def __init__(
@@ -99,6 +98,7 @@ class ShmBackend(Backend):
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
         self.head_start = HeadStart(gate, self.context, self.resume, self.torn, share)
+        self._arenas: list[arena.Mapping] = []
         self._symmetric = SymmetricArrays(gate, self.monitor, self.context, self.fail)
         for dtype in _SHARED:  # while the memo has room
             self.what("all_gather", dtype)
@@ -138,6 +138,8 @@ class ShmBackend(Backend):
                 self._lanes.run(entry, args, look)
             elif code == UNREADABLE:
                 self._refuse_to_read(look)
+            elif code == UNMAPPED:
+                self._map_arena(self.context[words.LATE])
             elif code != MIXED:
                 look(code, self.context)
             how = rounds.HELD if code == MIXED else rounds.RESUMED
@@ -159,6 +161,13 @@ class ShmBackend(Backend):
             "unmapped before its call has returned",
             [owner],
         )
+
+    def _map_arena(self, peer: int) -> None:
+        """Map the arena that a peer's call has named."""
+        base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:])
+        mapping = arena.map_peer(self.monitor.members[peer].pid, fd, nonce, nbytes)
+        self._arenas.append(mapping)
+        self.context.note_arena(peer, base, nbytes, mapping.address)
 
     def _gather(self, everybody: Array, own: Array) -> None:
         """Every rank's array, by the thread whose call has the context; its dtype is one of `_SHARED`."""
@@ -277,6 +286,8 @@ class ShmBackend(Backend):
         self.monitor.leave()
         if self._lanes.close() and free:
             self._segment.close()
+            for mapping in self._arenas:
+                mapping.close()
         if turn:
             self.gate.turn.release()
 

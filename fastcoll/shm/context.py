@@ -19,9 +19,10 @@ from ..core.operands import Array
 from ..errors import AbortedError, MismatchError
 from ..kernels import waiting
 from ..kernels.primitives import address_of
-from . import autotune, layout
+from . import arena, autotune, layout
 from . import context_layout as at
 from .layout import COMBINED, CONTROL, ONE_SHOT_LIMIT, WAYS, Layout
+from .reach import MAPS, READS
 from .segment import Segment
 from .validate import MEMO_PROBES, memo_place
 
@@ -39,6 +40,9 @@ HANDED_OVER = -1  # in BUSY, no thread's number: the progress thread will go on 
 def patience(ranks: int, cores: int) -> tuple[int, int]:
     """Spins and yields before sleeping, for so many ranks on so many cores."""
     return _DEDICATED if ranks <= cores else _OVERSUBSCRIBED
+
+
+_NO_ARENA = np.zeros(1, np.int64)
 
 
 class What:
@@ -91,6 +95,7 @@ class Context:
         words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
         words[at.PATIENCE + waiting.SPINS], words[at.PATIENCE + waiting.YIELDS] = patience(layout.size, cores)
         words[at.PATIENCE + waiting.BUDGET] = BUDGET
+        words[at.ARENA] = address_of(_NO_ARENA)
         self._kept: list[Any] = []
         self._memo_lock = threading.Lock()
 
@@ -106,15 +111,22 @@ class Context:
         """Let reductions of up to `limit` bytes go one-shot from now on; on all ranks between the same two calls."""
         self.words[at.ONE_SHOT] = limit
 
-    def go_direct(self, pids: Sequence[int]) -> None:
-        """Calls may go direct from now on: all ranks, which are these processes, can read one another's memory."""
+    def go_direct(self, pids: Sequence[int], reach: int) -> None:
+        """Let calls go direct from now on: all ranks, which are these processes, reach one another so (reach.py)."""
         ways = ctypes.c_int64.from_address(self._base + 8 * WAYS).value
-        if (
-            len(pids) > 1 and 8 * len(pids) <= self[at.SLOT]
-        ):  # a call tells an address a rank, in its slot at most
+        # A call tells an address a rank and one more, in a slot at most.
+        if reach & (READS | MAPS) and len(pids) > 1 and 8 * (len(pids) + 1) <= self[at.SLOT]:
             self.words[at.DIRECT_FROM] = autotune.direct_from(ways)
+        self.words[at.ONLY_SHARED] = 0 if reach & READS else 1
+        if reach & MAPS:
+            self.words[at.ARENA] = arena.STATE_ADDRESS
         start = at.TABLES + at.PIDS * len(pids)
         self.words[start : start + len(pids)] = pids
+
+    def note_arena(self, peer: int, base: int, nbytes: int, here: int) -> None:
+        """A peer's arena, of nbytes from `base` on there, is mapped `here`."""
+        for which, word in ((at.ARENA_BYTES, nbytes), (at.ARENA_SHIFTS, here - base), (at.ARENA_BASES, base)):
+            self.words[at.TABLES + which * self[at.SIZE] + peer] = word
 
     def wait_no_longer_than(self, nanoseconds: int = BUDGET) -> None:
         """Have entries come back after so long a wait; another thread's call then does too, without harm."""

@@ -38,16 +38,23 @@ WAYS = 29  # the ways of autotune.py that calls through the slots may go, as bit
 DIRECT_FROM = 30  # bytes from which calls may go direct (single_copy.py)
 VECTORS = 31  # 31 to 34: two vectors of address and bytes for the system call that reads a peer's memory
 TURN = 35  # of a direct call: which peer is read, counted from this rank
-LANE_CONTEXTS = 36  # addresses of the contexts of all lanes
+ARENA = 36  # address of the table of this process's arena (arena.py)
+ONLY_SHARED = 37  # 1: ranks cannot read one another's memory, only map their arenas
+LANE_CONTEXTS = 38  # addresses of the contexts of all lanes
 COMBINED = LANE_CONTEXTS + MAX_LANES  # address of the combined lines; 0: the ranks meet at once
 PATIENCE = COMBINED + 1  # the table of kernels/waiting.py
-# Behind them: the table of autotune.py, the memo of descriptions (validate.py), six tables of a word a rank.
+# Behind them: the table of autotune.py, the memo of descriptions (validate.py), nine tables of a word a rank.
 CHOOSING = PATIENCE + PATIENCE_WORDS
-MEMO = CHOOSING + table_words(len(OPERATIONS))
+MEMO = CHOOSING + table_words(2 * len(OPERATIONS))  # once more for shared arrays
 MEMO_ENTRIES = 128
 MEMO_WORDS = (
     4  # of an entry: addresses of dtype and reduce operation, the operation's code, description's address
 )
 TABLES = MEMO + MEMO_ENTRIES * MEMO_WORDS
 SOURCES, GIVES, GIVES_BYTES, TAKES, TAKES_BYTES, PIDS = range(6)
-TABLES_A_RANK = 6
+ARENA_BASES, ARENA_BYTES, ARENA_SHIFTS = (
+    6,
+    7,
+    8,
+)  # of the mapped arenas of peers: where there, how long, here minus there
+TABLES_A_RANK = 9

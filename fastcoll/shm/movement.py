@@ -38,7 +38,7 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, 0 if here else WRITEABLE):
         return r.give_up(h)
     nbytes, call = v.nbytes_of(x, what), load_word(what, v.CALL) | root << signature.ROOT_SHIFT
-    r.begin(h, _BROADCAST, nbytes, 0, True)
+    r.begin(h, _BROADCAST, nbytes, 0, single_copy.kind_of(c, v.data_of(x), nbytes))
     if is_direct(r.ways_at(c)):
         v.list_none(c, at.TAKES)
         v.list_none(c, at.GIVES)
@@ -200,8 +200,12 @@ def _exchange(c, h, operation, what, spread, root):
     of other ranks.
     """
     nbytes = _largest(c) * load_word(c, at.SIZE)
-    even = nbytes >= load_word(c, at.DIRECT_FROM) and v.are_even(c, at.GIVES) and v.are_even(c, at.TAKES)
-    r.begin(h, operation, nbytes, 0, even)
+    kind = 0
+    if nbytes >= load_word(c, at.DIRECT_FROM):
+        kind, takes = single_copy.kind_of_blocks(c, at.GIVES), single_copy.kind_of_blocks(c, at.TAKES)
+        if takes == 0 or kind == single_copy.NOTHING:
+            kind = takes
+    r.begin(h, operation, nbytes, 0, kind)
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
     return take_gil(release_gil(), _run_exchange(c, what, call, spread))
 

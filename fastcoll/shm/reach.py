@@ -1,20 +1,24 @@
-"""Whether the ranks of a group can read one another's memory, found out by doing it when they meet.
+"""How the ranks of a group can reach one another's arrays, found out by doing it when they meet.
 
 Linux allows it to processes of one user in one pid namespace, unless seccomp (Docker before Linux 4.8, many sandboxes)
 or Yama (Ubuntu: only ancestors may) forbid it. Each rank puts the address of a word into the segment, reads
 the words of all others, and says whether they are right: a pid of another namespace may be some other process's.
+
+An arena of shared arrays is mapped by a descriptor of its process, which takes less: no seccomp or Yama forbids it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
+import operator
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..core.processes import Member
+from ..core.processes import Member, in_sight
 
 if TYPE_CHECKING:
     from .segment import Segment
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fastcoll")
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-YES, NO = 1, 2
+SAID, READS, MAPS = 1, 2, 4
 
 
 class Vector(ctypes.Structure):
@@ -49,7 +53,7 @@ class Reach:
 
     def probe(self) -> None:
         """Read the words of all others, once all have attached, and say whether that went well."""
-        why = ""
+        how, why = SAID | READS | MAPS, ""
         for peer, member in enumerate(self._members):
             found = ctypes.c_int64()
             here = Vector(ctypes.addressof(found), 8)
@@ -58,18 +62,21 @@ class Reach:
                 why = os.strerror(ctypes.get_errno())
             elif found.value != self._segment.nonce ^ peer:
                 why = "that pid is another process here"
-            if why:
+            if why and how & READS:
                 _log.debug("the memory of %s cannot be read by process_vm_readv: %s", member, why)
-                break
-        self._segment.reach(self._rank)[1] = NO if why else YES
+                how &= ~READS
+            if not in_sight(member) or not os.access(f"/proc/{member.pid}/fd", os.R_OK | os.X_OK):
+                how &= ~MAPS
+        self._segment.reach(self._rank)[1] = how
 
     def unsure(self) -> list[int]:
-        """The ranks that have not said yet whether they can read all others."""
+        """The ranks that have not said yet how they can reach all others."""
         return [rank for rank in range(len(self._members)) if not self._segment.reach(rank)[1]]
 
-    def is_full(self) -> bool:
-        """Whether every rank can read every other; once nobody is unsure."""
-        return all(self._segment.reach(rank)[1] == YES for rank in range(len(self._members)))
+    def of_all(self) -> int:
+        """How every rank can reach every other: READS, MAPS; once nobody is unsure."""
+        said = (int(self._segment.reach(rank)[1]) for rank in range(len(self._members)))
+        return functools.reduce(operator.and_, said)
 
 
 def _let_peers_read() -> None:

@@ -57,7 +57,7 @@ def barrier(handle: Index, call: Index) -> int:
     c = r.take(h)
     if c == 0:
         return LATER
-    r.begin(h, 0, 0, 0, False)
+    r.begin(h, 0, 0, 0, 0)
     if r.may_write(c, 1):
         r.publish(c, integer(call), 0, 0)
     waited = r.meet(c, integer(call), 0, 0)
@@ -170,9 +170,9 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
         row = find_row(c, data, nbytes)
         if row != 0:
-            r.begin(h, _ALL_REDUCE, 0, 0, False)
+            r.begin(h, _ALL_REDUCE, 0, 0, 0)
             return take_gil(release_gil(), all_reduce_in_place(c, data, nbytes, what, call, row))
-    r.begin(h, _ALL_REDUCE, nbytes, load_word(what, v.ITEMSIZE), True)
+    r.begin(h, _ALL_REDUCE, nbytes, load_word(what, v.ITEMSIZE), single_copy.kind_of(c, data, nbytes))
     if is_direct(r.ways_at(c)):
         return take_gil(release_gil(), single_copy.all_reduce(c, data, nbytes, what, call))
     return take_gil(release_gil(), _reduce_arrays(c, data, data, nbytes, what, call, size, True))
@@ -193,7 +193,7 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
     last = load_word(c, at.SIZE) if here else 0
-    r.begin(h, _REDUCE, nbytes, load_word(what, v.ITEMSIZE), True)
+    r.begin(h, _REDUCE, nbytes, load_word(what, v.ITEMSIZE), single_copy.kind_of(c, data, nbytes))
     if is_direct(r.ways_at(c)):
         return take_gil(release_gil(), single_copy.reduce(c, out, data, nbytes, what, call, root))
     return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, last, True))
@@ -214,7 +214,7 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
     call = load_word(what, v.CALL)
     last = load_word(c, at.RANK) + (0 if integer(exclusive) else 1)
-    r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE), False)
+    r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE), 0)
     return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, last, False))
 
 
@@ -239,8 +239,8 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
     if nbytes != own or not v.are_apart(c, h, data, nbytes, at.GIVES, True):
         return r.give_up(h)
     longest = v.largest_of(c, at.GIVES)
-    even = longest >= load_word(c, at.DIRECT_FROM) and v.are_even(c, at.GIVES)
-    r.begin(h, _REDUCE_SCATTER, longest, load_word(what, v.ITEMSIZE), even)
+    kind = single_copy.kind_of_blocks(c, at.GIVES) if longest >= load_word(c, at.DIRECT_FROM) else 0
+    r.begin(h, _REDUCE_SCATTER, longest, load_word(what, v.ITEMSIZE), kind)
     if is_direct(r.ways_at(c)):
         call = load_word(what, v.CALL)
         return take_gil(

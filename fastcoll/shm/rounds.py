@@ -34,7 +34,7 @@ belongs to one call at a time, whose thread is named in BUSY from `take` until t
 
 from __future__ import annotations
 
-from ..core.signature import UNEVEN
+from ..core.signature import OPERATIONS, UNEVEN
 from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import (
@@ -54,6 +54,10 @@ RESUMED = 1  # the call came back with AGAIN before and holds the context
 PREPARED = 2  # the arrays have been adopted, and GIVEN is the call's description
 HELD = 4  # this thread has the context from the call before; and the call is to go undivided, and through the slots
 TAGS = 7
+
+# How a call can go direct: with arrays anywhere in its ranks' memory, or all in arenas that the others can map.
+ORDINARY, SHARED = 1, 2
+_OPERATIONS = len(OPERATIONS)
 
 # Bytes of a call from which on it may be divided, where a class of autotune.py begins. To hand a call to a lane's
 # thread and to wait for it takes 20 to 50 us, to copy so much 47 to 90 (a rank with two lanes on 2 cores of an EPYC).
@@ -139,7 +143,7 @@ def begin(handle, operation, nbytes, itemsize, direct):
     """The call has the context and its arguments are in order: number it, unless it resumes.
 
     The rest is for choosing the way of its data (autotune.py): how much there is, the size of its elements, 0 where
-    they are only moved, and whether the call can go direct.
+    they are only moved, and whether the call can go direct: 0, ORDINARY or SHARED, by where its arrays are.
     """
     c = handle & ~TAGS
     store_word(c, at.SINCE, 0)
@@ -156,10 +160,11 @@ def begin(handle, operation, nbytes, itemsize, direct):
                 if handle & HELD == 0:
                     if load_word(c, at.LANES) > 1 and nbytes >= SMALLEST_DIVIDED and itemsize <= LARGEST_ITEM:
                         ways |= ways << autotune.WAYS
-                    if direct and nbytes >= load_word(c, at.DIRECT_FROM):
+                    if direct > load_word(c, at.ONLY_SHARED) and nbytes >= load_word(c, at.DIRECT_FROM):
                         ways |= 1 << autotune.DIRECT
                 if ways:
-                    autotune.choose(ways_at(c), operation, nbytes, ways, 1)
+                    row = operation + _OPERATIONS if direct == SHARED else operation
+                    autotune.choose(ways_at(c), row, nbytes, ways, 1)
 
 
 @inlined

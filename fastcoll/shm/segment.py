@@ -125,7 +125,7 @@ class Segment:
         return (self.layout.section(rank) + offset) // 8
 
     def reach(self, rank: int) -> np.ndarray:
-        """What a rank says of reading memory, see reach.py."""
+        """What a rank says of its memory, see reach.py."""
         start = self.word(rank, REACH)
         return self.words[start : start + REACH_WORDS]
 
@@ -244,8 +244,8 @@ def shortage(need: int, cure: str = Layout.cure) -> str:
 
 def meet(
     store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int
-) -> tuple[Segment, int, int, bool]:
-    """The group's segment, mapped by all members, how many cores they share, its lanes, and whether all can read all.
+) -> tuple[Segment, int, int, int]:
+    """The group's segment, mapped by all members, how many cores they share, its lanes, and their reach (reach.py).
 
     Args:
         neighbours: ranks of the job on this node, members or not.
@@ -274,7 +274,7 @@ def meet(
                 segment.prefault(rank)
                 _await_all(segment.missing, "attach", members, meeting, timeout)
                 reach.probe()
-                _await_all(reach.unsure, "try to read the others' memory", members, meeting, timeout)
+                _await_all(reach.unsure, "look at the others' memory", members, meeting, timeout)
                 cores, lanes = _count_cores(segment, neighbours)
             except BaseException:
                 segment.close()
@@ -282,7 +282,7 @@ def meet(
         finally:
             if name:
                 unlink(name)
-    return segment, cores, lanes, reach.is_full()
+    return segment, cores, lanes, reach.of_all()
 
 
 def _choose(size: int) -> Layout:

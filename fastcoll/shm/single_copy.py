@@ -1,7 +1,9 @@
 """One copy: ranks read one another's arrays where they are (cross-memory attach), and nothing goes through the slots.
 
 A call is two rounds without data, of all_reduce three. The call line of a rank says where its arrays are; after the
-meeting each rank reads what it takes by process_vm_readv, and publishes its last round when it has read everything.
+meeting each rank reads what it takes, and publishes its last round when it has read everything. It reads by
+process_vm_readv, or by itself where the array is in an arena of its rank (arena.py), which is mapped when a call first
+needs it. What is reduced is copied to this rank's slots first only if it is not in an arena.
 
 Who may return when. A rank whose array others read waits until they have published that they have read it: before,
 it must neither change nor free it. A rank that only reads waits for nobody. In an all_reduce a rank reduces its slice
@@ -22,7 +24,8 @@ from __future__ import annotations
 import errno
 
 from ..core.monitor import FAILED
-from ..core.status import AGAIN, DONE, UNREADABLE, WORKED
+from ..core.status import AGAIN, DONE, UNMAPPED, UNREADABLE, WORKED
+from ..kernels.allocator import BASE, LIMIT
 from ..kernels.copy import copy, copy_from
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import call_reducer, load_acquire, load_word, start_of, store_word
@@ -34,15 +37,77 @@ from . import validate as v
 
 PIECE = 4 << 20  # bytes; a third of a millisecond
 REDUCED_AT_ONCE = 256 << 10  # bytes of a peer that wait in the slots to be reduced: a quarter of an L2
+NOTHING = 3  # no kind of array
 _LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write one cache line
+
+
+@inlined
+def _arena_of(c, address, nbytes):
+    """Where this process's arena begins, if these bytes are in it, else 0."""
+    arena = load_word(c, at.ARENA)
+    base = load_word(arena, BASE)
+    return base if base != 0 and 0 <= address - base <= load_word(arena, LIMIT) - nbytes else 0
+
+
+@kernel
+def kind_of(c, address, nbytes):
+    """Whether an array is ORDINARY or SHARED."""
+    return r.SHARED if _arena_of(c, address, nbytes) else r.ORDINARY
+
+
+@kernel
+def kind_of_blocks(c, which):
+    """The same of all blocks of a table; 0: they differ in size, so other ranks may choose another way; or NOTHING."""
+    kind, found = NOTHING, v.NO_MESSAGE
+    for peer in range(load_word(c, at.SIZE)):
+        nbytes = load_word(r.table(c, which + 1), peer)
+        if nbytes == v.NO_MESSAGE:
+            continue
+        if found not in (v.NO_MESSAGE, nbytes):
+            return 0
+        found = nbytes
+        kind = min(kind, kind_of(c, load_word(r.table(c, which), peer), nbytes))
+    return kind
+
+
+@inlined
+def _line(c, peer, words):
+    """Where a rank says the addresses of its arrays, and behind them its arena's, if some are in it, else 0.
+
+    That is in its call line, or in the first slot where they are many.
+    """
+    return r.place_of(c, peer, 0, 8 * (words + 1))
+
+
+@inlined
+def _name_arena(c, place, words, base):
+    """Have a line name this process's arena; its table is in the section by then."""
+    store_word(place, words, base)
+    if base:
+        for k in range(4):
+            there = r.section(c, load_word(c, at.RANK)) + layout.REACH + 16
+            store_word(there, k, load_word(load_word(c, at.ARENA), k))
+
+
+@inlined
+def _is_mapped(c, peer, base):
+    """Whether the arena that a peer names is mapped here, if it names one: DONE, or UNMAPPED."""
+    if base == 0 or base == load_word(r.table(c, at.ARENA_BASES), peer):
+        return DONE
+    store_word(c, at.LATE, peer)
+    return UNMAPPED
+
+
+@inlined
+def _here(c, peer, base, address, nbytes):
+    """Where bytes of a peer are in this process, if they are in the arena that it names, else 0."""
+    inside = 0 <= address - base <= load_word(r.table(c, at.ARENA_BYTES), peer) - nbytes
+    return address + load_word(r.table(c, at.ARENA_SHIFTS), peer) if base != 0 and inside else 0
 
 
 @kernel
 def _read(c, peer, dst, src, nbytes):
     """Copy bytes of a peer's memory: DONE, AGAIN (the peer has ended, which Python will see) or UNREADABLE."""
-    if peer == load_word(c, at.RANK):
-        copy(dst, src, nbytes)
-        return DONE
     while nbytes > 0:
         moved = copy_from(load_word(r.table(c, at.PIDS), peer), c + 8 * at.VECTORS, dst, src, nbytes)
         if moved <= 0:
@@ -51,12 +116,6 @@ def _read(c, peer, dst, src, nbytes):
             return AGAIN if moved == -errno.ESRCH else UNREADABLE
         dst, src, nbytes = dst + moved, src + moved, nbytes - moved
     return DONE
-
-
-@inlined
-def _line(c, peer, words):
-    """Where a rank says the addresses of its arrays: in its call line, or in the first slot where they are many."""
-    return r.place_of(c, peer, 0, 8 * words)
 
 
 @inlined
@@ -80,14 +139,17 @@ def _go_to(c, turn):
 
 
 @kernel
-def _fetch(c, peer, dst, src, nbytes):
-    """Read what a peer has from DID on; resumable."""
+def _fetch(c, peer, dst, src, nbytes, here):
+    """Read what a peer has from DID on, `here` or by the system call; resumable."""
     while load_word(c, at.DID) < nbytes:
         did = load_word(c, at.DID)
         part = min(PIECE, nbytes - did)
-        code = _read(c, peer, dst + did, src + did, part)
-        if code != DONE:
-            return code
+        if here:
+            copy(dst + did, here + did, part)
+        else:
+            code = _read(c, peer, dst + did, src + did, part)
+            if code != DONE:
+                return code
         store_word(c, at.DID, did + part)
         if did + part < nbytes and r.time_is_up(c):
             return WORKED
@@ -104,10 +166,14 @@ def exchange(c, call, shape, balance, spread):
     if load_word(c, at.WROTE) == 0:
         if r.open_slot(c) != DONE:
             return AGAIN
-        place = _line(c, rank, words)
+        place, base = _line(c, rank, words), 0
         for peer in range(size):
-            if peer != rank and load_word(send_sizes, peer) >= 0:
-                store_word(place, peer if spread > 1 else 0, load_word(sends, peer))
+            nbytes = load_word(send_sizes, peer)
+            if peer != rank and nbytes > 0:
+                address = load_word(sends, peer)
+                store_word(place, peer if spread > 1 else 0, address)
+                base = max(base, _arena_of(c, address, nbytes))
+        _name_arena(c, place, words, base)
         _go_to(c, 0)
         r.publish(c, call, shape, balance)
     met = r.meet(c, call, shape, balance)
@@ -117,10 +183,16 @@ def exchange(c, call, shape, balance, spread):
         peer = _next_peer(c, load_word(c, at.TURN))
         nbytes = load_word(receive_sizes, peer)
         if nbytes > 0:
-            src = load_word(sends, peer)
+            here = load_word(sends, peer)
+            src = here
             if peer != rank:
-                src = load_word(_line(c, peer, words), rank if spread > 1 else 0)
-            code = _fetch(c, peer, load_word(receives, peer), src, nbytes)
+                place = _line(c, peer, words)
+                base = load_word(place, words)
+                if _is_mapped(c, peer, base) != DONE:
+                    return UNMAPPED
+                src = load_word(place, rank if spread > 1 else 0)
+                here = _here(c, peer, base, src, nbytes)
+            code = _fetch(c, peer, load_word(receives, peer), src, nbytes, here)
             if code != DONE:
                 return code
         _go_to(c, load_word(c, at.TURN) + 1)
@@ -136,11 +208,31 @@ def exchange(c, call, shape, balance, spread):
 
 
 @kernel
-def _reduce_slice(c, what, dst, addresses, offset, nbytes):
+def _locate(c, words, place, nbytes):
+    """Put where the ranks' arrays are into the table TAKES, and into the next one whether they are in this process.
+
+    Each array is of nbytes, and word `place` of its rank's line has its address.
+    """
+    rank = load_word(c, at.RANK)
+    for peer in range(load_word(c, at.SIZE)):
+        line = _line(c, peer, words)
+        address, base = load_word(line, place), load_word(line, words)
+        here = address
+        if peer != rank:
+            if _is_mapped(c, peer, base) != DONE:
+                return UNMAPPED
+            here = _here(c, peer, base, address, nbytes)
+        store_word(r.table(c, at.TAKES), peer, here or address)
+        store_word(r.table(c, at.TAKES + 1), peer, here)
+    return DONE
+
+
+@kernel
+def _reduce_slice(c, what, dst, offset, nbytes):
     """Reduce nbytes of all ranks' arrays, `offset` bytes into them, into dst, from DID on; resumable.
 
-    `addresses`: the table of where the arrays are, a word a rank. What is read waits in this rank's slots, which are
-    free after the meeting, but for the first, where addresses may lie.
+    What is read waits in this rank's slots, which are free after the meeting, but for the first, where addresses may
+    lie.
     """
     rank, size, itemsize = load_word(c, at.RANK), load_word(c, at.SIZE), load_word(what, v.ITEMSIZE)
     sources = r.table(c, at.SOURCES)
@@ -152,8 +244,8 @@ def _reduce_slice(c, what, dst, addresses, offset, nbytes):
         part = min(piece, nbytes - did)
         for turn in range(size):
             peer = (rank + turn) % size
-            place = load_word(addresses, peer) + offset + did
-            if peer != rank:
+            place = load_word(r.table(c, at.TAKES), peer) + offset + did
+            if load_word(r.table(c, at.TAKES + 1), peer) == 0:
                 scratch = r.slot_of(c, rank, 1 + (turn - 1) // a_slot) + (turn - 1) % a_slot * room
                 code = _read(c, peer, scratch, place, part)
                 if code != DONE:
@@ -172,19 +264,16 @@ def _reduce_slice(c, what, dst, addresses, offset, nbytes):
 
 
 @kernel
-def _begin_with_one(c, x, call, shape):
-    """Tell the others where this rank's array is, and learn where theirs are, in the table TAKES."""
+def _begin_with_one(c, x, nbytes, call):
+    """Tell the others where this rank's array is, and learn where theirs are."""
     if load_word(c, at.WROTE) == 0:
-        store_word(_line(c, load_word(c, at.RANK), 1), 0, x)
+        place = _line(c, load_word(c, at.RANK), 1)
+        store_word(place, 0, x)
+        _name_arena(c, place, 1, _arena_of(c, x, nbytes))
         _go_to(c, 1)
-        r.publish(c, call, shape, 0)
-    if load_word(c, at.MET) == 0:
-        met = r.meet(c, call, shape, 0)
-        if met != DONE:
-            return met
-        for peer in range(load_word(c, at.SIZE)):
-            store_word(r.table(c, at.TAKES), peer, load_word(_line(c, peer, 1), 0))
-    return DONE
+        r.publish(c, call, nbytes, 0)
+    met = r.meet(c, call, nbytes, 0)
+    return _locate(c, 1, 0, nbytes) if met == DONE else met
 
 
 @kernel
@@ -192,13 +281,12 @@ def all_reduce(c, x, nbytes, what, call):
     """Each rank reduces its slice of all arrays into its own, and then reads the others' slices."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     unit = _LINE_OF_ELEMENTS * load_word(what, v.ITEMSIZE)
-    code = _begin_with_one(c, x, call, nbytes)
+    code = _begin_with_one(c, x, nbytes, call)
     if code != DONE:
         return code
-    addresses = r.table(c, at.TAKES)
     if load_word(c, at.WROTE) == 1:
         low = start_of(nbytes, size, rank, unit)
-        code = _reduce_slice(c, what, x + low, addresses, low, start_of(nbytes, size, rank + 1, unit) - low)
+        code = _reduce_slice(c, what, x + low, low, start_of(nbytes, size, rank + 1, unit) - low)
         if code != DONE:
             return code
         r.close_round(c, 3)
@@ -210,7 +298,9 @@ def all_reduce(c, x, nbytes, what, call):
             return AGAIN
         low = start_of(nbytes, size, peer, unit)
         part = start_of(nbytes, size, peer + 1, unit) - low
-        code = _fetch(c, peer, x + low, load_word(addresses, peer) + low, part)
+        place = load_word(r.table(c, at.TAKES), peer) + low
+        here = place if load_word(r.table(c, at.TAKES + 1), peer) else 0
+        code = _fetch(c, peer, x + low, place, part, here)
         if code != DONE:
             return code
         _go_to(c, load_word(c, at.TURN) + 1)
@@ -227,12 +317,12 @@ def all_reduce(c, x, nbytes, what, call):
 def reduce(c, out, x, nbytes, what, call, root):
     """The root reads and reduces all arrays."""
     here = load_word(c, at.RANK) == root
-    code = _begin_with_one(c, x, call, nbytes)
+    code = _begin_with_one(c, x, nbytes, call)
     if code != DONE:
         return code
     if load_word(c, at.WROTE) == 1:
         if here:
-            code = _reduce_slice(c, what, out, r.table(c, at.TAKES), 0, nbytes)
+            code = _reduce_slice(c, what, out, 0, nbytes)
             if code != DONE:
                 return code
         r.close_round(c, 2)
@@ -247,22 +337,24 @@ def reduce(c, out, x, nbytes, what, call, root):
 def reduce_scatter(c, out, nbytes, shape, what, call):
     """Each rank reads and reduces its block of all ranks."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
-    blocks = r.table(c, at.GIVES)
     if load_word(c, at.WROTE) == 0:
         if r.open_slot(c) != DONE:
             return AGAIN
+        place, base = _line(c, rank, size), 0
         for peer in range(size):
-            store_word(_line(c, rank, size), peer, load_word(blocks, peer))
+            address = load_word(r.table(c, at.GIVES), peer)
+            store_word(place, peer, address)
+            base = max(base, _arena_of(c, address, nbytes))
+        _name_arena(c, place, size, base)
         _go_to(c, 1)
         r.publish(c, call, shape, 0)
-    if load_word(c, at.MET) == 0:
-        met = r.meet(c, call, shape, 0)
-        if met != DONE:
-            return met
-        for peer in range(size):
-            store_word(r.table(c, at.TAKES), peer, load_word(_line(c, peer, size), rank))
+    code = r.meet(c, call, shape, 0)
+    if code == DONE:
+        code = _locate(c, size, rank, nbytes)
+    if code != DONE:
+        return code
     if load_word(c, at.WROTE) == 1:
-        code = _reduce_slice(c, what, out, r.table(c, at.TAKES), 0, nbytes)
+        code = _reduce_slice(c, what, out, 0, nbytes)
         if code != DONE:
             return code
         r.close_round(c, 2)

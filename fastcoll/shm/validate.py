@@ -164,18 +164,6 @@ def list_same(c, which, address, nbytes):
         store_word(r.table(c, which + 1), peer, nbytes)
 
 
-@kernel
-def are_even(c, which):
-    """Whether all blocks of a table that are there have one size; then those of other ranks probably have it too."""
-    found = NO_MESSAGE
-    for peer in range(load_word(c, at.SIZE)):
-        nbytes = load_word(r.table(c, which + 1), peer)
-        if nbytes != NO_MESSAGE and found not in (NO_MESSAGE, nbytes):
-            return False
-        found = max(found, nbytes)
-    return True
-
-
 @inlined
 def largest_of(c, which):
     """Bytes of the largest block of a table."""
