@@ -48,6 +48,7 @@ from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rende
 # isort: on
 
 if TYPE_CHECKING:
+    from .api.shared_arrays import shared_arrays
     from .launch.run import run
     from .launch.spawn import spawn
     from .rendezvous import TCPStore
@@ -66,6 +67,7 @@ __all__ += ["gather_single", "gather_into_tensor", "scatter_single"]
 __all__ += ["all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "ReduceOp", "reduce_op"]
 __all__ += ["Work"]
 __all__ += ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv", "symmetric"]
+__all__ += ["shared_arrays"]
 __all__ += ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]
 __all__ += ["send_object_list", "recv_object_list"]
 __all__ += ["all_gather_multigpu", "all_reduce_multigpu", "broadcast_multigpu", "reduce_multigpu"]
@@ -83,8 +85,11 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """The names that bring modules which most programs do not need: multiprocessing, sockets."""
-    places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous"}
+    """The names that bring modules which most programs do not need, or not yet: multiprocessing, sockets, kernels."""
+    places = {
+        "run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous",
+        "shared_arrays": ".api.shared_arrays",
+    }  # fmt: skip
     if name in places:
         return getattr(import_module(places[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -82,6 +82,11 @@ SETTINGS: dict[str, Setting] = {
         "",
         "ways that large calls on a node may go, as in direct,close (docs/benchmark.md); default: all of them",
     ),
+    "FASTCOLL_SHARED_ARRAYS": Setting(
+        _switch,
+        0,
+        "1: NumPy's new arrays of 64 KiB and more lie in shared memory, from `init_process_group` on",
+    ),
     "FASTCOLL_SECRET": Setting(str, "", "the job's shared secret; connections then authenticate both ways"),
     "FASTCOLL_SECRET_FILE": Setting(
         str, "", "file with the secret, which nobody else may read; FASTCOLL_SECRET comes first"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _ALL = "bool,int8,int16,int32,int64,uint8,uint16,uint32,uint64,float16,bfloat16,float32,float64,complex64,complex128"
 _REDUCTIONS = "reductions of "
+_SHARED_ARRAYS = "shared_arrays"
 
 
 class _Made(NamedTuple):
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         dtypes = _ALL if given.dtypes == "all" else given.dtypes
         reductions = [_REDUCTIONS + parse_dtype(name).name for name in dtypes.split(",")]
-        known = list(_all_entries())
+        known = [*_all_entries(), _SHARED_ARRAYS]
         wanted = known if given.ops is None else given.ops.split(",")
         if unknown := set(wanted) - set(known):
             raise UsageError(f"there is no operation {min(unknown)!r}; known: {', '.join(known)}")
@@ -87,12 +88,15 @@ def _warm_up(todo: Sequence[str], processes: int) -> None:
 
 
 def _make(name: str) -> _Made:
+    from .kernels.allocator import functions
     from .kernels.cache import KernelCache
     from .kernels.reduce import reducer
 
     before, began = KernelCache.compiled, time.perf_counter()
     if name.startswith(_REDUCTIONS):
         reducer(ReduceOp.SUM, parse_dtype(name.removeprefix(_REDUCTIONS)))
+    elif name == _SHARED_ARRAYS:
+        functions()
     else:
         _all_entries()[name].compile()
     return _Made(name, time.perf_counter() - began, KernelCache.compiled > before)

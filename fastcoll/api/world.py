@@ -136,6 +136,10 @@ def init_process_group(
     job, world = _start(find, choice, limit)
     groups.add(world, choice)
     _job = job
+    if config.get("FASTCOLL_SHARED_ARRAYS"):
+        from .shared_arrays import shared_arrays  # with what is compiled, which is there by now
+
+        shared_arrays.enable()
     _exit_hook.set()  # after all else, as hooks run newest first, and the store may have one that closes it
 
 

@@ -66,9 +66,7 @@ SHUT = 12  # not 0: nothing new comes out of the arena
 REFUSED = 13  # times that the file system was full
 TOLD = 14  # not 0: REFUSED has been passed on
 TELL = 15  # address of Py_AddPendingCall; 16: of what it is to call
-BEFORE = (
-    18  # addresses of the four functions that NumPy had before: 18 malloc, 19 calloc, 20 realloc, 21 free
-)
+BEFORE = 18  # what NumPy had before: 18 malloc, 19 calloc, 20 realloc, 21 free, 22 their context
 _STATVFS = 24  # 112 bytes, as fstatvfs writes them
 _LISTS = 48
 _SIZES = 8 * 30  # lists a table: eight between two powers of two
@@ -358,6 +356,12 @@ def _is_mine(s):
 
 
 @kernel
+def _before(s, which, b, c):
+    """One of the functions that NumPy had before."""
+    return _call(load_word(s, BEFORE + which), load_word(s, BEFORE + 4), b, c)
+
+
+@kernel
 def _make(s, nbytes):
     """A new block as `_take` says it, or 0."""
     if not SMALLEST <= nbytes < load_word(s, LIMIT) or load_word(s, SHUT) != 0 or not _is_mine(s):
@@ -396,7 +400,7 @@ def _free(s, block):
 
 def _malloc(s, nbytes):
     taken = _make(s, nbytes)
-    return _address(s, taken) if taken != 0 else _call(load_word(s, BEFORE), 0, nbytes, 0)
+    return _address(s, taken) if taken != 0 else _before(s, 0, nbytes, 0)
 
 
 def _calloc(s, count, itemsize):
@@ -405,7 +409,7 @@ def _calloc(s, count, itemsize):
     if count > 0 and itemsize > 0 and count <= load_word(s, LIMIT) // itemsize:
         taken = _make(s, nbytes)
     if taken == 0:
-        return _call(load_word(s, BEFORE + 1), 0, count, itemsize)
+        return _before(s, 1, count, itemsize)
     if taken % KINDS != CLEAN:
         _memset(_address(s, taken), 0, nbytes)
     return _address(s, taken)
@@ -413,14 +417,14 @@ def _calloc(s, count, itemsize):
 
 def _realloc(s, block, nbytes):
     if not _is_inside(s, block):
-        return _call(load_word(s, BEFORE + 2), 0, block, nbytes)
+        return _before(s, 2, block, nbytes)
     page = (block - load_word(s, BASE)) // PAGE
     # The mark of a block in use changes only when it is freed, which nobody does meanwhile.
     room = load_word(load_word(s, PAGES), page) // KINDS * PAGE
     if room // 2 <= nbytes <= room:
         return block
     taken = _make(s, nbytes)
-    larger = _address(s, taken) if taken != 0 else _call(load_word(s, BEFORE), 0, nbytes, 0)
+    larger = _address(s, taken) if taken != 0 else _before(s, 0, nbytes, 0)
     if larger != 0:
         copy(larger, block, min(room, nbytes))
         _free(s, block)
@@ -431,7 +435,7 @@ def _release(s, block, nbytes):
     if _is_inside(s, block):
         _free(s, block)
     else:
-        _call(load_word(s, BEFORE + 3), 0, block, nbytes)
+        _before(s, 3, block, nbytes)
 
 
 def _hold(s, on):

@@ -82,13 +82,23 @@ def exists() -> bool:
 
 
 def is_shared(x: Array) -> bool:
-    """Whether the memory of an ndarray, or of a view, is in this process's arena."""
-    return exists() and 0 <= address_of(x) - int(_state[a.BASE]) < int(_state[a.LIMIT])
+    """Whether the memory of an ndarray, or of a view, is in this process's arena, and peers may map that."""
+    return int(_state[a.NONCE]) != 0 and 0 <= address_of(x) - int(_state[a.BASE]) < int(_state[a.LIMIT])
 
 
 def descriptor() -> int:
     """The descriptor of the arena, which is open until the process ends; -1: there is none."""
     return int(_state[a.FD]) if exists() else -1
+
+
+def ordinary_functions() -> tuple[int, ...]:
+    """Addresses of NumPy's own malloc, calloc, realloc and free."""
+    return tuple(_state[a.BEFORE : a.BEFORE + 4].tolist())
+
+
+def bytes_in_use() -> int:
+    """Bytes of all blocks in use."""
+    return int(_state[a.IN_USE]) * a.PAGE
 
 
 def refused() -> int:
@@ -113,7 +123,7 @@ def create() -> None:
         _state[a.LIMIT], _state[a.OWNER] = limit, os.getpid()
         _state[a.KEEP] = min(_KEEP_BYTES, shared.all_bytes() // 8) // a.PAGE
         _state[a.RESERVE] = shared.all_bytes() // 16
-        _state[a.BEFORE : a.BEFORE + 4] = default_handler().functions
+        _state[a.BEFORE : a.BEFORE + 5] = *default_handler().functions, default_handler().context or 0
         _state[a.TELL] = _address_of_function(ctypes.pythonapi.Py_AddPendingCall)
         _state[a.TELL + 1] = _address_of_function(_tell)
         count = limit // a.PAGE + 1
@@ -131,12 +141,11 @@ def _address_of_function(function: Any) -> int:
 
 def _say_that_it_is_full(_: int | None) -> int:
     """Say once that there is no room. The C functions cannot: they have Python call this when it comes to it."""
-    in_use = int(_state[a.IN_USE]) * a.PAGE >> 10
     _log.warning(
         "shared arrays are made in ordinary memory from now on where %s is full: %d KiB of it are shared arrays, "
         "%d KiB are free, of which a part is left for others; make it larger (docker: --shm-size=1g)",
         shared.DIRECTORY,
-        in_use,
+        bytes_in_use() >> 10,
         shared.free_bytes() >> 10,
     )
     return 0
@@ -260,8 +269,8 @@ def _before_fork() -> None:
 
 def _copied() -> _Copy:
     limit = int(_state[a.LIMIT])
-    if shared.free_bytes() - int(_state[a.IN_USE]) * a.PAGE < int(_state[a.RESERVE]):
-        raise ResourceError(shared.shortage(int(_state[a.IN_USE]) * a.PAGE, "make fewer shared arrays"))
+    if shared.free_bytes() - bytes_in_use() < int(_state[a.RESERVE]):
+        raise ResourceError(shared.shortage(bytes_in_use(), "make fewer shared arrays"))
     copy = _Copy(*_new(limit))
     try:
         for start, nbytes in _blocks_in_use():
