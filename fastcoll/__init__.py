@@ -32,6 +32,7 @@ from .api.objects import (
     send_object_list,
 )
 from .api.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .api.shared_arrays import shared_arrays
 from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from .api.world import destroy_process_group, get_node_local_rank, init_process_group, world
 from .core.group import ProcessGroup
@@ -48,7 +49,6 @@ from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rende
 # isort: on
 
 if TYPE_CHECKING:
-    from .api.shared_arrays import shared_arrays
     from .launch.run import run
     from .launch.spawn import spawn
     from .rendezvous import TCPStore
@@ -85,11 +85,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """The names that bring modules which most programs do not need, or not yet: multiprocessing, sockets, kernels."""
-    places = {
-        "run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous",
-        "shared_arrays": ".api.shared_arrays",
-    }  # fmt: skip
+    """The names that bring modules which most programs do not need: multiprocessing, sockets."""
+    places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous"}
     if name in places:
         return getattr(import_module(places[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

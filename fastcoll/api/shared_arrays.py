@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import ResourceError
 from ..interop.numpy_memory import capsule_of, default_handler, set_handler
-from ..kernels.allocator import functions
-from ..shm import arena
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 _log = logging.getLogger("fastcoll")
 
@@ -59,29 +60,36 @@ class shared_arrays:
         `init_process_group` looks at that setting. A thread that has set a memory handler of NumPy's keeps it.
         """
         if _is_ready():
-            handler, made = default_handler(), functions()
+            handler, (context, functions) = default_handler(), _arena().functions()
+            malloc, calloc, realloc, free = functions
             # In this order, whatever one of the new functions makes, another one frees.
-            handler.context = arena.STATE_ADDRESS
-            handler.free, handler.realloc = made.free, made.realloc
-            handler.malloc, handler.calloc = made.malloc, made.calloc
+            handler.context, handler.free, handler.realloc = context, free, realloc
+            handler.malloc, handler.calloc = malloc, calloc
 
     @staticmethod
     def disable() -> None:
         """Make new arrays ordinary again, but in blocks; arrays that there are stay as they are."""
-        if arena.exists():
+        if _arena().exists():
             handler = default_handler()
-            handler.malloc, handler.calloc = arena.ordinary_functions()[:2]
+            handler.malloc, handler.calloc = _arena().ordinary_functions()[:2]
 
     @staticmethod
     def contains(x: Any) -> bool:
         """Whether x is an ndarray in memory that the other ranks can read in place: such an array, or a view of one."""
-        return isinstance(x, np.ndarray) and arena.is_shared(x)
+        return isinstance(x, np.ndarray) and bool(_arena().is_shared(x))
+
+
+def _arena() -> ModuleType:
+    """The module, which brings compiled code: it is imported when it is needed."""
+    from ..shm import arena
+
+    return arena
 
 
 def _is_ready() -> bool:
     """Whether there is an arena, made now if there was none."""
     try:
-        arena.create()
+        _arena().create()
     except ResourceError as error:
         _say_once(f"shared arrays are made in ordinary memory: {error}")
         return False
@@ -95,4 +103,4 @@ def _say_once(text: str) -> None:
 
 @functools.cache
 def _capsule() -> Any:
-    return capsule_of(b"fastcoll.shared_arrays", arena.STATE_ADDRESS, functions()[:4])
+    return capsule_of(b"fastcoll.shared_arrays", *_arena().functions())

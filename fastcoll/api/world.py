@@ -39,6 +39,7 @@ from .backends import BackendChoice, MakeGroup, parse_backend
 from .groups import Group, NonMember, groups
 from .job import Job, has_left, times_settled
 from .leaving import ExitHook, close, leave
+from .shared_arrays import shared_arrays
 
 _log = logging.getLogger("fastcoll")
 
@@ -137,8 +138,6 @@ def init_process_group(
     groups.add(world, choice)
     _job = job
     if config.get("FASTCOLL_SHARED_ARRAYS"):
-        from .shared_arrays import shared_arrays  # with what is compiled, which is there by now
-
         shared_arrays.enable()
     _exit_hook.set()  # after all else, as hooks run newest first, and the store may have one that closes it
 

@@ -91,6 +91,11 @@ def descriptor() -> int:
     return int(_state[a.FD]) if exists() else -1
 
 
+def functions() -> tuple[int, tuple[int, ...]]:
+    """What a memory handler is made of: STATE_ADDRESS, and addresses of malloc, calloc, realloc and free."""
+    return STATE_ADDRESS, a.functions()[:4]
+
+
 def ordinary_functions() -> tuple[int, ...]:
     """Addresses of NumPy's own malloc, calloc, realloc and free."""
     return tuple(_state[a.BEFORE : a.BEFORE + 4].tolist())
@@ -116,8 +121,7 @@ def create() -> None:
     with _making:
         if exists():
             return
-        functions = a.functions()
-        _hold = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(functions.hold)
+        _hold = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(a.functions().hold)
         limit = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // a.PAGE * a.PAGE
         _state[a.FD], base, _state[a.NONCE] = _new(limit)
         _state[a.LIMIT], _state[a.OWNER] = limit, os.getpid()
