@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ from conformance.test_every_operation import ROWS
 from faults import crew, net_victims, victims
 
 import fastcoll as dist
+from fastcoll import config
 from fastcoll.net.tcp.plans.shape import MEET_RANKS
+from fastcoll.shm import autotune
+from fastcoll.shm import context_layout as at
 from fastcoll.shm.layout import FLAT, GROUP
 
 PROCESSES = 32
@@ -91,6 +95,31 @@ def test_all_are_told_alike_what_does_not_match_and_who_is_late(n: int) -> None:
         assert f"rank {odd} " in texts[0]
 
 
+def disagree(rank: int, n: int, url: str) -> list[int]:
+    """How many calls it took to reduce where one rank would go through the slots, and the others direct."""
+    os.environ["FASTCOLL_SHM_WAYS"] = "direct"
+    config.forget()
+    dist.init_process_group("shm", init_method=url, rank=rank, world_size=n, timeout=60)
+    words = dist.group.WORLD.backend.context.words
+    direct, took = words[at.DIRECT_FROM], []
+    for odd in (0, GROUP, n - 1):
+        words[at.DIRECT_FROM] = autotune.NEVER if rank == odd else direct
+        before, x = words[at.CALLS], np.full(5000, rank + 1.0)
+        dist.all_reduce(x)
+        assert (x == n * (n + 1) / 2).all()
+        took.append(int(words[at.CALLS] - before))
+    return took if direct < autotune.NEVER else []
+
+
+def test_ranks_that_would_go_different_ways_all_find_that() -> None:
+    for outcome in crew.run(disagree, LAST_ALONE):
+        assert outcome.result is not None, outcome.error
+        if not outcome.result:
+            pytest.skip("these ranks may not read one another's memory")
+        assert outcome.result == [2, 2, 2]  # they meet, find it, and meet again
+
+
+@pytest.mark.long  # faults/test_kill.py kills ranks of small worlds
 @pytest.mark.parametrize("victim", [0, GROUP, LAST_ALONE - 1])
 def test_a_killed_rank_is_named_by_all(victim: int) -> None:
     with crew.nothing_left():
