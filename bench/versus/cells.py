@@ -69,6 +69,17 @@ def ping_pong(rank: int, ranks: int, exchange: Exchange) -> Callable[[], Any]:
     return both
 
 
+def updated(x: Array, call: Callable[[], Any]) -> Callable[[], Any]:
+    """Write all of x, as a program does before it reduces it, and call."""
+    one = x.dtype.type(1)
+
+    def both() -> None:
+        np.multiply(x, one, out=x)
+        call()
+
+    return both
+
+
 def prepare(cell: Cell, buffers: Buffers, place: Place) -> None:
     """Right inputs, and outputs that are wrong everywhere."""
     buffers.out.fill(0)
@@ -175,6 +186,8 @@ _TILES: dict[str, Callable[[Place], Tiles]] = {
     "send_recv": _pair,
     "barrier": _nothing,
     "custom": _custom,
+    "update_all_reduce": _reduction,
+    "update_shared_all_reduce": _reduction,
     "stream": _same,
     "fold": _folded,
     "copy": _same,

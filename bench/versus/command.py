@@ -21,7 +21,7 @@ from . import launch, peers, targets
 from .limits import limit_cells
 from .outcome import LIMIT, OURS, Comparison, SideTimes, write_json
 from .peers import Found, Missing, Peer
-from .plan import DTYPES, OPERATIONS, Cell, Job, cells
+from .plan import DTYPES, SHAPES, Cell, Job, cells
 from .record import placement, write_page
 from .rounds import Contender, count_copies, run_rounds
 from .tables import misses, notes, single_copies, text, verdict
@@ -73,8 +73,8 @@ def parse_operation(name: str) -> str:
         UsageError: there is none of that name.
     """
     found = name.lower().replace("-", "_")
-    if found not in OPERATIONS:
-        raise UsageError(f"there is no operation {name!r} to compare; known: {', '.join(OPERATIONS)}")
+    if found not in SHAPES:
+        raise UsageError(f"there is no operation {name!r} to compare; known: {', '.join(SHAPES)}")
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter_ns
@@ -55,6 +56,9 @@ class Side(Protocol):
     def slowest(self, seconds: float) -> float:
         """The largest of all ranks' numbers."""
 
+    def memory(self, operation: str) -> AbstractContextManager[Any]:
+        """Where the operation's arrays are made."""
+
     def call(self, operation: str, buffers: Buffers) -> Call:
         """What is timed: the operation on these arrays, root 0, in the form that is the library's fastest."""
 
@@ -73,7 +77,8 @@ def main(name: str, folder: Path) -> None:
         _tell(log, library=side.library, pid=os.getpid(), placed=place_threads(job.cores, side.rank))
         for number, cell in enumerate(job.cells):
             _tell(log, begins=number)
-            buffers = make_buffers(cell, place)
+            with side.memory(cell.operation):
+                buffers = make_buffers(cell, place)
             call = side.call(cell.operation, buffers)
             _verify(side, cell, call, buffers, place)
             told = _count(side, call, counter) if counter else _measure(side, call, cell, job)

@@ -17,11 +17,11 @@ from fastcoll.rendezvous.detect import detect
 
 from .command import Options, check, compare, parse_operation
 from .peers import PEERS, parse_peer_python, parse_peers
-from .plan import DEFAULT_SIZES, OPERATIONS
+from .plan import DEFAULT_SIZES, OPERATIONS, UPDATES
 
 _SECONDS = 5.0
 _EPILOG = f"""
-operations: {", ".join(OPERATIONS)}
+operations: {", ".join(OPERATIONS)} (all of these when none is given); and {", ".join(UPDATES)}
 
 The same calls are timed on fastcoll and on other libraries, in turn, beside the machine's own limit. A size is the
 bytes of the larger of input and output.

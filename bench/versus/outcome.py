@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .limits import LIMIT_FROM, LIMITS_OF
+from .plan import UPDATES
 
 Key = tuple[str, int]
 """An operation (or a limit) and its size in bytes."""
@@ -139,6 +140,13 @@ class Comparison:
         limit = self.limit_seconds(key)
         return None if limit is None else self.ours(key) / limit
 
+    def ordinary_over_shared(self, key: Key) -> float | None:
+        """How many times longer fastcoll takes on ordinary arrays than on those in shared pages."""
+        ordinary, shared = UPDATES
+        if key[0] != shared or (ordinary, key[1]) not in self.planned:
+            return None
+        return self.ours((ordinary, key[1])) / self.ours(key)
+
     def shortened(self) -> list[tuple[str, Key]]:
         """Who made fewer calls than the others, as they would have taken too long."""
         return [
@@ -210,4 +218,5 @@ def _result(comparison: Comparison, key: Key) -> dict[str, Any]:
         "gloo_over_fastcoll": comparison.ratio(GLOO, key),
         "limit_seconds": comparison.limit_seconds(key),
         "fastcoll_over_limit": comparison.over_limit(key),
+        "ordinary_over_shared": comparison.ordinary_over_shared(key),
     }

@@ -18,7 +18,11 @@ _LOOKS = {
     "mpich": ("#009E73", "^", 1.4),
     "gloo": ("#CC79A7", "D", 1.4),
 }
-_NAMES = {"custom": "all_reduce, user-defined reduction"}
+_NAMES = {
+    "custom": "all_reduce, user-defined reduction",
+    "update_all_reduce": "x *= 1, all_reduce",
+    "update_shared_all_reduce": "the same, ours in shared pages",
+}
 _COLUMNS = 4
 
 

@@ -54,6 +54,8 @@ SHAPES: dict[str, Shape] = {
     "send_recv": Shape("whole", "whole", split=False, calls_in_time=2),
     "barrier": Shape("nothing", None, split=False),
     "custom": Shape("whole", None, split=False),
+    "update_all_reduce": Shape("whole", None, split=False),
+    "update_shared_all_reduce": Shape("whole", None, split=False),
 }
 LIMITS: dict[str, Shape] = {
     "stream": Shape("whole", None, split=False),
@@ -63,7 +65,9 @@ LIMITS: dict[str, Shape] = {
     "copy_part": Shape("part", "part"),
     "copy_part_past": Shape("part", "part"),
 }
-OPERATIONS = tuple(SHAPES)
+UPDATES = ("update_all_reduce", "update_shared_all_reduce")
+"""Run when they are named: x *= 1, then all_reduce. In the second fastcoll's x lies in shared pages."""
+OPERATIONS = tuple(operation for operation in SHAPES if operation not in UPDATES)
 DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")
 
 

@@ -9,6 +9,7 @@ from fastcoll.bench.results import digits
 
 from . import single_copy
 from .outcome import GLOO, MPIS, Comparison, Key, SideTimes, document, lost
+from .plan import UPDATES
 from .targets import Missed, missed, sign
 
 _NOTHING = "–"
@@ -54,6 +55,9 @@ def title(comparison: Comparison, operation: str) -> str:
         return operation
     if operation == "custom":
         return f"all_reduce with a user-defined reduction, {comparison.dtype}"
+    if operation in UPDATES:
+        shared = "; fastcoll's x in shared pages" if operation == UPDATES[1] else ""
+        return f"x *= 1, then all_reduce, {comparison.dtype}{shared}"
     return f"{operation}, {comparison.dtype}"
 
 
@@ -66,6 +70,10 @@ def verdict(comparison: Comparison) -> list[str]:
             for operation, sizes in lost(comparison, side).items()
         ]
         lines.append(f"{side.label} is faster at: {'; '.join(where) or 'nothing'}.")
+    gains = [(key[1], gain) for key in comparison.planned if (gain := comparison.ordinary_over_shared(key))]
+    if gains:
+        told = ", ".join(f"{_times(gain)} at {format_size(size)}" for size, gain in gains)
+        lines.append(f"fastcoll on ordinary arrays over arrays in shared pages: {told}.")
     return [*lines, *_overall(comparison)]
 
 

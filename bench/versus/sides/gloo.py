@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..cells import Buffers, ping_pong
+from ..cells import Buffers, ping_pong, updated
 from ..loop import rank_in_environment
-from ..plan import Job
+from ..plan import UPDATES, Job
 
 
 class Gloo:
@@ -37,6 +38,9 @@ class Gloo:
         self._dist.all_reduce(x, self._dist.ReduceOp.MAX)
         return float(x[0])
 
+    def memory(self, operation: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def call(self, operation: str, buffers: Buffers) -> Callable[[], Any]:
         dist, root = self._dist, self.rank == 0
         x, out = map(self._torch.from_numpy, buffers)
@@ -56,6 +60,7 @@ class Gloo:
             "scatter": lambda: partial(dist.scatter, out, self._parts(x) if root else None, 0),
             "all_to_all": lambda: partial(dist.all_to_all_single, out, x),
             "send_recv": lambda: ping_pong(self.rank, self._ranks, exchange),
+            **dict.fromkeys(UPDATES, lambda: updated(buffers.x, partial(dist.all_reduce, x))),
             "barrier": lambda: dist.barrier,
         }
         return calls[operation]()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..cells import Buffers, absmax, ping_pong
-from ..plan import Job
+from ..cells import Buffers, absmax, ping_pong, updated
+from ..plan import UPDATES, Job
 
 _TYPES = {
     "float32": "FLOAT",
@@ -42,6 +43,9 @@ class Mpi:
     def slowest(self, seconds: float) -> float:
         return float(self._world.allreduce(seconds, self._mpi.MAX))
 
+    def memory(self, operation: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def call(self, operation: str, buffers: Buffers) -> Callable[[], Any]:
         world, in_place = self._world, self._mpi.IN_PLACE
         x, out = [buffers.x, self._type], [buffers.out, self._type]
@@ -60,6 +64,7 @@ class Mpi:
             "scatter": lambda: partial(world.Scatter, x if root else None, out),
             "all_to_all": lambda: partial(world.Alltoall, x, out),
             "send_recv": lambda: ping_pong(self.rank, world.size, exchange),
+            **dict.fromkeys(UPDATES, lambda: updated(buffers.x, partial(world.Allreduce, in_place, x))),
             "barrier": lambda: world.Barrier,
             "custom": lambda: partial(world.Allreduce, in_place, x, self._absmax(buffers.x.dtype)),
         }

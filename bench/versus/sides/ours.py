@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 import fastcoll as dist
 from fastcoll.bench.rank import reduce_op
 
-from ..cells import Buffers, ping_pong
-from ..plan import Job
+from ..cells import Buffers, ping_pong, updated
+from ..plan import UPDATES, Job
 
 
 class Fastcoll:
@@ -32,6 +33,9 @@ class Fastcoll:
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return float(x[0])
 
+    def memory(self, operation: str) -> AbstractContextManager[Any]:
+        return dist.shared_arrays() if operation == "update_shared_all_reduce" else nullcontext()
+
     def call(self, operation: str, buffers: Buffers) -> Callable[[], Any]:
         x, out = buffers
         root = self.rank == 0
@@ -49,6 +53,7 @@ class Fastcoll:
             "scatter": lambda: partial(dist.scatter, out, self._parts(x) if root else None, 0),
             "all_to_all": lambda: partial(dist.all_to_all_single, out, x),
             "send_recv": lambda: ping_pong(self.rank, self.ranks, exchange),
+            **dict.fromkeys(UPDATES, lambda: updated(x, partial(dist.all_reduce, x))),
             "barrier": lambda: dist.barrier,
             "custom": lambda: partial(dist.all_reduce, x, reduce_op("custom")),
         }

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from versus.cells import Place, absmax, make_buffers, ping_pong, prepare, wrong
-from versus.plan import DTYPES, LIMITS, SHAPES, Cell
+from versus.plan import DTYPES, LIMITS, SHAPES, UPDATES, Cell
 from versus.sides.limit import _fold
 
 RANKS = 4
@@ -27,9 +27,10 @@ def parts(x):
 def by_hand(operation, buffers):
     """The operation on the arrays of all ranks at once."""
     xs = [mine.x.copy() for mine in buffers]
-    total = np.sum(xs, axis=0) if operation in ("all_reduce", "reduce", "reduce_scatter") else None
+    reduces = ("all_reduce", "reduce", "reduce_scatter", *UPDATES)
+    total = np.sum(xs, axis=0) if operation in reduces else None
     for rank, (x, out) in enumerate(buffers):
-        if operation in ("all_reduce", "reduce"):
+        if operation in ("all_reduce", "reduce", *UPDATES):
             out[:] = total
         elif operation == "reduce_scatter":
             out[:] = parts(total)[rank]

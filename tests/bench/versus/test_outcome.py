@@ -7,6 +7,7 @@ from versus import picture, record, rounds, tables
 from versus.outcome import MPIS, Comparison, SideTimes, lost, write_json
 from versus.plan import Cell, Job
 from versus.rounds import Contender, order
+from versus.targets import Missed
 
 SIZE = 1 << 20
 KEYS = [("all_reduce", 8), ("all_reduce", SIZE), ("barrier", 0), ("custom", SIZE)]
@@ -83,6 +84,19 @@ def test_the_limit_is_the_quickest_of_its_kinds_where_there_is_one():
     found.limit.add(("copy", SIZE), 30e-6, 25, [])
     found.limit.add(("copy_past", SIZE), 20e-6, 25, [])
     assert found.limit_seconds(("broadcast", SIZE)) == pytest.approx(20e-6)
+
+
+def test_arrays_in_shared_pages_are_held_against_ordinary_ones():
+    found = comparison()
+    ordinary, shared = ("update_all_reduce", SIZE), ("update_shared_all_reduce", SIZE)
+    for key, seconds in ((ordinary, 9e-6), (shared, 6e-6)):
+        found.planned[key] = (25, 1)
+        for one in found.sides:
+            one.add(key, seconds, 25, [[seconds], [seconds]])
+    assert found.ordinary_over_shared(shared) == pytest.approx(1.5)
+    assert found.ordinary_over_shared(ordinary) is None
+    assert "fastcoll on ordinary arrays over arrays in shared pages: 1.50 at 1M." in tables.verdict(found)
+    assert Missed(*shared, "own", pytest.approx(1.5), 1.8) in tables.misses(found)
 
 
 def test_who_is_faster_where():

@@ -28,7 +28,7 @@ def test_fewer_calls_where_ranks_share_cores():
 
 
 def test_every_operation_but_the_barrier_has_a_limit():
-    assert set(limits.LIMITS_OF) == set(plan.SHAPES) - {"barrier"}
+    assert set(limits.LIMITS_OF) == set(plan.OPERATIONS) - {"barrier"}
     assert {limit for found in limits.LIMITS_OF.values() for limit in found} == set(plan.LIMITS)
 
 
