@@ -70,7 +70,10 @@ SETTINGS: dict[str, Setting] = {
         _size, 4 << 20, "shared memory a rank brings to each group, in bytes"
     ),
     "FASTCOLL_TUNING": Setting(
-        str, "", "file with this machine's thresholds; default ~/.config/fastcoll/tuning.json, if it is there"
+        str,
+        "",
+        "file with what is known of this machine, read and kept up; default ~/.config/fastcoll/tuning.json; "
+        "none: begin anew each time",
     ),
     "FASTCOLL_LANES": Setting(
         _from_to(0, 4),

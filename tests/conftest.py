@@ -13,6 +13,9 @@ import pytest
 
 pytest_plugins = ["pytester", "hosts.plugin"]
 
+# Ranks neither begin with what an earlier run has learned nor leave anything to the user's next one.
+os.environ.setdefault("FASTCOLL_TUNING", "none")
+
 # A shell's background job ignores Ctrl-C, and one of nohup hanging up; so would every process that a test starts and
 # signals, as it inherits that, but not a handler.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

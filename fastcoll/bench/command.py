@@ -34,7 +34,7 @@ time and p99 are microseconds a call: each rank times batches of calls and takes
 percentile); the slowest rank's is shown. all_reduce, reduce and broadcast work in place. Sizes, algbw and
 busbw are those of nccl-tests. Under a launcher (RANK and WORLD_SIZE, mpirun, srun) its ranks are used.
 
---tune -n N instead finds this machine's thresholds for N ranks, and keeps them.
+--tune -n N instead finds out what is fast on this machine with N ranks, and keeps it.
 Where the sources are, also: --vs PEERS compares with other libraries (--vs gloo --help: its options),
 --start times how ranks start, --first-calls the first ten calls of new processes beside later ones,
 --overlap asynchronous operations beside a computation.

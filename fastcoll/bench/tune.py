@@ -1,10 +1,14 @@
-"""`python -m fastcoll.bench --tune`: up to which size one-shot beats two-shot here, written to this machine's table."""
+"""`python -m fastcoll.bench --tune`: find out what is fast on this machine, for all operations and sizes, and keep it.
+
+Which way a call's data goes (shm/autotune.py), and from 3 ranks on up to which size one-shot beats two-shot; both into
+the file of shm/known.py, from where all later groups of so many ranks begin with it.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,14 +18,20 @@ import fastcoll as dist
 
 from ..errors import UsageError
 from ..rendezvous.detect import detect
+from ..shm import known
 from ..shm.backend import ShmBackend
-from ..shm.thresholds import BUILT_IN, table_path, write
+from .cases import SHAPES, cases, format_size
 from .command import count_ranks, make_parser, run_ranks
-from .rank import timed
+from .rank import FAILED, OK, Host, prepare, timed
 
 SIZES = tuple(1 << k for k in range(10, 20))
+CLASSES = tuple(16 << 10 << 2 * k for k in range(7))  # a size of each class from 8 KiB to 128 MiB
+OPERATIONS = tuple(
+    name for name, shape in SHAPES.items() if shape.moves and name[:6] not in ("sendre", "update")
+)
 _ROUNDS = 7
 _SECONDS = 0.02  # a round of one size and way
+_CALLS, _SECONDS_A_CLASS = 160, 0.3  # calls at least: all ways are tried, and slow ones once more
 _ALWAYS, _NEVER = 1 << 62, -1
 
 
@@ -36,23 +46,71 @@ class Measured(NamedTuple):
 def main(words: Sequence[str]) -> int:
     """Tune for as many ranks as the words of a command line ask for; returns the exit code."""
     parser = make_parser()
-    parser.add_argument("--tune", action="store_true", help="find this machine's thresholds")
+    parser.add_argument(
+        "--tune", action="store_true", help="find out what is fast on this machine, and keep it"
+    )
     given = parser.parse_args(words)
     try:
         launched = detect(os.environ)
         ranks = count_ranks(given.ranks, launched)
-        if ranks < 3:
-            raise UsageError("--tune compares ways that differ from 3 ranks on; give -n, as in --tune -n 4")
+        if ranks < 2:
+            raise UsageError("--tune compares ways of data between ranks; give -n, as in --tune -n 4")
+        if known.path() is None:
+            raise UsageError(
+                "--tune keeps what it finds in the file that FASTCOLL_TUNING names, and that is none"
+            )
     except UsageError as error:
         parser.error(str(error))
-    return run_ranks(run, launched, ranks, shlex.join(["python", "-m", "fastcoll.bench", *words]))
+    return run_ranks(
+        run, launched, ranks, given.cores, shlex.join(["python", "-m", "fastcoll.bench", *words])
+    )
 
 
-def run(local_rank: int, meeting: dict[str, Any], command: str) -> None:
+def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command: str) -> int:
     """Measure on all ranks; rank 0 tells and writes."""
-    dist.init_process_group(**meeting)
-    group = dist.new_group(backend="shm")
+    if cores:
+        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+    dist.init_process_group("shm", **meeting)
+    group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
+    assert isinstance(group.backend, ShmBackend)
+    tell: Callable[[str], None] = partial(print, flush=True) if group.rank == 0 else lambda text: None
+    try:
+        limit = _one_shot(group, tell) if group.size > 2 else None
+        group.backend.forget()
+        tell(f"{group.size} ranks, float32, us a call")
+        for name, nbytes, call in _trials(group):
+            timing = timed(call, _CALLS, _SECONDS_A_CLASS)[1]
+            tell(f"{name:>15} {format_size(nbytes):>5} {timing.median * 1e6:10.2f}")
+        if group.rank != 0:
+            return OK
+        path = group.backend.keep(command, limit)
+    except OSError as error:
+        tell(f"what was found is not kept: {error}")
+        return FAILED
+    finally:
+        dist.destroy_process_group()
+    tell(f"what is fast with {group.size} ranks is written to {path}")
+    return OK
+
+
+def _trials(group: dist.ProcessGroup) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """One operation and size after the other, and its call; their arrays are there one at a time."""
+    for case in cases(list(OPERATIONS), ["float32"], ["sum"], list(CLASSES), 0, group.size):
+        yield case.operation, case.size, prepare(case, group.rank, Host()).call
+    for nbytes in CLASSES:
+        yield "send and recv", nbytes, partial(_ping_pong, group, np.zeros(nbytes, np.uint8))
+
+
+def _ping_pong(group: dist.ProcessGroup, x: Any) -> None:
+    """Between ranks 0 and 1."""
+    if group.rank < 2:
+        for step in (group.send, group.recv) if group.rank == 0 else (group.recv, group.send):
+            step(x, 1 - group.rank)
+
+
+def _one_shot(group: dist.ProcessGroup, tell: Callable[[str], None]) -> int:
+    """The number of bytes up to which one-shot is better; the group goes by it from now on."""
     assert isinstance(group.backend, ShmBackend)
     rows = []
     for nbytes in SIZES:
@@ -62,19 +120,14 @@ def run(local_rank: int, meeting: dict[str, Any], command: str) -> None:
                 group.backend.context.go_one_shot(limit)
                 each[way] = timed(partial(group.all_reduce, x), 5, _SECONDS)[1].median
         rows.append(Measured(nbytes, *np.median(seconds, 0).tolist()))
-    rank = group.rank
-    dist.destroy_process_group()
-    if rank != 0:
-        return
-    print(f"all_reduce of float32, {group.size} ranks on {len(os.sched_getaffinity(0))} cores, us a call")
-    print(f"{'bytes':>8} {'one-shot':>10} {'two-shot':>10}")
+    limit = best_limit(rows)
+    group.backend.context.go_one_shot(limit)
+    tell(f"all_reduce of float32, {group.size} ranks, us a call")
+    tell(f"{'bytes':>8} {'one-shot':>10} {'two-shot':>10}")
     for row in rows:
-        print(f"{row.nbytes:8} {row.one_shot * 1e6:10.2f} {row.two_shot * 1e6:10.2f}")
-    limit, path = best_limit(rows), table_path()
-    write(path, group.size, limit, command)
-    usual = min((n for n in BUILT_IN.one_shot if n >= group.size), default=max(BUILT_IN.one_shot))
-    built_in = f"built in: {BUILT_IN.one_shot[usual]}"
-    print(f"one-shot up to {limit} bytes with {group.size} ranks ({built_in}), written to {path}", flush=True)
+        tell(f"{row.nbytes:8} {row.one_shot * 1e6:10.2f} {row.two_shot * 1e6:10.2f}")
+    tell(f"one-shot up to {limit} bytes with {group.size} ranks")
+    return limit
 
 
 def best_limit(rows: Sequence[Measured]) -> int:

@@ -5,7 +5,12 @@ minute to minute: to read lines that another core has just written takes 0.12 ns
 last-level cache and 0.45 ns where they do not, to read them once they have moved to the shared cache 0.025 ns, and
 through memory, past all caches, 0.06 ns (2 vCPUs of an AMD EPYC, family 25; docs/architecture.md, "Where the data
 lies"). So each rank keeps, for each operation and class of sizes, how long the *ways* took it, uses the best one,
-and tries the others now and then.
+and tries the others now and then. It begins with what is known of the machine (learned.py).
+
+Trying others costs at most 1 / SHARE of a row's time: after a try a way rests for as many calls as make up for what
+it takes longer than the best, times the number of ways that are tried. One that takes more than twice the best rests
+for LONG calls at least; but one bad time alone, which may be somebody else's doing, is soon looked at again. In a row
+of which nothing is known, each way is tried once at the beginning, every LOOK-th call.
 
 Most ways concern only how and when a rank copies: results do not depend on them, and peers need not take the same one.
 But they do: a call's time is that of the rank that it took longest, which all learn with the next call's lines, and
@@ -17,7 +22,8 @@ so all have the same rows (where ranks give different sizes, they may not).
     STARTED, SPENT         ticks: the clock's last start (0: it stands), and what it showed when it stopped
     TOOK                   ticks a MiB that the last call took here; 0: not measured
     LAST_ROW, LAST_WAY     of the last call, for when all ranks' TOOK are known
-    ROWS ...               a row for each operation and class: calls so far, best way, ticks a MiB of each way (0: none)
+    ROWS ...               a row for each operation and class: calls so far, best way, ticks a MiB of each way (0: not
+                           known), and for each way the number of the call from which on it may be tried again
 
 Whether a large call is divided among lanes (lanes.py) is found out in the same manner: each way has a divided twin,
 WAYS further on. That does concern the peers, as DIRECT does (single_copy.py), so a call's line tells both, and where
@@ -41,17 +47,21 @@ CLOSE, PAST, AHEAD, AHEAD_OUT, PAST_OUT, DIRECT = range(6)
 WAYS = 6
 NAMES = "close", "past", "ahead", "ahead_out", "past_out", "direct"
 NEVER = 1 << 62  # bytes
-ROW_WORDS = 2 + 2 * WAYS
+CALLS, BEST, TIMES = range(3)  # words of a row
+AGAIN = TIMES + 2 * WAYS
+ROW_WORDS = AGAIN + 2 * WAYS
 CLASSES = 8
 SMALLEST = 8 << 10  # bytes; below, CLOSE. The classes begin here: 8K, 32K, 128K, 512K, 2M, 8M, 32M, 128M
 LARGE = 8 << 20  # bytes; from here outputs may be larger than the last-level cache
 ROUNDS_AHEAD = 4
-SMALLEST_DIRECT = (
-    32 << 10
-)  # bytes; the system call and a second meeting take some 2 us, to copy so much twice takes 3
-TRIES = 2  # of each way at the beginning
-OFTEN, RARELY = 16, 64  # calls between two tries of another way: at first, and later
-_HOPELESS = 1 << 40  # ticks a MiB
+# Bytes; the system call and a second meeting take some 2 us, to copy so much twice takes 3.
+SMALLEST_DIRECT = 32 << 10
+LOOK = 4  # calls between two looks for a way to try
+SHARE = 50
+SOON = 64  # calls that a way rests for at least
+UNSURE = 128  # calls until a way that was slow once is tried again
+LONG = 4096
+HOPELESS = 1 << 40  # ticks a MiB
 
 
 def table_words(operations: int) -> int:
@@ -102,24 +112,6 @@ def staged_ways(nbytes, slot, moving):
 
 
 @inlined
-def _count(ways):
-    found = 0
-    for way in range(2 * WAYS):
-        found += ways >> way & 1
-    return found
-
-
-@inlined
-def _nth(ways, n):
-    """The way with so many others before it."""
-    for way in range(2 * WAYS):
-        n -= ways >> way & 1
-        if n < 0:
-            return way
-    return CLOSE
-
-
-@inlined
 def choose_none(t):
     """The call is too small to choose."""
     store_word(t, WAY, CLOSE)
@@ -129,25 +121,57 @@ def choose_none(t):
 
 
 @kernel
-def choose(t, operation, nbytes, ways, stride):
+def choose(t, operation, nbytes, ways, phase):
     """Choose one of the ways, given as bits, for a call, and start the clock.
 
-    Each way is tried `stride` times in a row, so that two sides that choose by themselves see all combinations.
+    `phase`: of LOOK; two sides that choose by themselves, and have different ones, try nothing in the same call.
     """
-    row = t + 8 * (ROWS + ROW_WORDS * (operation * CLASSES + _class_of(nbytes)))
-    number, way, many = load_word(row, 0), load_word(row, 1), _count(ways)
-    period = OFTEN if number < 16 * OFTEN else RARELY
-    first = number <= TRIES * many * stride
-    if first or number % period == 0:
-        way = _nth(ways, (number if first else number // period) // stride % many)
-    elif ways >> way & 1 == 0:
-        twin = way % WAYS  # of a way of lanes
-        way = twin if ways >> twin & 1 else _nth(ways, 0)
+    row = _row(t, operation, nbytes)
+    number = load_word(row, CALLS)
+    way = _best_of(row, ways)
+    if number > 1 and number % LOOK == phase:
+        way = _to_try(row, ways, way, number)
     _go(t, way)
     store_word(t, ROW, row)
     store_word(t, NBYTES, nbytes)
     store_word(t, SPENT, 0)
     store_word(t, STARTED, ticks())
+
+
+@inlined
+def _row(t, operation, nbytes):
+    return t + 8 * (ROWS + ROW_WORDS * (operation * CLASSES + _class_of(nbytes)))
+
+
+@kernel
+def _best_of(row, ways):
+    """The best of these ways, as far as is known."""
+    best = load_word(row, BEST)
+    if ways >> best & 1 and load_word(row, TIMES + best) != 0:
+        return best
+    found = -1
+    for way in range(2 * WAYS):
+        time = load_word(row, TIMES + way)
+        if ways >> way & 1 and time != 0 and (found < 0 or time < load_word(row, TIMES + found)):
+            found = way
+    if found < 0:
+        # Nothing is known: to write ahead is seldom much worse than the best.
+        found = AHEAD
+        while ways >> found & 1 == 0:
+            found = (found + 1) % (2 * WAYS)
+    return found
+
+
+@kernel
+def _to_try(row, ways, best, number):
+    """The way that may be tried for the longest time, and of several the last one; or the best one."""
+    found = best
+    since = number
+    for way in range(2 * WAYS):
+        if ways >> way & 1 and way != best and load_word(row, AGAIN + way) <= since:
+            found = way
+            since = load_word(row, AGAIN + way)
+    return found
 
 
 @inlined
@@ -187,7 +211,7 @@ def start_clock(t):
     """All have begun the call."""
     row = load_word(t, ROW)
     if row:
-        store_word(row, 0, load_word(row, 0) + 1)
+        store_word(row, CALLS, load_word(row, CALLS) + 1)
         store_word(t, STARTED, ticks())
 
 
@@ -198,7 +222,7 @@ def measure(t):
     if load_word(t, STARTED):
         stop_clock(t)
         # A row's first call touches its arrays and the slots for the first time, and says nothing.
-        if load_word(load_word(t, ROW), 0) > 1:
+        if load_word(load_word(t, ROW), CALLS) > 1:
             took = max(1, (load_word(t, SPENT) << 20) // load_word(t, NBYTES))
     store_word(t, TOOK, took)
 
@@ -215,11 +239,12 @@ def learn(t, took):
 
 @inlined
 def give_up(t):
-    """The others go another way than this one, which concerns them: leave it alone, until it is tried again."""
+    """The others go another way than this one, which concerns them: leave it alone for long."""
     row, way = load_word(t, ROW), load_word(t, WAY)
     if row and way >= DIRECT:
-        store_word(row, 2 + way, _HOPELESS)
-        _take_best(row)
+        store_word(row, TIMES + way, HOPELESS)
+        store_word(row, AGAIN + way, load_word(row, CALLS) + LONG)
+        _take_best(row, way)
 
 
 @inlined
@@ -227,34 +252,57 @@ def conclude(t):
     """The call is complete, and concerned this rank only: learn from it at once."""
     row = load_word(t, ROW)
     if row:
-        store_word(row, 0, load_word(row, 0) + 1)
+        store_word(row, CALLS, load_word(row, CALLS) + 1)
     measure(t)
     if load_word(t, TOOK):
         _remember(load_word(t, ROW), load_word(t, WAY), load_word(t, TOOK))
 
 
 @inlined
-def best_way(t, operation, nbytes):
-    """The best way known for a call that is not measured."""
-    return load_word(t + 8 * (ROWS + ROW_WORDS * (operation * CLASSES + _class_of(nbytes))), 1)
+def best_way(t, operation, nbytes, ways):
+    """The best of these ways, for a call that is not measured."""
+    return _best_of(_row(t, operation, nbytes), ways)
 
 
-@inlined
+@kernel
 def _remember(row, way, took):
-    known = load_word(row, 2 + way)
+    """A call took so many ticks a MiB: which way is best, and when may this one be tried again?"""
+    before = load_word(row, TIMES + way)
     # Quick to believe good news, slow to believe bad ones: what a call takes longer is often somebody else's doing.
-    store_word(row, 2 + way, took if known == 0 or took < known else known + (took - known) // 8)
-    _take_best(row)
+    time = took if before == 0 or took < before else before + (min(took, 2 * before) - before) // 8
+    store_word(row, TIMES + way, time)
+    known = _take_best(row, way)
+    best = load_word(row, BEST)
+    if way != best:
+        rest = rest_of(before, time, load_word(row, TIMES + best), known)
+        store_word(row, AGAIN + way, load_word(row, CALLS) + rest)
 
 
 @inlined
-def _take_best(row):
-    best = load_word(row, 1)
+def rest_of(before, time, best, known):
+    """For how many calls a way rests; its times before the try (0: none) and after, and that of the best of `known`."""
+    if time > 2 * best and before <= 2 * best:
+        return UNSURE
+    return max(LONG if time > 2 * best else SOON, SHARE * known * (time - best) // best)
+
+
+@inlined
+def _take_best(row, way):
+    """Now that a way's time is known: the best one, which is better than the last one by a sixteenth at least.
+
+    Returns of how many ways times are known.
+    """
+    best = load_word(row, BEST)
+    if load_word(row, TIMES + best) == 0:
+        best = way
+    known = 0
     for other in range(2 * WAYS):
-        time = load_word(row, 2 + other)
-        if time != 0 and time * 16 < load_word(row, 2 + best) * 15:
+        time = load_word(row, TIMES + other)
+        known += time != 0
+        if time != 0 and time * 16 < load_word(row, TIMES + best) * 15:
             best = other
-    store_word(row, 1, best)
+    store_word(row, BEST, best)
+    return known
 
 
 @inlined

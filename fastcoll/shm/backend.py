@@ -6,9 +6,11 @@ when an entry comes back early (signals, deadlines, dead peers, mismatches).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from ..p2p.engine import Engine
 from ..p2p.pipe import Pipe
 from ..p2p.transfers import kind_of
 from ..rendezvous import Store
-from . import arena, movement, reductions, ring_kernels, rounds, symmetric
+from . import arena, known, learned, movement, reductions, ring_kernels, rings, rounds, symmetric
 from . import context_layout as words
 from .context import HANDED_OVER, Context, Report, What, changed, kept, patience
 from .fast import Fast
@@ -39,9 +41,10 @@ from .head_start import HeadStart, refuses
 from .lanes import Lanes
 from .monitor import ShmMonitor
 from .pipe import RingPipe
-from .segment import Segment, meet
+from .segment import Met, meet
 from .symmetric import ShmMemory, SymmetricArrays
 
+_log = logging.getLogger("fastcoll")
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
@@ -75,27 +78,29 @@ class ShmBackend(Backend):
             PeerDiedError, StoreTimeoutError: a member died or did not come.
         """
         there = members[rank].world_size if neighbours is None else neighbours
-        segment, cores, lanes, reach = meet(store, members, rank, timeout, there)
-        gate = Gate(name, [member.rank for member in members], rank, timeout)
-        made = cls(gate, members, segment, cores, lanes, cores // max(there, len(members)))
-        made.context.go_direct([member.pid for member in members], reach)
+        met = meet(store, members, rank, timeout, there)
+        made = cls(Gate(name, [member.rank for member in members], rank, timeout), members, met)
+        made.context.go_direct([member.pid for member in members], met.reach)
         return made
 
-    def __init__(
-        self, gate: Gate, members: Sequence[Member], segment: Segment, cores: int, lanes: int, share: int
-    ) -> None:
+    def __init__(self, gate: Gate, members: Sequence[Member], met: Met) -> None:
+        segment, cores, share, self._conditions, already, _ = met
         rank = gate.rank
         self.gate = gate
         self.monitor = ShmMonitor(segment, members, rank)
         self._segment = segment
         self.context = Context(segment.address, segment.layout, rank, cores)
         self._c = self.context.address
-        self._lanes = Lanes(gate.name, self.context, segment, cores, lanes, self.monitor, self.fail)
+        self._lanes = Lanes(
+            gate.name, self.context, segment, cores, self._conditions.lanes, self.monitor, self.fail
+        )
         self._report = Report(segment, self.context, gate)
         self._whats: dict[Any, What] = {}
         modes = patience(gate.size, cores)
         self.pipe = RingPipe(segment.address, segment.layout, rank, self.monitor, modes, self._c)
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
+        learned.fill(self._ways, already)
+        learned.fill(self._message_ways, already, learned.MESSAGES)
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
         self.head_start = HeadStart(gate, self.context, self.resume, self.torn, share)
         self._arenas: list[arena.Mapping] = []
@@ -266,6 +271,26 @@ class ShmBackend(Backend):
 
         return signature.tell(note, self.gate.size, gather)
 
+    # ---- what the group finds out --------------------------------------------------------------------
+
+    @property
+    def _ways(self) -> Array:
+        return self.context.words[words.CHOOSING : words.MEMO]
+
+    @property
+    def _message_ways(self) -> Array:
+        return self.pipe.table[rings.CHOOSING :]
+
+    def forget(self) -> None:
+        """Begin anew to find out what is fast; on all ranks between the same two calls."""
+        self._ways[:] = self._message_ways[:] = 0
+
+    def keep(self, command: str = known.RUNNING, one_shot: int | None = None) -> Path | None:
+        """Write down what this rank has found out; see known.py."""
+        collectives, calls = learned.found(self._ways)
+        messages, more = learned.found(self._message_ways, learned.MESSAGES)
+        return known.keep(self._conditions, collectives | messages, calls + more, command, one_shot)
+
     # ---- the end ---------------------------------------------------------------------------------
 
     def close(self, reason: GroupError | None) -> None:
@@ -284,6 +309,11 @@ class ShmBackend(Backend):
             free = time.monotonic() < deadline
             time.sleep(_POLL_SECONDS)
         self.monitor.leave()
+        if self.gate.rank == 0 and free and reason is None:
+            try:
+                self.keep()
+            except OSError as error:
+                _log.debug("what the group %s has learned is not kept: %s", self.gate.name, error)
         if self._lanes.close() and free:
             self._segment.close()
             for mapping in self._arenas:
@@ -311,7 +341,7 @@ _ENTRIES: dict[str, tuple[Entry, Callable[[Operation], tuple[Any, ...]]]] = {
 """What each kind's entry takes, after the context."""
 
 ENTRIES: tuple[Entry, ...] = (
-    waiting.seize, reductions.barrier, *dict.fromkeys(entry for entry, _ in _ENTRIES.values()),
+    waiting.seize, learned.read_clock, reductions.barrier, *dict.fromkeys(entry for entry, _ in _ENTRIES.values()),
     ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive, ring_kernels.complete,
     ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance, ring_kernels.retire,
     symmetric.copy_bytes, symmetric.count_signal, symmetric.await_signal,

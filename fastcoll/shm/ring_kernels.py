@@ -49,6 +49,7 @@ _MESSAGE = signature.code_of("message")
 
 NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
 
+_WAYS = 1 << CLOSE | 1 << PAST
 _CLOSELY = 256  # looks at one peer alone: some microseconds
 _PIECES_A_CALL = 2048  # at most 128 MiB, 20 ms, between two looks at signals
 
@@ -61,16 +62,16 @@ def _channel(m, peer):
 @inlined
 def _known_way(m, operation, nbytes, smallest):
     """How a message goes whose time is not measured."""
-    return best_way(m + 8 * r.CHOOSING, operation, nbytes) if nbytes >= smallest else CLOSE
+    return best_way(m + 8 * r.CHOOSING, operation, nbytes, _WAYS) if nbytes >= smallest else CLOSE
 
 
 @inlined
-def _choose(m, operation, nbytes, smallest, stride):
+def _choose(m, operation, nbytes, smallest, phase):
     """How a message of a blocking call goes: as is best, or as is to be tried."""
     t = m + 8 * r.CHOOSING
     choose_none(t)
     if nbytes >= smallest:
-        choose(t, operation, nbytes, 1 << CLOSE | 1 << PAST, stride)
+        choose(t, operation, nbytes, _WAYS, phase)
     return load_word(t, WAY)
 
 
@@ -156,7 +157,7 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
 
 @kernel
 def _send(m, channel, data, nbytes, kind):
-    r.begin_message(channel, data, nbytes, kind, _choose(m, r.SENDS, nbytes, SMALLEST, 1))
+    r.begin_message(channel, data, nbytes, kind, _choose(m, r.SENDS, nbytes, SMALLEST, 3))
     turn = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
@@ -212,7 +213,7 @@ def _receive(m, channel, data, nbytes, kind):
                 if load_word(channel, r.IN_KIND) != kind or load_word(channel, r.IN_NBYTES) != nbytes:
                     store_word(m, r.SOURCE, 0)
                     return OTHER
-                r.accept_message(channel, data, _choose(m, r.RECEIVES, nbytes, LARGE, 2))
+                r.accept_message(channel, data, _choose(m, r.RECEIVES, nbytes, LARGE, 1))
                 continue
         elif r.pull(m, channel):
             moved(m)

@@ -154,9 +154,8 @@ def begin(handle, operation, nbytes, itemsize, direct):
         if load_word(c, at.LANE) == 0:
             autotune.choose_none(ways_at(c))
             if nbytes >= min(autotune.SMALLEST, load_word(c, at.DIRECT_FROM)):
-                ways = autotune.staged_ways(nbytes, load_word(c, at.SLOT), itemsize == 0) & load_word(
-                    c, at.WAYS
-                )
+                ways = load_word(c, at.WAYS)
+                ways &= autotune.staged_ways(nbytes, load_word(c, at.SLOT), itemsize == 0)
                 if handle & HELD == 0:
                     if load_word(c, at.LANES) > 1 and nbytes >= SMALLEST_DIVIDED and itemsize <= LARGEST_ITEM:
                         ways |= ways << autotune.WAYS
@@ -164,7 +163,7 @@ def begin(handle, operation, nbytes, itemsize, direct):
                         ways |= 1 << autotune.DIRECT
                 if ways:
                     row = operation + _OPERATIONS if direct == SHARED else operation
-                    autotune.choose(ways_at(c), row, nbytes, ways, 1)
+                    autotune.choose(ways_at(c), row, nbytes, ways, 3)
 
 
 @inlined

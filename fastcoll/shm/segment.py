@@ -18,6 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import posix_ipc
@@ -27,7 +28,9 @@ from ..core.processes import Member, gone_among, status_of
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous import Store
 from ..rendezvous.assemble import GroupMeeting
+from . import learned
 from .autotune import allowed_ways
+from .known import Conditions, Times, one_shot_limit
 from .layout import (
     ATTACHED,
     LINE,
@@ -42,7 +45,6 @@ from .layout import (
     plan,
 )
 from .reach import Reach
-from .thresholds import one_shot_limit
 
 DIRECTORY = "/dev/shm"
 _PREFAULT_BYTES = 32 << 20
@@ -242,10 +244,19 @@ def shortage(need: int, cure: str = Layout.cure) -> str:
 # ---- how the members meet in one ---------------------------------------------------------------------------
 
 
-def meet(
-    store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int
-) -> tuple[Segment, int, int, int]:
-    """The group's segment, mapped by all members, how many cores they share, its lanes, and their reach (reach.py).
+class Met(NamedTuple):
+    """What a meeting has agreed on, the same for all members."""
+
+    segment: Segment
+    cores: int  # that the members share
+    share: int  # cores for each rank of the job
+    conditions: Conditions
+    known: Times  # ticks that ways took under these conditions, before this group (learned.py)
+    reach: int  # how they can read one another's memory (reach.py)
+
+
+def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int) -> Met:
+    """The group's segment, mapped by all members, and what concerns all of them.
 
     Args:
         neighbours: ranks of the job on this node, members or not.
@@ -257,14 +268,15 @@ def meet(
                 sweep()
                 layout = _choose(len(members))
                 name = new_name()
-                meeting.say("segment", json.dumps({"name": name, **vars(layout)}).encode())
+                known = learned.told(len(members), layout.slot)
+                meeting.say("segment", json.dumps({"name": name, "known": known, **vars(layout)}).encode())
                 segment = Segment.create(name, layout)
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
                 segment.words[WAYS] = allowed_ways()
                 meeting.say("created")
             else:
                 announced = json.loads(meeting.hear("segment"))
-                name = announced.pop("name")
+                name, known = announced.pop("name"), announced.pop("known")
                 meeting.hear("created")
                 segment = Segment.attach(name, Layout(**announced))
             try:
@@ -282,7 +294,9 @@ def meet(
         finally:
             if name:
                 unlink(name)
-    return segment, cores, lanes, reach.of_all()
+    share = cores // max(neighbours, len(members))
+    conditions = Conditions(len(members), "own" if share else "shared", lanes, segment.layout.slot)
+    return Met(segment, cores, share, conditions, learned.heard(known, conditions), reach.of_all())
 
 
 def _choose(size: int) -> Layout:

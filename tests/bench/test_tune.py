@@ -1,4 +1,4 @@
-"""--tune: the limit that loses least, and a table for the ranks that it was measured with."""
+"""--tune: the limit that loses least, and a file with what is fast for the ranks that it was measured with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
+from fastcoll import config
 from fastcoll.bench import tune
 from fastcoll.bench.tune import SIZES, Measured, best_limit
-from fastcoll.shm import thresholds
+from fastcoll.shm import known
 
 
 @pytest.mark.parametrize(
@@ -27,25 +28,39 @@ def test_the_limit_loses_least(one_shot, two_shot, limit):
     assert best_limit(rows) == limit
 
 
-def test_a_run_writes_this_machines_table(tmp_path):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_run_writes_what_it_has_found_out(tmp_path, ranks):
     path = tmp_path / "tuning.json"
     # In every process of the run, whose numbers are of no interest here.
     (tmp_path / "sitecustomize.py").write_text(
-        "from fastcoll.bench import tune\ntune._ROUNDS, tune._SECONDS = 2, 0.001\n"
+        "from fastcoll.bench import tune\n"
+        "tune._ROUNDS, tune._SECONDS, tune._SECONDS_A_CLASS, tune._CALLS = 2, 0.001, 0.001, 60\n"
+        "tune.CLASSES, tune.SIZES = tune.CLASSES[:4], tune.SIZES[:4]\n"
     )
     places = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "FASTCOLL_TUNING": str(path), "PYTHONPATH": places}
-    words = [sys.executable, "-m", "fastcoll.bench", "--tune", "-n", "3"]
+    words = [sys.executable, "-m", "fastcoll.bench", "--tune", "-n", str(ranks)]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    table = thresholds.parse(path.read_text())
-    assert list(table.one_shot) == [3]
-    assert table.one_shot[3] in (0, *SIZES)
-    assert table.command == "python -m fastcoll.bench --tune -n 3"
-    assert f"one-shot up to {table.one_shot[3]} bytes" in done.stdout
+    (section,) = known.parse(path.read_text())
+    assert (section["ranks"], section.get("one_shot") in (None, 0, *SIZES[:4])) == (ranks, True)
+    assert ("one_shot" in section) == (ranks > 2)
+    assert section["command"] == f"python -m fastcoll.bench --tune -n {ranks}"
+    found = section["ns_per_mib"]
+    assert {*tune.OPERATIONS, "send"} <= {*found}
+    assert {"close", "past"} <= {*found["all_reduce"]["131072"]}
+    assert {"close", "past", "ahead"} <= {*found["broadcast"]["524288"]}
+    assert str(path) in done.stdout
 
 
-def test_two_ranks_have_nothing_to_tune(capsys):
+@pytest.mark.parametrize(
+    ("words", "tuning", "why"),
+    [(["--tune", "-n", "1"], "file", "between ranks"), (["--tune"], "none", "that is none")],
+)
+def test_what_cannot_be_tuned_is_refused(capsys, monkeypatch, words, tuning, why):
+    monkeypatch.setenv("FASTCOLL_TUNING", tuning)
+    config.forget()
     with pytest.raises(SystemExit):
-        tune.main(["--tune"])
-    assert "from 3 ranks on" in capsys.readouterr().err
+        tune.main(words)
+    assert why in capsys.readouterr().err
+    config.forget()

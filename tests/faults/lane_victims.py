@@ -37,4 +37,5 @@ def _prefer_lanes() -> None:
     assert context[at.LANES] == 2
     rows = context[at.CHOOSING + autotune.ROWS : at.MEMO].reshape(-1, autotune.ROW_WORDS)
     rows[:] = 1 << 40
-    rows[:, 0], rows[:, 1], rows[:, 2 + autotune.WAYS] = 1001, autotune.WAYS, 1
+    rows[:, autotune.CALLS], rows[:, autotune.BEST] = 4, autotune.WAYS
+    rows[:, autotune.TIMES + autotune.WAYS] = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from fastcoll.core import signature
 from fastcoll.kernels.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
-from fastcoll.shm import autotune
+from fastcoll.shm import autotune, learned
 from fastcoll.shm import context_layout as at
 
 SLOT = 256 << 10
@@ -22,7 +23,7 @@ ALL_REDUCE = signature.code_of("all_reduce")
 
 @entry
 def choose(t: Index, operation: Index, nbytes: Index, ways: Index) -> int:
-    autotune.choose(integer(t), integer(operation), integer(nbytes), integer(ways), 1)
+    autotune.choose(integer(t), integer(operation), integer(nbytes), integer(ways), 3)
     return 0
 
 
@@ -35,10 +36,14 @@ def learn(t: Index, took: Index) -> int:
 
 
 class Learner:
-    """A rank that chooses ways for calls whose times are made up."""
+    """A rank that chooses ways for calls whose times are made up; `known`: what it begins with (learned.py)."""
 
-    def __init__(self):
-        self.table = np.zeros(autotune.table_words(len(signature.OPERATIONS)), np.int64)
+    def __init__(self, known=None):
+        self.table = np.zeros(autotune.table_words(len(learned.COLLECTIVES)), np.int64)
+        if known:
+            ways = dict(zip(learned.WAYS, known, strict=False))
+            size = str(autotune.SMALLEST << 2 * autotune._class_of.py_func(LARGE))
+            learned.fill(self.table, {"all_reduce": {size: ways}})
         self.took = 0
 
     def call(self, times, nbytes=LARGE, operation=ALL_REDUCE):
@@ -56,8 +61,7 @@ class Learner:
     def call_of_lanes(self, plain, divided):
         """One call that may be divided; whether it was. Ticks a MiB of each plain way, and of each divided one."""
         at = address_of(self.table)
-        both = (1 << len(plain)) - 1 | (1 << len(divided)) - 1 << autotune.WAYS
-        choose.call(at, ALL_REDUCE, LARGE, both)
+        choose.call(at, ALL_REDUCE, LARGE, (1 << len(plain)) - 1 | ((1 << len(divided)) - 1) << autotune.WAYS)
         learn.call(at, self.took)
         way = int(self.table[autotune.WAY])
         self.took = plain[way] if way < autotune.WAYS else divided[way - autotune.WAYS]
@@ -65,56 +69,111 @@ class Learner:
 
 
 @pytest.mark.parametrize("ways", [2, 3, autotune.WAYS])
-def test_every_way_is_tried_and_the_fastest_is_found(ways):
+def test_every_way_is_tried_once_and_the_fastest_is_found(ways):
     for fastest in range(ways):
         times = [1000 + 100 * way for way in range(ways)]
         times[fastest] = 500
-        went = Learner().run(2000, times)
-        assert set(went[: autotune.TRIES * ways + 1]) == set(range(ways))
-        after = went[(autotune.TRIES + 1) * ways :]
-        assert after.count(fastest) > len(after) * 0.9
-        assert set(after[1000:]) == set(range(ways))  # the others are tried now and then
+        went = Learner().run(2 * autotune.LONG, times)
+        early = went[: autotune.LOOK * (ways + 1)]
+        assert set(early) == set(range(ways))
+        # One try at a time, and the best way known in between.
+        assert sum(way != after for way, after in pairwise(early)) <= 2 * ways
+        after = went[autotune.LOOK * (ways + 1) :]
+        assert after.count(fastest) > len(after) * 0.97
+        assert set(after) == set(range(ways))  # the others are tried now and then
+
+
+@pytest.mark.parametrize("times", [[900, 1000, 1300], [1000, 800, 900, 5000, 1100], [500, 2000, 600]])
+def test_a_known_row_begins_with_the_best_way_and_tries_nothing_for_a_while(times):
+    went = Learner(times).run(60, times)
+    assert set(went) == {times.index(min(times))}
+
+
+@pytest.mark.parametrize("noise", [0, 0.05, 0.3])
+@pytest.mark.parametrize(
+    "times",
+    [
+        [1000, 1050, 1100],
+        [1000, 1500, 1900, 1700, 1400],
+        [1000, 3000, 1200, 9000, 50_000],
+        [1000] * 5 + [1500, 1600, 1700, 1800, 1900],
+        [1000] * 5 + [2500] * 5,
+    ],
+)
+def test_trying_others_costs_at_most_a_fiftieth(times, noise):
+    """Beside always going the best way through the same disturbances."""
+    random = np.random.default_rng(7)
+    learner, spent, least = Learner(times), 0, 0
+    for _ in range(20_000):
+        # One call in a hundred loses its core for as long as ten calls take.
+        factor = random.lognormal(0, noise) + (10 if noise and random.random() < 0.01 else 0)
+        way = learner.call([int(time * factor) for time in times])
+        spent += times[way] * factor
+        least += min(times) * factor
+    assert spent < least * 1.02
+
+
+def test_a_way_of_more_than_twice_the_best_is_left_alone_for_long():
+    learner = Learner([1000, 2100, 30_000])
+    went = learner.run(autotune.LONG - 10, [1000, 2100, 30_000])
+    assert set(went) == {0}
+    # Without knowledge it is tried, and looked at once more since one bad time alone may be another's doing.
+    went = Learner().run(autotune.LONG, [1000, 2100, 30_000])
+    assert went[autotune.LOOK * 3 :].count(1) <= 1
+    assert went[autotune.LOOK * 3 :].count(2) <= 1
+
+
+def test_the_best_way_is_found_though_its_first_try_was_disturbed():
+    learner = Learner()
+    disturbed = []
+    for _ in range(3 * autotune.UNSURE):
+        went = learner.call([1000, 800, 500])
+        if went == 2 and len(disturbed) < 1:
+            disturbed.append(went)
+            learner.took = 100_000
+    assert disturbed
+    assert learner.run(100, [1000, 800, 500]).count(2) > 95
 
 
 @pytest.mark.parametrize("factor", [1.2, 2, 50])
 def test_a_way_that_has_become_slow_is_left(factor):
     learner = Learner()
     learner.run(500, [1000, 800, 1000])
-    went = (
-        learner.run(200, [1000, int(800 * factor), 1000])
-        if factor > 1.2
-        else learner.run(1500, [800, 1000, 1000])
-    )
+    went = learner.run(300, [1000, int(800 * factor), 1000] if factor > 1.2 else [800, 1000, 1000])
     assert went[-50:].count(1) <= 2
+
+
+@pytest.mark.parametrize("known", [None, [1000, 800, 900]])
+def test_a_way_that_has_become_fast_is_found(known):
+    learner = Learner(known)
+    learner.run(500, [1000, 800, 900])
+    assert learner.run(200, [1000, 800, 100])[-100:].count(2) > 90
+    learner.run(500, [1000, 4000, 2500])
+    # Twice the best and more: after the long while.
+    went = learner.run(2 * autotune.LONG, [1000, 100, 2500])
+    assert went[-100:].count(1) > 95
 
 
 @pytest.mark.parametrize("ways", [3, autotune.WAYS])
 def test_calls_are_divided_where_that_is_faster_and_not_where_it_is_slower(ways):
-    for factor in (0.6, 1.0, 1.5):
+    for factor in (0.6, 1.5):
         learner = Learner()
         plain = [1000 + 100 * way for way in range(ways)]
         went = [learner.call_of_lanes(plain, [int(factor * time) for time in plain]) for _ in range(2000)]
-        tried, after = went[: autotune.TRIES * 2 * ways + 1], went[500:]
-        assert tried.count(True) >= autotune.TRIES * ways
+        tried, after = went[: 2 * autotune.LOOK * (ways + 1)], went[500:]
+        assert tried.count(True) >= ways
         share = sum(after) / len(after)
         assert share > 0.9 if factor < 1 else share < 0.1
         assert 0 < share < 1  # the other is tried now and then
 
 
-def test_a_call_that_cannot_be_divided_goes_the_best_plain_way_or_the_best_ways_twin():
+def test_a_call_that_cannot_be_divided_goes_the_best_way_that_can():
     learner = Learner()
     for _ in range(200):
-        learner.call_of_lanes([1000] * 3, [900, 900, 500])
+        learner.call_of_lanes([1000, 900, 1000], [900, 900, 500])
     at = address_of(learner.table)
     choose.call(at, ALL_REDUCE, LARGE, 0b111)
-    assert learner.table[autotune.WAY] == 2
-
-
-def test_a_way_that_has_become_fast_is_found():
-    learner = Learner()
-    learner.run(500, [1000, 800, 900])
-    went = learner.run(3 * autotune.RARELY * 3, [1000, 800, 100])
-    assert went[-100:].count(2) > 90
+    assert learner.table[autotune.WAY] == 1
 
 
 def test_one_call_that_was_disturbed_changes_nothing():
@@ -127,7 +186,8 @@ def test_one_call_that_was_disturbed_changes_nothing():
 def test_differences_that_do_not_matter_are_no_reason_to_change():
     learner = Learner()
     learner.run(300, [1000, 990, 995])
-    assert learner.run(100, [1000, 990, 995]).count(0) > 90
+    first = learner.table[autotune.WAY]
+    assert learner.run(100, [1000, 990, 995]).count(first) > 90
 
 
 def test_sizes_and_operations_learn_by_themselves():
@@ -152,14 +212,14 @@ def test_classes_cover_all_sizes():
 
 
 def test_ranks_that_see_the_same_choose_the_same():
-    first, second = Learner(), Learner()
+    known = [1000, 1200, 900]
+    first, second = Learner(known), Learner(known)
     random = np.random.default_rng(1)
     for _ in range(1000):
         times = random.integers(500, 1500, 3).tolist()
         assert first.call(times) == second.call(times)
-    assert (
-        first.table[autotune.ROWS :: autotune.ROW_WORDS] == second.table[autotune.ROWS :: autotune.ROW_WORDS]
-    ).all()
+    same = first.table[autotune.ROWS :] == second.table[autotune.ROWS :]
+    assert same.all()
 
 
 # ---- in real groups --------------------------------------------------------------------------------------
@@ -190,7 +250,7 @@ def test_all_ranks_have_the_same_rows(rank, world_size):
             group.reduce_scatter(x, [x.copy() for _ in range(world_size)])
     group.barrier()
     mine = rows(group).copy()
-    assert (mine[:, 2:] > 0).any()
+    assert (mine[:, autotune.TIMES :] > 0).any()
     others = everybodys(group, mine)
     assert all(other == mine.tolist() for other in others)
     group.close()
@@ -203,7 +263,7 @@ def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size):
     for _ in range(20):
         group.all_reduce(x)
     group.barrier()
-    usual = rows(group)[:, 2:].max()
+    usual = rows(group)[:, autotune.TIMES : autotune.AGAIN].max()
     for _ in range(2):
         if rank == 1:
             time.sleep(0.5)
@@ -215,15 +275,10 @@ def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size):
     assert took < waited
 
 
-@entry
-def clock() -> int:
-    return autotune.ticks()
-
-
 def ticks_a_second():
-    begun, start = clock.call(), time.monotonic()
+    begun, start = learned.read_clock.call(), time.monotonic()
     time.sleep(0.1)
-    return (clock.call() - begun) / (time.monotonic() - start)
+    return (learned.read_clock.call() - begun) / (time.monotonic() - start)
 
 
 @pytest.mark.ranks(2)
@@ -237,7 +292,7 @@ def test_the_time_of_a_mismatch_is_nobodys(rank, world_size):
     with pytest.raises(dist.MismatchError):
         group.all_reduce(x) if rank == 0 else group.broadcast(x, 0)
     group.barrier()
-    longest = rows(group)[:, 2:].max()
+    longest = rows(group)[:, autotune.TIMES : autotune.AGAIN].max()
     waited = 0.8 * ticks_a_second() * (1 << 20) / x.nbytes
     group.close()
     assert 0 < longest < waited / 8

@@ -57,11 +57,17 @@ def divided(group):
 
 def divide_next(group, operation, nbytes=4 * LARGE):
     """Have the next calls of this operation and size be divided; on all ranks between the same two calls."""
+    row = signature.code_of(operation) * autotune.CLASSES + autotune._class_of.py_func(nbytes)
+    go(group, 1, slice(row, row + 1))
+
+
+def go(group, turn, rows=slice(None)):
+    """Have the next calls go another way each turn, plain and divided; on all ranks between the same two calls."""
     start = at.CHOOSING + autotune.ROWS
-    rows = group.backend.context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)
-    row = rows[signature.code_of(operation) * autotune.CLASSES + autotune._class_of.py_func(nbytes)]
-    row[:] = 1 << 40
-    row[0], row[1], row[2 + autotune.WAYS] = 4 * MANY_TURNS + 1, autotune.WAYS, 1
+    known = group.backend.context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)[rows]
+    way = turn // 2 + turn % 2 * autotune.WAYS
+    known[:] = 1 << 40
+    known[:, autotune.CALLS], known[:, autotune.BEST], known[:, autotune.TIMES + way] = 4, way, 1
 
 
 def helpers():
@@ -83,6 +89,7 @@ def test_reductions(rank, world_size, lanes):
         total = oracle.reduced(xs, ReduceOp.SUM)
         with group_of(lanes) as group:
             for turn in range(TURNS):
+                go(group, turn)
                 x = xs[rank].copy()
                 group.all_reduce(x)
                 oracle.assert_same(x, total)
@@ -101,7 +108,8 @@ def test_reduce_scatter_in_all_its_forms(rank, world_size, lanes):
     sizes = [EDGE + 7 * k for k in range(world_size)]  # blocks may differ in size
     blocks = [inputs(world_size, count) for count in sizes]
     with group_of(lanes) as group:
-        for _ in range(TURNS):
+        for turn in range(TURNS):
+            go(group, turn)
             out = np.zeros(sizes[rank], np.float32)
             group.reduce_scatter(out, [blocks[k][rank] for k in range(world_size)])
             oracle.assert_same(out, oracle.reduced(blocks[rank], ReduceOp.SUM))
@@ -122,6 +130,7 @@ def test_moves(rank, world_size, lanes, nbytes):
     ways = autotune.staged_ways.py_func(nbytes, LAYOUT.slot, True).bit_count()
     with group_of(lanes) as group:
         for turn in range(2 * ways):
+            go(group, turn)
             root = turn % world_size
             x = every + root if rank == root else np.zeros_like(every)
             group.broadcast(x, root)
@@ -148,7 +157,8 @@ def test_elements_of_other_sizes(rank, world_size, dtype):
     dtype = np.dtype(dtype)
     xs = inputs(world_size, (rounds.SMALLEST_DIVIDED + 999 * dtype.itemsize) // dtype.itemsize, dtype)
     with group_of(3) as group:
-        for _ in range(TURNS):
+        for turn in range(TURNS):
+            go(group, turn)
             x = xs[rank].copy()
             group.all_reduce(x)
             oracle.assert_same(x, oracle.reduced(xs, ReduceOp.SUM))
@@ -162,12 +172,14 @@ def test_records_of_an_odd_size_and_huge_ones(rank, world_size):
     assert oracle.RECORD.itemsize % 8
     with group_of(3) as group:
         for turn in range(TURNS):
+            go(group, turn)
             x = xs[rank].copy()
             group.broadcast(x, turn % world_size)
             oracle.assert_same(x, xs[turn % world_size])
         assert divided(group) == TURNS // 2
         x = np.zeros(1200, large)
         for turn in range(TURNS):
+            go(group, turn)
             x[:] = bytes([turn]) * large.itemsize if rank == 0 else b"\xff" * large.itemsize
             group.broadcast(x, 0)
             assert (x.view(np.uint8) == turn).all()
@@ -180,7 +192,8 @@ def test_lanes_do_not_change_a_bit(rank, world_size, op):
     results = []
     for lanes in (1, 2, 3):
         with group_of(lanes) as group:
-            for _ in range(TURNS):
+            for turn in range(TURNS):
+                go(group, turn)
                 x = xs[rank].copy()
                 group.all_reduce(x, op)
                 results.append(x.tobytes())
@@ -239,7 +252,8 @@ def test_ranks_that_differ_in_whether_to_divide(rank, world_size, sizes):
     """Each goes by the size that it gives; when they differ, the call is made anew, undivided."""
     xs = [oracle.values(r, sizes[r], np.dtype("f4")) for r in range(world_size)]
     with group_of(2) as group:
-        for _ in range(MANY_TURNS):
+        for turn in range(MANY_TURNS):
+            go(group, turn)
             outs = [np.zeros_like(x) for x in xs]
             group.all_gather(outs, xs[rank])
             for got, want in zip(outs, xs, strict=True):

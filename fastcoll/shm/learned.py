@@ -1,0 +1,118 @@
+"""What a group has found out (autotune.py) and what a machine is known to do best (known.py): one made of the other.
+
+Tables have ticks, and numbers for operations, classes and ways; files have nanoseconds and names. Only rank 0 of a
+group converts times, since ranks that measure the processor's clock each by itself would not get the same: it tells
+all ranks ticks (segment.py), with which all of them fill their tables as they attach.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..core.operands import Array
+from ..core.signature import OPERATIONS
+from ..kernels.jit import entry
+from ..kernels.primitives import ticks
+from . import autotune as a
+from . import known
+from .known import Conditions, Times
+
+COLLECTIVES = (*OPERATIONS, *(f"shared:{name}" for name in OPERATIONS))
+"""The operations of a context's table, on any arrays and on such as lie in arenas (rounds.py)."""
+
+MESSAGES = ("send", "recv")
+"""The operations of a mailbox's table (rings.py)."""
+
+WAYS = (*a.NAMES, *(f"divided:{way}" for way in a.NAMES))
+_CLASSES = tuple(str(a.SMALLEST << 2 * number) for number in range(a.CLASSES))
+
+# Calls from which on a row is worth keeping: all ways have been tried, and the best one often.
+_ENOUGH = 64
+# Calls until a way of a known row is tried of which nothing is known: as if it took twice the best of so many.
+_UNKNOWN = a.SHARE * a.WAYS
+_NANOSECONDS = 1_000_000  # for which the clock is measured
+
+
+@entry
+def read_clock() -> int:
+    """The processor's clock, in ticks."""
+    return ticks()  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _ticks_a_nanosecond() -> float:
+    """Measured for a millisecond, once: 0.02 % off."""
+
+    def look() -> tuple[int, int, int]:
+        before, count, after = time.perf_counter_ns(), read_clock.call(), time.perf_counter_ns()
+        return after - before, count, after
+
+    # Of several looks the quickest: this thread may have lost its core in the middle of another.
+    _, begun, start = min(look() for _ in range(9))
+    while time.perf_counter_ns() < start + _NANOSECONDS:
+        pass
+    _, ended, end = min(look() for _ in range(9))
+    return (ended - begun) / (end - start)
+
+
+def told(ranks: int, slot: int) -> list[list[Any]]:
+    """What rank 0 tells all ranks of groups like this one, under whatever other conditions: [cores, lanes, ticks]."""
+    found = [s for s in known.sections() if (s["ranks"], s["slot"]) == (ranks, slot) and s["ns_per_mib"]]
+    rate = _ticks_a_nanosecond() if found else 1.0
+    return [
+        [s["cores"], s["lanes"], _each(s["ns_per_mib"], lambda ns: max(1, round(ns * rate)))] for s in found
+    ]
+
+
+def _each(times: Mapping[str, Any], convert: Callable[[int], int]) -> dict[str, Any]:
+    return {
+        key: _each(value, convert) if isinstance(value, dict) else convert(value)
+        for key, value in times.items()
+    }
+
+
+def heard(sections: Iterable[Sequence[Any]], conditions: Conditions) -> Times:
+    """Ticks for a group, of what rank 0 has told."""
+    same = [t for cores, lanes, t in sections if (cores, lanes) == (conditions.cores, conditions.lanes)]
+    return same[-1] if same else {}
+
+
+def fill(table: Array, times: Times, operations: Sequence[str] = COLLECTIVES) -> None:
+    """Begin a table, that of so many operations, with known times in ticks."""
+    for row, operation, size in _rows(table, operations):
+        ways = times.get(operation, {}).get(size, {})
+        ticks = {WAYS.index(way): ticks for way, ticks in ways.items() if way in WAYS}
+        if not ticks:
+            continue
+        best = min(ticks, key=ticks.__getitem__)
+        row[a.BEST] = best
+        row[a.AGAIN :] = _UNKNOWN
+        for way, its in ticks.items():
+            row[a.TIMES + way] = its
+            row[a.AGAIN + way] = a.rest_of.py_func(its, its, ticks[best], len(ticks))
+
+
+def found(table: Array, operations: Sequence[str] = COLLECTIVES) -> tuple[Times, int]:
+    """What a table holds, in nanoseconds, of its rows with enough calls; and how many calls these had."""
+    rate = _ticks_a_nanosecond()
+    times: Times = {}
+    calls = 0
+    for row, operation, size in _rows(table, operations):
+        if row[a.CALLS] >= _ENOUGH:
+            calls += int(row[a.CALLS])
+            ticks = zip(WAYS, row[a.TIMES : a.AGAIN].tolist(), strict=True)
+            times.setdefault(operation, {})[size] = {
+                way: max(1, round(n / rate)) for way, n in ticks if 0 < n < a.HOPELESS
+            }
+    return times, calls
+
+
+def _rows(table: Array, operations: Sequence[str]) -> Iterable[tuple[Array, str, str]]:
+    """The rows of a table, with their operations and classes."""
+    rows = table[a.ROWS : a.table_words(len(operations))].reshape(len(operations), a.CLASSES, a.ROW_WORDS)
+    for operation, classes in zip(operations, rows, strict=True):
+        for size, row in zip(_CLASSES, classes, strict=True):
+            yield row, operation, size

@@ -1,0 +1,328 @@
+"""What is known of a machine: read, put together and written so that no trouble with the file harms a job."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import config
+from fastcoll.shm import autotune, known, learned
+from fastcoll.shm import context_layout as words
+from fastcoll.shm.known import Conditions
+
+TWO = Conditions(2, "own", 1, 256 << 10)
+TIMES = {"all_reduce": {"131072": {"close": 1000, "past": 3000}}}
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """Where the file is looked for."""
+    path = tmp_path / "dir" / "tuning.json"
+    use(monkeypatch, path)
+    yield path
+    config.forget()
+
+
+def use(monkeypatch, path):
+    monkeypatch.setenv("FASTCOLL_TUNING", str(path))
+    config.forget()
+
+
+def again():
+    """As another process would: read the file anew."""
+    known._known.clear()
+    return known.sections()
+
+
+def test_where_the_file_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("FASTCOLL_TUNING", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    config.forget()
+    assert known.path() == tmp_path / "fastcoll" / "tuning.json"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert known.path() == tmp_path / ".config" / "fastcoll" / "tuning.json"
+    use(monkeypatch, "none")
+    assert known.path() is None
+    assert known.sections() == []
+    assert known.keep(TWO, TIMES, 100) is None
+    config.forget()
+
+
+def test_built_in_limits_hold_up_to_so_many_ranks(path: Path, caplog):
+    limits = [known.one_shot_limit(size) for size in (1, 2, 3, 4, 5, 8, 9, 33, 1000)]
+    table = known.ONE_SHOT
+    assert limits == [table[4]] * 4 + [table[8]] * 2 + [table[16]] + [table[32]] * 2
+    assert not caplog.text
+    assert not path.exists()
+
+
+def test_what_is_kept_is_read_with_its_provenance(path: Path):
+    assert known.keep(TWO, TIMES, 100) == path
+    (section,) = again()
+    assert {**section, "date": ""} == {
+        "machine": known.machine(), "ranks": 2, "cores": "own", "lanes": 1, "slot": 256 << 10,
+        "command": known.RUNNING, "date": "", "calls": 100, "ns_per_mib": TIMES,
+    }  # fmt: skip
+    assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
+
+
+def test_limits_of_one_shot_are_kept_by_numbers_of_ranks(path: Path):
+    known.keep(TWO._replace(ranks=4), {}, 0, "first", 12345)
+    known.keep(TWO._replace(ranks=6), TIMES, 9, "second", 999)
+    known.keep(TWO._replace(ranks=6), {"reduce": {"8192": {"close": 1}}}, 9)
+    again()
+    assert [known.one_shot_limit(size) for size in (3, 4, 5, 6, 7)][:4] == [12345, 12345, 999, 999]
+
+
+def test_conditions_and_machines_are_kept_apart(path: Path, monkeypatch):
+    for conditions in (TWO, TWO._replace(lanes=2), TWO._replace(cores="shared"), TWO._replace(ranks=3)):
+        known.keep(conditions, TIMES, 1)
+    assert len(again()) == 4
+    monkeypatch.setattr(known, "machine", lambda: "a Cray")
+    assert again() == []
+    known.keep(TWO, TIMES, 1)
+    assert len(again()) == 1
+    monkeypatch.undo()
+    use(monkeypatch, path)
+    assert len(again()) == 4
+
+
+def test_good_news_is_believed_at_once_and_bad_news_slowly():
+    news = {"all_reduce": {"131072": {"close": 500, "past": 5000}}, "reduce": {"8192": {"past": 1}}}
+    slowly = known.merged(TIMES, news, fresh=False)
+    assert slowly["all_reduce"]["131072"] == {"close": 500, "past": 3500}
+    assert slowly["reduce"] == news["reduce"]
+    assert known.merged(TIMES, news, fresh=True) == news
+    assert TIMES["all_reduce"]["131072"]["close"] == 1000
+
+
+def test_nothing_is_written_when_there_is_nothing_new(path: Path):
+    known.keep(TWO, TIMES, 100)
+    before = path.stat()
+    for times in ({}, TIMES, {"all_reduce": {"131072": {"close": 950, "past": 3300}}}):
+        assert known.keep(TWO, times, 100) is None
+    after = path.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert known.keep(TWO, {"all_reduce": {"131072": {"close": 500}}}, 100) == path
+
+
+def test_what_others_have_written_meanwhile_stays(path: Path):
+    known.keep(TWO, TIMES, 100)
+    text = path.read_text()
+    known.keep(TWO._replace(ranks=3), TIMES, 100)
+    written = path.read_text()
+    path.write_text(text)
+    again()  # this process knows of two ranks only
+    path.write_text(written)
+    known.keep(TWO._replace(ranks=4), TIMES, 100)
+    assert [section["ranks"] for section in again()] == [2, 3, 4]
+
+
+def test_what_this_version_does_not_know_stays(path: Path):
+    known.keep(TWO, TIMES, 100)
+    text = json.loads(path.read_text())
+    text["sections"][0]["ns_per_mib"]["all_reduce"]["131072"]["teleport"] = 7
+    text["sections"][0]["moon"] = "full"
+    path.write_text(json.dumps(text))
+    again()
+    known.keep(TWO, {"reduce": TIMES["all_reduce"]}, 100)
+    (section,) = again()
+    assert section["moon"] == "full"
+    assert section["ns_per_mib"]["all_reduce"]["131072"] == {"close": 1000, "past": 3000, "teleport": 7}
+    table = np.zeros(autotune.table_words(len(learned.COLLECTIVES)), np.int64)
+    learned.fill(table, section["ns_per_mib"])
+    assert np.count_nonzero(table[table > 0] == 7) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "\x00",
+        '{"machine": "m", "command": "c", "one_shot": {"4": 1}}',
+        '{"format": 2, "sections": []}',
+    ],
+)
+def test_a_file_that_is_none_of_this_format_is_ignored_with_one_warning_and_replaced(
+    path: Path, text, caplog
+):
+    path.parent.mkdir()
+    path.write_text(text)
+    assert again() == []
+    assert known.one_shot_limit(4) == known.ONE_SHOT[4]
+    assert caplog.text.count("cannot be used") == 1
+    assert known.keep(TWO, TIMES, 100) == path
+    assert len(again()) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("ns_per_mib", 3), ("ns_per_mib", {"reduce": 1, "scan": {"8192": {"close": -1, "past": "x"}}}), ("one_shot", -1),
+     ("one_shot", "many")],
+)  # fmt: skip
+def test_impossible_numbers_are_left_out(path: Path, field, value):
+    known.keep(TWO, TIMES, 100, "command", 77)
+    text = json.loads(path.read_text())
+    text["sections"] += [3, {"machine": "m"}, {**text["sections"][0], "ranks": "two"}]
+    text["sections"][0][field] = value
+    path.write_text(json.dumps(text))
+    (section,) = again()
+    assert (section["ns_per_mib"], section.get("one_shot")) == (
+        ({}, 77) if field == "ns_per_mib" else (TIMES, None)
+    )
+
+
+def test_a_place_that_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    use(monkeypatch, tmp_path / "file" / "tuning.json")
+    with pytest.raises(OSError, match="exists"):
+        known.keep(TWO, TIMES, 100)
+    assert known.sections()[0]["ns_per_mib"] == TIMES  # in this process it is known
+    config.forget()
+
+
+def test_only_one_process_writes_and_what_a_killed_one_left_is_written_over(path: Path):
+    path.parent.mkdir()
+    part = path.with_name("tuning.json.new")
+    with part.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write("half a fi" * 1000)
+        other.flush()
+        with pytest.raises(BlockingIOError):
+            known.keep(TWO, TIMES, 100)
+        assert not path.exists()
+    assert part.exists()
+    known._known.clear()
+    assert known.keep(TWO, TIMES, 100) == path
+    assert len(again()) == 1
+    assert not part.exists()
+
+
+def _write_often(file, ranks):
+    os.environ["FASTCOLL_TUNING"] = file
+    config.forget()
+    for number in range(50):
+        with contextlib.suppress(OSError):  # another one writes
+            known.keep(TWO._replace(ranks=ranks), {"reduce": {"8192": {"close": 1 << number % 30}}}, 1, "c")
+        known.parse(Path(file).read_text())
+
+
+def test_processes_that_write_at_the_same_time_leave_a_whole_file(path: Path):
+    known.keep(TWO, TIMES, 100)
+    fork = multiprocessing.get_context("spawn")
+    writers = [fork.Process(target=_write_often, args=(str(path), ranks)) for ranks in (3, 4, 5)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    assert {section["ranks"] for section in again()} == {2, 3, 4, 5}
+
+
+# ---- from a table to the file and back -------------------------------------------------------------------
+
+
+def test_a_table_of_what_was_found_is_the_same_after_a_file(path: Path):
+    table = np.zeros(autotune.table_words(len(learned.COLLECTIVES)), np.int64)
+    row = table[autotune.ROWS :][: autotune.ROW_WORDS]
+    row[autotune.CALLS], row[autotune.BEST] = 1000, 1
+    row[autotune.TIMES : autotune.TIMES + 3] = 3_000_000, 1_000_000, 2_500_000
+    times, calls = learned.found(table)
+    known.keep(TWO, times, calls)
+    again()
+    heard = learned.heard(json.loads(json.dumps(learned.told(2, TWO.slot))), TWO)
+    begun = np.zeros_like(table)
+    learned.fill(begun, heard)
+    other = begun[autotune.ROWS :][: autotune.ROW_WORDS]
+    assert calls == 1000
+    assert other[autotune.CALLS] == 0
+    assert other[autotune.BEST] == 1
+    assert np.allclose(
+        other[autotune.TIMES : autotune.AGAIN], row[autotune.TIMES : autotune.AGAIN], rtol=1e-3
+    )
+    assert other[autotune.AGAIN] == autotune.LONG  # of more than twice the best
+    assert (begun[autotune.ROWS + autotune.ROW_WORDS :] == 0).all()
+    assert learned.heard(learned.told(3, TWO.slot), TWO) == {}
+    assert learned.heard(learned.told(2, TWO.slot), TWO._replace(lanes=4)) == {}
+
+
+def test_rows_of_few_calls_are_not_kept():
+    table = np.zeros(autotune.table_words(2), np.int64)
+    table[autotune.ROWS], table[autotune.ROWS + autotune.TIMES] = 10, 5
+    assert learned.found(table, learned.MESSAGES) == ({}, 0)
+
+
+# ---- in real groups --------------------------------------------------------------------------------------
+
+
+def table(group):
+    return group.backend.context.words[words.CHOOSING : words.MEMO][autotune.ROWS :]
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monkeypatch):
+    """Whatever each of them would have read; and rank 0 writes it down at the end."""
+    use(monkeypatch, tmp_path / f"{rank}.json")
+    group = dist.new_group(backend="shm")
+    conditions = group.backend._conditions
+    ways = {"close": 3000, "past": 1000 + rank, "ahead": 9000}
+    group.close()
+    times = {name: {"131072": ways} for name in ("all_reduce", "broadcast", "send")}
+    known.keep(conditions, times, 100, "test", 1000 + rank)
+    group = dist.new_group(backend="shm")
+    assert group.backend.context[words.ONE_SHOT] == 1000
+    everybody = [None] * world_size
+    dist.all_gather_object(everybody, table(group).tolist())
+    assert all(each == everybody[0] for each in everybody)
+    assert np.count_nonzero(everybody[0]) == 2 * (
+        1 + 3 + 2 * autotune.WAYS
+    )  # best way, times, when to try again
+    x = np.ones(50_000, np.float32)
+    went = []
+    for _ in range(10):
+        group.all_reduce(x)
+        went.append(int(group.backend.context.words[words.CHOOSING + autotune.LAST_WAY]))
+    assert went == [autotune.PAST] * 10
+    for _ in range(70):
+        group.reduce(x, 0)
+    group.close()
+    again()
+    mine = [s["ns_per_mib"] for s in known.sections() if s["command"] == known.RUNNING]
+    assert [list(m) for m in mine] == ([["all_reduce", "broadcast", "send", "reduce"]] if rank == 0 else [])
+    config.forget()
+
+
+@pytest.mark.ranks(2)
+def test_a_group_that_failed_writes_nothing(rank, world_size, tmp_path, monkeypatch):
+    use(monkeypatch, tmp_path / f"{rank}.json")
+    group, x = dist.new_group(backend="shm"), np.ones(50_000, np.float32)
+    for _ in range(100):
+        group.all_reduce(x)
+    group.abort("enough")
+    group.close()
+    assert list(tmp_path.iterdir()) == []
+    config.forget()
+
+
+@pytest.mark.ranks(2)
+def test_a_group_closes_though_nothing_can_be_kept(rank, world_size, tmp_path, monkeypatch, caplog):
+    use(monkeypatch, "/proc/none/tuning.json")
+    caplog.set_level(logging.DEBUG, "fastcoll")
+    group, x = dist.new_group(backend="shm"), np.ones(50_000, np.float32)
+    for _ in range(100):
+        group.all_reduce(x)
+    group.close()
+    assert ("is not kept" in caplog.text) == (rank == 0)
+    config.forget()
