@@ -215,11 +215,16 @@ def _from_all(own: NDArray[Any], size: int, gather: Gather) -> NDArray[Any]:
     return everybody
 
 
+def write_note(text: str, note: NDArray[Any]) -> None:
+    """Write a text, or the beginning of it, into NOTE_BYTES zeros."""
+    data = np.frombuffer(text.encode()[:NOTE_BYTES], np.uint8)
+    note[: data.size] = data
+
+
 def tell(text: str, size: int, gather: Gather) -> list[str]:
     """The texts of `size` ranks, up to NOTE_BYTES of each; collective."""
     note = np.zeros(NOTE_BYTES, np.uint8)
-    data = np.frombuffer(text.encode()[:NOTE_BYTES], np.uint8)
-    note[: data.size] = data
+    write_note(text, note)
     notes = _from_all(note, size, gather)
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in notes]
 
@@ -271,6 +276,7 @@ def difference(
     sizes: Sizes,
     describe: Callable[[Sequence[Sizes], Sequence[int]], str] = describe_sizes,
     also: str = "",
+    notes: Sequence[str] | None = None,
 ) -> MismatchError:
     """The error of every rank of a call that does not match; all of them have the same heads, and call this together.
 
@@ -282,6 +288,7 @@ def difference(
         sizes: this rank's.
         describe: says what differs in the sizes of all ranks.
         also: what differs besides the heads.
+        notes: what ranks say whose calls were refused, if that is known; else all ranks gather it.
     """
     size, ranks = gate.size, gate.ranks
 
@@ -292,7 +299,7 @@ def difference(
     if not there:
         differences = f"{describe_differences(comparable(heads), ranks)}; {also}" if also else ""
         return mismatch(differences or describe_mismatch(heads, ranks, tables, describe), number, gate.name)
-    notes = tell(gate.refusal, size, gather)
+    notes = tell(gate.refusal, size, gather) if notes is None else notes
     told = [notes[rank] for rank in there[:8]]
     others = [rank for rank in range(size) if rank not in there]
     text = describe_differences([heads[rank] for rank in others], [ranks[rank] for rank in others])

@@ -29,7 +29,6 @@ from fastcoll.net.tcp.plans.shape import Shape, default_limits
 
 Array = np.ndarray[Any, Any]
 _STEPS = 200_000
-_BUFFER = 2048  # the kernel makes about 4.6 KB of it
 FREE = 1 << 30  # bytes at a time when nothing is held back
 
 
@@ -41,10 +40,17 @@ class Engines:
         payload: bytes that may be attached to a header, and plans have many short segments; None: as in a group.
         seed: of the order in which ranks and connections take turns.
         piece: bytes that are carried at a time, at most.
+        buffer: bytes that a connection asks the kernel to hold in one direction, which makes more than twice of it.
     """
 
     def __init__(
-        self, n: int, streams: int = 1, payload: int | None = None, seed: int = 0, piece: int = FREE
+        self,
+        n: int,
+        streams: int = 1,
+        payload: int | None = None,
+        seed: int = 0,
+        piece: int = FREE,
+        buffer: int = 2048,
     ) -> None:
         self.size, self.limits = n, default_limits(n)
         if payload is not None:
@@ -54,12 +60,16 @@ class Engines:
         self._wires: dict[tuple[int, int, int], tuple[socket.socket, socket.socket]] = {}
         self._held: dict[tuple[int, int, int], bytes] = {}
         self._carried: Counter[tuple[int, int, int]] = Counter()
+        self.told: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+        """Of each rank, the calls of which it was told that they did not match after it had made them, and when."""
+        self.loses_records = False
+        """A fault to plant: what ranks note of their calls is gone at once."""
         for context in self.contexts:
             context.words[words.PATIENCE + waiting.BUDGET] = -1  # back after every sweep
         for here, there in permutations(range(n), 2):
             for stream in range(streams):
                 key = (here, there, stream)
-                self._wires[key] = _pair()
+                self._wires[key] = _pair(buffer)
                 self._held[key] = b""
                 self.contexts[here].fds[there, stream] = self._wires[key][0].fileno()
 
@@ -97,7 +107,9 @@ class Engines:
 
     def begin(self, rank: int, prepared: Prepared, arrays: Sequence[Array]) -> int:
         """Begin a call, with one sweep; the engine's status."""
-        return engine.collective.call(self.contexts[rank].address, prepared.address, tuple(arrays))
+        return engine.collective.call(
+            self.contexts[rank].address | words.LOOSELY, prepared.address, tuple(arrays)
+        )
 
     def go_on(self, rank: int, prepared: Prepared) -> int:
         """One more sweep of the call under way."""
@@ -132,31 +144,50 @@ class Engines:
     def run(self, programs: Sequence[Sequence[tuple[Prepared, Sequence[Array]]]]) -> list[list[int]]:
         """Let each rank make its calls one after the other, in an order drawn at random; their statuses.
 
-        A call that did not match is followed by `after_mismatch`. A rank ends with the first call that went wrong.
+        A call that did not match is followed by `after_mismatch`. A rank ends with the first call that went wrong, and
+        else with `settle`. What was told later of a call is in `told`.
         """
         results: list[list[int]] = [[] for _ in programs]
         under_way: set[int] = set()
         waiting_ranks = set(range(self.size))
         links = list(self._wires)
         for _ in range(_STEPS):
+            if not waiting_ranks:
+                return results
             for link in self._random.sample(links, min(len(links), 4)):
                 self.carry(*link, most=self._random.randint(1, self._piece))
             rank = self._random.choice(sorted(waiting_ranks))
+            if len(results[rank]) == len(programs[rank]):
+                if engine.settle.call(self.contexts[rank].address, 0) == DONE:
+                    waiting_ranks.discard(rank)
+                    while self.contexts[rank][words.DIFFERS]:
+                        self._note(rank)
+                continue
             prepared, arrays = programs[rank][len(results[rank])]
             resumed = rank in under_way
             status = self.go_on(rank, prepared) if resumed else self.begin(rank, prepared, arrays)
             under_way.add(rank)
+            if self.loses_records:
+                self.contexts[rank]._kept[words.RECORDS].fill(0)
             if status not in (AGAIN, WORKED):
                 under_way.discard(rank)
+                context = self.contexts[rank]
+                if status == MISMATCH and context.under_way:
+                    engine.after_mismatch.call(context.address)
+                elif status == MISMATCH:
+                    self._note(rank)
+                    status = DONE
                 results[rank].append(status)
-                if status == MISMATCH:
-                    engine.after_mismatch.call(self.contexts[rank].address)
-                failed = status not in (DONE, MISMATCH)
-                if failed or len(results[rank]) == len(programs[rank]):
+                if status not in (DONE, MISMATCH):
                     waiting_ranks.discard(rank)
-            if not waiting_ranks:
-                return results
         raise AssertionError(f"stuck: {results} of {[len(each) for each in programs]} calls")
+
+    def _note(self, rank: int) -> None:
+        found = self.contexts[rank].take_heads()
+        assert found is not None, "told before all headers are here"
+        number, heads, _ = found
+        assert len(set(heads)) > 1
+        self.told[rank].append((number, self.contexts[rank][words.CALLS]))
 
     def carried(self) -> dict[tuple[int, int, int], int]:
         """The bytes that each connection has brought, by (giver, taker, stream)."""
@@ -176,9 +207,9 @@ class Engines:
         return all((context._kept[words.HAVE] == 0).all() for context in self.contexts)
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
+def _pair(buffer: int) -> tuple[socket.socket, socket.socket]:
     pair = socket.socketpair()
     for end in pair:
         end.setblocking(False)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
     return pair

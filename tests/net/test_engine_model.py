@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.core.status import DONE, MISMATCH
+from fastcoll.core import signature
+from fastcoll.core.status import DONE, MISMATCH, WORKED
+from fastcoll.net.tcp import engine_layout as words
+from fastcoll.net.tcp.context import Prepared
+from fastcoll.net.tcp.meet import AHEAD, HELD
+from fastcoll.net.tcp.plans.shape import HEADER_BYTES
 from net.engine_calls import OPERATIONS, Call
 from net.engines import Engines
 
@@ -35,21 +41,38 @@ def programs(draw: st.DrawFn, n: int, most: int, length: int) -> list[list[Call]
     return rounds
 
 
-def check(engines: Engines, rounds: Sequence[Sequence[Call]]) -> None:
-    """Run the rounds: every rank sees which ones match, and gets what is right, or nothing."""
+def check(
+    engines: Engines,
+    rounds: Sequence[Sequence[Call]],
+    plant: Callable[[Prepared], object] = lambda prepared: None,
+) -> None:
+    """Run the rounds: every rank sees which ones match, and gets what is right, or nothing; `plant` faults before."""
     n = engines.size
     parts = [[calls[rank].of(engines, rank) for calls in rounds] for rank in range(n)]
+    for mine in parts:
+        for part in mine:
+            plant(part.prepared)
     before = [[[x.copy() for x in part.arrays] for part in mine] for mine in parts]
     results = engines.run([[(part.prepared, part.arrays) for part in mine] for mine in parts])
-    for number, calls in enumerate(rounds):
-        wanted = DONE if _match(calls) else MISMATCH
-        assert [result[number] for result in results] == [wanted] * n, calls
+    for number, calls in enumerate(rounds, 1):
         for rank in range(n):
-            part = parts[rank][number]
-            assert part.is_right() if wanted == DONE else part.is_untouched(before[rank][number]), (
-                f"rank {rank}, {calls[rank]}"
+            part, status = parts[rank][number - 1], results[rank][number - 1]
+            told = [when for call, when in engines.told[rank] if call == number]
+            assert status in (DONE, MISMATCH), calls
+            assert len(told) + (status == MISMATCH) == (not _match(calls)), f"rank {rank}, {calls}"
+            assert all(when - number < AHEAD for when in told)
+            assert not told or _only_gives(calls[rank], rank), (
+                f"rank {rank} waited for nobody in {calls[rank]}"
             )
+            right = part.is_right() if status == DONE else part.is_untouched(before[rank][number - 1])
+            assert right, f"rank {rank}, {calls[rank]}"
     assert engines.nothing_left()
+
+
+def _only_gives(call: Call, rank: int) -> bool:
+    return (call.operation == "broadcast" and call.root == rank) or (
+        call.operation == "reduce" and call.root != rank
+    )
 
 
 def _match(calls: Sequence[Call]) -> bool:
@@ -111,3 +134,74 @@ def test_any_schedule_of_many_ranks(data: st.DataObject) -> None:
     rounds = data.draw(programs(MANY, most=20, length=3))
     with Engines(MANY, seed=data.draw(st.integers(0, 1 << 30))) as engines:
         check(engines, rounds)
+
+
+def _mostly_ahead(n: int, length: int, draw: random.Random) -> list[list[Call]]:
+    """Calls that let some ranks run ahead; in one of ten a rank calls something else."""
+    rounds = []
+    for salt in range(length):
+        operation = draw.choice(["broadcast"] * 3 + ["reduce"] * 2 + ["scan", "all_gather"])
+        if salt // AHEAD == 1:  # nobody but the root has to send
+            operation = "broadcast"
+        call = Call(operation, draw.randint(1, 9), draw.choice([0, draw.randrange(n)]), 1000 * salt)
+        rounds.append([call] * n)
+        if draw.random() < 0.1:
+            other = draw.choice([replace(call, count=call.count + 1), Call("barrier", 0), Call("refused", 0)])
+            rounds[-1][draw.randrange(n)] = other
+    return rounds
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ranks_that_run_ahead_until_their_records_are_used_again(n: int, seed: int) -> None:
+    with Engines(n, payload=[256, 2048][seed % 2], seed=seed) as engines:
+        check(engines, _mostly_ahead(n, 3 * AHEAD, random.Random(seed)))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_calls_none_of_which_match(who: int) -> None:
+    """The root is told of each of them, one in a call."""
+    rounds = []
+    for salt in range(2 * AHEAD):
+        rounds.append([Call("broadcast", 1, 0, 1000 * salt)] * 2)
+        rounds[-1][who] = replace(rounds[-1][who], count=2)
+    with Engines(2, payload=256) as engines:
+        check(engines, rounds)
+
+
+def test_a_root_ends_its_calls_alone_until_its_records_are_all_in_use() -> None:
+    with Engines(2, buffer=1 << 18) as engines:
+        part = Call("broadcast", 5).of(engines, 0)
+        statuses = [engines.begin(0, part.prepared, part.arrays) for _ in range(AHEAD)]
+        assert statuses == [DONE] * (AHEAD - 1) + [WORKED]
+        engines.carry(0, 1)
+        calls = 0
+        while not engines.carry(1, 0):
+            assert engines.go_on(0, part.prepared) == WORKED, "a header is still to come"
+            other = Call("broadcast", 5).of(engines, 1)
+            assert engines.begin(1, other.prepared, other.arrays) == WORKED
+            assert engines.go_on(1, other.prepared) == DONE
+            assert other.is_right()
+            calls += 1
+        assert calls == HELD // HEADER_BYTES + 1, "headers are not sent together"
+        assert engines.go_on(0, part.prepared) == DONE
+
+
+def test_a_rank_that_writes_before_all_agree_is_found() -> None:
+    """The planted fault: in a group of three, who receives is as loose as who gives."""
+
+    def plant(prepared: Prepared) -> None:
+        prepared._words[words.LOOSE] = prepared.call & 0xFF == signature.code_of("broadcast")
+
+    rounds = _mostly_ahead(3, 2 * AHEAD, random.Random(1))
+    with Engines(3, seed=1) as engines, pytest.raises(AssertionError, match="waited for nobody"):
+        check(engines, rounds, plant)
+
+
+def test_a_rank_that_compares_with_something_else_is_found() -> None:
+    """The planted fault: what a rank has noted of its calls is gone when the others' headers come."""
+    rounds = _mostly_ahead(2, AHEAD, random.Random(2))
+    with Engines(2, seed=2) as engines:
+        engines.loses_records = True
+        with pytest.raises(AssertionError):
+            check(engines, rounds)

@@ -6,11 +6,14 @@ with the peers'. What it does over the sockets is in executor.py; here is what c
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ...core import signature
 from ...core.backend import Backend
@@ -21,7 +24,7 @@ from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
 from ...core.processes import Member, cores_of
 from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH, WORKED
-from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError
+from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, MismatchError
 from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
 from ...p2p.engine import Engine
@@ -36,9 +39,10 @@ from .mesh import Mesh
 from .pipe import TcpPipe
 from .plans.choose import plan_for
 from .plans.plan import Plan
-from .plans.shape import Shape, default_limits, sized
+from .plans.shape import MEET_RANKS, Shape, default_limits, sized
 
-_CLOSE_SECONDS = 5.0
+logger = logging.getLogger("fastcoll")
+_CLOSE_SECONDS, _SETTLE_MS = 5.0, 50
 _MOST_PREPARED = 1024
 # Sweeps in vain before a thread sleeps: some 50 us where every rank has a core of its own.
 _DEDICATED, _OVERSUBSCRIBED = 50, 1
@@ -101,19 +105,24 @@ class TcpBackend(Backend):
 
     # ---- a call ----------------------------------------------------------------------------------
 
-    def _carry_out(self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None) -> int:
+    def _carry_out(
+        self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None, tags: int = 0
+    ) -> int:
         """The call itself, by the thread that has the turn: DONE, or LATER if a whole array and the other overlap."""
         self.gate.check_usable()
         try:
             if not prepared.ready:
                 self._connect(prepared, timeout)
-            code = engine.collective.call(self.context.address, prepared.address, arrays)
+            code = engine.collective.call(self.context.address | tags, prepared.address, arrays)
             if code not in (DONE, LATER):
                 self._resume(code, prepared, arrays, timeout)
             return code
         except BaseException as error:
             if isinstance(error, GroupError) or self.context.under_way:
                 self.interrupted(error, self.doing())
+                # Who left after an error of a call that this rank did not wait in is not the cause.
+                if isinstance(error, GroupError) and (cause := self._told()):
+                    raise cause from error
             elif not prepared.ready:
                 self.interrupted(error, f"connecting the ranks of group {self.gate.name!r}")
             raise
@@ -177,12 +186,14 @@ class TcpBackend(Backend):
             wait.look() if code == AGAIN else wait.worked()
             code = engine.collective.call(self.context.address | words.RESUMED, prepared.address, arrays)
         if code == MISMATCH:
-            number, headers = self.context[words.CALLS], self.context.headers()
-            heads = [
-                (call, shape) for call, shape in headers[:, [words.HEAD_CALL, words.HEAD_SHAPE]].tolist()
-            ]
+            if not self.context.under_way:
+                raise self._told() or AssertionError("all headers of a call that did not match are here")
+            number, heads, notes = self.context.heads()
             engine.after_mismatch.call(self.context.address)
-            raise signature.difference(heads, self.gate, number, self._gather, prepared.sizes)
+            sizes = prepared.sizes
+            raise signature.difference(
+                heads, self.gate, number, self._gather, sizes, notes=self._heard(notes)
+            )
         peer = self.context[words.PEER]
         if code == GARBLED:
             raise AbortedError(
@@ -201,6 +212,20 @@ class TcpBackend(Backend):
                 self.monitor.lost(peer, "it closed a connection" if error == CLOSED else os.strerror(-error))
             time.sleep(0.005)
 
+    def _told(self) -> MismatchError | None:
+        """What is to be told of an earlier call, which did not wait for all ranks."""
+        if (found := self.context.take_heads()) is None:
+            return None
+        number, heads, notes = found
+        return signature.difference(heads, self.gate, number, self._gather, ((), ()), notes=notes)
+
+    def _heard(self, notes: list[str]) -> list[str] | None:
+        """The texts of refused calls, this rank's own among them, where they came with the headers."""
+        if self.gate.size > MEET_RANKS:
+            return None
+        notes[self.gate.rank] = self.gate.refusal
+        return notes
+
     def doing(self) -> str:
         """The call under way, for messages."""
         number, head = self.context[words.CALLS], self.context.headers()[self.gate.rank]
@@ -209,9 +234,7 @@ class TcpBackend(Backend):
 
     def _late(self) -> list[int]:
         """The group ranks whose headers have not come, or else all that the plan waits for."""
-        numbers = self.context.headers()[:, words.NUMBER]
-        late = [rank for rank in range(self.gate.size) if numbers[rank] < self.context[words.CALLS]]
-        return late or self.context.waited_for
+        return self.context.is_late() or self.context.waited_for
 
     def _gather(self, everybody: Array, own: Array) -> None:
         """Every rank's array, by the thread that has the turn, between two calls."""
@@ -226,7 +249,11 @@ class TcpBackend(Backend):
         kind, outputs, inputs, op, root, parts = operation
         # In the order of plans/plan.py; an all_reduce and a broadcast have one array.
         arrays = outputs if kind in ("all_reduce", "broadcast") else (*outputs, *inputs)
-        dtype = arrays[0].dtype if arrays else None
+        if kind == "refused" and self.gate.size <= MEET_RANKS:
+            # Others may be ahead, and take no part in a further call for the text: it travels with the headers.
+            outputs = arrays = (np.zeros(signature.NOTE_BYTES, np.uint8),)
+            choose = plan_for
+        dtype = arrays[0].dtype if arrays and kind != "refused" else None
         nbytes = tuple(x.nbytes for x in sized(kind, outputs, inputs))
         key = (kind, dtype, op, root, nbytes, parts, choose)
         prepared = self._prepared.get(key)
@@ -238,6 +265,8 @@ class TcpBackend(Backend):
                 self._prepared[key] = prepared
 
         def call() -> None:
+            if kind == "refused" and arrays:
+                signature.write_note(self.gate.refusal, arrays[0])
             self._carry_out(prepared, arrays, timeout)
 
         divisor = self.gate.size
@@ -255,11 +284,15 @@ class TcpBackend(Backend):
         return divided
 
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
-        """Carry a call out that was prepared before, with nothing ahead of it; False: it takes the general way."""
+        """Carry a call out that was prepared before, with nothing ahead of it; False: it takes the general way.
+
+        Only such a call may be loose (meet.py): others may be parts of one, of which all ranks make as many.
+        """
         prepared = self._prepared.get(key)
         if prepared is None or not self.gate.is_clear():
             return False
-        return bool(self.gate.in_turn(self._carry_out, prepared, arrays) != LATER)
+        code = self.gate.in_turn(self._carry_out, prepared, arrays, None, words.LOOSELY)
+        return bool(code != LATER)
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -269,6 +302,8 @@ class TcpBackend(Backend):
         # the handler, and then releases the connections itself.
         inside = self.gate.is_inside()
         turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
+        if turn and reason is None and not self.context.under_way:
+            self._settle()
         self.monitor.leave()
         if turn or (inside and not self.context.under_way):
             self._release()
@@ -276,6 +311,16 @@ class TcpBackend(Backend):
             self._releases_later = True
         if turn:
             self.gate.turn.release()
+
+    def _settle(self) -> None:
+        """Let the peers begin the calls that this rank did not wait in: what it sent them is on its way till then."""
+        wait, deadline = AGAIN, time.monotonic() + _CLOSE_SECONDS
+        while wait == AGAIN and self.context.is_ahead and time.monotonic() < deadline:
+            wait = engine.settle.call(self.context.address, _SETTLE_MS)
+            if wait == AGAIN and self.monitor.verdict([], "leaving") is not None:
+                break
+        if told := self._told():
+            logger.warning("%s", told)
 
     def _release(self) -> None:
         """Close the connections, once no call uses them."""

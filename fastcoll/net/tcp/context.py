@@ -12,10 +12,12 @@ from ...kernels import waiting
 from ...kernels.primitives import address_of
 from . import engine_layout as w
 from .executor import PIECE
+from .meet import AHEAD, HELD
 from .plans import plan as t
 from .plans.circulant import gather_headers
 from .plans.shape import HEADER_BYTES, MEET_RANKS, Limits, Shape, sizes_of
 
+_LOOSE = frozenset({"broadcast", "reduce"})
 _WHOLE = {"all_gather": 0, "reduce_scatter": 1}
 BUDGET = 50_000_000  # ns that the engine may work before Python looks at signals, deadlines and peers
 
@@ -49,6 +51,8 @@ class Prepared:
         np.maximum.at(
             attached, offsets // call_shape.limits.stride, offsets % call_shape.limits.stride + nbytes
         )
+        if call_shape.operation == "refused":
+            attached[:] = call_shape.total
         self._tables = attached, table
         self._words = np.zeros(w.PREPARED_WORDS, np.int64)
         self._words[[w.CALL, w.SHAPE]] = call, self.shape
@@ -56,6 +60,9 @@ class Prepared:
         self._words[[w.REDUCER, w.CODE, w.ITEMSIZE]] = *reducer, call_shape.itemsize
         self._words[w.ATTACHED] = address_of(attached)
         self._words[w.BALANCE] = signature.balance(call_shape.rank, gives, takes)
+        loose = call_shape.operation in _LOOSE and len(table) > 0 == len(moves)
+        self._words[w.LOOSE] = loose and (call_shape.size == 2 or not attached.any())
+        self._words[w.MOVES] = len(moves) > 0
         self._words[w.WHOLE] = _WHOLE.get(call_shape.operation, -1)
         self._words[w.PART] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self.address = address_of(self._words)
@@ -63,6 +70,10 @@ class Prepared:
 
 def _longest_run(phases: Array) -> int:
     return int(np.unique(phases, return_counts=True)[1].max(initial=0))
+
+
+def _text(note: Array) -> str:
+    return note[: signature.NOTE_BYTES].tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 class NetContext:
@@ -83,11 +94,22 @@ class NetContext:
         self.fds = self._keep(w.FDS, np.full((size, streams), -1, np.int64))
         self._inbox = self._keep(w.INBOX, np.zeros(size * frame // 8, np.int64))
         self._buffers = self._keep(w.BUFFERS, np.zeros(2 * size + 8, np.int64))
-        self._keep(w.OUTBOX, np.zeros(size * frame // 8, np.int64))
-        for word, count in ((w.SENT, 1), (w.HAVE, 1), (w.BUSY, 2 * streams), (w.POLLFDS, 2 * streams)):
+        self._keep(w.OUTBOX, np.zeros(size * (frame + HELD) // 8, np.int64))
+        for word, count in (
+            (w.SENT, 1),
+            (w.HAVE, 1),
+            (w.BEGINS, 1),
+            (w.ENDS, 1),
+            (w.BUSY, 2 * streams),
+            (w.POLLFDS, 2 * streams),
+        ):
             self._keep(word, np.zeros(size * count, np.int64))
         self._buffers[t.FRAMES] = address_of(self._inbox) + (HEADER_BYTES if size <= MEET_RANKS else 0)
         self._scratch = np.empty(0, np.uint8)
+        self._next = self._keep(w.NEXT, np.ones(size, np.int64))
+        meets = size if size <= MEET_RANKS else 0
+        self._records = self._keep(w.RECORDS, np.zeros((AHEAD, meets, 2), np.int64))
+        self._notes = self._keep(w.NOTES, np.zeros((meets, 8 + signature.NOTE_BYTES), np.uint8))
         self.met = [peer for peer in range(size) if peer != rank]
         """The peers that a meeting sends to or receives from."""
         if size > MEET_RANKS:
@@ -121,6 +143,41 @@ class NetContext:
     def headers(self) -> Array:
         """The headers of the call under way, a row of words a rank; what has not come is of an earlier call."""
         return self._inbox.reshape(self.size, -1)[:, : HEADER_BYTES // 8]
+
+    def is_late(self) -> list[int]:
+        """The ranks whose headers the call under way waits for."""
+        if self.size <= MEET_RANKS:
+            return self.waited_for
+        return np.flatnonzero(self.headers()[:, w.NUMBER] < self[w.CALLS]).tolist()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether there are headers that no call has waited for."""
+        others = np.arange(self.size) != self.rank
+        return self.size <= MEET_RANKS and bool((self._next[others] <= self[w.CALLS]).any())
+
+    def heads(self) -> tuple[int, list[tuple[int, int]], list[str]]:
+        """Number of the call under way, what all ranks called, and with which texts their calls were refused."""
+        heads = [tuple(head) for head in self.headers()[:, [w.HEAD_CALL, w.HEAD_SHAPE]].tolist()]
+        frames = self._inbox.view(np.uint8).reshape(self.size, -1)[:, HEADER_BYTES:]
+        return self[w.CALLS], heads, [_text(frame) for frame in frames]
+
+    def take_heads(self) -> tuple[int, list[tuple[int, int]], list[str]] | None:
+        """As `heads`, of the first call that did not match and was not told; None: there is none, or it is not known
+        what all ranks called."""
+        number, others = self[w.DIFFERS], np.arange(self.size) != self.rank
+        if number == 0 or (self._next[others] <= number).any():
+            return None
+        later = range(number + 1, self[w.CALLS] + 1)
+        differ = (
+            each for each in later if (self._records[each % AHEAD] != self._records[each % AHEAD, 0]).any()
+        )
+        self.words[w.DIFFERS] = next(differ, 0)
+        texts = [
+            _text(note[8:]) if note[:8].view(np.int64)[0] == number else "a call was refused"
+            for note in self._notes
+        ]
+        return number, [tuple(head) for head in self._records[number % AHEAD].tolist()], texts
 
     @property
     def waited_for(self) -> list[int]:

@@ -29,11 +29,25 @@ ERROR = 18  # why it is over, as kernels/sockets.py says it
 PATIENT_SWEEPS = 19  # sweeps in vain before the thread sleeps in poll(2)
 SWEEP = 20  # number of the last sweep
 SINCE = 21  # when this run of the engine began, in ns
-SENT, HAVE = 22, 23  # addresses: bytes of each peer's frame sent, and received
+SENT, HAVE = 22, 23  # addresses: bytes of each peer's outbox sent, and of its inbox received
 MEETING = 24  # address of the prepared call that brings the headers together; 0: everybody sends to everybody
-WAITING = 25  # how many pollfds there are
+WAITING = 25  # how many of the pollfds, from the first one on, are of connections that the call waits for
 PATIENCE = 26  # the table of kernels/waiting.py
-CONTEXT_WORDS = PATIENCE + PATIENCE_WORDS
+# What meet.py says of calls whose headers have not all been waited for:
+NEXT = (
+    PATIENCE + PATIENCE_WORDS
+)  # address: of each peer, the number of the first call whose frame is not used up
+RECORDS = NEXT + 1  # address: of the last calls, what each rank called
+STRICT = NEXT + 2  # 0: the call under way needs the frames only of those that attach something
+DIFFERS = NEXT + 3  # number of the first call that did not match and was not told yet; 0: none
+NOTES = NEXT + 4  # address: of each peer, a call's number and the text with which it was refused
+LISTED = NEXT + 5  # how many pollfds there are
+BEGINS, ENDS = (
+    NEXT + 6,
+    NEXT + 7,
+)  # addresses: where in each outbox the call's frame begins, and where it ends
+STREAK = NEXT + 8  # how many calls in a row began soon after the one before
+CONTEXT_WORDS = NEXT + 9
 
 # ---- a prepared call ----------------------------------------------------------------------------------
 CALL, SHAPE = 0, 1  # the fingerprint, see core/signature.py
@@ -44,7 +58,9 @@ ATTACHED = 8  # address: bytes that each peer attaches to its header
 BALANCE = 9  # of the bytes given to each peer and expected of each (core/signature.py)
 WHOLE = 10  # which of the arrays may be given in one piece, with a part for each rank; -1: none
 PART = 11  # bytes of such a part
-PREPARED_WORDS = 12
+LOOSE = 12  # whether it may be loose (meet.py)
+MOVES = 13  # whether anything is sent or received after the meeting
+PREPARED_WORDS = 14
 
 # ---- a header -----------------------------------------------------------------------------------------
 NUMBER, HEAD_CALL, HEAD_SHAPE, HEAD_BALANCE, HEAD_ATTACHED = range(5)
@@ -52,4 +68,6 @@ NUMBER, HEAD_CALL, HEAD_SHAPE, HEAD_BALANCE, HEAD_ATTACHED = range(5)
 # ---- stages -------------------------------------------------------------------------------------------
 IDLE, MEET, RUN = 0, 1, 2
 
-RESUMED = 1  # tag of the context's address: go on with the call under way
+# Tags of the context's address:
+RESUMED = 1  # go on with the call under way
+LOOSELY = 2  # the call may be loose (meet.py)

@@ -10,6 +10,7 @@ from . import mail_kernels
 ENTRIES: tuple[Entry, ...] = (
     engine.collective,
     engine.after_mismatch,
+    engine.settle,
     mail_kernels.send,
     mail_kernels.receive,
     mail_kernels.post_send,

@@ -1,7 +1,7 @@
 """The engine: one compiled call carries out a collective over nonblocking sockets, the meeting and then the plan.
 
-    IDLE --begin--> MEET --all headers are here and agree--> RUN --the last phase is complete--> IDLE
-                    MEET --they differ, and Python has read them--> IDLE
+    IDLE --begin--> MEET --the headers that it needs agree--> RUN --the last phase is complete--> IDLE
+                    MEET --they differ, and Python has read all of them--> IDLE
 
 It comes back within 50 ms, with its state in the context, whenever it can't go on or has worked for so long.
 
@@ -13,7 +13,7 @@ same way on both sides.
 
 from __future__ import annotations
 
-from ...core.status import AGAIN, DONE, LATER, WORKED
+from ...core.status import AGAIN, DONE, GARBLED, LATER, WORKED
 from ...kernels.copy import copy, move
 from ...kernels.jit import entry, inlined, kernel
 from ...kernels.primitives import call_reducer, load_word, store_word, word_at
@@ -21,7 +21,19 @@ from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, 
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some, wait_ready
 from ...kernels.waiting import BUDGET, now
 from . import engine_layout as w
-from .meet import GOES_ON, compare, exchange, forget_frames, gone, keep_rest, list_missing, write_headers
+from .meet import (
+    GOES_ON,
+    SEEN_EVERY,
+    SOON,
+    compare,
+    exchange,
+    finish,
+    gone,
+    leave_frames,
+    list_missing,
+    read_rest,
+    write_headers,
+)
 from .plans import plan as t
 
 PIECE = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
@@ -170,6 +182,7 @@ def sweep(c, d, listing):
             slot += streams
     if listing:
         store_word(c, w.WAITING, listed)
+        store_word(c, w.LISTED, listed)
     if not any_left:
         return DONE
     return GOES_ON if any_moved else GOES_ON - 1
@@ -190,15 +203,14 @@ def _begin_plan(c, row):
 
 
 @kernel
-def _run(c, d, exchanges):
+def _run(c, d, exchanges, idle):
     """Go on with the plan of a prepared call, or (`exchanges`) with the meeting in which everybody sends to everybody.
 
-    DONE, AGAIN, WORKED or GONE.
+    DONE, AGAIN, WORKED, GONE or GARBLED. `idle`: how many sweeps have been in vain.
     """
-    idle = 0
     while True:
         if exchanges:
-            status = exchange(c, d)
+            status = exchange(c, d, idle)
             if status == DONE:
                 return DONE
         else:
@@ -214,11 +226,12 @@ def _run(c, d, exchanges):
         idle = idle + 1 if status < GOES_ON else 0
         if idle > load_word(c, w.PATIENT_SWEEPS):
             if exchanges:
-                list_missing(c)
+                list_missing(c, d)
             else:
                 sweep(c, d, True)
-            if wait_ready(load_word(c, w.POLLFDS), load_word(c, w.WAITING), _POLL_MS) == 0:
+            if wait_ready(load_word(c, w.POLLFDS), load_word(c, w.LISTED), _POLL_MS) == 0:
                 return AGAIN
+            idle |= SEEN_EVERY - 1
         if _time(c) - load_word(c, w.SINCE) > load_word(c, w.PATIENCE + BUDGET):
             return WORKED
 
@@ -245,36 +258,43 @@ def _place_arrays(c, d, table):
 def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
     """Carry out a prepared call on a tuple of arrays; DONE, AGAIN, WORKED, MISMATCH, GONE, GARBLED or LATER.
 
+    After MISMATCH the call is under way until `after_mismatch`, or it is over and an earlier one did not match.
+
     Args:
-        context: the address of the group's context, with RESUMED to go on with the call under way.
+        context: the address of the group's context; with RESUMED to go on with the call under way, with LOOSELY where
+            it may return before all ranks have made it.
         prepared: the address of the prepared call.
         arrays: contiguous ndarrays, as the plan numbers them; the caller keeps them until the call is over. Two, where
             the plan has more: one of them has the parts of all ranks. LATER if the two overlap.
     """
     tagged, d = integer(context), integer(prepared)
-    c = tagged & ~w.RESUMED
+    c = tagged & ~(w.RESUMED | w.LOOSELY)
     if tagged & w.RESUMED == 0:
         if not _place_arrays(c, d, object_at(arrays)):
             return LATER
         store_word(c, w.CALLS, load_word(c, w.CALLS) + 1)
-        write_headers(c, d)
+        soon = _time(c) - load_word(c, w.SINCE) < SOON
+        store_word(c, w.STREAK, load_word(c, w.STREAK) + 1 if soon else 0)
+        write_headers(c, d, tagged & w.LOOSELY != 0 and load_word(d, w.LOOSE) != 0)
         _begin_plan(c, 0)
         store_word(c, w.STAGE, w.MEET)
     store_word(c, w.SINCE, _time(c))
+    idle = 0 if tagged & w.RESUMED == 0 else SEEN_EVERY - 1
     if load_word(c, w.STAGE) == w.MEET:
-        meeting = load_word(c, w.MEETING)
-        status = _run(c, d, True) if meeting == 0 else _run(c, meeting, False)
-        if status != DONE:
-            return status
-        status = compare(c, d)
+        meeting, status = load_word(c, w.MEETING), GOES_ON
+        while status == GOES_ON:
+            status = _run(c, d, True, idle) if meeting == 0 else _run(c, meeting, False, idle)
+            if status == DONE:
+                status = compare(c, d)
         if status != DONE:
             return status
         _begin_plan(c, load_word(d, w.PAYLOADS))
         store_word(c, w.STAGE, w.RUN)
-    status = _run(c, d, False)
+    status = _run(c, d, False, idle)
     if status == DONE:
-        forget_frames(c)
-        store_word(c, w.STAGE, w.IDLE)
+        status = finish(c)
+        if status != GARBLED:
+            store_word(c, w.STAGE, w.IDLE)
     return status
 
 
@@ -282,6 +302,19 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
 def after_mismatch(context: Index) -> int:
     """Make ready for the next call, once the headers of one that did not match have been read."""
     c = integer(context)
-    keep_rest(c)
+    leave_frames(c)
     store_word(c, w.STAGE, w.IDLE)
     return DONE
+
+
+@entry
+def settle(context: Index, milliseconds: Index) -> int:
+    """Between two calls, read the headers that none has waited for: DONE when none are left, GONE, GARBLED, or AGAIN
+    after having waited for more.
+    """
+    c = integer(context)
+    status = read_rest(c)
+    if status == GOES_ON:
+        wait_ready(load_word(c, w.POLLFDS), load_word(c, w.LISTED), integer(milliseconds))
+        status = AGAIN
+    return status

@@ -60,11 +60,19 @@ def fast_calls(
 
     def broadcast(tensor: Any, root: int, async_op: bool = False) -> Any:
         x = header_of(tensor) if type(tensor) in plain_types else tensor
-        if not async_op and is_plain(x) and type(root) is int:
+        if not async_op and is_plain(x) and type(root) is int and x.dtype.names is None:  # no part of objects
             key = ("broadcast", x.dtype, None, root, (x.nbytes,), (), plan_for)
             if run(key, (x,)):
                 return None
         return ProcessGroup.broadcast(group, tensor, root, async_op)
+
+    def reduce(tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
+        x = header_of(tensor) if type(tensor) in plain_types else tensor
+        if not async_op and is_plain(x) and type(root) is int and folds_once(op):
+            key = ("reduce", x.dtype, op, root, (x.nbytes,), (), plan_for)
+            if run(key, (x, x)):
+                return None
+        return ProcessGroup.reduce(group, tensor, root, op, async_op)
 
     def all_gather_single(output: Any, input: Any, async_op: bool = False) -> Work | None:
         out, x = headers_for((output, input)) if type(input) in plain_types else (output, input)
@@ -123,6 +131,7 @@ def fast_calls(
     return {
         "all_reduce": all_reduce,
         "broadcast": broadcast,
+        "reduce": reduce,
         "all_gather_single": all_gather_single,
         "reduce_scatter_single": reduce_scatter_single,
         "send": send,

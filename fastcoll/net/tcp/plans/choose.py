@@ -184,6 +184,8 @@ def chosen(shape: Shape) -> str:
     """The name of the algorithm, as in ALGORITHMS, or attached, alone or nothing."""
     if shape.operation == "barrier" or not any(shape.nbytes):
         return "nothing"
+    if shape.operation == "refused":
+        return "attached"
     if shape.size == 1:
         return "alone"
     if shape.operation not in _BY_PAIR and max(shape.nbytes) <= shape.limits.payload:

@@ -25,7 +25,9 @@ def attached(shape: Shape) -> Plan:
         return exchange(shape)
     rows, scatters = Rows(), shape.operation == "reduce_scatter"
     own = shape.nbytes[shape.rank if scatters else 0]
-    x = {"all_reduce": 0, "broadcast": 0, "reduce_scatter": 1 + shape.rank}.get(shape.operation, 1)
+    x = {"all_reduce": 0, "broadcast": 0, "refused": 0, "reduce_scatter": 1 + shape.rank}.get(
+        shape.operation, 1
+    )
     takers, givers = shape.takers_and_givers()
     for peer in takers:
         given = (1 + peer, shape.nbytes[peer]) if scatters else (x, own)

@@ -78,6 +78,7 @@ class Shape(NamedTuple):
         found: dict[str, tuple[Sequence[int], Sequence[int]]] = {
             "reduce": ([], range(size)) if self.is_root else ([self.root], []),
             "broadcast": (self.others, []) if self.is_root else ([], [self.root]),
+            "refused": (self.others, []),
             "scan": (range(rank + 1, size), range(rank + 1)),
             "exscan": (range(rank + 1, size), range(rank)),
         }
