@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastcoll.bench.cases import format_size
-from fastcoll.bench.results import processor
 
 from . import targets
 from .outcome import Comparison
@@ -52,8 +51,8 @@ def facts(comparison: Comparison) -> list[str]:
     machine = comparison.machine
     libraries = "; ".join(side.library for side in comparison.sides)
     return [
-        f"- Machine: {processor(machine)}, {machine['cores']} cores ({machine['usable_cores']} usable), "
-        f"{machine['kernel']}",
+        f"- Machine: {machine['cpu']}, {machine['caches']}, {machine['cores']} cores "
+        f"({machine['usable_cores']} usable), {machine['kernel']}",
         f"- Ranks: {comparison.ranks}, {placement(comparison)}",
         f"- Software: {libraries}; Python {machine['python']}, NumPy {machine['numpy']}, Numba {machine['numba']}",
         f"- Method: median of {comparison.rounds} rounds, the sides in turn, their order turned round each time; in a "

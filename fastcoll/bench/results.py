@@ -12,6 +12,7 @@ import csv
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from importlib.metadata import version
@@ -165,8 +166,7 @@ def machine(usable_cores: int) -> dict[str, Any]:
     """Facts about this machine and its software, ready for JSON; the measured processes share `usable_cores`."""
     return {
         "hostname": os.uname().nodename,
-        "cpu": known.machine().rpartition(", ")[0],
-        "cpu_model": _cpu_model(),
+        "cpu": known.machine().rpartition(", ")[0] + _model(),
         "caches": _caches(),
         "cores": os.cpu_count(),
         "usable_cores": usable_cores,
@@ -178,19 +178,10 @@ def machine(usable_cores: int) -> dict[str, Any]:
     }
 
 
-def processor(facts: dict[str, Any]) -> str:
-    """Its name, what `/proc/cpuinfo` has as family and model, and its caches."""
-    return ", ".join(filter(None, (facts["cpu"], facts["cpu_model"], facts["caches"])))
-
-
-def _cpu_model() -> str:
-    """`family 26 model 2 stepping 1`; several processors may have the same name in a virtual machine."""
-    found: dict[str, str] = {}
-    for text in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = text.partition(":")
-        found.setdefault(name.strip(), value.strip())
-    names = {"cpu family": "family", "model": "model", "stepping": "stepping"}
-    return " ".join(f"{short} {found[name]}" for name, short in names.items() if name in found)
+def _model() -> str:
+    """`, model 2`, which with the family tells processors apart that have the same name in a virtual machine."""
+    found = re.search(r"^model\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f", model {found[1]}" if found else ""
 
 
 def _caches() -> str:
@@ -205,8 +196,8 @@ def _caches() -> str:
 def describe(facts: dict[str, Any]) -> str:
     """Processor, cores, kernel and versions in one line."""
     return (
-        f"{processor(facts)}, {facts['cores']} cores ({facts['usable_cores']} usable), {facts['kernel']}, "
-        f"Python {facts['python']}, NumPy {facts['numpy']}, Numba {facts['numba']}"
+        f"{facts['cpu']}, {facts['caches']}, {facts['cores']} cores ({facts['usable_cores']} usable), "
+        f"{facts['kernel']}, Python {facts['python']}, NumPy {facts['numpy']}, Numba {facts['numba']}"
     )
 
 

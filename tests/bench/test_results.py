@@ -22,7 +22,6 @@ def run(*rows, ranks=2):
     facts = {
         "fastcoll": "1.2",
         "cpu": "a CPU",
-        "cpu_model": "family 6",
         "caches": "L2 2M",
         "cores": 8,
         "usable_cores": 2,
