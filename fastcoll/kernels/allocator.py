@@ -51,7 +51,7 @@ _TRIES = 100
 
 # Words of the table. The first four are for others to read, and 0 before there is an arena.
 BASE = 0  # address of the arena in this process
-LIMIT = 1  # bytes of the arena's address range
+LIMIT = 1  # bytes of the arena's address range; 0 where peers could not map it, though it is there
 FD = 2  # its descriptor
 NONCE = 3  # what its first page says, to prove that it is this one
 OWNER = 4  # pid of the process that may take and free
@@ -66,6 +66,7 @@ SHUT = 12  # not 0: nothing new comes out of the arena
 REFUSED = 13  # times that the file system was full
 TOLD = 14  # not 0: REFUSED has been passed on
 TELL = 15  # address of Py_AddPendingCall; 16: of what it is to call
+RANGE = 17  # bytes of the arena's address range, whoever may map it
 BEFORE = 18  # what NumPy had before: 18 malloc, 19 calloc, 20 realloc, 21 free, 22 their context
 _STATVFS = 24  # 112 bytes, as fstatvfs writes them
 _LISTS = 48
@@ -347,7 +348,7 @@ def begin(table: np.ndarray[Any, Any], pages: np.ndarray[Any, Any]) -> None:
 @kernel
 def _is_inside(s, block):
     base = load_word(s, BASE)
-    return base != 0 and base <= block < base + load_word(s, LIMIT)
+    return base != 0 and base <= block < base + load_word(s, RANGE)
 
 
 @kernel
@@ -364,7 +365,7 @@ def _before(s, which, b, c):
 @kernel
 def _make(s, nbytes):
     """A new block as `_take` says it, or 0."""
-    if not SMALLEST <= nbytes < load_word(s, LIMIT) or load_word(s, SHUT) != 0 or not _is_mine(s):
+    if not SMALLEST <= nbytes < load_word(s, RANGE) or load_word(s, SHUT) != 0 or not _is_mine(s):
         return 0
     if not _enter(s):
         return 0
@@ -406,7 +407,7 @@ def _malloc(s, nbytes):
 def _calloc(s, count, itemsize):
     nbytes = count * itemsize
     taken = 0
-    if count > 0 and itemsize > 0 and count <= load_word(s, LIMIT) // itemsize:
+    if count > 0 and itemsize > 0 and count <= load_word(s, RANGE) // itemsize:
         taken = _make(s, nbytes)
     if taken == 0:
         return _before(s, 1, count, itemsize)

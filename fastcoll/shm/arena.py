@@ -83,7 +83,7 @@ def exists() -> bool:
 
 def is_shared(x: Array) -> bool:
     """Whether the memory of an ndarray, or of a view, is in this process's arena, and peers may map that."""
-    return int(_state[a.NONCE]) != 0 and 0 <= address_of(x) - int(_state[a.BASE]) < int(_state[a.LIMIT])
+    return 0 <= address_of(x) - int(_state[a.BASE]) < int(_state[a.LIMIT])
 
 
 def descriptor() -> int:
@@ -124,7 +124,8 @@ def create() -> None:
         _hold = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(a.functions().hold)
         limit = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // a.PAGE * a.PAGE
         _state[a.FD], base, _state[a.NONCE] = _new(limit)
-        _state[a.LIMIT], _state[a.OWNER] = limit, os.getpid()
+        _state[a.LIMIT] = _state[a.RANGE] = limit
+        _state[a.OWNER] = os.getpid()
         _state[a.KEEP] = min(_KEEP_BYTES, shared.all_bytes() // 8) // a.PAGE
         _state[a.RESERVE] = shared.all_bytes() // 16
         _state[a.BEFORE : a.BEFORE + 5] = *default_handler().functions, default_handler().context or 0
@@ -249,30 +250,35 @@ class _Copy(NamedTuple):
 
 
 _copy: _Copy | None = None
+_held = False
 
 
 def _before_fork() -> None:
     """Take the lock, for no thread of the child could let go of it, and copy what is in use."""
-    global _copy
-    _copy = None
+    global _copy, _held
+    _making.acquire()
+    _copy, _held = None, False
     if not exists():
         return
-    _making.acquire()
     end = time.monotonic() + _LOCK_SECONDS
-    while not _hold(STATE_ADDRESS, 1) and time.monotonic() < end:
+    while not (_held := bool(_hold(STATE_ADDRESS, 1))) and time.monotonic() < end:
         os.sched_yield()
+    if not _state[a.LIMIT]:
+        return  # this process was forked itself, and its arrays lie in memory of its own
     try:
         _copy = _copied()
     except (OSError, ResourceError) as error:
         _log.warning(
-            "no room to copy the shared arrays for a forked process (%s): it will see them change where this process "
+            "the shared arrays are not copied for a forked process (%s): it will see them change where this process "
             "writes into them, until it writes there itself",
             error,
         )
 
 
 def _copied() -> _Copy:
-    limit = int(_state[a.LIMIT])
+    limit = int(_state[a.RANGE])
+    if not _held:
+        raise ResourceError("another thread does not end making an array")
     if shared.free_bytes() - bytes_in_use() < int(_state[a.RESERVE]):
         raise ResourceError(shared.shortage(bytes_in_use(), "make fewer shared arrays"))
     copy = _Copy(*_new(limit))
@@ -288,7 +294,7 @@ def _copied() -> _Copy:
 
 def _blocks_in_use() -> Iterator[tuple[int, int]]:
     """Where each block in use begins, and its bytes."""
-    count = int(_state[a.LIMIT]) // a.PAGE
+    count = int(_state[a.RANGE]) // a.PAGE
     pages, page = _words(int(_state[a.PAGES]), count), 1
     while page < count:
         length, kind = divmod(int(pages[page]), a.KINDS)
@@ -298,32 +304,38 @@ def _blocks_in_use() -> Iterator[tuple[int, int]]:
 
 
 def _drop(copy: _Copy) -> None:
-    _libc.munmap(copy.address, int(_state[a.LIMIT]))
+    _libc.munmap(copy.address, int(_state[a.RANGE]))
     os.close(copy.fd)
 
 
 def _after_fork_in_parent() -> None:
-    if exists():
-        if _copy is not None:
-            _drop(_copy)
+    if _copy is not None:
+        _drop(_copy)
+    if _held:
         _hold(STATE_ADDRESS, 0)
-        _making.release()
+    _making.release()
 
 
 def _after_fork_in_child() -> None:
-    if not exists():
-        return
-    base, limit = int(_state[a.BASE]), int(_state[a.LIMIT])
+    if exists():
+        if _state[a.LIMIT]:
+            _put_in_place()
+        _state[a.OWNER] = os.getpid()
+        _hold(STATE_ADDRESS, 0)  # whoever held it
+    _making.release()
+
+
+def _put_in_place() -> None:
+    """Let the copy be this child's arena, or else a private view of the parent's."""
+    base, limit, fd = int(_state[a.BASE]), int(_state[a.RANGE]), int(_state[a.FD])
     if _copy is not None:
         _libc.mremap(_copy.address, limit, limit, _MREMAP_TO, base)
+        _state[a.FD], _state[a.NONCE] = _copy.fd, _copy.nonce
     else:
-        _map(limit, int(_state[a.FD]), base, private=True)
+        _map(limit, fd, base, private=True)
+        _state[a.FD], _state[a.NONCE], _state[a.LIMIT] = -1, 0, 0
         _state[a.SHUT], _state[a.KEEP] = 1, limit
-    os.close(int(_state[a.FD]))
-    _state[a.FD], _state[a.NONCE] = (_copy.fd, _copy.nonce) if _copy is not None else (-1, 0)
-    _state[a.OWNER] = os.getpid()
-    _hold(STATE_ADDRESS, 0)
-    _making.release()
+    os.close(fd)
 
 
 os.register_at_fork(

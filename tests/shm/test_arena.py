@@ -61,7 +61,7 @@ def set_word(index: int, value: int) -> None:
 
 
 def is_inside(address: int) -> bool:
-    return 0 <= address - word(a.BASE) < word(a.LIMIT)
+    return 0 <= address - word(a.BASE) < word(a.RANGE)
 
 
 def bytes_at(address: int, nbytes: int) -> np.ndarray:
@@ -70,7 +70,7 @@ def bytes_at(address: int, nbytes: int) -> np.ndarray:
 
 def check_tables() -> dict[int, tuple[int, int]]:
     """That blocks lie side by side, are counted and listed right, and none beside one that it should be one with."""
-    count = word(a.LIMIT) // a.PAGE
+    count = word(a.RANGE) // a.PAGE
     pages = np.ctypeslib.as_array((INT * count).from_address(word(a.PAGES)))
     blocks, page, before = {}, 1, a.USED
     while page < count:
@@ -367,8 +367,14 @@ def test_a_forked_child_has_memory_of_its_own(
             assert (x[:10] == 5).all()
             assert (x[-10:] == 1).all() or not has_room  # the parent has written 7 there
             z = x * 0 + y[:100_000]
-            assert arena.is_shared(z) == has_room
+            assert arena.is_shared(z) == arena.is_shared(x) == has_room
             check_tables()
+            grandchild = os.fork()
+            if grandchild == 0:
+                y[:] = 3
+                os._exit(0 if arena.is_shared(y) == has_room and (x[:10] == 5).all() else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) == 0
+            assert (y == 2).all()
             del x, z
             y.resize(10, refcheck=False)
             check_tables()

@@ -1,0 +1,129 @@
+"""`python bench/shared_arrays.py`: what all_reduce takes on shared and on ordinary arrays, with the work before it.
+
+Two loops, as programs have them: an array is updated in place and reduced, and a new array, the result of an
+expression, is reduced. Ordinary and shared arrays take turns, round by round; a time is the slowest rank's, of the
+median round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fastcoll as dist
+
+SIZES = [1 << power for power in range(16, 27)]
+ROUNDS = 21
+LOOPS = ("update, all_reduce", "expression, all_reduce")
+_COLOURS = ("#D55E00", "#0072B2")
+Times = dict[str, list[tuple[float, float]]]
+"""By loop, for each size: microseconds on ordinary and on shared arrays."""
+
+
+def main() -> None:
+    """Measure, print a table and draw a picture of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("-n", "--ranks", type=int, default=2)
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help=f"of each size and loop (default: {ROUNDS})"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the fastest round, not the median: where others work too"
+    )
+    parser.add_argument("--plot", type=Path, help="the picture's file, as in out.png")
+    given = parser.parse_args()
+    times = dist.run(_measure, given.ranks, (given.rounds, given.best), backend="shm")[0]
+    print(f"| bytes | {' | '.join(f'{loop}: ordinary | shared | gain' for loop in LOOPS)} |")
+    print("|--:" * (1 + 3 * len(LOOPS)) + "|")
+    for place, nbytes in enumerate(SIZES):
+        cells = [
+            f"{old:.1f} | {new:.1f} | {old / new:.2f}" for old, new in (times[loop][place] for loop in LOOPS)
+        ]
+        print(f"| {_size(nbytes)} | {' | '.join(cells)} |")
+    if given.plot:
+        _draw(given.plot, times)
+
+
+def _measure(rounds: int, best: bool) -> Times:
+    times: Times = {loop: [] for loop in LOOPS}
+    for nbytes in SIZES:
+        for loop, make in zip(LOOPS, (_update, _expression), strict=True):
+            times[loop].append(_compare(make, nbytes, rounds, best))
+    return times
+
+
+def _compare(
+    make: Callable[[int, bool], Callable[[], None]], nbytes: int, rounds: int, best: bool
+) -> tuple[float, float]:
+    steps = [make(nbytes, shared) for shared in (False, True)]
+    calls = max(3, min(200, (16 << 20) // nbytes))
+    seconds: list[list[float]] = [[], []]
+    for turn in range(rounds + 3):  # at first, ways are tried out
+        for which, step in enumerate(steps):
+            step()
+            dist.barrier()
+            since = time.perf_counter()
+            for _ in range(calls):
+                step()
+            if turn >= 3:
+                seconds[which].append((time.perf_counter() - since) / calls)
+    found = np.array([min(of_one) if best else float(np.median(of_one)) for of_one in seconds]) * 1e6
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found[0]), float(found[1])
+
+
+def _where(shared: bool) -> Any:
+    return dist.shared_arrays() if shared else nullcontext()
+
+
+def _update(nbytes: int, shared: bool) -> Callable[[], None]:
+    with _where(shared):
+        x = np.ones(nbytes // 4, np.float32)
+
+    def step() -> None:
+        np.multiply(x, 1.5, x)
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+
+    return step
+
+
+def _expression(nbytes: int, shared: bool) -> Callable[[], None]:
+    x, where = np.ones(nbytes // 4, np.float32), partial(_where, shared)
+
+    def step() -> None:
+        with where():
+            y = x * 1.5
+        dist.all_reduce(y, dist.ReduceOp.AVG)
+
+    return step
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB"
+
+
+def _draw(path: Path, times: Times) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for loop, colour in zip(LOOPS, _COLOURS, strict=True):
+        axes.plot(SIZES, [old / new for old, new in times[loop]], "o-", color=colour, label=loop)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(SIZES, [_size(nbytes) for nbytes in SIZES], rotation=45, fontsize=8)
+    axes.set_ylabel("time on ordinary arrays / on shared ones")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
