@@ -236,7 +236,7 @@ REFUSED = {
     "os.uname arm fastcoll": "never tested on this processor, aarch64",
     "sys.version '3.9.18' fastcoll": "fastcoll needs Python 3.10 or later, and this is 3.9.18",
     "numpy.__version__ '1.25.2' fastcoll": "fastcoll needs NumPy 1.26 or later, and this is 1.25.2",
-    "numba.__version__ '0.59.1' fastcoll.kernels.jit": "fastcoll needs Numba 0.60 or later, and this is 0.59.1",
+    "numba.__version__ '0.59.1' fastcoll.kernels.compiling": "fastcoll needs Numba 0.60 or later, and this is 0.59.1",
 }
 ELSEWHERE = """
 import importlib, json, os, sys, types, unittest.mock

@@ -25,17 +25,15 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 
+from . import llvm
 from .copy import copy
-from .elements import WORD
-from .jit import c_function, instruction, kernel
+from .jit import c_function, external, instruction, kernel
+from .llvm import pointer
 from .primitives import (
     load_acquire,
     load_word,
     pause,
-    pointer,
     store_release,
     store_word,
     swap_if_equal,
@@ -77,20 +75,20 @@ TABLE_WORDS = _LISTS + 2 * _SIZES
 USED, DIRTY, CLEAN, HOLE = 1, 2, 3, 4
 KINDS = 8
 
-_fallocate = types.ExternalFunction("posix_fallocate", types.int32(types.int32, types.int64, types.int64))
-_madvise = types.ExternalFunction("madvise", types.int32(types.int64, types.int64, types.int32))
-_fstatvfs = types.ExternalFunction("fstatvfs", types.int32(types.int32, types.int64))
-_memset = types.ExternalFunction("memset", types.int64(types.int64, types.int32, types.int64))
-_getpid = types.ExternalFunction("getpid", types.int32())
+_fallocate = external("posix_fallocate", "int32(int32, int64, int64)")
+_madvise = external("madvise", "int32(int64, int64, int32)")
+_fstatvfs = external("fstatvfs", "int32(int32, int64)")
+_memset = external("memset", "int64(int64, int32, int64)")
+_getpid = external("getpid", "int32()")
 _MADV_REMOVE = 9
 _EINTR = 4
 _FRAGMENT, _AVAILABLE = 1, 4  # words of struct statvfs on 64-bit Linux
 
 
-@instruction(types.int64)
+@instruction("int64")
 def _call(builder, function, a, b, c):
     """Call `int64 function(int64, int64, int64)` by its address."""
-    kind = ir.FunctionType(WORD, [WORD] * 3)
+    kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD] * 3)
     return builder.call(pointer(builder, function, kind), [a, b, c])
 
 
@@ -463,16 +461,11 @@ class Functions(NamedTuple):
 @functools.cache
 def functions() -> Functions:
     """The C functions, compiled or loaded at the first call."""
-    i8 = types.int64
-    kept: list[Any] = [
-        c_function(_malloc, i8(i8, i8), "malloc of shared arrays"),
-        c_function(_calloc, i8(i8, i8, i8), "calloc of shared arrays"),
-        c_function(_realloc, i8(i8, i8, i8), "realloc of shared arrays"),
-        c_function(_release, types.void(i8, i8, i8), "free of shared arrays"),
-        c_function(_hold, i8(i8, i8), "lock of shared arrays"),
-    ]
-    _kept.extend(kept)
-    return Functions(*(function.address for function in kept))
-
-
-_kept: list[Any] = []
+    two, three = "int64(int64, int64)", "int64(int64, int64, int64)"
+    return Functions(
+        c_function(_malloc, two, "malloc of shared arrays"),
+        c_function(_calloc, three, "calloc of shared arrays"),
+        c_function(_realloc, three, "realloc of shared arrays"),
+        c_function(_release, "void(int64, int64, int64)", "free of shared arrays"),
+        c_function(_hold, two, "lock of shared arrays"),
+    )

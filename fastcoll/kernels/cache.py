@@ -1,9 +1,15 @@
-"""Compiled kernels on disk: valid for one state of the sources, compiled by one process and loaded by the others.
+"""Machine code on disk: compiled by one process, loaded by the others, and never run where it does not belong.
 
-Numba's own cache looks only at the file of the outermost function, and would go on running the old code of an edited
-helper, or with the old value of another module's constant. It numbers the signatures of a function in one index file,
-so that two processes that compile two of them at once can leave one's code under the other's name. And all ranks that
-miss the same code compile it at the same time.
+A file has a function's code for one Python, Numba and processor, which its name tells apart. It begins with a stamp of
+all that the code depends on, the state of the sources included, and of the code itself:
+
+    bytes 0 to 15    what it was compiled of, for and with (`KernelCache._stamp`)
+    bytes 16 to 31   a hash of the rest
+    the rest         an object file (machine_code.py)
+
+A file that says otherwise, or is damaged, is compiled anew and replaced as a whole. It is looked for in
+NUMBA_CACHE_DIR alone, where that is set; else in `__pycache__` beside the source and in the user's cache directory,
+and kept in the first of them that is writable.
 """
 
 from __future__ import annotations
@@ -12,14 +18,17 @@ import fcntl
 import hashlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from numba.core.caching import FunctionCache, IndexDataCacheFile
-
 from ..errors import ResourceError
+from .machine_code import processor
 
 _log = logging.getLogger("fastcoll")
 _LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation; on a laptop it takes one or two
@@ -33,8 +42,7 @@ _OTHER_ROOMS = {"bench", "gpu", "launch", "testing", "torch"}
 def _state_of_the_sources() -> str | None:
     """A hash of all sources whose values a kernel can contain; None where there are none, as in an archive.
 
-    By content, since builds and package managers set modification times as they like. It takes 7 ms; to import
-    Numba takes 400.
+    By content, since builds and package managers set modification times as they like. It takes 7 ms.
     """
     found, digest = False, hashlib.blake2b(digest_size=16)
     for folder, rooms, names in os.walk(_PACKAGE):
@@ -102,99 +110,137 @@ class Telling:
         os.close(place)
 
 
-class _Files(IndexDataCacheFile):
-    """An index and the code that it names. Code, too, says of which state it is.
-
-    Numba writes the index first; another process may read the old code in between.
-    """
-
-    def _load_index(self) -> Any:
-        try:
-            return super()._load_index()
-        except (AttributeError, ImportError):  # of a version whose types lay elsewhere
-            return {}
-
-    def _save_data(self, name: str, data: Any) -> None:
-        super()._save_data(name, (self._source_stamp, data))
-
-    def _load_data(self, name: str) -> Any:
-        stamp, data = super()._load_data(name)
-        if stamp != self._source_stamp:
-            raise FileNotFoundError(f"{name} is of another state of the sources")  # Numba compiles then
-        return data
-
-
-class KernelCache(FunctionCache):
-    """The files of one function, to be set as a dispatcher's or C function's `_cache`.
+class KernelCache:
+    """The file of one function.
 
     Args:
         what: its name for people.
-        suffix: of the files' names, where one function is compiled for several signatures.
-
-    Raises:
-        ResourceError: no directory is writable.
+        signature: that of its signatures which is meant, if it has several.
     """
 
     compiled: ClassVar[int] = 0
-    """How many functions this process has compiled, because they were not on the disk."""
+    """How many were compiled in this process."""
 
-    def __init__(self, function: Callable[..., Any], what: str, suffix: str = "") -> None:
-        try:
-            super().__init__(function)
-        except RuntimeError as error:
-            raise ResourceError(
-                f"compiled kernels cannot be kept: neither {_PACKAGE} nor the user's cache directory is writable; set "
-                "NUMBA_CACHE_DIR to a writable directory"
-            ) from error
-        name = self._impl.filename_base + suffix
-        ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
-        own = None if ours and _SOURCES else self._impl.locator.get_source_stamp()
-        self._cache_file = _Files(self._cache_path, name, (_SOURCES, own))
-        self._lock_path = os.path.join(self._cache_path, f"{name}.lock")
-        self._lock: int | None = None
+    def __init__(self, function: Callable[..., Any], what: str, signature: str = "") -> None:
         self._what = what
-        self._telling: Telling | None = None
+        self._source = function.__code__.co_filename
+        made_for = _hash(_platform(), signature.encode())
+        name = f"{function.__qualname__}-{function.__code__.co_firstlineno}-{made_for[:4].hex()}"
+        self._name = f"{os.path.splitext(os.path.basename(self._source))[0]}.{name}"
+        ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
+        own = b"ours" if ours and _SOURCES else _content(self._source)
+        self._stamp = _hash(made_for, self._name.encode(), (_SOURCES or "").encode(), own)
+        # A closure's values are part of the code, and nobody could say what they are; nor of a function without a file.
+        self._kept = function.__closure__ is None and own != b""
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function, or None: then the caller compiles it, and others wait until it is saved."""
-        found = self._load(sig, target_context)
-        if found is None and self._telling is None:
-            self._impl.locator.ensure_cache_path()
-            self._lock = _acquire(self._lock_path)
-            found = self._load(sig, target_context)
-            if found is not None:
-                self._release()
-            else:
-                hint = " (kept on disk; python -m fastcoll.warmup does it ahead)"
-                self._telling = Telling(self._what, hint)
+    def code(self, compile: Callable[[], bytes]) -> bytes:
+        """What is on the disk, or what `compile` makes; other processes wait until that is there."""
+        if not self._kept:
+            return self._compiled(compile, "")
+        found = self._found()
+        if found is None:
+            folder = _writable(_folders(self._source))
+            lock = _acquire(f"{folder}/{self._name}.lock")
+            try:
+                found = self._found()
+                if found is None:
+                    found = self._compiled(
+                        compile, " (kept on disk; python -m fastcoll.warmup does it ahead)"
+                    )
+                    self._keep(folder, found)
+            finally:
+                if lock is not None:
+                    os.close(lock)
         return found
 
-    def _load(self, sig: Any, target_context: Any) -> Any:
-        """What is on the disk. Numba would first import all that compiling needs (0.3 s); loading does not."""
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(sig, target_context)
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled, and let the others go on."""
+    def _compiled(self, compile: Callable[[], bytes], hint: str) -> bytes:
+        with Telling(self._what, hint):
+            code = compile()
         KernelCache.compiled += 1
+        return code
+
+    def _found(self) -> bytes | None:
+        for folder in _folders(self._source):
+            try:
+                with open(f"{folder}/{self._name}.code", "rb", buffering=0) as file:
+                    content = file.readall()
+            except OSError:
+                continue
+            code = content[32:]
+            if content[:16] == self._stamp and content[16:32] == _hash(code):
+                return code
+        return None
+
+    def _keep(self, folder: str, code: bytes) -> None:
+        path = f"{folder}/{self._name}.{os.urandom(8).hex()}"
         try:
-            super().save_overload(sig, data)
-        finally:
-            self._release()
+            with open(path, "xb") as file:
+                file.write(self._stamp + _hash(code) + code)
+            os.replace(path, f"{folder}/{self._name}.code")  # as a whole: others may be reading
+        except BaseException as error:
+            with suppress(OSError):
+                os.unlink(path)
+            if isinstance(error, OSError):
+                raise ResourceError(f"compiled kernels cannot be kept in {folder}: {error}") from error
+            raise
 
-    def __enter__(self) -> None:
-        """Around a compilation: one that fails lets the others go on."""
 
-    def __exit__(self, *error: object) -> None:
-        self._release()
+def _hash(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
 
-    def _release(self) -> None:
-        if self._telling is not None:
-            self._telling.end()
-            self._telling = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+
+@cache
+def _platform() -> bytes:
+    """What code is compiled for and with; the packages are not imported, but have a file that tells their version."""
+    parts = [sys.implementation.cache_tag or "", hex(sys.hexversion)]
+    parts += [os.environ.get(f"NUMBA_CPU_{what}", "") for what in ("NAME", "FEATURES")]
+    versions = []
+    for package in ("numba", "llvmlite"):
+        spec = find_spec(package)
+        folder = os.path.dirname(spec.origin or "") if spec is not None else ""
+        versions.append(_content(os.path.join(folder, "_version.py")))
+    return _hash(" ".join(parts).encode(), processor(), *versions)
+
+
+def _content(path: str) -> bytes:
+    """A hash of a file, or of the archive that it is in."""
+    while path and not os.path.isfile(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    try:
+        with open(path, "rb") as file:
+            return _hash(file.read())
+    except OSError:
+        return b""
+
+
+def _folders(source: str) -> list[str]:
+    """Where the code of a source file may be."""
+    place = os.path.dirname(os.path.abspath(source))
+    own = f"{os.path.basename(place)}_{_hash(place.encode()).hex()}"
+    if given := os.environ.get("NUMBA_CACHE_DIR"):
+        return [f"{given}/{own}"]
+    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return [f"{place}/__pycache__", f"{users}/fastcoll/{own}"]
+
+
+def _writable(folders: list[str]) -> str:
+    """The first folder that files can be written to."""
+    import tempfile  # takes 3 ms, and is for those who compile
+
+    for folder in folders:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError:
+            continue
+    raise ResourceError(
+        f"compiled kernels cannot be kept: none of {', '.join(folders)} is writable; set NUMBA_CACHE_DIR to a writable "
+        "directory"
+    )
 
 
 def _acquire(path: str) -> int | None:

@@ -7,21 +7,17 @@ reading another core's dirty lines is slow, and for arrays that are larger than 
 
 from __future__ import annotations
 
-from llvmlite import ir
-from numba import types
-
-from .elements import WORD
-from .jit import inlined, instruction, kernel, llvm_function
-from .primitives import HALF_WORD, IS_X86, half_word_at, pointer, store_word
+from . import llvm
+from .jit import external, inlined, instruction, kernel
+from .llvm import pointer
+from .primitives import IS_X86, half_word_at, store_word
 
 LINE = 64
 
-_memcpy = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
-_process_vm_readv = types.ExternalFunction("process_vm_readv", types.int64(*[types.int64] * 6))
-_errno_location = types.ExternalFunction("__errno_location", types.int64())
-_memmove = types.ExternalFunction("memmove", types.int64(types.int64, types.int64, types.int64))
-_BYTE = ir.IntType(8)
-_VECTOR = ir.VectorType(WORD, LINE // 8)
+_memcpy = external("memcpy", "int64(int64, int64, int64)")
+_process_vm_readv = external("process_vm_readv", "int64(int64, int64, int64, int64, int64, int64)")
+_errno_location = external("__errno_location", "int64()")
+_memmove = external("memmove", "int64(int64, int64, int64)")
 
 
 @inlined
@@ -38,39 +34,40 @@ def move(dst, src, nbytes):
 
 
 def _emit_prefetch(builder, address, write):
-    kinds = [_BYTE.as_pointer(), *[HALF_WORD] * 3]
-    fetch = llvm_function(builder, "llvm.prefetch.p0i8", ir.VoidType(), *kinds)
-    to_all_caches, data = HALF_WORD(3), HALF_WORD(1)
-    builder.call(fetch, [pointer(builder, address, _BYTE), HALF_WORD(write), to_all_caches, data])
+    kinds = [llvm.BYTE.as_pointer(), *[llvm.HALF_WORD] * 3]
+    fetch = llvm.function(builder, "llvm.prefetch.p0i8", llvm.VOID, *kinds)
+    to_all_caches, data = llvm.HALF_WORD(3), llvm.HALF_WORD(1)
+    builder.call(fetch, [pointer(builder, address, llvm.BYTE), llvm.HALF_WORD(write), to_all_caches, data])
 
 
-@instruction(types.void)
+@instruction("void")
 def prefetch(builder, address):
     """Begin to fetch the cache line at an address, any address, which will be read soon."""
     _emit_prefetch(builder, address, 0)
 
 
-@instruction(types.void)
+@instruction("void")
 def prefetch_to_write(builder, address):
     """Begin to take the cache line at an address, any address, from other cores: it will be written soon."""
     _emit_prefetch(builder, address, 1)
 
 
-@instruction(types.void)
+@instruction("void")
 def _stream_line(builder, dst, src):
     """Copy LINE bytes past the caches to `dst`, a multiple of LINE."""
-    line = builder.load(pointer(builder, src, _VECTOR))
+    vector = llvm.ir.VectorType(llvm.WORD, LINE // 8)
+    line = builder.load(pointer(builder, src, vector))
     line.align = 1
-    store = builder.store(line, pointer(builder, dst, _VECTOR))
+    store = builder.store(line, pointer(builder, dst, vector))
     store.align = LINE
-    store.set_metadata("nontemporal", builder.module.add_metadata([HALF_WORD(1)]))
+    store.set_metadata("nontemporal", builder.module.add_metadata([llvm.HALF_WORD(1)]))
 
 
-@instruction(types.void)
+@instruction("void")
 def _order_streamed(builder):
     """Order non-temporal stores before all later ones, which on x86 a release store alone does not."""
     if IS_X86:
-        builder.call(llvm_function(builder, "llvm.x86.sse.sfence", ir.VoidType()), [])
+        builder.call(llvm.function(builder, "llvm.x86.sse.sfence", llvm.VOID), [])
     else:
         builder.fence("release")
 

@@ -213,11 +213,6 @@ def computed_as(element: types.Type) -> types.Type:
     return types.float32 if isinstance(element, Half) else element
 
 
-def reducer_signature(element: types.Type) -> Any:
-    """A reducer's signature; in C, a pointer and an int64 are passed alike."""
-    return types.void(types.int64, types.CPointer(element), types.int64, types.int64, types.int64)
-
-
 def unchanged(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return value
 

@@ -9,40 +9,31 @@ every word that another process writes goes through `load_acquire`, and every wo
 
 from __future__ import annotations
 
-import platform
+import os
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 
 from ..core import signature
-from .elements import WORD
-from .jit import inlined, instruction, llvm_function
-
-HALF_WORD = ir.IntType(32)
-
-
-def pointer(builder: ir.IRBuilder, address: ir.Value, lane: ir.Type = WORD) -> ir.Value:
-    """An address as LLVM's pointer to a type."""
-    return builder.inttoptr(address, lane.as_pointer())
-
+from . import llvm
+from .jit import external, inlined, instruction
+from .llvm import pointer
 
 # ---- private words --------------------------------------------------------------------------------------
 
 
-@instruction(types.int64)
+@instruction("int64")
 def word_at(builder, address):
     """The 64-bit field at an address."""
     return builder.load(pointer(builder, address))
 
 
-@instruction(types.int64)
+@instruction("int64")
 def half_word_at(builder, address):
     """The 32-bit field at an address, without its sign."""
-    return builder.zext(builder.load(pointer(builder, address, HALF_WORD)), WORD)
+    return builder.zext(builder.load(pointer(builder, address, llvm.HALF_WORD)), llvm.WORD)
 
 
-@instruction(types.void)
+@instruction("void")
 def _store(builder, address, value):
     builder.store(value, pointer(builder, address))
 
@@ -72,26 +63,26 @@ def cells_of(table: np.ndarray) -> memoryview:
 # ---- shared words ---------------------------------------------------------------------------------------
 
 
-@instruction(types.int64)
+@instruction("int64")
 def load_acquire(builder, address):
     """The word at `address`; what its writer stored before is visible after."""
     return builder.load_atomic(pointer(builder, address), "acquire", 8)
 
 
-@instruction(types.void)
+@instruction("void")
 def store_release(builder, address, value):
     """Write the word at `address`; all earlier writes are visible to whoever reads it."""
     builder.store_atomic(value, pointer(builder, address), "release", 8)
 
 
-@instruction(types.boolean)
+@instruction("boolean")
 def swap_if_equal(builder, address, expected, value):
     """Write `value` to the word at `address` if it holds `expected`; whether it did. Acquires what it took."""
     found = builder.cmpxchg(pointer(builder, address), expected, value, "acq_rel", "monotonic")
     return builder.extract_value(found, 1)
 
 
-_pthread_self = types.ExternalFunction("pthread_self", types.int64())
+_pthread_self = external("pthread_self", "int64()")
 
 
 @inlined
@@ -102,36 +93,36 @@ def this_thread():
 
 # ---- the processor, and calls by address ------------------------------------------------------------------
 
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
+IS_X86 = os.uname().machine == "x86_64"
 
 
-@instruction(types.void)
+@instruction("void")
 def pause(builder):
     """Tell the core that this is a spin loop (x86 `pause`, Arm `yield`)."""
     if IS_X86:
-        builder.call(llvm_function(builder, "llvm.x86.sse2.pause", ir.VoidType()), [])
+        builder.call(llvm.function(builder, "llvm.x86.sse2.pause", llvm.VOID), [])
     else:
-        builder.asm(ir.FunctionType(ir.VoidType(), []), "yield", "", [], side_effect=True)
+        builder.asm(llvm.ir.FunctionType(llvm.VOID, []), "yield", "", [], side_effect=True)
 
 
-@instruction(types.int64)
+@instruction("int64")
 def ticks(builder):
     """The processor's clock, for comparing durations on one machine, in an unknown unit; takes about 10 ns."""
-    return builder.call(llvm_function(builder, "llvm.readcyclecounter", WORD), [])
+    return builder.call(llvm.function(builder, "llvm.readcyclecounter", llvm.WORD), [])
 
 
-@instruction(types.void)
+@instruction("void")
 def call_reducer(builder, function, op, dst, srcs, n, count):
     """Call the compiled reducer at address `function` (see kernels/reduce.py) with the other arguments."""
-    kind = ir.FunctionType(ir.VoidType(), [WORD] * 5)
+    kind = llvm.ir.FunctionType(llvm.VOID, [llvm.WORD] * 5)
     builder.call(pointer(builder, function, kind), [op, dst, srcs, n, count])
 
 
-@instruction(types.int64)
+@instruction("int64")
 def call_foreign(builder, function, a, b, c):
     """Call `int function(void *a, void *b, void *c)` of a C library; an address and an int64 are passed alike."""
-    kind = ir.FunctionType(HALF_WORD, [WORD] * 3)
-    return builder.sext(builder.call(pointer(builder, function, kind), [a, b, c]), WORD)
+    kind = llvm.ir.FunctionType(llvm.HALF_WORD, [llvm.WORD] * 3)
+    return builder.sext(builder.call(pointer(builder, function, kind), [a, b, c]), llvm.WORD)
 
 
 # ---- pure functions of core/, compiled ---------------------------------------------------------------------

@@ -19,12 +19,10 @@ import sys
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.core import cgutils
-from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
 from ..errors import UnavailableError
-from .elements import WORD
+from . import llvm
+from .jit import instruction
 
 # Offsets of the fields, in bytes.
 _HEAD = object.__basicsize__
@@ -45,68 +43,29 @@ Index = int
 """Annotates a parameter of an entry that takes an integer."""
 
 
-class _PyObject(types.Opaque):
-    """Any Python object."""
-
-
-class _Index(types.Opaque):
-    """An integer, or what stands for one (`__index__`); anything else is a TypeError."""
-
-
-pyobject = _PyObject(name="PyObject")
-index = _Index(name="Index")
-register_model(_PyObject)(models.OpaqueModel)
-
-
-@register_model(_Index)
-class _IndexModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, WORD)
-
-
-@unbox(_PyObject)
-def _unbox_object(kind, value, c):
-    return NativeValue(value)
-
-
-@unbox(_Index)
-def _unbox_index(kind, value, c):
-    number = c.pyapi.long_as_longlong(value)
-    return NativeValue(number, is_error=cgutils.is_not_null(c.builder, c.pyapi.err_occurred()))
-
-
-@intrinsic
-def object_at(typing_context, value):
+@instruction("int64", "PyObject")
+def object_at(builder, value):
     """The address of a PyObject argument."""
-    return types.int64(pyobject), lambda context, builder, signature, args: builder.ptrtoint(args[0], WORD)
+    return builder.ptrtoint(value, llvm.WORD)
 
 
-@intrinsic
-def integer(typing_context, value):
+@instruction("int64", "Index")
+def integer(builder, value):
     """An Index argument as an integer."""
-    return types.int64(index), lambda context, builder, signature, args: args[0]
+    return value
 
 
-@intrinsic
-def release_gil(typing_context):
+@instruction("int64")
+def release_gil(builder):
     """Give the GIL up: no object may be looked at before `take_gil`, which takes the result."""
-
-    def emit(context, builder, signature, args):
-        return builder.ptrtoint(context.get_python_api(builder).save_thread(), WORD)
-
-    return types.int64(), emit
+    return builder.call(llvm.function(builder, "PyEval_SaveThread", llvm.WORD), [])
 
 
-@intrinsic
-def take_gil(typing_context, thread, result):
+@instruction("int64")
+def take_gil(builder, thread, result):
     """Take the GIL again and return `result`, which was worked out without it: `take_gil(release_gil(), work(...))`."""
-
-    def emit(context, builder, signature, args):
-        pyapi = context.get_python_api(builder)
-        pyapi.restore_thread(builder.inttoptr(args[0], pyapi.voidptr))
-        return args[1]
-
-    return types.int64(types.int64, types.int64), emit
+    builder.call(llvm.function(builder, "PyEval_RestoreThread", llvm.VOID, llvm.WORD), [thread])
+    return result
 
 
 def _layout_is_known() -> bool:

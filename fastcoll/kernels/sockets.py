@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import errno
 
-from numba import types
-
-from .jit import inlined, kernel
+from .jit import external, inlined, kernel
 from .primitives import half_word_at
 
 CLOSED = -(1 << 20)  # below every -errno
@@ -20,10 +18,10 @@ READABLE, WRITABLE = 0x1, 0x4  # POLLIN, POLLOUT
 _NOT_NOW = (errno.EAGAIN, errno.EINTR)
 _FLAGS = 0x4040  # MSG_DONTWAIT | MSG_NOSIGNAL
 
-_send = types.ExternalFunction("send", types.int64(types.int32, types.int64, types.int64, types.int32))
-_recv = types.ExternalFunction("recv", types.int64(types.int32, types.int64, types.int64, types.int32))
-_poll = types.ExternalFunction("poll", types.int32(types.int64, types.int64, types.int32))
-_errno_location = types.ExternalFunction("__errno_location", types.int64())
+_send = external("send", "int64(int32, int64, int64, int32)")
+_recv = external("recv", "int64(int32, int64, int64, int32)")
+_poll = external("poll", "int32(int64, int64, int32)")
+_errno_location = external("__errno_location", "int64()")
 
 
 @kernel

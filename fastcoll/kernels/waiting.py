@@ -15,10 +15,8 @@ looks at signals, deadlines and dead peers, and calls the entry again, which res
 
 from __future__ import annotations
 
-from numba import types
-
 from ..core.status import DONE, LATER
-from .jit import inlined, kernel, locked_entry
+from .jit import external, inlined, kernel, locked_entry
 from .primitives import load_acquire, load_word, pause, store_release, store_word, swap_if_equal, this_thread
 from .pyobjects import Index, integer
 
@@ -35,9 +33,9 @@ _CLOCK_MONOTONIC = 1
 _SHORT_NAP = 50_000  # ns; Linux adds its timer slack of 50 us, so a late word costs about 0.1 ms
 _LONG_NAP = 1_000_000  # ns; after 20 budgets (1 s): a waiting rank then uses about 2 % of a core
 
-yield_core = types.ExternalFunction("sched_yield", types.int32())
-_nanosleep = types.ExternalFunction("nanosleep", types.int32(types.int64, types.int64))
-_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+yield_core = external("sched_yield", "int32()")
+_nanosleep = external("nanosleep", "int32(int64, int64)")
+_clock_gettime = external("clock_gettime", "int32(int32, int64)")
 
 
 @inlined

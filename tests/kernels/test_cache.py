@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -24,16 +25,16 @@ FIRST_USE = textwrap.dedent("""
     import numpy as np
     from fastcoll.kernels import cache, reduce
     cache._SILENT = 0.01  # a word for each kernel, whatever the machine
-    maximum, dtypes = reduce.ReduceOp.MAX, [np.dtype("float32"), np.dtype("float64")]
-    for dtype in dtypes:
-        greatest = reduce.reducer(maximum, dtype)
+    hits = []
+    for dtype in "float32", "float64":
+        before = cache.KernelCache.compiled
+        greatest = reduce.reducer(reduce.ReduceOp.MAX, np.dtype(dtype))
+        hits.append(int(cache.KernelCache.compiled == before))
     x = np.array([3.0, 7.0])
     table = np.array([x.ctypes.data, x.ctypes.data + 8])
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(greatest.address)
     call(greatest.code, x.ctypes.data, table.ctypes.data, 2, 1)
-    made = [reduce._compile(None, reduce.memory_type(maximum, dtype), dtype) for dtype in dtypes]
-    hits = [compiled.cache_hits for compiled in made]
-    print(*hits, int(x[0]), int("numba.np.arraymath" in sys.modules))
+    print(*hits, int(x[0]), int("numba" in sys.modules or "llvmlite" in sys.modules))
 """)
 
 
@@ -42,7 +43,7 @@ class Use(NamedTuple):
 
     hits: tuple[int, int]
     greater: int
-    imports_what_compiling_needs: bool
+    imports_numba: bool
     says: list[str]
 
 
@@ -121,9 +122,9 @@ def test_one_process_says_what_is_compiled(uses):
     assert uses["touched"][0].says == []
 
 
-def test_loading_imports_nothing_that_only_compiling_needs(uses):
-    assert not uses["touched"][0].imports_what_compiling_needs
-    assert uses["edited"][0].imports_what_compiling_needs  # else the line above proves nothing
+def test_loading_imports_neither_numba_nor_llvmlite(uses):
+    assert not uses["touched"][0].imports_numba
+    assert uses["edited"][0].imports_numba  # else the line above proves nothing
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_of_two_that_compile_one_speaks(caplog, lock_tries):
 
 
 def test_without_a_place_for_the_cache_the_error_says_so(monkeypatch):
-    monkeypatch.setattr(cache.KernelCache._impl_class, "_locator_classes", [])
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/none")  # where not even root can write
     with pytest.raises(ResourceError, match="set NUMBA_CACHE_DIR to a writable directory"):
         jit.entry(identity).compile()
 
@@ -183,18 +184,129 @@ def identity(x: Index) -> int:
     return integer(x)
 
 
-def test_old_code_is_not_taken_while_another_process_replaces_it(monkeypatch, tmp_path):
-    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache, "_SOURCES", "old")
-    jit.entry(identity).compile()
-    monkeypatch.setattr(cache, "_SOURCES", "new")
-    (code,) = tmp_path.rglob("*.nbc")
+@pytest.fixture
+def compiles(monkeypatch, tmp_path):
+    """Whether a new entry had to be compiled, where one has been already, into an empty folder."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    cache._platform.cache_clear()
+
+    def compiles() -> bool:
+        before = cache.KernelCache.compiled
+        new = jit.entry(identity)
+        assert new.call(7) == 7
+        return cache.KernelCache.compiled > before
+
+    assert compiles()
+    assert not compiles()
+    yield compiles
+    cache._platform.cache_clear()
+
+
+STATES = {"the package": ("_SOURCES", "new"), "its own file": ("_content", lambda path: b"new")}
+
+
+@pytest.mark.parametrize("changed", STATES)
+def test_old_code_is_not_taken(monkeypatch, tmp_path, compiles, changed):
+    (code,) = tmp_path.rglob("*.code")
     old = code.read_bytes()
-    jit.entry(identity).compile()
-    code.write_bytes(old)  # as it is for a moment: the index is new already
-    before = cache.KernelCache.compiled
-    jit.entry(identity).compile()
+    monkeypatch.setattr(cache, *STATES[changed])
+    assert compiles()
+    assert code.read_bytes() != old
+    code.write_bytes(old)
+    assert compiles()
+
+
+def another_version_of(package: str):
+    content = cache._content
+    return "_content", lambda path: b"new" if path.endswith(f"{package}/_version.py") else content(path)
+
+
+OTHERS = {
+    "processor": ("processor", lambda: b"another"),
+    "Numba": another_version_of("numba"),
+    "llvmlite": another_version_of("llvmlite"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_code_for_another_is_left_where_it_is_and_not_taken(monkeypatch, tmp_path, compiles, other):
+    cache._platform.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, *OTHERS[other])
+        assert compiles()
+        assert not compiles()
+    cache._platform.cache_clear()
+    assert not compiles()
+    assert len([*tmp_path.rglob("*.code")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("NUMBA_CPU_NAME", "generic"), ("NUMBA_CPU_FEATURES", "+sse2")]
+)
+def test_code_for_a_processor_that_was_asked_for_is_apart(monkeypatch, compiles, variable, value):
+    cache._platform.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv(variable, value)
+        assert compiles()
+    cache._platform.cache_clear()
+    assert not compiles()
+
+
+@pytest.mark.parametrize("damaged", ["empty", "short", "one bit", "another's"])
+def test_damaged_files_are_replaced(tmp_path, compiles, damaged):
+    (code,) = tmp_path.rglob("*.code")
+    content = code.read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    broken = {"empty": b"", "short": content[:-1], "one bit": flipped, "another's": b"\0" * 16 + content[16:]}
+    code.write_bytes(broken[damaged])
+    assert compiles()
+    assert not compiles()
+
+
+def test_code_beside_sources_that_this_user_cannot_write_to_is_taken(monkeypatch, tmp_path, compiles):
+    folders = cache._folders(__file__)
+    monkeypatch.setattr(cache, "_folders", lambda source: ["/proc/none", *folders])
+    assert not compiles()
+    monkeypatch.setattr(cache, "_folders", lambda source: ["/proc/none", str(tmp_path / "users")])
+    assert compiles()
+    assert not compiles()
+
+
+def test_threads_that_need_the_same_code_compile_it_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    before, new, found = cache.KernelCache.compiled, jit.entry(identity), []
+    threads = [threading.Thread(target=lambda n=n: found.append(new.call(n))) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [*range(8)]
     assert cache.KernelCache.compiled == before + 1
+
+
+def test_a_process_that_is_forked_while_a_thread_compiles_can_compile(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    jit.entry(identity).compile()
+    with jit._compiling:
+        child = os.fork()
+        if child == 0:
+            thread = threading.Thread(target=lambda: os._exit(jit.entry(identity).call(5)))
+            thread.start()
+            thread.join(20)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+
+
+def test_a_function_with_a_closure_is_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    for number in (3, 4):
+
+        def adds(x: Index) -> int:
+            return integer(x) + number  # noqa: B023
+
+        assert jit.entry(adds).call(1) == 1 + number
+    assert not [*tmp_path.rglob("*.code")]
 
 
 def test_another_process_that_compiles_for_ever_is_not_waited_for(monkeypatch, tmp_path):
@@ -206,7 +318,7 @@ def test_another_process_that_compiles_for_ever_is_not_waited_for(monkeypatch, t
 
 
 def test_a_compilation_that_fails_can_be_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
 
     @jit.entry
     def undefined(x: Index) -> int:

@@ -30,7 +30,7 @@ def test_a_helper_is_typed_once_for_all_literals_and_is_not_for_python():
         return twice(integer(n)) + twice(3) + twice(5)
 
     assert sums.call(1) == 18
-    assert len(twice.overloads) == 1
+    assert len(twice.made.overloads) == 1
     with pytest.raises(TypeError, match="twice is a part of compiled code"):
         twice(1)
 

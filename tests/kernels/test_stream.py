@@ -12,8 +12,9 @@ from numba import types
 from numba.core import config
 
 from fastcoll.core.reduce_op import ReduceOp
-from fastcoll.kernels import jit, reduce
-from fastcoll.kernels.elements import Half, element_of, reducer_signature
+from fastcoll.kernels import compiling, reduce
+from fastcoll.kernels.custom import compile_custom
+from fastcoll.kernels.elements import Half, element_of
 from fastcoll.kernels.fold import FEW, TILE, shapes
 
 needs_vectors = pytest.mark.skipif(
@@ -28,8 +29,8 @@ KINDS = {
 }
 
 
-def assert_in_vector_registers(made, instruction: str, lane: str) -> None:
-    text = made._library.get_llvm_str()
+def assert_in_vector_registers(library, instruction: str, lane: str) -> None:
+    text = library.get_llvm_str()
     assert f"{instruction} <" in text
     assert f"x {lane}>" in text
     on_the_stack = set(re.findall(r"alloca ([^,\n]+)", text))
@@ -39,18 +40,18 @@ def assert_in_vector_registers(made, instruction: str, lane: str) -> None:
 @needs_vectors
 @pytest.mark.parametrize("name", KINDS)
 def test_the_loops_are_vectorised(name):
-    kind, instruction, lane = KINDS[name]
-    made = jit.c_function(reduce._reduce, reducer_signature(kind), "a test", keep=False)
-    assert_in_vector_registers(made, instruction, lane)
+    _, instruction, lane = KINDS[name]
+    signature = compiling.named(reduce.reducer_signature(name))
+    assert_in_vector_registers(compiling.whole_c_function(reduce._reduce, signature), instruction, lane)
 
 
 @needs_vectors
 @pytest.mark.parametrize("name", ["float32", "int8"])
 @pytest.mark.parametrize("function", [lambda a, b: a + b, lambda a, b: b + (a if abs(a) > abs(b) else b)])
 def test_a_simple_custom_function_is_vectorised(name, function):
-    kind, instruction, lane = KINDS[name]
-    made = reduce.compile_custom(ReduceOp.custom(function), kind, np.dtype(name))
-    assert_in_vector_registers(made, instruction, lane)
+    _, instruction, lane = KINDS[name]
+    made = compile_custom(ReduceOp.custom(function), np.dtype(name))
+    assert_in_vector_registers(made._library, instruction, lane)
 
 
 @pytest.mark.parametrize("kind", [*(kind for kind, _, _ in KINDS.values()), types.complex128, types.boolean])

@@ -23,7 +23,7 @@ from ...core.operands import scaled
 from ...core.partition import cut, shares
 from ...core.reduce_op import AVG, PREMUL_SUM, ReduceOp
 from ...errors import UnavailableError
-from ...kernels.reduce import memory_type, refuse_undefined
+from ...kernels.reduce import refuse_undefined
 from ..device_array import DeviceArray, joined, parts
 from ..streams import Turn
 from .bindings import BYTES, dtype_code, reduction
@@ -123,7 +123,6 @@ def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernel
     UnavailableError where our kernels are needed, and an extra is missing, or the group is too large for them.
     """
     plain = scaled(np.empty(0, dtype), op)[1]
-    memory_type(plain, dtype)
     refuse_undefined(plain, dtype)
     how = reduction(op, dtype)
     if how is None or (op.code == PREMUL_SUM and complex(op.factor).imag):

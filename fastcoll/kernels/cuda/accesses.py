@@ -23,7 +23,7 @@ from numba import types
 from numba.core import cgutils
 
 from ..elements import WORD
-from ..primitives import pointer
+from ..llvm import pointer
 from .kernel import SIMULATED, device, instruction
 
 VECTOR = 16

@@ -21,7 +21,7 @@ import numpy as np
 from numba import from_dtype, types
 
 from ...core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
-from ..reduce import plain_function
+from ..custom import plain_function
 from . import accesses as bits
 from .kernel import SIMULATED, cuda, device
 

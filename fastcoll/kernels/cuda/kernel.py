@@ -20,7 +20,7 @@ import numpy as np
 from numba import types
 
 from ...errors import UnavailableError
-from .. import jit
+from .. import compiling
 from . import INSTALL
 from .driver import driver
 
@@ -70,7 +70,7 @@ def instruction(returns: types.Type, *kinds: Any) -> Any:
     """As that of kernels/jit.py, for kernels here; there are none in the simulator."""
     from numba.cuda.extending import intrinsic
 
-    return jit.instruction(returns, *kinds, by=intrinsic)
+    return lambda emit: compiling.instruction(emit, returns, *kinds, by=intrinsic)
 
 
 THREADS = 4 if SIMULATED else 256

@@ -26,7 +26,7 @@ import numpy as np
 
 from ...core.reduce_op import NAMES, ReduceOp
 from ...errors import ArrayError, UsageError
-from ..reduce import kind_of, memory_type, refuse_undefined
+from ..reduce import kind_of, refuse_undefined
 from .accesses import VECTOR, accesses, size_of
 from .combining import Element, combination, combination_by, element_of, ending, records_kernel
 from .kernel import CompilationError, Kernel, cuda, device
@@ -42,7 +42,6 @@ class CudaReducer:
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self._op, self._dtype = op, dtype
-        memory_type(op, dtype)
         refuse_undefined(op, dtype)
         structured = dtype.names is not None
         self.itemsize = dtype.itemsize

@@ -1,0 +1,283 @@
+"""The one place with Numba's flags: how entries, kernels, helpers and C functions become machine code.
+
+Imported when something has to be compiled, as it imports Numba. No fastmath anywhere: the same inputs give the same
+bits. Kernels release the GIL, never raise, and divide as NumPy does.
+
+All parts are typed once, linked, and left to LLVM where they are used. By default Numba optimizes each by itself, makes
+machine code and a Python wrapper of it, and does all that again for every literal that it is called with: the entries
+took 22 s to compile with it, and take 9 s so (all of fastcoll.shm and one reducer, 2-core AMD EPYC, Numba 0.68).
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import llvmlite.binding as llvm_binding
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher, cpu_target
+from numba.extending import intrinsic, models, register_model
+
+from ..supported import check_version
+from . import llvm
+from .elements import WORD, Half
+from .machine_code import SYMBOL
+
+check_version("Numba", numba.__version__)
+
+
+class _Codegen:
+    """A library's code generator, to which a helper's environment is unknown: nothing runs there that needs it."""
+
+    def __init__(self, codegen: Any) -> None:
+        self._codegen = codegen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codegen, name)
+
+    def set_env(self, env_name: str, env: Any) -> None:
+        pass
+
+
+class _Library(JITCodeLibrary):
+    """Code to link into other libraries: neither optimized nor made machine code of by itself."""
+
+    @property
+    def codegen(self):
+        return _Codegen(self._codegen)
+
+    def _optimize_functions(self, ll_module):
+        ll_module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self):
+        pass
+
+    def _finalize_final_module(self):
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name):
+        return 0
+
+
+class _Whole(_Library):
+    """A function and all that it needs, optimized together."""
+
+    def _optimize_final_module(self):
+        JITCodeLibrary._optimize_final_module(self)
+
+    def _finalize_final_module(self):
+        self._verify_declare_only_symbols()
+        super()._finalize_final_module()
+
+    def machine_code(self) -> bytes:
+        """An object file."""
+        return _machine(*self._codegen.magic_tuple()).emit_object(self._final_module)
+
+
+@cache
+def _machine(triple: str, name: str, features: str) -> Any:
+    """What writes machine code as machine_code.py wants it, for the processor that Numba compiles for."""
+    target = llvm_binding.Target.from_triple(triple)
+    return target.create_target_machine(name, features, opt=3, reloc="pic", codemodel="small")
+
+
+class _Compiler(Compiler):
+    def __init__(self, typingctx, targetctx, library, *args):
+        super().__init__(typingctx, targetctx, library or _Library(targetctx.codegen(), "linked"), *args)
+
+
+class Linked(CPUDispatcher):
+    """A function that compiled code calls, and Python cannot; compiled once for each tuple of types."""
+
+    def __init__(self, function, flags):
+        no_wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        options = {"nopython": True, "boundscheck": None, **no_wrappers}
+        super().__init__(function, targetoptions=options | flags, pipeline_class=_Compiler)
+
+    def get_call_template(self, args, kws):
+        plain = types.unliteral
+        return super().get_call_template(tuple(map(plain, args)), {k: plain(v) for k, v in kws.items()})
+
+    def add_overload(self, cres):
+        self.overloads[tuple(cres.signature.args)] = cres  # and nothing for Python to call
+
+
+FLAGS = {"error_model": "numpy"}
+# No arrays, lists or strings are made in kernels, so that their code needs nothing of Numba's runtime.
+_WORDS_ONLY = {**FLAGS, "_nrt": False, "nogil": True}
+
+
+def linked(function: Callable[..., Any], **flags: bool) -> Linked:
+    """A part of compiled code, of our own flags and these."""
+    return Linked(function, {**_WORDS_ONLY, **flags})
+
+
+def instruction(
+    emit: Callable[..., Any], returns: types.Type, *kinds: types.Type, by: Any = intrinsic
+) -> Any:
+    """A helper whose LLVM instructions `emit(builder, *values)` adds.
+
+    Args:
+        kinds: the arguments' types, if they are not all int64.
+        by: what makes it: Numba's `intrinsic`, or numba-cuda's.
+    """
+    signature = inspect.signature(emit)
+    made = returns(*(kinds or [types.int64] * (len(signature.parameters) - 1)))
+
+    def define(typing_context, *args):
+        def generate(context, builder, signature, values):
+            value = emit(builder, *values)
+            return context.get_dummy_value() if value is None else value
+
+        return made, generate
+
+    define.__signature__ = signature  # type: ignore[attr-defined]  # Numba folds a call's arguments by it
+    return by(define)
+
+
+def external(name: str, signature: str) -> Any:
+    """A function of libc."""
+    return types.ExternalFunction(name, named(signature))
+
+
+def type_of(part: Any) -> types.Type:
+    """Numba's type of a dispatcher, an intrinsic or an external function."""
+    context = cpu_target.typing_context
+    context.refresh()  # it may have been made a moment ago
+    return context.resolve_value_type(part)
+
+
+# ---- types -----------------------------------------------------------------------------------------------
+
+
+class _PyObject(types.Opaque):
+    """Any Python object."""
+
+
+class _Index(types.Opaque):
+    """An integer, or what stands for one (`__index__`); anything else is a TypeError."""
+
+
+@register_model(_Index)
+class _IndexModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, WORD)
+
+
+register_model(_PyObject)(models.OpaqueModel)
+_PARAMETERS = {"PyObject": _PyObject(name="PyObject"), "Index": _Index(name="Index")}
+_NAMES = {**vars(types), **_PARAMETERS, "Half": Half}
+
+
+def named(text: str) -> Any:
+    """A type or signature as Numba's strings name them."""
+    return eval(text, _NAMES)
+
+
+# ---- what Python and C call ------------------------------------------------------------------------------
+
+
+def entry(function: Callable[..., Any], locked: bool) -> bytes:
+    """The object file of `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
+
+    Args:
+        locked: the function has the GIL.
+    """
+    parameters = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
+    data = llvm.BYTE.as_pointer()
+
+    def emit(builder: ir.IRBuilder, call: Callable[..., Any], this: Any, given: Any, count: Any) -> None:
+        python = partial(llvm.function, builder)
+        with cgutils.if_unlikely(builder, builder.icmp_unsigned("!=", count, WORD(len(parameters)))):
+            builder.call(python("PyErr_BadArgument", llvm.HALF_WORD), [])
+            builder.ret(data(None))
+        values = []
+        for number, parameter in enumerate(parameters):
+            value = builder.load(builder.gep(given, [WORD(number)]))
+            if parameter == "Index":
+                value = builder.call(python("PyLong_AsLongLong", WORD, data), [value])
+                with cgutils.if_unlikely(builder, builder.icmp_unsigned("==", value, WORD(-1))):
+                    error = builder.call(python("PyErr_Occurred", data), [])
+                    with cgutils.if_unlikely(builder, cgutils.is_not_null(builder, error)):
+                        builder.ret(data(None))
+            values.append(value)
+        thread = None if locked else builder.call(python("PyEval_SaveThread", WORD), [])
+        status, result = call(values)
+        if thread is not None:
+            builder.call(python("PyEval_RestoreThread", llvm.VOID, WORD), [thread])
+        with cgutils.if_unlikely(builder, status.is_error):
+            builder.call(python("PyErr_BadInternalCall", llvm.VOID), [])
+            builder.ret(data(None))
+        builder.ret(builder.call(python("PyLong_FromLongLong", data, WORD), [result]))
+
+    signature = types.int64(*map(_PARAMETERS.__getitem__, parameters))
+    return whole(
+        function, signature, ir.FunctionType(data, [data, data.as_pointer(), WORD]), emit
+    ).machine_code()
+
+
+def c_function(function: Callable[..., Any], signature: str) -> bytes:
+    """The object file of a function for C."""
+    return whole_c_function(function, named(signature)).machine_code()
+
+
+def whole_c_function(function: Callable[..., Any], signature: Any) -> _Whole:
+    """A function for C."""
+    kind = cpu_target.target_context.get_value_type
+    nothing = signature.return_type == types.void
+    returns = llvm.VOID if nothing else kind(signature.return_type)
+
+    def emit(builder: ir.IRBuilder, call: Callable[..., Any], *values: Any) -> None:
+        _, result = call(values)
+        builder.ret_void() if nothing else builder.ret(result)
+
+    return whole(function, signature, ir.FunctionType(returns, list(map(kind, signature.args))), emit)
+
+
+@global_compiler_lock
+def whole(
+    function: Callable[..., Any], signature: Any, kind: ir.FunctionType, emit: Callable[..., None]
+) -> _Whole:
+    """A function and what calls it, which `emit(builder, call, *values)` adds: a function of LLVM's type `kind`."""
+    part = linked(function, forceinline=True)
+    with no_collection():
+        part.compile(signature)
+        compiled = part.overloads[signature.args]
+        context, what = compiled.target_context, compiled.fndesc
+        library = _Whole(context.codegen(), function.__name__)
+        module = library.create_ir_module(function.__name__)
+        caller = ir.Function(module, kind, SYMBOL)
+        builder = ir.IRBuilder(caller.append_basic_block())
+        callee = context.declare_function(module, what)
+
+        def call(values: Sequence[Any]) -> tuple[Any, Any]:
+            return context.call_conv.call_function(builder, callee, what.restype, what.argtypes, values)
+
+        emit(builder, call, *caller.args)
+        library.add_linking_library(compiled.library)
+        library.add_ir_module(module)
+        library.finalize()
+    return library
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Numba makes and keeps millions of objects, which the garbage collector would look at for 8 % of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,150 @@
+"""A user's own elementwise function f(a, b), in the loops of fold.py: compiled by Numba, in each process anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import from_dtype, types
+from numba.core import cgutils
+from numba.core.ccallback import CFunc
+from numba.core.errors import NumbaError
+from numba.extending import intrinsic, is_jitted
+
+from ..core.reduce_op import ReduceOp
+from ..errors import ArrayError, UsageError
+from .cache import Telling
+from .compiling import FLAGS, no_collection
+from .elements import CONVERSIONS, WORD, Element, Half, computed_as, element_of
+from .fold import Combine, Operands, Registers, Shape, Tile, shapes, stream
+
+
+def plain_function(function: Callable[[Any, Any], Any]) -> Any:
+    """The function as Python wrote it, also of one that is jitted; a ufunc or builtin through a lambda."""
+    python = getattr(function, "py_func", function)
+    return python if isinstance(python, FunctionType) else lambda a, b: function(a, b)
+
+
+def memory_type(dtype: np.dtype[Any]) -> types.Type:
+    """Numba's type of an element in memory."""
+    if dtype.name in CONVERSIONS:
+        return Half(dtype.name)
+    try:
+        return from_dtype(dtype)
+    except (NotImplementedError, TypeError, NumbaError) as error:
+        raise ArrayError(
+            f"Numba has no type for dtype {dtype} ({error}); reduce its fields one by one"
+        ) from error
+
+
+@cache  # which keeps the code alive
+def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
+    """Compile a reducer for a custom operation, or raise UsageError; its `address` is valid while it lives.
+
+    The function gets scalars of the dtype (float32 for float16 and bfloat16), or private records it may write
+    to. What it returns is converted as by an assignment. It must not raise.
+    """
+    function: Any = op.function
+    if not is_jitted(function):
+        function = numba.njit(**FLAGS, forceinline=True, no_cfunc_wrapper=True)(plain_function(function))
+
+    def reduce(op, dst, srcs, n, count):
+        _fold_by(function, dst, srcs, n, count)
+
+    element = memory_type(dtype)
+    words = types.int64, types.CPointer(element), *[types.int64] * 3
+    compiled = CFunc(reduce, (words, types.void), locals={}, options=dict(FLAGS))
+    try:
+        with no_collection(), Telling(f"{op!r} of {dtype}"):
+            compiled.compile()
+    except Exception as error:  # Numba lets errors of many kinds through
+        raise UsageError(
+            f"{op!r}: Numba cannot compile the function {op.name!r} for elements of dtype {dtype}; "
+            f"it must take two of them and return one. Numba says: {error}"
+        ) from error
+    return compiled
+
+
+@intrinsic
+def _fold_by(typing_context, function, dst, srcs, n, count):
+    """Reduce `n` arrays of `count` elements, whose addresses are at `srcs`, into `dst` by a jitted function."""
+    kind = dst.dtype
+    operand = computed_as(kind)
+    call = function.get_call_type(typing_context, (operand, operand), {})
+
+    def emit(context, builder, signature, args):
+        _, pointer, table, number, elements = args
+        implementation = context.get_function(function, call)
+
+        def combine(builder, a, b):
+            return context.cast(builder, implementation(builder, (a, b)), call.return_type, operand)
+
+        if isinstance(kind, types.Record):
+            tiles: list[Tile] = [_Record(context, builder, kind, combine)]
+        else:
+            element, model = element_of(kind), context.data_model_manager[operand]
+            tiles = [_OneByOne(builder, element, shape, combine, model) for shape in shapes(element)]
+        nbytes = builder.mul(elements, WORD(tiles[-1].nbytes))
+        stream(builder, tiles, Operands(builder.ptrtoint(pointer, WORD), table, number, nbytes))
+        return context.get_dummy_value()
+
+    return types.void(function, dst, srcs, n, count), emit
+
+
+class _OneByOne(Registers):
+    """Registers that are combined element by element, in a loop of fixed length that LLVM vectorises: it touches two
+    private arrays and nothing else, so there is no overlap to check; where the function is simple they end up in
+    registers.
+    """
+
+    def __init__(
+        self, builder: ir.IRBuilder, element: Element, shape: Shape, combine: Combine, model: Any
+    ) -> None:
+        super().__init__(builder, element, shape, combine)
+        self._model = model
+        self._new = self.registers(builder)
+
+    def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        for i, new in self.load(builder, address):
+            builder.store(new, self.place(builder, self._new, i))
+        data = self._model.get_data_type().as_pointer()
+        first, second = builder.bitcast(self.taken, data), builder.bitcast(self._new, data)
+        elements = self.shape.registers * self.shape.width // self.element.lanes
+        with cgutils.for_range(builder, WORD(elements)) as loop:
+            place = builder.gep(first, [loop.index])
+            a = self._model.load_from_data_pointer(builder, place)
+            b = self._model.load_from_data_pointer(builder, builder.gep(second, [loop.index]))
+            builder.store(self._model.as_data(builder, self.combine(builder, a, b)), place)
+
+
+class _Record:
+    """A structured element: private copies keep a function that writes into its arguments off a peer's data."""
+
+    def __init__(self, context: Any, builder: ir.IRBuilder, record: types.Record, combine: Combine) -> None:
+        self.nbytes = max(1, record.size)  # a dtype without fields has no bytes, and loops divide by this
+        self._combine = combine
+        self._size, kind = WORD(record.size), context.get_data_type(record)
+        self._taken, self._new = (cgutils.alloca_once(builder, kind) for _ in range(2))
+        for private in (self._taken, self._new):
+            private.align = 16  # Numba takes the fields of an aligned dtype to be aligned
+
+    def _copy(self, builder: ir.IRBuilder, dst: ir.Value, src: ir.Value) -> None:
+        cgutils.raw_memcpy(builder, dst, src, self._size, 1)
+
+    def _pointer(self, builder: ir.IRBuilder, address: ir.Value) -> Any:
+        return builder.inttoptr(address, self._taken.type)
+
+    def start(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        self._copy(builder, self._taken, self._pointer(builder, address))
+
+    def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        self._copy(builder, self._new, self._pointer(builder, address))
+        self._copy(builder, self._taken, self._combine(builder, self._taken, self._new))
+
+    def finish(self, builder: ir.IRBuilder, address: ir.Value) -> None:
+        self._copy(builder, self._pointer(builder, address), self._taken)

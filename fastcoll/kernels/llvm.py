@@ -1,0 +1,40 @@
+"""LLVM's types for what adds instructions to kernels; llvmlite is imported when the first one is asked for.
+
+WORD, HALF_WORD, BYTE   integers of 64, 32 and 8 bits
+VOID                    of functions that return nothing
+ir                      the module llvmlite.ir
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "ir": lambda ir: ir,
+    "WORD": lambda ir: ir.IntType(64),
+    "HALF_WORD": lambda ir: ir.IntType(32),
+    "BYTE": lambda ir: ir.IntType(8),
+    "VOID": lambda ir: ir.VoidType(),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MADE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from llvmlite import ir
+
+    return _MADE[name](ir)
+
+
+def pointer(builder: Any, address: Any, lane: Any = None) -> Any:
+    """An address as LLVM's pointer to a type, without one to a word."""
+    word = __getattr__("WORD")
+    return builder.inttoptr(address, (word if lane is None else lane).as_pointer())
+
+
+def function(builder: Any, name: str, returns: Any, *kinds: Any) -> Any:
+    """One of LLVM's own functions, or of those that every process with CPython has."""
+    there = builder.module.globals.get(name)
+    ir = __getattr__("ir")
+    return there if there is not None else ir.Function(builder.module, ir.FunctionType(returns, kinds), name)

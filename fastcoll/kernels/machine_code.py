@@ -1,0 +1,267 @@
+"""Machine code into memory, on x86-64 without LLVM: an object file of one function, as compiling.py has LLVM write it.
+
+The file is ELF, position independent, of the small code model: its sections lie in one mapping, next to each other.
+Functions of CPython and libc may be further away than a call reaches, so each has a slot with its address and a stub
+that jumps there. Of relocations those are known that LLVM writes for such code; any other is refused, when the code
+is compiled, since what was compiled is loaded from the same bytes. To import llvmlite, whose linker knows other
+processors too, takes 30 ms. Code stays mapped until the process ends: threads may be in it until then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+from ..errors import UnavailableError
+
+SYMBOL = "fastcoll.code"
+"""The name of the function that is called."""
+
+_process = ctypes.CDLL(None, use_errno=True)
+_process.mmap.restype = ctypes.c_void_p
+_process.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_process.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+# Of ELF files (System V ABI): section types and flags.
+_PROGBITS, _SYMTAB, _RELA = 1, 2, 4
+_WRITE, _ALLOC = 1, 2
+
+
+class _Section(NamedTuple):
+    name: int
+    type: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    align: int
+    entry_size: int
+
+
+class _Symbol(NamedTuple):
+    name: str
+    section: int  # 0: of the process
+    value: int
+
+
+class _Object:
+    """What an object file says, and where its parts go: sections, then a slot and a stub for each symbol."""
+
+    def __init__(self, file: bytes) -> None:
+        self.file = file
+        (start,), (count,) = struct.unpack_from("<Q", file, 40), struct.unpack_from("<H", file, 60)
+        self.sections = [
+            _Section(*struct.unpack_from("<IIQQQQIIQQ", file, start + 64 * k)) for k in range(count)
+        ]
+        self.symbols: list[_Symbol] = []
+        for section in self.sections:
+            if section.type == _SYMTAB:
+                names = self.sections[section.link].offset
+                for at in range(section.offset, section.offset + section.size, 24):
+                    name, _, _, of, value = struct.unpack_from("<IBBHQ", file, at)
+                    self.symbols.append(_Symbol(self._text(names + name), of, value))
+        self.places: dict[int, int] = {}
+        self.size = 0
+        for number, section in enumerate(self.sections):
+            if section.flags & _ALLOC and section.type == _PROGBITS and self._is_wanted(section):
+                self.size = -(-self.size // section.align) * section.align
+                self.places[number] = self.size
+                self.size += section.size
+        self.slots = self.size = -(-self.size // 16) * 16
+        self.size += 16 * len(self.symbols)
+
+    def _is_wanted(self, section: _Section) -> bool:
+        (names,) = struct.unpack_from("<H", self.file, 62)
+        name = self._text(self.sections[names].offset + section.name)
+        # Kernels have no variables of their own. Unwinding stops at this code, as at any without .eh_frame.
+        return name.startswith(".data.rel.ro") or (not section.flags & _WRITE and name != ".eh_frame")
+
+    def _text(self, at: int) -> str:
+        return self.file[at : self.file.index(b"\0", at)].decode()
+
+    def relocations(self) -> Iterator[tuple[int, int, _Symbol, int, int]]:
+        """Of sections that are mapped: where, kind, symbol, the symbol's number, addend."""
+        for section in self.sections:
+            if section.type == _RELA and section.info in self.places:
+                for at in range(section.offset, section.offset + section.size, 24):
+                    offset, info, addend = struct.unpack_from("<QQq", self.file, at)
+                    number = info >> 32
+                    place = self.places[section.info] + offset
+                    yield place, info & 0xFFFFFFFF, self.symbols[number], number, addend
+
+
+def load(file: bytes) -> int:
+    """Map the code of an object file; the address of its function."""
+    return _link(_Object(file)) if os.uname().machine == "x86_64" else load_by_llvm(file)
+
+
+def load_by_llvm(file: bytes) -> int:
+    """As `load`, by LLVM's linker."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(file))
+    engine.finalize_object()
+    _engines.append(engine)
+    address: int = engine.get_function_address(SYMBOL)
+    return address
+
+
+_engines: list[Any] = []  # whose code stays mapped
+
+
+def _link(found: _Object) -> int:
+    image = bytearray(found.size)
+    base = _reserve(found.size)
+    for number, place in found.places.items():
+        section = found.sections[number]
+        image[place : place + section.size] = found.file[section.offset : section.offset + section.size]
+
+    def address_of(symbol: _Symbol) -> int:
+        if symbol.section == 0:
+            return _of_the_process(symbol.name)
+        if symbol.section not in found.places:
+            raise UnavailableError(f"machine code of an unknown kind: {symbol.name!r} is a variable")
+        return base + found.places[symbol.section] + symbol.value
+
+    for place, kind, symbol, number, addend in found.relocations():
+        target, slot = address_of(symbol), found.slots + 16 * number
+        struct.pack_into("<Q", image, slot, target)
+        struct.pack_into("<Hi", image, slot + 8, 0x25FF, -14)  # jmp *slot(%rip)
+        relocate = _RELOCATIONS.get(kind)
+        if relocate is None:
+            raise UnavailableError(f"machine code of an unknown kind: relocation {kind}")
+        through = base + slot + 8 if symbol.section == 0 else target
+        relocate(image, place, _Places(base + place, target, through, base + slot), addend)
+    (entry,) = (symbol for symbol in found.symbols if symbol.name == SYMBOL)
+    _fill(base, bytes(image))
+    return address_of(entry)
+
+
+class _Places(NamedTuple):
+    """Addresses: of what is filled in, of the symbol, of what calls go to, of the symbol's slot."""
+
+    here: int
+    target: int
+    call: int
+    slot: int
+
+
+def _relative(which: str) -> Callable[[bytearray, int, _Places, int], None]:
+    def relocate(image: bytearray, at: int, places: _Places, addend: int) -> None:
+        struct.pack_into("<i", image, at, getattr(places, which) + addend - places.here)
+
+    return relocate
+
+
+def _absolute(image: bytearray, at: int, places: _Places, addend: int) -> None:
+    struct.pack_into("<q", image, at, places.target + addend)
+
+
+_RELOCATIONS = {
+    1: _absolute,  # R_X86_64_64
+    2: _relative("target"),  # R_X86_64_PC32
+    4: _relative("call"),  # R_X86_64_PLT32
+    9: _relative("slot"),  # R_X86_64_GOTPCREL
+    41: _relative("slot"),  # R_X86_64_GOTPCRELX
+    42: _relative("slot"),  # R_X86_64_REX_GOTPCRELX
+}
+
+
+@cache
+def _of_the_process(name: str) -> int:
+    try:
+        address = ctypes.cast(getattr(_process, name), ctypes.c_void_p).value
+    except AttributeError:
+        raise UnavailableError(f"compiled code needs {name!r}, which this process does not have") from None
+    assert address is not None
+    return address
+
+
+def _reserve(size: int) -> int:
+    address: int = _process.mmap(
+        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+    )
+    if address == ctypes.c_void_p(-1).value:
+        raise UnavailableError(f"no memory for {size} bytes of code: errno {ctypes.get_errno()}")
+    return address
+
+
+def _fill(address: int, image: bytes) -> None:
+    """Write code to its place, which nobody writes to after that."""
+    ctypes.memmove(address, image, len(image))
+    if _process.mprotect(address, len(image), mmap.PROT_READ | mmap.PROT_EXEC):
+        raise UnavailableError(
+            f"this system lets no program make code (mprotect: errno {ctypes.get_errno()})"
+        )
+
+
+# ---- builtins of Python ----------------------------------------------------------------------------------
+
+_METH_FASTCALL = 0x80
+
+
+class _MethodDef(ctypes.Structure):
+    """PyMethodDef (cpython/methodobject.h)."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p),
+    )  # fmt: skip
+
+
+_new = ctypes.pythonapi.PyCFunction_NewEx
+_new.restype = ctypes.py_object
+_new.argtypes = [ctypes.c_void_p] * 3
+
+
+def python_function(address: int, name: str, doc: str) -> Callable[..., Any]:
+    """The builtin of the function `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`."""
+    method = _MethodDef(name.encode(), address, _METH_FASTCALL, doc.encode())
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(method))  # as the code, it stays
+    made: Callable[..., Any] = _new(ctypes.addressof(method), None, None)
+    return made
+
+
+# ---- the processor ---------------------------------------------------------------------------------------
+
+# void cpuid(uint32 leaf, uint32 subleaf, uint32 *registers)
+_CPUID = bytes.fromhex("53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
+
+# What LLVM asks for the processor's name and features, but for the number of the core that asks (register 1 of leaf 1);
+# leaf 13 also says which registers the system saves.
+_LEAVES = [(0, 0), (1, 0), (7, 0), (7, 1), (13, 0), (13, 1), (20, 0), (25, 0), (30, 1), (36, 0)]
+_LEAVES += [(1 << 31, 0), ((1 << 31) + 1, 0), ((1 << 31) + 8, 0)]
+
+
+@cache
+def processor() -> bytes:
+    """What LLVM's name and features of this processor are derived from, or as good."""
+    if os.uname().machine != "x86_64":
+        with open("/proc/cpuinfo", "rb") as file:
+            lines = set(file.read().splitlines())
+        return b"".join(sorted(line for line in lines if line.startswith((b"CPU ", b"Features"))))
+    address = _reserve(len(_CPUID))
+    _fill(address, _CPUID)
+    ask = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(address)
+    said, registers = [], (ctypes.c_uint32 * 4)()
+    most = {0: 0, 1 << 31: 1 << 31}  # leaves beyond them say what another says
+    for leaf, sub in _LEAVES:
+        first = leaf & 1 << 31
+        if leaf <= most[first]:
+            ask(leaf, sub, registers)
+            if leaf == first:
+                most[first] = registers[0]
+            if leaf == 1:
+                registers[1] = 0
+            said.append(bytes(registers))
+    return b"".join(said)
