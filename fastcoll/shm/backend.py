@@ -25,7 +25,7 @@ from ..core.operation import Call, Operation
 from ..core.processes import Member
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
-from ..errors import AbortedError, ArrayError, GroupError
+from ..errors import ArrayError, GroupError
 from ..kernels import waiting
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
@@ -39,8 +39,10 @@ from .context import HANDED_OVER, Context, Report, What, changed, kept, patience
 from .fast import Fast
 from .head_start import HeadStart, refuses
 from .lanes import Lanes
+from .layout import STATE
 from .monitor import ShmMonitor
 from .pipe import RingPipe
+from .reach import READS, unreadable
 from .segment import Met, meet
 from .symmetric import ShmMemory, SymmetricArrays
 
@@ -80,7 +82,7 @@ class ShmBackend(Backend):
         there = members[rank].world_size if neighbours is None else neighbours
         met = meet(store, members, rank, timeout, there)
         made = cls(Gate(name, [member.rank for member in members], rank, timeout), members, met)
-        made.context.go_direct([member.pid for member in members], met.reach)
+        made.go_direct(met.reach)
         return made
 
     def __init__(self, gate: Gate, members: Sequence[Member], met: Met) -> None:
@@ -115,6 +117,14 @@ class ShmBackend(Backend):
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
         return Fast(group, self).table()
+
+    def go_direct(self, reach: int) -> None:
+        """Let calls and messages be read where they are, as all ranks can do that (reach.py)."""
+        pids = [member.pid for member in self.monitor.members]
+        ways = self.context.go_direct(pids, reach)
+        if reach & READS:
+            sections = map(self._segment.layout.section, range(self.gate.size))
+            self.pipe.go_direct(ways, pids, [self._segment.address + at + STATE for at in sections])
 
     def begin_at_once(self) -> None:
         self.head_start.begin_at_once()
@@ -160,12 +170,7 @@ class ShmBackend(Backend):
     def _refuse_to_read(self, look: Callable[[int, Context], None]) -> None:
         """A peer's array cannot be read: raise why."""
         look(AGAIN, self.context)  # first of all whether the peer has died, or failed the group
-        owner = self.gate.ranks[self.context[words.LATE]]
-        raise AbortedError(
-            f"the array of {self.monitor.name(self.context[words.LATE])} could not be read; it must not be freed or "
-            "unmapped before its call has returned",
-            [owner],
-        )
+        raise unreadable(self.monitor, self.context[words.LATE])
 
     def _map_arena(self, peer: int) -> None:
         """Map the arena that a peer's call has named."""

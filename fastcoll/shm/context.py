@@ -111,8 +111,11 @@ class Context:
         """Let reductions of up to `limit` bytes go one-shot from now on; on all ranks between the same two calls."""
         self.words[at.ONE_SHOT] = limit
 
-    def go_direct(self, pids: Sequence[int], reach: int) -> None:
-        """Let calls go direct from now on: all ranks, which are these processes, reach one another so (reach.py)."""
+    def go_direct(self, pids: Sequence[int], reach: int) -> int:
+        """Let calls go direct from now on: all ranks, which are these processes, reach one another so (reach.py).
+
+        Returns the ways of autotune.py that calls may go, as bits.
+        """
         ways = ctypes.c_int64.from_address(self._base + 8 * WAYS).value
         # A call tells an address a rank and one more, in a slot at most.
         if reach & (READS | MAPS) and len(pids) > 1 and 8 * (len(pids) + 1) <= self[at.SLOT]:
@@ -122,6 +125,7 @@ class Context:
             self.words[at.ARENA] = arena.STATE_ADDRESS
         start = at.TABLES + at.PIDS * len(pids)
         self.words[start : start + len(pids)] = pids
+        return ways
 
     def note_arena(self, peer: int, base: int, nbytes: int, here: int) -> None:
         """A peer's arena, of nbytes from `base` on there, is mapped `here`."""

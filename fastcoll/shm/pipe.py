@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,10 +15,11 @@ from ..kernels import waiting
 from ..kernels.primitives import address_of
 from ..p2p.pipe import Ack, Begun, Header, WordPipe
 from ..p2p.transfers import Send
-from . import ring_kernels
+from . import autotune, ring_kernels
 from . import rings as words
 from .context import BUDGET
 from .layout import Layout
+from .reach import unreadable
 
 
 class RingPipe(WordPipe):
@@ -44,9 +46,21 @@ class RingPipe(WordPipe):
         self.table[words.RANK] = rank
         self.table[words.RING] = layout.ring
         self.table[words.CONTEXT] = context
+        self.table[words.DIRECT_FROM] = autotune.NEVER
+        self.table[words.WAYS] = 1 << autotune.CLOSE | 1 << autotune.PAST
         for peer in [peer for peer in range(layout.size) if peer != rank]:
             self.rows[peer, words.OUT] = base + layout.ring_of(rank, peer)
             self.rows[peer, words.IN] = base + layout.ring_of(peer, rank)
+
+    def go_direct(self, ways: int, pids: Sequence[int], states: Sequence[int]) -> None:
+        """Let messages go direct from now on, between these processes, whose STATE words are at these addresses.
+
+        Args:
+            ways: those of autotune.py that messages may go, as bits.
+        """
+        self.table[words.DIRECT_FROM] = autotune.direct_from(ways)
+        self.table[words.WAYS] &= ways
+        self.rows[:, words.IN_PID], self.rows[:, words.IN_STATE] = pids, states
 
     # ---- whose turn it is ------------------------------------------------------------------------
 
@@ -60,6 +74,11 @@ class RingPipe(WordPipe):
         self.words[words.BELL] = 0
 
     # ---- peers -----------------------------------------------------------------------------------
+
+    def check(self, peer: int | None) -> None:
+        for each in range(len(self.rows)) if peer is None else (peer,):
+            if self.word(each, words.IN_REFUSED):
+                raise unreadable(self._vigil, each)
 
     def garbled(self, peer: int) -> GroupError:
         return AbortedError(

@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ..core.monitor import Monitor
 from ..core.processes import Member, in_sight
+from ..errors import AbortedError
 
 if TYPE_CHECKING:
     from .segment import Segment
@@ -77,6 +79,14 @@ class Reach:
         """How every rank can reach every other: READS, MAPS; once nobody is unsure."""
         said = (int(self._segment.reach(rank)[1]) for rank in range(len(self._members)))
         return functools.reduce(operator.and_, said)
+
+
+def unreadable(monitor: Monitor, rank: int) -> AbortedError:
+    """The error of a call that cannot read the array of a group rank, who lives."""
+    return AbortedError(
+        f"the array of {monitor.name(rank)} could not be read; it must stay as it is until its call has returned",
+        [monitor.members[rank].rank],
+    )
 
 
 def _let_peers_read() -> None:

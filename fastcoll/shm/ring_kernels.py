@@ -41,7 +41,7 @@ from ..p2p.pipe import (
 from ..p2p.pipe import NOTHING as NO_EVENT
 from ..p2p.transfers import DTYPE_BITS
 from . import rings as r
-from .autotune import CLOSE, LARGE, PAST, SMALLEST, WAY, best_way, choose, choose_none, conclude
+from .autotune import CLOSE, DIRECT, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
 from .context_layout import SHUT
 from .validate import CALL, data_of, description, is_plain, nbytes_of
 
@@ -49,7 +49,6 @@ _MESSAGE = signature.code_of("message")
 
 NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
 
-_WAYS = 1 << CLOSE | 1 << PAST
 _CLOSELY = 256  # looks at one peer alone: some microseconds
 _PIECES_A_CALL = 2048  # at most 128 MiB, 20 ms, between two looks at signals
 
@@ -60,9 +59,17 @@ def _channel(m, peer):
 
 
 @inlined
+def _ways(m, operation, nbytes, smallest):
+    """The ways that a message may go, as bits; a receiver's are those of copying it out of the ring."""
+    is_direct = operation == r.SENDS and nbytes >= load_word(m, r.DIRECT_FROM)
+    return (load_word(m, r.WAYS) if nbytes >= smallest else 0) | (1 << DIRECT if is_direct else 0)
+
+
+@inlined
 def _known_way(m, operation, nbytes, smallest):
     """How a message goes whose time is not measured."""
-    return best_way(m + 8 * r.CHOOSING, operation, nbytes, _WAYS) if nbytes >= smallest else CLOSE
+    ways = _ways(m, operation, nbytes, smallest)
+    return best_way(m + 8 * r.CHOOSING, operation, nbytes, ways) if ways else CLOSE
 
 
 @inlined
@@ -70,8 +77,9 @@ def _choose(m, operation, nbytes, smallest, phase):
     """How a message of a blocking call goes: as is best, or as is to be tried."""
     t = m + 8 * r.CHOOSING
     choose_none(t)
-    if nbytes >= smallest:
-        choose(t, operation, nbytes, _WAYS, phase)
+    ways = _ways(m, operation, nbytes, smallest)
+    if ways:
+        choose(t, operation, nbytes, ways, phase)
     return load_word(t, WAY)
 
 
@@ -213,7 +221,9 @@ def _receive(m, channel, data, nbytes, kind):
                 if load_word(channel, r.IN_KIND) != kind or load_word(channel, r.IN_NBYTES) != nbytes:
                     store_word(m, r.SOURCE, 0)
                     return OTHER
-                r.accept_message(channel, data, _choose(m, r.RECEIVES, nbytes, LARGE, 1))
+                # What is read where it is says nothing of how to copy out of the ring.
+                smallest = r.ENDLESS if load_word(channel, r.IN_FROM) else LARGE
+                r.accept_message(channel, data, _choose(m, r.RECEIVES, nbytes, smallest, 1))
                 continue
         elif r.pull(m, channel):
             moved(m)
@@ -237,7 +247,8 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
     if _is_shut(m, integer(size)) or not _is_peer(m, peer):
         return -LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), 0)
-    frame = r.frame_of(nbytes)
+    way = _known_way(m, r.SENDS, nbytes, SMALLEST)
+    frame = r.FRAME_UNIT if way == DIRECT else r.frame_of(nbytes)
     if nbytes < 0 or frame > load_word(m, r.RING) // r.PIECES_A_RING:
         return -LATER
     if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
@@ -245,7 +256,7 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
     channel = _channel(m, peer)
     # Behind what enters, and what a peer reads late.
     if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END) and r.has_room(m, channel, frame):
-        r.begin_message(channel, data_of(x), nbytes, kind, _known_way(m, r.SENDS, nbytes, SMALLEST))
+        r.begin_message(channel, data_of(x), nbytes, kind, way)
         r.push(m, channel)
         store_word(m, r.BEHIND, 1)
         return load_word(channel, r.SENT)
@@ -285,6 +296,8 @@ def _takes_armed(m, channel):
     nbytes = load_word(channel, r.IN_NBYTES)
     frame = r.frame_of(nbytes)
     if nbytes != load_word(channel, r.ARMED_NBYTES) or frame > load_word(m, r.RING) // r.PIECES_A_RING:
+        return False
+    if load_word(channel, r.IN_FROM) != 0:
         return False
     if not r.has_ack_space(channel) or not r.has_arrived(channel, load_word(channel, r.IN_TAIL) + frame):
         return False

@@ -12,6 +12,10 @@ Acks may come in any order, so they name the message's number (frames counted fr
     TAIL                   receiver  bytes consumed (release: the bytes below it are read)
     ack k % ACK_SLOTS      receiver  word 0 = k + 1 (release), then message number, verdict, nbytes, kind
 
+A large message may go direct: its frame is one unit that says where the sender's array is, and the receiver reads it
+there before it takes the frame. The array stays as it is until the ack, unless the sender fails the group, or leaves
+it, which the receiver looks for when it has read.
+
 Why no byte is overwritten unread: the sender writes below TAIL + ring size only, having acquired TAIL.
 Why no ack is overwritten unread: the receiver writes ack k only when ACKS_TAKEN > k - ACK_SLOTS. The
 sender publishes it after every ACK_BATCH acks, so it is never more than that behind what was read.
@@ -25,12 +29,15 @@ and a channel for each peer, from which everything is resumable.
 
 from __future__ import annotations
 
-from ..kernels.copy import copy_or_stream, prefetch, prefetch_to_write
+import errno
+
+from ..core.monitor import FAILED, LEFT
+from ..kernels.copy import copy_from, copy_or_stream, prefetch, prefetch_to_write
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_acquire, load_word, store_release, store_word
 from ..kernels.waiting import POLLING_WORDS
 from ..p2p.pipe import TAKEN
-from .autotune import PAST, table_words
+from .autotune import DIRECT, PAST, table_words
 from .layout import LINE, RING_HEADER
 
 # Byte offsets in a ring's control words.
@@ -41,11 +48,13 @@ ACKS = 2 * LINE
 ACK_BYTES = 64
 ACK_SLOTS = (RING_HEADER - ACKS) // ACK_BYTES
 ACK_BATCH = 4
-NEVER_FULL = 1 << 62
+NEVER_FULL = ENDLESS = 1 << 62
 
 FRAME_HEADER = 16
 FRAME_UNIT = 64
 PIECES_A_RING = 4
+IS_DIRECT = 1 << 62  # in the kind of a message
+_READ_AT_ONCE = 256 << 10  # bytes; 20 us
 _LINES_AHEAD = 4  # of the next message
 
 # Words of a mailbox's private table, behind the polling table.
@@ -62,7 +71,10 @@ CONTEXT = BELL + 9  # address of the group's context, whose memo knows the dtype
 STORED = BELL + 10  # not 0: messages wait for a receive, so that none may be armed
 TOLD = BELL + 11  # events that `advance` has told
 EVENT = BELL + 12  # the last of them
-CHOOSING = BELL + 13  # the table of autotune.py, for the operations SENDS and RECEIVES
+DIRECT_FROM = BELL + 13  # bytes from which blocking sends may go direct
+WAYS = BELL + 14  # the ways of autotune.py that others may go, as bits
+VECTORS = BELL + 15  # 15 to 18: for the system call that reads a peer's memory
+CHOOSING = BELL + 19  # the table of autotune.py, for the operations SENDS and RECEIVES
 SENDS, RECEIVES = range(2)
 MAILBOX_WORDS = CHOOSING + table_words(2)
 
@@ -95,10 +107,15 @@ ACKS_GIVEN = 25
 IN_ACKS_TAKEN = 26  # the peer's ACKS_TAKEN as last seen
 WATCHED = 27  # how many posted receives may match a message of this peer
 OWED = 28  # acks that wait for space; set from Python
-OUT_WAY = 29  # CLOSE or PAST (autotune.py): how the message that enters is written
+OUT_WAY = 29  # CLOSE, PAST or DIRECT (autotune.py): how the message that enters is written
 IN_WAY = 30  # and how the one that arrives is
 ARMED_TO = 31  # address of the armed receive's array
 ARMED_NBYTES = 32
+IN_FROM = 33  # of the last header read: where the sender's array is, if it goes direct, else 0
+IN_DID = 34  # bytes of it that have been read
+IN_PID = 35  # the peer's
+IN_STATE = 36  # address of the peer's STATE
+IN_REFUSED = 37  # not 0: why the peer's array cannot be read (errno)
 CHANNEL_WORDS = 40
 
 
@@ -125,7 +142,7 @@ def _place(m, ring, position):
 def begin_message(channel, address, nbytes, kind, way):
     head = load_word(channel, OUT_HEAD)
     store_word(channel, OUT_BODY, head + FRAME_HEADER)
-    store_word(channel, OUT_END, head + frame_of(nbytes))
+    store_word(channel, OUT_END, head + (FRAME_UNIT if way == DIRECT else frame_of(nbytes)))
     store_word(channel, OUT_FROM, address)
     store_word(channel, OUT_NBYTES, nbytes)
     store_word(channel, OUT_KIND, kind)
@@ -162,13 +179,18 @@ def push(m, channel):
         place = _place(m, ring, head)
         store_word(place, 0, load_word(channel, OUT_NBYTES))
         store_word(place, 1, load_word(channel, OUT_KIND))
-    start = max(head, body)
-    nbytes = min(head + part, body + load_word(channel, OUT_NBYTES)) - start
-    source = load_word(channel, OUT_FROM) + start - body
-    first = _span(m, start, nbytes)
-    past = load_word(channel, OUT_WAY) == PAST
-    copy_or_stream(past, _place(m, ring, start), source, first)
-    copy_or_stream(past, ring + RING_HEADER, source + first, nbytes - first)
+    if load_word(channel, OUT_WAY) == DIRECT:
+        place = _place(m, ring, head)
+        store_word(place, 1, load_word(channel, OUT_KIND) | IS_DIRECT)
+        store_word(place, 2, load_word(channel, OUT_FROM))
+    else:
+        start = max(head, body)
+        nbytes = min(head + part, body + load_word(channel, OUT_NBYTES)) - start
+        source = load_word(channel, OUT_FROM) + start - body
+        first = _span(m, start, nbytes)
+        past = load_word(channel, OUT_WAY) == PAST
+        copy_or_stream(past, _place(m, ring, start), source, first)
+        copy_or_stream(past, ring + RING_HEADER, source + first, nbytes - first)
     store_word(channel, OUT_HEAD, head + part)
     store_release(ring + HEAD, head + part)
     # The next message's lines come over while this one travels (64 bytes: 0.68 us one way without, 2 cores).
@@ -216,8 +238,10 @@ def sees_header(m, channel):
     place = _place(m, load_word(channel, IN), tail)
     for line in range(_LINES_AHEAD):
         prefetch(place + FRAME_UNIT * line)
+    kind = load_word(place, 1)
     store_word(channel, IN_NBYTES, load_word(place, 0))
-    store_word(channel, IN_KIND, load_word(place, 1))
+    store_word(channel, IN_KIND, kind & ~IS_DIRECT)
+    store_word(channel, IN_FROM, load_word(place, 2) if kind & IS_DIRECT else 0)
     return True
 
 
@@ -226,15 +250,48 @@ def accept_message(channel, address, way):
     """Let the message whose header was read arrive at `address` (0: drop its bytes)."""
     tail = load_word(channel, IN_TAIL)
     store_word(channel, IN_BODY, tail + FRAME_HEADER)
-    store_word(channel, IN_END, tail + frame_of(load_word(channel, IN_NBYTES)))
+    is_direct = load_word(channel, IN_FROM) != 0
+    store_word(channel, IN_END, tail + (FRAME_UNIT if is_direct else frame_of(load_word(channel, IN_NBYTES))))
+    store_word(channel, IN_DID, 0)
     store_word(channel, IN_TO, address)
     store_word(channel, IN_WAY, way)
     store_word(channel, RECEIVED, load_word(channel, RECEIVED) + 1)
 
 
 @kernel
+def _read(m, channel):
+    """Read the next piece of the arriving message where it is; and take its frame, once everything is here."""
+    did, nbytes = load_word(channel, IN_DID), load_word(channel, IN_NBYTES)
+    if load_word(channel, IN_TO) != 0 and did < nbytes:
+        part = min(_READ_AT_ONCE, nbytes - did)
+        target, source = load_word(channel, IN_TO) + did, load_word(channel, IN_FROM) + did
+        moved = copy_from(load_word(channel, IN_PID), m + 8 * VECTORS, target, source, part)
+        if moved <= 0:
+            # That the peer has ended, Python will see.
+            store_word(channel, IN_REFUSED, 0 if moved == -errno.ESRCH else -moved)
+            return False
+        store_word(channel, IN_DID, did + moved)
+        if did + moved < nbytes:
+            return True
+    state = load_acquire(load_word(channel, IN_STATE))
+    if state in (FAILED, LEFT):
+        return False
+    _take(channel, load_word(channel, IN_END))
+    return True
+
+
+@inlined
+def _take(channel, position):
+    """The bytes below a position are read."""
+    store_word(channel, IN_TAIL, position)
+    store_release(load_word(channel, IN) + TAIL, position)
+
+
+@kernel
 def pull(m, channel):
-    """Take the next piece of the arriving message out of the ring, if it is there."""
+    """Take the next piece of the arriving message out of the ring, or from where it is, if it is there."""
+    if load_word(channel, IN_FROM) != 0:
+        return _read(m, channel)
     tail = load_word(channel, IN_TAIL)
     part = min(load_word(channel, IN_END) - tail, load_word(m, RING) // PIECES_A_RING)
     if not has_arrived(channel, tail + part):
@@ -249,8 +306,7 @@ def pull(m, channel):
         past = load_word(channel, IN_WAY) == PAST
         copy_or_stream(past, target, _place(m, ring, start), first)
         copy_or_stream(past, target + first, ring + RING_HEADER, nbytes - first)
-    store_word(channel, IN_TAIL, tail + part)
-    store_release(ring + TAIL, tail + part)
+    _take(channel, tail + part)
     return True
 
 
