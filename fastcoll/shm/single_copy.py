@@ -16,6 +16,7 @@ since the kernel keeps what it reads from. Nobody writes into another rank's mem
 does no harm when it goes on.
 
 Reads are of at most PIECE bytes, between which signals, deadlines and peers are seen (`time_is_up`).
+`tests/shm/test_single_copy_model.py` explores the schedules of this protocol.
 
 """
 

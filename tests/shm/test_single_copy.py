@@ -1,0 +1,222 @@
+"""Calls that read arrays where they are: what the conformance suite, which runs with all calls direct too, has not."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import AbortedError, CollectiveTimeoutError, GroupError, config
+from fastcoll.shm import autotune
+from fastcoll.shm import context_layout as at
+from fastcoll.shm.single_copy import PIECE
+
+LARGE = 2 * PIECE // 4 + 1009  # float32 of three pieces
+
+
+@contextmanager
+def direct_group(ways="direct", **options):
+    """A group of all ranks whose calls go these ways."""
+    os.environ["FASTCOLL_SHM_WAYS"] = ways
+    config.forget()
+    try:
+        group = dist.new_group(**options)
+    finally:
+        del os.environ["FASTCOLL_SHM_WAYS"]
+        config.forget()
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def way_of(group):
+    """How the last call went."""
+    return int(group.backend.context[at.CHOOSING + autotune.WAY])
+
+
+@pytest.mark.ranks(2, 3)
+def test_arrays_of_several_pieces(rank, world_size):
+    base = np.arange(LARGE, dtype=np.float32)
+    with direct_group() as group:
+        x = base + rank
+        group.all_reduce(x)
+        assert (x == base * world_size + sum(range(world_size))).all()
+        x = base + rank
+        group.broadcast(x, world_size - 1)
+        assert (x == base + world_size - 1).all()
+        assert way_of(group) == autotune.DIRECT
+        x, y = np.zeros_like(base), base + 1
+        after, before = (rank + 1) % world_size, (rank - 1) % world_size
+        works = [group.isend(y, after), group.irecv(x, before)]
+        for work in works:
+            work.wait()
+        assert (x == y).all()
+
+
+@pytest.mark.ranks(9, timeout=60)
+def test_more_arrays_than_slots_to_wait_in(rank, world_size):
+    with direct_group() as group:
+        x = np.arange(100_003) + rank
+        group.all_reduce(x)
+        assert (x == np.arange(100_003) * world_size + sum(range(world_size))).all()
+        out = np.zeros(1009, np.int64)
+        group.reduce_scatter(out, [np.full(1009, 100 * rank + k) for k in range(world_size)])
+        assert (out == 100 * sum(range(world_size)) + rank * world_size).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_in_place(rank, world_size):
+    with direct_group() as group:
+        out = np.zeros((world_size, 1009))
+        out[rank] = rank + 1
+        group.all_gather_single(out, out[rank])
+        assert (out == np.arange(1, world_size + 1)[:, None]).all()
+        blocks = np.full((world_size, 1009), 1.0 + rank)
+        group.reduce_scatter_single(blocks[rank], blocks)
+        assert (blocks[rank] == world_size * (world_size + 1) / 2).all()
+        assert way_of(group) == autotune.DIRECT
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_see_blocks_of_different_sizes_go_through_the_slots(rank, world_size):
+    sizes = [20_000 * (k + 1) for k in range(world_size)]
+    with direct_group() as group:
+        for _ in range(3):
+            outs = [np.zeros(n) for n in sizes] if rank == 0 else None
+            group.gather(np.full(sizes[rank], 1.0 + rank), outs, 0)
+            for k, out in enumerate(outs or []):
+                assert (out == 1 + k).all()
+            assert way_of(group) != autotune.DIRECT
+        x = np.ones(20_000)
+        group.all_reduce(x)
+        assert way_of(group) == autotune.DIRECT
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_choose_different_ways_find_that_and_soon_agree(rank, world_size):
+    """As ranks would whose rows differ, since their arrays did."""
+    with direct_group("direct,close") as group:
+        words = group.backend.context.words
+        if rank == 0:
+            words[at.DIRECT_FROM] = autotune.NEVER
+        went = []
+        for turn in range(40):
+            x = np.full(100_000, turn + rank, np.float32)
+            group.all_reduce(x)
+            assert (x == 2 * turn + 1).all()
+            went.append(way_of(group))
+        assert autotune.DIRECT not in went
+
+
+@pytest.mark.ranks(2)
+def test_an_array_that_cannot_be_read_ends_the_call_and_not_with_its_timeout(rank, world_size):
+    """Its owner may have unmapped it from another thread; here it may not be read any more."""
+    memory = mmap.mmap(-1, 1 << 20)
+    x = np.frombuffer(memory, np.float32)
+    if rank == 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(ctypes.c_void_p(x.ctypes.data), ctypes.c_size_t(1 << 20), 0) == 0
+    for step in (lambda g: g.broadcast(x, 0), lambda g: g.send(x, 1) if rank == 0 else g.recv(x, 0)):
+        began = time.monotonic()
+        with (
+            direct_group() as group,
+            pytest.raises(AbortedError, match=r"the array of rank 0 .* could not be read"),
+        ):
+            step(group)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_whoever_reads_too_late_does_not_take_what_is_there_for_the_result(rank, world_size):
+    """Rank 1 is stopped while it reads; rank 0's time is up, and it makes something else of its array."""
+    pids = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    x = np.full(64 << 20, 1.0 + rank, np.float32)
+    for _ in range(20):
+        with direct_group(timeout=1.0) as group:
+            stopped = threading.Event()
+
+            def stop(group=group, stopped=stopped):
+                words = group.backend.context.words
+                while not (words[at.MET] and words[at.WROTE]) and not stopped.is_set():
+                    pass
+                os.kill(pids[1], signal.SIGSTOP)
+                stopped.set()
+
+            if rank == 0:
+                thread = threading.Thread(target=stop)
+                thread.start()
+                try:
+                    group.broadcast(x, 0)
+                    late = False
+                except CollectiveTimeoutError:
+                    late = True
+                    x[:] = 7
+                finally:
+                    stopped.set()
+                    thread.join()
+                    os.kill(pids[1], signal.SIGCONT)
+            else:
+                try:
+                    group.broadcast(x, 0)
+                    late = False
+                    assert (x == 1).all()
+                except GroupError:
+                    late = True
+        outcomes = [None] * world_size
+        dist.all_gather_object(outcomes, late)
+        assert outcomes[1] or not outcomes[0]
+        if outcomes[0]:
+            return
+    raise AssertionError("rank 1 was never stopped in the middle")
+
+
+FORBIDDEN = """
+import ctypes, struct
+import numpy as np
+import fastcoll as dist
+from fastcoll.shm import context_layout as at
+
+def forbid():
+    "process_vm_readv fails with EPERM from now on, as seccomp has it in containers"
+    steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 310), (0x06, 0, 0, 0x50000 | 1), (0x06, 0, 0, 0x7FFF0000)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, program) == 0
+
+import os
+if os.environ["RANK"] == "1":
+    forbid()
+dist.init_process_group()
+rank = dist.get_rank()
+x = np.full(300_000, rank + 1.0)
+dist.all_reduce(x)
+assert (x == 3).all()
+dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+group = dist.new_group()
+assert group.backend.context[at.ONLY_SHARED] == 1
+print("right", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls")
+def test_where_one_rank_may_not_read_all_go_through_the_slots(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(FORBIDDEN)
+    words = [sys.executable, "-m", "fastcoll.launch", "-n", "2", str(program)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("right") == 2, done.stderr
