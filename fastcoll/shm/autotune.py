@@ -164,11 +164,13 @@ def _best_of(row, ways):
 
 @kernel
 def _to_try(row, ways, best, number):
-    """The way that may be tried for the longest time, and of several the last one; or the best one."""
+    """The way that may be tried for the longest time, else the best one."""
     found = best
-    since = number
-    for way in range(2 * WAYS):
-        if ways >> way & 1 and way != best and load_word(row, AGAIN + way) <= since:
+    since = number + 1
+    for turn in range(2 * WAYS):
+        # Of several DIRECT first, which often is the best, and divided ones last: what is as good without lanes stays.
+        way = turn if turn >= WAYS else WAYS - 1 - turn
+        if ways >> way & 1 and way != best and load_word(row, AGAIN + way) < since:
             found = way
             since = load_word(row, AGAIN + way)
     return found

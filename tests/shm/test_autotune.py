@@ -156,7 +156,7 @@ def test_a_way_that_has_become_fast_is_found(known):
 
 @pytest.mark.parametrize("ways", [3, autotune.WAYS])
 def test_calls_are_divided_where_that_is_faster_and_not_where_it_is_slower(ways):
-    for factor in (0.6, 1.5):
+    for factor in (0.6, 1.0, 1.5):
         learner = Learner()
         plain = [1000 + 100 * way for way in range(ways)]
         went = [learner.call_of_lanes(plain, [int(factor * time) for time in plain]) for _ in range(2000)]
