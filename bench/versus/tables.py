@@ -8,7 +8,7 @@ from fastcoll.bench.cases import format_size
 from fastcoll.bench.results import digits
 
 from . import single_copy
-from .outcome import GLOO, MPIS, Comparison, Key, SideTimes, document, lost
+from .outcome import GLOO, MPIS, OURS, Comparison, Key, SideTimes, document, lost
 from .plan import UPDATES
 from .targets import Missed, missed, sign
 
@@ -83,9 +83,9 @@ def misses(comparison: Comparison) -> list[Missed]:
 
 
 def single_copies(comparison: Comparison) -> str:
-    """A sentence: where each side lets the kernel copy straight between processes."""
+    """Where fastcoll and each MPI let the kernel copy straight between processes."""
     others = single_copy.devices()
-    told = [f"{side.label}: {_copying(side)}" for side in comparison.sides]
+    told = [f"{side.label}: {_copying(side)}" for side in comparison.sides if side.name in (OURS, *MPIS)]
     return f"{_COUNTED}{' and '.join(others) or 'no XPMEM, no KNEM'} here). {'. '.join(told)}."
 
 
