@@ -11,9 +11,7 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +19,7 @@ import fastcoll as dist
 
 SIZES = [1 << power for power in range(16, 27)]
 ROUNDS = 21
+_FIRST = 5  # rounds that do not count: ways are tried out
 LOOPS = ("update, all_reduce", "expression, all_reduce")
 _COLOURS = ("#D55E00", "#0072B2")
 Times = dict[str, list[tuple[float, float]]]
@@ -60,32 +59,30 @@ def _measure(rounds: int, best: bool) -> Times:
 
 
 def _compare(
-    make: Callable[[int, bool], Callable[[], None]], nbytes: int, rounds: int, best: bool
+    make: Callable[[int], Callable[[], None]], nbytes: int, rounds: int, best: bool
 ) -> tuple[float, float]:
-    steps = [make(nbytes, shared) for shared in (False, True)]
     calls = max(3, min(200, (16 << 20) // nbytes))
+    steps: list[Callable[[], None]] = []
     seconds: list[list[float]] = [[], []]
-    for turn in range(rounds + 3):  # at first, ways are tried out
-        for which, step in enumerate(steps):
-            step()
-            dist.barrier()
-            since = time.perf_counter()
-            for _ in range(calls):
-                step()
-            if turn >= 3:
-                seconds[which].append((time.perf_counter() - since) / calls)
+    for turn in range(rounds + _FIRST):
+        for which, block in enumerate((nullcontext, dist.shared_arrays)):
+            with block():
+                if turn == 0:
+                    steps.append(make(nbytes))
+                steps[which]()
+                dist.barrier()
+                since = time.perf_counter()
+                for _ in range(calls):
+                    steps[which]()
+                if turn >= _FIRST:
+                    seconds[which].append((time.perf_counter() - since) / calls)
     found = np.array([min(of_one) if best else float(np.median(of_one)) for of_one in seconds]) * 1e6
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found[0]), float(found[1])
 
 
-def _where(shared: bool) -> Any:
-    return dist.shared_arrays() if shared else nullcontext()
-
-
-def _update(nbytes: int, shared: bool) -> Callable[[], None]:
-    with _where(shared):
-        x = np.ones(nbytes // 4, np.float32)
+def _update(nbytes: int) -> Callable[[], None]:
+    x = np.ones(nbytes // 4, np.float32)
 
     def step() -> None:
         np.multiply(x, 1.5, x)
@@ -94,12 +91,11 @@ def _update(nbytes: int, shared: bool) -> Callable[[], None]:
     return step
 
 
-def _expression(nbytes: int, shared: bool) -> Callable[[], None]:
-    x, where = np.ones(nbytes // 4, np.float32), partial(_where, shared)
+def _expression(nbytes: int) -> Callable[[], None]:
+    x = np.ones(nbytes // 4, np.float32)
 
     def step() -> None:
-        with where():
-            y = x * 1.5
+        y = x * 1.5
         dist.all_reduce(y, dist.ReduceOp.AVG)
 
     return step
