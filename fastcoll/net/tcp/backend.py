@@ -121,8 +121,10 @@ class TcpBackend(Backend):
             if isinstance(error, GroupError) or self.context.under_way:
                 self.interrupted(error, self.doing())
                 # Who left after an error of a call that this rank did not wait in is not the cause.
-                if isinstance(error, GroupError) and (cause := self._told()):
-                    raise cause from error
+                if isinstance(error, GroupError) and self.context[words.DIFFERS]:
+                    engine.settle.call(self.context.address, _SETTLE_MS)
+                    if cause := self._told():
+                        raise cause from error
             elif not prepared.ready:
                 self.interrupted(error, f"connecting the ranks of group {self.gate.name!r}")
             raise

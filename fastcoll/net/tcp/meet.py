@@ -417,7 +417,7 @@ def read_rest(c):
     """Send what was held back, read the headers that no call has waited for, and list where more are to come: DONE when
     none are, GOES_ON, GONE or GARBLED."""
     following = load_word(c, w.CALLS) + 1
-    left = 0
+    left, failed = 0, DONE
     for peer in range(load_word(c, w.SIZE)):
         if peer == load_word(c, w.RANK) or load_word(c, w.MEETING) != 0:
             continue
@@ -425,11 +425,13 @@ def read_rest(c):
         if status < DONE and _next(c, peer) < following:
             status = _read_frames(c, 0, peer, following)
         if status > DONE and (_has_unsent(c, peer) or _next(c, peer) < following):
-            return status
-        if _next(c, peer) < following:
+            failed = status
+        elif _next(c, peer) < following:
             store_word(load_word(c, w.POLLFDS), left, _socket(c, peer) | READABLE << 32)
             left += 1
     store_word(c, w.LISTED, left)
+    if failed != DONE:
+        return failed
     return GOES_ON if left else DONE
 
 
