@@ -1,4 +1,4 @@
-"""`python -m fastcoll.bench --tune`: find out what is fast on this machine, for all operations and sizes, and keep it.
+"""`python -m fastcoll.bench --tune`: find out what is fast on this machine, for all collectives and sizes, and keep it.
 
 Which way a call's data goes (shm/autotune.py), and from 3 ranks on up to which size one-shot beats two-shot; both into
 the file of shm/known.py, from where all later groups of so many ranks begin with it.
@@ -98,15 +98,6 @@ def _trials(group: dist.ProcessGroup) -> Iterator[tuple[str, int, Callable[[], o
     """One operation and size after the other, and its call; their arrays are there one at a time."""
     for case in cases(list(OPERATIONS), ["float32"], ["sum"], list(CLASSES), 0, group.size):
         yield case.operation, case.size, prepare(case, group.rank, Host()).call
-    for nbytes in CLASSES:
-        yield "send and recv", nbytes, partial(_ping_pong, group, np.zeros(nbytes, np.uint8))
-
-
-def _ping_pong(group: dist.ProcessGroup, x: Any) -> None:
-    """Between ranks 0 and 1."""
-    if group.rank < 2:
-        for step in (group.send, group.recv) if group.rank == 0 else (group.recv, group.send):
-            step(x, 1 - group.rank)
 
 
 def _one_shot(group: dist.ProcessGroup, tell: Callable[[str], None]) -> int:

@@ -33,7 +33,7 @@ from ..p2p.engine import Engine
 from ..p2p.pipe import Pipe
 from ..p2p.transfers import kind_of
 from ..rendezvous import Store
-from . import arena, known, learned, movement, reductions, ring_kernels, rings, rounds, symmetric
+from . import arena, known, learned, movement, reductions, ring_kernels, rounds, symmetric
 from . import context_layout as words
 from .context import HANDED_OVER, Context, Report, What, changed, kept, patience
 from .fast import Fast
@@ -102,7 +102,6 @@ class ShmBackend(Backend):
         self.pipe = RingPipe(segment.address, segment.layout, rank, self.monitor, modes, self._c)
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
         learned.fill(self._ways, already)
-        learned.fill(self._message_ways, already, learned.MESSAGES)
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
         self.head_start = HeadStart(gate, self.context, self.resume, self.torn, share)
         self._arenas: list[arena.Mapping] = []
@@ -282,19 +281,13 @@ class ShmBackend(Backend):
     def _ways(self) -> Array:
         return self.context.words[words.CHOOSING : words.MEMO]
 
-    @property
-    def _message_ways(self) -> Array:
-        return self.pipe.table[rings.CHOOSING :]
-
     def forget(self) -> None:
         """Begin anew to find out what is fast; on all ranks between the same two calls."""
-        self._ways[:] = self._message_ways[:] = 0
+        self._ways[:] = 0
 
     def keep(self, command: str = known.RUNNING, one_shot: int | None = None) -> Path | None:
         """Write down what this rank has found out; see known.py."""
-        collectives, calls = learned.found(self._ways)
-        messages, more = learned.found(self._message_ways, learned.MESSAGES)
-        return known.keep(self._conditions, collectives | messages, calls + more, command, one_shot)
+        return known.keep(self._conditions, *learned.found(self._ways), command, one_shot)
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Tables have ticks, and numbers for operations, classes and ways; files have nanoseconds and names. Only rank 0 of a
 group converts times, since ranks that measure the processor's clock each by itself would not get the same: it tells
-all ranks ticks (segment.py), with which all of them fill their tables as they attach.
+all ranks ticks (segment.py), with which all of them fill their tables as they attach. Of messages nothing is kept:
+posted ones are not measured, so what no longer holds would stay (rings.py).
 """
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ from .known import Conditions, Times
 
 COLLECTIVES = (*OPERATIONS, *(f"shared:{name}" for name in OPERATIONS))
 """The operations of a context's table, on any arrays and on such as lie in arenas (rounds.py)."""
-
-MESSAGES = ("send", "recv")
-"""The operations of a mailbox's table (rings.py)."""
 
 WAYS = (*a.NAMES, *(f"divided:{way}" for way in a.NAMES))
 _CLASSES = tuple(str(a.SMALLEST << 2 * number) for number in range(a.CLASSES))
@@ -80,9 +78,9 @@ def heard(sections: Iterable[Sequence[Any]], conditions: Conditions) -> Times:
     return same[-1] if same else {}
 
 
-def fill(table: Array, times: Times, operations: Sequence[str] = COLLECTIVES) -> None:
-    """Begin a table, that of so many operations, with known times in ticks."""
-    for row, operation, size in _rows(table, operations):
+def fill(table: Array, times: Times) -> None:
+    """Begin a table with known times in ticks."""
+    for row, operation, size in _rows(table):
         ways = times.get(operation, {}).get(size, {})
         ticks = {WAYS.index(way): ticks for way, ticks in ways.items() if way in WAYS}
         if not ticks:
@@ -95,12 +93,12 @@ def fill(table: Array, times: Times, operations: Sequence[str] = COLLECTIVES) ->
             row[a.AGAIN + way] = a.rest_of.py_func(its, its, ticks[best], len(ticks))
 
 
-def found(table: Array, operations: Sequence[str] = COLLECTIVES) -> tuple[Times, int]:
+def found(table: Array) -> tuple[Times, int]:
     """What a table holds, in nanoseconds, of its rows with enough calls; and how many calls these had."""
     rate = _ticks_a_nanosecond()
     times: Times = {}
     calls = 0
-    for row, operation, size in _rows(table, operations):
+    for row, operation, size in _rows(table):
         if row[a.CALLS] >= _ENOUGH:
             calls += int(row[a.CALLS])
             ticks = zip(WAYS, row[a.TIMES : a.AGAIN].tolist(), strict=True)
@@ -110,9 +108,10 @@ def found(table: Array, operations: Sequence[str] = COLLECTIVES) -> tuple[Times,
     return times, calls
 
 
-def _rows(table: Array, operations: Sequence[str]) -> Iterable[tuple[Array, str, str]]:
+def _rows(table: Array) -> Iterable[tuple[Array, str, str]]:
     """The rows of a table, with their operations and classes."""
-    rows = table[a.ROWS : a.table_words(len(operations))].reshape(len(operations), a.CLASSES, a.ROW_WORDS)
-    for operation, classes in zip(operations, rows, strict=True):
+    number = len(COLLECTIVES)
+    rows = table[a.ROWS : a.table_words(number)].reshape(number, a.CLASSES, a.ROW_WORDS)
+    for operation, classes in zip(COLLECTIVES, rows, strict=True):
         for size, row in zip(_CLASSES, classes, strict=True):
             yield row, operation, size

@@ -259,9 +259,9 @@ def test_a_table_of_what_was_found_is_the_same_after_a_file(path: Path):
 
 
 def test_rows_of_few_calls_are_not_kept():
-    table = np.zeros(autotune.table_words(2), np.int64)
+    table = np.zeros(autotune.table_words(len(learned.COLLECTIVES)), np.int64)
     table[autotune.ROWS], table[autotune.ROWS + autotune.TIMES] = 10, 5
-    assert learned.found(table, learned.MESSAGES) == ({}, 0)
+    assert learned.found(table) == ({}, 0)
 
 
 # ---- in real groups --------------------------------------------------------------------------------------
@@ -279,14 +279,14 @@ def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monk
     conditions = group.backend._conditions
     ways = {"close": 3000, "past": 1000 + rank, "ahead": 9000}
     group.close()
-    times = {name: {"131072": ways} for name in ("all_reduce", "broadcast", "send")}
+    times = {name: {"131072": ways} for name in ("all_reduce", "broadcast", "shared:reduce")}
     known.keep(conditions, times, 100, "test", 1000 + rank)
     group = dist.new_group(backend="shm")
     assert group.backend.context[words.ONE_SHOT] == 1000
     everybody = [None] * world_size
     dist.all_gather_object(everybody, table(group).tolist())
     assert all(each == everybody[0] for each in everybody)
-    assert np.count_nonzero(everybody[0]) == 2 * (
+    assert np.count_nonzero(everybody[0]) == 3 * (
         1 + 3 + 2 * autotune.WAYS
     )  # best way, times, when to try again
     x = np.ones(50_000, np.float32)
@@ -300,7 +300,9 @@ def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monk
     group.close()
     again()
     mine = [s["ns_per_mib"] for s in known.sections() if s["command"] == known.RUNNING]
-    assert [list(m) for m in mine] == ([["all_reduce", "broadcast", "send", "reduce"]] if rank == 0 else [])
+    assert [list(m) for m in mine] == (
+        [["all_reduce", "broadcast", "shared:reduce", "reduce"]] if rank == 0 else []
+    )
     config.forget()
 
 
