@@ -10,8 +10,10 @@ took 22 s to compile with it, and take 9 s so (all of fastcoll.shm and one reduc
 
 from __future__ import annotations
 
+import atexit
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -49,8 +51,26 @@ class _Codegen:
         pass
 
 
+_libraries: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register
+def _forget_modules() -> None:
+    """Leave LLVM's modules to the end of the process: llvmlite cannot free them when Python is half gone."""
+    for library in _libraries:
+        library.forget()
+
+
 class _Library(JITCodeLibrary):
     """Code to link into other libraries: neither optimized nor made machine code of by itself."""
+
+    def __init__(self, codegen, name):
+        super().__init__(codegen, name)
+        _libraries.add(self)
+
+    def forget(self) -> None:
+        for module in {self._final_module, self._shared_module} - {None}:
+            module.detach()
 
     @property
     def codegen(self):
