@@ -185,6 +185,18 @@ def _aside(fd: int) -> int:
         os.close(fd)
 
 
+def withdraw(address: int, nbytes: int) -> None:
+    """Make part of the arena this process's own memory: what peers still write there, it does not see.
+
+    Where that was necessary arrays are shared no more: new ones lie in ordinary memory, and calls take all for such.
+    """
+    _state[a.SHUT] = 1
+    start, end = address // a.PAGE * a.PAGE, -(-(address + nbytes) // a.PAGE) * a.PAGE
+    own = _map(end - start, private=True)
+    ctypes.memmove(own, start, end - start)
+    _libc.mremap(own, end - start, end - start, _MREMAP_TO, start)
+
+
 # ---- arenas of peers ----------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from ..core.group import ProcessGroup
 from ..core.monitor import Wait
 from ..core.operands import Array
 from ..core.operation import Call, Operation
-from ..core.processes import Member
+from ..core.processes import Member, dead_among
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
 from ..errors import ArrayError, GroupError
@@ -39,7 +39,7 @@ from .context import HANDED_OVER, Context, Report, What, changed, kept, patience
 from .fast import Fast
 from .head_start import HeadStart, refuses
 from .lanes import Lanes
-from .layout import STATE
+from .layout import PUSHING, STATE
 from .monitor import ShmMonitor
 from .pipe import RingPipe
 from .reach import READS, unreadable
@@ -49,6 +49,7 @@ from .symmetric import ShmMemory, SymmetricArrays
 _log = logging.getLogger("fastcoll")
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
+_WRITER_SECONDS = 0.2  # to write a piece of 64 KiB takes 10 us; who takes longer was stopped
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
 _UNDER_WAY = (AGAIN, WORKED, DIVIDED, MIXED, UNREADABLE, UNMAPPED)
 
@@ -194,8 +195,28 @@ class ShmBackend(Backend):
             raise error
         self.interrupted(error, self._report.doing(entry.name))
         self._lanes.settle()
+        self._await_writers()
         self.context.let_go()
         raise error
+
+    def _await_writers(self) -> None:
+        """The group has failed: no peer writes into this rank's array any more, or it is withdrawn (single_copy.py)."""
+        address, nbytes = self.context[words.EXPOSED], self.context[words.EXPOSED_BYTES]
+        deadline = time.monotonic() + _WRITER_SECONDS
+        while address and (writers := self._living_writers()):
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, writers))
+                _log.warning("%s may still write into a shared array: arrays are shared no more", names)
+                arena.withdraw(address, nbytes)
+                break
+            time.sleep(_POLL_SECONDS)
+        self.context.words[words.EXPOSED] = 0
+
+    def _living_writers(self) -> list[Member]:
+        members = self.monitor.members
+        writers = [members[peer] for peer in range(self.gate.size) if self._segment.reach(peer)[PUSHING]]
+        dead = dead_among(writers)
+        return [member for member in writers if member not in dead]
 
     def stop(self) -> None:
         self.context.words[words.SHUT] = 1  # leave the synchronous path from now on

@@ -18,6 +18,7 @@ from ..core.gate import Gate
 from ..core.operands import Array
 from ..errors import AbortedError, MismatchError
 from ..kernels import waiting
+from ..kernels.allocator import TABLE_WORDS
 from ..kernels.primitives import address_of
 from . import arena, autotune, layout
 from . import context_layout as at
@@ -42,7 +43,7 @@ def patience(ranks: int, cores: int) -> tuple[int, int]:
     return _DEDICATED if ranks <= cores else _OVERSUBSCRIBED
 
 
-_NO_ARENA = np.zeros(1, np.int64)
+_NO_ARENA = np.zeros(TABLE_WORDS, np.int64)
 
 
 class What:

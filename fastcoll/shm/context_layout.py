@@ -40,7 +40,11 @@ VECTORS = 31  # 31 to 34: two vectors of address and bytes for the system call t
 TURN = 35  # of a direct call: which peer is read, counted from this rank
 ARENA = 36  # address of the table of this process's arena (arena.py)
 ONLY_SHARED = 37  # 1: ranks cannot read one another's memory, only map their arenas
-LANE_CONTEXTS = 38  # addresses of the contexts of all lanes
+EXPOSED, EXPOSED_BYTES = (
+    38,
+    39,
+)  # this rank's array that peers may write into, while a call is under way; 0: none
+LANE_CONTEXTS = 40  # addresses of the contexts of all lanes
 COMBINED = LANE_CONTEXTS + MAX_LANES  # address of the combined lines; 0: the ranks meet at once
 PATIENCE = COMBINED + 1  # the table of kernels/waiting.py
 # Behind them: the table of autotune.py, the memo of descriptions (validate.py), nine tables of a word a rank.

@@ -24,7 +24,8 @@ lines, since adjacent-line prefetch makes neighbours share.
     ATTACHED   word 0: the nonce, once this rank has mapped the segment; before: words 1.. its CPUs
     QUOTA      word 0: cores that its cgroup allows; word 1: what FASTCOLL_LANES says there
     REACH      word 0: address of a word in its memory, word 1: how it can reach all others' (reach.py); words 2 to 5:
-               the table of its arena (arena.py), there before a call line names that arena
+               the table of its arena (arena.py), there before a call line names that arena; word PUSHING: 1 while it
+               writes into peers' arrays (single_copy.py)
     LANES      for each lane (lanes.py) two call lines, PUBLISHED and CONSUMED, as above. Its slots are a part of the
                rank's slots, since a call has either lanes or rounds of the rank itself.
 """
@@ -57,7 +58,8 @@ STATE = 4 * LINE
 ATTACHED = 5 * LINE
 QUOTA = 6 * LINE
 REACH = 6 * LINE + 64
-REACH_WORDS = 6
+REACH_WORDS = 7
+PUSHING = 6
 REASON = 7 * LINE
 REASON_BYTES = 1024
 LANES = 16 * LINE

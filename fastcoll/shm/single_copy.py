@@ -7,13 +7,16 @@ needs it. What is reduced is copied to this rank's slots first only if it is not
 
 Who may return when. A rank whose array others read waits until they have published that they have read it: before,
 it must neither change nor free it. A rank that only reads waits for nobody. In an all_reduce a rank reduces its slice
-of all arrays into its own, which nobody else reads meanwhile, and publishes; then it reads the others' finished slices
-over its own elements, which their ranks have read by then.
+of all arrays into its own, which nobody else reads meanwhile, and publishes. It stores it into the arrays of peers that
+are in mapped arenas, too; the other peers read it over their own elements, which it has read by then.
 Why what was read is right. It was read after the meeting, and before its owner's call ended, unless the owner has
 failed the group: after that it may do with its array what it likes. It says FAILED first, and a reader looks for that
 when it has read, and before it publishes or returns. An owner that was killed can be read to the end or not at all,
-since the kernel keeps what it reads from. Nobody writes into another rank's memory, so a rank that was stopped for long
-does no harm when it goes on.
+since the kernel keeps what it reads from.
+Why nobody writes into an array whose owner's call has failed. A writer says PUSHING, then looks for FAILED, then writes
+a piece, then takes PUSHING back; the owner says FAILED, then looks for PUSHING, and waits. Both first write and then
+look, with a full barrier between (on x86 a locked instruction), so one of them sees the other. A writer that stays in
+the middle of a piece, as it was stopped, is locked out (arena.py, `withdraw`).
 
 Reads are of at most PIECE bytes, between which signals, deadlines and peers are seen (`time_is_up`).
 `tests/shm/test_single_copy_model.py` explores the schedules of this protocol.
@@ -26,10 +29,18 @@ import errno
 
 from ..core.monitor import FAILED
 from ..core.status import AGAIN, DONE, UNMAPPED, UNREADABLE, WORKED
-from ..kernels.allocator import BASE, LIMIT
+from ..kernels.allocator import BASE, LIMIT, SHUT
 from ..kernels.copy import copy, copy_from
 from ..kernels.jit import inlined, kernel
-from ..kernels.primitives import call_reducer, load_acquire, load_word, start_of, store_word
+from ..kernels.primitives import (
+    call_reducer,
+    load_acquire,
+    load_word,
+    start_of,
+    store_release,
+    store_word,
+    swap_if_equal,
+)
 from ..kernels.waiting import nap
 from . import context_layout as at
 from . import layout
@@ -38,6 +49,9 @@ from . import validate as v
 
 PIECE = 4 << 20  # bytes; a third of a millisecond
 REDUCED_AT_ONCE = 256 << 10  # bytes of a peer that wait in the slots to be reduced: a quarter of an L2
+PUSHED_AT_ONCE = (
+    64 << 10
+)  # bytes reduced before they are stored to the peers; 16 to 256 KiB took the same time
 NOTHING = 3  # no kind of array
 _LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write one cache line
 
@@ -47,7 +61,13 @@ def _arena_of(c, address, nbytes):
     """Where this process's arena begins, if these bytes are in it, else 0."""
     arena = load_word(c, at.ARENA)
     base = load_word(arena, BASE)
-    return base if base != 0 and 0 <= address - base <= load_word(arena, LIMIT) - nbytes else 0
+    return (
+        base
+        if base != 0
+        and load_word(arena, SHUT) == 0
+        and 0 <= address - base <= load_word(arena, LIMIT) - nbytes
+        else 0
+    )
 
 
 @kernel
@@ -229,17 +249,34 @@ def _locate(c, words, place, nbytes):
 
 
 @kernel
-def _reduce_slice(c, what, dst, offset, nbytes):
+def _push(c, src, offset, nbytes):
+    """Store what is reduced into those peers' arrays that are in this process: DONE, or AGAIN if one has failed."""
+    rank = load_word(c, at.RANK)
+    pushing = r.section(c, rank) + layout.REACH + 8 * layout.PUSHING
+    swap_if_equal(pushing, 0, 1)
+    for turn in range(1, load_word(c, at.SIZE)):
+        peer = _next_peer(c, turn)
+        if load_word(r.table(c, at.TAKES + 1), peer) != 0:
+            if _await_sound(c, peer) != DONE:
+                store_release(pushing, 0)
+                return AGAIN
+            copy(load_word(r.table(c, at.TAKES), peer) + offset, src, nbytes)
+    store_release(pushing, 0)
+    return DONE
+
+
+@kernel
+def _reduce_slice(c, what, dst, offset, nbytes, push):
     """Reduce nbytes of all ranks' arrays, `offset` bytes into them, into dst, from DID on; resumable.
 
-    What is read waits in this rank's slots, which are free after the meeting, but for the first, where addresses may
+    `push`: and store it into peers' arrays. What is read waits in this rank's slots, which are free after the meeting, but for the first, where addresses may
     lie.
     """
     rank, size, itemsize = load_word(c, at.RANK), load_word(c, at.SIZE), load_word(what, v.ITEMSIZE)
     sources = r.table(c, at.SOURCES)
     a_slot = -(-(size - 1) // (layout.SLOTS - 1))
     room = load_word(c, at.SLOT) // a_slot
-    piece = max(1, min(REDUCED_AT_ONCE, room) // itemsize) * itemsize
+    piece = max(1, min(PUSHED_AT_ONCE if push else REDUCED_AT_ONCE, room) // itemsize) * itemsize
     while load_word(c, at.DID) < nbytes:
         did = load_word(c, at.DID)
         part = min(piece, nbytes - did)
@@ -255,6 +292,8 @@ def _reduce_slice(c, what, dst, offset, nbytes):
             store_word(sources, peer, place)
         reducer, code = load_word(what, v.REDUCER), load_word(what, v.CODE)
         call_reducer(reducer, code, dst + did, sources, size, part // itemsize)
+        if push and _push(c, dst + did, offset + did, part) != DONE:
+            return AGAIN
         store_word(c, at.DID, did + part)
         if did + part < nbytes and r.time_is_up(c):
             return WORKED
@@ -265,12 +304,12 @@ def _reduce_slice(c, what, dst, offset, nbytes):
 
 
 @kernel
-def _begin_with_one(c, x, nbytes, call):
-    """Tell the others where this rank's array is, and learn where theirs are."""
+def _begin_with_one(c, x, nbytes, call, base):
+    """Tell the others where this rank's array is, and in which arena, if in any, and learn where theirs are."""
     if load_word(c, at.WROTE) == 0:
         place = _line(c, load_word(c, at.RANK), 1)
         store_word(place, 0, x)
-        _name_arena(c, place, 1, _arena_of(c, x, nbytes))
+        _name_arena(c, place, 1, base)
         _go_to(c, 1)
         r.publish(c, call, nbytes, 0)
     met = r.meet(c, call, nbytes, 0)
@@ -279,15 +318,20 @@ def _begin_with_one(c, x, nbytes, call):
 
 @kernel
 def all_reduce(c, x, nbytes, what, call):
-    """Each rank reduces its slice of all arrays into its own, and then reads the others' slices."""
+    """Each rank reduces its slice of all arrays into its own, and stores it into the others', or lets them read it."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     unit = _LINE_OF_ELEMENTS * load_word(what, v.ITEMSIZE)
-    code = _begin_with_one(c, x, nbytes, call)
+    base = 0
+    if load_word(c, at.WROTE) == 0:
+        base = _arena_of(c, x, nbytes)
+        store_word(c, at.EXPOSED_BYTES, nbytes)
+        store_word(c, at.EXPOSED, x if base else 0)
+    code = _begin_with_one(c, x, nbytes, call, base)
     if code != DONE:
         return code
     if load_word(c, at.WROTE) == 1:
         low = start_of(nbytes, size, rank, unit)
-        code = _reduce_slice(c, what, x + low, low, start_of(nbytes, size, rank + 1, unit) - low)
+        code = _reduce_slice(c, what, x + low, low, start_of(nbytes, size, rank + 1, unit) - low, True)
         if code != DONE:
             return code
         r.close_round(c, 3)
@@ -297,20 +341,24 @@ def all_reduce(c, x, nbytes, what, call):
         peer = _next_peer(c, load_word(c, at.TURN))
         if r.await_peer(c, peer, 1) != DONE:
             return AGAIN
-        low = start_of(nbytes, size, peer, unit)
-        part = start_of(nbytes, size, peer + 1, unit) - low
-        place = load_word(r.table(c, at.TAKES), peer) + low
-        here = place if load_word(r.table(c, at.TAKES + 1), peer) else 0
-        code = _fetch(c, peer, x + low, place, part, here)
-        if code != DONE:
-            return code
+        if load_word(c, at.EXPOSED) == 0:
+            low = start_of(nbytes, size, peer, unit)
+            part = start_of(nbytes, size, peer + 1, unit) - low
+            place = load_word(r.table(c, at.TAKES), peer) + low
+            here = place if load_word(r.table(c, at.TAKES + 1), peer) else 0
+            code = _fetch(c, peer, x + low, place, part, here)
+            if code != DONE:
+                return code
         _go_to(c, load_word(c, at.TURN) + 1)
     if load_word(c, at.WROTE) == 2:
         r.close_round(c, 3)
         r.publish(c, call, nbytes, 0)
-    if r.await_all(c) != DONE:
-        return AGAIN
+    for peer in range(size):
+        reads = peer != rank and load_word(r.table(c, at.TAKES + 1), peer) == 0
+        if reads and r.await_peer(c, peer, 2) != DONE:
+            return AGAIN
     r.close_round(c, 3)
+    store_word(c, at.EXPOSED, 0)
     return r.finish(c)
 
 
@@ -318,12 +366,12 @@ def all_reduce(c, x, nbytes, what, call):
 def reduce(c, out, x, nbytes, what, call, root):
     """The root reads and reduces all arrays."""
     here = load_word(c, at.RANK) == root
-    code = _begin_with_one(c, x, nbytes, call)
+    code = _begin_with_one(c, x, nbytes, call, _arena_of(c, x, nbytes))
     if code != DONE:
         return code
     if load_word(c, at.WROTE) == 1:
         if here:
-            code = _reduce_slice(c, what, out, 0, nbytes)
+            code = _reduce_slice(c, what, out, 0, nbytes, False)
             if code != DONE:
                 return code
         r.close_round(c, 2)
@@ -355,7 +403,7 @@ def reduce_scatter(c, out, nbytes, shape, what, call):
     if code != DONE:
         return code
     if load_word(c, at.WROTE) == 1:
-        code = _reduce_slice(c, what, out, 0, nbytes)
+        code = _reduce_slice(c, what, out, 0, nbytes, False)
         if code != DONE:
             return code
         r.close_round(c, 2)
