@@ -174,7 +174,7 @@ class ShmBackend(Backend):
 
     def _map_arena(self, peer: int) -> None:
         """Map the arena that a peer's call has named."""
-        base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:])
+        base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:6])
         mapping = arena.map_peer(self.monitor.members[peer].pid, fd, nonce, nbytes)
         self._arenas.append(mapping)
         self.context.note_arena(peer, base, nbytes, mapping.address)

@@ -269,8 +269,8 @@ def _push(c, src, offset, nbytes):
 def _reduce_slice(c, what, dst, offset, nbytes, push):
     """Reduce nbytes of all ranks' arrays, `offset` bytes into them, into dst, from DID on; resumable.
 
-    `push`: and store it into peers' arrays. What is read waits in this rank's slots, which are free after the meeting, but for the first, where addresses may
-    lie.
+    `push`: and store it into peers' arrays. What is read waits in this rank's slots, which are free after the meeting,
+    but for the first, where addresses may lie.
     """
     rank, size, itemsize = load_word(c, at.RANK), load_word(c, at.SIZE), load_word(what, v.ITEMSIZE)
     sources = r.table(c, at.SOURCES)

@@ -220,3 +220,75 @@ def test_where_one_rank_may_not_read_all_go_through_the_slots(tmp_path):
     words = [sys.executable, "-m", "fastcoll.launch", "-n", "2", str(program)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("right") == 2, done.stderr
+
+
+STOPPED = """
+import os, signal, threading, time
+import numpy as np
+import fastcoll as dist
+from fastcoll.shm.layout import PUSHING
+
+dist.init_process_group()
+rank = dist.get_rank()
+pids = [0, 0]
+dist.all_gather_object(pids, os.getpid())
+with dist.shared_arrays():
+    x = np.ones(16 << 20, np.float32)
+for _ in range(50):
+    group = dist.new_group(timeout=1.0)
+    reach = group.backend._segment.reach(1)
+    over = threading.Event()
+    caught = False
+
+    def stop():
+        global caught
+        while not over.is_set() and not caught:
+            if reach[PUSHING]:
+                os.kill(pids[1], signal.SIGSTOP)
+                time.sleep(0.01)
+                caught = bool(reach[PUSHING])
+                if not caught:
+                    os.kill(pids[1], signal.SIGCONT)
+
+    thread = threading.Thread(target=stop)
+    if rank == 0:
+        thread.start()
+    try:
+        for _ in range(50):
+            group.all_reduce(x)
+        ended = "well"
+    except dist.GroupError:
+        ended = "badly"
+    over.set()
+    if rank == 0:
+        thread.join()
+        x[:] = 7
+        if caught:
+            os.kill(pids[1], signal.SIGCONT)
+    said = [None, None]
+    dist.all_gather_object(said, (ended, caught))
+    group.close()
+    if said[0] == ("badly", True):
+        assert said[1][0] == "badly"
+        assert rank or (x == 7).all(), int((x != 7).sum())
+        with dist.shared_arrays():
+            y = np.full(300_000, rank + 1.0)
+        dist.all_reduce(y)
+        assert (y == 3).all()
+        x[:] = rank
+        dist.all_reduce(x)
+        assert (x == 1).all()
+        print("right", flush=True)
+        break
+    x[:] = 1
+dist.destroy_process_group()
+"""
+
+
+def test_a_writer_that_was_stopped_in_the_middle_changes_nothing_after_the_call_has_failed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(STOPPED)
+    words = [sys.executable, "-m", "fastcoll.launch", "-n", "2", str(program)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("right") == 2, done.stdout + done.stderr
+    assert "arrays are shared no more" in done.stderr
