@@ -156,9 +156,9 @@ def _best_of(row, ways):
             found = way
     if found < 0:
         # Nothing is known: to write ahead is seldom much worse than the best.
-        found = AHEAD
+        found = AHEAD if ways >> AHEAD & 1 else CLOSE
         while ways >> found & 1 == 0:
-            found = (found + 1) % (2 * WAYS)
+            found += 1
     return found
 
 
