@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 from ..core.monitor import Monitor
 from ..core.processes import Member, in_sight
 from ..errors import AbortedError
+from .autotune import DIRECT
+from .layout import WAYS
 
 if TYPE_CHECKING:
     from .segment import Segment
@@ -50,13 +52,15 @@ class Reach:
     def __init__(self, segment: Segment, members: Sequence[Member], rank: int) -> None:
         self._segment, self._members, self._rank = segment, members, rank
         self._word = ctypes.c_int64(segment.nonce ^ rank)
-        _let_peers_read()
+        self._wanted = bool(segment.words[WAYS] >> DIRECT & 1)
+        if self._wanted:
+            _let_peers_read()
         segment.reach(rank)[0] = ctypes.addressof(self._word)
 
     def probe(self) -> None:
         """Read the words of all others, once all have attached, and say whether that went well."""
-        how, why = SAID | READS | MAPS, ""
-        for peer, member in enumerate(self._members):
+        how, why = SAID | READS | MAPS if self._wanted else SAID, ""
+        for peer, member in enumerate(self._members if self._wanted else ()):
             found = ctypes.c_int64()
             here = Vector(ctypes.addressof(found), 8)
             there = Vector(int(self._segment.reach(peer)[0]), 8)
