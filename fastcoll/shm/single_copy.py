@@ -148,6 +148,14 @@ def _await_sound(c, peer):
     return AGAIN
 
 
+@kernel
+def _await_all_sound(c):
+    for peer in range(load_word(c, at.SIZE)):
+        if peer != load_word(c, at.RANK) and _await_sound(c, peer) != DONE:
+            return AGAIN
+    return DONE
+
+
 @inlined
 def _next_peer(c, turn):
     return (load_word(c, at.RANK) + turn) % load_word(c, at.SIZE)
@@ -173,7 +181,7 @@ def _fetch(c, peer, dst, src, nbytes, here):
                 return code
         store_word(c, at.DID, did + part)
         if did + part < nbytes and r.time_is_up(c):
-            return WORKED
+            return WORKED if _await_sound(c, peer) == DONE else AGAIN
     return _await_sound(c, peer)
 
 
@@ -296,11 +304,8 @@ def _reduce_slice(c, what, dst, offset, nbytes, push):
             return AGAIN
         store_word(c, at.DID, did + part)
         if did + part < nbytes and r.time_is_up(c):
-            return WORKED
-    for peer in range(size):
-        if peer != rank and _await_sound(c, peer) != DONE:
-            return AGAIN
-    return DONE
+            return WORKED if _await_all_sound(c) == DONE else AGAIN
+    return _await_all_sound(c)
 
 
 @kernel

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import logging
-import multiprocessing
-import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -210,24 +209,23 @@ def test_only_one_process_writes_and_what_a_killed_one_left_is_written_over(path
     assert not part.exists()
 
 
-def _write_often(file, ranks):
-    os.environ["FASTCOLL_TUNING"] = file
-    config.forget()
-    for number in range(50):
-        with contextlib.suppress(OSError):  # another one writes
-            known.keep(TWO._replace(ranks=ranks), {"reduce": {"8192": {"close": 1 << number % 30}}}, 1, "c")
-        known.parse(Path(file).read_text())
+WRITE_OFTEN = """
+import contextlib, sys
+from pathlib import Path
+from fastcoll.shm import known
+
+conditions = known.Conditions(int(sys.argv[1]), "own", 1, 256 << 10)
+for number in range(50):
+    with contextlib.suppress(OSError):  # another one writes
+        known.keep(conditions, {"reduce": {"8192": {"close": 1 << number % 30}}}, 1, "c")
+    known.parse(Path(sys.argv[2]).read_text())
+"""
 
 
 def test_processes_that_write_at_the_same_time_leave_a_whole_file(path: Path):
-    known.keep(TWO, TIMES, 100)
-    fork = multiprocessing.get_context("spawn")
-    writers = [fork.Process(target=_write_often, args=(str(path), ranks)) for ranks in (3, 4, 5)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    known.keep(TWO, TIMES, 100)  # for which FASTCOLL_TUNING names the path, for them too
+    writers = [subprocess.Popen([sys.executable, "-c", WRITE_OFTEN, str(n), str(path)]) for n in (3, 4, 5)]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
     assert {section["ranks"] for section in again()} == {2, 3, 4, 5}
 
 
