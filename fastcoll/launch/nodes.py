@@ -10,16 +10,18 @@
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 when several ranks share the node, unless set already |
 
 The launchers of a job's nodes tell one another that a rank has failed, so that all of them end. They meet in a store,
-as ranks do, which node 0's launcher serves on a port of its own, with the job's secret. The first failure is set there,
-and every node counts itself when it has read it. A launcher that cannot reach the store goes on without: its ranks then
-end when their groups fail. The store is served until node 0's ranks have ended, and after a failure until all nodes
-have read it, those included that are started a little later.
+as ranks do, which node 0's launcher serves on a port of its own, with the job's secret. The first failure is set there.
+A launcher that ends without a word, as by SIGKILL, is a failure as well: each leaves a last will with the store; and
+where the store goes without saying that the job is over, it went with node 0's launcher. A launcher that cannot reach
+the store goes on without: its ranks then end when their groups fail. The store is served until node 0's ranks have
+ended, and after a failure until all nodes have read it, those included that are started a little later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import secrets
 import sys
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
 _LOWEST = 10000
 _ATTEMPTS = 200
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FAILED, _READ = "failed", "read"
+_FAILED, _CAME = "failed", "came"
+_OVER = "null"  # in the place of a failure: node 0's ranks have ended well
+_GONE = "ended without a word, or is out of reach"
 _CONNECT_SECONDS = 600.0  # for node 0's launcher to be started
 _TRY_SECONDS = 2.0  # of them at a time: so long goes a thread on that is to end
 _LOOK_SECONDS = 5.0  # a wait for the key; the server answers at its end
@@ -148,10 +152,14 @@ def _first_outgoing_port() -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's failure, on any node: the launchers' exit code, and what to say of it."""
+    """A rank's failure or a launcher's, on any node: the launchers' exit code, and what to say of it."""
 
     code: int
     text: str
+
+
+def _text(failure: Failure) -> str:
+    return json.dumps(asdict(failure))
 
 
 class Nodes:
@@ -173,18 +181,21 @@ class Nodes:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         end = time.monotonic() + _LAST_SECONDS
+        if kind is not None:
+            self.tell(self._end(f"was ended by {kind.__name__}"))
         if self._told is not None:
             self._thread.join(_LAST_SECONDS)  # it ends when it has read what was told, or cannot
         with self._lock:
-            self._closed, store = True, self._store
+            self._closed, store, self._store = True, self._store, None
+        if store is not None and self._rank == 0:
+            # Until all know of a failure, also those that are being started.
+            while self._known is not None and store.add(_CAME, 0) < self._count and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            store.compare_set(_FAILED, "", _OVER)
         if store is not None:
-            if self._known is not None and self._rank == 0:
-                # Until all know of the failure, also those that are being started.
-                while store.add(_READ, 0) < self._count and time.monotonic() < end:
-                    time.sleep(_POLL_SECONDS)
-            store.close()
+            store.close(max(0.0, end - time.monotonic()))  # node 0's is left by all others first
         self._thread.join(_LAST_SECONDS)  # a name that is looked up may take longer
 
     def failure(self) -> Failure | None:
@@ -225,21 +236,38 @@ class Nodes:
 
     def _publish(self, store: TCPStore, failure: Failure) -> None:
         with contextlib.suppress(StoreError):  # node 0 has ended, and cannot tell the others any more
-            store.compare_set(_FAILED, "", json.dumps(asdict(failure)))
+            store.compare_set(_FAILED, "", _text(failure))
 
     def _follow(self) -> None:
         """Wait for the first failure; ends with it, or when node 0's launcher or this one ends."""
         if self._rank != 0:
             self._open()
-        while (store := self._store) is not None and self._known is None and not self._closed:
+        if (store := self._store) is None:
+            return
+        with contextlib.ExitStack() as leaving:
             try:
-                store.wait([_FAILED], _LOOK_SECONDS)
-                self._known = Failure(**json.loads(store.get(_FAILED)))
-                store.add(_READ, 1)
-            except StoreTimeoutError:
-                continue
+                if self._rank != 0:
+                    leaving.callback(store.close)  # node 0's waits for that
+                    leaving.callback(store.bequeath(_FAILED, _text(self._end(_GONE))))
+                store.add(_CAME, 1)
+                self._known = self._await_news(store)
+            except ConnectionError:  # the store is gone, and did not say that the job is over
+                self._known = Failure(1, f"the launcher of node 0 ({self._address}) {_GONE}")
             except (StoreError, ValueError, TypeError):
-                return
+                pass  # it was closed, or holds something else
+
+    def _await_news(self, store: TCPStore) -> Failure | None:
+        """The first failure, or None when the job is over without one."""
+        while not self._closed:
+            with contextlib.suppress(StoreTimeoutError):
+                told = json.loads(store.fetch([_FAILED], _LOOK_SECONDS)[0])
+                return told and Failure(**told)
+        return None
+
+    def _end(self, how: str) -> Failure:
+        """What the others are to know if this launcher ends before its ranks have."""
+        where = f"node {self._rank} (pid {os.getpid()} on {os.uname().nodename})"
+        return Failure(1, f"the launcher of {where} {how}")
 
 
 def default_port(master_port: int) -> int:

@@ -187,6 +187,7 @@ class Supervisor:
                 self._watch()
             except BrokenPipeError:  # nobody reads our output any more
                 self._exit_code = 128 + signal.SIGPIPE
+                self._tell_nodes_of_end(signal.SIGPIPE)
             finally:
                 self._end()
         return self._exit_code
@@ -253,10 +254,14 @@ class Supervisor:
             return
         # The first one may come after another launcher's, as all get a signal at about the same time.
         self._hurries = True
+        self._tell_nodes_of_end(number)
+        self._ask_to_end(number, 128 + number)
+
+    def _tell_nodes_of_end(self, number: int) -> None:
+        """Let the other nodes' launchers know that a signal ends this one."""
         if self._nodes is not None:
             said = f"the launcher on host {os.uname().nodename} was ended: {lifeline.describe_exit(-number)}"
             self._nodes.tell(Failure(128 + number, said))
-        self._ask_to_end(number, 128 + number)
 
     def _ask_to_end(self, number: int, exit_code: int) -> None:
         self._exit_code = exit_code

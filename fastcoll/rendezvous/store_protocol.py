@@ -12,6 +12,7 @@ import heapq
 import itertools
 import os
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..errors import StoreError
@@ -35,6 +36,7 @@ class _Peer:
     waiting: Request | None = None
     missing: bytes = b""
     place: int = 0  # of `missing` among the keys it waits for
+    will: Request | None = None
 
     def take(self, count: int) -> bytes:
         data = bytes(self.buffer[:count])
@@ -77,6 +79,8 @@ class StoreServer:
         if state is not None:
             self._unpark(peer, state)
             state.steps.close()
+            if state.will is not None:
+                self._execute(state.will)
 
     def receive(self, peer: int, data: bytes, now: float) -> None:
         """Bytes came, split in any way."""
@@ -136,6 +140,8 @@ class StoreServer:
             state.deadline = None
             request = decode_request(state.take(HEADER.size), state.take(length))
             state.check_silent()
+            if request.op is Op.WILL:
+                state.will = request if request.keys else None
             missing = self._table.first_missing(request)
             if missing is None:
                 self.outbox.append((peer, self._answer_to(request)))
@@ -162,6 +168,13 @@ class StoreServer:
             return encode_frame(Status.OK, self._table.apply(request))
         except StoreError as error:
             return encode_frame(Status.REFUSED, [str(error).encode()])
+
+    def _execute(self, will: Request) -> None:
+        key, value = will.keys[0], will.values[0]
+        with suppress(StoreError):  # the table is full
+            if self._table.get(key) is None:
+                self._table.put(key, value)
+                self._wake(key)
 
     def _wake(self, key: bytes) -> None:
         """Let those who wait for `key` go, or wait for their next missing key."""

@@ -50,11 +50,15 @@ class Op(IntEnum):
     PEEK = 10
     POP = 11  # the first item of the queue under a key; the last one takes the key along
     KEYS = 12  # those behind a key, in order, as many as fit into an answer
+    WILL = (
+        13  # of a connection to a server: a key, set when it ends, unless that is there; without a key: none
+    )
 
 
 # Op -> (fewest keys, most keys, values for each key)
 SHAPES: dict[Op, tuple[int, int, int]] = {
     Op.NUM_KEYS: (0, 0, 0),
+    Op.WILL: (0, 1, 1),
     Op.SET: (1, MAX_KEYS_PER_REQUEST, 1),
     **dict.fromkeys((Op.GET, Op.WAIT, Op.CHECK, Op.PEEK), (1, MAX_KEYS_PER_REQUEST, 0)),
     **dict.fromkeys((Op.DELETE, Op.POP, Op.KEYS), (1, 1, 0)),
@@ -109,7 +113,7 @@ class Table:
                 return _those_that_fit(data[name] for name in request.keys)
             case Op.PEEK:
                 return _those_that_fit(_SET + data[name] if name in data else b"" for name in request.keys)
-            case Op.WAIT:
+            case Op.WAIT | Op.WILL:
                 return []
             case Op.ADD:
                 total = _whole_number(data.get(key, b"0"), key) + _whole_number(value, key)

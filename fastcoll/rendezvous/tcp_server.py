@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .address import CURE, adopt_listener, listen, raise_limit, shown
+from .address import CURE, adopt_listener, listen, probe, raise_limit, shown
 from .secret import warn_if_open
 from .serving import SocketServer
 from .store_protocol import StoreServer
@@ -21,6 +21,7 @@ logger = logging.getLogger("fastcoll")
 
 _CHUNK = 64 << 10
 _MORE_DESCRIPTORS = 1024
+_PROBE_AFTER_SECONDS = 30  # clients, who wait for this machine, probe more often
 _NOTHING = memoryview(b"")
 
 
@@ -51,8 +52,7 @@ class TCPServer(SocketServer):
 
     def accepted(self, connection: socket.socket, host: str) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        probe(connection, _PROBE_AFTER_SECONDS)
         peer = connection.fileno()
         self._links[peer] = _Link(connection, host)
         self.selector.register(connection, selectors.EVENT_READ, peer)

@@ -21,7 +21,7 @@ from .opening import GROUP_SIZE, Dialing, Endpoint, Kind, OpeningError, RefusedE
 from .secret import SAME_SECRET, job_secret
 from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, count_in, limit_of, tries
-from .table import Request, TableStore, check_process, closed_meanwhile
+from .table import Op, Request, TableStore, check_process, closed_meanwhile
 from .tcp_server import TCPServer
 from .waiting import LateWarning
 
@@ -145,6 +145,22 @@ class TCPStore(TableStore):
     def clone(self) -> TCPStore:
         """A client more, never the master."""
         return TCPStore(self.host, self.port, timeout=self.timeout)
+
+    def bequeath(self, key: str, value: str) -> Callable[[], None]:
+        """Have the server set `key` once this process has gone without a word, unless it is set then.
+
+        Returns:
+            what takes that back; never blocks, twice is fine. The store may be closed before.
+        """
+        connection = self._another()  # nothing but this process's end closes it
+        connection.ask(Request(Op.WILL, (key.encode(),), (value.encode(),)))
+
+        def withdraw() -> None:
+            with contextlib.suppress(OSError, StoreError):  # the server has gone first
+                connection.send(frames.encode_request(Request(Op.WILL)), time.monotonic())
+            connection.close()
+
+        return withdraw
 
     def _ask(self, request: Request) -> list[bytes] | bytes:
         check_process(self, self._pid)

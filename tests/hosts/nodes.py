@@ -50,6 +50,10 @@ class Node:
         self.wait(time.monotonic() + seconds)
         return self.code
 
+    def signal(self, number: int) -> None:
+        """Send it a signal; its ranks, in sessions of their own, do not get it."""
+        os.killpg(self._started.process.pid, number)
+
     def end(self) -> None:
         """Kill it, and with it its ranks. Twice is fine."""
         self._started.end()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import Node, await_line, finish, launched, told
+from hosts.nodes import await_line, finish, launched, told
 
 Join = Callable[..., Network]
 SECRET = {"FASTCOLL_SECRET": "of this test"}
@@ -216,14 +216,44 @@ def test_launchers_do_not_meet_when_told_so(join_hosts: Join, script: Callable[[
         assert (code, out.split()) == (0, ["[" + out[1] + "]"])
 
 
-def test_a_killed_launcher_takes_its_ranks_along(
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_launcher_ends_the_ranks_of_all_hosts(
+    join_hosts: Join, script: Callable[[str], list[str]], victim: int
+) -> None:
+    """Ranks that are in no call: nothing but the launchers can notice."""
+    with launched(join_hosts(3, own_pids=True), 2, script(WAIT), env=SECRET) as nodes:
+        for node in nodes:
+            for rank in (2 * node.host.index, 2 * node.host.index + 1):
+                await_line(node, f"[{rank}] here", nodes)
+        killed, others = nodes[victim], [node for node in nodes if node.host.index != victim]
+        started = time.monotonic()
+        killed.end()
+        finish(others, 10)
+        assert time.monotonic() - started < 2
+        assert [node.code for node in others] == [1, 1], told(nodes)
+        for node in others:
+            assert f"on another node the launcher of node {victim} (" in node.err, told(nodes)
+            assert "without a word" in node.err
+        for node in nodes:
+            while "script.py" in (listed := node.host.namespace.run("sh", "-c", LIST)):
+                assert time.monotonic() - started < 2, listed
+
+
+@pytest.mark.long
+def test_a_launcher_that_is_stopped_for_long_ends_nobody(
     join_hosts: Join, script: Callable[[str], list[str]]
 ) -> None:
-    with launched(join_hosts(2, own_pids=True), 2, script(WAIT), env=SECRET) as nodes:
+    """As by Ctrl-Z: its host answers. The others ask it again and again, and none of that is lost with it."""
+    program = script(
+        "import os, sys, time\nprint('here', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    )
+    flag = Path(program[0]).with_name("go")
+    with launched(join_hosts(2), 1, [*program, str(flag)], env=SECRET) as nodes:
         for node in nodes:
             await_line(node, "here", nodes)
-        one: Node = nodes[1]
-        one.end()
-        end = time.monotonic() + 20
-        while "script.py" in (listed := one.host.namespace.run("sh", "-c", LIST)):
-            assert time.monotonic() < end, listed
+        nodes[0].signal(signal.SIGSTOP)
+        time.sleep(12)  # longer than the others' request and the store's grace
+        nodes[0].signal(signal.SIGCONT)
+        flag.touch()
+        finish(nodes, 30)
+        assert [node.code for node in nodes] == [0, 0], told(nodes)

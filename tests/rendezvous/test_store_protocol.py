@@ -80,7 +80,7 @@ class Wire:
         return data
 
     def ask(self, peer: int, op: Op, *parts: bytes, timeout: float = 9.0) -> list[tuple[Status, list[bytes]]]:
-        count = 0 if op is Op.NUM_KEYS else len(parts) // (1 + SHAPES[op][2])
+        count = 0 if not parts else len(parts) // (1 + SHAPES[op][2])
         self.feed(peer, encode_request(Request(op, parts[:count], parts[count:], timeout)))
         return self.answers(peer)
 
@@ -461,3 +461,19 @@ def test_nonces_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn.clear()
         wire.feed(peer, greeting)
         assert drawn == [32]
+
+
+def test_a_last_will_is_executed_when_its_connection_ends() -> None:
+    wire = Wire()
+    for peer in (1, 2, 3, 4):
+        wire.open(peer)
+    assert wire.ask(1, Op.GET, b"k", timeout=99) == []
+    assert wire.ask(2, Op.WILL, b"k", b"two") == wire.ask(3, Op.WILL, b"k", b"three") == [(Status.OK, [])]
+    assert wire.ask(4, Op.WILL, b"k", b"four") == wire.ask(4, Op.WILL) == [(Status.OK, [])]
+    wire.server.disconnect(4)  # took it back
+    assert wire.answers(1) == []
+    wire.server.disconnect(3)
+    wire.collect()
+    assert wire.answers(1) == [(Status.OK, [b"three"])]
+    wire.server.disconnect(2)  # the first one stays
+    assert wire.ask(1, Op.GET, b"k") == [(Status.OK, [b"three"])]
