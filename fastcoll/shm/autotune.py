@@ -8,9 +8,12 @@ lies"). So each rank keeps, for each operation and class of sizes, how long the 
 and tries the others now and then. It begins with what is known of the machine (learned.py).
 
 Trying others costs at most 1 / SHARE of a row's time: after a try a way rests for as many calls as make up for what
-it takes longer than the best, times the number of ways that are tried. One that takes more than twice the best rests
-for LONG calls at least; but one bad time alone, which may be somebody else's doing, is soon looked at again. In a row
-of which nothing is known, each way is tried once at the beginning, every LOOK-th call.
+it takes longer than the best, times the number of ways that are tried. One that takes more than twice the best
+rests for LONG calls at least; but one bad time alone, which may be somebody else's doing, is soon looked at again.
+In a row of which nothing is known, each way is tried twice at the beginning, every LOOK-th call from call WARM on,
+and its first time does not count: caches, pages and clocks that are cold make any way look slow (all_gather of 4
+MiB on 2 CPUs of an AMD EPYC, family 26: DIRECT takes 217 us in a row's second call and 157, 147, 126, 156, 97, 95,
+87, 85 in the next ones).
 
 Most ways concern only how and when a rank copies: results do not depend on them, and peers need not take the same one.
 But they do: a call's time is that of the rank that it took longest, which all learn with the next call's lines, and
@@ -57,6 +60,7 @@ ROUNDS_AHEAD = 4
 # Bytes; the system call and a second meeting take some 2 us, to copy so much twice takes 3.
 SMALLEST_DIRECT = 32 << 10
 LOOK = 4  # calls between two looks for a way to try
+WARM = 7  # calls of a row before the first look
 SHARE = 50
 SOON = 64  # calls that a way rests for at least
 UNSURE = 128  # calls until a way that was slow once is tried again
@@ -129,7 +133,7 @@ def choose(t, operation, nbytes, ways, phase):
     row = _row(t, operation, nbytes)
     number = load_word(row, CALLS)
     way = _best_of(row, ways)
-    if number > 1 and number % LOOK == phase:
+    if number >= WARM and number % LOOK == phase:
         way = _to_try(row, ways, way, number)
     _go(t, way)
     store_word(t, ROW, row)
@@ -270,6 +274,9 @@ def best_way(t, operation, nbytes, ways):
 def _remember(row, way, took):
     """A call took so many ticks a MiB: which way is best, and when may this one be tried again?"""
     before = load_word(row, TIMES + way)
+    if load_word(row, AGAIN + way) == 0:
+        store_word(row, AGAIN + way, 1)
+        return
     # Quick to believe good news, slow to believe bad ones: what a call takes longer is often somebody else's doing.
     time = took if before == 0 or took < before else before + (min(took, 2 * before) - before) // 8
     store_word(row, TIMES + way, time)

@@ -102,7 +102,7 @@ class ShmBackend(Backend):
         modes = patience(gate.size, cores)
         self.pipe = RingPipe(segment.address, segment.layout, rank, self.monitor, modes, self._c)
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
-        learned.fill(self._ways, already)
+        learned.fill(self._ways, *already)
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
         self.head_start = HeadStart(gate, self.context, self.resume, self.torn, share)
         self._arenas: list[arena.Mapping] = []

@@ -9,6 +9,7 @@ posted ones are not measured, so what no longer holds would stay (rings.py).
 from __future__ import annotations
 
 import functools
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -57,11 +58,16 @@ def _ticks_a_nanosecond() -> float:
 
 
 def told(ranks: int, slot: int) -> list[list[Any]]:
-    """What rank 0 tells all ranks of groups like this one, under whatever other conditions: [cores, lanes, ticks]."""
+    """What rank 0 tells all ranks of groups like this one, under whatever other conditions.
+
+    Of each: cores, lanes, ticks, and how much of their rests the ways still have before them, drawn by lot: so
+    programs too short for a rest's end take part in trying the ways, too, and at the same share of the time.
+    """
     found = [s for s in known.sections() if (s["ranks"], s["slot"]) == (ranks, slot) and s["ns_per_mib"]]
     rate = _ticks_a_nanosecond() if found else 1.0
     return [
-        [s["cores"], s["lanes"], _each(s["ns_per_mib"], lambda ns: max(1, round(ns * rate)))] for s in found
+        [s["cores"], s["lanes"], _each(s["ns_per_mib"], lambda ns: max(1, round(ns * rate))), random.random()]
+        for s in found
     ]
 
 
@@ -72,14 +78,14 @@ def _each(times: Mapping[str, Any], convert: Callable[[int], int]) -> dict[str, 
     }
 
 
-def heard(sections: Iterable[Sequence[Any]], conditions: Conditions) -> Times:
-    """Ticks for a group, of what rank 0 has told."""
-    same = [t for cores, lanes, t in sections if (cores, lanes) == (conditions.cores, conditions.lanes)]
-    return same[-1] if same else {}
+def heard(sections: Iterable[Sequence[Any]], conditions: Conditions) -> tuple[Times, float]:
+    """Ticks for a group, and how much of their rests the ways have before them, of what rank 0 has told."""
+    same = [s[2:] for s in sections if tuple(s[:2]) == (conditions.cores, conditions.lanes)]
+    return (same[-1][0], same[-1][1]) if same else ({}, 1.0)
 
 
-def fill(table: Array, times: Times) -> None:
-    """Begin a table with known times in ticks."""
+def fill(table: Array, times: Times, left: float = 1.0) -> None:
+    """Begin a table with known times in ticks; `left`: how much of their rests the ways have before them."""
     for row, operation, size in _rows(table):
         ways = times.get(operation, {}).get(size, {})
         ticks = {WAYS.index(way): ticks for way, ticks in ways.items() if way in WAYS}
@@ -90,7 +96,7 @@ def fill(table: Array, times: Times) -> None:
         row[a.AGAIN :] = _UNKNOWN
         for way, its in ticks.items():
             row[a.TIMES + way] = its
-            row[a.AGAIN + way] = a.rest_of.py_func(its, its, ticks[best], len(ticks))
+            row[a.AGAIN + way] = left * a.rest_of.py_func(its, its, ticks[best], len(ticks))
 
 
 def found(table: Array) -> tuple[Times, int]:

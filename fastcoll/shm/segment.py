@@ -251,7 +251,7 @@ class Met(NamedTuple):
     cores: int  # that the members share
     share: int  # cores for each rank of the job
     conditions: Conditions
-    known: Times  # ticks that ways took under these conditions, before this group (learned.py)
+    known: tuple[Times, float]  # what was known of ways under these conditions before this group (learned.py)
     reach: int  # how they can read one another's memory (reach.py)
 
 

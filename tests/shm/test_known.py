@@ -240,7 +240,8 @@ def test_a_table_of_what_was_found_is_the_same_after_a_file(path: Path):
     times, calls = learned.found(table)
     known.keep(TWO, times, calls)
     again()
-    heard = learned.heard(json.loads(json.dumps(learned.told(2, TWO.slot))), TWO)
+    heard, left = learned.heard(json.loads(json.dumps(learned.told(2, TWO.slot))), TWO)
+    assert 0 <= left < 1
     begun = np.zeros_like(table)
     learned.fill(begun, heard)
     other = begun[autotune.ROWS :][: autotune.ROW_WORDS]
@@ -252,8 +253,8 @@ def test_a_table_of_what_was_found_is_the_same_after_a_file(path: Path):
     )
     assert other[autotune.AGAIN] == autotune.LONG  # of more than twice the best
     assert (begun[autotune.ROWS + autotune.ROW_WORDS :] == 0).all()
-    assert learned.heard(learned.told(3, TWO.slot), TWO) == {}
-    assert learned.heard(learned.told(2, TWO.slot), TWO._replace(lanes=4)) == {}
+    assert learned.heard(learned.told(3, TWO.slot), TWO) == ({}, 1.0)
+    assert learned.heard(learned.told(2, TWO.slot), TWO._replace(lanes=4)) == ({}, 1.0)
 
 
 def test_rows_of_few_calls_are_not_kept():
