@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from .. import config
 from ..errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
 from .processes import Member
+from .recorder import GroupRecorder
 
 _log = logging.getLogger("fastcoll")
 # What a rank says of itself. LEAVING: it starts nothing more, and only takes messages that were sent to it.
@@ -51,6 +52,7 @@ class Monitor(ABC):
     def __init__(self, members: Sequence[Member], rank: int) -> None:
         self.failure: GroupError | None = None  # why the group failed; set once
         self.on_failure: Callable[[], None] = lambda: None  # called when it is set
+        self.record: GroupRecorder | None = None  # where it is told what this rank waits for
         self.members = list(members)
         self.farewell = last_words(None)  # what the peers read when this rank leaves
         self.rank = rank
@@ -89,6 +91,8 @@ class Monitor(ABC):
             self.failure = error
             if not self._retired:
                 self._publish(FAILED, str(error))
+        if self.record is not None:
+            self.record.failed(str(error))
         self.on_failure()
 
     def start_to_leave(self) -> None:

@@ -17,11 +17,9 @@ that one at the same addresses. So parent and child share nothing, as with all o
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import mmap
 import os
-import resource
 import secrets
 import struct
 import threading
@@ -31,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.mapping import aside, map_memory, unmap_memory
 from ..errors import ResourceError
 from ..interop.arrays import Array
 from ..interop.numpy_memory import default_handler
@@ -46,31 +45,17 @@ _KEEP_BYTES = 256 << 20
 """Idle bytes that stay in the arena, at most an eighth of /dev/shm; pages of larger arrays come and go with them."""
 _LOCK_SECONDS = 1.0  # that a fork waits for other threads' allocations, of microseconds
 
-_FIXED, _NORESERVE = 0x10, 0x4000
 _MREMAP_TO = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mremap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-
-
-def _map(nbytes: int, fd: int = -1, at: int = 0, private: bool = False) -> int:
-    """Map a descriptor, or memory of this process's own; nobody unmaps it but `_libc.munmap`."""
-    flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _NORESERVE | (_FIXED if at else 0)
-    if fd < 0:
-        flags |= mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE
-    address = _libc.mmap(at, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if address == ctypes.c_void_p(-1).value:
-        raise OSError(number := ctypes.get_errno(), os.strerror(number))
-    return int(address)
 
 
 def _words(address: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
 
 
-STATE_ADDRESS = _map(8 * a.TABLE_WORDS, private=True)
+STATE_ADDRESS = map_memory(8 * a.TABLE_WORDS, private=True)
 """The address of the table of this process's arena, valid until the process ends."""
 _state = _words(STATE_ADDRESS, a.TABLE_WORDS)
 _making = threading.Lock()
@@ -132,7 +117,7 @@ def create() -> None:
         _state[a.TELL] = _address_of_function(ctypes.pythonapi.Py_AddPendingCall)
         _state[a.TELL + 1] = _address_of_function(_tell)
         count = limit // a.PAGE + 1
-        _state[a.PAGES] = _map(8 * count, private=True)
+        _state[a.PAGES] = map_memory(8 * count, private=True)
         a.begin(_state, _words(int(_state[a.PAGES]), count))
         _state[a.BASE] = base  # last: whoever sees it sees all the rest
 
@@ -161,11 +146,11 @@ _tell = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_say_that_it_is_full)
 
 def _new(limit: int) -> tuple[int, int, int]:
     """A new, empty arena: its descriptor, its address and its nonce."""
-    fd = _aside(shared.nameless())
+    fd = aside(shared.nameless())
     try:
         os.ftruncate(fd, limit)
         os.posix_fallocate(fd, 0, a.PAGE)  # ftruncate alone would let a full /dev/shm end in SIGBUS
-        base, nonce = _map(limit, fd), secrets.randbits(62) + 1
+        base, nonce = map_memory(limit, fd), secrets.randbits(62) + 1
     except OSError as error:
         os.close(fd)
         raise ResourceError(
@@ -176,15 +161,6 @@ def _new(limit: int) -> tuple[int, int, int]:
     return fd, base, nonce
 
 
-def _aside(fd: int) -> int:
-    """Move a descriptor to a high number, which nobody gets by chance after closing what is not theirs."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, min(max(soft, 0) // 2, 1 << 16))
-    finally:
-        os.close(fd)
-
-
 def withdraw(address: int, nbytes: int) -> None:
     """Make part of the arena this process's own memory: what peers still write there, it does not see.
 
@@ -192,7 +168,7 @@ def withdraw(address: int, nbytes: int) -> None:
     """
     _state[a.SHUT] = 1
     start, end = address // a.PAGE * a.PAGE, -(-(address + nbytes) // a.PAGE) * a.PAGE
-    own = _map(end - start, private=True)
+    own = map_memory(end - start, private=True)
     ctypes.memmove(own, start, end - start)
     _libc.mremap(own, end - start, end - start, _MREMAP_TO, start)
 
@@ -215,7 +191,7 @@ class Mapping:
         """Unmap. Nothing may use the address afterwards."""
         if self._open:
             self._open = False
-            _libc.munmap(self.address, self.nbytes)
+            unmap_memory(self.address, self.nbytes)
 
     def __enter__(self) -> Mapping:
         return self
@@ -243,7 +219,7 @@ def map_peer(pid: int, fd: int, nonce: int, nbytes: int) -> Mapping:
                 raise ResourceError(
                     f"cannot map the shared arrays of process {pid}: {path} is something else"
                 )
-            return Mapping(_map(nbytes, mine), nbytes)
+            return Mapping(map_memory(nbytes, mine), nbytes)
         finally:
             os.close(mine)
     except OSError as error:
@@ -316,7 +292,7 @@ def _blocks_in_use() -> Iterator[tuple[int, int]]:
 
 
 def _drop(copy: _Copy) -> None:
-    _libc.munmap(copy.address, int(_state[a.RANGE]))
+    unmap_memory(copy.address, int(_state[a.RANGE]))
     os.close(copy.fd)
 
 
@@ -344,7 +320,7 @@ def _put_in_place() -> None:
         _libc.mremap(_copy.address, limit, limit, _MREMAP_TO, base)
         _state[a.FD], _state[a.NONCE] = _copy.fd, _copy.nonce
     else:
-        _map(limit, fd, base, private=True)
+        map_memory(limit, fd, at=base, private=True)
         _state[a.FD], _state[a.NONCE], _state[a.LIMIT] = -1, 0, 0
         _state[a.SHUT], _state[a.KEEP] = 1, limit
     os.close(fd)

@@ -23,6 +23,7 @@ from ..core.monitor import Wait
 from ..core.operands import Array
 from ..core.operation import Call, Operation
 from ..core.processes import Member, dead_among
+from ..core.recorder import GroupRecorder
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
 from ..errors import ArrayError, GroupError
@@ -35,7 +36,7 @@ from ..p2p.transfers import kind_of
 from ..rendezvous import Store
 from . import arena, known, learned, movement, reductions, ring_kernels, rounds, symmetric
 from . import context_layout as words
-from .context import HANDED_OVER, Context, Report, What, changed, kept, patience
+from .context import HANDED_OVER, Context, Report, What, changed, kept, patience, words_for
 from .fast import Fast
 from .head_start import HeadStart, refuses
 from .lanes import Lanes
@@ -92,7 +93,10 @@ class ShmBackend(Backend):
         self.gate = gate
         self.monitor = ShmMonitor(segment, members, rank)
         self._segment = segment
-        self.context = Context(segment.address, segment.layout, rank, cores)
+        self._record = GroupRecorder(gate.name, members, rank, self.name, words_for(gate.size))
+        self._record.follow(words.CALLS, words.FINISHED, late=words.LATE, pending=words.PENDING)
+        self.monitor.record = self._record
+        self.context = Context(segment.address, segment.layout, rank, cores, self._record.context)
         self._c = self.context.address
         self._lanes = Lanes(
             gate.name, self.context, segment, cores, self._conditions.lanes, self.monitor, self.fail
@@ -337,6 +341,7 @@ class ShmBackend(Backend):
             self._segment.close()
             for mapping in self._arenas:
                 mapping.close()
+        self._record.close()
         if turn:
             self.gate.turn.release()
 

@@ -79,11 +79,16 @@ def kept(name: str, args: tuple[Any, ...], itemsize: int) -> tuple[Any, ...]:
     return tuple(map(keep, args))
 
 
-class Context:
-    """The context of one rank, and typed access to the words that Python needs."""
+def words_for(size: int) -> int:
+    """How many words the context has in a group of so many ranks."""
+    return at.TABLES + at.TABLES_A_RANK * size
 
-    def __init__(self, base: int, layout: Layout, rank: int, cores: int) -> None:
-        words = self.words = np.zeros(at.TABLES + at.TABLES_A_RANK * layout.size, np.int64)
+
+class Context:
+    """The context of one rank, and typed access to the words that Python needs; zeros in `words`, if it is given."""
+
+    def __init__(self, base: int, layout: Layout, rank: int, cores: int, words: Array | None = None) -> None:
+        words = self.words = np.zeros(words_for(layout.size), np.int64) if words is None else words
         self.address, self._base = address_of(words), base
         words[at.RANK], words[at.SIZE] = rank, layout.size
         words[at.SECTIONS], words[at.STRIDE] = base + layout.section(0), layout.stride

@@ -27,6 +27,7 @@ from ...core.monitor import Wait
 from ...core.operands import Array, is_plain
 from ...core.operation import Call, Operation
 from ...core.processes import Member
+from ...core.recorder import GroupRecorder
 from ...core.reduce_op import ReduceOp
 from ...core.status import DONE
 from ...core.work import Work
@@ -95,6 +96,7 @@ class MpiBackend(Backend):
         self._comm = comm
         self._control = MpiControl(library, comm, _NOTICE)
         self.monitor = NetMonitor(members, comm.rank, self._control)
+        self._record = self.monitor.record = GroupRecorder(gate.name, members, gate.rank, self.name)
         self._meeting = Meeting(library, comm, dedicated, _MEET)
         self._requests = Requests(library, dedicated)
         self._execution = partial(Execution, library, comm, self._requests, _MOVE, self._look)
@@ -315,6 +317,7 @@ class MpiBackend(Backend):
         # A call under way was aborted and ends within moments; a signal handler's own call never does.
         turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         self.monitor.leave()
+        self._record.close()
         failed = self.monitor.failure is not None
         if turn:
             if failed:

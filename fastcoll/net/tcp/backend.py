@@ -23,6 +23,7 @@ from ...core.monitor import Wait
 from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
 from ...core.processes import Member, cores_of
+from ...core.recorder import GroupRecorder
 from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH, WORKED
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, MismatchError
 from ...kernels.reduce import HALVES, reducer
@@ -87,6 +88,7 @@ class TcpBackend(Backend):
         here = [member for member in crowd if member.boot_id == members[gate.rank].boot_id]
         patience = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
         self._limits = default_limits(gate.size)
+        self._record = self.monitor.record = GroupRecorder(gate.name, members, gate.rank, self.name)
         self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, patience)
         self.pipe = TcpPipe(mesh, self.monitor, patience * _TRY)
         self.messages: Engine
@@ -326,6 +328,7 @@ class TcpBackend(Backend):
 
     def _release(self) -> None:
         """Close the connections, once no call uses them."""
+        self._record.close()
         self._mesh.close()
         self.context.fds.fill(-1)
 
