@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,14 +150,21 @@ def check() -> None:
 @functools.cache
 def warn_of_unknown() -> None:
     """Warn of variables that look like settings and are none, once a process. For one rank of a job to call."""
-    for name in sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in SETTINGS):
+    for name, cure in unknown(os.environ).items():
+        _log.warning("the environment variable %s is no setting of fastcoll; %s", name, cure)
+
+
+def unknown(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that look like settings and are none, each with what was probably meant."""
+    found = {}
+    for name in sorted(name for name in environ if name.startswith(_PREFIX) and name not in SETTINGS):
         import difflib
 
         near = difflib.get_close_matches(
             name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in SETTINGS], 1
         )
-        cure = f"did you mean {_PREFIX}{near[0]}?" if near else f"there are {', '.join(SETTINGS)}"
-        _log.warning("the environment variable %s is no setting of fastcoll; %s", name, cure)
+        found[name] = f"did you mean {_PREFIX}{near[0]}?" if near else f"there are {', '.join(SETTINGS)}"
+    return found
 
 
 def forget() -> None:

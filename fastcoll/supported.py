@@ -15,6 +15,14 @@ from . import config
 
 OLDEST = {"Python": (3, 10), "NumPy": (1, 26), "Numba": (0, 60)}
 """The oldest versions that the tests run with; as in pyproject.toml."""
+TESTED = {
+    "Python": (OLDEST["Python"], (3, 13)),
+    "NumPy": (OLDEST["NumPy"], (2, 5)),
+    "Numba": (OLDEST["Numba"], (0, 68)),
+    "torch": ((2, 13), (2, 15)),
+    "mpi4py": ((4, 1), (4, 1)),
+}
+"""The oldest and the newest version of each that tests have run with. Nothing for GPUs is here: no GPU was at hand."""
 
 
 def _check() -> None:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         dtypes = _ALL if given.dtypes == "all" else given.dtypes
         reductions = [_REDUCTIONS + parse_dtype(name).name for name in dtypes.split(",")]
-        known = [*_all_entries(), _SHARED_ARRAYS]
+        known = [*all_entries(), _SHARED_ARRAYS]
         wanted = known if given.ops is None else given.ops.split(",")
         if unknown := set(wanted) - set(known):
             raise UsageError(f"there is no operation {min(unknown)!r}; known: {', '.join(known)}")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _all_entries() -> dict[str, Entry]:
+def all_entries() -> dict[str, Entry]:
     """The entries by name; those for the network as `tcp.NAME`."""
     from .net.tcp.entries import ENTRIES as NET
     from .shm.backend import ENTRIES as SHM
@@ -98,7 +98,7 @@ def _make(name: str) -> _Made:
     elif name == _SHARED_ARRAYS:
         functions()
     else:
-        _all_entries()[name].compile()
+        all_entries()[name].compile()
     return _Made(name, time.perf_counter() - began, KernelCache.compiled > before)
 
 

@@ -34,6 +34,8 @@ LAYERS = (
     ("launch",),
     ("testing", "torch", "bench"),
     ("warmup",),
+    ("tools",),
+    ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -1,8 +1,15 @@
 """Entry point of `python -m fastcoll.bench`."""
 
 import sys
+from collections.abc import Sequence
 
 from . import command, tune
 
+
+def main(words: Sequence[str]) -> int:
+    """Run the benchmark, or its tuning, with the words of a command line; returns the exit code."""
+    return tune.main(words) if "--tune" in words else command.main(words)
+
+
 if __name__ == "__main__":  # the workers import this module again
-    sys.exit(tune.main(sys.argv[1:]) if "--tune" in sys.argv[1:] else command.main())
+    sys.exit(main(sys.argv[1:]))

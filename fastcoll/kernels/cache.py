@@ -35,7 +35,7 @@ _LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation; on a
 _SILENT = 1.0  # s of compilation after which a word is due
 _AGAIN = 5.0  # s until the next word about the same kernel
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_OTHER_ROOMS = {"bench", "gpu", "launch", "testing", "torch"}
+_OTHER_ROOMS = {"bench", "gpu", "launch", "testing", "tools", "torch"}
 """No module with kernels for this cache may import these (tests/test_import.py)."""
 
 
@@ -116,6 +116,9 @@ class KernelCache:
     Args:
         what: its name for people.
         signature: that of its signatures which is meant, if it has several.
+
+    Attributes:
+        source: the file that the function is in.
     """
 
     compiled: ClassVar[int] = 0
@@ -123,15 +126,19 @@ class KernelCache:
 
     def __init__(self, function: Callable[..., Any], what: str, signature: str = "") -> None:
         self._what = what
-        self._source = function.__code__.co_filename
+        self.source = function.__code__.co_filename
         made_for = _hash(_platform(), signature.encode())
         name = f"{function.__qualname__}-{function.__code__.co_firstlineno}-{made_for[:4].hex()}"
-        self._name = f"{os.path.splitext(os.path.basename(self._source))[0]}.{name}"
+        self._name = f"{os.path.splitext(os.path.basename(self.source))[0]}.{name}"
         ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
-        own = b"ours" if ours and _SOURCES else _content(self._source)
+        own = b"ours" if ours and _SOURCES else _content(self.source)
         self._stamp = _hash(made_for, self._name.encode(), (_SOURCES or "").encode(), own)
         # A closure's values are part of the code, and nobody could say what they are; nor of a function without a file.
         self._kept = function.__closure__ is None and own != b""
+
+    def is_there(self) -> bool:
+        """Whether the code is on the disk, so that nothing has to be compiled."""
+        return self._kept and self._found() is not None
 
     def code(self, compile: Callable[[], bytes]) -> bytes:
         """What is on the disk, or what `compile` makes; other processes wait until that is there."""
@@ -139,7 +146,7 @@ class KernelCache:
             return self._compiled(compile, "")
         found = self._found()
         if found is None:
-            folder = _writable(_folders(self._source))
+            folder = writable(folders(self.source))
             lock = _acquire(f"{folder}/{self._name}.lock")
             try:
                 found = self._found()
@@ -160,7 +167,7 @@ class KernelCache:
         return code
 
     def _found(self) -> bytes | None:
-        for folder in _folders(self._source):
+        for folder in folders(self.source):
             try:
                 with open(f"{folder}/{self._name}.code", "rb", buffering=0) as file:
                     content = file.readall()
@@ -216,7 +223,7 @@ def _content(path: str) -> bytes:
         return b""
 
 
-def _folders(source: str) -> list[str]:
+def folders(source: str) -> list[str]:
     """Where the code of a source file may be."""
     place = os.path.dirname(os.path.abspath(source))
     own = f"{os.path.basename(place)}_{_hash(place.encode()).hex()}"
@@ -226,7 +233,7 @@ def _folders(source: str) -> list[str]:
     return [f"{place}/__pycache__", f"{users}/fastcoll/{own}"]
 
 
-def _writable(folders: list[str]) -> str:
+def writable(folders: list[str]) -> str:
     """The first folder that files can be written to."""
     import tempfile  # takes 3 ms, and is for those who compile
 

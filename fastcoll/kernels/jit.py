@@ -130,9 +130,14 @@ class Entry:
         """Compile the function, or load it from the disk, unless that has been done."""
         with _compiling:
             if self.call == self._first_call:
-                room = self._function.__module__.split(".")[1:2] or [self._function.__module__]
-                code = KernelCache(self._function, f"{self.name} ({room[0]})").code(self._compile)
-                self.call = python_function(load(code), self.name, self.__doc__ or "")
+                self.call = python_function(
+                    load(self.cache().code(self._compile)), self.name, self.__doc__ or ""
+                )
+
+    def cache(self) -> KernelCache:
+        """Where its code is kept."""
+        room = self._function.__module__.split(".")[1:2] or [self._function.__module__]
+        return KernelCache(self._function, f"{self.name} ({room[0]})")
 
     def _compile(self) -> bytes:
         from . import compiling

@@ -165,14 +165,14 @@ def port_holder(port: int) -> str | None:
 
 
 # For what else a process opens: files, libraries, pidfds, the connections of its groups.
-_FOR_OTHERS = 64
+FOR_OTHERS = 64
 CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's --ulimit nofile=)"
 
 
 def make_room(connections: int, what: str) -> None:
     """Let this process open so many more descriptors for `what`, and some for other uses, or ResourceError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + connections + _FOR_OTHERS
+    needed = len(os.listdir("/proc/self/fd")) + connections + FOR_OTHERS
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:

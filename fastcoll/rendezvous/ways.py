@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.processes import speak_as, status_of, this_process
 from ..errors import ResourceError, StoreTimeoutError, UsageError
@@ -31,14 +32,37 @@ _FULL_SECONDS = 2.0
 _LOOK_AGAIN_SECONDS = 0.5
 
 
+class Place(NamedTuple):
+    """What the environment says of a world: this process's rank, and where to meet unless it is alone."""
+
+    rank: int
+    world_size: int
+    path: str = ""  # of a file; else the ranks meet at an address
+    host: str = ""
+    port: int = 0
+
+
 def meet_by_environment(rank: int | None, world_size: int | None, timeout: float) -> Rendezvous:
     """Meet as the environment says. With nothing said at all, this is a world of one.
 
+    UsageError: variables are missing, contradict one another, or are no numbers.
+    """
+    place = place_of(detect(os.environ, rank, world_size))
+    rank, world_size, path, host, port = place
+    if world_size == 1:
+        return Rendezvous(HashStore(), 0, 1, "127.0.0.1")
+    if path:
+        return meet_in_file(path, rank, world_size, timeout)
+    return meet_at_address(host, port, rank, world_size, timeout, f"MASTER_ADDR={host} MASTER_PORT={port}")
+
+
+def place_of(said: Detected) -> Place:
+    """Where ranks meet of whom the environment says this.
+
     Where the launcher says that all ranks are on this machine and no MASTER_PORT is set, they meet in a file named
     after it; under Slurm or Open MPI on several nodes the port is derived from the job. UsageError: variables are
-    missing, contradict one another, or are no numbers.
+    missing.
     """
-    said = detect(os.environ, rank, world_size)
     rank, world_size = said.rank, said.world_size
     if rank is None and world_size is None and not said.found:
         rank, world_size = 0, 1
@@ -46,9 +70,9 @@ def meet_by_environment(rank: int | None, world_size: int | None, timeout: float
         raise _missing(said, {TORCH.rank: rank, TORCH.size: world_size})
     check_rank(rank, world_size)
     if world_size == 1:
-        return Rendezvous(HashStore(), 0, 1, "127.0.0.1")
+        return Place(0, 1)
     if said.master_port is None and said.on_one_node and said.rank_variable not in ("", TORCH.rank):
-        return meet_in_file(shared_path(said.rank_variable), rank, world_size, timeout)
+        return Place(rank, world_size, shared_path(said.rank_variable))
     port = said.master_port
     if port is None and said.job_id is not None:
         port = derived_port(said.job_id)
@@ -57,7 +81,7 @@ def meet_by_environment(rank: int | None, world_size: int | None, timeout: float
         host = "0.0.0.0"  # rank 0 need not know by which of its addresses the others come
     if host is None or port is None:
         raise _missing(said, {"MASTER_ADDR": host, "MASTER_PORT": port})
-    return meet_at_address(host, port, rank, world_size, timeout, f"MASTER_ADDR={host} MASTER_PORT={port}")
+    return Place(rank, world_size, host=host, port=port)
 
 
 def _missing(said: Detected, needed: Mapping[str, object]) -> UsageError:

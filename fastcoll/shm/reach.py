@@ -54,24 +54,22 @@ class Reach:
         self._word = ctypes.c_int64(segment.nonce ^ rank)
         self._wanted = bool(segment.words[WAYS] >> DIRECT & 1)
         if self._wanted:
-            _let_peers_read()
+            let_peers_read()
         segment.reach(rank)[0] = ctypes.addressof(self._word)
 
     def probe(self) -> None:
         """Read the words of all others, once all have attached, and say whether that went well."""
         how, why = SAID | READS | MAPS if self._wanted else SAID, ""
         for peer, member in enumerate(self._members if self._wanted else ()):
-            found = ctypes.c_int64()
-            here = Vector(ctypes.addressof(found), 8)
-            there = Vector(int(self._segment.reach(peer)[0]), 8)
-            if _read(member.pid, here, 1, there, 1, 0) != 8:
-                why = os.strerror(ctypes.get_errno())
-            elif found.value != self._segment.nonce ^ peer:
-                why = "that pid is another process here"
+            try:
+                if read_word(member.pid, int(self._segment.reach(peer)[0])) != self._segment.nonce ^ peer:
+                    why = "that pid is another process here"
+            except OSError as error:
+                why = str(error.strerror)
             if why and how & READS:
                 _log.debug("the memory of %s cannot be read by process_vm_readv: %s", member, why)
                 how &= ~READS
-            if not in_sight(member) or not os.access(f"/proc/{member.pid}/fd", os.R_OK | os.X_OK):
+            if not in_sight(member) or not descriptors_are_open(member.pid):
                 how &= ~MAPS
         self._segment.reach(self._rank)[1] = how
 
@@ -93,7 +91,22 @@ def unreadable(monitor: Monitor, rank: int) -> AbortedError:
     )
 
 
-def _let_peers_read() -> None:
+def read_word(pid: int, address: int) -> int:
+    """The int64 at an address of another process; OSError: it cannot be read."""
+    found = ctypes.c_int64()
+    here, there = Vector(ctypes.addressof(found), 8), Vector(address, 8)
+    if _read(pid, here, 1, there, 1, 0) != 8:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return found.value
+
+
+def descriptors_are_open(pid: int) -> bool:
+    """Whether the files that another process has open can be opened here, as mapping its arenas takes."""
+    return os.access(f"/proc/{pid}/fd", os.R_OK | os.X_OK)
+
+
+def let_peers_read() -> None:
     """Where Yama lets only ancestors read, allow it to all processes of this user, as they are without Yama."""
     with suppress(OSError), open("/proc/sys/kernel/yama/ptrace_scope") as file:
         if file.read().strip() == "1":

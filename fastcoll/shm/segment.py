@@ -202,14 +202,22 @@ def sweep() -> list[str]:
     A name lives for milliseconds while a group is made, so a name whose maker (pid and start time) is
     gone belongs to a job that was killed in that moment.
     """
-    stale = []
+    swept = []
+    for name in stale():
+        with contextlib.suppress(posix_ipc.Error):  # another user's, with a name like ours
+            unlink(name)
+            swept.append(name)
+    return swept
+
+
+def stale() -> list[str]:
+    """The names that `sweep` would remove."""
+    found = []
     for name in os.listdir(DIRECTORY):
         pid, _, start = name.removeprefix(_PREFIX).rpartition("-")[0].partition("-")
         if name.startswith(_PREFIX) and pid.isdigit() and _start_time(int(pid)) != start:
-            with contextlib.suppress(posix_ipc.Error):  # another user's, with a name like ours
-                unlink(name)
-                stale.append(name)
-    return stale
+            found.append(name)
+    return found
 
 
 def free_bytes() -> int:

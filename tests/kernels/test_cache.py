@@ -267,10 +267,10 @@ def test_damaged_files_are_replaced(tmp_path, compiles, damaged):
 
 
 def test_code_beside_sources_that_this_user_cannot_write_to_is_taken(monkeypatch, tmp_path, compiles):
-    folders = cache._folders(__file__)
-    monkeypatch.setattr(cache, "_folders", lambda source: ["/proc/none", *folders])
+    folders = cache.folders(__file__)
+    monkeypatch.setattr(cache, "folders", lambda source: ["/proc/none", *folders])
     assert not compiles()
-    monkeypatch.setattr(cache, "_folders", lambda source: ["/proc/none", str(tmp_path / "users")])
+    monkeypatch.setattr(cache, "folders", lambda source: ["/proc/none", str(tmp_path / "users")])
     assert compiles()
     assert not compiles()
 

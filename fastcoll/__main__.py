@@ -1,0 +1,8 @@
+"""`python -m fastcoll`."""
+
+import sys
+
+from .tools.command import main
+
+if __name__ == "__main__":  # the benchmark's workers import this module again
+    sys.exit(main())

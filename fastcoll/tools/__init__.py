@@ -1,0 +1,1 @@
+"""`python -m fastcoll`: its list of commands, and those that look at this machine and the jobs on it."""

@@ -1,0 +1,60 @@
+"""The command `fastcoll`, or `python -m fastcoll`: one word says which of its commands, the rest are that one's words.
+
+A command is a module with a function `main(words) -> exit code`, which is imported when it is asked for: `status` must
+not wait for what `bench` needs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from .._version import __version__
+
+COMMANDS = {
+    "doctor": ("fastcoll.tools.doctor", "what works on this machine and what does not, each with its cure"),
+    "env": ("fastcoll.tools.environment", "the launcher that was detected, and the settings in force"),
+    "launch": ("fastcoll.launch.command", "start a program with several ranks"),
+    "bench": ("fastcoll.bench.__main__", "time and verify operations"),
+    "warmup": ("fastcoll.warmup", "compile ahead what programs would wait for"),
+}
+_PIPE_IS_CLOSED = 141  # as a shell says of a program that SIGPIPE has ended
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the words of a command line name; returns its exit code."""
+    name, *words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name in ("-V", "--version"):
+        print(f"fastcoll {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        cure = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"fastcoll: there is no command {name!r}; {cure}", file=sys.stderr)
+        return 2
+    try:
+        code: int = import_module(COMMANDS[name][0]).main(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `python -m fastcoll env | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at the end
+        return _PIPE_IS_CLOSED
+    return code
+
+
+def _help() -> str:
+    rows = [f"  {name:8} {about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: python -m fastcoll COMMAND ...",
+            "",
+            *rows,
+            "",
+            "python -m fastcoll COMMAND --help: its options",
+        ]
+    )

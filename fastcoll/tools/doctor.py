@@ -1,0 +1,78 @@
+"""`python -m fastcoll doctor`: tries what fastcoll needs of this machine, and says of each trouble its cure.
+
+A check is a function that takes the number of ranks on this machine and yields findings. What it tries it does as a
+group does it, by the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+
+from .._version import __version__
+from . import machine_checks, network_checks, software_checks
+from .finding import Finding
+from .printing import Printer
+
+_STYLES = {"ok": "good", "none": "dim", "warning": "warning", "problem": "bad"}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns 1 where something will not work."""
+    cores = len(os.sched_getaffinity(0))
+    parser = argparse.ArgumentParser(
+        prog="python -m fastcoll doctor",
+        description="Try what fastcoll needs of this machine, and say of each trouble its cure.",
+        epilog="exit code: 0; 1 where something will not work (warnings do not count).",
+    )
+    usual = max(2, cores)
+    parser.add_argument(
+        "-n", "--ranks", type=int, default=usual, metavar="N",
+        help=f"ranks that are to run on this machine (default: one a core, at least 2; here {usual})",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one object, for programs")
+    given = parser.parse_args(words)
+    if given.ranks < 1:
+        parser.error(f"-n must be at least 1, got {given.ranks}")
+    findings = list(examine(given.ranks))
+    problems, warnings = (sum(each.level == level for each in findings) for level in ("problem", "warning"))
+    show = Printer()
+    if given.json:
+        about = {
+            "fastcoll": __version__,
+            "host": os.uname().nodename,
+            "ranks": given.ranks,
+            "fine": not problems,
+        }
+        show.json({**about, "findings": [each._asdict() for each in findings]})
+        return 1 if problems else 0
+    show.say(
+        f"fastcoll {__version__} on {os.uname().nodename}, looked at for {given.ranks} ranks here", "bold"
+    )
+    show.table(
+        ("", "what", "found"),
+        [(each.level, each.about, each.text) for each in findings],
+        [_STYLES[each.level] for each in findings],
+    )
+    if cures := [(each.about, each.cure) for each in findings if each.cure]:
+        show.say()
+        show.table(("what", "cure"), cures, ["bold"] * len(cures))
+    show.say()
+    counts = [
+        f"{count} {what}" + "s" * (count > 1)
+        for count, what in ((problems, "problem"), (warnings, "warning"))
+        if count
+    ]
+    show.say(", ".join(counts) or "everything that was looked at works", "bad" if problems else "good")
+    return 1 if problems else 0
+
+
+def examine(ranks: int) -> Iterator[Finding]:
+    """All findings; a check that itself fails is a problem, and the others go on."""
+    for check in (*software_checks.CHECKS, *machine_checks.CHECKS, *network_checks.CHECKS):
+        try:
+            yield from check(ranks)
+        except Exception as error:
+            about = check.__name__.replace("_", " ")
+            yield Finding("problem", about, f"{type(error).__name__}: {error}", "see the error's own words")

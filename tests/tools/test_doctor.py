@@ -1,0 +1,191 @@
+"""The doctor: what it looks at is really there, each trouble is found where it is made, and has a cure."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from fastcoll import config
+from fastcoll.rendezvous.detect import port_beside
+from fastcoll.shm import segment
+from fastcoll.tools import doctor, machine_checks, network_checks, software_checks
+
+ABOUT = {
+    "Python", "NumPy", "Numba", "posix_ipc", "torch", "mpi4py", "CUDA", "settings", "secret", "compiled code",
+    "shared memory", "memory", "limits", "peers' memory", "kernel", "cores", "huge pages", "loopback", "interfaces",
+    "own name", "ports",
+}  # fmt: skip
+
+
+def run(*words: str, limit: tuple[int, int] | None = None, **environment: str) -> tuple[dict, int]:
+    """What the doctor says as JSON, with a limit of its own: which one, and how much."""
+
+    def restrict() -> None:
+        if limit is not None:
+            resource.setrlimit(limit[0], (limit[1], limit[1]))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "fastcoll", "doctor", "--json", *words],
+        capture_output=True, text=True, timeout=100, env={**os.environ, **environment}, preexec_fn=restrict,
+    )  # fmt: skip
+    assert not done.stderr
+    return json.loads(done.stdout), done.returncode
+
+
+def about(told: dict, what: str) -> list[dict]:
+    return [each for each in told["findings"] if each["about"] == what]
+
+
+def test_all_there_is_is_looked_at_and_this_machine_can_run_these_tests():
+    told, code = run("-n", "2")
+    assert {each["about"] for each in told["findings"]} >= ABOUT
+    assert [each for each in told["findings"] if each["level"] == "problem"] == []
+    assert (code, told["fine"]) == (0, True)
+    assert all(each["cure"] for each in told["findings"] if each["level"] == "warning")
+    (peers,) = about(told, "peers' memory")
+    assert peers["level"] == "ok"  # the tests of single_copy.py run here
+
+
+def test_too_little_for_so_many_ranks_is_a_problem_with_its_cure():
+    told, code = run("-n", "100000")
+    assert code == 1
+    (memory,) = (each for each in about(told, "shared memory") if each["level"] != "ok")
+    assert memory["level"] == "problem"
+    assert "--shm-size" in memory["cure"]
+    told, code = run("-n", "40", limit=(resource.RLIMIT_NOFILE, 100))
+    (files,) = (each for each in about(told, "limits") if "open files" in each["text"])
+    assert files["level"] == "problem"
+    assert "ulimit -n" in files["cure"]
+    assert code == 1
+
+
+def test_a_setting_that_cannot_be_used_is_a_problem(tmp_path):
+    told, code = run(FASTCOLL_LANES="9", FASTCOLL_LANE="1")
+    problem, warning = about(told, "settings")
+    assert (problem["level"], warning["level"], code) == ("problem", "warning", 1)
+    assert "FASTCOLL_LANES='9'" in problem["text"]
+    assert "did you mean FASTCOLL_LANES?" in warning["cure"]
+    secret = tmp_path / "secret"
+    secret.write_text("for everybody to read")
+    secret.chmod(0o644)
+    told, code = run(FASTCOLL_SECRET_FILE=str(secret))
+    (found,) = about(told, "secret")
+    assert (found["level"], code) == ("problem", 1)
+    assert "chmod 600" in found["cure"]
+
+
+def test_kernels_that_are_not_there_are_compiled_by_whom_the_cure_says(tmp_path):
+    told, code = run(NUMBA_CACHE_DIR=str(tmp_path))
+    (code_found,) = about(told, "compiled code")
+    assert (code_found["level"], code) == ("warning", 0)
+    assert "python -m fastcoll warmup" in code_found["cure"]
+    told, code = run(NUMBA_CACHE_DIR="/proc/none")
+    (code_found,) = about(told, "compiled code")
+    assert (code_found["level"], code) == ("problem", 1)
+
+
+def test_ports_and_interfaces_that_cannot_be_had():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        master = next(p for p in range(1024, 65536) if port_beside(p) == port)
+        told, code = run(
+            FASTCOLL_PORT_RANGE=f"{port}-{port}", FASTCOLL_SOCKET_IFNAME="nowhere0", MASTER_PORT=str(master)
+        )
+    chosen, store = about(told, "ports")
+    assert (chosen["level"], store["level"], code) == ("problem", "warning", 1)
+    assert f"pid {os.getpid()}" in store["text"]
+    (interface,) = about(told, "interfaces")
+    assert interface["level"] == "problem"
+    assert "nowhere0" in interface["text"]
+
+
+def test_a_machine_where_peers_may_not_read_is_warned_of(monkeypatch):
+    denied = (
+        "import sys; sys.modules['fastcoll.shm.reach'] = None; print(False); print('Operation not permitted')"
+    )
+    monkeypatch.setattr(machine_checks, "_ASK_PEER", denied)
+    reads, opens = machine_checks.memory_of_peers(2)
+    assert "process_vm_readv: Operation not permitted" in reads.text
+    assert "SYS_PTRACE" in reads.cure
+    assert (reads.level, opens.level) == ("warning", "warning")
+
+
+def test_another_processs_memory_at_the_address_is_told_from_this_ones(monkeypatch):
+    """As where pids are those of another namespace: the probe must compare what it reads."""
+    wrong = machine_checks._ASK_PEER.replace("== word", "== word + 1")
+    assert wrong != machine_checks._ASK_PEER
+    monkeypatch.setattr(machine_checks, "_ASK_PEER", wrong)
+    (found,) = machine_checks.memory_of_peers(2)
+    assert "another process" in found.text
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "level"),
+    [
+        ("NumPy", "1.25.2", "problem"),
+        ("NumPy", "2.0.1", "ok"),
+        ("NumPy", "9.1.0", "warning"),
+        ("NumPy", "", "problem"),
+        ("torch", "", "none"),
+        ("torch", "2.6.0+cpu", "warning"),
+        ("torch", "2.15.0", "ok"),
+        ("Numba", "0.68.0rc1", "ok"),
+    ],
+)
+def test_versions_are_judged_by_what_tests_ran_with(name, version, level):
+    found = software_checks.judge(name, version, "pip install it" if name != "torch" else "")
+    assert found.level == level
+    assert bool(found.cure) is (level in ("problem", "warning"))
+
+
+def test_mpi_that_cannot_be_loaded_is_a_warning(monkeypatch):
+    monkeypatch.setattr(software_checks, "installed", lambda package: "4.1.0")
+    monkeypatch.setattr(software_checks, "_ASK_MPI", "raise ImportError('libmpi.so: not there')")
+    version, library = software_checks.mpi(2)
+    assert version.level == "ok"
+    assert library.level == "warning"
+    assert "libmpi.so: not there" in library.text
+
+
+def test_cgroups_limits_are_those_of_the_lowest_ancestor(monkeypatch, tmp_path):
+    inner = tmp_path / "sys/fs/cgroup/outer/inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/outer/inner\n")
+    (inner / "memory.max").write_text("max\n")
+    (inner / "memory.current").write_text("100\n")
+    (inner.parent / "memory.max").write_text("4096\n")
+    (inner.parent / "memory.current").write_text("3000\n")
+    (inner / "cpu.max").write_text("150000 100000\n")
+    monkeypatch.setattr(machine_checks, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert machine_checks.cgroup_limit("memory.max") == 4096
+    assert machine_checks.cgroup_limit("cpu.max") == 1.5
+    assert machine_checks.cgroup_limit("pids.max") is None
+
+
+def test_small_shared_memory_slows_a_group_before_it_stops_one(monkeypatch):
+    config.forget()
+    monkeypatch.setattr(segment, "free_bytes", lambda: 12 << 20)
+    (slower,) = machine_checks.shared_memory(2)
+    assert slower.level == "warning"
+    monkeypatch.setattr(segment, "free_bytes", lambda: 8 << 10)
+    (none,) = machine_checks.shared_memory(2)
+    assert none.level == "problem"
+
+
+def test_a_check_that_fails_is_told_and_the_others_go_on(monkeypatch):
+    def broken(ranks):
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(network_checks, "CHECKS", (broken, network_checks.loopback))
+    monkeypatch.setattr(machine_checks, "CHECKS", ())
+    monkeypatch.setattr(software_checks, "CHECKS", ())
+    first, second = doctor.examine(2)
+    assert (first.level, first.about) == ("problem", "broken")
+    assert second.about == "loopback"
