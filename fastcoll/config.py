@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
@@ -90,9 +91,17 @@ SETTINGS: dict[str, Setting] = {
         0,
         "1: NumPy's new arrays of 64 KiB and more lie in shared memory, from `init_process_group` on",
     ),
-    "FASTCOLL_SECRET": Setting(str, "", "the job's shared secret; connections then authenticate both ways"),
+    "FASTCOLL_SECRET": Setting(
+        str,
+        "",
+        "the job's secret, which both ends of every connection prove; default: the user's own, in "
+        "~/.config/fastcoll/secret",
+    ),
     "FASTCOLL_SECRET_FILE": Setting(
         str, "", "file with the secret, which nobody else may read; FASTCOLL_SECRET comes first"
+    ),
+    "FASTCOLL_INSECURE": Setting(
+        _switch, 0, "1: where no secret is given there is none, and whoever reaches the job may join it"
     ),
     "FASTCOLL_SOCKET_IFNAME": Setting(
         str, "", "network interfaces to use, as in eth0 or eth0,eth1 or ^docker0; else GLOO_SOCKET_IFNAME"
@@ -117,6 +126,14 @@ SETTINGS: dict[str, Setting] = {
 }
 
 _read: dict[str, Any] = {}
+
+
+def user_folder() -> Path | None:
+    """Where fastcoll keeps what is this user's: in XDG_CONFIG_HOME, else ~/.config; None: the user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fastcoll"
+    except RuntimeError:
+        return None
 
 
 def get(name: str) -> Any:

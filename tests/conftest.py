@@ -8,13 +8,19 @@ import logging
 import os
 import re
 import signal
+import tempfile
 
 import pytest
 
+_CONFIG = "-of-fastcoll-tests"
 pytest_plugins = ["pytester", "hosts.plugin"]
 
-# Ranks neither begin with what an earlier run has learned nor leave anything to the user's next one.
+# Ranks neither begin with what an earlier run has learned nor leave anything to the user's next one, nor is the user's
+# own secret read or made. A worker has its parent's folder.
 os.environ.setdefault("FASTCOLL_TUNING", "none")
+if not os.environ.get("XDG_CONFIG_HOME", "").endswith(_CONFIG):
+    _folder = tempfile.TemporaryDirectory(suffix=_CONFIG)
+    os.environ["XDG_CONFIG_HOME"] = _folder.name
 
 # A shell's background job ignores Ctrl-C, and one of nohup hanging up; so would every process that a test starts and
 # signals, as it inherits that, but not a handler.

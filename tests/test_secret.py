@@ -1,26 +1,44 @@
-"""Where the job's secret comes from, and whom a process warns that has none."""
+"""Where the job's secret comes from, what of it is refused, and whom a process warns that has none."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fastcoll import config
-from fastcoll.errors import UsageError
+from fastcoll.errors import StoreError, UsageError
 from fastcoll.rendezvous import TCPStore, secret
+
+GIVEN = ("FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE", "FASTCOLL_INSECURE")
+NOWHERE = "/dev/null/no folder"
 
 
 @pytest.fixture(autouse=True)
-def plain_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE"):
+def plain_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing is given; a home, and what stands for /dev/shm, that are empty."""
+    for name in GIVEN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(secret, "_warned", False)
+    monkeypatch.setattr(secret, "_MACHINES", tmp_path / "shm")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home" / "config"))
+    for folder in ("shm", "home"):
+        (tmp_path / folder).mkdir()
     config.forget()
     yield
     config.forget()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """The user's own file, which is not there yet."""
+    path = tmp_path / "home" / "config" / "fastcoll" / "secret"
+    path.parent.mkdir(parents=True)
+    return path
 
 
 def keep(path: Path, data: bytes, mode: int = 0o600) -> str:
@@ -29,8 +47,130 @@ def keep(path: Path, data: bytes, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_there_is_none_at_first() -> None:
+def test_the_users_own_is_made_at_first_use_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "home/config/fastcoll/secret"
+    made = secret.job_secret()
+    assert len(bytes.fromhex(made.decode())) == 32
+    assert path.read_bytes() == made + b"\n"
+    assert path.stat().st_mode & 0o7777 == 0o600
+    assert os.listdir(path.parent) == ["secret"]
+    assert secret.source() == f"the user's own, in {path}"
+    assert subprocess.run(TELL, capture_output=True, check=True).stdout == made
+
+
+TELL = [
+    sys.executable, "-c",
+    "import sys; from fastcoll.rendezvous.secret import job_secret; sys.stdout.buffer.write(job_secret())",
+]  # fmt: skip
+
+
+def test_ranks_that_make_it_at_once_agree(own: Path) -> None:
+    wait = [*TELL[:2], f"import sys; sys.stdin.read(); {TELL[2]}"]
+    ranks = [subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(8)]
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.close()
+    told = set()
+    for rank in ranks:
+        with rank:
+            assert rank.stdout is not None
+            told.add(rank.stdout.read())
+    assert told == {own.read_bytes().strip()}
+    assert os.listdir(own.parent) == ["secret"]
+
+
+def test_whatever_the_umask_it_is_the_users_alone(own: Path) -> None:
+    before = os.umask(0o777)
+    try:
+        secret.job_secret()
+    finally:
+        os.umask(before)
+    assert own.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o606, 0o700])
+def test_the_users_own_with_other_modes_is_refused(own: Path, mode: int) -> None:
+    keep(own, b"s", mode)
+    with pytest.raises(
+        UsageError, match=rf"refused: others may open it \(mode {mode:04o}\); remove it \(rm -f "
+    ):
+        secret.job_secret()
+
+
+def test_the_users_own_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
+    keep(own, b"s")
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(
+        UsageError, match=f"it belongs to user {me}, and this process is user {me + 1}'s; remove it"
+    ):
+        secret.job_secret()
+
+
+def test_what_is_no_file_in_the_place_of_the_users_own_is_refused(own: Path, tmp_path: Path) -> None:
+    keep(tmp_path / "elsewhere", b"s")
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="it is a link; remove it"):
+        secret.job_secret()
+    own.unlink()
+    own.symlink_to(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="it is a link; remove it"):
+        secret.job_secret()
+    own.unlink()
+    os.mkfifo(own)
+    with pytest.raises(UsageError, match="it is no file"):
+        secret.job_secret()
+
+
+def test_the_users_own_that_holds_none_is_refused(own: Path) -> None:
+    keep(own, b"\n")
+    with pytest.raises(UsageError, match="holds no secret of 1 to 4096 bytes; remove it"):
+        secret.job_secret()
+
+
+def test_without_a_home_the_machine_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", NOWHERE)
+    made = secret.job_secret()
+    (path,) = (tmp_path / "shm").iterdir()
+    assert path.name == f".fastcoll-{os.geteuid()}-secret"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_bytes() == made + b"\n"
+
+
+def test_nothing_is_made_in_another_users_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(UsageError, match=rf"{tmp_path}/home belongs to user {me}"):
+        secret.job_secret()
+    assert os.listdir(tmp_path / "home") == os.listdir(tmp_path / "shm") == []
+
+
+def test_nothing_listens_where_no_secret_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", NOWHERE)
+    monkeypatch.setattr(secret, "_MACHINES", Path("/dev/null/no shm"))
+    cure = r"cannot be kept in /dev/null/.* or /dev/null/.*; give every rank .* FASTCOLL_SECRET_FILE, or .*INSECURE=1"
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(UsageError, match=cure):
+            TCPStore(host, 0, is_master=True)
+
+
+def test_none_is_used_or_made_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FASTCOLL_INSECURE", "1")
     assert secret.job_secret() == b""
+    assert os.listdir(own.parent) == []
+    for _ in range(2):
+        with TCPStore("127.0.0.1", 0, is_master=True):
+            pass
+    (record,) = caplog.records
+    assert "FASTCOLL_INSECURE=1: listening on 127.0.0.1:" in record.getMessage()
+
+
+def test_a_given_one_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTCOLL_INSECURE", "1")
+    monkeypatch.setenv("FASTCOLL_SECRET", "s")
+    assert secret.job_secret() == b"s"
 
 
 def test_the_variable_comes_before_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,36 +230,14 @@ def test_a_secret_is_not_shown_in_errors(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "hush" not in str(raised.value)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])
-def test_nobody_is_warned_of_loopback(caplog: pytest.LogCaptureFixture, host: str) -> None:
-    secret.warn_if_open(host, "there")
-    assert not caplog.records
-
-
-def test_a_process_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        secret.warn_if_open("10.0.0.1", "10.0.0.1:77")
-        secret.warn_if_open("0.0.0.0", "all addresses")
-    (record,) = caplog.records
-    assert "10.0.0.1:77 without a secret" in record.getMessage()
-
-
-def test_nobody_is_warned_who_has_a_secret(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("FASTCOLL_SECRET", "s")
-    secret.warn_if_open("10.0.0.1", "10.0.0.1:77")
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
-def test_the_store_warns_where_others_can_reach_it(
-    caplog: pytest.LogCaptureFixture, host: str, warns: bool
-) -> None:
-    with TCPStore(host, 0, is_master=True):
-        assert (
-            any("(the store) without a secret" in record.getMessage() for record in caplog.records) == warns
-        )
+def test_one_side_without_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        monkeypatch.setenv("FASTCOLL_INSECURE", "1")
+        config.forget()
+        with pytest.raises(
+            StoreError, match="another secret, and this process has none, by FASTCOLL_INSECURE=1"
+        ):
+            TCPStore("127.0.0.1", store.port)
 
 
 def test_the_store_takes_the_secret_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

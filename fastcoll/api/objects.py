@@ -1,7 +1,8 @@
 """Collectives of Python objects, by pickle. The only file that imports it.
 
 Unpickling runs code of the sender's choice. A group's peers have proven that they belong to the job before
-this file sees a byte of theirs: in shared memory by having mapped a segment that only this user can open.
+this file sees a byte of theirs: in shared memory by having mapped a segment that only this user can open, over the
+network by the job's secret. Without one (FASTCOLL_INSECURE=1) objects go through shared memory alone.
 
 Every operation first moves the sizes, then the bytes, as dtypes that no user's array has. A rank whose object cannot be
 pickled refuses the call before that; of a message it sends the size `_FAILED`, so that both sides raise, and the group
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import config
 from ..core.group import ProcessGroup
 from ..core.signature import OBJECT_BYTES, OBJECT_SIZES
 from ..errors import UnavailableError, UsageError
@@ -45,7 +47,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
         >>> names = [None] * dist.get_world_size()
         >>> dist.all_gather_object(names, os.uname().nodename)
     """
-    g = member_of(group, "all_gather_object")
+    g = _member(group, "all_gather_object")
     if g is None:
         return
     with g.preparing("all_gather_object"):
@@ -71,7 +73,7 @@ def gather_object(
         dst, group_dst: who gets them, as a global rank or as a rank in the group; none: global rank 0.
         group, and what it raises: as for `all_gather_object`.
     """
-    g = member_of(group, "gather_object")
+    g = _member(group, "gather_object")
     if g is None:
         return
     with g.preparing("gather_object"):
@@ -101,7 +103,7 @@ def broadcast_object_list(
         group, and what it raises: as for `all_gather_object`.
         device: None or "cpu".
     """
-    g = member_of(group, "broadcast_object_list")
+    g = _member(group, "broadcast_object_list")
     if g is None:
         return
     with g.preparing("broadcast_object_list"):
@@ -130,7 +132,7 @@ def scatter_object_list(
         src, group_src: whose list, as a global rank or as a rank in the group; none: global rank 0.
         group, and what it raises: as for `all_gather_object`.
     """
-    g = member_of(group, "scatter_object_list")
+    g = _member(group, "scatter_object_list")
     if g is None:
         return
     with g.preparing("scatter_object_list"):
@@ -166,7 +168,7 @@ def send_object_list(
         device: None or "cpu".
         use_batch: no effect; it is for backends that connect peers anew for each single message.
     """
-    g = member_of(group, "send_object_list")
+    g = _member(group, "send_object_list")
     if g is None:
         return
     _check_list("object_list", object_list, Sequence, device=device)
@@ -200,7 +202,7 @@ def recv_object_list(
     Returns:
         The sender's global rank; -1 outside the group.
     """
-    g = member_of(group, "recv_object_list")
+    g = _member(group, "recv_object_list")
     if g is None:
         return -1
     _check_list("object_list", object_list, device=device)
@@ -213,6 +215,20 @@ def recv_object_list(
     g.recv_objects(data.view(np.uint8), sender)
     object_list[:] = map(_unpack, _cut(data, sizes))
     return g.ranks[sender]
+
+
+def _member(group: Group, name: str) -> ProcessGroup | None:
+    """As `member_of`; refuses, on all ranks alike, a group of which anybody may be a member."""
+    g = member_of(group, name)
+    if g is not None and g.size > 1 and g.backend.name != "shm" and config.get("FASTCOLL_INSECURE"):
+        from ..rendezvous.secret import SAME_SECRET, job_secret
+
+        if not job_secret():
+            raise UnavailableError(
+                f"{name} unpickles what the other ranks send, and with FASTCOLL_INSECURE=1 nobody has proven to be one "
+                f"of them in {g!r}; {SAME_SECRET}"
+            )
+    return g
 
 
 def _pack(obj: Any) -> Bytes:

@@ -6,7 +6,7 @@
 | LOCAL_RANK, LOCAL_WORLD_SIZE | among those of this node |
 | GROUP_RANK | the node's number |
 | MASTER_ADDR, MASTER_PORT | where rank 0 listens |
-| FASTCOLL_SECRET | the job's secret, if the launcher made one |
+| FASTCOLL_SECRET | the job's secret, which the launcher makes for a job of one node that was given none |
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 when several ranks share the node, unless set already |
 
 The launchers of a job's nodes tell one another that a rank has failed, so that all of them end. They meet in a store,
@@ -95,7 +95,9 @@ class Job:
         return [name for name in _THREADS if self.local_size > 1 and name not in inherited]
 
     def environment(self, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The whole environment of one rank; several nodes' launchers could not agree on a secret, so none is made."""
+        """The whole environment of one rank. Launchers of several nodes could not agree on a secret that they make, so
+        they and their ranks take the user's own where none is given.
+        """
         made = {name: "1" for name in self.single_threaded(inherited)}
         has_secret = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
         if self.nodes == 1 and not has_secret:

@@ -62,14 +62,15 @@ def meet_by_multicast(
 ) -> Rendezvous:
     """Meet the other processes that announce themselves at a multicast address; ranks and errors as by `arrive`.
 
-    `group_name`, and the job's secret where there is one, keep jobs apart that use the same address.
+    `group_name` and the job's secret keep jobs apart that use the same address.
     ResourceError: the machine cannot take part in the group.
     """
+    secret = job_secret()
     with MulticastSocket(address, port) as group:
         me = Announcement(
             job_digest(group_name), os.urandom(16).hex(), time.time(), world_size, **vars(this_process())
         )
-        candidate = _Candidate(group, shown(address, port), me, timeout)
+        candidate = _Candidate(group, shown(address, port), me, secret, timeout)
         try:
             return candidate.meet(own_address(address), rank)
         finally:
@@ -178,10 +179,12 @@ class Election:
 class _Candidate:
     """This process while it looks for the others."""
 
-    def __init__(self, group: MulticastSocket, where: str, me: Announcement, timeout: float) -> None:
+    def __init__(
+        self, group: MulticastSocket, where: str, me: Announcement, secret: bytes, timeout: float
+    ) -> None:
         self._group, self._where, self._me, self._timeout = group, where, me, timeout
+        self._secret = secret
         self._deadline = time.monotonic() + timeout
-        self._secret = job_secret()
         self._late = LateWarning()
         self._election = Election(me.nonce, me.world_size)
 

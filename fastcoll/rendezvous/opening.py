@@ -9,7 +9,7 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets do not match, 4 no more room
     12      16     version of fastcoll, ASCII, filled up with zeros
     28      1      kind: 1 control, 2 data, 3 mail, 4 store
-    29      1      1 when this side has a job secret, else 0
+    29      1      1 when this side has a job secret, 0 with FASTCOLL_INSECURE=1 alone
     30      2      stream: the number of this connection among those of its kind
     32      16     group: drawn by its first member when the group is made, so it names the job as well; of a store
                    its instance, and zeros from a client
@@ -20,10 +20,10 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     80      32     nonce, fresh for each connection
 
 The answering side's opening is followed by its proof and answered by the dialing side's: 32 bytes of
-HMAC-SHA256 over the direction and both openings, keyed with the group's token and the job's secret. The
-token goes through the store, so without a secret whoever can read the store can join. A store's key is the
-secret alone; without one there are no proofs. Everything has a fixed size; nothing else is read before the
-proofs are right. This authenticates; it does not encrypt.
+HMAC-SHA256 over the direction and both openings, keyed with the group's token and the job's secret. A
+store's key is the secret alone. Where FASTCOLL_INSECURE=1 leaves the secret out, the token, which goes through
+the store, is a group's whole key, and at a store there are no proofs. Everything has a fixed size; nothing
+else is read before the proofs are right. This authenticates; it does not encrypt.
 
 Each side says how many bytes it `wants` next (0: it is through), takes what came, split in any way, and
 returns what is to be sent. Never more than one opening and one proof are held.
@@ -254,6 +254,12 @@ class Answering:
         if not self.wants and not is_proof(self._buffer, self._expected):
             raise OpeningError(f"rank {self.theirs.rank} does not prove that it belongs to the group")
         return b""
+
+    def ended(self) -> str:
+        """Why a connection that ends now is dropped; empty: nothing has come, as from a probe for who listens."""
+        if self.theirs is None:
+            return "closed before its opening was complete" if self._buffer else ""
+        return f"closed when it saw this side's proof: {_SECRETS}"
 
     def _open(self) -> bytes:
         theirs = Opening.from_bytes(self._buffer, Role.DIALS)

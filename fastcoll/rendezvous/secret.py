@@ -1,33 +1,59 @@
-"""The job's shared secret: where it comes from, and how both ends of a connection prove that they have it.
+"""The job's secret: where it comes from, and how both ends of a connection prove that they have it.
 
-Whoever has it may join the job. It authenticates the opening of connections; it encrypts nothing.
+Whoever has it may join the job. It authenticates the opening of connections; it encrypts nothing. Of these the first:
+
+    given            FASTCOLL_SECRET, else what the file FASTCOLL_SECRET_FILE holds
+    none             with FASTCOLL_INSECURE=1 alone
+    the user's own   the file fastcoll/secret in the user's configuration folder, made at first use: with a shared home
+                     the same on all machines
+    this machine's   /dev/shm/.fastcoll-<uid>-secret, made likewise where no such folder can be written to
+
+Without any there is no listening: each process takes its secret before it opens a socket.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import hashlib
 import hmac
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 from .. import config
 from ..errors import UsageError
-from .address import is_loopback
 
 _log = logging.getLogger("fastcoll")
 PROOF_SIZE = 32
 SAME_SECRET = "give every rank of the job the same FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
 _MAX_FILE = 4096
+_MACHINES = Path("/dev/shm")
 _warned = False
 
 
+class _Secret(NamedTuple):
+    text: bytes
+    source: str  # for messages
+
+
 def job_secret() -> bytes:
-    """FASTCOLL_SECRET, else what the file FASTCOLL_SECRET_FILE holds; empty without either."""
-    secret: str = config.get("FASTCOLL_SECRET")
-    path: str = config.get("FASTCOLL_SECRET_FILE")
-    return secret.encode() if secret or not path else _read(path)
+    """The job's secret; empty with FASTCOLL_INSECURE=1, where none is given.
+
+    Raises:
+        UsageError: its file cannot be used, or be made anywhere.
+    """
+    return _secret().text
+
+
+def source() -> str:
+    """Where this process's secret is from, for messages."""
+    return _secret().source
 
 
 def proof(key: bytes, label: str, openings: Sequence[bytes]) -> bytes:
@@ -44,20 +70,33 @@ def is_proof(given: bytes, expected: bytes) -> bool:
     return hmac.compare_digest(given, expected)
 
 
-def warn_if_open(host: str, where: str) -> None:
-    """Warn, once a process, that it listens at `where`, and the job has no secret. Nobody else reaches loopback."""
+def warn_if_open(where: str) -> None:
+    """Warn, once a process, that it listens at `where` for a job without a secret, as FASTCOLL_INSECURE=1 allows."""
     global _warned
-    if _warned or job_secret() or is_loopback(host):
+    if _warned or job_secret():
         return
     _warned = True
     _log.warning(
-        "listening on %s without a secret: whoever reaches that address may join the job; give every rank the same "
-        "FASTCOLL_SECRET or FASTCOLL_SECRET_FILE",
+        "FASTCOLL_INSECURE=1: listening on %s without a secret, so whoever reaches that address may join the job",
         where,
     )
 
 
-def _read(path: str) -> bytes:
+def _secret() -> _Secret:
+    given: str = config.get("FASTCOLL_SECRET")
+    file: str = config.get("FASTCOLL_SECRET_FILE")
+    if given:
+        return _Secret(given.encode(), "that of FASTCOLL_SECRET")
+    if file:
+        return _Secret(_read_given(file), f"that in FASTCOLL_SECRET_FILE={file}")
+    if config.get("FASTCOLL_INSECURE"):
+        return _Secret(b"", "none, by FASTCOLL_INSECURE=1")
+    folder = config.user_folder()
+    homes = () if folder is None else (folder / "secret",)
+    return _own((*homes, _MACHINES / f".fastcoll-{os.geteuid()}-secret"))
+
+
+def _read_given(path: str) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -73,13 +112,105 @@ def _read(path: str) -> bytes:
                 f"FASTCOLL_SECRET_FILE={path!r} is open to others (mode {mode:04o}, owner {state.st_uid}); it must be "
                 "yours or root's, and nobody else's to read: chmod 600 (Kubernetes: defaultMode: 0400)"
             )
-        data = os.read(fd, _MAX_FILE + 1)
+        secret = _content(fd)
     finally:
         os.close(fd)
-    secret = data.strip()
-    if not secret or len(data) > _MAX_FILE:
+    if not secret:
         raise UsageError(
             f"FASTCOLL_SECRET_FILE={path!r} must hold 1 to {_MAX_FILE} bytes; head -c 32 /dev/urandom | base64 "
             "makes a good secret"
         )
     return secret
+
+
+def _content(fd: int) -> bytes:
+    """The secret in a file; empty: there is none, or too much."""
+    data = os.read(fd, _MAX_FILE + 1)
+    return b"" if len(data) > _MAX_FILE else data.strip()
+
+
+# ---- the user's own ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _own(places: tuple[Path, ...]) -> _Secret:
+    """The secret in the first of the places where the file is, or can be made; read once a process."""
+    refused: list[str] = []
+    for path in places:
+        try:
+            if not os.path.lexists(path):
+                _make(path)
+            return _read_own(path)
+        except OSError as error:
+            refused.append(f"{path} ({error.strerror})")
+    raise UsageError(
+        "this job has no secret, and nothing listens without one: none is given, and the user's own cannot be kept in "
+        f"{' or '.join(refused)}; {SAME_SECRET}, or let whoever comes join by FASTCOLL_INSECURE=1"
+    )
+
+
+def _read_own(path: Path) -> _Secret:
+    """The secret in the user's own file; UsageError where somebody else may know it, OSError where none can be seen."""
+    os.lstat(path)
+    why = ""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
+        raise _refused(path, why) from error
+    try:
+        if why := _openness(os.fstat(fd)):
+            raise _refused(path, why)
+        if text := _content(fd):
+            return _Secret(text, f"the user's own, in {path}")
+        raise _refused(path, f"it holds no secret of 1 to {_MAX_FILE} bytes")
+    finally:
+        os.close(fd)
+
+
+def _openness(state: os.stat_result) -> str:
+    """Why the file is not this user's alone; empty: it is."""
+    if not stat.S_ISREG(state.st_mode):
+        return "it is no file"
+    if state.st_uid != os.geteuid():
+        return f"it belongs to user {state.st_uid}, and this process is user {os.geteuid()}'s"
+    mode = stat.S_IMODE(state.st_mode)
+    return f"others may open it (mode {mode:04o})" if mode & 0o177 else ""
+
+
+def _refused(path: Path, why: str) -> UsageError:
+    return UsageError(
+        f"the user's own secret in {path} is refused: {why}; remove it (rm -f {path}), so that the next start makes a "
+        f"new one, or {SAME_SECRET}"
+    )
+
+
+def _make(path: Path) -> None:
+    """Make the file, unless another process comes first; OSError: it cannot be made there.
+
+    It appears under its name whole and by `link`, which keeps what is there, so all who make it at once read the same.
+    """
+    if path.parent != _MACHINES:
+        _check_folder(path.parent)
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)  # whatever the umask
+        if why := _openness(os.fstat(fd)):  # on a file system without owners or modes
+            raise PermissionError(errno.EPERM, f"of what is made there, {why}")
+        os.write(fd, secrets.token_hex(32).encode() + b"\n")
+        os.fsync(fd)
+        with suppress(FileExistsError):
+            os.link(part, path)
+    finally:
+        os.close(fd)
+        os.unlink(part)
+
+
+def _check_folder(folder: Path) -> None:
+    """Nothing of this user's is put into another one's home, as it would be under sudo; a PermissionError says so."""
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    state = nearest.stat()
+    if state.st_uid != os.geteuid() and not state.st_mode & stat.S_ISVTX:
+        raise PermissionError(errno.EACCES, f"{nearest} belongs to user {state.st_uid}")

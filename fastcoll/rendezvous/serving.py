@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import selectors
 import socket
@@ -17,7 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
+logger = logging.getLogger("fastcoll")
+
 _ACCEPTS_AT_ONCE = 1024  # all that wait, if they can be: the kernel turns others away
+_MOST_HOSTS = 256
 _PAUSE_SECONDS = 0.2  # how long no connection is taken after the system ran out of something
 _OUT_OF_SOMETHING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -32,6 +36,7 @@ class SocketServer(ABC):
 
     def __init__(self, name: str, sockets: Sequence[socket.socket], key: Hashable) -> None:
         self.key = key
+        self._blamed: set[str] = set()
         self.selector = selectors.DefaultSelector()
         self._sockets = list(sockets)
         self._paused_until: float | None = None
@@ -66,6 +71,15 @@ class SocketServer(ABC):
     @abstractmethod
     def connections(self) -> Iterable[socket.socket]:
         """Those that are open."""
+
+    def blame(self, host: str, reason: str) -> None:
+        """Say why a connection was dropped, loudly the first time that a host sends such; nothing without a reason."""
+        known = host in self._blamed or len(self._blamed) >= _MOST_HOSTS
+        if reason and not known:
+            self._blamed.add(host)
+        if reason:
+            level = logging.DEBUG if known else logging.WARNING
+            logger.log(level, "dropped a connection from %s: %s", host, reason)
 
     def pause(self) -> None:
         """Take no connection for a moment."""

@@ -21,6 +21,9 @@ from .opening import GROUP_SIZE, Answering, Endpoint, Kind, Opening, OpeningErro
 from .table import CHANGING, Op, Request, Table
 
 OPENING_SECONDS = 5.0
+# Openings under way, beyond which the oldest gives way: twice what a server accepts at once (serving.py), so that in a
+# crowd of ranks none gives way whose opening has come.
+MOST_OPENINGS = 2048
 # How long a request may take to come once it has begun: 8 MiB at 140 kB/s.
 FRAME_SECONDS = 60.0
 
@@ -30,6 +33,7 @@ class _Peer:
     """One connection: what has come of it, how far it is, and the request that waits for keys."""
 
     steps: Generator[None, None, None]
+    answering: Answering
     buffer: bytearray = field(default_factory=bytearray)
     is_open: bool = False
     deadline: float | None = None
@@ -51,7 +55,7 @@ class _Peer:
 class StoreServer:
     """The state machine over all connections. Not thread safe.
 
-    The driver reports `connect`, `receive`, `disconnect` and `expire`, each with the time in seconds. After each it
+    The driver reports `connect`, `receive`, `end`, `disconnect` and `expire`, the time in seconds. After each it
     carries out, and empties, `outbox` (peer, bytes to send) and `drops` (peer, reason), of connections to close.
     """
 
@@ -61,6 +65,7 @@ class StoreServer:
         self._me = Endpoint(os.urandom(GROUP_SIZE), 0, 2, secret, bool(secret))
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
+        self._opening: dict[int, None] = {}  # those whose opening is under way, the oldest first
         # A parked peer stands under one missing key at a time, and moves on when that is set.
         self._parked: dict[bytes, set[int]] = {}
         # (deadline, number, peer), soonest first; an entry that its peer has outlived is skipped.
@@ -70,12 +75,23 @@ class StoreServer:
 
     def connect(self, peer: int, now: float) -> None:
         """A connection was accepted; `peer` is any number not in use."""
-        self._peers[peer] = _Peer(self._converse(peer))
+        me = self._me
+        answering = Answering(lambda at: me if at.kind is Kind.STORE and at.peer == me.rank else None)
+        if len(self._opening) >= MOST_OPENINGS:
+            self._drop(next(iter(self._opening)), f"one of more than {MOST_OPENINGS} openings")
+        self._peers[peer] = _Peer(self._converse(peer), answering)
+        self._opening[peer] = None
         self._set_deadline(peer, now + OPENING_SECONDS)
 
+    def end(self, peer: int) -> None:
+        """The peer has ended the connection, which is to be dropped."""
+        state = self._peers[peer]
+        self._drop(peer, "" if state.is_open else state.answering.ended())
+
     def disconnect(self, peer: int) -> None:
-        """The connection has ended."""
+        """The connection is closed."""
         state = self._peers.pop(peer, None)
+        self._opening.pop(peer, None)
         if state is not None:
             self._unpark(peer, state)
             state.steps.close()
@@ -119,20 +135,20 @@ class StoreServer:
 
     def _converse(self, peer: int) -> Generator[None, None, None]:
         """What is done with a peer's bytes, from its opening on; goes on whenever more have come."""
-        state, me = self._peers[peer], self._me
-        answering = Answering(lambda at: me if at.kind is Kind.STORE and at.peer == me.rank else None)
-        while answering.wants:
+        state = self._peers[peer]
+        while state.answering.wants:
             if not state.buffer:
                 yield
                 continue
             try:
-                reply = answering.take(state.take(answering.wants))
+                reply = state.answering.take(state.take(state.answering.wants))
             except Turned as error:
                 self.outbox.append((peer, error.answer))
                 raise
             if reply:
                 self.outbox.append((peer, reply))
         state.is_open, state.deadline = True, None
+        del self._opening[peer]
         while True:
             yield from self._until(HEADER.size, peer, state)
             length = check_request_header(bytes(state.buffer[: HEADER.size]))

@@ -42,7 +42,7 @@ class TCPServer(SocketServer):
         listener = listen(host, port) if listening is None else adopt_listener(listening)
         bound: str
         bound, self.port = listener.getsockname()[:2]
-        warn_if_open(bound, f"{shown(bound, self.port)} (the store)")
+        warn_if_open(f"{shown(bound, self.port)} (the store)")
         self._core = StoreServer(secret)
         self._links: dict[int, _Link] = {}  # by descriptor
         # Given up for a moment where there is no other, to take a connection and refuse it.
@@ -57,6 +57,7 @@ class TCPServer(SocketServer):
         self._links[peer] = _Link(connection, host)
         self.selector.register(connection, selectors.EVENT_READ, peer)
         self._core.connect(peer, time.monotonic())
+        self._carry_out()
 
     def serve(self, data: int, events: int) -> None:
         link = self._links.get(data)
@@ -73,9 +74,9 @@ class TCPServer(SocketServer):
             received = b""
         if received:
             self._core.receive(data, received, time.monotonic())
-            self._carry_out()
         else:
-            self._close(data)
+            self._core.end(data)
+        self._carry_out()
 
     def next_deadline(self) -> float | None:
         return self._core.next_deadline()
@@ -128,7 +129,7 @@ class TCPServer(SocketServer):
                 self._flush(peer, link)
         for peer, reason in drops:
             if peer in self._links:
-                logger.debug("store on port %d: dropped %s: %s", self.port, self._links[peer].host, reason)
+                self.blame(self._links[peer].host, reason and f"{reason} (the store, port {self.port})")
                 self._close(peer)
 
     def _flush(self, peer: int, link: _Link) -> None:

@@ -18,7 +18,7 @@ from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from . import frames
 from .address import CURE, probe, resolve, shown
 from .opening import GROUP_SIZE, Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
-from .secret import SAME_SECRET, job_secret
+from .secret import SAME_SECRET, job_secret, source
 from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, count_in, limit_of, tries
 from .table import Op, Request, TableStore, check_process, closed_meanwhile
@@ -270,7 +270,8 @@ class TCPConnection:
             its = dialing.theirs.protocol
             why = f"speaks protocol {its}, this process another; run one version of fastcoll on all ranks"
             if error.verdict is Verdict.SECRET:
-                why = f"has another secret; {SAME_SECRET}"
+                other = "another secret" if dialing.theirs.has_secret else "no secret"
+                why = f"has {other}, and this process has {source()}; {SAME_SECRET}"
             raise StoreError(f"the store at {self._where} {why}") from error
         except OpeningError as error:
             raise StoreError(f"{self._where} answers, but is no fastcoll store: {error}") from error

@@ -63,11 +63,8 @@ def path() -> Path | None:
     named: str = config.get("FASTCOLL_TUNING")
     if named == _NOTHING:
         return None
-    try:
-        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    except RuntimeError:  # this user has none
-        home = ""
-    return Path(named) if named else Path(home) / "fastcoll" / "tuning.json" if home else None
+    folder = config.user_folder()
+    return Path(named) if named else None if folder is None else folder / "tuning.json"
 
 
 @functools.cache

@@ -92,14 +92,43 @@ def test_hosts_that_have_other_secrets_do_not_meet(
         assert "FASTCOLL_SECRET" in nodes[1].err
 
 
+def test_hosts_that_share_a_home_need_no_secret_of_their_own(
+    join_hosts: Join, script: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
+    for _, out, err in run(join_hosts(2), 1, script(MEET), env={"XDG_CONFIG_HOME": str(tmp_path)}):
+        assert out.endswith("host0 host1\n")
+        assert err == ""
+    assert (tmp_path / "fastcoll" / "secret").stat().st_mode & 0o7777 == 0o600
+
+
+def test_hosts_with_homes_of_their_own_are_told_at_once(
+    join_hosts: Join, script: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the side that comes, which ends; the side that serves waits on for others, as anybody could come."""
+    monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
+    program = [sys.executable, *script(MEET)]
+    choose = ["sh", "-c", 'XDG_CONFIG_HOME=$0/$(hostname) exec "$@"', str(tmp_path)]
+    with launched(
+        join_hosts(2), 1, [*choose, *program], options=["--no_python", "--nodes_port", "0"]
+    ) as nodes:
+        assert nodes[1].wait_for_code() == 1, told(nodes)
+        its = f"{tmp_path}/host1/fastcoll/secret"
+        assert (
+            f"has another secret, and this process has the user's own, in {its}; give every" in nodes[1].err
+        )
+        dropped = r"dropped a connection from 10\.77\.0\.2: closed when it saw this side's proof: .* give every rank"
+        assert re.search(dropped, nodes[0].err), told(nodes)
+
+
 def test_without_a_secret_one_line_says_where_it_listens(
     join_hosts: Join, script: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
-    (_, _, first), (_, _, second) = run(join_hosts(2), 1, script(MEET), env={})
+    (_, _, first), (_, _, second) = run(join_hosts(2), 1, script(MEET), env={"FASTCOLL_INSECURE": "1"})
     launchers = [line for line in first.splitlines() if not line.startswith("[")]
     assert len(launchers) == 1
-    assert re.match(r"listening on 10\.77\.0\.1:\d+ .*without a secret", launchers[0]), first
+    assert re.search(r"listening on 10\.77\.0\.1:\d+ .*without a secret", launchers[0]), first
     assert "secret" not in second
 
 

@@ -27,6 +27,7 @@ from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageE
 from fastcoll.launch.nodes import free_port
 from fastcoll.rendezvous import HashStore, meet, register_rendezvous_handler, rendezvous
 from fastcoll.rendezvous.multicast import MAX_DATAGRAM, Announcement, MulticastSocket, job_digest
+from fastcoll.rendezvous.secret import job_secret
 
 MEET = """
 import os, sys
@@ -498,7 +499,7 @@ def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
     with MulticastSocket(address.strip("[]"), int(port)) as socket_:
         # The second one to be heard has announced itself while the first one listened.
         for data in socket_.receive(20.0, MAX_DATAGRAM):
-            announcement = Announcement.unseal(data, b"")
+            announcement = Announcement.unseal(data, job_secret())
             assert announcement is not None
             heard.add(announcement.pid)
             if len(heard) == 2:

@@ -19,7 +19,8 @@ from fastcoll.launch.nodes import free_port
 from fastcoll.rendezvous import TCPStore, serving, store_protocol, tcp_store
 from fastcoll.rendezvous.address import listen, port_holder
 from fastcoll.rendezvous.frames import HEADER, encode_request
-from fastcoll.rendezvous.opening import OPENING_SIZE, Dialing, Endpoint, Kind
+from fastcoll.rendezvous.opening import Dialing, Endpoint, Kind
+from fastcoll.rendezvous.secret import job_secret
 from fastcoll.rendezvous.table import Op, Request
 
 SERVE = """
@@ -43,8 +44,10 @@ def raw(master: TCPStore) -> socket.socket:
 
 
 def greet(connection: socket.socket) -> None:
-    connection.sendall(Dialing(Endpoint(bytes(16), 1, 2, b"", False), 0, Kind.STORE, 0).opening)
-    receive(connection, OPENING_SIZE)
+    dialing = Dialing(Endpoint(bytes(16), 1, 2, job_secret(), True), 0, Kind.STORE, 0)
+    connection.sendall(dialing.opening)
+    while dialing.wants:
+        connection.sendall(dialing.take(receive(connection, dialing.wants)))
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
@@ -342,7 +345,9 @@ def test_secrets_must_match(monkeypatch: pytest.MonkeyPatch, server: str | None,
     set_secret(monkeypatch, server)
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         set_secret(monkeypatch, client)
-        with pytest.raises(StoreError, match=r"another secret; give every rank .* FASTCOLL_SECRET"):
+        with pytest.raises(
+            StoreError, match=r"another secret, and this process has .*; give every rank .* FASTCOLL_SECRET"
+        ):
             TCPStore("127.0.0.1", store.port, timeout=10)
         set_secret(monkeypatch, server)
         with TCPStore("127.0.0.1", store.port) as good:

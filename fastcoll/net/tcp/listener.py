@@ -51,7 +51,6 @@ logger = logging.getLogger("fastcoll")
 
 OPENING_SECONDS = 10.0
 MOST_OPENINGS = 256
-_MOST_HOSTS = 256
 
 Deliver = Callable[[Opening, socket.socket], None]
 """Takes a connection over, on the listener's thread; must not block."""
@@ -73,7 +72,6 @@ class Listener(serving.SocketServer):
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._endpoints: dict[tuple[bytes, int], tuple[Endpoint, Deliver]] = {}
         self._pending: dict[int, _Pending] = {}
-        self._blamed: set[str] = set()
         with contextlib.ExitStack() as opened:
             sockets = [opened.enter_context(_listen(each)) for each in interfaces]
             self.ports: list[int] = [each.getsockname()[1] for each in sockets]
@@ -129,7 +127,7 @@ class Listener(serving.SocketServer):
         try:
             received = pending.socket.recv(answering.wants)
             if not received:
-                raise OpeningError("closed before its opening was complete")
+                raise OpeningError(answering.ended())
             _send(pending.socket, answering.take(received))
         except BlockingIOError:
             return
@@ -157,11 +155,7 @@ class Listener(serving.SocketServer):
     def _drop(self, pending: _Pending, reason: str) -> None:
         self._forget(pending)
         pending.socket.close()
-        known = pending.host in self._blamed or len(self._blamed) >= _MOST_HOSTS
-        if not known:
-            self._blamed.add(pending.host)
-        level = logging.DEBUG if known else logging.WARNING
-        logger.log(level, "dropped a connection from %s: %s", pending.host, reason)
+        self.blame(pending.host, reason)
 
     def _forget(self, pending: _Pending) -> None:
         self.selector.unregister(pending.socket)
@@ -190,7 +184,7 @@ def _listen(interface: Interface) -> socket.socket:
                 break
         else:
             listening.setblocking(False)
-            warn_if_open(interface.address, shown(interface.address, listening.getsockname()[1]))
+            warn_if_open(shown(interface.address, listening.getsockname()[1]))
             return listening
     assert refused is not None, "a range has a port"
     where = f"ports {ports[0]}-{ports[-1]} of {interface}" if ports[0] else str(interface)
