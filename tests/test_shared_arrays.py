@@ -249,7 +249,7 @@ def check_all(mine: Maker, rank: int, size: int, count: int, op: ReduceOp, group
         assert_same(received, parts[left][rank], "batch_isend_irecv")
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3, 5, 8)
 @pytest.mark.parametrize("who", WHO)
 def test_every_collective(rank: int, world_size: int, who: str) -> None:
     for round_, count in enumerate(COUNTS):

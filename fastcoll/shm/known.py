@@ -6,7 +6,7 @@ Results are the same bits whatever it says, so no trouble with the file is an er
 
     format      1; the other fields are of this format, and a file of another one is replaced
     sections    a list; each is what was found under the same conditions:
-        machine                     "AMD EPYC, family 26, 2 CPUs"
+        machine                     "AMD EPYC, family 26, model 2, 2 CPUs"
         ranks, cores, lanes, slot   of the group: ranks; "own" where each of the job's has a core, else "shared";
                                     lanes of a rank (lanes.py); bytes of a slot
         command, date, calls        what found it out last, and from how many calls
@@ -76,9 +76,13 @@ def machine() -> str:
     model = next(
         (found[name] for name in ("model name", "Model", "cpu") if name in found), os.uname().machine
     )
-    # Virtual machines call processors of several generations "AMD EPYC".
-    family = f", family {found['cpu family']}" if "cpu family" in found else ""
-    return f"{model}{family}, {os.cpu_count()} CPUs"
+    # Virtual machines call processors of several generations "AMD EPYC", or "Intel Xeon Processor".
+    which = (
+        f", {name} {found[key]}"
+        for name, key in (("family", "cpu family"), ("model", "model"))
+        if key in found
+    )
+    return f"{model}{''.join(which)}, {os.cpu_count()} CPUs"
 
 
 # ---- what is known -----------------------------------------------------------------------------------------

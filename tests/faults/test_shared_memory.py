@@ -18,16 +18,31 @@ if __name__ == "__main__":
 """
 
 
-def run_in_small_shm(tmp_path, size: str) -> list[str]:
-    """The program's results in a mount namespace whose /dev/shm has `size`."""
+ARRAYS = """
+import logging, sys
+import numpy as np, fastcoll
+logging.basicConfig(stream=sys.stdout, format="WARNING %(message)s")
+fastcoll.shared_arrays.enable()
+arrays = [np.full(1 << 18, k, np.float32) for k in range(40)]  # 40 MiB where 16 are
+shared = [fastcoll.shared_arrays.contains(x) for x in arrays]
+assert all((x == k).all() for k, x in enumerate(arrays))
+print("RESULT", sum(shared), shared == sorted(shared, reverse=True))
+del arrays
+print("RESULT", fastcoll.shared_arrays.contains(np.ones(1 << 18, np.float32)))
+"""
+
+
+def run_in_small_shm(tmp_path, size: str, program: str = PROGRAM) -> list[str]:
+    """The program's results in a mount namespace whose /dev/shm has `size`, and what it warns of."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a small /dev/shm in a namespace of its own")
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM.format(path=os.path.dirname(os.path.dirname(__file__))))
+    script.write_text(program.replace("{path!r}", repr(os.path.dirname(os.path.dirname(__file__)))))
     mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec {sys.executable} {script}"
     done = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=120)
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert len(results) == 2, done.stderr
+    results = [line for line in done.stdout.splitlines() if line.startswith(("RESULT", "WARNING"))]
+    assert done.returncode == 0, done.stderr
+    assert len(results) >= 2, done.stderr
     return results
 
 
@@ -40,3 +55,11 @@ def test_too_small_is_refused_with_sizes_and_the_cure_on_every_rank(tmp_path):
 
 def test_small_means_smaller_segments(tmp_path):
     assert run_in_small_shm(tmp_path, "1m") == ["RESULT 0 "] * 2
+
+
+def test_shared_arrays_beyond_what_there_is_are_ordinary_ones(tmp_path):
+    warning, arrays, afterwards = run_in_small_shm(tmp_path, "16m", ARRAYS)
+    assert "WARNING shared arrays are made in ordinary memory from now on where /dev/shm is full" in warning
+    assert "--shm-size" in warning
+    assert arrays == "RESULT 14 True"  # and a sixteenth is left for others
+    assert afterwards == "RESULT True"
