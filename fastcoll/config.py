@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import failpoints
 from .errors import UsageError
 
 _log = logging.getLogger("fastcoll")
@@ -119,6 +120,11 @@ SETTINGS: dict[str, Setting] = {
         _switch,
         0,
         "1: run on processors that fastcoll was never tested on (any but x86_64), at one's own risk",
+    ),
+    "FASTCOLL_FAILPOINT": Setting(
+        failpoints.parse,
+        "",
+        "places where ranks fail on purpose, for tests: NAME:ACTION[=VALUE][@N][#RANK],... (docs/failpoints.md)",
     ),
     "FASTCOLL_DEBUG": Setting(  # errors.py looks for it, as this module imports that one
         _switch, 0, "1: tracebacks of errors that nobody catches show fastcoll's own frames too"

@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).parents[1] / "fastcoll"
 # Rooms and files from the ground up; each may import from lower lines and from itself.
 LAYERS = (
     ("_version", "errors"),
+    ("failpoints",),
     ("config",),
     ("supported", "interop"),
     ("core",),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, ParamSpec
 
-from .. import config
+from .. import config, failpoints
 from ..core.group import ProcessGroup
 from ..core.monitor import last_words
 from ..core.operands import check_unused, positive_seconds, whole
@@ -129,6 +129,7 @@ def init_process_group(
         raise UsageError("there is a default process group already; call destroy_process_group first")
     check_unused(pg_options, device_id)
     config.check()
+    failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
     choice = parse_backend(backend)
     limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
@@ -330,6 +331,7 @@ def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> t
         loading = importer.submit(backends.load, choice)
         found = find()
         speak_as(found.rank)
+        failpoints.arm(config.get("FASTCOLL_FAILPOINT"), found.rank)
         if found.rank == 0:
             config.warn_of_unknown()
 

@@ -115,7 +115,7 @@ class KernelCache:
 
     Args:
         what: its name for people.
-        signature: that of its signatures which is meant, if it has several.
+        signature: which of its signatures or variants is meant, if it has several.
 
     Attributes:
         source: the file that the function is in.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from .. import config
 from .cache import KernelCache
 from .machine_code import load, python_function
 
@@ -98,6 +99,12 @@ def external(name: str, signature: str) -> Any:
 
 # ---- what Python and C call ------------------------------------------------------------------------------
 
+
+def has_failpoints() -> bool:
+    """Whether entries are compiled with failpoints (failing.py), as files of their own in the cache."""
+    return bool(config.get("FASTCOLL_FAILPOINT"))
+
+
 _compiling = threading.RLock()  # threads that need the same code make it once
 
 
@@ -137,7 +144,8 @@ class Entry:
     def cache(self) -> KernelCache:
         """Where its code is kept."""
         room = self._function.__module__.split(".")[1:2] or [self._function.__module__]
-        return KernelCache(self._function, f"{self.name} ({room[0]})")
+        variant = "with failpoints" if has_failpoints() else ""
+        return KernelCache(self._function, f"{self.name} ({room[0]})", variant)
 
     def _compile(self) -> bytes:
         from . import compiling

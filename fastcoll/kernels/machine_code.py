@@ -22,6 +22,9 @@ from ..errors import UnavailableError
 SYMBOL = "fastcoll.code"
 """The name of the function that is called."""
 
+OWN_SYMBOLS: dict[str, int] = {}
+"""Addresses of this package's own, by the names under which code refers to them."""
+
 _process = ctypes.CDLL(None, use_errno=True)
 _process.mmap.restype = ctypes.c_void_p
 _process.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -109,6 +112,8 @@ def load_by_llvm(file: bytes) -> int:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine()
+    for name, own in OWN_SYMBOLS.items():
+        llvm.add_symbol(name, own)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(file))
     engine.finalize_object()
@@ -129,7 +134,7 @@ def _link(found: _Object) -> int:
 
     def address_of(symbol: _Symbol) -> int:
         if symbol.section == 0:
-            return _of_the_process(symbol.name)
+            return OWN_SYMBOLS.get(symbol.name) or _of_the_process(symbol.name)
         if symbol.section not in found.places:
             raise UnavailableError(f"machine code of an unknown kind: {symbol.name!r} is a variable")
         return base + found.places[symbol.section] + symbol.value

@@ -34,8 +34,11 @@ belongs to one call at a time, whose thread is named in BUSY from `take` until t
 
 from __future__ import annotations
 
+from ..core import signature
 from ..core.signature import OPERATIONS, UNEVEN
 from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED
+from ..failpoints import number_of
+from ..kernels.failing import failing, reached
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import (
     load_acquire,
@@ -58,6 +61,12 @@ TAGS = 7
 # How a call can go direct: with arrays anywhere in its ranks' memory, or all in arenas that the others can map.
 ORDINARY, SHARED = 1, 2
 _OPERATIONS = len(OPERATIONS)
+
+# Failpoints of every operation, by its number behind the first one's.
+_ENTER, _PUBLISHED = number_of("shm.OPERATION.enter"), number_of("shm.OPERATION.after_publish")
+_MID_CHUNK, _MET = number_of("shm.OPERATION.mid_chunk"), number_of("shm.OPERATION.after_meeting")
+_BEFORE_DONE, _AFTER_DONE = number_of("shm.OPERATION.before_done"), number_of("shm.OPERATION.after_done")
+_BARRIER = signature.code_of("barrier")
 
 # Bytes of a call from which on it may be divided, where a class of autotune.py begins. To hand a call to a lane's
 # thread and to wait for it takes 20 to 50 us, to copy so much 47 to 90 (a rank with two lanes on 2 cores of an EPYC).
@@ -138,6 +147,17 @@ def give_up(handle):
     return LATER
 
 
+@failing
+def _enters(operation):
+    reached(_ENTER + (operation if operation else _BARRIER))
+
+
+@failing
+def _comes_by(c, place):
+    """The call under way, whose line is written, comes by a place of its operation."""
+    reached(place + (load_word(line_of(c, load_word(c, at.RANK)), layout.CALL) & 0xFF))
+
+
 @inlined
 def begin(handle, operation, nbytes, itemsize, direct):
     """The call has the context and its arguments are in order: number it, unless it resumes.
@@ -148,6 +168,7 @@ def begin(handle, operation, nbytes, itemsize, direct):
     c = handle & ~TAGS
     store_word(c, at.SINCE, 0)
     if handle & RESUMED == 0:
+        _enters(operation)
         store_word(c, at.CALLS, load_word(c, at.CALLS) + 1)
         store_word(c, at.PATIENCE + IDLE, 0)
         store_word(c, at.LATE, load_word(c, at.RANK))
@@ -207,7 +228,9 @@ def publish(c, call, shape, balance):
         store_word(line, layout.BALANCE, balance)
         store_word(line, layout.TIME, _time_word(c))
         store_release(line + 8 * layout.SEQUENCE, load_word(c, at.CALLS))
+        _comes_by(c, _PUBLISHED)
     else:
+        _comes_by(c, _MID_CHUNK)
         word = section(c, load_word(c, at.RANK)) + layout.PUBLISHED
         store_release(word, load_word(c, at.ROUND) + wrote + 1)
     store_word(c, at.WROTE, wrote + 1)
@@ -292,6 +315,7 @@ def _meet(c, call, shape, balance):
         store_word(c, at.MET, 1)
         autotune.learn(ways_at(c), time >> 2)
         autotune.start_clock(ways_at(c))
+        _comes_by(c, _MET)
         return DONE
     store_word(c, at.READ, layout.SLOTS)  # more rounds than anybody wrote: none is taken for a later call's
     if same:
@@ -344,10 +368,12 @@ def close_round(c, total):
 @inlined
 def finish(c):
     """The call is complete on this rank."""
+    _comes_by(c, _BEFORE_DONE)
     autotune.measure(ways_at(c))
     _wind_up(c)
     store_release(c + 8 * at.FINISHED, load_word(c, at.CALLS))
     store_release(c + 8 * at.BUSY, 0)
+    _comes_by(c, _AFTER_DONE)
     return DONE
 
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,7 @@ class Outcome:
     ended: float = 0.0
     exitcode: int | None = None
     pid: int = 0
+    died: float = 0.0  # when this process saw its end
 
 
 def run(function: Callable[..., Any], n: int, *args: Any, deadline: float = 40.0) -> list[Outcome]:
@@ -73,7 +75,23 @@ def run_together(worlds: Sequence[tuple[Any, ...]], deadline: float = 40.0) -> l
     with ExitStack() as stack:
         started = [stack.enter_context(_World(*world)) for world in worlds]
         end = time.monotonic() + deadline
-        return [world.collect(end) for world in started]
+        watch = threading.Thread(target=_watch, args=([world.deaths for world in started],))
+        watch.start()
+        found = [world.collect(end) for world in started]
+        watch.join()
+        for world, outcomes in zip(started, found, strict=True):
+            for outcome, died in zip(outcomes, world.deaths.values(), strict=True):
+                outcome.died = died
+        return found
+
+
+def _watch(worlds: Sequence[dict[int, float]]) -> None:
+    """Note when each process ends, by its sentinel."""
+    left = {sentinel: deaths for deaths in worlds for sentinel in deaths}
+    end = time.monotonic() + 60
+    while left and time.monotonic() < end:
+        for sentinel in wait(left, 1.0):
+            left.pop(sentinel)[sentinel] = time.monotonic()
 
 
 class _World:
@@ -83,6 +101,7 @@ class _World:
         self._function, self._n, self._args = function, n, args
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self.deaths: dict[int, float] = {}  # when each process has ended, by its sentinel; 0: not yet
 
     def __enter__(self) -> _World:
         self._folder = tempfile.TemporaryDirectory()
@@ -95,6 +114,7 @@ class _World:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+            self.deaths[process.sentinel] = 0.0
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -54,7 +54,14 @@ def copy_of_the_kernels(folder: Path) -> Path:
     (sources / "fastcoll" / "kernels").mkdir(parents=True)
     (sources / "fastcoll" / "core").mkdir()
     (sources / "fastcoll" / "__init__.py").touch()
-    others = ("config.py", "errors.py", "core/__init__.py", "core/reduce_op.py", "supported.py")
+    others = (
+        "config.py",
+        "errors.py",
+        "failpoints.py",
+        "core/__init__.py",
+        "core/reduce_op.py",
+        "supported.py",
+    )
     for file in [*map(PACKAGE.joinpath, others), *(PACKAGE / "kernels").glob("*.py")]:
         (sources / file.relative_to(PACKAGE.parent)).write_bytes(file.read_bytes())
     return sources

@@ -1,0 +1,88 @@
+"""Failpoints of kernels: a place is `reached(NUMBER)`, which is nothing at all where FASTCOLL_FAILPOINT is empty.
+
+failpoints.py has the table of what is to be done, which code finds by the name TABLE_SYMBOL. Everything here is
+libc's or CPython's and needs neither the GIL nor Python, so a place can be where the GIL is not held.
+"""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from .. import failpoints as fp
+from . import llvm
+from .jit import Part, external, has_failpoints, instruction, kernel
+from .machine_code import OWN_SYMBOLS
+from .primitives import load_acquire, load_word, store_word, swap_if_equal, this_thread, ticks
+
+TABLE_SYMBOL = "fastcoll.failpoints"
+OWN_SYMBOLS[TABLE_SYMBOL] = fp.TABLE
+
+_kill = external("kill", "int32(int32, int32)")
+_getpid = external("getpid", "int32()")
+_exit = external("_exit", "void(int32)")
+_nanosleep = external("nanosleep", "int32(int64, int64)")
+_ensure = external("PyGILState_Ensure", "int32()")
+_release = external("PyGILState_Release", "void(int32)")
+_raise_in = external("PyThreadState_SetAsyncExc", "int32(int64, int64)")
+
+_KILLED, _STOPPED = int(signal.SIGKILL), int(signal.SIGSTOP)
+_BILLION = 1_000_000_000
+
+
+@instruction("int64")
+def _table(builder):
+    return builder.ptrtoint(llvm.function(builder, TABLE_SYMBOL, llvm.VOID), llvm.WORD)
+
+
+def failing(function: Callable[..., Any]) -> Any:
+    """A kernel that is compiled where there are failpoints; elsewhere a call of it is nothing, not even LLVM's code.
+
+    Which of them is decided when Numba first meets it, as importing reads no environment.
+    """
+
+    def nothing(builder: Any, *values: Any) -> None:
+        pass
+
+    given = inspect.signature(function).parameters.values()
+    builder = inspect.Parameter("builder", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    nothing.__signature__ = inspect.Signature([builder, *given])  # type: ignore[attr-defined]
+
+    def make() -> Any:
+        return (kernel(function) if has_failpoints() else instruction("void")(nothing)).made
+
+    return Part(make, function)
+
+
+@failing
+def reached(number):
+    """A kernel comes by the place `number`."""
+    row = _table() + 8 * fp.ROW_WORDS * number
+    action = load_word(row, fp.ACTION)
+    if action == 0:
+        return
+    count = load_acquire(row + 8 * fp.COUNT)
+    while not swap_if_equal(row + 8 * fp.COUNT, count, count + 1):  # lanes may come by at the same time
+        count = load_acquire(row + 8 * fp.COUNT)
+    which = load_word(row, fp.WHICH)
+    if which != 0 and which != count + 1:
+        return
+    value = load_word(row, fp.VALUE)
+    if action == fp.KILL:
+        _kill(_getpid(), _KILLED)
+    elif action == fp.STOP:
+        _kill(_getpid(), _STOPPED)
+    elif action == fp.EXIT:
+        _exit(value)
+    elif action == fp.RAISE:
+        state = _ensure()
+        _raise_in(this_thread(), value)
+        _release(state)
+    else:
+        if action == fp.JITTER and value > 0:
+            by_chance = (ticks() * 0x5851F42D4C957F2D >> 17 & 0x3FFFFFFFFFFF) % value
+            store_word(row, fp.NAP, by_chance // _BILLION)
+            store_word(row, fp.NAP + 1, by_chance % _BILLION)
+        _nanosleep(row + 8 * fp.NAP, 0)

@@ -1,0 +1,118 @@
+"""Failpoints of compiled code: nothing where they are off, and every action where they are on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+from fastcoll.failpoints import number_of
+from fastcoll.kernels import compiling, machine_code
+from fastcoll.kernels.failing import reached
+from fastcoll.kernels.pyobjects import Index, integer
+
+PLACE = number_of("shm.barrier.enter")
+
+
+def passes(number: Index) -> int:
+    if integer(number) > 5:
+        reached(PLACE + integer(number))
+    return integer(number)
+
+
+def plain(number: Index) -> int:
+    return integer(number)
+
+
+def mapped(function):
+    """What of a function's machine code is mapped."""
+    file = compiling.entry(function, False)
+    found = machine_code._Object(file)
+    sections = [found.sections[number] for number in found.places]
+    return [file[section.offset : section.offset + section.size] for section in sections]
+
+
+def test_a_failpoint_that_is_off_is_not_in_the_machine_code():
+    assert mapped(passes) == mapped(plain)
+
+
+SCRIPT = textwrap.dedent("""
+    import os, signal, threading, time
+    from fastcoll import failpoints
+    from fastcoll.kernels.failing import reached
+    from fastcoll.kernels.jit import entry, locked_entry
+
+    NAME = "shm.barrier.enter"
+    PLACE = failpoints.number_of(NAME)
+
+    @entry
+    def passes() -> int:
+        reached(PLACE)
+        return 7
+
+    @locked_entry
+    def passes_with_the_gil() -> int:
+        reached(PLACE)
+        return 7
+
+    def arm(what, rank=0):
+        failpoints.arm(failpoints.parse(f"{NAME}:{what}"), rank)
+
+    def status_of(what):
+        if (pid := os.fork()) == 0:
+            arm(what)
+            passes.call()
+            os._exit(99)
+        status = os.waitpid(pid, os.WUNTRACED)[1]
+        if os.WIFSTOPPED(status):
+            os.kill(pid, signal.SIGCONT)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 99
+            return "stopped"
+        return os.waitstatus_to_exitcode(status)
+
+    assert passes.call() == passes_with_the_gil.call() == 7
+    assert [status_of(what) for what in ("kill", "exit", "exit=5", "stop")] == [-9, 1, 5, "stopped"]
+    assert [status_of("kill@2"), status_of("kill#1")] == [99, 99]
+
+    arm("delay=0.05@2")
+    times = [time.monotonic()]
+    for _ in range(3):
+        passes.call()
+        times.append(time.monotonic())
+    first, second, third = (after - before for before, after in zip(times, times[1:]))
+    assert second >= 0.05 > max(first, third), times
+
+    arm("jitter=0.002")
+    began = time.monotonic()
+    for _ in range(20):
+        passes.call()
+    assert 0.0 < time.monotonic() - began
+
+    def raises(call):
+        try:
+            call()
+            for _ in range(1000): pass
+        except failpoints.FailpointError:
+            return True
+
+    arm("raise@2")
+    for call in (passes.call, passes_with_the_gil.call):
+        arm("raise@2")
+        assert not raises(call) and raises(call) and not raises(call)
+    arm("raise")
+    raised = []
+    thread = threading.Thread(target=lambda: raised.append(raises(passes.call)))
+    thread.start()
+    thread.join()
+    assert raised == [True]
+    print("as it should be")
+""")
+
+
+def test_every_action_of_compiled_code():
+    env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=120, env=env
+    )
+    assert (done.returncode, done.stdout) == (0, "as it should be\n"), done.stderr

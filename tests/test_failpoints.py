@@ -1,0 +1,132 @@
+"""Failpoints: how the setting is read and refused, and what each action does in Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fastcoll
+from fastcoll import config, failpoints
+from fastcoll.core import signature
+from fastcoll.kernels import jit
+
+PACKAGE = Path(fastcoll.__file__).parent
+ENTER = "shm.all_reduce.enter"
+
+
+@pytest.fixture(autouse=True)
+def nothing_armed() -> Iterator[None]:
+    yield
+    failpoints.arm(())
+
+
+def test_operations_have_the_numbers_of_their_signatures() -> None:
+    named = [name.replace(".", "_").replace(":", "_") for name in signature.OPERATIONS]
+    assert named == failpoints.COLLECTIVES
+
+
+def test_what_the_setting_says() -> None:
+    (kill, delay) = failpoints.parse(f"{ENTER}:kill@2#1, shm.barrier.*:delay=0.5")
+    assert kill == ((failpoints.number_of(ENTER),), failpoints.KILL, 0.0, 2, 1)
+    assert len(delay.numbers) == sum(name.startswith("shm.OPERATION.") for name in failpoints.PLACES)
+    assert delay[1:] == (failpoints.DELAY, 0.5, 0, None)
+    assert failpoints.parse("") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("shm.all_reduce.afterpublish:kill", r"no failpoint 'shm.all.*'; near it are .*after_publish"),
+        ("nowhere:kill", "no failpoint 'nowhere'"),
+        (ENTER, "does not say what to do there: kill, exit"),
+        (f"{ENTER}:murder", "does not say what to do there"),
+        (f"{ENTER}:delay", "for how many seconds"),
+        (f"{ENTER}:kill@0", "counts from 1"),
+        (f"{ENTER}:kill@x", "invalid literal"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_as_a_job_starts(
+    text: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTCOLL_FAILPOINT", text)
+    config.forget()
+    try:
+        with pytest.raises(fastcoll.UsageError, match=says):
+            fastcoll.init_process_group()
+    finally:
+        monkeypatch.undo()
+        config.forget()
+
+
+def test_only_the_time_and_the_rank_that_are_meant() -> None:
+    points = failpoints.parse(f"{ENTER}:raise@2#1")
+    failpoints.arm(points, 0)
+    for _ in range(3):
+        failpoints.reach(ENTER)
+    failpoints.arm(points, 1)
+    failpoints.reach(ENTER)
+    with pytest.raises(failpoints.FailpointError, match=ENTER):
+        failpoints.reach(ENTER)
+    failpoints.reach(ENTER)
+
+
+def test_delays() -> None:
+    failpoints.arm(failpoints.parse(f"{ENTER}:delay=0.05"), 0)
+    began = time.monotonic()
+    failpoints.reach(ENTER)
+    assert time.monotonic() - began >= 0.05
+
+
+SCRIPT = """
+import sys
+from fastcoll import failpoints
+failpoints.arm(failpoints.parse(sys.argv[1]))
+failpoints.reach("shm.all_reduce.enter")
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(("action", "code"), [("kill", -signal.SIGKILL), ("exit", 1), ("exit=7", 7)])
+def test_ends_of_a_process(action: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, f"{ENTER}:{action}"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (code, b"")
+
+
+def test_a_stopped_process_goes_on() -> None:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, f"{ENTER}:stop"], stdout=subprocess.PIPE)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=20)[0] == b"went on\n"
+
+
+def test_every_name_is_used_and_every_use_has_a_name() -> None:
+    texts = [
+        path.read_text() for path in PACKAGE.rglob("*.py") if path.name not in ("failpoints.py", "failing.py")
+    ]
+    used = {
+        name for text in texts for name in re.findall(r"\b(?:number_of|reach)\(\s*\"([^\"]+)\"\s*\)", text)
+    }
+    assert used == set(failpoints.PLACES)
+
+
+def test_entries_have_no_failpoints_unless_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not jit.has_failpoints()
+    monkeypatch.setitem(config._read, "FASTCOLL_FAILPOINT", failpoints.parse(f"{ENTER}:kill"))
+    assert jit.has_failpoints()
+
+
+def test_the_page_lists_every_place_and_every_action() -> None:
+    page = (PACKAGE.parent / "docs" / "failpoints.md").read_text()
+    assert dict(re.findall(r"^\| `(\w+\.[\w.]+)` \| (.*?) \|$", page, re.MULTILINE)) == failpoints.PLACES
+    assert set(failpoints.ACTIONS) <= set(re.findall(r"`(\w+)", page))
