@@ -27,7 +27,7 @@ from ..core.processes import ProcessId, forget, in_sight, this_process
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from .frames import HEADER, MAX_BODY, check_request_header, decode_request, encode_request
 from .store import DEFAULT_TIMEOUT, limit_of, tries
-from .table import CHANGING, Op, Request, Table, TableStore, check_process, closed_meanwhile
+from .table import CHANGING, Missing, Op, Request, Table, TableStore, check_process, closed_meanwhile
 
 MAGIC = b"fastcoll store 2\n"
 _HEADER = struct.Struct("!II?3x")
@@ -84,7 +84,7 @@ class FileStore(TableStore):
             self._closed = True
             self._leave()
 
-    def _ask(self, request: Request) -> list[bytes] | bytes:
+    def _ask(self, request: Request) -> list[bytes] | Missing:
         check_process(self, self._pid)
         log, missing = self._log, None
         for _ in tries(request.timeout, most=_PAUSE_MOST):
@@ -98,9 +98,9 @@ class FileStore(TableStore):
                 ):
                     continue  # neither other processes nor our own threads wrote: it is not worth the lock
                 with log.transaction(limit_of(self)):
-                    missing = log.table.first_missing(request)
-                    if missing is None:
+                    if log.table.first_missing(request) is None:
                         return log.apply(request)
+                    missing = log.table.missing(request)
         assert missing is not None, "it was looked for at least once"
         return missing
 

@@ -27,7 +27,7 @@ class ProtocolError(ValueError):
 
 
 class Status(IntEnum):
-    """How a request ended: OK with its answer, TIMEOUT with a missing key, REFUSED with the reason."""
+    """How a request ended: OK and the answer, TIMEOUT and how many keys are missing with the first, REFUSED and why."""
 
     OK = 0
     TIMEOUT = 1

@@ -74,7 +74,9 @@ class Store(ABC):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all `keys`, once they are set."""
-        return [self.get(key) for key in checked_keys(keys)]
+        keys = checked_keys(keys)
+        self.wait(keys)  # which names all that are missing
+        return [self.get(key) for key in keys]
 
     def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
         """The values of all `keys`, once they are set: `wait`, then `multi_get`, in one message where it can be.
@@ -293,15 +295,14 @@ def _items(what: str, items: Any) -> list[Any]:
     return list(items)
 
 
-def not_set(keys: Sequence[str], limit: float) -> StoreTimeoutError:
-    """The error for keys that nobody set within `limit` seconds."""
-    return StoreTimeoutError(
-        f"{listed([repr(key) for key in keys])} was not set in the store within {limit:g} s"
-    )
+def not_set(keys: Sequence[str], limit: float, count: int | None = None) -> StoreTimeoutError:
+    """The error for `count` keys, the first of which are `keys`, that nobody set within `limit` seconds."""
+    names = listed([repr(key) for key in keys], count)
+    were = "was" if (len(keys) if count is None else count) == 1 else "were"
+    return StoreTimeoutError(f"{names} {were} not set in the store within {limit:g} s")
 
 
-def listed(items: Sequence[object]) -> str:
-    """The first of `items`, as messages show them."""
-    return ", ".join(map(str, items[:LISTED])) + (
-        f", ... ({len(items)} in all)" if len(items) > LISTED else ""
-    )
+def listed(items: Sequence[object], count: int | None = None) -> str:
+    """The first of `count` items, which begin with `items`, as messages show them."""
+    more = (len(items) if count is None else count) - LISTED
+    return ", ".join(map(str, items[:LISTED])) + (f" and {more} more" if more > 0 else "")

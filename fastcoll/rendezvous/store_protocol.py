@@ -116,8 +116,9 @@ class StoreServer:
             peer = heapq.heappop(self._deadlines)[2]
             state = self._peers[peer]
             if state.waiting is not None:
+                count, keys = self._table.missing(state.waiting)
                 self._unpark(peer, state)
-                self.outbox.append((peer, encode_frame(Status.TIMEOUT, [state.missing])))
+                self.outbox.append((peer, encode_frame(Status.TIMEOUT, [b"%d" % count, *keys])))
             elif state.is_open:
                 self._drop(peer, f"did not complete a request within {FRAME_SECONDS:g} s")
             else:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from ..core.operands import whole
 from ..core.work import Timeout
@@ -78,6 +79,13 @@ class Request:
     timeout: float = 0.0
 
 
+class Missing(NamedTuple):
+    """What a request has waited for in vain: how many keys, and the first LISTED of them."""
+
+    number: int
+    first: Sequence[bytes]
+
+
 class Table:
     """A bounded dictionary of bytes. Not thread safe: the owner brings the lock."""
 
@@ -93,6 +101,11 @@ class Table:
         if request.op not in (Op.GET, Op.WAIT, Op.POP):
             return None
         return next((key for key in request.keys if key not in self._data), None)
+
+    def missing(self, request: Request) -> Missing:
+        """All keys that `request` still has to wait for."""
+        keys = [key for key in request.keys if key not in self._data]
+        return Missing(len(keys), keys[:LISTED])
 
     def apply(self, request: Request) -> list[bytes]:
         """Carry out a request whose keys are not missing; its answer.
@@ -215,8 +228,8 @@ class TableStore(Store):
     _closed = False
 
     @abstractmethod
-    def _ask(self, request: Request) -> list[bytes] | bytes:
-        """Carry out `request` and return its answer, or the first key that is still missing in the end.
+    def _ask(self, request: Request) -> list[bytes] | Missing:
+        """Carry out `request` and return its answer, or the keys that are still missing in the end.
 
         Blocks for `request.timeout` seconds while keys of a GET, WAIT or POP are missing.
         """
@@ -234,10 +247,7 @@ class TableStore(Store):
         return all(self._do(Op.CHECK, part)[0] == b"1" for part in _parts(keys))
 
     def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
-        limit = limit_of(self, timeout)
-        deadline = time.monotonic() + limit
-        for part in _parts(keys):
-            self._do(Op.WAIT, part, (), limit, deadline)
+        self._fields(Op.WAIT, keys, timeout)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self.fetch(keys)
@@ -300,13 +310,24 @@ class TableStore(Store):
         return True
 
     def _fields(self, op: Op, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
-        """One field for each key, of as many requests as it takes."""
+        """One field for each key, of as many requests as it takes; for WAIT none."""
         keys, limit = checked_keys(keys), limit_of(self, timeout)
         deadline = time.monotonic() + limit
         found: list[bytes] = []
-        while len(found) < len(keys):
-            part = keys[len(found) : len(found) + MAX_KEYS_PER_REQUEST]
-            found += self._do(op, part, (), limit, deadline)
+        missing, count, at = list[bytes](), 0, 0
+        while at < len(keys):
+            part = keys[at : at + MAX_KEYS_PER_REQUEST]
+            # Once a key is missing, time is up: the rest is only looked at.
+            answer = self._request(
+                op if not count else Op.WAIT, part, (), max(deadline - time.monotonic(), 0.0)
+            )
+            if isinstance(answer, Missing):
+                count, missing = count + answer.number, [*missing, *answer.first]
+            else:
+                found += answer
+            at += len(part) if isinstance(answer, Missing) or op is Op.WAIT or count else len(answer)
+        if count:
+            raise not_set([key.decode() for key in missing], limit, count)
         return found
 
     def _do(
@@ -314,21 +335,21 @@ class TableStore(Store):
         op: Op,
         keys: Sequence[str] = (),
         values: Sequence[str | bytes] = (),
-        limit: float | None = None,
-        deadline: float | None = None,
+        timeout: float | None = None,
     ) -> list[bytes]:
-        """The answer to one request of a call with the timeout `limit` (None: the store's), over at `deadline`."""
+        """The answer to a call of one request with a timeout; None: the store's."""
+        limit = limit_of(self, timeout)
+        answer = self._request(op, keys, values, limit)
+        if isinstance(answer, Missing):
+            raise not_set([key.decode() for key in answer.first], limit, answer.number)
+        return answer
+
+    def _request(
+        self, op: Op, keys: Sequence[str], values: Sequence[str | bytes], timeout: float
+    ) -> list[bytes] | Missing:
         if self._closed:
             raise StoreError(f"this {type(self).__name__} is closed")
-        limit = limit_of(self, limit)
-        left = limit if deadline is None else max(deadline - time.monotonic(), 0.0)
-        answer = self._ask(Request(op, tuple(map(_key, keys)), tuple(map(_value, values)), left))
-        if isinstance(answer, list):
-            return answer
-        # Of many keys none is looked for: waits in short steps would ask for all of them every time.
-        fields = self._fields(Op.PEEK, keys, 0.0) if 1 < len(keys) <= LISTED else []
-        missing = [key for key, field in zip(keys, fields, strict=False) if not field]
-        raise not_set(missing or [answer.decode()], limit)
+        return self._ask(Request(op, tuple(map(_key, keys)), tuple(map(_value, values)), timeout))
 
 
 def closed_meanwhile(store: Store) -> StoreError:
@@ -390,15 +411,15 @@ class HashStore(TableStore):
     def clone(self) -> HashStore:
         return copy(self)  # with the table and the lock in common
 
-    def _ask(self, request: Request) -> list[bytes] | bytes:
+    def _ask(self, request: Request) -> list[bytes] | Missing:
         deadline = time.monotonic() + request.timeout
         with self._changed:
-            while (missing := self._table.first_missing(request)) is not None:
+            while self._table.first_missing(request) is not None:
                 if self._closed:
                     raise closed_meanwhile(self)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    return missing
+                    return self._table.missing(request)
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
             if request.op in CHANGING:
                 self._changed.notify_all()

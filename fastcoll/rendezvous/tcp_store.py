@@ -21,7 +21,7 @@ from .opening import GROUP_SIZE, Dialing, Endpoint, Kind, OpeningError, RefusedE
 from .secret import SAME_SECRET, job_secret, source
 from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, count_in, limit_of, tries
-from .table import Op, Request, TableStore, check_process, closed_meanwhile
+from .table import Missing, Op, Request, TableStore, check_process, closed_meanwhile
 from .tcp_server import TCPServer
 from .waiting import LateWarning
 
@@ -162,7 +162,7 @@ class TCPStore(TableStore):
 
         return withdraw
 
-    def _ask(self, request: Request) -> list[bytes] | bytes:
+    def _ask(self, request: Request) -> list[bytes] | Missing:
         check_process(self, self._pid)
         with self._lock:
             connection = self._idle.pop() if self._idle else None
@@ -188,7 +188,7 @@ class TCPStore(TableStore):
             if not usable:
                 connection.close()
         if status is frames.Status.TIMEOUT:
-            return fields[0]
+            return Missing(int(fields[0]), fields[1:])
         if status is frames.Status.REFUSED:
             raise StoreError(fields[0].decode())
         return fields

@@ -323,7 +323,7 @@ def test_a_key_deleted_meanwhile_is_waited_for_again() -> None:
     wire.ask(2, Op.SET, b"b", b"")
     assert wire.answers(1) == []
     wire.pass_time(5)
-    assert wire.answers(1) == [(Status.TIMEOUT, [b"a"])]
+    assert wire.answers(1) == [(Status.TIMEOUT, [b"1", b"a"])]
     assert wire.ask(1, Op.CHECK, b"b") == [(Status.OK, [b"1"])]
 
 

@@ -115,7 +115,7 @@ def test_what_nobody_sets_is_named(store: Store) -> None:
         store.wait(["here", "gone"], 0.01)
     with pytest.raises(TimeoutError):
         store.wait(["gone"], timedelta(0))
-    both = r"'(a/b/)?gone', '(a/b/)?lost' was not set .* within 0.01 s"
+    both = r"'(a/b/)?gone', '(a/b/)?lost' were not set .* within 0.01 s"
     for ask in (store.wait, store.fetch):
         with pytest.raises(StoreTimeoutError, match=both):
             ask(["gone", "here", "lost"], 0.01)
@@ -296,6 +296,31 @@ def test_prefixes_nest_and_keep_apart() -> None:
         one.append("k", "4")
         assert one.delete_key("k")
         assert one.num_keys() == 1
+
+
+@pytest.mark.parametrize("method", ["wait", "fetch", "multi_get"])
+@pytest.mark.parametrize("count", [2, 16, 17, 2100])
+def test_all_that_nobody_sets_are_named(store: Store, method: str, count: int) -> None:
+    """Up to 16 of them, whatever is set in between, and however many requests the keys take."""
+    keys = [f"key{number}" for number in range(count)]
+    store.multi_set(["here", "there"], ["", ""])
+    store.set_timeout(0.05)
+    with pytest.raises(StoreTimeoutError) as caught:
+        getattr(store, method)(["here", *keys, "there"])
+    text = str(caught.value).replace("'a/b/", "'")
+    named = ", ".join(repr(key) for key in keys[:16]) + (f" and {count - 16} more" if count > 16 else "")
+    assert text == f"timed out: {named} were not set in the store within 0.05 s"
+
+
+def test_all_that_are_missing_are_named_in_views_of_one_server(tmp_path: Path) -> None:
+    first = TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True)
+    with first, TCPStore("127.0.0.1", first.port, is_master=True, multi_tenant=True) as second:
+        first.set("b", "")
+        with PrefixStore("x", second) as view:
+            for each, prefix in ((second, ""), (view, "x/")):
+                named = ", ".join(f"'{prefix}{key}'" for key in ("acd" if each is second else "abcd"))
+                with pytest.raises(StoreTimeoutError, match=f"timed out: {named} were not set"):
+                    each.wait(["a", "b", "c", "d"], 0.01)
 
 
 def test_fetch_waits_for_all_keys(store: Store) -> None:
