@@ -579,9 +579,7 @@ def barrier(
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-    """A barrier with a timeout of its own, which names the ranks that did not come.
-
-    It matches `barrier` on other ranks, and messages say barrier().
+    """A barrier with a timeout of its own, which names the ranks that did not come. It matches no `barrier`.
 
     Args:
         group, and what it raises: as for `all_reduce`.

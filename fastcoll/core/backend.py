@@ -129,7 +129,7 @@ class Backend(ABC):
     # The kinds that it plans itself; of the others it is given compositions of these.
     natively: ClassVar[frozenset[str]] = frozenset(
         "all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
-        "refused".split()
+        "monitored_barrier refused".split()
     )
     gate: Gate
     monitor: Monitor
@@ -221,7 +221,7 @@ class StreamCall(ABC):
 class DeviceCarrier(ABC):
     """What carries operations on the arrays of GPUs out, in one group."""
 
-    natively = Backend.natively - {"barrier", "refused"} | frozenset(COMPOSITIONS)
+    natively = Backend.natively - {"barrier", "monitored_barrier", "refused"} | frozenset(COMPOSITIONS)
 
     messages: Messages
     """What carries messages out."""

@@ -485,7 +485,7 @@ class ProcessGroup:
 
     def monitored_barrier(self, timeout: float | None = None) -> None:
         """A barrier that names all missing ranks, on every rank; `timeout` in seconds, None for the group's own."""
-        self.run("monitored_barrier", self.planned(Operation("barrier"), timeout), (), False)
+        self.run("monitored_barrier", self.planned(Operation("monitored_barrier"), timeout), (), False)
 
     # ---- point to point ----------------------------------------------------------------------------
 

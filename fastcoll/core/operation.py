@@ -11,7 +11,9 @@
     scatter               the result                  a block for each rank, on   root
                                                       the root
     all_to_all            one for each rank           a block for each rank
-    barrier, refused      -                           -                           refused: matches no other call
+    barrier,              -                           -                           three that match none but themselves,
+    monitored_barrier,                                                            refused not even that
+    refused
     all_reduce_coalesced  the arrays                  the same arrays             op, parts
     all_gather_coalesced  array k of rank r at        the arrays                  parts
                           k * size + r

@@ -24,7 +24,7 @@ from .reduce_op import CUSTOM, NAMES, ReduceOp
 
 OPERATIONS = (
     "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
-    "message symmetric.empty symmetric:all_reduce refused"
+    "message symmetric.empty symmetric:all_reduce refused monitored_barrier"
 ).split()
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}
 _DTYPES = (
@@ -116,8 +116,8 @@ def describe(call: int, shape: int) -> str:
     """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`."""
     name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
     symmetric, _, operation = name.rpartition(":")
-    if operation in ("barrier", "refused"):
-        return "barrier()" if operation == "barrier" else "a call that was refused"
+    if operation in ("barrier", "monitored_barrier", "refused"):
+        return "a call that was refused" if operation == "refused" else f"{operation}()"
     if call == _SHAPES_CALL:
         return "all_gather(tensor) without a list"
     code, detail = call >> 8 & 0xFF, call >> _DETAIL_SHIFT & _DETAIL

@@ -349,7 +349,7 @@ class ShmBackend(Backend):
         self.stop()  # the segment is the parent's
 
 
-_MEETINGS = ("barrier", "refused")
+_MEETINGS = ("barrier", "monitored_barrier", "refused")
 _ENTRIES: dict[str, tuple[Entry, Callable[[Operation], tuple[Any, ...]]]] = {
     "all_reduce": (reductions.all_reduce, lambda o: (o.outputs[0], o.op)),
     "reduce": (reductions.reduce, lambda o: (o.outputs[0], o.inputs[0], o.op, o.root)),

@@ -98,4 +98,5 @@ def test_monitored_barrier_names_all_who_are_missing(rank, world_size, tmp_path)
         (tmp_path / str(rank)).touch()
         assert set(caught.value.ranks) == missing
         assert all(f"rank {other} (pid" in str(caught.value) for other in missing), caught.value
+        assert "monitored_barrier(), call" in str(caught.value), caught.value
     dist.barrier()

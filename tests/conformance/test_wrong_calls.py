@@ -89,6 +89,7 @@ MISMATCHES = {
     ),
     "broadcast size": (lambda: dist.broadcast(f4(2), 0), lambda: dist.broadcast(f4(3), 0), ("2 el", "3 el")),
     "reduce": (lambda: dist.reduce(f4(2), 0), lambda: dist.reduce(f4(2), 1), ("root=0", "root=1")),
+    "barriers": (lambda: dist.monitored_barrier(), lambda: dist.barrier(), ("called monitored_barrier()",)),
     "scan": (lambda: dist.scan(f4(2)), lambda: dist.exscan(f4(2)), ("scan(", "exscan(")),
 }
 

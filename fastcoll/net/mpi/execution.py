@@ -324,9 +324,10 @@ KINDS: dict[str, Callable[[Execution, Addressed, bool], None]] = {
     "scatter": Execution.scatter,
     "all_to_all": lambda e, call, near: e.all_to_all(call.gives, call.takes, near),
     "barrier": lambda e, call, near: None,
+    "monitored_barrier": lambda e, call, near: None,
     "refused": lambda e, call, near: None,
 }
-"""What does a call of each kind; the meeting alone is all of the last two."""
+"""What does a call of each kind; the meeting alone is all of the last three."""
 
 
 def are_near(blocks: Sequence[Block]) -> bool:
