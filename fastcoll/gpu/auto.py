@@ -29,6 +29,7 @@ from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
 from ..errors import GroupError, MismatchError, UnavailableError
+from ..kernels.undisturbed import undisturbed
 from .device_array import adopt
 from .runtime import runtime
 from .staged import StagedCarrier
@@ -85,8 +86,12 @@ def on_one_node(group: ProcessGroup) -> bool:
 @cache
 def has_kernels() -> bool:
     """Whether our kernels can be used; if not, the log says why, once."""
-    try:
+
+    def load() -> None:
         from ..kernels.cuda import kernel  # noqa: F401
+
+    try:
+        undisturbed(load)
     except (UnavailableError, ImportError) as error:  # the second: another thread was told why
         _log.info("no kernels for arrays on GPUs: %s", error)
         return False

@@ -23,12 +23,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from ..errors import ResourceError
 from .machine_code import processor
+from .undisturbed import undisturbed
 
 _log = logging.getLogger("fastcoll")
 _LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation; on a laptop it takes one or two
@@ -143,22 +144,25 @@ class KernelCache:
     def code(self, compile: Callable[[], bytes]) -> bytes:
         """What is on the disk, or what `compile` makes; other processes wait until that is there."""
         if not self._kept:
-            return self._compiled(compile, "")
+            return undisturbed(partial(self._compiled, compile, ""))
         found = self._found()
         if found is None:
             folder = writable(folders(self.source))
             lock = _acquire(f"{folder}/{self._name}.lock")
-            try:
-                found = self._found()
-                if found is None:
-                    found = self._compiled(
-                        compile, " (kept on disk; python -m fastcoll.warmup does it ahead)"
-                    )
-                    self._keep(folder, found)
-            finally:
-                if lock is not None:
-                    os.close(lock)
+            found = undisturbed(partial(self._made, compile, folder, lock))
         return found
+
+    def _made(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> bytes:
+        """As `code`, by who has the lock, which is closed."""
+        try:
+            found = self._found()
+            if found is None:
+                found = self._compiled(compile, " (kept on disk; python -m fastcoll.warmup does it ahead)")
+                self._keep(folder, found)
+            return found
+        finally:
+            if lock is not None:
+                os.close(lock)
 
     def _compiled(self, compile: Callable[[], bytes], hint: str) -> bytes:
         with Telling(self._what, hint):

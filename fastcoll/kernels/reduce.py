@@ -17,6 +17,7 @@ import numpy as np
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, ReduceOp
 from ..errors import ArrayError
 from .jit import Part, c_function
+from .undisturbed import undisturbed
 
 
 class Reducer(NamedTuple):
@@ -44,11 +45,15 @@ def reducer(op: ReduceOp, dtype: np.dtype[Any]) -> Reducer:
         if custom is None:
             address = _compile(dtype.name)
         else:
-            from .custom import compile_custom
-
-            address = compile_custom(custom, dtype).address
+            address = undisturbed(lambda: _import_custom().compile_custom(custom, dtype).address)
         found = _reducers[key] = Reducer(address, op.code, dtype.itemsize)
     return found
+
+
+def _import_custom() -> Any:
+    from . import custom
+
+    return custom
 
 
 def _import_fold() -> Any:
@@ -96,9 +101,7 @@ def refuse_undefined(op: ReduceOp, dtype: np.dtype[Any]) -> None:
             f"{op!r} needs the machine's byte order, got dtype {dtype}; use x.astype({dtype.newbyteorder('=')!r})"
         )
     if dtype.names is not None and op.function is not None:
-        from .custom import memory_type
-
-        memory_type(dtype)
+        undisturbed(_import_custom).memory_type(dtype)
     elif not _is_number(dtype):
         raise ArrayError(f"{op!r} cannot reduce dtype {dtype}; {_cure(dtype)}")
     codes, cure = _UNDEFINED.get(kind_of(dtype), ((), ""))

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from ..core.work import Timeout
 from ..errors import GroupError, UsageError
+from ..kernels.undisturbed import undisturbed
 from .lifeline import GRACE_SECONDS
 from .nodes import Job, free_port, python_main
 from .spawn import ProcessExitedError, ProcessRaisedError, check_args
@@ -129,9 +130,12 @@ def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int) 
 
 
 def _cloudpickle() -> Any:
-    from numba import cloudpickle  # takes 0.4 s to import
+    def load() -> Any:
+        from numba import cloudpickle  # takes 0.4 s to import
 
-    return cloudpickle
+        return cloudpickle
+
+    return undisturbed(load)
 
 
 class _Raised:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import reduce as fold
 
 import ml_dtypes
@@ -121,3 +124,43 @@ def test_what_numba_cannot_compile_is_refused_by_name(function):
 def test_dtypes_without_a_compiled_type_are_refused(dtype):
     with pytest.raises(ArrayError, match="dtype"):
         reducer(ReduceOp.custom(first_nonzero), np.dtype(dtype))
+
+
+AGAIN_AND_AGAIN = """
+import ctypes
+import signal
+import numpy as np
+from fastcoll.core.reduce_op import ReduceOp
+from fastcoll.kernels.reduce import reducer
+
+def until_done(work):
+    times, seconds = 0, 0.02
+    while True:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            work()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            return times
+        except KeyboardInterrupt:
+            times, seconds = times + 1, 1.2 * seconds
+
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+larger = ReduceOp.custom(lambda a, b: a if a > b else b, "larger")
+for op, dtype in ((larger, "f4"), (ReduceOp.SUM, "i2")):
+    assert until_done(lambda: reducer(op, np.dtype(dtype))) > 0
+x, y = np.arange(9.0, dtype="f4"), np.arange(9.0, dtype="f4")[::-1].copy()
+found = reducer(larger, np.dtype("f4"))
+srcs = np.array([x.ctypes.data, y.ctypes.data])
+word = ctypes.c_int64
+ctypes.CFUNCTYPE(None, *[word] * 5)(found.address)(0, x.ctypes.data, srcs.ctypes.data, 2, 9)
+print(x.tolist())
+"""
+
+
+def test_ctrl_c_again_and_again_does_not_spoil_compilations(tmp_path):
+    """From Numba's first import on, at 20 ms and a little later each time."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN_AND_AGAIN], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "[8.0, 7.0, 6.0, 5.0, 4.0, 5.0, 6.0, 7.0, 8.0]\n"), done

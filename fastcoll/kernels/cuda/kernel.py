@@ -21,6 +21,7 @@ from numba import types
 
 from ...errors import UnavailableError
 from .. import compiling
+from ..undisturbed import undisturbed
 from . import INSTALL
 from .driver import driver
 
@@ -116,7 +117,7 @@ class _Compiled:
         self._driver = driver()
         lowest, *others = self._driver.capabilities
         try:
-            ptx, name = compile_ptx(function, words, tuples, lowest)
+            ptx, name = undisturbed(lambda: compile_ptx(function, words, tuples, lowest))
         except Exception as error:  # Numba lets errors of many kinds through
             raise CompilationError(
                 f"numba-cuda cannot compile a kernel ({type(error).__name__}: {error}): {INSTALL}"
