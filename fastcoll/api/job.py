@@ -41,6 +41,8 @@ class Job:
     make: MakeGroup  # makes groups of that backend
     timeout: float  # seconds; the default of every group
     close_store: Callable[[], None]  # lets go of the store behind `store`
+    _places: dict[ProcessGroup, str] = field(default_factory=dict, init=False)  # of groups besides the world
+    _over: dict[str, int] = field(default_factory=dict, init=False)  # keys of such that all have left
     _calls: Counter[str] = field(default_factory=Counter, init=False)
     _settled: int = field(default=0, init=False)
     _interrupted: bool = field(default=False, init=False)
@@ -73,6 +75,35 @@ class Job:
             raise
         if counted:
             self.settle()
+
+    def keep_place(self, group: ProcessGroup, place: str) -> None:
+        """A group was made at this place of the store: `group<number>/...`, or another that only members know."""
+        self._places[group] = place
+
+    def left(self, group: ProcessGroup) -> None:
+        """This rank has left a group; when all have, its keys leave the store.
+
+        What its members had asked for stays a while longer, for ranks of the world that have not called new_group as
+        often yet: they find out so that they have left a call out.
+        """
+        place = self._places.pop(group, None)
+        if place is None:
+            return
+        key, is_counted = place.partition("/")[0], place.startswith("group")
+        with suppress(StoreError):  # its holder is gone, or stopped
+            all_left = self.store.retire(f"{place if is_counted else key}/", group.size)
+            if all_left and is_counted:
+                self._over[key] = (
+                    int(key.removeprefix("group")) + 2
+                )  # so many are made by then, with the world
+                self._retire_settled()
+
+    def _retire_settled(self) -> None:
+        counts = self.store.peek([f"settled/{member.rank}" for member in self.members])
+        settled = min(int(count or 0) for count in counts)
+        for key in [key for key, needed in self._over.items() if settled >= needed]:
+            self.store.retire(f"{key}/", 1)
+            del self._over[key]
 
     def settle(self, interrupted: bool = False) -> None:
         """Tell that this rank is done with one more making of a group; after an `interrupted` one nobody waits long."""

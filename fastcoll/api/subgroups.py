@@ -100,6 +100,7 @@ def new_group(
             # Groups of other ranks may have the same key, where some have not called new_group for each.
             place = f"{key}/{crc32(repr(chosen).encode()):08x}"
             group = job.make_group(name, place, chosen, limit, load(choice))
+            job.keep_place(group, place)
         if splits:
             groups.world.split_gpus(group)
         if group is None:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, ParamSpec
 
 from .. import config, failpoints
@@ -166,7 +166,10 @@ def destroy_process_group(group: Group = None) -> None:
         lost = _leave(sys.exc_info()[1], None)
     elif isinstance(current, ProcessGroup):
         del groups.backends[current]
-        lost = leave([current], sys.exc_info()[1]) if groups.inherited is None else None
+        lost = None
+        if groups.inherited is None:
+            lost = leave([current], sys.exc_info()[1])
+            current_job().left(current)
     else:
         return
     if lost is not None:
@@ -269,7 +272,13 @@ def _use(store: Store, rank: int, world_size: int, group_name: str) -> _Found:
     """
     me = this_process()
     use = store.add(f"fastcoll/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
-    return _Found(PrefixStore(f"fastcoll/{group_name}/{use}", store), rank, world_size, lambda _: None)
+    place = f"fastcoll/{group_name}/{use}"
+
+    def close(_: float) -> None:
+        with suppress(StoreError):
+            store.retire(f"{place}/", world_size)
+
+    return _Found(PrefixStore(place, store), rank, world_size, close)
 
 
 def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name: str) -> _Found:

@@ -150,6 +150,13 @@ class Store(ABC):
         """How many values are in the queue `key`, now."""
         self._refuse("queue_len")
 
+    def retire(self, prefix: str, users: int) -> bool:
+        """Tell that one of so many users of the keys that begin with `prefix` is done with them; was it the last?
+
+        They are removed then. A user's store keeps them, unless it can do that in one step. Does not wait for others.
+        """
+        return False
+
     def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> None:
         """Block until `world_size` processes have called this with the same `key`, which serves once.
 

@@ -34,6 +34,8 @@ _SET = b"="  # stands before each value in the answer to PEEK; a key that is not
 # A queue is the value of its key: each item behind this mark and its length, so that a push is an APPEND.
 _ITEM = struct.Struct("!4sI")
 _MARK = b"\0ITM"
+_DONE = b"\0done"  # behind a prefix: how many have retired its keys
+_RETIRE_SECONDS = 1.0  # for a server that is stopped: who retires keys is leaving
 
 
 class Op(IntEnum):
@@ -51,22 +53,22 @@ class Op(IntEnum):
     PEEK = 10
     POP = 11  # the first item of the queue under a key; the last one takes the key along
     KEYS = 12  # those behind a key, in order, as many as fit into an answer
-    WILL = (
-        13  # of a connection to a server: a key, set when it ends, unless that is there; without a key: none
-    )
+    WILL = 13  # what a server sets, unless it is there, when the connection ends; without a key nothing
+    RETIRE = 14  # the keys that begin so, which go when as many have asked for it as the value says
 
 
 # Op -> (fewest keys, most keys, values for each key)
 SHAPES: dict[Op, tuple[int, int, int]] = {
     Op.NUM_KEYS: (0, 0, 0),
     Op.WILL: (0, 1, 1),
+    Op.RETIRE: (1, 1, 1),
     Op.SET: (1, MAX_KEYS_PER_REQUEST, 1),
     **dict.fromkeys((Op.GET, Op.WAIT, Op.CHECK, Op.PEEK), (1, MAX_KEYS_PER_REQUEST, 0)),
     **dict.fromkeys((Op.DELETE, Op.POP, Op.KEYS), (1, 1, 0)),
     **dict.fromkeys((Op.ADD, Op.APPEND), (1, 1, 1)),
     Op.COMPARE_SET: (1, 1, 2),
 }
-CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND, Op.POP})
+CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND, Op.POP, Op.RETIRE})
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class Table:
             case Op.APPEND:
                 self.put(key, data.get(key, b"") + value)
                 return []
+            case Op.RETIRE:
+                return [b"1" if self._retire(key, _whole_number(value, key)) else b"0"]
             case Op.NUM_KEYS:
                 return [b"%d" % len(data)]
             case Op.POP:
@@ -176,6 +180,15 @@ class Table:
             raise StoreError(f"the store holds {self._bytes} bytes, {shown(key)} would pass {MAX_TOTAL}")
         self._data[key] = value
         self._bytes += growth
+
+    def _retire(self, prefix: bytes, users: int) -> bool:
+        done = prefix + _DONE
+        self.put(done, b"%d" % (_whole_number(self._data.get(done, b"0"), done) + 1))
+        if int(self._data[done]) < users:
+            return False
+        for key in [key for key in self._data if key.startswith(prefix)]:
+            self.remove(key)
+        return True
 
     def remove(self, key: bytes) -> bool:
         """Remove one key; whether it was there."""
@@ -305,6 +318,9 @@ class TableStore(Store):
     def queue_len(self, key: str) -> int:
         queue = self.peek([key])[0]
         return 0 if queue is None else sum(1 for _ in _items(queue, key.encode()))
+
+    def retire(self, prefix: str, users: int) -> bool:
+        return self._do(Op.RETIRE, [prefix], [str(users)], min(limit_of(self), _RETIRE_SECONDS))[0] == b"1"
 
     def has_extended_api(self) -> bool:
         return True

@@ -167,6 +167,9 @@ class PrefixStore(_View):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self.underlying_store.multi_set(self._names(keys), values)
 
+    def retire(self, prefix: str, users: int) -> bool:
+        return self.underlying_store.retire(self._name(prefix), users)
+
     def clone(self) -> PrefixStore:
         return PrefixStore(self.prefix, self.underlying_store.clone())
 

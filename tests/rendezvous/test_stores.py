@@ -298,6 +298,23 @@ def test_prefixes_nest_and_keep_apart() -> None:
         assert one.num_keys() == 1
 
 
+def test_keys_that_all_users_have_retired_are_gone(full_store: Store) -> None:
+    keys = ["g", "g1", "g1/a", "g1/b/c", "g10/a", "h"]
+    full_store.multi_set(keys, [""] * len(keys))
+    assert [full_store.retire("g1/", 3) for _ in range(3)] == [False, False, True]
+    assert sorted(full_store.list_keys()) == ["g", "g1", "g10/a", "h"]
+    assert full_store.num_keys() == 4
+    assert full_store.retire("g1/", 1)  # nothing more
+    assert full_store.num_keys() == 4
+
+
+def test_a_users_store_keeps_them() -> None:
+    store = UsersStore()
+    store.set("g/a", "")
+    assert not store.retire("g/", 1)
+    assert store.check(["g/a"])
+
+
 @pytest.mark.parametrize("method", ["wait", "fetch", "multi_get"])
 @pytest.mark.parametrize("count", [2, 16, 17, 2100])
 def test_all_that_nobody_sets_are_named(store: Store, method: str, count: int) -> None:
