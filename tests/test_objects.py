@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.errors import UsageError
+from fastcoll import config
+from fastcoll.errors import UnavailableError, UsageError
 
 
 def unpicklable() -> None:
@@ -244,3 +245,34 @@ def test_messages_speak_of_objects(rank: int) -> None:
     message = (dist.send_object_list, [1, 2], 1) if rank == 0 else (dist.recv_object_list, [None] * 3, 0)
     with pytest.raises(dist.MismatchError, match=r"objects: .* [23] objects.* [23] objects; both lists"):
         message[0](*message[1:])
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_unpickled_from_a_network_without_a_secret(
+    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FASTCOLL_SECRET")
+    monkeypatch.setenv("FASTCOLL_INSECURE", "1")
+    config.forget()
+    try:
+        group = dist.new_group(backend="tcp")
+        x = np.ones(3)
+        dist.all_reduce(x, group=group)
+        assert (x == 2).all()
+        found: list[Any] = [None] * 2
+        for call in (
+            lambda: dist.all_gather_object(found, 1, group=group),
+            lambda: dist.gather_object(1, found if rank == 0 else None, group=group),
+            lambda: dist.broadcast_object_list([1], group=group),
+            lambda: dist.scatter_object_list([None], [1, 2] if rank == 0 else None, group=group),
+            lambda: dist.send_object_list([1], 1 - rank, group=group),
+            lambda: dist.recv_object_list([None], 1 - rank, group=group),
+        ):
+            with pytest.raises(
+                UnavailableError, match=r"unpickles .* FASTCOLL_INSECURE=1 .* give every rank"
+            ):
+                call()
+        dist.all_gather_object(found, rank)
+        assert found == [0, 1]
+    finally:
+        config.forget()

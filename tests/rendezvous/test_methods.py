@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -22,7 +23,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 import fastcoll
-from fastcoll.core.processes import ProcessId
+from fastcoll.core.processes import ProcessId, this_process
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.nodes import free_port
 from fastcoll.rendezvous import HashStore, meet, register_rendezvous_handler, rendezvous
@@ -427,6 +428,27 @@ def test_multicast_keeps_jobs_apart(group: str, processes) -> None:
     by_secret = [processes.start(MEET, group, -1, 2, 20, "a", FASTCOLL_SECRET="x") for _ in range(2)]
     for ranks in (*by_name.values(), by_secret):
         assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+
+
+def test_multicast_strangers_are_passed_over(group_v4: str, processes) -> None:
+    address, _, port = group_v4.removeprefix("tcp://").rpartition(":")
+    with MulticastSocket(address, int(port)) as strangers, socket.create_server(("127.0.0.1", 0)) as store:
+        # The lowest nonce would lead, at a store of the strangers' own; others would end the meeting.
+        lead = Announcement(
+            job_digest(""), "0" * 32, time.time(), 2, **vars(this_process()), address="127.0.0.1",
+            port=store.getsockname()[1],
+        )  # fmt: skip
+        sent = [one.seal(key) for one in (lead, replace(lead, world_size=3)) for key in (b"wrong", b"")]
+        sent += [sent[0][:-32] + bytes(32), os.urandom(MAX_DATAGRAM), os.urandom(60_000), b""]
+        ranks = [processes.start(MEET, group_v4, -1, 2) for _ in range(2)]
+        while all(rank.poll() is None for rank in ranks):
+            for data in sent:
+                strangers.send(data)
+            time.sleep(0.001)
+        assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+        store.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            store.accept()
 
 
 def test_multicast_world_sizes_that_disagree(group: str, processes) -> None:

@@ -19,7 +19,7 @@ from fastcoll.launch.nodes import free_port
 from fastcoll.rendezvous import TCPStore, serving, store_protocol, tcp_store
 from fastcoll.rendezvous.address import listen, port_holder
 from fastcoll.rendezvous.frames import HEADER, encode_request
-from fastcoll.rendezvous.opening import Dialing, Endpoint, Kind
+from fastcoll.rendezvous.opening import OPENING_SIZE, Dialing, Endpoint, Kind, Opening, Role, Verdict, prove
 from fastcoll.rendezvous.secret import job_secret
 from fastcoll.rendezvous.table import Op, Request
 
@@ -352,6 +352,28 @@ def test_secrets_must_match(monkeypatch: pytest.MonkeyPatch, server: str | None,
         set_secret(monkeypatch, server)
         with TCPStore("127.0.0.1", store.port) as good:
             assert good.add("n", 1) == 1
+
+
+def test_a_false_server_learns_nothing(in_threads) -> None:
+    """Whoever takes the store's port first gets each rank's challenge, and no request."""
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as false:
+
+        def serve() -> None:
+            with false.accept()[0] as connection:
+                mine = Opening.from_bytes(receive(connection, OPENING_SIZE), Role.DIALS)
+                me = Endpoint(mine.group, 0, 2, b"wrong", True)
+                answer = mine.answer(me, Verdict.WELCOME).to_bytes()
+                connection.sendall(answer + prove(b"wrong", Role.ANSWERS, mine.to_bytes(), answer))
+                while data := connection.recv(4096):
+                    heard.extend(data)
+
+        started = time.monotonic()
+        client = in_threads(serve, lambda: TCPStore("127.0.0.1", false.getsockname()[1], timeout=60))[1]
+    assert isinstance(client, StoreError)
+    assert "has another secret" in str(client)
+    assert time.monotonic() - started < 5
+    assert heard == b""
 
 
 def set_secret(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from ... import config
 from ...config import MOST_STREAMS
 from ...core.processes import Member
-from ...errors import ResourceError, StoreError, UsageError
+from ...errors import RendezvousError, ResourceError, StoreError, UsageError
 from ...rendezvous import serving
 from ...rendezvous.address import shown
 from ...rendezvous.assemble import GroupMeeting, loads
@@ -41,7 +41,7 @@ from ...rendezvous.opening import (
     Turned,
     derive_key,
 )
-from ...rendezvous.secret import job_secret, warn_if_open
+from ...rendezvous.secret import SAME_SECRET, job_secret, proof, warn_if_open
 from ...rendezvous.serving import release
 from .interfaces import IPV4, IPV6, Interface, choose_here, family_of, tune
 
@@ -273,12 +273,16 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
     Raises:
         UsageError: an interface does not exist, or the ranks name different numbers of them; on every rank.
         ResourceError: a rank cannot listen; on every rank.
+        RendezvousError: the ranks' secrets differ; on every rank.
         PeerDiedError, StoreTimeoutError: a member died or did not come.
     """
     interfaces, group, token, streams = _terms(meeting, members, rank)
 
-    def check_numbers(records: Sequence[Any]) -> None:
+    def check(records: Sequence[Any]) -> None:
         first, *others = map(Place.from_record, records)
+        for member, record in zip(members, records, strict=True):
+            if record.get("same") != records[0].get("same"):
+                raise RendezvousError(f"{member} has another secret than {members[0]}; {SAME_SECRET}")
         for member, place in zip(members[1:], others, strict=True):
             if len(place.names) != len(first.names):
                 raise UsageError(
@@ -293,8 +297,10 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
     try:
         listener.join(endpoint, deliver)
         names = tuple(each.name for each in interfaces)
-        mine = asdict(Place(names, tuple(each.address for each in interfaces), tuple(listener.ports)))
-        records = meeting.assemble(mine, check_numbers)
+        place = Place(names, tuple(each.address for each in interfaces), tuple(listener.ports))
+        # By this all hear of another secret at once, before a connection fails for it.
+        mine = {**asdict(place), "same": proof(endpoint.key, "fastcoll group, the same secret", ()).hex()}
+        records = meeting.assemble(mine, check)
         roster.places.extend(map(Place.from_record, records))
         if any(len(place.names) != len(interfaces) for place in roster.places):
             raise StoreError("the ranks' addresses cannot be read: they are not of as many interfaces")

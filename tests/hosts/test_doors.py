@@ -1,0 +1,172 @@
+"""Every listening socket of running jobs, on one host and on four, attacked in all ways that attacks.py knows.
+
+The attackers come before the ranks do, have read the network, and reach every port. The job must start and go on right,
+tell them nothing but challenges, and not grow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fastcoll.rendezvous.opening import OPENING_SIZE, Opening, Role
+from hosts import attacks
+from hosts.network import Host, Network
+from hosts.nodes import Node, await_line, finish, launched, told
+
+Join = Callable[..., Network]
+_GROWTH_KIB = 8 << 10
+_CRAWLERS = 500
+
+# Rank 0 comes first, and the others when told. All ranks end in the same round.
+PROGRAM = """
+import os, sys, time
+import numpy as np, fastcoll as dist
+
+folder, rank = sys.argv[1], int(os.environ["RANK"])
+while rank and not os.path.exists(f"{folder}/begin"):
+    time.sleep(0.01)
+print("began", os.getpid(), os.getppid(), flush=True)
+since = time.monotonic()
+dist.init_process_group(timeout=120)
+groups = [None, dist.new_group(backend="tcp")]
+started, rounds, stop = time.monotonic() - since, 0, 0
+size = dist.get_world_size()
+while not stop:
+    for group in groups:
+        x = np.arange(1000.0) + rank
+        x[0] = os.path.exists(f"{folder}/end") and rank == 0
+        dist.all_reduce(x, group=group)
+        stop = x[0]
+        assert (x[1:] == np.arange(1.0, 1000.0) * size + size * (size - 1) / 2).all(), x
+        parts = [None] * size
+        dist.all_gather_object(parts, ("rank", rank), group=group)
+        assert parts == [("rank", r) for r in range(size)], parts
+    rounds += 1
+    if rounds in (5, 100):
+        print("round", rounds, "after", started, flush=True)
+    time.sleep(0.01)
+print("right", rounds, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(1, 4), (4, 1), pytest.param(4, 2, marks=pytest.mark.long)])
+def test_every_door_of_a_running_job(
+    join_hosts: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, ranks: int
+) -> None:
+    for name in ("FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    network = join_hosts(hosts)
+    program = [str(tmp_path / "program.py"), str(tmp_path)]
+    address = "127.0.0.1" if hosts == 1 else None
+    with launched(network, ranks, program, address=address) as nodes:
+        first, last = network.hosts[0], network.hosts[-1]
+        recording = start(first, "record", str(tmp_path / "record"))
+        await_line(nodes[0], "began", nodes)
+        await_doors(first, nodes)
+        # The first who come: each port's first connections are strangers', and 500 linger as the ranks come.
+        crawlers = start(last, "crawl", str(_CRAWLERS), *doors(first))
+        await_line(crawlers, "crawling", [crawlers])
+        (tmp_path / "record.json").write_text("[]")
+        assert_refused(last, tmp_path / "record.json", doors(first))
+        assert (tmp_path / "record.begun").exists()
+        (tmp_path / "begin").touch()
+        for node in nodes:
+            for rank in range(node.host.index * ranks, (node.host.index + 1) * ranks):
+                await_line(node, f"[{rank}] round 5 ", nodes, 90)
+        (tmp_path / "record.stop").touch()
+        finish([recording], 20)
+        heard = json.loads((tmp_path / "record").read_text())
+        assert len(heard) >= 2 * (ranks * hosts - 1), "the record is empty"
+
+        every = {host: doors(host) for host in network}
+        for host, found in every.items():
+            assert_bound(host, found, alone=hosts == 1)
+        assert sum(map(len, every.values())) >= 1 + ranks * hosts
+        before = memory(nodes)
+        secret = secret_of(next(iter(before)))
+        shown = [host.namespace.run("ps", "-eo", "args") for host in network]
+        for found in every.values():
+            assert_refused(last, tmp_path / "record", found)
+        slow = [start(last, "crawl", str(_CRAWLERS), *found) for found in every.values()]
+        finish([crawlers, *slow], 60)
+        for each in (crawlers, *slow):
+            held = json.loads(each.out.splitlines()[-1])
+            assert max(held.values()) < 12, held
+            each.close()
+        recording.close()
+        assert secret not in told(nodes) + "".join(shown)
+        grown = {pid: kib - before[pid] for pid, kib in memory(nodes).items()}
+        (tmp_path / "end").touch()
+        finish(nodes, 60)
+        assert [node.code for node in nodes] == [0] * hosts, told(nodes)
+        assert sum(node.out.count("right") for node in nodes) == hosts * ranks, told(nodes)
+        assert max(grown.values()) < _GROWTH_KIB, grown
+
+
+def start(host: Host, *words: str) -> Node:
+    """The attackers' program, under way on a host."""
+    return Node(host, [sys.executable, attacks.__file__, *words], dict(os.environ))
+
+
+def doors(host: Host) -> list[str]:
+    """Where a host listens, as in 10.77.0.1:24500; nobody is there but the job."""
+    assert host.namespace.run("ss", "-lxH") == "", "a Unix socket listens"
+    return sorted(line.split()[3] for line in host.namespace.run("ss", "-ltnH").splitlines())
+
+
+def await_doors(host: Host, nodes: list[Node]) -> None:
+    """Wait until rank 0's store listens, and its launcher where there are several."""
+    end = time.monotonic() + 60
+    while len(doors(host)) < (1 if len(nodes) == 1 else 2):
+        assert time.monotonic() < end, told(nodes)
+        time.sleep(0.02)
+
+
+def assert_bound(host: Host, found: list[str], alone: bool) -> None:
+    """A job of one host listens on loopback alone, one of several on the addresses that it was given."""
+    own = "127.0.0.1" if alone else host.address
+    assert {each.rpartition(":")[0] for each in found} == {own}
+
+
+def assert_refused(attacker: Host, record: Path, where: list[str]) -> None:
+    """No attack is answered with more than a challenge, and all are dropped at once."""
+    node = start(attacker, "attack", str(record), *where)
+    finish([node], 120)
+    assert node.code == 0, told([node])
+    made = json.loads(node.out)
+    assert {one["where"] for one in made} == set(where)
+    for one in made:
+        answer = bytes.fromhex(one["answer"])
+        assert len(answer) in (0, OPENING_SIZE, attacks.WHOLE), one
+        if answer:
+            assert Opening.from_bytes(answer[:OPENING_SIZE], Role.ANSWERS), one
+        assert one["seconds"] < 2, one
+    assert statistics.median(one["seconds"] for one in made) < 0.05
+    node.close()
+
+
+def secret_of(pid: str) -> str:
+    """The job's secret: the launcher's in the environment, else the user's own."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    given = [each.partition("=")[2] for each in variables if each.startswith("FASTCOLL_SECRET=")]
+    text = given[0] if given else (Path(os.environ["XDG_CONFIG_HOME"]) / "fastcoll" / "secret").read_text()
+    assert len(text) >= 64
+    return text.strip()
+
+
+def memory(nodes: list[Node]) -> dict[str, int]:
+    """KiB of each rank and launcher that are in memory, by its pid."""
+    told = [re.findall(r"began (\d+) (\d+)", node.out) for node in nodes]
+    status = {pid: Path(f"/proc/{pid}/status").read_text() for pids in told for pid in sum(pids, ())}
+    return {pid: int(re.findall(r"VmRSS:\s+(\d+) kB", text)[0]) for pid, text in status.items()}
