@@ -128,13 +128,17 @@ def test_the_users_own_that_holds_none_is_refused(own: Path) -> None:
         secret.job_secret()
 
 
-def test_without_a_home_the_machine_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", NOWHERE)
+@pytest.mark.parametrize("home", [NOWHERE, "missing/.config", "/proc/self"])
+def test_without_a_home_the_machine_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / home))
     made = secret.job_secret()
     (path,) = (tmp_path / "shm").iterdir()
     assert path.name == f".fastcoll-{os.geteuid()}-secret"
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.read_bytes() == made + b"\n"
+    assert not (tmp_path / "missing").exists()
 
 
 def test_nothing_is_made_in_another_users_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

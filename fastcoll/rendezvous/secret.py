@@ -192,7 +192,8 @@ def _make(path: Path) -> None:
     """
     if path.parent != _MACHINES:
         _check_folder(path.parent)
-        path.parent.mkdir(0o700, parents=True, exist_ok=True)
+        for folder in (path.parent.parent, path.parent):  # and no home, which root could make
+            folder.mkdir(0o700, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -1,4 +1,7 @@
-"""Ranks on several hosts that Slurm, mpirun or Kubernetes has started: with what those set, and nothing else."""
+"""Ranks on several hosts that Slurm, mpirun or Kubernetes has started: with what those set, and nothing else.
+
+Their secret is the user's own, in a home that the hosts share.
+"""
 
 from __future__ import annotations
 
@@ -77,11 +80,10 @@ def test_ranks_meet(
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     network = join_hosts(2, own_pids=True)
-    own = {"FASTCOLL_SECRET": "of this test"}
     with ExitStack() as stack:
         ranks = []
         for rank in range(4):
-            environment = {**os.environ, **own, **variables(rank)}
+            environment = {**os.environ, **variables(rank)}
             words = [sys.executable, str(tmp_path / "program.py")]
             ranks.append(Node(network.hosts[rank // 2], words, environment))
             stack.callback(ranks[-1].close)
