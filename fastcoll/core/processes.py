@@ -27,6 +27,14 @@ _log = logging.getLogger("fastcoll")
 P = TypeVar("P", bound="ProcessId")
 _MAX_BYTES = 4096
 
+SESSION = "PYTEST_FASTCOLL_SESSION"
+"""The variable by which a session of pytest tells its processes, and so their names in shared memory, from others'."""
+
+
+def session() -> str:
+    """What names in shared memory end with; empty outside of tests."""
+    return os.environ.get(SESSION, "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessId:

@@ -24,7 +24,7 @@ import numpy as np
 import posix_ipc
 
 from .. import config
-from ..core.processes import Member, gone_among, status_of
+from ..core.processes import Member, gone_among, session, status_of
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous import Store
 from ..rendezvous.assemble import GroupMeeting
@@ -58,7 +58,7 @@ _PREFIX = f"fastcoll-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 def new_name() -> str:
     """A fresh name that nobody can guess, with its maker's pid and start time for the sweeper."""
-    return f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(8)}"
+    return f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(8)}{session()}"
 
 
 class Segment:
@@ -200,7 +200,7 @@ def sweep() -> list[str]:
     """Unlink this user's segments whose maker is dead; returns their names.
 
     A name lives for milliseconds while a group is made, so a name whose maker (pid and start time) is
-    gone belongs to a job that was killed in that moment.
+    gone belongs to a job that was killed in that moment. A session of tests leaves other sessions' alone.
     """
     swept = []
     for name in stale():
@@ -215,7 +215,8 @@ def stale() -> list[str]:
     found = []
     for name in os.listdir(DIRECTORY):
         pid, _, start = name.removeprefix(_PREFIX).rpartition("-")[0].partition("-")
-        if name.startswith(_PREFIX) and pid.isdigit() and _start_time(int(pid)) != start:
+        ours = name.startswith(_PREFIX) and name.endswith(session())
+        if ours and pid.isdigit() and _start_time(int(pid)) != start:
             found.append(name)
     return found
 

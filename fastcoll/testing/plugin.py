@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import pytest
 
+from ..core.processes import SESSION
 from ..errors import UsageError
 from ..launch.nodes import free_ports
 from .mark import WORKER_PLUGIN, Place, RanksMark, Setup, Task, failure_text, skip_reason
@@ -62,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _HELP)
+    os.environ.setdefault(SESSION, secrets.token_hex(4))  # for all that is started from here
     backend = config.getoption("ranks_backend")
     if backend is not None:
         from ..api.backends import parse_backend

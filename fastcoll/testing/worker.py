@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 
+from ..core.processes import session
 from ..launch.lifeline import children_of, die_with_parent
 from .mark import WORKER_PLUGIN, RankResult, Setup, Task
 
@@ -227,7 +228,7 @@ def lasting(look: Callable[[], list[str]]) -> list[str]:
 
 
 def shm_names(folder: Path = _SHM) -> set[str]:
-    """The names of fastcoll's segments that belong to this user, in a place where /dev/shm is seen."""
+    """The names of fastcoll's segments that this session of pytest has made, in a place where /dev/shm is seen."""
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
@@ -235,7 +236,8 @@ def shm_names(folder: Path = _SHM) -> set[str]:
     found = set()
     for entry in entries:
         with suppress(FileNotFoundError):  # it has gone since
-            if entry.name.startswith("fastcoll") and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+            ours = entry.name.startswith("fastcoll") and entry.name.endswith(session())
+            if ours and entry.stat(follow_symlinks=False).st_uid == os.getuid():
                 found.add(entry.name)
     return found
 

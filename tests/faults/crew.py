@@ -28,6 +28,8 @@ from typing import Any
 
 import pytest
 
+from fastcoll.testing.worker import shm_names
+
 WITHIN = 2.0
 """Seconds after which every survivor knows of a killed rank. The deadlines are 20 and 30."""
 SOON = 1.0
@@ -204,13 +206,13 @@ def check(outcomes: Sequence[Outcome], victim: int, op: str, others: float) -> N
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Fails if /dev/shm has names afterwards that it did not have before.
+    """Fails if /dev/shm has names of this session afterwards that it did not have before.
 
     A name that goes away by itself within moments is that of another job's group, just being made.
     """
-    before = set(os.listdir("/dev/shm"))
+    before = shm_names()
     yield
     end = time.monotonic() + 2
-    while left := {name for name in os.listdir("/dev/shm") if name.startswith("fastcoll")} - before:
+    while left := shm_names() - before:
         assert time.monotonic() < end, f"left in /dev/shm: {left}"
         time.sleep(0.05)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fastcoll.core.processes import session
 from fastcoll.testing import worker
 from fastcoll.testing.worker import Footprint, lasting, shm_names
 
@@ -59,11 +60,18 @@ def test_what_ends_in_time_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_our_own_segments_count() -> None:
-    ours, other = Path(f"/dev/shm/fastcoll-leaks-{os.getpid()}"), Path(f"/dev/shm/other-{os.getpid()}")
-    ours.touch()
-    other.touch()
+    ours, *others = (
+        Path(f"/dev/shm/{name}-{os.getpid()}-{mark}")
+        for name, mark in (
+            ("fastcoll-leaks", session()),
+            ("fastcoll-leaks", "another's"),
+            ("other", session()),
+        )
+    )
+    for path in (ours, *others):
+        path.touch()
     found = shm_names()
-    ours.unlink()
-    other.unlink()
+    for path in (ours, *others):
+        path.unlink()
     assert ours.name in found
-    assert other.name not in found
+    assert not found.intersection(path.name for path in others)

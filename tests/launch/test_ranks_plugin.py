@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from inner_pytest import InnerRun
 
-SEGMENT = f"fastcoll-test-{os.getpid()}"
+from fastcoll.core.processes import session
+
+SEGMENT = f"fastcoll-test-{os.getpid()}-{session()}"
 FILES: dict[str, str] = {}
 
 
@@ -29,7 +31,8 @@ def inner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InnerRun]:
     """The run of pytest on all files."""
     unraisable = "ignore::pytest.PytestUnraisableExceptionWarning"
     yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, "-W", unraisable, "--flavour=sour")
-    Path("/dev/shm", SEGMENT).unlink(missing_ok=True)
+    for name in (SEGMENT, f"{SEGMENT}-of-another"):
+        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 ENVIRONMENT = file(
@@ -359,6 +362,10 @@ def test_in_shared_memory():
     open("/dev/shm/{SEGMENT}", "w").close()
 
 @pytest.mark.ranks(1, init=False)
+def test_of_another_session():
+    open("/dev/shm/{SEGMENT}-of-another", "w").close()
+
+@pytest.mark.ranks(1, init=False)
 def test_nothing():
     cycle = [open("/dev/zero")]
     cycle.append(cycle)  # the garbage collector closes the file
@@ -367,7 +374,7 @@ def test_nothing():
 
 
 def test_leaks_fail_the_test_by_name(inner: InnerRun) -> None:
-    assert inner.outcomes(LEAKS) == {"passed": 1, "failed": 2}
+    assert inner.outcomes(LEAKS) == {"passed": 2, "failed": 2}
     inner.said("test_in_the_rank").fnmatch_lines(
         ["rank 1 of 2: left behind after the test: *thread 'left-alone'*(/dev/zero)*child *(sleep 1000)*"]
     )

@@ -19,6 +19,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll.launch.spawn import ProcessExitedError, ProcessRaisedError
+from fastcoll.testing.worker import shm_names
 
 
 def test_closures_run_in_ranks_that_have_met_and_results_come_back(capfd: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +108,7 @@ dist.run(wait, 2, (sys.argv[1],))
 
 
 def test_ctrl_c_ends_all_ranks_within_a_second_also_of_a_shell(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shm_names()
     with subprocess.Popen(
         [sys.executable, "-", str(tmp_path / "rank")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -132,4 +133,4 @@ def test_ctrl_c_ends_all_ranks_within_a_second_also_of_a_shell(tmp_path: Path) -
         out, err = shell.communicate(timeout=20)
     assert out == "[1, 2]\n"
     assert err.endswith("KeyboardInterrupt\n")
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shm_names() <= before

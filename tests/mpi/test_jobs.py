@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from results import results_in
 
+from fastcoll.testing.worker import shm_names
+
 from .environments import LIBRARIES, environment, mpiexec, python_with
 
 ROOT = Path(__file__).parents[2]
@@ -40,13 +42,13 @@ def python(request: pytest.FixtureRequest, folder: Path) -> Path:
 @pytest.fixture
 def swept() -> Iterator[None]:
     """Remove what MPI libraries leave in shared memory when a rank is killed, and Open MPI for a world of one."""
-    before = set(SHM.iterdir())
+    before, names = set(SHM.iterdir()), shm_names()
     yield
     mapped = "".join(map(maps_of, Path("/proc").glob("[0-9]*")))
     for path in set(SHM.iterdir()) - before:
         if path.name.startswith(("mpich_shm_", "sm_segment.")) and str(path) not in mapped:
             path.unlink(missing_ok=True)
-    assert not [path for path in set(SHM.iterdir()) - before if path.name.startswith("fastcoll")]
+    assert shm_names() <= names
 
 
 def maps_of(process: Path) -> str:

@@ -20,6 +20,7 @@ from fastcoll.errors import ResourceError
 from fastcoll.interop import numpy_memory
 from fastcoll.kernels import allocator as a
 from fastcoll.shm import arena
+from fastcoll.testing.worker import shm_names
 
 INT = ctypes.c_int64
 STATE = arena.STATE_ADDRESS
@@ -424,7 +425,7 @@ def test_arrays_may_be_freed_after_everything_else() -> None:
 
 def test_nothing_is_left_of_a_killed_process() -> None:
     code = AT_THE_END + "import os, signal; x = np.ones(1 << 20); os.kill(os.getpid(), signal.SIGKILL)"
-    before = set(os.listdir("/dev/shm"))
+    before = shm_names()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    assert set(os.listdir("/dev/shm")) == before
+    assert shm_names() == before

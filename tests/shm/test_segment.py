@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll.core.processes import SESSION
 from fastcoll.errors import ResourceError
 from fastcoll.shm import segment as shared
 from fastcoll.shm.layout import plan
@@ -99,6 +100,9 @@ def test_the_sweeper_takes_the_names_of_the_dead_only(name: str) -> None:
     )
     dead = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
     assert os.path.exists(f"/dev/shm/{dead}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SESSION, "another")
+        assert dead not in shared.sweep()
     assert dead in shared.sweep()
     assert not os.path.exists(f"/dev/shm/{dead}")
     assert os.path.exists(f"/dev/shm/{name}")
