@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..core.group import ProcessGroup
 from ..core.processes import Member, dead_among
-from ..errors import AbortedError, StoreError, StoreTimeoutError
+from ..errors import AbortedError, GroupError, StoreError, StoreTimeoutError
 from ..rendezvous import PrefixStore, Store
 from ..rendezvous.waiting import LateWarning, raise_if_dying
 from .backends import BackendChoice, MakeGroup
@@ -63,7 +63,7 @@ class Job:
     def making(self, ranks: Sequence[int], doing: str, counted: bool = True) -> Iterator[None]:
         """One making of a group of `ranks`; if all ranks take part it is `counted` when it ends, well or not.
 
-        `doing` starts the message when the store was lost because its holder or a member died.
+        `doing` starts the message when a member died, and when the store was lost because its holder did.
         """
         try:
             yield
@@ -72,6 +72,8 @@ class Job:
                 self.settle(interrupted=not isinstance(error, Exception))
             if isinstance(error, StoreError) and not isinstance(error, StoreTimeoutError):
                 raise_if_dying([self.members[rank] for rank in sorted({0, *ranks})], doing, error)
+            if isinstance(error, GroupError) and not str(error).startswith(doing):
+                error.args = (f"{doing}: {error}",)  # a backend knows the step, and not of which call
             raise
         if counted:
             self.settle()

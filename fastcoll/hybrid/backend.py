@@ -29,7 +29,7 @@ from ..core.processes import Member, Topology
 from ..core.reduce_op import AVG, ReduceOp
 from ..core.status import DONE, LATER
 from ..core.work import Work
-from ..errors import AbortedError, GroupError, MismatchError
+from ..errors import AbortedError, GroupError, MismatchError, PeerDiedError, StoreError
 from ..net.tcp import engine_layout as words
 from ..net.tcp.backend import TcpBackend
 from ..net.tcp.plans.choose import nothing
@@ -103,15 +103,21 @@ class HybridBackend(Backend):
                 between = partial(_between_nodes(), crowd=members)
                 part(between, f"rail{topology.local_rank}", topology.rail)
         except BaseException as error:
+            failure: BaseException = error
+            if everyone is not None and isinstance(error, PeerDiedError | StoreError):
+                # A part knows its own ranks alone: one that has ended there may have failed before, and told all why.
+                failure = everyone.monitor.verdict([], f"making the group {name}") or error
             for place in range(topology.rails):  # whoever makes a rail already looks at its store only
-                GroupMeeting(PrefixStore(f"rail{place}", store), members, rank, timeout, name).tell(error)
+                GroupMeeting(PrefixStore(f"rail{place}", store), members, rank, timeout, name).tell(failure)
             if everyone is not None:
-                why = error if str(error) else type(error).__name__
-                everyone.fail(AbortedError(f"{members[rank]} could not make the group {name}: {why}"))
+                why = f"{members[rank]} could not make the group {name}: {str(error) or type(error).__name__}"
+                everyone.fail(failure if isinstance(failure, GroupError) else AbortedError(why))
                 for made in parts:
                     made.close()
                 everyone.close(everyone.monitor.failure)
-            raise
+            if failure is error:
+                raise
+            raise failure.with_traceback(None) from error
         return cls(everyone, near, topology, parts)
 
     def __init__(

@@ -24,7 +24,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from .. import errors
-from ..core.processes import Member, ProcessId, types_of
+from ..core.processes import Member, ProcessId, forget, types_of
 from ..errors import FastcollError, PeerDiedError, RendezvousError, StoreError
 from .store import Store, listed
 from .table import MAX_KEYS_PER_REQUEST
@@ -117,6 +117,7 @@ class Meeting:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.tell(error)
+            forget(self.watched)
 
     def gather(self, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring a contribution; returns what place 0 makes of all of them by `combine`."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.processes import Member, ProcessId, this_process
+from ..core.processes import Member, ProcessId, forget, this_process
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
 from .store import Store, listed
@@ -218,6 +218,10 @@ class _Arriving(Meeting):
         self._me = me
         self._here: list[Arrival] = []
         self._asked: dict[int, Arrival] = {}
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        forget(self.watched)  # not all of them may come as far as to join
 
     def learned(self, place: int, value: bytes) -> None:
         arrival = Arrival.from_bytes(value)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.processes import speak_as, status_of, this_process
+from ..core.processes import forget, speak_as, status_of, this_process
 from ..errors import ResourceError, StoreTimeoutError, UsageError
 from .address import make_room, own_address
 from .detect import TORCH, Detected, derived_port, detect, port_beside
@@ -131,9 +131,7 @@ def meet_in_file(
         left = max(started + timeout - time.monotonic(), 0.0)
         store = FileStore(path, timeout=left)
         try:
-            doing = f"meeting in {path}"
-            look = partial(lambda store, doing: raise_if_dead(store.participants(), doing), store, doing)
-            assigned = arrive(store, rank, world_size, left, look)
+            assigned = arrive(store, rank, world_size, left, partial(_look_at_participants, store))
             store.set_timeout(timeout)
             return Rendezvous(store, assigned, world_size, own_address())
         except FullError as error:
@@ -153,6 +151,15 @@ def meet_in_file(
             for _ in tries(_LOOK_AGAIN_SECONDS, 0.01, 0.01):
                 if not os.fstat(file.fileno()).st_nlink:
                     break
+
+
+def _look_at_participants(store: FileStore) -> None:
+    """Raise if a process that has the file open has died. Nobody else would forget one that leaves meanwhile."""
+    there = store.participants()
+    try:
+        raise_if_dead(there, f"meeting in {store.path}")
+    finally:
+        forget(there)
 
 
 def meet_at_address(

@@ -2,8 +2,8 @@
 
 Rank 0 announces a random name before it makes the segment; all map it, and prove that by its nonce. The name is
 unlinked as soon as all ranks have attached, by whichever sees that first or by any survivor when a rank dies meanwhile;
-the memory itself goes with the last process that has it mapped. A name that outlived a job in which every rank was
-killed at once is swept by the next job of the same user (`sweep`).
+the memory itself goes with the last process that has it mapped. A name of which no living rank knows is swept: by the
+survivors of rank 0, and after a job in which every rank was killed at once by the next job of the same user (`sweep`).
 """
 
 from __future__ import annotations
@@ -234,11 +234,12 @@ def all_bytes() -> int:
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "gone" when there is none."""
+    """When a process started, in clock ticks since boot; "gone" when there is none, or a zombie."""
     try:
-        return status_of(pid)[19].decode()
+        status = status_of(pid)
     except OSError:
         return "gone"
+    return "gone" if status[0] in (b"Z", b"X") else status[19].decode()
 
 
 def shortage(need: int, cure: str = Layout.cure) -> str:
@@ -300,6 +301,9 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
             except BaseException:
                 segment.close()
                 raise
+        except BaseException:
+            sweep()  # rank 0 may have died with the store in which it had announced the name
+            raise
         finally:
             if name:
                 unlink(name)

@@ -32,6 +32,14 @@ def work_on_nodes_until_death(
     return victims.work_until_death(rank, n, url, op, count, inside, victim)
 
 
+def die_while_starting_on_nodes(
+    rank: int, n: int, url: str, where: str, victim: int, meeting: str
+) -> dict[str, Any]:
+    """As `victims.die_while_starting`, on several nodes."""
+    live_on_nodes(rank)
+    return victims.die_while_starting(rank, n, url, where, victim, meeting)
+
+
 def interrupt_on_nodes(rank: int, n: int, url: str) -> dict[str, Any]:
     """As `interrupt_large`, on several nodes."""
     live_on_nodes(rank)

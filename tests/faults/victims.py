@@ -126,8 +126,14 @@ def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others:
     }
 
 
-def die_while_starting(rank: int, n: int, url: str, where: str, victim: int) -> dict[str, Any]:
-    """Start a job in which the victim is killed at the named place; returns what the survivor saw."""
+def die_while_starting(
+    rank: int, n: int, url: str, where: str, victim: int, meeting: str = ""
+) -> dict[str, Any]:
+    """Start a job in which the victim is killed at the named place; returns what the survivor saw.
+
+    Args:
+        meeting: where ranks meet instead of `url`.
+    """
     died = Path(url.removeprefix("file://") + "-died")
     if rank == victim:
         owner, name = PLACES[where]()
@@ -139,7 +145,7 @@ def die_while_starting(rank: int, n: int, url: str, where: str, victim: int) -> 
 
         setattr(owner, name, then_die)
     try:
-        dist.init_process_group("auto", init_method=url, rank=rank, world_size=n, timeout=20)
+        dist.init_process_group("auto", init_method=meeting or url, rank=rank, world_size=n, timeout=20)
         dist.new_group(list(range(n)))
         dist.barrier()
     except dist.FastcollError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -199,6 +200,25 @@ def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim
     for output in outputs:
         assert "PeerDiedError" in output
         assert f"rank {victim} (pid {dying.pid} on {os.uname().nodename}) died" in output
+
+
+def test_a_failed_join_keeps_no_eye_on_those_that_had_come(processes) -> None:
+    before = pidfds()
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        processes.start(JOIN, store.port, 1, 3, "shm")
+        store.wait(["join/member/1"])
+        with pytest.raises(StoreTimeoutError, match="missing: 2"):
+            join(store, 0, 3, "shm", 0.6)
+        assert pidfds() == before
+
+
+def pidfds() -> int:
+    """How many this process has open."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the directory
+            count += "pidfd" in os.readlink(f"/proc/self/fd/{name}")
+    return count
 
 
 def test_garbage_under_our_keys_is_an_error() -> None:

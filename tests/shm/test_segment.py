@@ -106,3 +106,15 @@ def test_the_sweeper_takes_the_names_of_the_dead_only(name: str) -> None:
     assert dead in shared.sweep()
     assert not os.path.exists(f"/dev/shm/{dead}")
     assert os.path.exists(f"/dev/shm/{name}")
+
+
+def test_who_was_killed_and_not_waited_for_yet_is_dead() -> None:
+    program = (
+        "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "
+        "s.Segment.create(n, plan(2, 1 << 17)); print(n, flush=True); os.kill(os.getpid(), 9)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout is not None
+        left = dying.stdout.read().strip()  # to its end, which comes with the process's
+        os.waitid(os.P_PID, dying.pid, os.WEXITED | os.WNOWAIT)
+        assert left in shared.sweep()
