@@ -1,0 +1,208 @@
+"""Ranks as children of this process, which has loaded everything: two ranks have a group in a tenth of a second.
+
+The parent has one thread and no group. Each child runs one function and answers with what that returns; the parent
+signals, watches and reaps. What a child writes to stderr, and its stacks when it hangs, is part of its end. All share
+a board, on which each process writes its own places: times by time.monotonic(), which is one clock for all processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastcoll.launch.lifeline import die_with_parent
+from fastcoll.testing.worker import shm_names
+
+PLACES = 64
+_TOLD_BYTES = 6000
+
+
+@dataclass
+class End:
+    """What became of a child.
+
+    Attributes:
+        said: what its function returned, None where it did not.
+        error: the traceback of what it raised; with its stacks where it hung.
+        code: its exit code, negative for a signal.
+        hung: it was killed as it had not ended in time.
+    """
+
+    said: Any
+    error: str
+    code: int
+    hung: bool = False
+
+
+@dataclass
+class Child:
+    """A child under way; `end` is None until it has been reaped."""
+
+    pid: int
+    pipe: Connection[Any, Any]
+    pidfd: int
+    told: Path
+    end: End | None = None
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; one that has ended is fine."""
+        if self.end is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+
+class Fleet:
+    """Children with a common board and folder; all are gone when this is left."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 3 * PLACES * 8)
+        words = np.frombuffer(self._memory, "f8").reshape(3, PLACES)
+        self.times, self.turns, self.marks = (
+            words  # when a child did something last, how often, and what else
+        )
+        self.children: list[Child] = []
+
+    def __enter__(self) -> Fleet:
+        self._folder = tempfile.TemporaryDirectory(prefix="fastcoll-soak-")
+        self.folder = Path(self._folder.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.children:
+            child.signal(signal.SIGKILL)
+        for child in self.children:
+            self.reap(child, time.monotonic() + 5.0)
+        self._folder.cleanup()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Child:
+        """Fork a child that calls `function(fleet, *args)`."""
+        told = self.folder / f"told-{len(self.children)}"
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            ours.close()
+            self._be_child(parent, theirs, told, function, args)
+        theirs.close()
+        child = Child(pid, ours, os.pidfd_open(pid), told)
+        self.children.append(child)
+        return child
+
+    def _be_child(
+        self,
+        parent: int,
+        pipe: Connection[Any, Any],
+        told: Path,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+    ) -> None:
+        code = 1
+        try:
+            die_with_parent(parent)
+            descriptor = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+            faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+            for other in self.children:  # these are the parent's
+                if other.end is None:
+                    other.pipe.close()
+                    os.close(other.pidfd)
+            pipe.send((function(self, *args), ""))
+            code = 0
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    def reap(self, child: Child, deadline: float) -> End:
+        """Wait for a child's end; at the deadline it is asked for its stacks and killed."""
+        if child.end is not None:
+            return child.end
+        said, error, hung = None, "", False
+        if not wait([child.pipe], max(deadline - time.monotonic(), 0.0)):
+            hung = True
+            child.signal(signal.SIGCONT)
+            child.signal(signal.SIGUSR1)
+            time.sleep(0.5)
+        else:
+            with contextlib.suppress(EOFError):
+                said, error = child.pipe.recv()
+        if not wait([child.pidfd], max(deadline - time.monotonic(), 1.0)):
+            hung = True
+        if hung:
+            child.signal(signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        if hung or error:
+            error += "\n" + child.told.read_text(errors="replace")[-_TOLD_BYTES:]
+        child.pipe.close()
+        os.close(child.pidfd)
+        child.end = End(said, error, code, hung)
+        return child.end
+
+    def ends(self, seconds: float) -> list[End]:
+        """The ends of all children, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        return [self.reap(child, deadline) for child in self.children]
+
+    def await_turns(self, children: Sequence[int], least: int, seconds: float) -> bool:
+        """Until each of `children` has written so many turns on the board; whether that came in time."""
+        deadline = time.monotonic() + seconds
+        while self.turns[list(children)].min() < least:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        return True
+
+
+def load() -> None:
+    """Import and load what ranks need, once for all that will be forked."""
+    import fastcoll.hybrid.backend
+    import fastcoll.net.tcp.entries
+    import fastcoll.rendezvous.tcp_store
+    import fastcoll.rendezvous.ways
+    import fastcoll.shm.backend
+    from fastcoll import ReduceOp
+    from fastcoll.kernels.reduce import reducer
+
+    for entry in (*fastcoll.shm.backend.ENTRIES, *fastcoll.net.tcp.entries.ENTRIES):
+        entry.compile()
+    for dtype in ("f4", "f8"):
+        reducer(ReduceOp.SUM, np.dtype(dtype))
+    gc.collect()
+    gc.freeze()  # so that collections in the children look at, and copy, nothing of all this
+
+
+def live_on_nodes(rank: int, share: int) -> None:
+    """Let `share` ranks at a time take themselves for a node: they see another /dev/shm than the others."""
+    from fastcoll.core import processes
+
+    processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
+
+
+def left_in_shm(before: set[str], seconds: float = 2.0) -> set[str]:
+    """New names in /dev/shm that are there still after so many seconds; of another job they go away by themselves."""
+    end = time.monotonic() + seconds
+    while (left := shm_names() - before) and time.monotonic() < end:
+        time.sleep(0.01)
+    return left
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory that a process has in use, its own and shared."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE

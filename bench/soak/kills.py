@@ -1,0 +1,257 @@
+"""A rank is killed: at any moment of any call, while the job starts, while it ends. One world after the other.
+
+What each case is follows from its number and the seed alone. The promises: every survivor of a call raises, naming the
+dead rank, its pid, the operation and the number of the call, within a second (p99); every later call raises the same,
+at once; what returned was right; nothing is left: no name in /dev/shm, no thread, no descriptor, no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+import numpy as np
+
+import fastcoll as dist
+from fastcoll import FastcollError, GroupError, config
+from fastcoll.testing.worker import Footprint, lasting, shm_names
+
+from .calls import CALLS, ONE_NODE
+from .fleet import End, Fleet, left_in_shm, live_on_nodes
+from .report import Report, percentile
+
+BACKENDS = ("shm", "tcp", "auto")  # auto: on nodes of half the ranks each
+WORLDS = (2, 4, 8)
+COUNTS = (0, 1, 2, 1000, 262_144, 1_000_003)  # of float32
+LARGE = (16 << 20,)  # 64 MiB, in one of 50 cases of few ranks
+TIMEOUT = 20.0  # of the groups: nothing may come to that
+START_TIMEOUT = 3.0  # of those that die while the job starts, perhaps before anybody has heard of them
+P99, MOST = 1.0, 2.0  # seconds until all know
+UNREACHED = 5.0  # seconds after which a victim that has not come by its failpoint is killed wherever it is
+AGAIN = 0.1  # until a later call on the group raises: it waits for nothing, but here perhaps for a core
+_CALL = r"call \d+ of group|send to|recv from|symmetric\.|new_group\(|making a data connection"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kill: `moment` is "call", "start", "leave" or "phase", and `after` the seconds from its beginning.
+
+    At a phase the victim kills itself at the failpoint.
+    """
+
+    number: int
+    backend: str
+    n: int
+    op: str
+    count: int
+    victim: int
+    moment: str
+    after: float
+    failpoint: str = ""
+
+    @property
+    def in_call(self) -> bool:
+        """Whether all survivors find out in a call."""
+        return self.moment in ("call", "phase")
+
+    def __str__(self) -> str:
+        what = f"{self.op} of {self.count}" if self.moment != "start" else "the start"
+        where = self.failpoint or self.moment
+        return f"case {self.number}: rank {self.victim} of {self.n}, {self.backend}, {where}, {what}"
+
+
+def draw(seed: int, number: int) -> Case:
+    """The case of this number."""
+    dice = random.Random(f"{seed}/{number}")
+    backend, n = BACKENDS[number % 3], WORLDS[number // 3 % 3]
+    ops = sorted(set(CALLS) - (ONE_NODE if backend != "shm" else set()))
+    moment = dice.choices(("call", "start", "leave"), (8, 1, 1))[0]
+    large = n <= 4 and dice.random() < 0.02
+    spans = {"call": 0.02, "start": 0.15, "leave": 0.005}
+    return Case(
+        number, backend, n, dice.choice(ops), dice.choice(LARGE if large else COUNTS), dice.randrange(n), moment,
+        dice.random() * spans[moment],
+    )  # fmt: skip
+
+
+def run(amount: int, seed: int) -> Report:
+    """Kill one rank of `amount` worlds."""
+    return carry_out(amount, lambda number: draw(seed, number))
+
+
+def carry_out(amount: int, case_of: Callable[[int], Case]) -> Report:
+    """Carry out so many cases, by their numbers."""
+    report, delays, kinds = Report(), dict[str, list[float]](), Counter[str]()
+    began = time.monotonic()
+    for number in range(amount):
+        case = case_of(number)
+        known = kill_one(case, kinds, report.fail)
+        delays.setdefault(case.backend, []).extend(known)
+        if max(known, default=0.0) > P99:
+            print(f"{case}: known after {max(known):.2f} s", flush=True)
+        if number % 200 == 199:
+            print(
+                f"{number + 1} kills, {len(report.faults)} faults, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+    report.done = f"{amount:,} kills"
+    for backend, seen in delays.items():
+        p99 = percentile(seen, 0.99)
+        report.figures[f"{backend}: p50, p99, longest"] = (
+            f"{percentile(seen, 0.5) * 1e3:.1f}, {p99 * 1e3:.0f}, {max(seen, default=0) * 1e3:.0f} ms"
+        )
+        if p99 > P99 or max(seen, default=0.0) > MOST:
+            report.fail(f"{backend}: survivors knew after {p99:.2f} s (p99), {max(seen):.2f} s at most")
+    report.figures["survivors raised"] = " ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
+    report.figures["took"] = f"{time.monotonic() - began:.0f} s"
+    return report
+
+
+def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> list[float]:
+    """Carry out a case; the seconds that the survivors of a call took to raise.
+
+    Args:
+        kinds: counts what was raised.
+        fail: is told what went wrong.
+    """
+    names = shm_names()
+    with Fleet() as fleet:
+        url = f"file://{fleet.folder}/meet" if case.number % 2 else f"tcp://127.0.0.1:{_free_port()}"
+        for rank in range(case.n):
+            fleet.start(work, rank, case, url)
+        everybody, victim = range(case.n), fleet.children[case.victim]
+        ready = case.moment in ("start", "phase") or fleet.await_turns(everybody, 3, TIMEOUT)
+        if case.moment == "leave":
+            fleet.marks[0] = 1.0  # rank 0 tells the others to leave
+            fleet.await_turns([case.victim], 1 << 20, TIMEOUT)
+        time.sleep(case.after)
+        if case.moment == "phase":  # an array that goes another way comes by no later chunk
+            wait([victim.pidfd], UNREACHED)
+        killed = time.monotonic()
+        victim.signal(signal.SIGKILL)
+        ends = fleet.ends(TIMEOUT + 5.0)
+        pid = victim.pid
+        killed = (
+            min(killed, float(fleet.times[case.victim])) if case.moment == "phase" else killed
+        )  # in that call
+    delays = list[float]()
+    faults = [] if ready else ["the ranks did not come as far as their third call"]
+    for rank, end in enumerate(ends):
+        if rank == case.victim:
+            right = (-9,) if case.in_call else (-9, 0)
+            faults += (
+                []
+                if end.code in right and not end.hung
+                else [f"the victim ended with {end.code}: {end.error}"]
+            )
+        else:
+            faults += [f"rank {rank} {fault}" for fault in judge(case, end, pid)]
+            if end.said and end.said["kind"]:
+                kinds[end.said["kind"]] += 1
+                if case.in_call:
+                    delays.append(max(end.said["raised"] - max(killed, end.said["began"]), 0.0))
+    if left := left_in_shm(names):
+        faults.append(f"left in /dev/shm: {left}")
+    for fault in faults:
+        fail(f"{case}: {fault}")
+    return delays
+
+
+def judge(case: Case, end: End, pid: int) -> list[str]:
+    """What a survivor should not have done or seen."""
+    if end.hung or end.said is None:
+        return [f"{'hung' if end.hung else 'failed'} (exit code {end.code}): {end.error}"]
+    said, text = end.said, end.said["text"]
+    faults = [f"got a wrong result in turn {said['wrong']}"] if said["wrong"] is not None else []
+    faults += [f"left behind: {said['left']}"] if said["left"] else []
+    if not said["kind"]:
+        return faults if case.moment == "leave" else [*faults, "saw no error"]
+    if case.moment == "start":
+        # Who died before it had come is missing when the time is up.
+        named = f"rank {case.victim}" in text or re.search(
+            rf"(rank\(s\)|missing:) [^(]*\b{case.victim}\b|process {pid} on ", text
+        )
+    else:
+        # Where a group is made, survivors that have failed and ended may be named, too.
+        others = case.op == "new_group" and case.victim in said["ranks"]
+        named = (said["ranks"] == (case.victim,) or others) and f"rank {case.victim} (pid {pid} on " in text
+    if not named:
+        faults.append(
+            f"does not name rank {case.victim} (pid {pid}), but {said['ranks']}: {said['kind']}: {text}"
+        )
+    if case.in_call:
+        if not re.search(_CALL, text):
+            faults.append(f"does not say in which call: {text}")
+        if case.op == "new_group":  # which is another group each time
+            same, soon = said["again"] != "no error", P99
+        else:
+            same, soon = said["again"] == text, AGAIN
+        if not same or said["again_after"] > soon:
+            faults.append(f"said {text!r}, then after {said['again_after']:.3f} s {said['again']!r}")
+    return faults
+
+
+def work(fleet: Fleet, rank: int, case: Case, url: str) -> dict[str, Any]:
+    """A rank: it repeats the case's call until that raises, or until rank 0 tells all to leave."""
+    if case.failpoint and rank == case.victim:
+        os.environ["FASTCOLL_FAILPOINT"] = case.failpoint
+        config.forget()
+    if case.backend == "auto":
+        live_on_nodes(rank, case.n // 2)
+    before, said = Footprint.now(), dict[str, Any](kind="", text="", ranks=(), wrong=None, raised=0.0)
+    call, turn = CALLS[case.op], 0
+    try:
+        timeout = START_TIMEOUT if case.moment == "start" else TIMEOUT
+        dist.init_process_group(case.backend, url, timeout, case.n, rank)
+        while said["wrong"] is None and not _told_to_leave(fleet, rank, case):
+            steps = call(rank, case.n, case.count, turn)
+            next(steps)
+            fleet.times[rank] = time.monotonic()
+            if not next(steps):
+                said["wrong"] = turn
+            turn += 1
+            fleet.turns[rank] = turn
+        fleet.turns[rank] = 1 << 20
+        dist.destroy_process_group()
+    except FastcollError as error:
+        said |= {"kind": type(error).__name__, "text": str(error), "raised": time.monotonic()}
+        said["ranks"] = getattr(error, "ranks", ())
+        if case.in_call:
+            said |= {"began": float(fleet.times[rank]), **_call_again(case, rank, turn)}
+    if dist.is_initialized():
+        with contextlib.suppress(GroupError):  # which names what was under way, and is lost
+            dist.destroy_process_group()
+    return said | {"left": lasting(before.growth)}
+
+
+def _told_to_leave(fleet: Fleet, rank: int, case: Case) -> bool:
+    """Whether rank 0 has been told so: all learn of it by the same call."""
+    if case.moment != "leave":
+        return False
+    told = np.array([fleet.marks[0] if rank == 0 else 0.0])
+    dist.broadcast(told, 0)
+    return bool(told[0])
+
+
+def _call_again(case: Case, rank: int, turn: int) -> dict[str, Any]:
+    since = time.monotonic()
+    try:
+        all(CALLS[case.op](rank, case.n, min(case.count, 1000), turn))
+    except GroupError as error:
+        return {"again": str(error), "again_after": time.monotonic() - since}
+    return {"again": "no error", "again_after": 0.0}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

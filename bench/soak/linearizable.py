@@ -1,0 +1,115 @@
+"""Whether what concurrent clients of one key saw has an order, each call taking effect at one moment of its own.
+
+Wing and Gong's search, as Lowe arranged it ("Testing for linearizability", 2017): events are taken in the order of
+time, and all states are kept that the key may be in, each with the calls under way that have had their effect already.
+When a call returns, the states remain in which it has, with the answer that it got. A call that never returned, as its
+client was killed, may have its effect at any later moment, or never. Keys are independent of one another, and each is
+checked alone, which is what Porcupine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+State = bytes | None
+PENDING = float("inf")
+UNSEEN = object()
+"""The answer of a call that never returned."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call on one key: what was asked, what was answered, and between which moments."""
+
+    op: str
+    words: tuple[Any, ...]
+    answer: Any
+    began: float
+    ended: float = PENDING
+
+    def __str__(self) -> str:
+        span = f"{self.began:.6f} to {self.ended:.6f}"
+        return f"{self.op}{self.words} -> {'?' if self.answer is UNSEEN else self.answer!r} ({span})"
+
+
+def _set(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
+    return words[0], None
+
+
+def _get(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
+    """Waits for the key; a timeout says that it was not there at one moment."""
+    return state, "timeout" if state is None else state
+
+
+def _wait(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
+    return state, "timeout" if state is None else None
+
+
+def _add(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
+    total = int(state or 0) + words[0]
+    return b"%d" % total, total
+
+
+def _compare_set(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
+    expected, desired = words
+    if state == expected or (state is None and not expected):
+        return desired, desired
+    return state, expected if state is None else state
+
+
+def _delete(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
+    return None, state is not None
+
+
+def _check(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
+    return state, state is not None
+
+
+MODEL: dict[str, Callable[[State, tuple[Any, ...]], tuple[State, Any]]] = {
+    "set": _set, "get": _get, "wait": _wait, "add": _add, "compare_set": _compare_set, "delete": _delete,
+    "check": _check,
+}  # fmt: skip
+"""What each call does to a key, and what it answers."""
+
+
+def first_impossible(history: Iterable[Event], state: State = None) -> Event | None:
+    """The first call of one key's history whose answer no order explains; None: there is an order."""
+    calls = sorted(history, key=lambda event: event.began)
+    moments = [(event.began, 1, number) for number, event in enumerate(calls)]
+    moments += [(event.ended, 0, number) for number, event in enumerate(calls) if event.ended != PENDING]
+    under_way: set[int] = set()
+    # A state, and those of the calls under way that have had their effect.
+    possible: set[tuple[State, frozenset[int]]] = {(state, frozenset())}
+    for _, begins, number in sorted(moments):
+        if begins:
+            under_way.add(number)
+            continue
+        possible = _with(possible, calls, under_way, number)
+        if not possible:
+            return calls[number]
+        under_way.discard(number)
+        possible = {(state, done - {number}) for state, done in possible}
+    return None
+
+
+def _with(
+    possible: set[tuple[State, frozenset[int]]], calls: list[Event], under_way: set[int], number: int
+) -> set[tuple[State, frozenset[int]]]:
+    """The states that calls under way lead to, in any order, until the call `number` has had its effect."""
+    found, seen, ahead = set[tuple[State, frozenset[int]]](), set(possible), list(possible)
+    while ahead:
+        state, done = ahead.pop()
+        if number in done:
+            found.add((state, done))
+            continue
+        for each in under_way - done:
+            call = calls[each]
+            after, answer = MODEL[call.op](state, call.words)
+            if call.answer is not UNSEEN and answer != call.answer:
+                continue
+            if (new := (after, done | {each})) not in seen:
+                seen.add(new)
+                ahead.append(new)
+    return found

@@ -1,0 +1,66 @@
+"""Ranks are delayed at random places inside of calls: whatever the order of their steps, every result is right.
+
+Every failpoint of the collectives over shared memory sleeps up to a fifth of a millisecond, by chance, on every rank.
+That gives orders which do not occur without. A schedule is one call of one world, sizes go from none to many chunks,
+worlds from 2 to 5.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import fastcoll as dist
+
+from .calls import CALLS
+from .fleet import Fleet
+from .report import Report
+
+JITTER = "shm.*:jitter=0.0002"
+TIMEOUT = 60.0
+_WORLDS = (2, 3, 4, 5)
+_CALLS = 2500  # of one world, after which another begins
+# 131,072 float32 are two slots; large ones are rare, as they take long
+_COUNTS = (0, 1, 2, 3, 22, 23, 100, 1000, 1009, 20_011, 70_001, 131_072, 300_007)
+_WEIGHTS = (3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 1, 1, 1)
+
+
+def run(amount: int, seed: int) -> Report:
+    """`amount` calls of all worlds together."""
+    if os.environ.get("FASTCOLL_FAILPOINT") != JITTER:
+        raise RuntimeError(f"needs FASTCOLL_FAILPOINT={JITTER} before kernels are loaded")
+    report, done, number, began = Report(), 0, 0, time.monotonic()
+    while done < amount:
+        n, calls = _WORLDS[number % len(_WORLDS)], min(_CALLS, -(-amount // len(_WORLDS)), amount - done)
+        with Fleet() as fleet:
+            for rank in range(n):
+                fleet.start(work, rank, n, calls, f"{seed}/{number}")
+            for rank, end in enumerate(fleet.ends(TIMEOUT + calls * 0.2)):
+                if end.said is None or end.said:
+                    report.fail(f"world {number} of {n}, rank {rank}: {end.said or end.error or end.code}")
+            done += int(fleet.turns[0])
+        number += 1
+        if report.faults and not done:
+            break
+    report.done = f"{done:,} calls of {number} worlds"
+    report.figures = {
+        "wrong, hung or failed": str(len(report.faults)),
+        "took": f"{time.monotonic() - began:.0f} s",
+    }
+    return report
+
+
+def work(fleet: Fleet, rank: int, n: int, calls: int, seed: str) -> str:
+    """So many calls, drawn alike on all ranks; what was wrong."""
+    dice = random.Random(seed)
+    names = sorted(set(CALLS) - {"new_group", "objects"})
+    dist.init_process_group("shm", f"file://{fleet.folder}/meet", TIMEOUT, n, rank)
+    for turn in range(calls):
+        name, count = dice.choice(names), dice.choices(_COUNTS, _WEIGHTS)[0]
+        *_, right = CALLS[name](rank, n, count, turn)
+        if not right:
+            return f"wrong result of {name} of {count}, call {turn}"
+        fleet.turns[rank] += 1
+    dist.destroy_process_group()
+    return ""

@@ -1,0 +1,158 @@
+"""A rank is stopped (SIGSTOP): for half the timeout nobody takes it for dead, and for good all name it at the timeout.
+
+Worlds are kept for many short stops, several worlds at once, since they mostly wait. A rank that is continued after the
+others have given up has an error in its next call, and no result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import fastcoll as dist
+from fastcoll import GroupError
+
+from .calls import CALLS, ONE_NODE
+from .fleet import Child, Fleet, live_on_nodes
+from .report import Report
+
+TIMEOUT = 3.0  # of the groups; short stops take half of it
+SLACK = 0.5  # seconds that a timeout may come too late
+ONCE = 10  # short stops of one world
+_WORLDS = [(backend, n) for n in (2, 4) for backend in ("shm", "tcp", "auto")]
+
+
+@dataclass
+class World:
+    """One world under way, and what was done to it."""
+
+    fleet: Fleet
+    backend: str
+    n: int
+    stops: int = 0
+
+    @property
+    def ranks(self) -> list[Child]:
+        return self.fleet.children
+
+    def __str__(self) -> str:
+        return f"{self.n} ranks, {self.backend}"
+
+
+def run(amount: int, seed: int) -> Report:
+    """`amount` short stops, and a tenth as many for good."""
+    report, dice = Report(), random.Random(seed)
+    short = long = 0
+    lates: list[float] = []
+    while short < amount:
+        with contextlib.ExitStack() as stack:
+            worlds = []
+            for backend, n in _WORLDS:
+                fleet = stack.enter_context(Fleet())
+                worlds.append(World(fleet, backend, n))
+                for rank in range(n):
+                    fleet.start(work, rank, backend, n)
+            for world in worlds:
+                if not world.fleet.await_turns(range(world.n), 20, 60.0):
+                    report.fail(f"{world}: did not come as far as its 20th call")
+            rounds = min(ONCE, -(-(amount - short) // len(worlds)))
+            for _ in range(rounds):
+                short += _stop_for_a_while(worlds, dice, report)
+            lates += _stop_for_good(worlds, dice, report)
+            long += len(worlds)
+    report.done = f"{short} stops of {TIMEOUT / 2:g} s, {long} for good"
+    report.figures = {"false deaths": str(len([text for text in report.faults if "short" in text]))}
+    report.figures["timeouts after the promised moment"] = (
+        f"{min(lates, default=0) * 1e3:.0f} to {max(lates, default=0) * 1e3:.0f} ms"
+    )
+    return report
+
+
+def _stop_for_a_while(worlds: list[World], dice: random.Random, report: Report) -> int:
+    """Stop a rank of each world for half the timeout; all go on afterwards. How many were stopped."""
+    stopped = [dice.choice(world.ranks) for world in worlds]
+    for child in stopped:
+        child.signal(signal.SIGSTOP)
+    time.sleep(TIMEOUT / 2)
+    for child in stopped:
+        child.signal(signal.SIGCONT)
+    for world in worlds:
+        turns = int(world.fleet.turns[: world.n].max())
+        if not world.fleet.await_turns(range(world.n), turns + 3, 30.0):
+            said = [end.error or end.said for end in world.fleet.ends(1.0)]
+            report.fail(f"short stop, {world}: it does not go on: {said}")
+    return len(worlds)
+
+
+def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> list[float]:
+    """Stop a rank of each world until the others have given up; how late each of them did, in seconds."""
+    chosen = [dice.randrange(world.n) for world in worlds]
+    began = {}
+    for world, number in zip(worlds, chosen, strict=True):
+        began[id(world)] = time.monotonic()
+        world.ranks[number].signal(signal.SIGSTOP)
+    lates = []
+    for world, number in zip(worlds, chosen, strict=True):
+        deadline = time.monotonic() + 4 * TIMEOUT
+        for rank, child in enumerate(world.ranks):
+            if rank == number:
+                continue
+            end = world.fleet.reap(child, deadline)
+            if end.said is None:
+                report.fail(
+                    f"for good, {world}, rank {rank}: {'hung' if end.hung else 'failed'}: {end.error}"
+                )
+                continue
+            said = end.said
+            # The call that timed out may have begun before the stop; nobody gives up before its own time.
+            late = said["raised"] - max(began[id(world)], said["began"]) - TIMEOUT
+            early = (
+                said["raised"] - said["began"] < TIMEOUT - 0.05 and said["kind"] == "CollectiveTimeoutError"
+            )
+            named = (
+                number in said["ranks"]
+                and f"rank {number} (pid {world.ranks[number].pid} on " in said["text"]
+            )
+            if said["wrong"] is not None or not named or late > SLACK or early:
+                report.fail(f"for good, {world}, rank {number} stopped, rank {rank}, {late:+.2f} s: {said}")
+            lates.append(late)
+        stopped = world.ranks[number]
+        stopped.signal(signal.SIGCONT)
+        end = world.fleet.reap(stopped, time.monotonic() + 4 * TIMEOUT)
+        if end.said is None or end.said["wrong"] is not None or not end.said["kind"]:
+            report.fail(f"for good, {world}: the stopped rank {number} afterwards: {end}")
+    return lates
+
+
+def work(fleet: Fleet, rank: int, backend: str, n: int) -> dict[str, Any]:
+    """Repeat all kinds of calls until one raises; they begin alike on all ranks."""
+    if backend == "auto":
+        live_on_nodes(rank, n // 2)
+    dist.init_process_group(backend, f"file://{fleet.folder}/meet", 60, n, rank)
+    group = dist.GroupMember.WORLD
+    names = sorted(set(CALLS) - {"new_group"} - (ONE_NODE if backend != "shm" else set()))
+    said: dict[str, Any] = {"wrong": None, "kind": ""}
+    try:
+        for turn in range(1 << 30):
+            if turn == 2 * len(names):  # all that is made at first use is there, which may take longer
+                dist.barrier()
+                group.timeout = TIMEOUT
+            steps = CALLS[names[turn % len(names)]](rank, n, (7, 5000)[turn % 2], turn)
+            next(steps)
+            began = time.monotonic()
+            if not next(steps):
+                return said | {"wrong": turn, "kind": "wrong"}
+            fleet.turns[rank] = max(turn - 2 * len(names), 0)
+    except GroupError as error:
+        said |= {"kind": type(error).__name__, "text": str(error), "ranks": error.ranks}
+        said |= {"raised": time.monotonic(), "began": began}
+        if not re.search(r"rank \d+", str(error)):
+            said["wrong"] = "nobody is named"
+    with contextlib.suppress(GroupError):
+        dist.destroy_process_group()
+    return said
