@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def descriptors() -> int:
 
 @pytest.fixture
 def group():
-    made = GroupRecorder("WORLD", members(3), 1, "mpi")
+    made = GroupRecorder("WORLD", members(3), 1, "mpi", words=8)
     yield made
     made.close()
 
@@ -82,18 +83,19 @@ def test_how_a_call_ended_and_whom_it_waited_for(group: GroupRecorder) -> None:
     group.waits_no_more(1)
     group.failed("rank 2 died")
     (said,) = own().groups
-    assert (said.failure, said.under_way, said.waits) == ("rank 2 died", None, ())
+    assert (said.failure, said.under_way) == ("rank 2 died", None)
+    assert [wait.ranks for wait in said.waits] == [(0, 2)]  # as it was then
     assert said.ring[-1].state == "failed"
 
 
 def test_a_failure_before_a_call_is_published_is_a_call_that_failed(group: GroupRecorder) -> None:
-    group.begin(11, 0)
-    group.end(1)
-    group.context  # noqa: B018
-    group.begin(11, 0)
-    group.broken_off("mismatch")
+    group.end(group.begin(11, 0))
+    group.context[0], group.context[1] = 2, 1
+    group.follow(calls=0, finished=1)
+    group.broken_off("failed")
     (said,) = own().groups
-    assert [call.state for call in said.ring] == ["done", "mismatch"]
+    assert [(call.number, call.state, call.call) for call in said.ring] == [(1, "done", 11), (2, "failed", 0)]
+    assert said.under_way is None
 
 
 def test_several_groups_come_and_go_and_nothing_stays() -> None:
@@ -186,3 +188,59 @@ def test_another_process_sees_who_is_late_while_a_rank_is_stopped() -> None:
             os.kill(pids[2], signal.SIGCONT)
     dist.all_reduce(x)
     assert (x == 3).all()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_the_ring_has_the_last_calls_of_every_group_alike_on_all_ranks(backend: str) -> None:
+    group = dist.new_group(backend=backend)
+    pair = dist.new_group([0, 2], backend=backend)
+    rank = dist.get_rank()
+    x, large = np.ones(2, np.float32), np.ones(1 << 16, np.float64)
+    for _ in range(r.RING + 100):
+        dist.all_reduce(x, group=group)
+    dist.all_reduce(large, group=group)
+    works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(5)]
+    for work in works:
+        work.wait()
+    dist.broadcast(x, 1, group=group)
+    if rank != 1:
+        dist.barrier(group=pair)
+    found = {each.name: each for each in own().groups}
+    mine = found[group.name]
+    assert [call.number for call in mine.ring] == list(range(mine.calls - r.RING + 1, mine.calls + 1))
+    assert (mine.under_way, mine.failure, mine.finished) == (None, "", mine.calls)
+    assert {call.state for call in mine.ring} == {"done"}
+    assert mine.ring[-1].what == "broadcast(float32, 2 elements, root=1)"
+    assert mine.ring[-7].what == "all_reduce(float64, 65536 elements, op=SUM)"
+    assert mine.ring[-7].ended > mine.ring[-7].began > time.time_ns() - 60e9  # a large call is timed
+    timed = [call for call in mine.ring if call.ended]
+    assert len(timed) >= r.RING // 64
+    assert all(before.ended <= after.began for before, after in pairwise(timed))
+    if backend == "tcp":
+        assert len(timed) == r.RING
+    said = [None] * 3
+    dist.all_gather_object(said, [(call.number, call.call, call.shape) for call in mine.ring])
+    assert said[0] == said[1] == said[2]
+    assert (pair.name in found) == (rank != 1) if rank != 1 else True
+    if rank != 1:
+        assert [call.what for call in found[pair.name].ring][-1] == "barrier()"
+        assert [peer.rank for peer in found[pair.name].members] == [0, 2]
+        dist.destroy_process_group(pair)
+    dist.destroy_process_group(group)
+    assert not {group.name, "pair"} & {each.name for each in own().groups}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_mismatch_is_in_the_ring_and_the_group_goes_on(backend: str) -> None:
+    group = dist.new_group(backend=backend)
+    x = np.ones(2 + dist.get_rank())
+    with pytest.raises(dist.MismatchError):
+        dist.all_reduce(x, group=group)
+    (found,) = [each for each in own().groups if each.name == group.name]
+    assert "mismatch" in [call.state for call in found.ring]
+    dist.barrier(group=group)
+    (found,) = [each for each in own().groups if each.name == group.name]
+    assert (found.ring[-1].state, found.under_way, found.failure) == ("done", None, "")
+    dist.destroy_process_group(group)

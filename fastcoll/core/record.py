@@ -58,7 +58,8 @@ BLOCKS = TABLE + 8 * ROWS * ROW_WORDS
     PENDING_AT,  # operations queued or under way on the progress thread
     OWN_CALLS, OWN_FINISHED,  # the counts of a backend that has no others
     FAILURE,  # bytes of the text at FAILURE_AT
-) = range(13)  # fmt: skip
+    SITES_AT, SITES,  # where the call sites are, SITE_BYTES each, and how many; 0: they are not kept
+) = range(15)  # fmt: skip
 FAILURE_AT, WAITS_AT, RING_AT = 512, 2048, 8192
 FAILURE_BYTES = WAITS_AT - FAILURE_AT
 
@@ -77,7 +78,8 @@ BEGAN, ENDED = (
     3,
     4,
 )  # in ns; 0: not timed. The lowest bits of ENDED are one of ENDS, 0 for a call that was complete
-SITE = 5  # the call's number and that of its call site, packed; see `Sites` in recorder.py
+SITE = 5  # of the call site: 65536 * the call's number + the site's, as the caller expected before the call
+SITE_BYTES, MOST_SITES = 128, 512
 ENDS = "done", "mismatch", "failed", "made anew"
 MEMBERS_START = RING_AT + 8 * RING * ENTRY_WORDS
 
@@ -150,7 +152,7 @@ class GroupRecord:
         under_way: the call under way, or None.
         since: when it began, or began to wait, in ns since 1970; 0: not known.
         late: global rank that it waits for, as the backend has seen last; -1: none or not known.
-        waits: what its threads have waited for, for 50 ms at least.
+        waits: what its threads have waited for, for 50 ms at least; of a group that failed, when it did.
         failure: why the group failed, or "".
     """
 
@@ -306,10 +308,12 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
         return stamp + epoch if stamp else 0
 
     # The row of the last call is told from an older one by the count before; what is overwritten by the count after.
+    start = int(block[SITES_AT])
+    places = range(start, start + SITE_BYTES * min(int(block[SITES]), MOST_SITES), SITE_BYTES)
+    sites = [data[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace") for at in places]
     calls, finished = word(CALLS_AT), word(FINISHED_AT)
     last = word(CALLS_AT, after)
     ring = block[RING_AT // 8 : MEMBERS_START // 8].reshape(RING, ENTRY_WORDS)
-    sites = about["sites"]
     entries = []
     for number in range(max(1, last - RING + 1), calls + 1):
         row = [int(value) for value in ring[number % RING]]
@@ -327,7 +331,9 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
     if under_way is not None and under_way.state != "under way":
         under_way = None
     late = word(LATE_AT, missing=-1)
-    waits = tuple(_waits(data, members, calls if under_way else 0, time))
+    why = data[FAILURE_AT : FAILURE_AT + min(int(block[FAILURE]), FAILURE_BYTES)]
+    waited_in = calls if under_way or (why and calls > finished) else 0
+    waits = tuple(_waits(data, members, waited_in, time))
     return GroupRecord(
         name=about["name"],
         serial=int(block[SERIAL]),
@@ -342,9 +348,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
         since=0 if under_way is None else time(word(SINCE_AT)) or under_way.began,
         late=members[late].rank if under_way and late != about["rank"] and 0 <= late < len(members) else -1,
         waits=waits,
-        failure=data[FAILURE_AT : FAILURE_AT + min(int(block[FAILURE]), FAILURE_BYTES)].decode(
-            errors="replace"
-        ),
+        failure=why.decode(errors="replace"),
     )
 
 

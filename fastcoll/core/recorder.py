@@ -14,6 +14,8 @@ here: only signatures, sizes, times, names of groups and hosts, and what errors 
 from __future__ import annotations
 
 import ctypes
+import functools
+import inspect
 import itertools
 import json
 import logging
@@ -23,12 +25,13 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import config
 from .._version import __version__
 from . import record as r
 from .mapping import aside, map_memory, unmap_memory
@@ -144,6 +147,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def has_groups() -> bool:
+    """Whether this process has any."""
+    return bool(_file.groups)
+
+
 def own() -> Record | None:
     """The record of this process."""
     fd = _file.fd
@@ -168,7 +176,9 @@ class GroupRecorder:
         global _file
         text = json.dumps(_about(name, members, rank, backend)).encode()
         context_at = -(-(r.MEMBERS_START + len(text)) // _PAGE) * _PAGE
-        nbytes = -(-(context_at + 8 * words) // _PAGE) * _PAGE
+        sites_at = context_at + 8 * words
+        keeps_sites = config.get("FASTCOLL_TRACE_SITES")
+        nbytes = -(-(sites_at + keeps_sites * r.SITE_BYTES * r.MOST_SITES) // _PAGE) * _PAGE
         me = members[rank]
         with _lock:
             if not _file.groups:
@@ -190,10 +200,18 @@ class GroupRecorder:
             self._bytes[r.MEMBERS_START : r.MEMBERS_START + len(text)] = np.frombuffer(text, np.uint8)
             self._words[r.MEMBERS_AT : r.MEMBERS_CRC + 1] = r.MEMBERS_START, len(text), zlib.crc32(text)
             self._words[r.CALLS_AT], self._words[r.FINISHED_AT] = 8 * r.OWN_CALLS, 8 * r.OWN_FINISHED
+            self._words[r.SITES_AT] = sites_at if keeps_sites else 0
             self._words[r.SERIAL], self._words[r.BYTES] = self.serial, nbytes
             if self._row >= 0 and block.offset:
                 _file.tell(self._row, self.serial, block.offset, nbytes)
         self._calls, self._finished = r.OWN_CALLS, r.OWN_FINISHED
+
+        self._sites: dict[tuple[str, int], int] = {}
+
+    @property
+    def keeps_sites(self) -> bool:
+        """Whether `called_from` is wanted."""
+        return bool(self._words[r.SITES_AT])
 
     def __del__(self) -> None:
         self.close()  # of a group whose making failed
@@ -234,6 +252,21 @@ class GroupRecorder:
         if how == "done":
             self._cells[self._finished] = number
 
+    def called_from(self, file: str, line: int) -> None:
+        """The next call of this thread is made there; it comes behind those that are queued."""
+        cells = self._cells
+        which = self._sites.setdefault((file, line), len(self._sites))
+        if which >= r.MOST_SITES:
+            return
+        if which == cells[r.SITES]:
+            text = f"{file}:{line}".encode()[-r.SITE_BYTES :]
+            at = cells[r.SITES_AT] + which * r.SITE_BYTES
+            self._bytes[at : at + len(text)] = np.frombuffer(text, np.uint8)
+            cells[r.SITES] = which + 1
+        pending = cells[cells[r.PENDING_AT] // 8] if cells[r.PENDING_AT] else 0
+        number = cells[self._calls] + 1 + pending
+        cells[r.RING_AT // 8 + number % r.RING * r.ENTRY_WORDS + r.SITE] = number << 16 | which
+
     # ---- what happens rarely -----------------------------------------------------------------------------
 
     def broken_off(self, how: str) -> None:
@@ -246,6 +279,12 @@ class GroupRecorder:
                 cells[row + r.NUMBER] = number
             if cells[row + r.ENDED] & 7 == 0:
                 self.end(number, how)
+
+    def did_not_match(self, number: int) -> None:
+        """A call, which may have ended, did not match those of the other ranks."""
+        row = r.RING_AT // 8 + number % r.RING * r.ENTRY_WORDS
+        if self._cells[row + r.NUMBER] == number:
+            self._cells[row + r.ENDED] = self._cells[row + r.ENDED] & ~7 | r.ENDS.index("mismatch")
 
     def failed(self, why: str) -> None:
         """The group has failed, and with it the call under way."""
@@ -295,5 +334,22 @@ def _about(name: str, members: Sequence[Member], rank: int, backend: str) -> dic
         "pids": [member.pid for member in members],
         "hosts": hosts,
         "host": [places[member.host] for member in members],
-        "sites": [],
     }
+
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def located(method: Callable[..., Any], record: GroupRecorder) -> Callable[..., Any]:
+    """A method that first records where the user's program calls it."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame = frame.f_back
+        if frame is not None:
+            record.called_from(frame.f_code.co_filename, frame.f_lineno)
+        return method(*args, **kwargs)
+
+    return call

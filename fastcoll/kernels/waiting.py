@@ -27,7 +27,8 @@ IDLE = 2  # budgets that ran out since the last success; sleep at once when it i
 BUDGET = 3  # nanoseconds of sleeping before the wait comes back to Python
 CLOCK = 4  # 4: seconds, 5: nanoseconds, as clock_gettime writes them
 NAP = 6  # 6: seconds, 7: nanoseconds, as nanosleep reads them
-PATIENCE_WORDS = 8
+TIMED = 8  # when the call under way began, if it is timed, else when it stopped spinning and yielded; 0: it did not
+PATIENCE_WORDS = 9
 
 _CLOCK_MONOTONIC = 1
 _SHORT_NAP = 50_000  # ns; Linux adds its timer slack of 50 us, so a late word costs about 0.1 ms
@@ -61,7 +62,10 @@ def wait_slowly(patience, word, want):
             yield_core()
             if load_acquire(word) >= want:
                 return True
-    end = now(patience) + load_word(patience, BUDGET)
+    begun = now(patience)
+    if load_word(patience, TIMED) == 0:
+        store_word(patience, TIMED, begun)
+    end = begun + load_word(patience, BUDGET)
     while now(patience) < end:
         nap(patience)
         if load_acquire(word) >= want:

@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..core.monitor import Monitor
+from ..core.record import WAITS
 from ..core.status import DONE, LATER, REFUSED
 from ..core.work import ENDLESS, Work, forks
 from ..errors import AbortedError, FastcollError, GroupError, NotInitializedError, UsageError
@@ -85,6 +86,7 @@ class Engine:
         self._wanted = False  # the engine's thread is to let go
         self._look_in = _LOOK_EVERY
         self._next_look = 0.0
+        self._told = 0  # how many waits are in the record
         self._closed = False
         self._given_up: BaseException | None = None  # closed by a signal handler of the thread that drives
         self._adopting = threading.RLock()
@@ -423,6 +425,8 @@ class Engine:
                 self._prepare_posts()
             if end is not None and not transfer.ended and time.monotonic() >= end:
                 return False
+        if self._told:
+            self._tell(time.monotonic() - _BUDGET)
         return True
 
     def _drive(self, transfer: Transfer, end: float | None) -> None:
@@ -547,6 +551,7 @@ class Engine:
         if now < self._next_look:
             return
         self._next_look = now + _BUDGET
+        self._tell(now - _BUDGET)
         seen = set()
         for transfer in list(self._exchange.live):
             key = (type(transfer), transfer.peer)
@@ -559,6 +564,20 @@ class Engine:
                 elif transfer.peer != self.rank:
                     pipe, number = self._routes[transfer.peer]
                     pipe.check(number)
+
+    def _tell(self, before: float) -> None:
+        """Record which messages wait that were posted before then; a few of them."""
+        record = self.vigil.record
+        if record is None:
+            return
+        waiting = [transfer for transfer in list(self._exchange.live) if transfer.posted <= before]
+        for slot in range(1, WAITS):
+            if slot <= len(waiting):
+                transfer = waiting[slot - 1]
+                record.waits(slot, transfer.describe, transfer.needed(), transfer.posted, message=True)
+            elif slot <= self._told:
+                record.waits_no_more(slot)
+        self._told = min(len(waiting), WAITS - 1)
 
     def _hand_out(self) -> None:
         """Give received arrays what is owed to them. Without the turn, as it may take long."""

@@ -165,6 +165,10 @@ class Transfer(Work):
         """Where the array lies."""
         return address_of(self.array)
 
+    def needed(self) -> list[int]:
+        """The ranks that it waits for."""
+        return _needed(self._engine.vigil, self._engine.rank, self.peer, isinstance(self, Send))
+
     @property
     def watch(self) -> Wait:
         """Its deadline, and the peers that it needs."""
@@ -172,7 +176,7 @@ class Transfer(Work):
             vigil, timeout = self._engine.vigil, self._engine.timeout
             # Without this transfer, whose array would otherwise be kept until the garbage collector comes.
             late = partial(_needed, vigil, self._engine.rank, self.peer, isinstance(self, Send))
-            self._watch = Wait(vigil, self.describe, late, timeout, self.posted)
+            self._watch = Wait(vigil, self.describe, late, timeout, self.posted, is_message=True)
         return self._watch
 
     # ---- as a Work ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import signature
+from ..core import dump, signature
 from ..core.backend import Backend
 from ..core.gate import Gate
 from ..core.group import ProcessGroup
@@ -94,9 +94,11 @@ class ShmBackend(Backend):
         self.monitor = ShmMonitor(segment, members, rank)
         self._segment = segment
         self._record = GroupRecorder(gate.name, members, rank, self.name, words_for(gate.size))
-        self._record.follow(words.CALLS, words.FINISHED, late=words.LATE, pending=words.PENDING)
+        since = words.PATIENCE + waiting.TIMED
+        self._record.follow(words.CALLS, words.FINISHED, since, words.LATE, words.PENDING)
         self.monitor.record = self._record
         self.context = Context(segment.address, segment.layout, rank, cores, self._record.context)
+        self.context.words[words.RING] = self._record.ring
         self._c = self.context.address
         self._lanes = Lanes(
             gate.name, self.context, segment, cores, self._conditions.lanes, self.monitor, self.fail
@@ -159,14 +161,17 @@ class ShmBackend(Backend):
                 self._refuse_to_read(look)
             elif code == UNMAPPED:
                 self._map_arena(self.context[words.LATE])
-            elif code != MIXED:
+            elif code == MIXED:
+                self._record.broken_off("made anew")
+            else:
                 look(code, self.context)
             how = rounds.HELD if code == MIXED else rounds.RESUMED
             code = entry.call(self._c | tags | how, *args)
         if code == MISMATCH:
+            self._record.broken_off("mismatch")
             difference = self._report.mismatch(self._gather)
             self.context.let_go()
-            raise difference
+            raise dump.after(difference)
         if begun and code == LATER:
             raise changed(self._report.doing(entry.name))
         return code == DONE

@@ -44,7 +44,8 @@ EXPOSED, EXPOSED_BYTES = (
     38,
     39,
 )  # this rank's array that peers may write into, while a call is under way; 0: none
-LANE_CONTEXTS = 40  # addresses of the contexts of all lanes
+RING = 40  # address of the ring of the group's record (kernels/recording.py); 0: none, as of a lane
+LANE_CONTEXTS = 41  # addresses of the contexts of all lanes
 COMBINED = LANE_CONTEXTS + MAX_LANES  # address of the combined lines; 0: the ranks meet at once
 PATIENCE = COMBINED + 1  # the table of kernels/waiting.py
 # Behind them: the table of autotune.py, the memo of descriptions (validate.py), nine tables of a word a rank.

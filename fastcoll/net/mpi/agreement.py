@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core import signature
+from ...core.recorder import GroupRecorder
 from ...core.status import AGAIN, DONE
 from ...kernels import waiting
 from ...kernels.primitives import address_of
@@ -125,6 +126,7 @@ ROOMS = (88, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
 """Bytes of data for which there are rows. all_reduce of two ranks on a 2-core AMD EPYC, in a row and otherwise: 1 KiB
 2.5 and 21 us, 16 KiB 18 and 38, 64 KiB 51 and 74 (MPICH 5.0.2; Open MPI 5.0.11: 3.7 and 22, 20 and 37, 51 and 73); of
 four ranks 12 and 118, 43 and 178, 86 and 232."""
+MEETING_WORDS = c.LIMITS + len(ROOMS)  # of the context of compiled.py, at most
 _MOST_BYTES = 256 << 10  # of all ranks' data together, which each rank keeps
 
 
@@ -163,7 +165,7 @@ class Meeting:
         attached: the address of what each rank attached.
     """
 
-    def __init__(self, library: Library, comm: Any, dedicated: bool, tag: int) -> None:
+    def __init__(self, library: Library, comm: Any, dedicated: bool, tag: int, record: GroupRecorder) -> None:
         sizes = row_sizes(comm.size)
         self.room = sizes[-1] - c.HEAD_BYTES
         self.rows: NDArray[np.int64] = np.zeros((comm.size, sizes[-1] // 8), np.int64)
@@ -180,10 +182,13 @@ class Meeting:
         self._requests = Requests(library, dedicated)
         self._requests.reserve(2 * len(self._peers))
         self._tables = [np.array(words, np.int64) for words in (self._requests.handles(made), self.attached)]
-        self._words: NDArray[np.int64] = np.zeros(c.LIMITS + len(sizes), np.int64)
+        self._words: NDArray[np.int64] = record.context[: c.LIMITS + len(sizes)]
+        self._record = record
+        record.follow(c.CALLS, c.FINISHED)
         self._words[c.ROWS : c.CALLS] = address_of(self.rows), sizes[-1], comm.size, comm.rank
         self._words[c.TABLE : c.NEAR] = self._requests.address, library.start
-        self._words[c.HANDLES : c.LIMITS] = [address_of(table) for table in self._tables]
+        self._words[c.HANDLES : c.RING] = [address_of(table) for table in self._tables]
+        self._words[c.RING] = record.ring
         self._words[c.LIMITS :] = [size - c.HEAD_BYTES for size in sizes]
         self.address = address_of(self._words)
 
@@ -193,6 +198,7 @@ class Meeting:
     def end(self) -> None:
         """The call is over."""
         self._words[c.UNDER_WAY] = 0
+        self._record.end(self[c.CALLS])
 
     def meet(self, said: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]) -> int:
         """Begin a call; DONE or MISMATCH once all rows are here; `look` is as for Requests.finish.

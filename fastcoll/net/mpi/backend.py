@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core import signature
+from ...core import dump, signature
 from ...core.backend import Backend
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
@@ -39,7 +39,7 @@ from ...rendezvous import Store
 from ..tcp.control import NetMonitor
 from ..tcp.plans.shape import Limits, Shape, sized, sizes_of
 from . import compiled as c
-from .agreement import Meeting, Prepared, Requests, abandon
+from .agreement import MEETING_WORDS, Meeting, Prepared, Requests, abandon
 from .execution import Addressed, Execution, HostMemory, Memory, are_near
 from .library import Library, load
 from .membership import MpiControl, lay_down, make_comm
@@ -49,7 +49,6 @@ _CLOSE_SECONDS = 5.0
 _MOST_PREPARED = 1024
 _NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
 _LITTLE = 4 << 10  # bytes of an array that goes with the meeting to all ranks, though it is for one
-_ON_GPU = 1 << 7  # in a call word, where the operation's number leaves it free
 _NO_LIMITS = Limits(0, 0)
 _VECTORS = frozenset(
     "reduce_scatter all_gather gather scatter all_to_all".split()
@@ -96,8 +95,9 @@ class MpiBackend(Backend):
         self._comm = comm
         self._control = MpiControl(library, comm, _NOTICE)
         self.monitor = NetMonitor(members, comm.rank, self._control)
-        self._record = self.monitor.record = GroupRecorder(gate.name, members, gate.rank, self.name)
-        self._meeting = Meeting(library, comm, dedicated, _MEET)
+        self._record = GroupRecorder(gate.name, members, gate.rank, self.name, MEETING_WORDS)
+        self.monitor.record = self._record
+        self._meeting = Meeting(library, comm, dedicated, _MEET, self._record)
         self._requests = Requests(library, dedicated)
         self._execution = partial(Execution, library, comm, self._requests, _MOVE, self._look)
         self._host = self._execution(HostMemory(gate.size))
@@ -203,7 +203,7 @@ class MpiBackend(Backend):
                 finish = (c.FROM_ALL, own)
             elif kind == "all_reduce" and how is not None:
                 finish = (c.REDUCE, own, root, how.address, how.code, own // how.itemsize)
-        said = Prepared(code | _ON_GPU * on_gpu, sizes, self.gate.rank, finish)
+        said = Prepared(code | c.ON_GPU * on_gpu, sizes, self.gate.rank, finish)
         if len(self._prepared) < _MOST_PREPARED:
             self._prepared[key] = said
         return said
@@ -222,7 +222,7 @@ class MpiBackend(Backend):
     def _doing(self) -> str:
         """The call under way, for messages."""
         _, code, shape = self._meeting.rows[self.gate.rank, : c.ROW_BALANCE].tolist()
-        what = signature.describe(code & ~_ON_GPU, shape)
+        what = signature.describe(code & ~c.ON_GPU, shape)
         return f"{what}, call {self._meeting[c.CALLS]} of group {self.gate.name!r}"
 
     def _late(self) -> list[int]:
@@ -235,14 +235,16 @@ class MpiBackend(Backend):
     def _mismatch(self, said: Prepared) -> Exception:
         """The error of calls that differ, which all ranks have seen; the group goes on."""
         rows = self._meeting.rows[:, c.ROW_CODE : c.ROW_SHAPE + 1].tolist()
-        heads = [(code & ~_ON_GPU, shape) for code, shape in rows]
-        on_gpus = [self.gate.ranks[rank] for rank, (code, _) in enumerate(rows) if code & _ON_GPU]
+        heads = [(code & ~c.ON_GPU, shape) for code, shape in rows]
+        on_gpus = [self.gate.ranks[rank] for rank, (code, _) in enumerate(rows) if code & c.ON_GPU]
         some = 0 < len(on_gpus) < self.gate.size
         also = f"the arrays of {on_gpus} are on GPUs, those of the others are not" if some else ""
         sizes = said.sizes.gives, said.sizes.takes
         error = signature.difference(heads, self.gate, self._meeting[c.CALLS], self._gather, sizes, also=also)
+        number = self._meeting[c.CALLS]
         self._meeting.end()
-        return error
+        self._record.did_not_match(number)
+        return dump.after(error)
 
     def _gather(self, everybody: Array, own: Array) -> None:
         """Every rank's array; all of them ask, since all have seen that something does not fit."""

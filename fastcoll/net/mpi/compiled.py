@@ -40,6 +40,7 @@ from ...kernels.copy import copy
 from ...kernels.jit import entry, inlined, kernel
 from ...kernels.primitives import call_foreign, call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at
+from ...kernels.recording import record_call
 from ...kernels.waiting import BUDGET, POLLING_WORDS, moved, now, rest, yield_core
 from ..tcp.meet import calls_match
 
@@ -49,7 +50,7 @@ ANY, BUSY = 1, 2
 
 RESUMED = 1
 (ROWS, STRIDE, SIZE, RANK, CALLS, UNDER_WAY, TABLE, START) = range(8)
-(NEAR, SOURCE, ATTACHED, HANDLES, SOURCES, LIMITS) = range(8, 14)
+(NEAR, SOURCE, ATTACHED, HANDLES, SOURCES, RING, FINISHED, LIMITS) = range(8, 16)
 
 CODE, SHAPE, BALANCE, FINISH, NBYTES, ROOT, REDUCER, OP, ELEMENTS, CALL_WORDS = range(10)
 NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: all is left to Python
@@ -58,6 +59,8 @@ NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: all is 
 ROW_NUMBER, ROW_CODE, ROW_SHAPE, ROW_BALANCE, ROW_NEAR, ROW_PAYLOAD = range(6)
 HEAD_BYTES = 8 * ROW_PAYLOAD
 
+_TIMED_EVERY = 16  # calls; of the record
+ON_GPU = 1 << 7  # in a call word, where the operation's number leaves it free
 _CLOCK_EVERY = 32  # sweeps between two looks at the clock, which cost 30 ns each
 
 
@@ -134,6 +137,11 @@ def _begin(context, call, source, nbytes):
     number = load_word(context, CALLS) + 1
     store_word(context, CALLS, number)
     store_word(context, UNDER_WAY, 1)
+    # A look at the clock takes 25 ns, a call a microsecond or two.
+    began = now(load_word(context, TABLE)) if number & (_TIMED_EVERY - 1) == 0 else 0
+    record_call(
+        load_word(context, RING), number, load_word(call, CODE) & ~ON_GPU, load_word(call, SHAPE), began
+    )
     store_word(row, ROW_NUMBER, number)
     store_word(row, ROW_CODE, load_word(call, CODE))
     store_word(row, ROW_SHAPE, load_word(call, SHAPE))
@@ -223,6 +231,7 @@ def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
         return code
     _finish(plain, integer(call), target)
     store_word(plain, UNDER_WAY, 0)
+    store_word(plain, FINISHED, load_word(plain, CALLS))
     return DONE
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core import signature
+from ...core import dump, signature
 from ...core.backend import Backend
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
@@ -88,8 +88,12 @@ class TcpBackend(Backend):
         here = [member for member in crowd if member.boot_id == members[gate.rank].boot_id]
         patience = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
         self._limits = default_limits(gate.size)
-        self._record = self.monitor.record = GroupRecorder(gate.name, members, gate.rank, self.name)
-        self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, patience)
+        self._record = GroupRecorder(gate.name, members, gate.rank, self.name, words.CONTEXT_WORDS)
+        self._record.follow(words.CALLS, words.FINISHED, since=words.BEGAN)
+        self.monitor.record = self._record
+        context = self._record.context
+        self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, patience, context)
+        self.context.words[words.RING] = self._record.ring
         self.pipe = TcpPipe(mesh, self.monitor, patience * _TRY)
         self.messages: Engine
         self.route({})
@@ -192,11 +196,12 @@ class TcpBackend(Backend):
         if code == MISMATCH:
             if not self.context.under_way:
                 raise self._told() or AssertionError("all headers of a call that did not match are here")
+            self._record.broken_off("mismatch")
             number, heads, notes = self.context.heads()
             engine.after_mismatch.call(self.context.address)
             sizes = prepared.sizes
-            raise signature.difference(
-                heads, self.gate, number, self._gather, sizes, notes=self._heard(notes)
+            raise dump.after(
+                signature.difference(heads, self.gate, number, self._gather, sizes, notes=self._heard(notes))
             )
         peer = self.context[words.PEER]
         if code == GARBLED:
@@ -221,7 +226,8 @@ class TcpBackend(Backend):
         if (found := self.context.take_heads()) is None:
             return None
         number, heads, notes = found
-        return signature.difference(heads, self.gate, number, self._gather, ((), ()), notes=notes)
+        self._record.did_not_match(number)
+        return dump.after(signature.difference(heads, self.gate, number, self._gather, ((), ()), notes=notes))
 
     def _heard(self, notes: list[str]) -> list[str] | None:
         """The texts of refused calls, this rank's own among them, where they came with the headers."""

@@ -79,13 +79,15 @@ def _text(note: Array) -> str:
 class NetContext:
     """The context of one rank, and typed access to the words that Python needs.
 
-    `patience`: sweeps in vain before the thread sleeps.
+    `patience`: sweeps in vain before the thread sleeps. `words`: where the context lies, CONTEXT_WORDS zeros.
     """
 
-    def __init__(self, size: int, rank: int, limits: Limits, streams: int, patience: int) -> None:
+    def __init__(
+        self, size: int, rank: int, limits: Limits, streams: int, patience: int, words: Array | None = None
+    ) -> None:
         self.size, self.rank, self.streams = size, rank, streams
         frame = limits.stride
-        self.words = np.zeros(w.CONTEXT_WORDS, np.int64)
+        self.words = np.zeros(w.CONTEXT_WORDS, np.int64) if words is None else words
         self.address = address_of(self.words)
         self._kept: dict[int, Array] = {}
         self.words[[w.RANK, w.SIZE, w.STREAMS]] = rank, size, streams

@@ -47,7 +47,10 @@ BEGINS, ENDS = (
     NEXT + 7,
 )  # addresses: where in each outbox the call's frame begins, and where it ends
 STREAK = NEXT + 8  # how many calls in a row began soon after the one before
-CONTEXT_WORDS = NEXT + 9
+RING = NEXT + 9  # address of the ring of the group's record (kernels/recording.py); 0: none
+FINISHED = NEXT + 10  # number of the last call that is complete
+BEGAN = NEXT + 11  # when the call under way began, in ns
+CONTEXT_WORDS = NEXT + 12
 
 # ---- a prepared call ----------------------------------------------------------------------------------
 CALL, SHAPE = 0, 1  # the fingerprint, see core/signature.py

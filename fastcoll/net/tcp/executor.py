@@ -18,6 +18,7 @@ from ...kernels.copy import copy, move
 from ...kernels.jit import entry, inlined, kernel
 from ...kernels.primitives import call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at
+from ...kernels.recording import record_call, record_end
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some, wait_ready
 from ...kernels.waiting import BUDGET, now
 from . import engine_layout as w
@@ -273,8 +274,18 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
         if not _place_arrays(c, d, object_at(arrays)):
             return LATER
         store_word(c, w.CALLS, load_word(c, w.CALLS) + 1)
-        soon = _time(c) - load_word(c, w.SINCE) < SOON
+        began = _time(c)
+        soon = began - load_word(c, w.SINCE) < SOON
         store_word(c, w.STREAK, load_word(c, w.STREAK) + 1 if soon else 0)
+        store_word(c, w.BEGAN, began)
+        if load_word(c, w.RING) != 0:
+            record_call(
+                load_word(c, w.RING),
+                load_word(c, w.CALLS),
+                load_word(d, w.CALL),
+                load_word(d, w.SHAPE),
+                began,
+            )
         write_headers(c, d, tagged & w.LOOSELY != 0 and load_word(d, w.LOOSE) != 0)
         _begin_plan(c, 0)
         store_word(c, w.STAGE, w.MEET)
@@ -295,6 +306,9 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
         status = finish(c)
         if status != GARBLED:
             store_word(c, w.STAGE, w.IDLE)
+            store_word(c, w.FINISHED, load_word(c, w.CALLS))
+            if load_word(c, w.RING) != 0:
+                record_end(load_word(c, w.RING), load_word(c, w.CALLS), load_word(c, w.BEGAN), _time(c))
     return status
 
 
