@@ -35,6 +35,7 @@ from .api.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .api.shared_arrays import shared_arrays
 from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from .api.world import destroy_process_group, get_node_local_rank, init_process_group, world
+from .core.dump import dump
 from .core.group import ProcessGroup
 from .core.reduce_op import ReduceOp, reduce_op
 from .core.work import Work
@@ -72,7 +73,7 @@ __all__ += ["all_gather_object", "broadcast_object_list", "gather_object", "scat
 __all__ += ["send_object_list", "recv_object_list"]
 __all__ += ["all_gather_multigpu", "all_reduce_multigpu", "broadcast_multigpu", "reduce_multigpu"]
 __all__ += ["Store", "FileStore", "HashStore", "PrefixStore", "TCPStore", "register_rendezvous_handler"]
-__all__ += ["run", "spawn", "__version__"]
+__all__ += ["run", "spawn", "dump", "__version__"]
 __all__ += ["FastcollError", "UsageError", "ArrayError", "MismatchError", "NotInitializedError"]
 __all__ += ["UnavailableError", "RendezvousError", "StoreError", "StoreTimeoutError", "QueueEmptyError"]
 __all__ += ["ResourceError", "GroupError", "PeerDiedError", "CollectiveTimeoutError", "AbortedError"]

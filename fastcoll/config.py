@@ -126,6 +126,12 @@ SETTINGS: dict[str, Setting] = {
         "",
         "places where ranks fail on purpose, for tests: NAME:ACTION[=VALUE][@N][#RANK],... (docs/failpoints.md)",
     ),
+    "FASTCOLL_TRACE_DIR": Setting(
+        str, "", "folder where ranks write what they called and where they are, when something goes wrong"
+    ),
+    "FASTCOLL_TRACE_SITES": Setting(
+        _switch, 0, "1: the flight record has the file and line of each collective call too"
+    ),
     "FASTCOLL_DEBUG": Setting(  # errors.py looks for it, as this module imports that one
         _switch, 0, "1: tracebacks of errors that nobody catches show fastcoll's own frames too"
     ),

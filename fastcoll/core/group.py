@@ -21,11 +21,12 @@ import numpy as np
 
 from ..errors import AbortedError, ArrayError, GroupError, MismatchError, UsageError
 from ..interop.arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
-from . import operands, trees
+from . import dump, operands, trees
 from .backend import Backend, DeviceCarrier, Messages, StreamCall
 from .monitor import last_words
 from .operands import OBJECTS_TAG, WORLD_OF_ONE, Array, apart, arrays_of, checked_tag, scaled
 from .operation import COMPOSITIONS, Call, Operation, then_split
+from .recorder import located
 from .reduce_op import ReduceOp
 from .trees import CONTAINERS
 from .work import Work, refuse_to_block
@@ -71,7 +72,12 @@ class ProcessGroup:
             backend.stop()
 
         backend.monitor.on_failure = stop
+        dump.listen()
         vars(self).update(backend.fast(self))  # these stand in for the methods below
+        if self.monitor.record is not None and self.monitor.record.keeps_sites:
+            vars(self).update(
+                {name: located(getattr(self, name), self.monitor.record) for name in _COLLECTIVES}
+            )
 
     @property
     def size(self) -> int:
@@ -590,10 +596,18 @@ class ProcessGroup:
             if self._device_carrier is not None:
                 self._device_carrier.close(self.gate.failure)
             self.backend.close(self.gate.failure)
+            dump.listen_no_more()
 
     def checked_src(self, src: int | None) -> int | None:
         """The rank that a receive is from, if it is one; None: any."""
         return None if src is None else self.checked_rank("src", src)
+
+
+_COLLECTIVES = (
+    "all_reduce reduce scan exscan reduce_scatter reduce_scatter_single broadcast all_gather all_gather_single gather "
+    "gather_single scatter scatter_single all_to_all all_to_all_single all_reduce_coalesced all_gather_coalesced "
+    "barrier monitored_barrier"
+).split()
 
 
 class _Preparing:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from .. import config
 from ..errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
+from . import dump
 from .processes import Member
 from .recorder import GroupRecorder
 
@@ -93,6 +94,7 @@ class Monitor(ABC):
                 self._publish(FAILED, str(error))
         if self.record is not None:
             self.record.failed(str(error))
+        dump.after(error)
         self.on_failure()
 
     def start_to_leave(self) -> None:
@@ -153,6 +155,7 @@ class Wait:
 
     `doing` is for messages: "all_reduce(float32, 4 elements, op=SUM), call 12". `late` returns the group ranks that did
     not arrive, `hint` what else may be the matter, behind a semicolon. `started` is by time.monotonic; None: now.
+    `is_message`: it is no collective; the engine of messages records what those wait for.
     """
 
     def __init__(
@@ -162,8 +165,10 @@ class Wait:
         late: Callable[[], list[int]],
         timeout: float,
         started: float | None = None,
+        is_message: bool = False,
     ) -> None:
         self._monitor, self._doing, self._late, self._timeout = monitor, doing, late, timeout
+        self._is_message = is_message
         self._started = time.monotonic() if started is None else started
         self._warn_after: float = config.get("FASTCOLL_WARN_AFTER")
         self._seen = False
@@ -172,6 +177,8 @@ class Wait:
     def look(self) -> None:
         """Raise GroupError when going on is hopeless, else return so that the kernel is called again."""
         late = self._late()
+        if self._monitor.record is not None and not self._is_message:
+            self._monitor.record.waits(0, self._doing, late, self._started)
         waited = time.monotonic() - self._started
         found = self._monitor.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
         if found is None and waited >= self._timeout:

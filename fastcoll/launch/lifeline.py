@@ -50,6 +50,16 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process handles a signal by a function of its own."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            caught = next(line for line in file if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> number - 1 & 1)
+
+
 def describe_exit(code: int) -> str:
     """How a process ended, from its return code: `exit code 3`, `signal SIGKILL (9)`."""
     if code >= 0:

@@ -17,6 +17,7 @@ from .._version import __version__
 COMMANDS = {
     "doctor": ("fastcoll.tools.doctor", "what works on this machine and what does not, each with its cure"),
     "env": ("fastcoll.tools.environment", "the launcher that was detected, and the settings in force"),
+    "trace": ("fastcoll.tools.trace", "what went wrong first, from the files that the ranks of a job left"),
     "launch": ("fastcoll.launch.command", "start a program with several ranks"),
     "bench": ("fastcoll.bench.__main__", "time and verify operations"),
     "warmup": ("fastcoll.warmup", "compile ahead what programs would wait for"),

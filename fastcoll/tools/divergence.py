@@ -1,0 +1,303 @@
+"""Where the ranks of a job have parted: from their dumps, pure.
+
+Calls of a group are numbered alike on all ranks, so the first number is looked for at which ranks called different
+things, or which some wait in and others have not begun. Of several groups the one is first whose ranks have waited, or
+failed, the longest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..core import signature
+from ..core.record import Call, GroupRecord, Peer
+from .dumps import Dump
+from .printing import seconds_of
+
+_STUCK = ("under way", "failed", "mismatch")
+_AFTERWARDS = 4  # calls that ranks make to tell one another of a mismatch, with that call itself
+_MOST_NAMED = 8
+_STATES = {
+    "R": "it was computing",
+    "S": "it was asleep",
+    "D": "it was waiting for a disk",
+    "T": "its process was stopped (SIGSTOP)",
+    "t": "its process was stopped by a debugger",
+}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits for another one; `what` for, and since when, in seconds since 1970 (0: not known)."""
+
+    waiter: int
+    awaited: int
+    what: str
+    since: float
+
+
+@dataclass
+class Divergence:
+    """The first thing that went wrong in one group.
+
+    Attributes:
+        number: of the call.
+        calls: what each rank called there; ranks that have not come to it are missing.
+        late: ranks that have a file, and have not begun the call.
+        silent: ranks without a file.
+        since: when the first of the others came, in seconds since 1970; 0: not known.
+    """
+
+    group: str
+    members: tuple[Peer, ...]
+    number: int
+    calls: dict[int, Call]
+    late: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+    since: float = 0.0
+
+    @property
+    def is_mismatch(self) -> bool:
+        return len({_comparable(call) for call in self.calls.values() if call.call}) > 1
+
+
+def _comparable(call: Call) -> tuple[int, int]:
+    return (call.call, 0 if call.call & signature.UNEVEN else call.shape)
+
+
+def _stuck(group: GroupRecord) -> Call | None:
+    """The call that a rank is in, or that has failed or did not match."""
+    if group.under_way is not None:
+        return group.under_way
+    for call in group.ring[-_AFTERWARDS:]:
+        if call.state in _STUCK:
+            return call
+    return None
+
+
+def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
+    """The first one of each group that has one; the first one first."""
+    names = dict.fromkeys(group.name for dump in dumps for group in dump.record.groups)
+    found = [each for name in names if (each := _divergence(name, dumps)) is not None]
+    return sorted(found, key=lambda each: (not each.is_mismatch, each.since or float("inf")))
+
+
+def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
+    said = {dump.rank: group for dump in dumps if (group := dump.group(name)) is not None}
+    members = next(iter(said.values())).members
+    rows = {rank: {call.number: call for call in group.ring} for rank, group in said.items()}
+    stuck = {rank: call for rank, group in said.items() if (call := _stuck(group)) is not None}
+    for rank, call in stuck.items():  # which may not be published, and then has no row
+        rows[rank].setdefault(call.number, call)
+    # The first call that is known of several ranks and not the same on all of them.
+    numbers = sorted(set().union(*rows.values()))
+    for number in numbers:
+        calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
+        parted = len({_comparable(call) for call in calls.values() if call.call}) > 1
+        # A mismatch leaves the group as it was: what the program has gone on from is not what it is stuck in.
+        if parted and not (stuck and all(group.finished > number for group in said.values())):
+            return _made(name, members, number, calls, said)
+    # Else the first one that some are in and others are not.
+    if not stuck:
+        return None
+    number = min(call.number for call in stuck.values())
+    if all(number <= group.finished and rank not in stuck for rank, group in said.items()):
+        return None
+    number = max(call.number for call in stuck.values()) if _all_there(number, said, members) else number
+    calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
+    return _made(name, members, number, calls, said)
+
+
+def _all_there(number: int, said: dict[int, GroupRecord], members: Sequence[Peer]) -> bool:
+    return len(said) == len(members) and all(group.calls >= number for group in said.values())
+
+
+def _made(
+    name: str, members: tuple[Peer, ...], number: int, calls: dict[int, Call], said: dict[int, GroupRecord]
+) -> Divergence:
+    times = [group.since for group in said.values() if group.under_way and group.since]
+    times += [call.began for call in calls.values() if call.began]
+    return Divergence(
+        group=name,
+        members=members,
+        number=number,
+        calls=calls,
+        late=[rank for rank, group in said.items() if group.calls < number],
+        silent=[peer.rank for peer in members if peer.rank not in said],
+        since=min(times, default=0) / 1e9,
+    )
+
+
+# ---- who waits for whom ----------------------------------------------------------------------------------
+
+
+def waits(dumps: Sequence[Dump]) -> list[Wait]:
+    """Who waited for whom when the ranks dumped."""
+    found: dict[tuple[int, int, str], Wait] = {}
+    here = {dump.rank: dump for dump in dumps}
+    for dump in dumps:
+        for group in dump.record.groups:
+            for wait in _of_calls(dump.rank, group, here):
+                found.setdefault((wait.waiter, wait.awaited, wait.what), wait)
+            for message in group.waits:
+                if message.number == 0:
+                    for rank in message.ranks:
+                        wait = Wait(dump.rank, rank, message.doing, message.since / 1e9)
+                        found.setdefault((wait.waiter, wait.awaited, wait.what), wait)
+    return list(found.values())
+
+
+def _of_calls(rank: int, group: GroupRecord, here: dict[int, Dump]) -> Iterator[Wait]:
+    call = _stuck(group)
+    if call is None or call.state == "mismatch":
+        return
+    what = f"call {call.number} of {group.name}"
+    late = [
+        peer.rank
+        for peer in group.members
+        if peer.rank != rank
+        and (
+            peer.rank not in here
+            or (other := here[peer.rank].group(group.name)) is None
+            or other.calls < call.number
+        )
+    ]
+    # All have come: whom the backend has seen missing last.
+    for other_rank in late or ([group.late] if group.late >= 0 else []):
+        yield Wait(rank, other_rank, what, (group.since or call.began) / 1e9)
+
+
+def ring(found: Sequence[Wait]) -> list[Wait]:
+    """Waits that lead from a rank back to itself, in order; none if there is no such ring."""
+    leads: dict[int, list[Wait]] = {}
+    for wait in found:
+        leads.setdefault(wait.waiter, []).append(wait)
+    for start in sorted(leads):
+        paths = [[wait] for wait in leads[start]]
+        seen = set()
+        while paths:
+            path = paths.pop(0)  # the shortest ring
+            last = path[-1].awaited
+            if last == start:
+                return path
+            if last not in seen:
+                seen.add(last)
+                paths += [[*path, wait] for wait in leads.get(last, [])]
+    return []
+
+
+# ---- in words --------------------------------------------------------------------------------------------
+
+
+def told(dumps: Sequence[Dump]) -> str:
+    """One paragraph that says what went wrong first."""
+    found = divergences(dumps)
+    parts = [_headline(found[0], dumps) if found else _without_divergence(dumps)]
+    if found:
+        parts += [*_whereabouts(found[0], dumps)]
+    if loop := ring(waits(dumps)):
+        steps = ", ".join(f"rank {wait.waiter} for rank {wait.awaited} ({wait.what})" for wait in loop)
+        parts.append(f"Ranks wait for one another in a ring: {steps}.")
+    if died := _died(dumps):
+        parts.append(f"Other ranks saw that {died}.")
+    reasons = [(reason.time, dump.rank, reason.why) for dump in dumps for reason in dump.reasons]
+    reasons = [reason for reason in reasons if not reason[2].startswith(("SIGQUIT", "dump()"))]
+    if reasons:
+        _, rank, why = min(reasons)
+        parts.append(f'The first error was rank {rank}\'s: "{why}".')
+    if len(found) > 1:
+        others = ", ".join(f"call {each.number} of {each.group}" for each in found[1:4])
+        parts.append(f"Other groups have parted as well, perhaps because of this: {others}.")
+    return " ".join(parts)
+
+
+def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
+    where = f"call {found.number} of group {found.group!r}"
+    if found.is_mismatch:
+        groups: dict[tuple[int, int], list[int]] = {}
+        for rank, call in found.calls.items():
+            groups.setdefault(_comparable(call), []).append(rank)
+        # The fewest ranks are named first: they are probably the odd ones.
+        sides = sorted(groups.values(), key=len)
+        said = [f"{_ranks(ranks)} called {_what(found.calls[ranks[0]])}" for ranks in sides]
+        return f"At {where} the ranks parted: {', where '.join(said)}."
+    there = sorted(found.calls)
+    known = next((call for call in found.calls.values() if call.call), None)
+    what = f"{_what(known)}, {where}" if known is not None else where
+    newest = max(dump.time for dump in dumps)
+    long = f" for {seconds_of(newest - found.since)}" if found.since and newest > found.since else ""
+    missing = [*found.late, *found.silent]
+    if not missing:
+        return f"All ranks came to {what}, which has not ended."
+    return f"{_ranks(there)} waited{long} in {what}, to which {_ranks(missing)} never came."
+
+
+def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
+    """What the ranks do that are missing."""
+    here = {dump.rank: dump for dump in dumps}
+    for rank in found.late[:_MOST_NAMED]:
+        dump = here[rank]
+        group = dump.group(found.group)
+        assert group is not None
+        last = group.ring[-1] if group.ring else None
+        done = (
+            f"its last call in this group was {last.number}, {last.what}" if last else "it made no call there"
+        )
+        elsewhere = [
+            f"it is in {call.what}, call {call.number} of group {other.name!r}"
+            for other in dump.record.groups
+            if other.name != found.group and (call := other.under_way) is not None
+        ]
+        elsewhere += [
+            f"it waits in {wait.doing}"
+            for other in dump.record.groups
+            for wait in other.waits
+            if not wait.number
+        ]
+        if dump.seen_by is not None:
+            elsewhere.append(f"{_STATES.get(dump.state, 'it ran')} when rank {dump.seen_by} looked")
+        place = dump.place()
+        at = [f"it is in {place}"] if place and not elsewhere else []
+        site = f" (called at {last.site})" if last and last.site else ""
+        yield f"Rank {rank}: {'; '.join([done + site, *elsewhere, *at])}."
+    members = {peer.rank: peer for peer in found.members}
+    silent = [f"{rank} (pid {members[rank].pid} on {members[rank].host})" for rank in found.silent]
+    if silent:
+        more = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
+        many = "s" if len(silent) > 1 else ""
+        yield (
+            f"Rank{many} {', '.join(silent[:_MOST_NAMED])}{more} left no file: stopped, killed, or on a machine whose "
+            "files are not here."
+        )
+
+
+def _without_divergence(dumps: Sequence[Dump]) -> str:
+    sizes = {dump.record.world_size for dump in dumps}
+    missing = sorted({*range(max(sizes))} - {dump.rank for dump in dumps})
+    if missing:
+        return f"No group's calls differ among the ranks that left a file; {_ranks(missing)} left none."
+    return (
+        "No group's calls differ among the ranks, and none of them is in a call that others have not begun."
+    )
+
+
+def _died(dumps: Sequence[Dump]) -> str:
+    for dump in dumps:
+        for reason in dump.reasons:
+            found = re.match(r"PeerDiedError: (rank .*? died)", reason.why)
+            if found:
+                return found[1]
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 1` or `ranks 0, 2, 3`, or how many where there are many."""
+    if len(ranks) > _MOST_NAMED:
+        return f"{len(ranks)} ranks ({', '.join(map(str, sorted(ranks)[:_MOST_NAMED]))}, ...)"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _what(call: Call) -> str:
+    return f"{call.what} at {call.site}" if call.site else call.what

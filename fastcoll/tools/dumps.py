@@ -1,0 +1,105 @@
+"""The files that ranks have written (core/dump.py), as plain data: a Dump a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.dump import FORMAT, STACKS_SUFFIX, SUFFIX
+from ..core.record import GroupRecord, Record, record_of
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_PYTHONS = re.compile(r"/lib(?:64)?/python3[.\d]*/(?!site-packages|dist-packages)|^<frozen")
+_OURS = re.compile(r"/fastcoll/(?:api|core|shm|net|p2p|hybrid|rendezvous|gpu|torch|launch|kernels)/")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a rank has dumped: when, in seconds since 1970, what it says, and where its threads were."""
+
+    time: float
+    why: str
+    stacks: str
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What one rank has written.
+
+    Attributes:
+        record: its calls.
+        reasons: the first one first.
+        threads: names of threads by their numbers.
+        time: when it was written, in seconds since 1970.
+        seen_by: the rank that has written it, if that is another one, to which it was late.
+        state: of such a rank, what the kernel said of its process, as in /proc/PID/stat.
+    """
+
+    path: Path
+    record: Record
+    reasons: tuple[Reason, ...]
+    threads: dict[int, str]
+    time: float
+    seen_by: int | None = None
+    state: str = ""
+
+    @property
+    def rank(self) -> int:
+        return self.record.rank
+
+    def group(self, name: str) -> GroupRecord | None:
+        """A group of this rank, by its name; the last one that had it."""
+        return next((group for group in reversed(self.record.groups) if group.name == name), None)
+
+    def place(self, which: int = -1) -> str:
+        """Where the user's program was, on the main thread, as in `step (train.py:12)`; "" if that is not known."""
+        stacks = self.reasons[which].stacks if self.reasons else ""
+        starts = [*_THREAD.finditer(stacks)]
+        for k, start in enumerate(starts):
+            if self.threads.get(int(start[1], 16)) != "MainThread":
+                continue
+            end = starts[k + 1].start() if k + 1 < len(starts) else len(stacks)
+            for file, line, function in _FRAME.findall(stacks[start.start() : end]):
+                if not (file.startswith(_PACKAGE) or _PYTHONS.search(file) or _OURS.search(file)):
+                    return f"{function} ({os.path.basename(file)}:{line})"
+        return ""
+
+
+def load(folder: Path) -> list[Dump]:
+    """All dumps in a folder, of the newest job that has some, by rank.
+
+    Of each rank the newest, its own if there is one. What is no dump, or another version's, is left out.
+    """
+    found: list[Dump] = []
+    others: list[Dump] = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            data = json.loads(path.read_text())
+            if data.get("format") != FORMAT or data.get("record") is None:
+                continue
+            reasons = [Reason(**reason) for reason in data["reasons"]]
+            # Python was stuck since: what SIGQUIT has left is newer.
+            beside = path.with_name(path.name.removesuffix(SUFFIX) + STACKS_SUFFIX)
+            if beside.exists() and beside.stat().st_mtime > data["time"] and beside.stat().st_size:
+                reasons.append(Reason(beside.stat().st_mtime, "SIGQUIT", beside.read_text(errors="replace")))
+            threads = {int(number): name for number, name in data["threads"].items()}
+            mine = Dump(path, record_of(data["record"]), tuple(reasons), threads, data["time"])
+            found.append(mine)
+            for seen in data["seen"]:
+                theirs = record_of(seen["record"])
+                others.append(Dump(path, theirs, (), {}, seen["time"], mine.rank, seen["state"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    if not found:
+        return []
+    job = max(found, key=lambda dump: dump.time).record.job
+    newest: dict[int, Dump] = {}
+    for dump in sorted(others, key=lambda dump: dump.time) + sorted(found, key=lambda dump: dump.time):
+        if dump.record.job == job:
+            newest[dump.rank] = dump
+    return [newest[rank] for rank in sorted(newest)]

@@ -1,0 +1,124 @@
+"""Dumps as pictures: a timeline for Chrome's or Perfetto's viewer, and a drawing of who waited for whom, pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from ..core.record import Call, GroupRecord
+from .divergence import Wait
+from .dumps import Dump
+
+
+def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
+    """The calls of all ranks in the Trace Event Format: a process a rank, a thread a group; times in microseconds.
+
+    Not every call is timed. Those between two that are share the time between these evenly, and say so.
+    """
+    events: list[dict[str, Any]] = []
+    for dump in dumps:
+        record = dump.record
+        about = f"rank {record.rank} (pid {record.pid} on {record.host})"
+        events.append({"ph": "M", "pid": record.rank, "name": "process_name", "args": {"name": about}})
+        order = {"sort_index": record.rank}
+        events.append({"ph": "M", "pid": record.rank, "name": "process_sort_index", "args": order})
+        for group in record.groups:
+            place = {"pid": record.rank, "tid": group.serial}
+            events.append({"ph": "M", **place, "name": "thread_name", "args": {"name": group.name}})
+            for call, began, ended, timed in _times(group, int(dump.time * 1e9)):
+                said = {"number": call.number, "group": group.name, "state": call.state, "timed": timed}
+                if call.site:
+                    said["site"] = call.site
+                shown = {"name": call.what, "cat": group.backend, "args": said}
+                events.append({"ph": "X", **place, **shown, "ts": began / 1e3, "dur": (ended - began) / 1e3})
+        for reason in dump.reasons:
+            event = {"ph": "i", "s": "p", "pid": record.rank, "tid": 0, "ts": reason.time * 1e6}
+            events.append({**event, "name": reason.why})
+    return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def _times(group: GroupRecord, now: int) -> Iterator[tuple[Call, int, int, bool]]:
+    """Each call with when it began and ended, in ns, and whether that was measured; from the first timed one on."""
+    between: list[Call] = []
+    before = 0
+    for call in group.ring:
+        under_way = group.under_way is not None and call.number == group.under_way.number
+        began = call.began or (group.since if under_way else 0)
+        if not began:
+            between.append(call)
+            continue
+        if before:
+            yield from _spread(between, before, began)
+        between = []
+        ended = now if under_way else max(call.ended, began)
+        yield call, began, ended, under_way or bool(call.ended)
+        before = ended
+    if before and between:  # at 1 us each: when they ended is not known
+        yield from _spread(between, before, min(before + 1000 * len(between), max(now, before)))
+
+
+def _spread(calls: Sequence[Call], start: int, end: int) -> Iterator[tuple[Call, int, int, bool]]:
+    share = max(end - start, 0) / max(len(calls), 1)
+    for k, call in enumerate(calls):
+        yield call, int(start + k * share), int(start + (k + 1) * share), False
+
+
+# ---- who waited for whom ---------------------------------------------------------------------------------
+
+_SIZE, _MARGIN = 640, 90
+_MOST_DRAWN = 64
+
+
+def picture(waits: Sequence[Wait], world_size: int, silent: Sequence[int]) -> str:
+    """An SVG: a circle a rank, an arrow from each that waits to those that it waits for.
+
+    Ranks that are waited for and wait for nobody are red, those without a file grey. Of large worlds only ranks of
+    waits are drawn.
+    """
+    waiting, awaited = {wait.waiter for wait in waits}, {wait.awaited for wait in waits}
+    ranks = sorted(waiting | awaited | {*silent}) if world_size > _MOST_DRAWN else list(range(world_size))
+    ranks = ranks[:_MOST_DRAWN]
+    middle, radius = _SIZE / 2, _SIZE / 2 - _MARGIN
+    dot = max(8.0, min(24.0, math.pi * radius / max(len(ranks), 1) * 0.7))
+    places = {}
+    for k, rank in enumerate(ranks):
+        angle = 2 * math.pi * k / len(ranks) - math.pi / 2
+        places[rank] = (middle + radius * math.cos(angle), middle + radius * math.sin(angle))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SIZE} {_SIZE + 40}" font-family="sans-serif">',
+        '<defs><marker id="a" viewBox="0 0 10 10" refX="10" refY="5" markerWidth="9" markerHeight="9" '
+        'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z" fill="#345"/></marker></defs>',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    parts += [
+        _arrow(places[wait.waiter], places[wait.awaited], dot, wait)
+        for wait in waits
+        if wait.waiter in places and wait.awaited in places and wait.waiter != wait.awaited
+    ]
+    for rank, (x, y) in places.items():
+        fill = "#bbb" if rank in silent else "#d33" if rank in awaited - waiting else "#dbe7f3"
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{dot:.1f}" fill="{fill}" stroke="#345"/>'
+            f'<text x="{x:.1f}" y="{y + dot / 3:.1f}" font-size="{dot:.0f}" text-anchor="middle">{rank}</text>'
+        )
+    said = "arrows: waits for; red: waited for, and waits for nobody; grey: left no file"
+    parts.append(
+        f'<text x="{middle}" y="{_SIZE + 20}" font-size="14" text-anchor="middle" fill="#345">{said}</text></svg>'
+    )
+    return "\n".join(parts)
+
+
+def _arrow(start: tuple[float, float], end: tuple[float, float], dot: float, wait: Wait) -> str:
+    """From circle to circle, a little to the right, so that two opposite ones are apart."""
+    dx, dy = end[0] - start[0], end[1] - start[1]
+    long = math.hypot(dx, dy)
+    ux, uy = dx / long, dy / long
+    aside = dot / 4
+    x1, y1 = start[0] + ux * dot - uy * aside, start[1] + uy * dot + ux * aside
+    x2, y2 = end[0] - ux * (dot + 2) - uy * aside, end[1] - uy * (dot + 2) + ux * aside
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#345" marker-end="url(#a)">'
+        f"<title>rank {wait.waiter} waits for rank {wait.awaited}: {escape(wait.what)}</title></line>"
+    )

@@ -1,0 +1,104 @@
+"""`python -m fastcoll trace`: what went wrong first, from what the ranks have written into FASTCOLL_TRACE_DIR."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import divergence
+from .dumps import Dump, load
+from .printing import Printer
+from .timeline import picture, timeline
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0, or 1 if there is nothing to read."""
+    options = _parser().parse_args(arguments)
+    folder = Path(options.folder)
+    dumps = load(folder)
+    if not dumps:
+        cure = "ranks write there when FASTCOLL_TRACE_DIR names it: on errors, SIGQUIT and fastcoll.dump()"
+        print(f"fastcoll trace: no rank has left a file in {folder}; {cure}", file=sys.stderr)
+        return 1
+    if options.json:
+        Printer().json(_as_data(dumps))
+        return 0
+    out = Printer()
+    size = dumps[0].record.world_size
+    out.say(divergence.told(dumps))
+    out.say()
+    out.table(("rank", "pid", "host", "in, or last call", "place"), [_row(dump) for dump in dumps])
+    out.say()
+    waits = divergence.waits(dumps)
+    silent = sorted({*range(size)} - {dump.rank for dump in dumps})
+    for path, what, content in (
+        (folder / "timeline.json", "the timeline, for https://ui.perfetto.dev", json.dumps(timeline(dumps))),
+        (folder / "waits.svg", "who waited for whom", picture(waits, size, silent)),
+    ):
+        path.write_text(content)
+        out.say(f"{path}: {what}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m fastcoll trace",
+        description="Say what went wrong first in a job, from the files that its ranks have written, and write beside "
+        "them timeline.json, for Perfetto or chrome://tracing, and waits.svg, who waited for whom.",
+    )
+    given = os.environ.get("FASTCOLL_TRACE_DIR", "")
+    parser.add_argument(
+        "folder",
+        nargs="?" if given else None,
+        default=given,
+        help="with the files of all ranks; without it FASTCOLL_TRACE_DIR's",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print what was found for programs, and write nothing"
+    )
+    return parser
+
+
+def _row(dump: Dump) -> list[str]:
+    """What one rank is in, or the last call of its first group."""
+    groups = dump.record.groups
+    said = [f"{g.under_way.what}, call {g.under_way.number} of {g.name}" for g in groups if g.under_way]
+    said += [wait.doing for g in groups for wait in g.waits if not wait.number]
+    if not said:
+        said = [
+            f"{g.ring[-1].what}, call {g.ring[-1].number} of {g.name}: {g.ring[-1].state}"
+            for g in groups
+            if g.ring
+        ]
+    return [
+        str(dump.rank),
+        str(dump.record.pid),
+        dump.record.host,
+        said[0] if said else "-",
+        dump.place() or "-",
+    ]
+
+
+def _as_data(dumps: Sequence[Dump]) -> dict[str, Any]:
+    return {
+        "told": divergence.told(dumps),
+        "divergences": [
+            {
+                "group": each.group,
+                "number": each.number,
+                "mismatch": each.is_mismatch,
+                "calls": {str(rank): call.what for rank, call in each.calls.items()},
+                "late": each.late,
+                "silent": each.silent,
+                "since": each.since,
+            }
+            for each in divergence.divergences(dumps)
+        ],
+        "waits": [vars(wait) for wait in divergence.waits(dumps)],
+        "ranks": [dump.rank for dump in dumps],
+    }

@@ -1,0 +1,341 @@
+"""What ranks leave behind when something goes wrong, and what `python -m fastcoll trace` makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll.core import signature
+from fastcoll.core.record import Call, GroupRecord, Peer, Record, Waiting, read
+from fastcoll.tools import divergence
+from fastcoll.tools.dumps import Dump, Reason, load
+from fastcoll.tools.timeline import picture, timeline
+
+REDUCE = signature.encode("all_reduce", np.dtype(np.float32), op=dist.ReduceOp.SUM)
+BARRIER = signature.encode("barrier")
+SECOND = 10**9
+
+
+def call(number: int, word: int = REDUCE, state: str = "done", began: int = 0, ended: int = 0) -> Call:
+    return Call(number, word, 0 if word == BARRIER else 16, state, began, ended)
+
+
+def group(rank: int, ring: list[Call], size: int = 3, name: str = "WORLD", **more: object) -> GroupRecord:
+    last = ring[-1] if ring else None
+    under_way = last if last and last.state == "under way" else None
+    finished = len(ring) - (1 if last and last.state != "done" else 0)
+    plain = {
+        "backend": "shm", "members": tuple(Peer(r, "node", 100 + r) for r in range(size)), "pending": 0, "late": -1,
+        "waits": (), "failure": "", "since": 50 * SECOND if under_way else 0, "serial": 1,
+    }  # fmt: skip
+    said = {"name": name, "rank": rank, "calls": len(ring), "finished": finished, "ring": tuple(ring)}
+    return GroupRecord(**(said | {"under_way": under_way} | plain | more))
+
+
+def dump(rank: int, *groups: GroupRecord, why: str = "", state: str = "", place: str = "") -> Dump:
+    record = Record("job", rank, len(groups[0].members), "node", 100 + rank, 1, 0.0, "1", groups)
+    stacks = f'Thread 0x10 (most recent call first):\n  File "{place}", line 7 in step\n' if place else ""
+    reasons = (Reason(60.0, why, stacks),) if why or place else ()
+    return Dump(Path("x"), record, reasons, {16: "MainThread"}, 60.0, 0 if state else None, state)
+
+
+DONE = [call(1), call(2)]
+
+
+def test_ranks_that_call_different_things_are_told_apart() -> None:
+    dumps = [
+        dump(rank, group(rank, [*DONE, call(3, BARRIER if rank == 1 else REDUCE, "mismatch")]))
+        for rank in range(3)
+    ]
+    said = divergence.told(dumps)
+    assert said.startswith(
+        "At call 3 of group 'WORLD' the ranks parted: rank 1 called barrier(), where ranks 0, 2 called"
+    )
+    assert "all_reduce(float32, 4 elements, op=SUM)" in said
+
+
+def test_a_mismatch_that_the_program_has_gone_on_from_is_not_what_it_is_stuck_in() -> None:
+    dumps = []
+    for rank in range(3):
+        ring = [
+            *DONE,
+            call(3, BARRIER if rank == 1 else REDUCE, "mismatch"),
+            *(call(k) for k in range(4, 12)),
+        ]
+        ring += [call(12, REDUCE, "under way")] if rank != 2 else []
+        dumps.append(dump(rank, group(rank, ring)))
+    assert "ranks 0, 1 waited" in divergence.told(dumps)
+    assert "to which rank 2 never came" in divergence.told(dumps)
+
+
+def test_a_rank_that_never_came_and_where_it_is() -> None:
+    waiting = [dump(rank, group(rank, [*DONE, call(3, BARRIER, "under way")])) for rank in (0, 2)]
+    late = dump(1, group(1, DONE), place="/home/me/train.py")
+    (found,) = divergence.divergences([*waiting, late])
+    assert (found.number, found.late, found.silent, found.is_mismatch, found.since) == (
+        3,
+        [1],
+        [],
+        False,
+        50.0,
+    )
+    said = divergence.told([*waiting, late])
+    assert (
+        "ranks 0, 2 waited for 10 s in barrier(), call 3 of group 'WORLD', to which rank 1 never came" in said
+    )
+    assert "its last call in this group was 2, all_reduce(float32, 4 elements, op=SUM)" in said
+    assert "it is in step (train.py:7)" in said
+    stopped = dump(1, group(1, DONE), state="T")
+    assert "its process was stopped (SIGSTOP) when rank 0 looked" in divergence.told([*waiting, stopped])
+    assert "Rank 1 (pid 101 on node) left no file" in divergence.told(waiting)
+    edges = {(wait.waiter, wait.awaited) for wait in divergence.waits([*waiting, late])}
+    assert edges == {(0, 1), (2, 1)}
+
+
+def test_ranks_in_two_groups_that_wait_for_one_another() -> None:
+    one = dump(0, group(0, DONE), group(0, [call(1, BARRIER, "under way")], 3, "a", serial=2))
+    two = dump(1, group(1, [*DONE, call(3, REDUCE, "under way")]), group(1, [], 3, "a", serial=2))
+    wait = Waiting(0, "recv from rank 1", 50 * SECOND, (1,), 1)
+    three = dump(2, group(2, [*DONE, call(3, REDUCE, "under way")], waits=(wait,)))
+    said = divergence.told([one, two, three])
+    assert (
+        "Ranks wait for one another in a ring: rank 0 for rank 1 (call 1 of a), rank 1 for rank 0 (call 3 of WORLD)"
+        in said
+    )
+    found = divergence.waits([one, two, three])
+    drawn = ElementTree.fromstring(picture(found, 3, []))
+    assert sum(each.tag.endswith("circle") for each in drawn.iter()) == 3
+    assert sum(each.tag.endswith("line") for each in drawn.iter()) == len(found)
+    assert any(each.text == "rank 2 waits for rank 1: recv from rank 1" for each in drawn.iter())
+
+
+def test_the_timeline_spreads_calls_that_were_not_timed() -> None:
+    ring = [
+        call(1, began=1000, ended=2000),
+        call(2),
+        call(3),
+        call(4, began=5000, ended=6000),
+        call(5, REDUCE, "under way"),
+    ]
+    events = [each for each in timeline([dump(0, group(0, ring))])["traceEvents"] if each["ph"] == "X"]
+    assert [each["args"]["number"] for each in events] == [1, 2, 3, 4, 5]
+    assert [each["args"]["timed"] for each in events] == [True, False, False, True, True]
+    assert [(each["ts"], each["dur"]) for each in events][:4] == [(1, 1), (2, 1.5), (3.5, 1.5), (5, 1)]
+    assert events[4]["ts"] + events[4]["dur"] == 60e6
+
+
+# ---- real processes --------------------------------------------------------------------------------------
+
+PROGRAM = """
+import collections, itertools, os, signal, sys, time
+import numpy as np
+import fastcoll as dist
+
+kind, backend, timeout = sys.argv[1:]
+dist.init_process_group(backend, timeout=float(timeout))
+rank, size = dist.get_rank(), dist.get_world_size()
+x = np.ones(1000, np.float32)
+for step in range(3):
+    dist.all_reduce(x)
+odd = rank == size - 1
+if kind == "skip" and not odd:
+    dist.barrier()
+if kind == "loop" and odd:
+    def spin():
+        while True:
+            time.sleep(0.01)
+    spin()
+if kind == "stop" and odd:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if kind == "die" and odd:
+    os.kill(os.getpid(), signal.SIGKILL)
+if kind == "recv":
+    dist.recv(x, (rank + 1) % size)
+if kind == "stuck" and odd:
+    print("stuck", os.getpid(), flush=True)
+    collections.deque(itertools.repeat(0, 10**12), maxlen=0)  # with the GIL, whatever signals come
+dist.all_reduce(x[:10])
+dist.destroy_process_group()
+"""
+
+
+def job(tmp_path: Path, kind: str, backend: str = "shm", ranks: int = 3, **env: str) -> Path:
+    program, folder = tmp_path / "program.py", tmp_path / "traces"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "fastcoll.launch", "-n", str(ranks), str(program), kind, backend, "2"],
+        env={**os.environ, "FASTCOLL_TRACE_DIR": str(folder), **env}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode != 0, done.stderr
+    return folder
+
+
+def told(folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "fastcoll", "trace", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    ElementTree.parse(folder / "waits.svg")
+    assert json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    return done.stdout
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
+    said = told(job(tmp_path, "skip", backend, FASTCOLL_TRACE_SITES="1"))
+    assert (
+        "At call 4 of group 'WORLD' the ranks parted: rank 2 called all_reduce(float32, 10 elements, op=SUM) at"
+        in said
+    )
+    assert "program.py:29, where ranks 0, 1 called barrier() at" in said
+    assert "program.py:14." in said
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_rank_in_a_loop(tmp_path: Path, backend: str) -> None:
+    said = told(job(tmp_path, "loop", backend))
+    assert "ranks 0, 1 waited" in said
+    assert (
+        "all_reduce(float32, 10 elements, op=SUM), call 4 of group 'WORLD', to which rank 2 never came."
+        in said
+    )
+    assert "it is in spin (program.py:18)" in said  # the launcher asked it before it was ended
+    assert "CollectiveTimeoutError" in said
+
+
+def test_a_stopped_rank(tmp_path: Path) -> None:
+    said = told(job(tmp_path, "stop"))
+    assert "to which rank 2 never came" in said
+    assert "its process was stopped (SIGSTOP)" in said
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_rank_that_died(tmp_path: Path, backend: str) -> None:
+    said = told(job(tmp_path, "die", backend))
+    assert "rank 2" in said.splitlines()[0]
+    assert "died" in said
+
+
+def test_messages_that_wait_in_a_ring(tmp_path: Path) -> None:
+    said = told(job(tmp_path, "recv"))
+    assert "Ranks wait for one another in a ring: rank 0 for rank 1 (recv from rank 1" in said
+
+
+def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_read_its_record(
+    tmp_path: Path,
+) -> None:
+    program, folder = tmp_path / "program.py", tmp_path / "traces"
+    program.write_text(PROGRAM)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), "stuck", "shm", "60"], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "FASTCOLL_TRACE_DIR": str(folder), "RANK": str(rank), "WORLD_SIZE": "2",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0" if rank < 0 else str(PORT)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert ranks[1].stdout is not None
+        assert ranks[1].stdout.readline().split() == ["stuck", str(ranks[1].pid)]
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            first, stuck = read(ranks[0].pid), read(ranks[1].pid)
+            if first and stuck and first.groups[0].late == 1 and first.groups[0].waits:
+                break
+            time.sleep(0.01)
+        assert first.groups[0].under_way.what == "all_reduce(float32, 10 elements, op=SUM)"
+        assert first.groups[0].waits[0].ranks == (1,)
+        assert (stuck.groups[0].calls, stuck.groups[0].under_way) == (3, None)
+        for rank in ranks:
+            rank.send_signal(signal.SIGQUIT)
+        stacks = folder / f"rank-1-of-2.{os.uname().nodename}.{ranks[1].pid}.stacks"
+        while time.monotonic() < deadline and "program.py" not in stacks.read_text():
+            time.sleep(0.01)
+        assert "most recent call first" in stacks.read_text()
+        while time.monotonic() < deadline and not load(folder):
+            time.sleep(0.01)
+        (mine,) = load(folder)
+        assert (mine.rank, mine.reasons[0].why) == (0, "SIGQUIT")
+        assert mine.place().startswith("<module> (program.py:")
+        assert all(rank.poll() is None for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+PORT = 0
+
+
+@pytest.fixture(autouse=True)
+def _port() -> None:
+    import socket
+
+    global PORT
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        PORT = free.getsockname()[1]
+
+
+def test_no_secret_is_written(tmp_path: Path) -> None:
+    secret = "tell-nobody-6d1f2a90"
+    folder = job(tmp_path, "loop", "tcp", FASTCOLL_SECRET=secret)
+    files = list(folder.iterdir())
+    assert files
+    assert not [file for file in files if secret in file.read_text()]
+
+
+def test_dump_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTCOLL_TRACE_DIR", raising=False)
+    with pytest.raises(dist.UsageError, match="give a path, or set FASTCOLL_TRACE_DIR"):
+        dist.dump()
+    path = tmp_path / "here.json"
+    assert dist.dump(path) == str(path)
+    data = json.loads(path.read_text())
+    assert data["record"] is None
+    assert "test_dump_writes_where_it_is_told" in data["reasons"][-1]["stacks"]
+    assert oct(path.stat().st_mode)[-3:] == "600"
+    with pytest.raises(dist.ResourceError, match="cannot be written"):
+        dist.dump(tmp_path / "no" / "where.json")
+
+
+def test_a_users_own_handler_of_sigquit_stays(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal\nimport fastcoll as dist\n"
+        "signal.signal(signal.SIGQUIT, lambda *_: print('mine', flush=True))\n"
+        "dist.init_process_group()\nos.kill(os.getpid(), signal.SIGQUIT)\ndist.destroy_process_group()\n"
+        "os.kill(os.getpid(), signal.SIGQUIT)\n"
+    )
+    folder = tmp_path / "traces"
+    env = {**os.environ, "FASTCOLL_TRACE_DIR": str(folder)}
+    done = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "mine\nmine\n"), done.stderr
+    assert not folder.exists()
+    # Without one, SIGQUIT dumps while there are groups, and ends the program as usual afterwards.
+    program.write_text(program.read_text().replace("signal.signal(", "("))
+    done = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGQUIT
+    (mine,) = load(folder)
+    assert mine.reasons[0].why == "SIGQUIT"
+
+
+def test_nothing_to_read_is_said(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fastcoll", "trace", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "no rank has left a file" in done.stderr
