@@ -31,7 +31,7 @@ _log = logging.getLogger("fastcoll")
 
 COLLECTIVES = (
     "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
-    "message symmetric_empty symmetric_all_reduce refused"
+    "message symmetric_empty symmetric_all_reduce refused monitored_barrier"
 ).split()
 """By their numbers in core/signature.py; "none" and "message" are never reached."""
 
@@ -42,6 +42,59 @@ PLACES = {
     "shm.OPERATION.after_meeting": "every rank has begun the call",
     "shm.OPERATION.before_done": "all is read and written, which the peers do not know yet",
     "shm.OPERATION.after_done": "the call is complete on this rank, and has not returned",
+    "shm.single_copy.piece_read": "a piece of a peer's array is read where it is",
+    "shm.single_copy.pushing": "this rank is about to store into a peer's array, and has said so",
+    "shm.symmetric.after_segment": "the segment of a symmetric array is made, or mapped",
+    "shm.symmetric.piece_stored": "a piece of a symmetric array is reduced, and stored into all ranks' arrays",
+    "shm.symmetric.after_put": "a put is done, and no signal sent",
+    "shm.symmetric.before_signal": "a signal is about to be sent",
+    "shm.arena.after_create": "this process's arena of shared arrays is made",
+    "shm.arena.before_mapping": "a peer's call has named an arena, which is not mapped here yet",
+    "shm.arena.after_mapping": "it is mapped",
+    "shm.arena.before_withdraw": "the group has failed, and a peer may still write into a shared array here",
+    "shm.arena.after_copy": "before a fork: the shared arrays are copied for the child",
+    "shm.send.enter": "a blocking send is about to begin; in a group of several nodes, to a rank of this one",
+    "shm.send.after_done": "it is taken, and the call has not returned",
+    "shm.recv.enter": "a blocking receive is about to begin",
+    "shm.recv.after_done": "it is complete and answered, and the call has not returned",
+    "shm.isend.after_post": "a small message was put into the ring at once",
+    "shm.irecv.after_post": "a receive is posted, whose message has not come",
+    "shm.message.piece_sent": "a piece of a message, of any kind of send, is in the ring",
+    "shm.message.piece_read": "a piece is copied out of the ring, or from where it is, and the sender does not know",
+    "shm.message.before_ack": "a message has arrived, and is not answered",
+    "shm.meeting.after_create": "rank 0 has made a group's segment, and told its name",
+    "shm.meeting.after_attach": "a rank has mapped it",
+    "shm.meeting.after_proof": "it has said so",
+    "tcp.OPERATION.enter": "the call's connections stand, and nothing of it is sent",
+    "tcp.OPERATION.after_publish": "the header for a peer, or a part of it, is sent",
+    "tcp.OPERATION.after_meeting": "every rank that is waited for has begun the call",
+    "tcp.OPERATION.mid_chunk": "some bytes of the data behind the headers are sent or received",
+    "tcp.OPERATION.before_done": "all is sent and received",
+    "tcp.OPERATION.after_done": "the call is complete on this rank, and has not returned",
+    "tcp.send.enter": "a blocking send is about to begin",
+    "tcp.send.after_done": "it is taken, and the call has not returned",
+    "tcp.recv.enter": "a blocking receive is about to begin",
+    "tcp.recv.after_done": "it is complete and answered, and the call has not returned",
+    "tcp.isend.after_post": "a small message has begun to enter the connection",
+    "tcp.irecv.after_post": "a receive is posted, whose message has not come",
+    "tcp.message.piece_sent": "some bytes of a message, of any kind of send, are sent",
+    "tcp.message.piece_read": "some bytes of a message are received, beyond those that came with its header",
+    "tcp.message.before_ack": "a message has arrived, and is not answered",
+    "tcp.meeting.after_listen": "a group is made: every member listens, and is known",
+    "tcp.meeting.after_connect": "it has its first connections",
+    "tcp.connection.enter": "a connection for data or messages is made at its first use",
+    "hybrid.OPERATION.after_meeting": "a large call of a group of several nodes has met, and no data has moved",
+    "hybrid.OPERATION.before_done": "its data has moved, and the call has not returned",
+    "start.enter": "`init_process_group` has checked its arguments; no rank is known, so `#RANK` does not count here",
+    "start.after_rendezvous": "the store is reached, and the rank is known",
+    "start.after_join": "every rank has registered",
+    "start.after_world": "the default group is made",
+    "new_group.enter": "`new_group` has checked its arguments",
+    "new_group.after_request": "this rank has told which group it asks for",
+    "new_group.after_made": "the group is made, and `new_group` has not returned",
+    "destroy.enter": "`destroy_process_group`, or the end of the program, is about to leave the job",
+    "destroy.after_groups": "all groups are closed, and the store is not",
+    "destroy.after_store": "nothing is left",
 }
 """Every failpoint, and where it is; OPERATION stands for each of COLLECTIVES."""
 
@@ -134,11 +187,12 @@ def arm(points: Iterable[Point], rank: int | None = None) -> None:
             for word, content in enumerate(row, number * ROW_WORDS):
                 _words[word] = content
     if mine and rank is not None:
-        _log.warning("rank %d has failpoints: FASTCOLL_FAILPOINT is set", rank)
+        _log.warning("FASTCOLL_FAILPOINT is set: this process fails on purpose")
 
 
-def reach(name: str) -> None:
-    """Python comes by the place of this name."""
+def reach(name: str, operation: str = "") -> None:
+    """Python comes by the place of this name, in which OPERATION stands for the `operation`."""
+    name = name.replace("OPERATION", operation)
     row = _NUMBERS[name] * ROW_WORDS
     if not (action := _words[row + ACTION]):
         return

@@ -114,9 +114,7 @@ def test_every_name_is_used_and_every_use_has_a_name() -> None:
     texts = [
         path.read_text() for path in PACKAGE.rglob("*.py") if path.name not in ("failpoints.py", "failing.py")
     ]
-    used = {
-        name for text in texts for name in re.findall(r"\b(?:number_of|reach)\(\s*\"([^\"]+)\"\s*\)", text)
-    }
+    used = {name for text in texts for name in re.findall(r"\b(?:number_of|reach)\(\s*\"([^\"]+)\"", text)}
     assert used == set(failpoints.PLACES)
 
 

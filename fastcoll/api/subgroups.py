@@ -18,6 +18,7 @@ from ..core.group import ProcessGroup
 from ..core.operands import WORLD_OF_ONE, check_unused, positive_seconds, whole, wholes
 from ..core.work import Timeout
 from ..errors import MismatchError, UsageError
+from ..failpoints import reach
 from ..rendezvous.waiting import fetch_for
 from .backends import Backend, load, parse_backend
 from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
@@ -84,11 +85,13 @@ def new_group(
     nccl = choice.by_device.get("cuda") == Backend.NCCL and world.failure is None
     splits = not use_local_synchronization and in_order and nccl and world.splits_gpus()
     asked = range(size) if splits else chosen
+    reach("new_group.enter")
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         while True:
             key = _key(job, chosen, use_local_synchronization)
             if not use_local_synchronization or job.rank in chosen:
                 _ask(job, key, chosen, str(choice))
+                reach("new_group.after_request")
             if job.rank not in chosen and not splits:
                 return GroupMember.NON_GROUP_MEMBER
             if _is_agreed(job, key, chosen, str(choice), limit, asked, splits):
@@ -101,6 +104,7 @@ def new_group(
             place = f"{key}/{crc32(repr(chosen).encode()):08x}"
             group = job.make_group(name, place, chosen, limit, load(choice))
             job.keep_place(group, place)
+        reach("new_group.after_made")
         if splits:
             groups.world.split_gpus(group)
         if group is None:

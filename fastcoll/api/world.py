@@ -130,6 +130,7 @@ def init_process_group(
     check_unused(pg_options, device_id)
     config.check()
     failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
+    failpoints.reach("start.enter")
     choice = parse_backend(backend)
     limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
@@ -341,6 +342,7 @@ def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> t
         found = find()
         speak_as(found.rank)
         failpoints.arm(config.get("FASTCOLL_FAILPOINT"), found.rank)
+        failpoints.reach("start.after_rendezvous")
         if found.rank == 0:
             config.warn_of_unknown()
 
@@ -351,11 +353,13 @@ def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> t
         left = max(deadline - time.monotonic(), 0.001)
         members = join(found.store, found.rank, found.world_size, str(choice), left)
         undo.callback(forget, members)
+        failpoints.reach("start.after_join")
         make: MakeGroup = loading.result()
         job = Job(found.store, members, found.rank, choice, make, limit, lambda: found.close(0.0))
         with job.making(range(found.world_size), "making the default group"):
             world = job.make_group("WORLD", "world", range(found.world_size), limit, make)
             undo.callback(world.close)
+            failpoints.reach("start.after_world")
         undo.pop_all()
     return job, world
 
@@ -364,6 +368,7 @@ def _leave(error: BaseException | None, patience: float | None, ended: bool = Fa
     """Leave every group and the job, as `leave` does; `ended` says whether the program has."""
     if ended:
         _log.info("destroy_process_group was not called; leaving at exit")
+    failpoints.reach("destroy.enter")
     mine, farewell = list(groups.backends) if groups.inherited is None else [], last_words(error, ended)
     return leave(mine, error, functools.partial(_let_go, patience, farewell))
 
@@ -382,6 +387,8 @@ def _let_go(patience: float | None, farewell: str) -> None:
         steps.callback(forget, job.members)
         steps.callback(job.leave, job.timeout if patience is None else patience, gone, farewell)
         close(made, farewell)
+        failpoints.reach("destroy.after_groups")
+    failpoints.reach("destroy.after_store")
 
 
 _exit_hook = ExitHook(functools.partial(_leave, patience=_EXIT_SECONDS, ended=True))

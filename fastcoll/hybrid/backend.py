@@ -30,6 +30,7 @@ from ..core.reduce_op import AVG, ReduceOp
 from ..core.status import DONE, LATER
 from ..core.work import Work
 from ..errors import AbortedError, GroupError, MismatchError, PeerDiedError, StoreError
+from ..failpoints import reach
 from ..net.tcp import engine_layout as words
 from ..net.tcp.backend import TcpBackend
 from ..net.tcp.plans.choose import nothing
@@ -190,7 +191,9 @@ class HybridBackend(Backend):
             before = calls[words.CALLS]
             try:
                 meeting()
+                reach("hybrid.OPERATION.after_meeting", operation.kind)
                 _WAYS[operation.kind](self, operation)
+                reach("hybrid.OPERATION.before_done", operation.kind)
             except BaseException as error:
                 if isinstance(error, MismatchError) or calls[words.CALLS] == before:
                     raise  # no rank goes on, or this one did not begin

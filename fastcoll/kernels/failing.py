@@ -86,3 +86,10 @@ def reached(number):
             store_word(row, fp.NAP, by_chance // _BILLION)
             store_word(row, fp.NAP + 1, by_chance % _BILLION)
         _nanosleep(row + 8 * fp.NAP, 0)
+
+
+@failing
+def reached_by(number, moved):
+    """A kernel comes by the place `number`, if it has moved anything."""
+    if moved > 0:
+        reached(number)

@@ -31,6 +31,7 @@ import numpy as np
 
 from ..core.mapping import aside, map_memory, unmap_memory
 from ..errors import ResourceError
+from ..failpoints import reach
 from ..interop.arrays import Array
 from ..interop.numpy_memory import default_handler
 from ..kernels import allocator as a
@@ -120,6 +121,7 @@ def create() -> None:
         _state[a.PAGES] = map_memory(8 * count, private=True)
         a.begin(_state, _words(int(_state[a.PAGES]), count))
         _state[a.BASE] = base  # last: whoever sees it sees all the rest
+        reach("shm.arena.after_create")
 
 
 _hold: Any = None
@@ -166,6 +168,7 @@ def withdraw(address: int, nbytes: int) -> None:
 
     Where that was necessary arrays are shared no more: new ones lie in ordinary memory, and calls take all for such.
     """
+    reach("shm.arena.before_withdraw")
     _state[a.SHUT] = 1
     start, end = address // a.PAGE * a.PAGE, -(-(address + nbytes) // a.PAGE) * a.PAGE
     own = map_memory(end - start, private=True)
@@ -274,6 +277,7 @@ def _copied() -> _Copy:
         for start, nbytes in _blocks_in_use():
             os.posix_fallocate(copy.fd, start, nbytes)
             ctypes.memmove(copy.address + start, int(_state[a.BASE]) + start, nbytes)
+        reach("shm.arena.after_copy")
     except OSError:
         _drop(copy)
         raise

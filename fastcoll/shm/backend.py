@@ -27,6 +27,7 @@ from ..core.recorder import GroupRecorder
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
 from ..errors import ArrayError, GroupError
+from ..failpoints import reach
 from ..kernels import waiting
 from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
@@ -184,7 +185,9 @@ class ShmBackend(Backend):
     def _map_arena(self, peer: int) -> None:
         """Map the arena that a peer's call has named."""
         base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:6])
+        reach("shm.arena.before_mapping")
         mapping = arena.map_peer(self.monitor.members[peer].pid, fd, nonce, nbytes)
+        reach("shm.arena.after_mapping")
         self._arenas.append(mapping)
         self.context.note_arena(peer, base, nbytes, mapping.address)
 

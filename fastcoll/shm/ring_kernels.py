@@ -12,6 +12,8 @@ from __future__ import annotations
 from ..core import signature
 from ..core.operands import LARGEST_TAG
 from ..core.status import AGAIN, DONE, LATER, OTHER, REFUSED, WORKED
+from ..failpoints import number_of
+from ..kernels.failing import reached
 from ..kernels.jit import entry, inlined, kernel, locked_entry
 from ..kernels.primitives import (
     load_acquire,
@@ -46,6 +48,10 @@ from .context_layout import SHUT
 from .validate import CALL, data_of, description, is_plain, nbytes_of
 
 _MESSAGE = signature.code_of("message")
+
+_SEND, _SENT = number_of("shm.send.enter"), number_of("shm.send.after_done")
+_RECEIVE, _RECEIVED = number_of("shm.recv.enter"), number_of("shm.recv.after_done")
+_POSTED_SEND, _POSTED_RECEIVE = number_of("shm.isend.after_post"), number_of("shm.irecv.after_post")
 
 NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
 
@@ -165,6 +171,7 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
 
 @kernel
 def _send(m, channel, data, nbytes, kind):
+    reached(_SEND)
     r.begin_message(channel, data, nbytes, kind, _choose(m, r.SENDS, nbytes, SMALLEST, 3))
     turn = 0
     pieces = 0
@@ -178,6 +185,7 @@ def _send(m, channel, data, nbytes, kind):
         elif r.read_ack(channel):
             conclude(m + 8 * r.CHOOSING)
             moved(m)
+            reached(_SENT)
             return DONE if load_word(channel, r.ACK_VERDICT) == TAKEN else REFUSED
         if load_acquire(m + 8 * r.BELL) != 0 or not rest(m, turn):
             return AGAIN
@@ -213,6 +221,7 @@ def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Ind
 
 @kernel
 def _receive(m, channel, data, nbytes, kind):
+    reached(_RECEIVE)
     turn = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
@@ -230,6 +239,7 @@ def _receive(m, channel, data, nbytes, kind):
             if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):
                 conclude(m + 8 * r.CHOOSING)
                 r.write_ack(channel, load_word(channel, r.RECEIVED), TAKEN, nbytes, kind)
+                reached(_RECEIVED)
                 return DONE
             turn = 0
             pieces += 1
@@ -259,6 +269,7 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
         r.begin_message(channel, data_of(x), nbytes, kind, way)
         r.push(m, channel)
         store_word(m, r.BEHIND, 1)
+        reached(_POSTED_SEND)
         return load_word(channel, r.SENT)
     return _let_go(m, -LATER)
 
@@ -285,6 +296,7 @@ def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size
     if _comes_armed(m, channel):
         return _let_go(m, DONE)
     store_word(m, r.BEHIND, 1)
+    reached(_POSTED_RECEIVE)
     return ARMED
 
 

@@ -32,7 +32,9 @@ from __future__ import annotations
 import errno
 
 from ..core.monitor import FAILED, LEFT
+from ..failpoints import number_of
 from ..kernels.copy import copy_from, copy_or_stream, prefetch, prefetch_to_write
+from ..kernels.failing import reached
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_acquire, load_word, store_release, store_word
 from ..kernels.waiting import POLLING_WORDS
@@ -56,6 +58,9 @@ PIECES_A_RING = 4
 IS_DIRECT = 1 << 62  # in the kind of a message
 _READ_AT_ONCE = 256 << 10  # bytes; 20 us
 _LINES_AHEAD = 4  # of the next message
+
+_PIECE_SENT, _PIECE_READ = number_of("shm.message.piece_sent"), number_of("shm.message.piece_read")
+_BEFORE_ACK = number_of("shm.message.before_ack")
 
 # Words of a mailbox's private table, behind the polling table.
 BELL = POLLING_WORDS  # not 0: somebody wants the kernel back
@@ -193,6 +198,7 @@ def push(m, channel):
         copy_or_stream(past, ring + RING_HEADER, source + first, nbytes - first)
     store_word(channel, OUT_HEAD, head + part)
     store_release(ring + HEAD, head + part)
+    reached(_PIECE_SENT)
     # The next message's lines come over while this one travels (64 bytes: 0.68 us one way without, 2 cores).
     for line in range(_LINES_AHEAD):
         prefetch_to_write(_place(m, ring, head + part) + FRAME_UNIT * line)
@@ -271,6 +277,7 @@ def _read(m, channel):
             store_word(channel, IN_REFUSED, 0 if moved == -errno.ESRCH else -moved)
             return False
         store_word(channel, IN_DID, did + moved)
+        reached(_PIECE_READ)
         if did + moved < nbytes:
             return True
     state = load_acquire(load_word(channel, IN_STATE))
@@ -306,6 +313,7 @@ def pull(m, channel):
         past = load_word(channel, IN_WAY) == PAST
         copy_or_stream(past, target, _place(m, ring, start), first)
         copy_or_stream(past, target + first, ring + RING_HEADER, nbytes - first)
+    reached(_PIECE_READ)
     _take(channel, tail + part)
     return True
 
@@ -318,6 +326,7 @@ def has_ack_space(channel):
 
 @inlined
 def write_ack(channel, number, verdict, nbytes, kind):
+    reached(_BEFORE_ACK)
     given = load_word(channel, ACKS_GIVEN)
     ack = load_word(channel, IN) + ACKS + ACK_BYTES * (given % ACK_SLOTS)
     store_word(ack, 1, number)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import posix_ipc
 
-from .. import config
+from .. import config, failpoints
 from ..core.processes import Member, gone_among, session, status_of
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous import Store
@@ -284,15 +284,18 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
                 segment.words[WAYS] = allowed_ways()
                 meeting.say("created")
+                failpoints.reach("shm.meeting.after_create")
             else:
                 announced = json.loads(meeting.hear("segment"))
                 name, known = announced.pop("name"), announced.pop("known")
                 meeting.hear("created")
                 segment = Segment.attach(name, Layout(**announced))
+                failpoints.reach("shm.meeting.after_attach")
             try:
                 _tell_of_cores(segment, rank)
                 reach = Reach(segment, members, rank)
                 segment.say_attached(rank)
+                failpoints.reach("shm.meeting.after_proof")
                 segment.prefault(rank)
                 _await_all(segment.missing, "attach", members, meeting, timeout)
                 reach.probe()

@@ -29,8 +29,10 @@ import errno
 
 from ..core.monitor import FAILED
 from ..core.status import AGAIN, DONE, UNMAPPED, UNREADABLE, WORKED
+from ..failpoints import number_of
 from ..kernels.allocator import BASE, LIMIT, SHUT
 from ..kernels.copy import copy, copy_from
+from ..kernels.failing import reached
 from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import (
     call_reducer,
@@ -53,6 +55,7 @@ PUSHED_AT_ONCE = (
     64 << 10
 )  # bytes reduced before they are stored to the peers; 16 to 256 KiB took the same time
 NOTHING = 3  # no kind of array
+_READ, _PUSHING = number_of("shm.single_copy.piece_read"), number_of("shm.single_copy.pushing")
 _LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write one cache line
 
 
@@ -180,6 +183,7 @@ def _fetch(c, peer, dst, src, nbytes, here):
             if code != DONE:
                 return code
         store_word(c, at.DID, did + part)
+        reached(_READ)
         if did + part < nbytes and r.time_is_up(c):
             return WORKED if _await_sound(c, peer) == DONE else AGAIN
     return _await_sound(c, peer)
@@ -262,6 +266,7 @@ def _push(c, src, offset, nbytes):
     rank = load_word(c, at.RANK)
     pushing = r.section(c, rank) + layout.REACH + 8 * layout.PUSHING
     swap_if_equal(pushing, 0, 1)
+    reached(_PUSHING)
     for turn in range(1, load_word(c, at.SIZE)):
         peer = _next_peer(c, turn)
         if load_word(r.table(c, at.TAKES + 1), peer) != 0:
@@ -297,6 +302,7 @@ def _reduce_slice(c, what, dst, offset, nbytes, push):
                 if code != DONE:
                     return code
                 place = scratch
+                reached(_READ)
             store_word(sources, peer, place)
         reducer, code = load_word(what, v.REDUCER), load_word(what, v.CODE)
         call_reducer(reducer, code, dst + did, sources, size, part // itemsize)

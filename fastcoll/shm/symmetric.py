@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import errors
+from .. import errors, failpoints
 from ..core import signature
 from ..core.backend import SymmetricMemory
 from ..core.gate import Gate
@@ -40,6 +40,7 @@ from ..core.status import AGAIN, DONE, WORKED
 from ..interop.arrays import Array
 from ..kernels import waiting
 from ..kernels.copy import copy
+from ..kernels.failing import reached
 from ..kernels.jit import entry, inlined, kernel
 from ..kernels.primitives import (
     address_of,
@@ -120,6 +121,9 @@ PIECE = 64 << 10  # bytes reduced before they are stored to the peers; 16 to 256
 _LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write one cache line
 _ORDINARY = signature.code_of("all_reduce")
 OPERATION = signature.code_of("symmetric:all_reduce")
+_STORED = failpoints.number_of("shm.symmetric.piece_stored")
+_PUT = failpoints.number_of("shm.symmetric.after_put")
+_SIGNAL = failpoints.number_of("shm.symmetric.before_signal")
 
 
 @inlined
@@ -160,6 +164,7 @@ def all_reduce_in_place(c, x, nbytes, what, call, row):
         call_reducer(reducer, code, mine, r.table(c, at.SOURCES), size, part // itemsize)
         for turn in range(1, size):
             copy(mine + ((rank + turn) % size - rank) * stride, mine, part)
+        reached(_STORED)
         store_word(c, at.DID, load_word(c, at.DID) + part)
         if r.time_is_up(c):
             return WORKED
@@ -175,6 +180,7 @@ def all_reduce_in_place(c, x, nbytes, what, call, row):
 def copy_bytes(dst: Index, src: Index, nbytes: Index) -> int:
     """Copy bytes between two ranges that are equal or disjoint."""
     copy(integer(dst), integer(src), integer(nbytes))
+    reached(_PUT)
     return DONE
 
 
@@ -182,6 +188,7 @@ def copy_bytes(dst: Index, src: Index, nbytes: Index) -> int:
 def count_signal(word: Index) -> int:
     """Add 1 to a shared word; all earlier writes are visible to whoever reads it."""
     address = integer(word)
+    reached(_SIGNAL)
     while True:
         count = load_acquire(address)
         if swap_if_equal(address, count, count + 1):
@@ -230,6 +237,7 @@ class SymmetricArrays:
                         if maker and layout.nbytes > shared.free_bytes():
                             raise errors.ResourceError(shared.shortage(layout.nbytes, layout.cure))
                         segment = (shared.Segment.create if maker else shared.Segment.attach)(name, layout)
+                        failpoints.reach("shm.symmetric.after_segment")
                     except (errors.ResourceError, OSError) as refused:
                         error = f"{label}: {refused}"
                 for peer, said in zip(ranks, exchange(error), strict=True):

@@ -14,7 +14,9 @@ same way on both sides.
 from __future__ import annotations
 
 from ...core.status import AGAIN, DONE, GARBLED, LATER, WORKED
+from ...failpoints import number_of
 from ...kernels.copy import copy, move
+from ...kernels.failing import failing, reached
 from ...kernels.jit import entry, inlined, kernel
 from ...kernels.primitives import call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at
@@ -40,6 +42,16 @@ from .plans import plan as t
 PIECE = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
 DIVIDED = 128 << 10  # rows from so many bytes on are divided among the streams; plans have up to 256 KiB
 _POLL_MS = 50
+# Failpoints of every operation, by its number behind the first one's.
+_ENTER, _MET = number_of("tcp.OPERATION.enter"), number_of("tcp.OPERATION.after_meeting")
+_MID_CHUNK, _BEFORE_DONE = number_of("tcp.OPERATION.mid_chunk"), number_of("tcp.OPERATION.before_done")
+_AFTER_DONE = number_of("tcp.OPERATION.after_done")
+
+
+@failing
+def _comes_by(d, place):
+    """A prepared call comes by a place of its operation."""
+    reached(place + (load_word(d, w.CALL) & 0xFF))
 
 
 @inlined
@@ -178,6 +190,7 @@ def sweep(c, d, listing):
                 return gone(c, peer, moved)
             if moved > 0:
                 any_moved = True
+                _comes_by(d, _MID_CHUNK)
                 store_word(part, 0, load_word(part, 0) + moved)
         if load_word(row, t.KIND) == t.REDUCE:
             slot += streams
@@ -273,6 +286,7 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
     if tagged & w.RESUMED == 0:
         if not _place_arrays(c, d, object_at(arrays)):
             return LATER
+        _comes_by(d, _ENTER)
         store_word(c, w.CALLS, load_word(c, w.CALLS) + 1)
         began = _time(c)
         soon = began - load_word(c, w.SINCE) < SOON
@@ -301,14 +315,17 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
             return status
         _begin_plan(c, load_word(d, w.PAYLOADS))
         store_word(c, w.STAGE, w.RUN)
+        _comes_by(d, _MET)
     status = _run(c, d, False, idle)
     if status == DONE:
+        _comes_by(d, _BEFORE_DONE)
         status = finish(c)
         if status != GARBLED:
             store_word(c, w.STAGE, w.IDLE)
             store_word(c, w.FINISHED, load_word(c, w.CALLS))
             if load_word(c, w.RING) != 0:
                 record_end(load_word(c, w.RING), load_word(c, w.CALLS), load_word(c, w.BEGAN), _time(c))
+            _comes_by(d, _AFTER_DONE)
     return status
 
 

@@ -20,7 +20,9 @@ TAKEN and MISFIT end a message. The number of a message is its place among those
 
 from __future__ import annotations
 
+from ...failpoints import number_of
 from ...kernels.copy import copy, move
+from ...kernels.failing import reached, reached_by
 from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import receive_some, send_some
@@ -65,6 +67,9 @@ TOLD = BELL + 19  # events that `advance` has told
 EVENT = BELL + 20  # the last of them
 STORED = BELL + 21  # messages that wait for a receive; set from Python
 MAIL_WORDS = BELL + 22
+
+_PIECE_SENT, _PIECE_READ = number_of("tcp.message.piece_sent"), number_of("tcp.message.piece_read")
+_BEFORE_ACK = number_of("tcp.message.before_ack")
 
 # ---- words of a row, one a peer ----------------------------------------------------------------------------
 # What is received on the connection that this rank has dialed, acks, and on the one that the peer has dialed: headers
@@ -188,6 +193,7 @@ def push(row):
         store_word(row, OUT_GONE, moved)
         return False
     store_word(row, OUT_POSITION, position + moved)
+    reached_by(_PIECE_SENT, moved)
     return moved > 0
 
 
@@ -199,6 +205,7 @@ def answer(row, number, verdict, nbytes, kind):
     if load_word(row, ANSWER_LEFT) > 0 and load_word(frame, TYPE) != name and not _flush(row):
         return False
     if load_word(row, ANSWER_LEFT) == 0:
+        reached(_BEFORE_ACK)
         _write_ack(frame, number, verdict, nbytes, kind)
         store_word(row, ANSWER_LEFT, FRAME)
     return _flush(row)
@@ -339,6 +346,7 @@ def pull(row):
     if kept:
         store_word(row, IN_TO, target + moved)
     store_word(row, IN_LEFT, load_word(row, IN_LEFT) - moved)
+    reached_by(_PIECE_READ, moved)
     return moved > 0
 
 

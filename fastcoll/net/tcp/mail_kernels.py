@@ -21,6 +21,8 @@ and 7.4, 32 KiB 21.4 and 17.3 (AMD EPYC).
 from __future__ import annotations
 
 from ...core.status import AGAIN, DONE, LATER, OTHER, REFUSED, UNMINDED, WORKED
+from ...failpoints import number_of
+from ...kernels.failing import reached
 from ...kernels.jit import entry, inlined, kernel
 from ...kernels.primitives import (
     load_acquire,
@@ -39,6 +41,9 @@ from . import mail_frames as f
 from .mail_frames import EAGER, row_of
 from .mail_sweep import PIECES_A_CALL, idle, read_next, sweep
 
+_SEND, _SENT = number_of("tcp.send.enter"), number_of("tcp.send.after_done")
+_RECEIVE, _RECEIVED = number_of("tcp.recv.enter"), number_of("tcp.recv.after_done")
+_POSTED_SEND, _POSTED_RECEIVE = number_of("tcp.isend.after_post"), number_of("tcp.irecv.after_post")
 _LOOK_ELSEWHERE = 16  # tries
 _SOON = 20_000  # ns between a receive and the send that follows it
 _FEWEST_TURNS, _MOST_TURNS, _GROWTH = 64, 1024, 4  # before answers are deferred
@@ -161,6 +166,7 @@ def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) ->
 
 @kernel
 def _send(m, row, peer, data, nbytes, kind):
+    reached(_SEND)
     _note_turn(m, row, peer)
     attached = min(nbytes, EAGER)
     answers = load_word(m, f.DEFERRED) == peer + 1
@@ -188,6 +194,7 @@ def _send(m, row, peer, data, nbytes, kind):
                 continue
             else:
                 store_word(row, f.SENDING, 0)
+                reached(_SENT)
                 return DONE if verdict == TAKEN else REFUSED
         ahead = -1  # the connection on which an answer may still come ahead of a message
         if not (
@@ -257,6 +264,7 @@ def _begin_receive(row, data, nbytes, kind):
 
 @kernel
 def _receive(m, row, peer, data, nbytes, kind):
+    reached(_RECEIVE)
     turn = 0
     pieces = 0
     while pieces < PIECES_A_CALL:
@@ -289,6 +297,7 @@ def _receive(m, row, peer, data, nbytes, kind):
             number = load_word(row, f.TAKING)
             if (nbytes <= EAGER and _defer(m, row, peer)) or f.answer(row, number, TAKEN, nbytes, kind):
                 store_word(row, f.IN_STAGE, f.IDLE)
+                reached(_RECEIVED)
                 return DONE
             events = WRITABLE
         elif load_word(row, f.IN_LEFT) == 0:
@@ -323,6 +332,7 @@ def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Inde
     f.begin_message(row, word_at(object_at(tensor) + DATA), nbytes, integer(word), nbytes, False)
     f.push(row)
     store_word(m, f.BEHIND, 1)
+    reached(_POSTED_SEND)
     return load_word(row, f.SENT) << 1 | f.is_entering(row)
 
 
@@ -344,6 +354,7 @@ def post_receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: I
     store_word(row, f.ARMED_NBYTES, nbytes)
     store_word(row, f.WATCHED, 1)
     store_word(m, f.BEHIND, 1)
+    reached(_POSTED_RECEIVE)
     return ARMED
 
 

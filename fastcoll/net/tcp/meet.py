@@ -50,7 +50,9 @@ from __future__ import annotations
 
 from ...core.signature import NOTE_BYTES, REFUSED, UNEVEN
 from ...core.status import DONE, GARBLED, GONE, MISMATCH
+from ...failpoints import number_of
 from ...kernels.copy import copy, move
+from ...kernels.failing import failing, reached_by
 from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some
@@ -59,6 +61,7 @@ from .plans import plan as t
 from .plans.shape import HEADER_BYTES
 
 GOES_ON = -1  # neither finished nor failed
+_PUBLISHED = number_of("tcp.OPERATION.after_publish")
 AHEAD = 64
 """Records of calls whose headers were not all waited for: enough for the time slice of a rank that shares its core."""
 _SPARE = 1024  # bytes received beyond a frame, where the next ones may follow
@@ -286,6 +289,11 @@ def _is_ahead(c, peer, call):
     return _next(c, peer) == call and load_word(load_word(c, w.HAVE), peer) > _length_to_come(c, peer)
 
 
+@failing
+def _publishes(c, peer, moved):
+    reached_by(_PUBLISHED + (load_word(_outgoing(c, peer), w.HEAD_CALL) & 0xFF), moved)
+
+
 @kernel
 def _send_frames(c, peer):
     """Send what is to be sent to a peer: GOES_ON if something moved, GOES_ON - 1 if not, or GONE."""
@@ -296,6 +304,7 @@ def _send_frames(c, peer):
     if moved < 0:
         return gone(c, peer, moved)
     store_word(load_word(c, w.SENT), peer, sent + moved)
+    _publishes(c, peer, moved)
     return GOES_ON if moved > 0 else GOES_ON - 1
 
 

@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from ...core.monitor import Wait
 from ...core.processes import Member, witnesses
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
+from ...failpoints import reach
 from ...rendezvous import Store
 from ...rendezvous.address import shown
 from ...rendezvous.assemble import GroupMeeting
@@ -274,6 +275,7 @@ class Mesh:
             with GroupMeeting(store, self._members, self.rank, self._timeout, doing) as meeting:
                 self._between = meeting.look
                 self._roster = gather(meeting, self._members, self.rank, self._arrived)
+                reach("tcp.meeting.after_listen")
                 peers = control_peers(self.rank, self.size)
 
                 def unconnected() -> list[int]:
@@ -283,6 +285,7 @@ class Mesh:
                 wait = Wait(self.monitor, doing, unconnected, max(meeting.left(), 1.0))
                 self._dial_control([peer for peer in peers if peer > self.rank], wait)
                 self._await(lambda: not unconnected(), wait)
+                reach("tcp.meeting.after_connect")
                 self._between = lambda: None  # the store need not be there any more
         except BaseException as error:
             here = self.monitor.name(self.rank)
@@ -338,6 +341,7 @@ class Mesh:
         if key in self._made:
             return self._made[key]
         assert peer != self.rank, "there is no connection with oneself"
+        reach("tcp.connection.enter")
         what = "a data connection with" if kind is Kind.DATA else "a connection for messages to"
         doing = f"making {what} {self.monitor.name(peer)}"
         wait = Wait(self.monitor, doing, lambda: [peer], self._timeout if timeout is None else timeout)
