@@ -184,10 +184,9 @@ def nameless() -> int:
         ResourceError: there is no /dev/shm, or it is not writable.
     """
     name = new_name()
-    try:
-        return int(_create(name).fd)
-    finally:
-        unlink(name)
+    memory = _create(name)
+    unlink(name)
+    return int(memory.fd)
 
 
 def unlink(name: str) -> None:

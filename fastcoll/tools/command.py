@@ -15,6 +15,7 @@ from importlib import import_module
 from .._version import __version__
 
 COMMANDS = {
+    "status": ("fastcoll.tools.running", "jobs on this machine: what each rank is in, and who is waited for"),
     "doctor": ("fastcoll.tools.doctor", "what works on this machine and what does not, each with its cure"),
     "env": ("fastcoll.tools.environment", "the launcher that was detected, and the settings in force"),
     "trace": ("fastcoll.tools.trace", "what went wrong first, from the files that the ranks of a job left"),

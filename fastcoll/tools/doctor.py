@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 
 from .._version import __version__
-from . import machine_checks, network_checks, software_checks
+from ..errors import FastcollError
 from .finding import Finding
 from .printing import Printer
 
+_CHECKS = ("software_checks", "machine_checks", "network_checks")
 _STYLES = {"ok": "good", "none": "dim", "warning": "warning", "problem": "bad"}
 
 
@@ -70,9 +72,24 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def examine(ranks: int) -> Iterator[Finding]:
     """All findings; a check that itself fails is a problem, and the others go on."""
-    for check in (*software_checks.CHECKS, *machine_checks.CHECKS, *network_checks.CHECKS):
+    told = set()
+    for room in _CHECKS:
         try:
-            yield from check(ranks)
-        except Exception as error:
-            about = check.__name__.replace("_", " ")
-            yield Finding("problem", about, f"{type(error).__name__}: {error}", "see the error's own words")
+            checks = import_module(f"{__package__}.{room}").CHECKS
+        except ImportError as error:
+            yield Finding("problem", room.replace("_", " "), str(error), f"pip install {error.name}")
+            continue
+        for check in checks:
+            try:
+                for found in check(ranks):
+                    told.add(found.text)
+                    yield found
+            except Exception as error:
+                about = check.__name__.replace("_", " ")
+                if str(error) in told:
+                    yield Finding("none", about, "not looked at, because of a problem above")
+                else:
+                    text = (
+                        str(error) if isinstance(error, FastcollError) else f"{type(error).__name__}: {error}"
+                    )
+                    yield Finding("problem", about, text, "its text says what fastcoll would stop at")

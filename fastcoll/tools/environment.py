@@ -162,7 +162,7 @@ def _numbers(said: Detected, environ: Mapping[str, str]) -> list[tuple[str, int 
     local = "of the ranks on this machine"
     return [
         ("rank", said.rank, said.rank_variable),
-        ("world size", said.world_size, "all ranks have met on one machine" if said.on_one_node else ""),
+        ("world size", said.world_size, "all of them on this machine" if said.on_one_node else ""),
         ("local rank", said.local_rank, local),
         ("local world size", said.local_size, local),
     ]

@@ -85,10 +85,10 @@ def ports(ranks: int) -> Iterator[Finding]:
     named = os.environ.get("MASTER_PORT", "")
     master = int(named) if named.isdecimal() and 0 < int(named) < 65536 else _LAUNCHERS_PORT
     store = port_beside(master)
-    said = f"MASTER_PORT={master}" if named else f"the default of jobs on several machines, {master}"
+    beside = f"MASTER_PORT={master}" if named else f"{master}, the launcher's for jobs on several machines"
     if store in used:
         holder = port_holder(store) or "a process that cannot be seen from here"
-        text = f"{store}, where the store of {said} listens, is in use by {holder}"
+        text = f"{store}, where the store listens beside {beside}, is in use by {holder}"
         yield Finding(
             "warning",
             "ports",
@@ -96,7 +96,7 @@ def ports(ranks: int) -> Iterator[Finding]:
             "if that is no rank of this job: another MASTER_PORT, or end that process",
         )
     else:
-        yield Finding("ok", "ports", f"{store}, where the store of {said} listens, is free")
+        yield Finding("ok", "ports", f"{store}, where the store listens beside {beside}, is free")
 
 
 CHECKS = (loopback, interfaces, names, ports)

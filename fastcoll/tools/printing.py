@@ -29,8 +29,10 @@ class Printer:
         )
         self._width = shutil.get_terminal_size().columns if self._terminal else 0
 
-    def say(self, text: str = "", style: str = "", indent: str = "") -> None:
-        """A paragraph; on a terminal the lines after the first are indented as well."""
+    def say(self, text: str | None = "", style: str = "", indent: str = "") -> None:
+        """A paragraph, or nothing for None; on a terminal the lines after the first are indented as well."""
+        if text is None:
+            return
         lines = (
             textwrap.wrap(text, self._width, initial_indent=indent, subsequent_indent=indent)
             if self._width

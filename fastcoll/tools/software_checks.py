@@ -13,11 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from .. import config
 from ..errors import FastcollError, UsageError
 from ..kernels.cache import folders, writable
-from ..rendezvous.secret import job_secret
+from ..rendezvous.secret import SAME_SECRET, job_secret, source
 from ..supported import OLDEST, TESTED
 from ..warmup import all_entries
 from .finding import Finding
 
+_SHORTEST_SECRET = 16  # characters
 _SECONDS = 20  # for MPI's library to say its version
 _ASK_MPI = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -131,26 +132,22 @@ def settings(ranks: int) -> Iterator[Finding]:
 
 
 def secret(ranks: int) -> Iterator[Finding]:
-    """Who may join: the secret that connections prove, never the secret itself."""
+    """Where the secret is from that connections prove; as a job would, this makes the user's own if there is none."""
     try:
         length = len(job_secret())
     except UsageError as error:
-        yield Finding("problem", "secret", str(error), "chmod 600 FILE; chown it to yourself")
+        yield Finding("problem", "secret", str(error), f"the file's owner alone may read it; {SAME_SECRET}")
         return
-    where = "FASTCOLL_SECRET" if config.get("FASTCOLL_SECRET") else "FASTCOLL_SECRET_FILE"
     if not length:
-        yield Finding(
-            "ok",
-            "secret",
-            "none given: jobs of one machine under the launcher make their own; jobs on several need one",
-        )
-    elif length < 16:
+        text = f"{source()}: whoever reaches a port of a job may join it"
+        yield Finding("warning", "secret", text, "unset FASTCOLL_INSECURE")
+    elif length < _SHORTEST_SECRET:
         cure = (
             "(umask 077; head -c 32 /dev/urandom | base64 > job.secret); FASTCOLL_SECRET_FILE=$PWD/job.secret"
         )
-        yield Finding("warning", "secret", f"{where} gives {length} characters, which can be guessed", cure)
+        yield Finding("warning", "secret", f"{source()}: {length} characters, which can be guessed", cure)
     else:
-        yield Finding("ok", "secret", f"{where} gives {length} characters")
+        yield Finding("ok", "secret", source())
 
 
 def compiled_code(ranks: int) -> Iterator[Finding]:

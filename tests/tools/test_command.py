@@ -67,7 +67,7 @@ def test_a_reader_that_goes_away_is_no_error():
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("name", ["env"])
+@pytest.mark.parametrize("name", ["env", "status"])
 def test_commands_that_people_wait_for_import_nothing_heavy(name):
     code = (
         f"import sys; from fastcoll.tools.command import main; main(['{name}']); print(*sorted(sys.modules))"

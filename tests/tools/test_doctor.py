@@ -77,7 +77,24 @@ def test_a_setting_that_cannot_be_used_is_a_problem(tmp_path):
     told, code = run(FASTCOLL_SECRET_FILE=str(secret))
     (found,) = about(told, "secret")
     assert (found["level"], code) == ("problem", 1)
-    assert "chmod 600" in found["cure"]
+    assert "chmod 600" in found["text"]
+
+
+def test_what_cannot_be_looked_at_for_a_known_reason_says_so_once():
+    told, code = run(FASTCOLL_SHM_BYTES_PER_RANK="much")
+    problems = [each["about"] for each in told["findings"] if each["level"] == "problem"]
+    assert (problems, code) == (["settings"], 1)
+    (memory,) = about(told, "shared memory")
+    assert "not looked at" in memory["text"]
+
+
+def test_a_package_that_is_missing_is_named_and_the_rest_is_looked_at():
+    code = "import sys; sys.modules['posix_ipc'] = None; from fastcoll.tools.doctor import main; main(['--json'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    told = json.loads(done.stdout)
+    (machine,) = about(told, "machine checks")
+    assert (machine["level"], machine["cure"], told["fine"]) == ("problem", "pip install posix_ipc", False)
+    assert about(told, "loopback")
 
 
 def test_kernels_that_are_not_there_are_compiled_by_whom_the_cure_says(tmp_path):
@@ -186,6 +203,6 @@ def test_a_check_that_fails_is_told_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(network_checks, "CHECKS", (broken, network_checks.loopback))
     monkeypatch.setattr(machine_checks, "CHECKS", ())
     monkeypatch.setattr(software_checks, "CHECKS", ())
-    first, second = doctor.examine(2)
+    first, second = list(doctor.examine(2))
     assert (first.level, first.about) == ("problem", "broken")
     assert second.about == "loopback"

@@ -1,0 +1,311 @@
+"""Who holds a job up, from what its ranks have recorded: pure, on what running.py has read of each process.
+
+A rank waits for those members of the group that have not begun its call, and in a message for its other end. Who is
+waited for and waits for nobody, or cannot go on, is to blame; where there is nobody like that, ranks wait for one
+another. Ranks are read one after the other while they run, so only what has lasted PATIENCE seconds counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..core.record import GroupRecord, Peer, Record
+from .printing import seconds_of
+
+PATIENCE = 0.5
+BUSY = 0.2  # cores: a process that uses more is running, whatever it did when it was looked at
+UNABLE = ("T", "t", "Z", "X")  # states in which a process does nothing
+GONE, LEFT, ELSEWHERE = "gone", "left", "elsewhere"
+_MOST_NAMED = 8
+_SLEEPS = {
+    "nanosleep": "a time, as in time.sleep",
+    "futex": "a lock, a queue or a thread",
+    "pipe": "a pipe",
+    "poll": "sockets or pipes",
+    "select": "sockets or pipes",
+    "sk_": "a socket",
+    "inet": "a socket",
+    "unix_stream": "a socket",
+    "do_wait": "a child process",
+    "tty": "the terminal",
+}
+"""What a process waits for that sleeps in a function of the kernel whose name has this in it."""
+
+
+class Process(NamedTuple):
+    """A process as the kernel shows it: `pid` as seen from here, and its main thread's state as in /proc/PID/stat."""
+
+    pid: int
+    state: str
+    place: str = ""  # the kernel's function that it sleeps in; "": not shown
+    cores: float = 0.0  # how many it uses
+    command: str = ""
+    dumps: bool = False  # whether SIGQUIT has it write its stacks (core/dump.py)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank that is seen from here."""
+
+    record: Record
+    process: Process
+
+    @property
+    def rank(self) -> int:
+        """Its global rank."""
+        return self.record.rank
+
+    @property
+    def where(self) -> str:
+        """As in `rank 2 (pid 123)`."""
+        return f"rank {self.rank} (pid {self.process.pid})"
+
+    @property
+    def is_able(self) -> bool:
+        """Whether its process can go on."""
+        return self.process.state not in UNABLE
+
+    def group(self, like: GroupRecord) -> GroupRecord | None:
+        """This rank's side of a group that another rank has recorded."""
+        same = (each for each in self.record.groups if (each.name, each.members) == (like.name, like.members))
+        return next(same, None)
+
+
+Ranks = Mapping[int, Rank]
+Whereabouts = Callable[[Peer], str]
+"""Of a member that is not among the ranks: GONE, LEFT (its process lives, in no group), or ELSEWHERE."""
+
+
+class Wait(NamedTuple):
+    """What a rank waits in, for which ranks, and for how long: a call of a group, by its number, or a message (0)."""
+
+    rank: int
+    group: GroupRecord
+    number: int
+    what: str
+    late: frozenset[int]
+    seconds: float
+
+    @property
+    def where(self) -> str:
+        """`all_reduce(float32, 4 elements, op=SUM), call 57 of group WORLD`; of a message what its own words say."""
+        return f"{self.what}, call {self.number} of group {self.group.name}" if self.number else self.what
+
+
+class Verdict(NamedTuple):
+    """Who holds the job up, more of it line by line, and what to do next."""
+
+    text: str
+    more: tuple[str, ...]
+    next: str
+    ranks: tuple[int, ...]
+
+
+# ---- who waits for whom ------------------------------------------------------------------------------------
+
+
+def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Wait]:
+    """What each rank is in by now (seconds since 1970), and for whom it waits there."""
+    found = []
+    for rank in ranks.values():
+        for group in rank.record.groups:
+            for message in (wait for wait in group.waits if not wait.number):
+                seconds = now - message.since / 1e9
+                found.append(Wait(rank.rank, group, 0, message.doing, frozenset(message.ranks), seconds))
+            if group.under_way is not None:
+                number, since = group.under_way.number, _since(group)
+                late = _late(ranks, group, number, rank.rank, whereabouts)
+                seconds = now - since / 1e9 if since else 0.0
+                found.append(Wait(rank.rank, group, number, _what(ranks, group), late, seconds))
+    return found
+
+
+def _since(group: GroupRecord) -> int:
+    """When the call under way began, or began to wait, in ns; 0: it has not waited."""
+    return min(
+        (each for each in (group.since, *(w.since for w in group.waits if w.number)) if each), default=0
+    )
+
+
+def _what(ranks: Ranks, group: GroupRecord) -> str:
+    """The call under way, by the record of whichever member has published it."""
+    assert group.under_way is not None
+    if not group.under_way.call:
+        for rank in ranks.values():
+            other = rank.group(group)
+            its = other.under_way if other is not None else None
+            if its is not None and its.call and its.number == group.under_way.number:
+                return its.what
+    return group.under_way.what
+
+
+def _late(
+    ranks: Ranks, group: GroupRecord, number: int, mine: int, whereabouts: Whereabouts
+) -> frozenset[int]:
+    """The members whom a call under way waits for."""
+    late, unable = set(), set()
+    for peer in group.members:
+        rank = ranks.get(peer.rank)
+        its = rank.group(group) if rank is not None else None
+        if its is None or its.calls < number:
+            late.add(peer.rank)
+        elif rank is not None and not rank.is_able and its.finished < number:
+            unable.add(peer.rank)
+    # Of those on other machines nothing is known from here, but what the group's own wait has seen.
+    told = {group.late, *(rank for wait in group.waits for rank in wait.ranks if wait.number)} - {-1}
+    unknown = {p.rank for p in group.members if p.rank not in ranks and whereabouts(p) == ELSEWHERE}
+    return frozenset((late - unknown or unable or told or unknown) - {mine})
+
+
+def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Verdict]:
+    """Who holds up whom; nobody where no rank has waited for long."""
+    waits = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= PATIENCE]
+    waiting = {wait.rank for wait in waits if ranks[wait.rank].is_able}
+    peers = {p.rank: p for each in ranks.values() for group in each.record.groups for p in group.members}
+    roots = sorted({rank for wait in waits for rank in wait.late} - waiting)
+    unseen: dict[tuple[str, str], list[Peer]] = {}
+    for root in roots:
+        if root not in ranks:
+            unseen.setdefault((whereabouts(peers[root]), peers[root].host), []).append(peers[root])
+    verdicts = [
+        _of_rank(ranks[root], [w for w in waits if root in w.late]) for root in roots if root in ranks
+    ]
+    for (where, _), lost in unseen.items():
+        verdicts.append(_of_unseen(lost, _longest(waits, {peer.rank for peer in lost}), where))
+    if not verdicts and any(wait.late for wait in waits):
+        verdicts.append(_of_circle(ranks, [wait for wait in waits if wait.late]))
+    verdicts += [_of_nobody(held) for held in _by_call(waits) if not any(wait.late for wait in held)]
+    blamed = {rank for verdict in verdicts for rank in verdict.ranks}
+    for rank in ranks.values():
+        if not rank.is_able and rank.rank not in blamed:
+            state, then = condition(rank.process)
+            verdicts.append(Verdict(f"{rank.where} {state}; nobody waits for it yet", (), then, (rank.rank,)))
+    return verdicts
+
+
+def _by_call(waits: Iterable[Wait]) -> list[list[Wait]]:
+    """Waits in the same call together; those in messages each alone."""
+    calls: dict[tuple[object, ...], list[Wait]] = {}
+    for wait in waits:
+        key = wait.group.name, wait.group.members, wait.number, -1 if wait.number else (wait.rank, wait.what)
+        calls.setdefault(key, []).append(wait)
+    return list(calls.values())
+
+
+def _longest(waits: Sequence[Wait], late: set[int]) -> list[Wait]:
+    """The waits for some ranks, in the call where they have lasted the longest."""
+    return max(_by_call(wait for wait in waits if wait.late & late), key=_seconds)
+
+
+def _seconds(held: Sequence[Wait]) -> float:
+    return max(wait.seconds for wait in held)
+
+
+# ---- and in words ------------------------------------------------------------------------------------------
+
+
+def _of_rank(rank: Rank, waits: Sequence[Wait]) -> Verdict:
+    """A rank that others wait for and that waits for nobody, or cannot go on: the longest wait, and the others."""
+    held, *others = sorted(_by_call(waits), key=_seconds, reverse=True)
+    first, who = held[0], f"{_names(held)} waited in for {seconds_of(_seconds(held))}"
+    its, more = rank.group(first.group), []
+    if not first.number:
+        text = f"has not come to the message that {who}: {first.where}"
+    elif its is None:
+        text = f"has left group {first.group.name}, whose call {first.number}, {first.what}, {who}"
+    elif its.calls >= first.number:
+        text = f"holds up {first.where}, that {who}"
+    else:
+        text = f"has not called {first.where}, that {who}"
+        if its.ring:
+            more = [f"its last call there was {its.ring[-1].what}, call {its.calls}"]
+    more += [f"{_names(o)} waited for it for {seconds_of(_seconds(o))} in {o[0].where}" for o in others]
+    state, then = condition(rank.process)
+    return Verdict(f"{rank.where} {text}; it {state}", tuple(more), then, (rank.rank,))
+
+
+def condition(process: Process) -> tuple[str, str]:
+    """What a process does that is in no call, or can do nothing; and what to do next."""
+    pid, place = process.pid, f" ({process.place})" if process.place else ""
+    stack = f"py-spy dump --pid {pid} shows the line"
+    if process.dumps:
+        stack = f"kill -QUIT {pid} writes the stacks of its threads to FASTCOLL_TRACE_DIR"
+    if process.state == "T":
+        return "is stopped, by SIGSTOP or Ctrl-Z", f"kill -CONT {pid} lets it go on"
+    if process.state == "t":
+        return "is held by a debugger", "continue it there"
+    if process.state in ("Z", "X"):
+        return "has ended, and its parent has not collected it", "look for its last words on stderr"
+    if process.state == "D":
+        return f"waits in the kernel{place}, mostly for a disk or a network file system", stack
+    if process.state == "R" or process.cores >= BUSY:
+        return f"runs its own code, a loop or a long computation ({process.cores:.2f} cores)", stack
+    what = next((what for part, what in _SLEEPS.items() if part in process.place), "")
+    return f"sleeps in its own code{what and f', for {what}'}{place}", stack
+
+
+def _of_unseen(lost: Sequence[Peer], held: Sequence[Wait], where: str) -> Verdict:
+    """Members of one host that are not among the ranks that are seen."""
+    first = lost[0]
+    said = {
+        GONE: ("has ended", "have ended", "look for its last words on stderr"),
+        LEFT: (
+            "has left the job, though its process lives", "have left the job, though their processes live",
+            f"py-spy dump --pid {first.pid} shows the line",
+        ),
+        ELSEWHERE: (
+            "cannot be seen from here", "cannot be seen from here", f"python -m fastcoll status on {first.host}"
+        ),
+    }  # fmt: skip
+    one, several, then = said[where]
+    who = f"rank {first.rank} (pid {first.pid} on {first.host}) is"
+    if len(lost) > 1:
+        who = f"{names(peer.rank for peer in lost)} (on {first.host}) are"
+    text = f"{who} missing in {held[0].where}, that {_names(held)} waited in for {seconds_of(_seconds(held))}"
+    state = f"it {one}" if len(lost) == 1 else f"they {several}"
+    return Verdict(f"{text}; {state}", (), then, tuple(peer.rank for peer in lost))
+
+
+def _of_circle(ranks: Ranks, waits: Sequence[Wait]) -> Verdict:
+    """All who are waited for wait themselves, in other calls."""
+    lines, late = [], {rank for wait in waits for rank in wait.late}
+    for held in _by_call(waits):
+        first, theirs = held[0], sorted({rank for wait in held for rank in wait.late})
+        missed = (
+            f", which {names(theirs)} {'has' if len(theirs) == 1 else 'have'} not called"
+            if first.number
+            else ""
+        )
+        lines.append(f"{_names(held)} waited for {seconds_of(_seconds(held))} in {first.where}{missed}")
+    then = "one of them skips a call or makes one too many, or they make their calls in different orders"
+    return Verdict(f"{names(late)} wait for one another", tuple(lines), then, tuple(sorted(late)))
+
+
+def _of_nobody(held: Sequence[Wait]) -> Verdict:
+    """All members are in the call and can go on."""
+    text = f"{_names(held)} been in {held[0].where} for {seconds_of(_seconds(held))}, and nobody is late"
+    then = "a large array, a slow network, or fewer cores than ranks: look again whether it goes on"
+    return Verdict(text, (), then, ())
+
+
+def _names(held: Sequence[Wait]) -> str:
+    return f"{names(wait.rank for wait in held)} {'has' if len(held) == 1 else 'have'}"
+
+
+def names(ranks: Iterable[int]) -> str:
+    """`rank 2`, `ranks 0, 1 and 3`, or of many `ranks 0-6 and 8`."""
+    ordered = sorted(set(ranks))
+    parts = [str(rank) for rank in ordered]
+    if len(ordered) > _MOST_NAMED:
+        runs: list[list[int]] = []
+        for rank in ordered:
+            if runs and runs[-1][1] == rank - 1:
+                runs[-1][1] = rank
+            else:
+                runs.append([rank, rank])
+        parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    return "ranks " + (f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0])

@@ -1,0 +1,311 @@
+"""`python -m fastcoll status`: the jobs of this user on this machine, read from outside, even while they hang.
+
+Each process of a job keeps a record of its groups in memory that its user can read (core/record.py); the rest is /proc.
+The processes notice nothing of it, and nothing of it waits for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._version import __version__
+from ..core.processes import status_of
+from ..core.record import GroupRecord, Peer, read
+from .blame import (
+    ELSEWHERE,
+    GONE,
+    LEFT,
+    PATIENCE,
+    Process,
+    Rank,
+    Verdict,
+    Wait,
+    explain,
+    waits_of,
+)
+from .printing import Printer, seconds_of
+
+_LOOK_SECONDS = 0.2  # between two looks at a process's time on cores, which the kernel counts in 0.01 s
+_TICKS = os.sysconf("SC_CLK_TCK")
+_STATES = {"R": "running", "S": "sleeping", "D": "disk", "T": "stopped", "t": "debugged", "Z": "zombie"}
+_MOST_VERDICTS = 8
+_MOST_COMMAND = 100  # characters
+_OF_A_LAUNCHER = {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fastcoll status",
+        description="The jobs of this user on this machine: who holds each up, and what each of its ranks is in.",
+    )
+    parser.add_argument("--json", action="store_true", help="one object, for programs")
+    given = parser.parse_args(words)
+    jobs, alone = find_jobs()
+    show, now = Printer(), time.time()
+    if given.json:
+        about = {"fastcoll": __version__, "host": os.uname().nodename}
+        outside = [{"rank": rank, **_process_as_dict(process)} for rank, process in alone]
+        show.json({**about, "jobs": [job.as_dict(now) for job in jobs], "in_no_group": outside})
+        return 0
+    for number, job in enumerate(jobs):
+        show.say("" if number else None)
+        _show(job, now, show)
+    if alone:
+        show.say("" if jobs else None)
+        show.say("started by a launcher, but in no group of fastcoll: not yet, or no more", "bold")
+        rows = [(rank, str(p.pid), _state(p), f"{p.cores:.2f}", p.place, p.command) for rank, p in alone]
+        show.table(("rank", "pid", "state", "cores", "kernel", "command"), rows)
+    if not jobs and not alone:
+        show.say("no process of yours on this machine is in a group of fastcoll")
+    return 0
+
+
+# ---- finding them ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """The ranks of one job that are seen from here, by global rank."""
+
+    name: str
+    ranks: Mapping[int, Rank]
+
+    @property
+    def first(self) -> Rank:
+        """The lowest rank that is seen."""
+        return self.ranks[min(self.ranks)]
+
+    def whereabouts(self, peer: Peer) -> str:
+        """Of a member that is not among the ranks here, as blame.py asks it."""
+        if peer.host not in {rank.record.host for rank in self.ranks.values()}:
+            return ELSEWHERE
+        if self.first.record.pid != self.first.process.pid:  # pids there are those of another namespace
+            return GONE
+        try:
+            return GONE if status_of(peer.pid)[0] in (b"Z", b"X") else LEFT
+        except OSError:
+            return GONE
+
+    def verdicts(self, now: float) -> list[Verdict]:
+        """Who holds it up."""
+        return explain(self.ranks, self.whereabouts, now)
+
+    def waits(self, now: float) -> list[Wait]:
+        """What its ranks are in."""
+        return waits_of(self.ranks, self.whereabouts, now)
+
+    def unseen(self) -> list[Peer]:
+        """The members of its groups that are not seen from here."""
+        groups = [group for rank in self.ranks.values() for group in rank.record.groups]
+        peers = {peer.rank: peer for group in groups for peer in group.members}
+        return [peers[rank] for rank in sorted(peers) if rank not in self.ranks]
+
+    def as_dict(self, now: float) -> dict[str, Any]:
+        """For JSON."""
+        first, waits = self.first, self.waits(now)
+        unseen = [
+            {"rank": p.rank, "host": p.host, "pid": p.pid, "where": self.whereabouts(p)}
+            for p in self.unseen()
+        ]
+        return {
+            "job": self.name,
+            "world_size": first.record.world_size,
+            "command": first.process.command,
+            "started": first.record.started,
+            "verdicts": [verdict._asdict() for verdict in self.verdicts(now)],
+            "ranks": [_rank_as_dict(self.ranks[rank], waits) for rank in sorted(self.ranks)],
+            "unseen": unseen,
+        }
+
+
+def _rank_as_dict(rank: Rank, waits: Sequence[Wait]) -> dict[str, Any]:
+    groups = []
+    for group in rank.record.groups:
+        own = [wait for wait in waits if wait.rank == rank.rank and wait.group is group]
+        groups.append(
+            {
+                "name": group.name,
+                "backend": group.backend,
+                "members": [peer.rank for peer in group.members],
+                "calls": group.calls,
+                "finished": group.finished,
+                "pending": group.pending,
+                "last": group.ring[-1].what if group.ring else None,
+                "failure": group.failure or None,
+                "in": [
+                    {
+                        "call": w.number or None,
+                        "what": w.what,
+                        "seconds": w.seconds,
+                        "waits_for": sorted(w.late),
+                    }
+                    for w in own
+                ],
+            }
+        )
+    return {"rank": rank.rank, **_process_as_dict(rank.process), "groups": groups}
+
+
+def _process_as_dict(process: Process) -> dict[str, Any]:
+    return {
+        "pid": process.pid, "state": _state(process), "kernel_function": process.place or None,
+        "cores": process.cores, "command": process.command,
+    }  # fmt: skip
+
+
+def find_jobs() -> tuple[list[Job], list[tuple[str, Process]]]:
+    """This user's jobs, the oldest first; and what launchers have started that is in no group, with RANK."""
+    records, outside = {}, {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with suppress(OSError):  # it has ended, or does not let itself be read
+            if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
+                if (record := read(pid)) is not None:
+                    records[pid] = record
+                elif (rank := _launched(pid)) is not None:
+                    outside[pid] = rank
+    seen = {process.pid: process for process in processes([*records, *outside])}
+    jobs: dict[str, dict[int, Rank]] = {}
+    for pid, record in records.items():
+        if pid in seen:
+            jobs.setdefault(record.job, {})[record.rank] = Rank(record, seen[pid])
+    found = [Job(name, ranks) for name, ranks in jobs.items()]
+    alone = sorted((rank, seen[pid]) for pid, rank in outside.items() if pid in seen)
+    return sorted(found, key=lambda job: job.first.record.started), alone
+
+
+def _launched(pid: int) -> str | None:
+    """RANK of a process that a launcher of fastcoll has started itself; OSError: it cannot be read."""
+    environ = _environ(pid)
+    if not environ.keys() >= _OF_A_LAUNCHER:
+        return None
+    parent = int(status_of(pid)[1])
+    if environ.keys() & {b"RANK"} & _environ(parent).keys():  # what a rank has started
+        return None
+    ours = b"FASTCOLL_SECRET" in environ or "fastcoll" in _command(parent)
+    return environ[b"RANK"].decode(errors="replace") if ours else None
+
+
+def _environ(pid: int) -> dict[bytes, bytes]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return {name: value for name, _, value in (entry.partition(b"=") for entry in entries)}
+
+
+def processes(pids: Iterable[int]) -> list[Process]:
+    """What the kernel says of processes, looked at twice; those that end meanwhile are left out."""
+    pids = list(pids)
+    before = {pid: ticks for pid in pids if (ticks := _ticks(pid)) is not None}
+    began = time.monotonic()
+    if before:
+        time.sleep(_LOOK_SECONDS)
+    took = time.monotonic() - began
+    found = []
+    for pid, used in before.items():
+        with suppress(OSError):
+            status, now = status_of(pid), _ticks(pid)
+            cores = ((now or used) - used) / _TICKS / took
+            about = _place(pid), round(cores, 2), _command(pid), _dumps(pid)
+            found.append(Process(pid, status[0].decode(), *about))
+    return found
+
+
+def _ticks(pid: int) -> int | None:
+    """The process's time on cores, all threads together."""
+    try:
+        status = status_of(pid)
+    except OSError:
+        return None
+    return int(status[11]) + int(status[12])
+
+
+def _place(pid: int) -> str:
+    """The kernel's function in which the main thread sleeps; empty where it does not sleep, or that is not told."""
+    with suppress(OSError):
+        place = Path(f"/proc/{pid}/wchan").read_text()
+        return "" if place == "0" else place
+    return ""
+
+
+def _dumps(pid: int) -> bool:
+    """Whether a process handles SIGQUIT."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGQUIT - 1) & 1)
+    return False
+
+
+def _command(pid: int) -> str:
+    """The command line, its program without the folder."""
+    with suppress(OSError):
+        program, *words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return " ".join(" ".join([os.path.basename(program), *words]).split())[:_MOST_COMMAND]
+    return ""
+
+
+# ---- showing them ------------------------------------------------------------------------------------------
+
+
+def _show(job: Job, now: float, show: Printer) -> None:
+    first = job.first.record
+    here = "" if len(job.ranks) == first.world_size else f", {len(job.ranks)} of them here"
+    age = seconds_of(max(now - first.started, 0.0))
+    show.say(f"{first.world_size} ranks{here}, for {age}: {job.first.process.command}", "bold")
+    verdicts = job.verdicts(now)
+    for verdict in verdicts[:_MOST_VERDICTS]:
+        show.say(verdict.text, "bad", indent="  ")
+        for line in verdict.more:
+            show.say(line, indent="    ")
+        show.say(f"next: {verdict.next}", indent="    ")
+    if len(verdicts) > _MOST_VERDICTS:
+        show.say(f"and {len(verdicts) - _MOST_VERDICTS} more, marked below", "bad", indent="  ")
+    if not verdicts:
+        show.say(f"no rank has waited for longer than {PATIENCE:g} s", "good", indent="  ")
+    blamed = {rank for verdict in verdicts for rank in verdict.ranks}
+    waits = job.waits(now)
+    rows = [row for rank in sorted(job.ranks) for row in _rows(job.ranks[rank], waits)]
+    rows += [_row_of_unseen(peer, job.whereabouts(peer)) for peer in job.unseen()]
+    marked = [("-->" if int(row[0]) in blamed else "", *row) for row in rows]
+    columns = ("", "rank", "pid", "state", "cores", "group", "call", "since", "waits for", "in")
+    show.table(columns, marked, ["bad"] * len(marked))
+
+
+def _rows(rank: Rank, waits: Sequence[Wait]) -> list[tuple[str, ...]]:
+    """A row for each call or message that this rank is in, or one that says what it does instead."""
+    process = rank.process
+    about = (str(rank.rank), str(process.pid), _state(process), f"{process.cores:.2f}")
+    rows: list[tuple[str, ...]] = []
+    for wait in waits:
+        if wait.rank == rank.rank:
+            late = ", ".join(map(str, sorted(wait.late)))
+            since = seconds_of(wait.seconds) if wait.seconds else ""
+            rows.append((*about, wait.group.name, str(wait.number or ""), since, late, wait.what))
+    failed = (group for group in rank.record.groups if group.failure)
+    rows += [(*about, group.name, str(group.calls), "", "", f"failed: {group.failure}") for group in failed]
+    return rows or [(*about, *_idle(rank.record.groups))]
+
+
+def _idle(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
+    """The end of the row of a rank that is in no call, with its last one in the group that it has used most."""
+    used = max(groups, key=lambda group: group.calls, default=None)
+    if used is None or not used.calls:
+        return "", "", "", "", "no call yet"
+    last = f"; the last was {used.ring[-1].what}" if used.ring else ""
+    return used.name, str(used.calls), "", "", f"no call{last}"
+
+
+def _row_of_unseen(peer: Peer, where: str) -> tuple[str, ...]:
+    what = {ELSEWHERE: f"on {peer.host}", GONE: "its process has ended", LEFT: "has left the job"}[where]
+    return (str(peer.rank), str(peer.pid), where, "", "", "", "", "", what)
+
+
+def _state(process: Process) -> str:
+    return _STATES.get(process.state, process.state)

@@ -1,0 +1,223 @@
+"""Who is to blame, on records that are made up: every way in which ranks hang, without processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fastcoll.core import signature
+from fastcoll.core.record import Call, GroupRecord, Peer, Record, Waiting
+from fastcoll.core.reduce_op import ReduceOp
+from fastcoll.tools.blame import ELSEWHERE, GONE, LEFT, Process, Rank, explain, names, waits_of
+
+NOW = 1000.0
+SECOND = 10**9
+ALL_REDUCE = signature.encode("all_reduce", np.dtype(np.float32), op=ReduceOp.SUM)
+BARRIER = signature.encode("barrier")
+
+
+def group(
+    rank: int,
+    calls: int,
+    under_way: bool,
+    *,
+    name: str = "WORLD",
+    members: range | tuple[int, ...] = range(4),
+    waited: float = 12,
+    call: int = ALL_REDUCE,
+    hosts: str = "aaaa",
+    waits: tuple[Waiting, ...] = (),
+    late: int = -1,
+) -> GroupRecord:
+    """Rank's side of a group in its call number `calls`, or after it."""
+    peers = tuple(Peer(member, hosts[member], 100 + member) for member in members)
+    last = Call(calls, call, 16, "under way" if under_way else "done", 0, 0)
+    since = int((NOW - waited) * SECOND) if under_way else 0
+    return GroupRecord(
+        name=name, serial=1, backend="shm", rank=peers.index(Peer(rank, hosts[rank], 100 + rank)), members=peers,
+        calls=calls, finished=calls - under_way, pending=0, ring=(last,) if calls else (),
+        under_way=last if under_way else None, since=since, late=late, waits=waits, failure="",
+    )  # fmt: skip
+
+
+def rank(number: int, *groups: GroupRecord, state: str = "S", cores: float = 0.0, place: str = "") -> Rank:
+    record = Record(
+        job="a:100:1", rank=number, world_size=4, host="a", pid=100 + number, start_time=1, started=NOW - 100,
+        version="1", groups=groups,
+    )  # fmt: skip
+    return Rank(record, Process(100 + number, state, place, cores))
+
+
+def verdicts(*ranks: Rank, where: str = GONE) -> list:
+    return explain({each.rank: each for each in ranks}, lambda peer: where, NOW)
+
+
+def three(calls: int = 57, **given) -> list[Rank]:
+    """Ranks 0, 1 and 3 in the same call."""
+    return [rank(number, group(number, calls, True, **given)) for number in (0, 1, 3)]
+
+
+CALLED = "all_reduce(float32, 4 elements, op=SUM), call 57 of group WORLD"
+WAITED = f"{CALLED}, that ranks 0, 1 and 3 have waited in for 12 s"
+
+
+@pytest.mark.parametrize(
+    ("state", "cores", "says", "cure"),
+    [
+        ("T", 0.0, "it is stopped, by SIGSTOP or Ctrl-Z", "kill -CONT 102"),
+        ("t", 0.0, "it is held by a debugger", "continue it"),
+        (
+            "R",
+            0.98,
+            "it runs its own code, a loop or a long computation (0.98 cores)",
+            "py-spy dump --pid 102",
+        ),
+        ("S", 0.5, "it runs its own code", "py-spy dump"),
+        ("S", 0.0, "it sleeps in its own code, for a lock, a queue or a thread (futex_wait)", "py-spy dump"),
+        ("D", 0.0, "it waits in the kernel (futex_wait)", "py-spy dump"),
+        ("Z", 0.0, "it has ended, and its parent has not collected it", "stderr"),
+    ],
+)
+def test_a_rank_that_has_not_called_is_named_with_what_it_does_instead(state, cores, says, cure):
+    late = rank(2, group(2, 56, False, call=BARRIER), state=state, cores=cores, place="futex_wait")
+    (verdict,) = verdicts(*three(), late)
+    assert verdict.text.startswith(f"rank 2 (pid 102) has not called {WAITED}; {says}")
+    assert verdict.more == ("its last call there was barrier(), call 56",)
+    assert cure in verdict.next
+    assert verdict.ranks == (2,)
+
+
+def test_a_rank_that_is_stopped_inside_of_the_call_holds_it_up():
+    (verdict,) = verdicts(*three(), rank(2, group(2, 57, True), state="T"))
+    assert verdict.text == f"rank 2 (pid 102) holds up {WAITED}; it is stopped, by SIGSTOP or Ctrl-Z"
+    assert verdict.ranks == (2,)
+
+
+def test_a_stopped_rank_that_has_finished_the_call_holds_nobody_up_yet():
+    first, second = verdicts(*three(), rank(2, group(2, 57, False), state="T"))
+    assert "nobody is late" in first.text
+    assert second.text == "rank 2 (pid 102) is stopped, by SIGSTOP or Ctrl-Z; nobody waits for it yet"
+
+
+def test_who_has_just_begun_to_wait_is_let_be():
+    late = rank(2, group(2, 56, False), state="R")
+    assert verdicts(*three(waited=0.3), late) == []
+    unmeasured = [replace(each.record.groups[0], since=0) for each in three()]
+    assert (
+        verdicts(*(rank(number, each) for number, each in zip((0, 1, 3), unmeasured, strict=True)), late)
+        == []
+    )
+    waits = waits_of({each.rank: each for each in (*three(waited=0.3), late)}, lambda peer: GONE, NOW)
+    assert [wait.late for wait in waits] == [frozenset({2})] * 3
+
+
+@pytest.mark.parametrize(
+    ("where", "says", "cure"),
+    [
+        (GONE, "it has ended", "stderr"),
+        (LEFT, "it has left the job, though its process lives", "py-spy"),
+        (ELSEWHERE, "it cannot be seen from here", "python -m fastcoll status on b"),
+    ],
+)
+def test_a_rank_that_is_not_seen_is_said_to_be_where_it_is(where, says, cure):
+    (verdict,) = verdicts(*three(hosts="aaba"), where=where)
+    assert verdict.text == f"rank 2 (pid 102 on b) is missing in {WAITED}; {says}"
+    assert cure in verdict.next
+
+
+def test_ranks_of_another_machine_are_named_together():
+    ranks = [rank(number, group(number, 57, True, hosts="aabb")) for number in (0, 1)]
+    (verdict,) = verdicts(*ranks, where=ELSEWHERE)
+    assert verdict.text.startswith("ranks 2 and 3 (on b) are missing in all_reduce(")
+    assert verdict.ranks == (2, 3)
+
+
+def test_a_rank_here_is_blamed_before_those_that_cannot_be_seen():
+    ranks = [rank(number, group(number, 57, True, hosts="aabb")) for number in (0, 1)]
+    ranks[1] = rank(1, group(1, 56, False, hosts="aabb"), state="R")
+    (verdict,) = verdicts(*ranks, where=ELSEWHERE)
+    assert verdict.ranks == (1,)
+
+
+def test_what_the_group_itself_has_seen_counts_for_ranks_elsewhere():
+    ranks = [rank(number, group(number, 57, True, hosts="aabb", late=3)) for number in (0, 1)]
+    (verdict,) = verdicts(*ranks, where=ELSEWHERE)
+    assert verdict.ranks == (3,)
+
+
+def test_a_rank_that_has_left_the_group_is_named():
+    other = group(2, 5, False, name="other")
+    (verdict,) = verdicts(*three(), rank(2, other))
+    assert verdict.text.startswith("rank 2 (pid 102) has left group WORLD, whose call 57, all_reduce(")
+
+
+def test_the_blame_is_with_the_end_of_a_chain():
+    """0 waits for 1 in one group, 1 for 2 in another, and 2 runs its own code."""
+    pair, others = (0, 1), (1, 2)
+    first = rank(0, group(0, 3, True, name="pair", members=pair))
+    second = rank(
+        1, group(1, 2, False, name="pair", members=pair), group(1, 9, True, name="others", members=others)
+    )
+    third = rank(2, group(2, 8, False, name="others", members=others), state="R")
+    (verdict,) = verdicts(first, second, third)
+    assert verdict.ranks == (2,)
+    assert "call 9 of group others, that rank 1 has waited in" in verdict.text
+
+
+def test_ranks_that_wait_for_one_another_are_told_with_both_calls():
+    """Rank 2 has skipped a call of the group `pair`, and is in the next call of WORLD."""
+    pair = (0, 2)
+    ranks = [rank(0, group(0, 15, False), group(0, 8, True, name="pair", members=pair))]
+    ranks += [rank(number, group(number, 16, True, call=BARRIER)) for number in (1, 3)]
+    ranks += [rank(2, group(2, 16, True, call=BARRIER), group(2, 7, False, name="pair", members=pair))]
+    (verdict,) = verdicts(*ranks)
+    assert verdict.text == "ranks 0 and 2 wait for one another"
+    assert sorted(verdict.more) == [
+        "rank 0 has waited for 12 s in all_reduce(float32, 4 elements, op=SUM), call 8 of group pair, "
+        "which rank 2 has not called",
+        "ranks 1, 2 and 3 have waited for 12 s in barrier(), call 16 of group WORLD, which rank 0 has not called",
+    ]
+    assert verdict.ranks == (0, 2)
+
+
+def test_a_message_that_nobody_sends():
+    waiting = Waiting(0, "recv of 4 bytes from rank 1", int((NOW - 30) * SECOND), (1,), 1)
+    ranks = [rank(0, group(0, 5, False, waits=(waiting,))), rank(1, group(1, 5, False), state="R")]
+    (verdict,) = verdicts(*ranks)
+    assert verdict.text.startswith(
+        "rank 1 (pid 101) has not come to the message that rank 0 has waited in for 30 s: recv of 4 bytes from rank 1; "
+    )
+    both = [rank(n, group(n, 5, False, waits=(waiting._replace(ranks=(1 - n,)),))) for n in (0, 1)]
+    (verdict,) = verdicts(*both)
+    assert verdict.text == "ranks 0 and 1 wait for one another"
+
+
+def test_a_call_that_a_waiting_rank_has_not_published_is_known_from_its_peers():
+    ranks = three()
+    silent = replace(ranks[0].record.groups[0], under_way=Call(57, 0, 0, "under way", 0, 0), ring=())
+    ranks[0] = rank(0, silent)
+    (verdict,) = verdicts(*ranks, rank(2, group(2, 56, False), state="R"))
+    assert WAITED in verdict.text
+
+
+def test_nobody_is_late_and_yet_it_lasts():
+    (verdict,) = verdicts(*three(), rank(2, group(2, 57, True)))
+    assert verdict.text.startswith("ranks 0, 1, 2 and 3 have been in all_reduce(")
+    assert verdict.ranks == ()
+
+
+def test_the_call_that_was_waited_in_for_longest_is_told():
+    ranks = [rank(0, group(0, 57, True), group(0, 3, True, name="pair", members=(0, 2), waited=40))]
+    ranks += [rank(2, group(2, 56, False), group(2, 2, False, name="pair", members=(0, 2)), state="R")]
+    (verdict,) = (each for each in verdicts(*ranks) if each.ranks == (2,))
+    assert "call 3 of group pair, that rank 0 has waited in for 40 s" in verdict.text
+    assert verdict.more[-1] == f"rank 0 has waited for it for 12 s in {CALLED}"
+
+
+def test_many_ranks_are_named_in_short():
+    assert names([2]) == "rank 2"
+    assert names([3, 1]) == "ranks 1 and 3"
+    assert names(range(100)) == "ranks 0-99"
+    assert names([*range(6), 8, *range(10, 13)]) == "ranks 0-5, 8 and 10-12"
