@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from inner_pytest import InnerRun
 
+from fastcoll.core.processes import session
+
 # Two nodes of which the first has the even ranks; /dev/shm of the second is another folder.
 CONFTEST = """
 import os, pathlib
@@ -76,7 +78,7 @@ def inner(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> InnerRun:
     files = {
         "conftest.py": CONFTEST.format(shm=str(shm)),
         "test_places.py": PLACES,
-        "test_left.py": LEFT.format(left=str(shm / "fastcoll-left")),
+        "test_left.py": LEFT.format(left=str(shm / f"fastcoll-left-{session()}")),
         "test_backends.py": BACKENDS,
     }
     return InnerRun(tmp_path_factory.mktemp("inner"), files)
@@ -88,7 +90,9 @@ def test_ranks_are_where_a_plugin_puts_them(inner: InnerRun) -> None:
 
 def test_what_is_left_in_the_shared_memory_of_a_place_is_seen(inner: InnerRun, shm: Path) -> None:
     assert inner.outcomes("test_left.py") == {"failed": 1}
-    inner.said("test_left").fnmatch_lines([f"left in shared memory after the test: {shm}/fastcoll-left"])
+    inner.said("test_left").fnmatch_lines(
+        [f"left in shared memory after the test: {shm}/fastcoll-left-{session()}"]
+    )
 
 
 def test_a_rank_that_cannot_start_in_its_place_fails_the_test(tmp_path: Path) -> None:
