@@ -8,15 +8,29 @@ from pathlib import Path
 
 import pytest
 
-INTERRUPTED = "tests/faults/test_waiting.py::test_ctrl_c_ends_a_blocked_call_soon"
+TESTS = {
+    "a rank that is interrupted": (
+        "tests/faults/test_waiting.py::test_ctrl_c_ends_a_blocked_call_soon",
+        "recv",
+        1,
+    ),
+    "a launcher that gets signals": (
+        "tests/launch/test_launcher.py",
+        "signals_are_passed_on or second_signal",
+        5,
+    ),
+    "a shell that is interrupted": ("tests/launch/test_run.py", "ctrl_c", 1),
+}
 
 
 @pytest.mark.long
-def test_a_test_that_interrupts_a_rank_passes_in_the_background() -> None:
-    ignoring = ["bash", "-c", "trap '' INT; exec \"$@\"", "bash"]
+@pytest.mark.parametrize("what", TESTS)
+def test_tests_of_signals_pass_in_the_background(what: str) -> None:
+    test, chosen, count = TESTS[what]
+    ignoring = ["setsid", "nohup", "bash", "-c", "trap '' INT HUP QUIT; exec \"$@\"", "bash"]
     done = subprocess.run(
-        [*ignoring, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "recv", INTERRUPTED],
+        [*ignoring, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, test],
         cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "1 passed" in done.stdout
+    assert f"{count} passed" in done.stdout

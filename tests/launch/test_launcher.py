@@ -218,6 +218,28 @@ def test_signals_are_passed_on(script: Callable[[str], None], number: signal.Sig
     assert all(map(has_ended, ranks))
 
 
+def test_what_a_background_job_ignores_its_ranks_ignore(script: Callable[[str], None]) -> None:
+    """As after `nohup python -m fastcoll.launch ... &` in a shell's script: only SIGTERM ends it."""
+    script(
+        "print([signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('got it')))\n"
+        "print('here')\n"
+        "time.sleep(1000)"
+    )
+    ignoring = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh"]
+    with subprocess.Popen(
+        [*ignoring, *COMMAND, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[0] [True, True]\n"
+        assert process.stdout.readline() == "[0] here\n"
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (128 + signal.SIGTERM, "[0] got it\n")
+
+
 def test_a_second_signal_kills_at_once(script: Callable[[str], None]) -> None:
     script(
         "signal.signal(signal.SIGINT, lambda *_: print('no'))\nprint(os.getpid())\nwhile True:\n    time.sleep(1000)"
