@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,10 @@ import fastcoll as dist
 from fastcoll import GroupError, config
 from fastcoll.net.tcp import entries as net
 from fastcoll.shm import backend as shm
-from faults import victims
+from faults import net_victims, victims
+
+SHORT, LONG = 7, 1_000_003  # float32
+FIFTH = 5  # the call in which the victim dies, mostly; the group has no calls but these
 
 
 def arm(failpoint: str) -> None:
@@ -24,23 +29,30 @@ def arm(failpoint: str) -> None:
 
 
 def work_until_failpoint(
-    rank: int, n: int, url: str, op: str, count: int, failpoint: str, victim: int, backend: str = "auto"
+    rank: int, n: int, url: str, op: str, count: int, failpoint: str, victim: int, how: str
 ) -> dict[str, Any]:
-    """Repeat `op`, on a group that has no other calls; returns what the survivor saw, and when."""
+    """Repeat `op`, on a group that has no other calls; returns what the survivor saw, and when.
+
+    Args:
+        how: the backend, or a key of HOW.
+    """
+    backend, before, after = HOW.get(how, (how, lambda rank: None, lambda: None))
+    before(rank)
     if rank == victim:
         arm(failpoint)
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
     others = dist.new_group([r for r in range(n) if r != victim])
     try:
-        for _ in range(10_000):
+        for turn in range(10_000):
+            if turn == 1:  # by now the kernels are there
+                after()
             victims.STEPS[op](count, rank, n)
     except GroupError as error:
-        raised = time.monotonic()
-        return {"raised": raised, **survived(error, op, count, rank, n, others)}
+        return {"raised": time.monotonic(), **_survived(error, op, count, rank, n, others)}
     raise AssertionError("the victim did not die")
 
 
-def survived(error: GroupError, op: str, count: int, rank: int, n: int, others: Any) -> dict[str, Any]:
+def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others: Any) -> dict[str, Any]:
     """What is left: the group stays failed in the same way, at once, and groups of the living work."""
     again, began = "", time.monotonic()
     try:
@@ -59,3 +71,71 @@ def survived(error: GroupError, op: str, count: int, rank: int, n: int, others: 
         "again_after": took,
         "others": x[0],
     }
+
+
+def _go_direct(rank: int) -> None:
+    os.environ["FASTCOLL_SHM_WAYS"] = "direct"
+
+
+def _share_arrays() -> None:
+    dist.shared_arrays.enable()
+
+
+def _have_two_lanes(rank: int) -> None:
+    os.environ["FASTCOLL_LANES"] = "2"
+    os.environ.pop("FASTCOLL_SHM_WAYS", None)
+
+
+def _prefer_lanes() -> None:
+    from fastcoll.shm import autotune
+    from fastcoll.shm import context_layout as at
+
+    context = dist.GroupMember.WORLD.backend.context.words
+    assert context[at.LANES] == 2
+    rows = context[at.CHOOSING + autotune.ROWS : at.MEMO].reshape(-1, autotune.ROW_WORDS)
+    rows[:] = 1 << 40
+    rows[:, autotune.CALLS], rows[:, autotune.BEST] = 4, autotune.WAYS
+    rows[:, autotune.TIMES + autotune.WAYS] = 1
+
+
+HOW: dict[str, tuple[str, Callable[[int], None], Callable[[], None]]] = {
+    "direct": ("shm", _go_direct, lambda: None),
+    "shared": ("shm", _go_direct, _share_arrays),
+    "lanes": ("shm", _have_two_lanes, _prefer_lanes),
+    "nodes": ("auto", net_victims.live_on_nodes, lambda: None),
+}
+"""Ways of the data: the backend, what a rank does before it starts, and what after its first call."""
+
+
+def die(op: str, place: str, count: int, victim: int, how: str = "shm", n: int = 3) -> tuple[Any, ...]:
+    """A world whose victim is killed at a place, as in shm.barrier.enter@5."""
+    name, _, which = place.partition("@")
+    failpoint = f"{name}:kill@{which or FIFTH}"
+    return (work_until_failpoint, n, op, count, failpoint, victim, how)
+
+
+def start_and_leave(
+    rank: int, n: int, url: str, failpoint: str, victim: int, how: str, meeting: str
+) -> dict[str, Any]:
+    """A job from its start to its end, in which the victim fails; what the survivor saw, and when.
+
+    Args:
+        how: as in `work_until_failpoint`.
+        meeting: where ranks meet, instead of `url`.
+    """
+    backend, before, _ = HOW.get(how, (how, lambda rank: None, lambda: None))
+    before(rank)
+    if rank == victim:
+        arm(failpoint)
+    try:
+        dist.init_process_group(backend, init_method=meeting or url, rank=rank, world_size=n, timeout=20)
+        dist.new_group(list(range(n)))
+        dist.barrier()
+    except dist.FastcollError as error:
+        raised = time.monotonic()
+        with contextlib.suppress(dist.FastcollError):
+            dist.destroy_process_group()
+        return {"raised": raised, "error": str(error)}
+    with contextlib.suppress(dist.FastcollError):  # where the victim died after its part in the barrier
+        dist.destroy_process_group()
+    return {"raised": time.monotonic(), "error": ""}

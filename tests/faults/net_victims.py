@@ -14,7 +14,6 @@ import numpy as np
 import fastcoll as dist
 from fastcoll import GroupError
 from fastcoll.core import processes
-from faults import victims
 
 LARGE = 1 << 24  # float32: 64 MiB
 
@@ -22,22 +21,6 @@ LARGE = 1 << 24  # float32: 64 MiB
 def live_on_nodes(rank: int, share: int = 2) -> None:
     """Let `share` ranks at a time take themselves for a node: they see another /dev/shm than the others."""
     processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
-
-
-def work_on_nodes_until_death(
-    rank: int, n: int, url: str, op: str, count: int, inside: bool, victim: int
-) -> dict[str, Any]:
-    """As `victims.work_until_death`, on several nodes."""
-    live_on_nodes(rank)
-    return victims.work_until_death(rank, n, url, op, count, inside, victim)
-
-
-def die_while_starting_on_nodes(
-    rank: int, n: int, url: str, where: str, victim: int, meeting: str
-) -> dict[str, Any]:
-    """As `victims.die_while_starting`, on several nodes."""
-    live_on_nodes(rank)
-    return victims.die_while_starting(rank, n, url, where, victim, meeting)
 
 
 def interrupt_on_nodes(rank: int, n: int, url: str) -> dict[str, Any]:

@@ -1,42 +1,96 @@
-"""A rank is killed while ranks talk over TCP: every survivor raises soon and knows who died."""
+"""A rank is killed while ranks talk over TCP, or through nodes: every survivor raises soon, and knows who died."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from faults import crew, victims
+from faults import crew, net_victims
+from faults.failing_victims import FIFTH, LONG, SHORT, die
 
-# Elements, and whether the victim is killed inside a call or between two.
-MOMENTS = {"short-between": (7, False), "long-inside": (1_000_003, True)}
-OPERATIONS = ["all_reduce", "broadcast", "all_gather", "send_recv", "barrier"]
+PHASES = {
+    "enter": (FIFTH,),
+    "after_publish": (),
+    "after_meeting": (FIFTH, FIFTH + 1),
+    "before_done": (FIFTH, FIFTH + 1),
+    "after_done": (FIFTH, FIFTH + 1),
+}
+MESSAGES = {
+    "send_recv": ["send.enter", "send.after_done", "recv.enter", "recv.after_done", "message.before_ack"],
+    "batch_isend_irecv": ["isend.after_post", "irecv.after_post", "message.piece_sent", "message.before_ack"],
+}
+# Where, and who is killed: of the nodes with ranks 0 and 1, and 2 and 3.
+ON_NODES = {
+    "all_reduce": [
+        ("hybrid.all_reduce.after_meeting", 0), ("shm.reduce_scatter.after_publish", 1),
+        ("tcp.all_reduce.mid_chunk", 2),
+    ],
+    "broadcast": [
+        ("hybrid.broadcast.before_done", 0), ("shm.all_gather.mid_chunk", 3), ("tcp.broadcast.mid_chunk", 2),
+    ],
+    "all_gather": [
+        ("hybrid.all_gather.after_meeting", 0), ("shm.all_gather.before_done", 1), ("tcp.all_gather.enter", 2),
+    ],
+    "reduce_scatter": [("hybrid.reduce_scatter.before_done", 0), ("tcp.reduce_scatter.mid_chunk", 1)],
+    "batch_isend_irecv": [("tcp.message.piece_sent", 3), ("shm.message.piece_read", 1)],
+}  # fmt: skip
 
 
-BETWEEN = {"all_reduce": 0, "barrier": 1, "send_recv": 2}
+def see(worlds: Sequence[tuple[Any, ...]], calls: Sequence[Sequence[int]] = ()) -> None:
+    with crew.nothing_left():
+        ends = crew.run_together(worlds)
+    for number, (world, outcomes) in enumerate(zip(worlds, ends, strict=True)):
+        crew.check(outcomes, world[5], world[2], crew.WITHIN, calls[number] if calls else ())
 
 
-@cache
-def outcomes_between() -> dict[str, list[crew.Outcome]]:
-    """Of a world for each operation, at once, with a rank killed between two small calls."""
-    worlds = [world(op, 3, victim, "short-between") for op, victim in BETWEEN.items()]
-    return dict(zip(BETWEEN, crew.run_together(worlds), strict=True))
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "barrier"])
+def test_killed_rank_of_a_short_call(op: str) -> None:
+    places = [f"tcp.{op}.{phase}" for phase in PHASES]
+    see(
+        [die(op, place, SHORT, number % 3, "tcp") for number, place in enumerate(places)],
+        list(PHASES.values()),
+    )
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_killed_in_the_middle_of_a_large_call(op: str, victim: int) -> None:
-    crew.check(crew.run(*world(op, 3, victim, "long-inside")), victim, op, others=2.0)
+@pytest.mark.parametrize("op", ["all_reduce", "broadcast", "all_gather", "reduce_scatter"])
+def test_killed_rank_of_a_long_call(op: str) -> None:
+    places = ["mid_chunk@20", "after_meeting", "before_done"]
+    see([die(op, f"tcp.{op}.{place}", LONG, number % 3, "tcp") for number, place in enumerate(places)])
 
 
-@pytest.mark.parametrize(("op", "victim"), BETWEEN.items())
-def test_killed_between_two_small_calls(op: str, victim: int) -> None:
-    crew.check(outcomes_between()[op], victim, op, others=2.0)
+@pytest.mark.parametrize("op", MESSAGES)
+def test_killed_rank_of_a_short_message(op: str) -> None:
+    see([die(op, f"tcp.{place}", SHORT, number % 3, "tcp") for number, place in enumerate(MESSAGES[op])])
+
+
+def test_killed_rank_of_a_long_message() -> None:
+    places = ["piece_sent@9", "piece_read@9", "before_ack@3"]
+    see([die("send_recv", f"tcp.message.{place}", LONG, n, "tcp") for n, place in enumerate(places)])
 
 
 def test_killed_rank_of_four() -> None:
-    crew.check(crew.run(*world("all_reduce", 4, 3, "long-inside")), 3, "all_reduce", others=3.0)
+    see([die("all_reduce", "tcp.all_reduce.mid_chunk@9", LONG, 3, "tcp", n=4)])
 
 
-def world(op: str, n: int, victim: int, moment: str) -> tuple[object, ...]:
-    return (victims.work_until_death, n, op, *MOMENTS[moment], victim, "tcp")
+@pytest.mark.parametrize("op", ON_NODES)
+def test_killed_rank_of_two_nodes(op: str) -> None:
+    see([die(op, f"{place}@3", LONG, victim, "nodes", n=4) for place, victim in ON_NODES[op]])
+
+
+@pytest.mark.parametrize("victim", [2, 4])
+def test_killed_rank_of_a_node_of_another_size(victim: int) -> None:
+    see([die("all_reduce", "hybrid.all_reduce.after_meeting@3", LONG, victim, "nodes", n=5)])
+
+
+def test_ctrl_c_in_the_middle_of_64_mib_is_told_to_all() -> None:
+    with crew.nothing_left():
+        first, *others = crew.run(net_victims.interrupt_on_nodes, 4)
+    assert first.result is not None, first.error
+    assert first.result["kind"] == "KeyboardInterrupt"
+    for outcome in others:
+        assert outcome.result is not None, outcome.error
+        assert outcome.result["kind"] == "AbortedError"
+        assert outcome.result["ranks"] == (0,), outcome.result
+        assert "KeyboardInterrupt" in outcome.result["error"]

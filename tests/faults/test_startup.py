@@ -1,53 +1,85 @@
-"""A rank is killed while the job starts: the others raise soon, name it, and no segment is left behind."""
+"""A rank is killed while the job starts or ends: the others raise soon, name it, and no segment is left behind."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from functools import cache
 
 import pytest
 
-from faults import crew, net_victims, victims
+from faults import crew, failing_victims
+
+# Where, and which ranks come by: rank 0 creates the segment, the others attach to it.
+STARTING = {
+    "start.after_join": [0, 1, 2],
+    "shm.meeting.after_create": [0],
+    "shm.meeting.after_attach": [1, 2],
+    "shm.meeting.after_proof": [0, 1, 2],
+    "start.after_world": [0, 1, 2],
+    "new_group.enter": [0, 2],
+    "new_group.after_request": [0, 2],
+    "new_group.after_made": [0, 1],
+}
+STARTING_TCP = {
+    "tcp.meeting.after_listen": [0, 2],
+    "tcp.meeting.after_connect": [0, 1],
+    "tcp.connection.enter": [0, 2],
+    "new_group.after_request": [1],
+}
+ENDING = ["destroy.enter", "destroy.after_groups", "destroy.after_store"]
 
 
-def victims_at(where):
-    """The ranks that pass there: rank 0 creates the segment, the others attach to it."""
-    return {"segment created": [0], "segment attached": [1, 2]}.get(where, [0, 1, 2])
+def world(where: str, victim: int, how: str, meeting: str = "", n: int = 3) -> tuple[object, ...]:
+    return (failing_victims.start_and_leave, n, f"{where}:kill@1", victim, how, meeting)
 
 
-@cache
-def outcomes_by_victim(where):
-    """Of a world for each victim, at once."""
-    worlds = [(victims.die_while_starting, 3, where, victim) for victim in victims_at(where)]
+def run(where: str, ranks: list[int], how: str) -> dict[int, list[crew.Outcome]]:
+    """What became of a world for each victim, all at once."""
+    worlds = [world(where, victim, how) for victim in ranks]
     with crew.nothing_left():
-        return dict(zip(victims_at(where), crew.run_together(worlds), strict=True))
+        return dict(zip(ranks, crew.run_together(worlds), strict=True))
+
+
+def check(outcomes: Sequence[crew.Outcome], victim: int, within: float = crew.SOON) -> None:
+    """The survivors knew soon who had died."""
+    dead = outcomes[victim]
+    assert dead.exitcode == -9, dead.error or dead.result
+    for outcome in outcomes:
+        if outcome is dead:
+            continue
+        assert outcome.result is not None, outcome.error
+        assert f"rank {victim} (pid {dead.pid} on " in outcome.result["error"], outcome.result
+        assert outcome.result["raised"] - dead.died < within, outcome.result
 
 
 @pytest.mark.parametrize(
-    ("where", "victim"), [(where, victim) for where in victims.PLACES for victim in victims_at(where)]
+    ("where", "how"), [(where, "auto") for where in STARTING] + [(where, "tcp") for where in STARTING_TCP]
 )
-def test_killed_while_starting(where, victim):
-    check(outcomes_by_victim(where)[victim], victim)
+def test_killed_while_starting(where: str, how: str) -> None:
+    ranks = (STARTING if how == "auto" else STARTING_TCP)[where]
+    for victim, outcomes in run(where, ranks, how).items():
+        check(outcomes, victim, crew.SOON if how == "auto" else crew.WITHIN)
 
 
-@pytest.mark.parametrize("where", ["segment created", "said so"])
+AT_THE_STORE = ["shm.meeting.after_create", "shm.meeting.after_proof"]
+
+
+@pytest.mark.parametrize("where", AT_THE_STORE)
 def test_the_store_dies_with_rank_0_while_a_segment_is_made(where: str) -> None:
     """Nobody can read the segment's name in the store any more, and who made it unlinks it no more."""
     with crew.nothing_left():
-        outcomes = crew.run(victims.die_while_starting, 3, where, 0, meeting())
+        outcomes = crew.run(*world(where, 0, "auto", meeting()))
     check(outcomes, 0)
 
 
-@pytest.mark.parametrize("where", ["segment created", "said so"])
+@pytest.mark.parametrize("where", AT_THE_STORE)
 def test_the_store_dies_with_rank_0_while_parts_of_a_group_are_made(where: str) -> None:
     """Who waits for a rank that has failed by then, and ended, names the one that was killed."""
     with crew.nothing_left():
-        outcomes = crew.run(net_victims.die_while_starting_on_nodes, 4, where, 0, meeting())
-    check(outcomes, 0)
+        outcomes = crew.run(*world(where, 0, "nodes", meeting(), n=4))
+    check(outcomes, 0, crew.WITHIN)
     for outcome in outcomes[1:]:
         assert "making the default group: " in outcome.result["error"], outcome.result
-        assert "rank 0 (" in outcome.result["error"], outcome.result
 
 
 def meeting() -> str:
@@ -56,11 +88,15 @@ def meeting() -> str:
         return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
-def check(outcomes: Sequence[crew.Outcome], victim: int) -> None:
-    """The survivors knew soon who had died."""
-    *others, dead = [outcome for outcome in outcomes if outcome.rank != victim] + [outcomes[victim]]
-    assert dead.exitcode == -9
-    for outcome in others:
-        assert outcome.result is not None, outcome.error
-        assert f"rank {victim}" in outcome.result["error"], outcome.result
-        assert outcome.result["delay"] < crew.WITHIN, outcome.result
+@pytest.mark.parametrize("how", ["auto", "tcp"])
+@pytest.mark.parametrize("where", ENDING)
+def test_killed_while_leaving(where: str, how: str) -> None:
+    """The others have nothing more to do with it, and leave in order, soon."""
+    for victim, outcomes in run(where, [0, 1], how).items():
+        dead = outcomes[victim]
+        assert dead.exitcode == -9, dead.error or dead.result
+        for outcome in outcomes:
+            if outcome is not dead:
+                assert outcome.result is not None, outcome.error
+                assert outcome.exitcode == 0
+                assert outcome.result["raised"] - dead.died < crew.SOON, outcome.result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -74,125 +73,6 @@ STEPS: dict[str, Step] = {
     "send_recv": _pass_on,
     "put": _put_on,
     "symmetric_all_reduce": _reduce_symmetric,
-}
-
-
-def work_until_death(
-    rank: int, n: int, url: str, op: str, count: int, inside: bool, victim: int, backend: str = "auto"
-) -> dict[str, Any]:
-    """Repeat `op`; the victim is killed before its tenth call or in the middle of a later one.
-
-    Returns what the survivor saw: the error of the call, when, and whether others of its calls behave.
-    """
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
-    others = dist.new_group([r for r in range(n) if r != victim])
-    step = STEPS[op]
-    died = Path(url.removeprefix("file://") + "-died")
-    try:
-        for turn in range(1_000_000):
-            if rank == victim and not inside and turn == 10:
-                _die(died)
-            if rank == victim and inside and turn == 1:  # by now the kernels are compiled
-                threading.Timer(0.05, _die, (died,)).start()
-            step(count, rank, n)
-    except GroupError as error:
-        delay = time.monotonic() - float(died.read_text())
-        return _survived(error, op, count, rank, n, others) | {"delay": delay}
-    raise AssertionError("the victim did not die")
-
-
-def _die(stamp: Path) -> None:
-    stamp.write_text(str(time.monotonic()))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others: Any) -> dict[str, Any]:
-    raised = time.monotonic()
-    try:
-        STEPS[op](count, rank, n)
-        again = "no error"
-    except GroupError as second:
-        again = str(second)
-    x = np.ones(3)
-    dist.all_reduce(x, group=others)
-    dist.destroy_process_group()
-    return {
-        "error": str(error),
-        "ranks": error.ranks,
-        "kind": type(error).__name__,
-        "again": again,
-        "again_after": time.monotonic() - raised,
-        "others": x[0],
-    }
-
-
-def die_while_starting(
-    rank: int, n: int, url: str, where: str, victim: int, meeting: str = ""
-) -> dict[str, Any]:
-    """Start a job in which the victim is killed at the named place; returns what the survivor saw.
-
-    Args:
-        meeting: where ranks meet instead of `url`.
-    """
-    died = Path(url.removeprefix("file://") + "-died")
-    if rank == victim:
-        owner, name = PLACES[where]()
-        plain = getattr(owner, name)
-
-        def then_die(*args: Any, **kwargs: Any) -> None:
-            plain(*args, **kwargs)
-            _die(died)
-
-        setattr(owner, name, then_die)
-    try:
-        dist.init_process_group("auto", init_method=meeting or url, rank=rank, world_size=n, timeout=20)
-        dist.new_group(list(range(n)))
-        dist.barrier()
-    except dist.FastcollError as error:
-        delay = time.monotonic() - float(died.read_text())
-        with contextlib.suppress(dist.FastcollError):
-            dist.destroy_process_group()
-        return {"error": str(error), "kind": type(error).__name__, "delay": delay}
-    raise AssertionError("the victim did not die")
-
-
-def _creation() -> tuple[Any, str]:
-    from fastcoll.shm.segment import Segment
-
-    return Segment, "create"
-
-
-def _attachment() -> tuple[Any, str]:
-    from fastcoll.shm.segment import Segment
-
-    return Segment, "attach"
-
-
-def _proof() -> tuple[Any, str]:
-    from fastcoll.shm.segment import Segment
-
-    return Segment, "say_attached"
-
-
-def _registration() -> tuple[Any, str]:
-    from fastcoll.api import world
-
-    return world, "join"
-
-
-def _new_group() -> tuple[Any, str]:
-    from fastcoll.api import world
-
-    return world.Job, "settle"
-
-
-# Where a starting rank is killed: right after this function.
-PLACES: dict[str, Callable[[], tuple[Any, str]]] = {
-    "registered": _registration,
-    "segment created": _creation,
-    "segment attached": _attachment,
-    "said so": _proof,
-    "first group made": _new_group,
 }
 
 

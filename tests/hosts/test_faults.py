@@ -86,7 +86,7 @@ def seen(started: Started) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.long  # tests/net/test_hosts.py and tests/faults/test_kill_nodes_net.py kill ranks, too
+@pytest.mark.long  # tests/net/test_hosts.py and tests/faults/test_kill_net.py kill ranks, too
 def test_a_killed_rank_is_named_on_all_hosts(join_hosts: Join, tmp_path: Path) -> None:
     victim, stamp = 5, tmp_path / "killed"
     with working(join_hosts(HOSTS, own_pids=True), victim, stamp) as started:

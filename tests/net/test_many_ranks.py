@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance.test_every_operation import ROWS
-from faults import crew, net_victims, victims
+from faults import crew, net_victims
+from faults.failing_victims import die
 
 import fastcoll as dist
 from fastcoll import config
@@ -123,5 +124,5 @@ def test_ranks_that_would_go_different_ways_all_find_that() -> None:
 @pytest.mark.parametrize("victim", [0, GROUP, LAST_ALONE - 1])
 def test_a_killed_rank_is_named_by_all(victim: int) -> None:
     with crew.nothing_left():
-        outcomes = crew.run(victims.work_until_death, LAST_ALONE, "all_reduce", 1, False, victim)
-    crew.check(outcomes, victim, "all_reduce", others=LAST_ALONE - 1.0)
+        outcomes = crew.run(*die("all_reduce", "shm.all_reduce.enter", 1, victim, n=LAST_ALONE))
+    crew.check(outcomes, victim, "all_reduce", crew.WITHIN)
