@@ -194,10 +194,11 @@ def ring(found: Sequence[Wait]) -> list[Wait]:
 def told(dumps: Sequence[Dump]) -> str:
     """One paragraph that says what went wrong first."""
     found = divergences(dumps)
-    parts = [_headline(found[0], dumps) if found else _without_divergence(dumps)]
-    if found:
-        parts += [*_whereabouts(found[0], dumps)]
-    if loop := ring(waits(dumps)):
+    parts = [_headline(found[0], dumps), *_whereabouts(found[0], dumps)] if found else []
+    loop = ring(waits(dumps))
+    if not found and not loop:
+        parts.append(_without_divergence(dumps))
+    if loop:
         steps = ", ".join(f"rank {wait.waiter} for rank {wait.awaited} ({wait.what})" for wait in loop)
         parts.append(f"Ranks wait for one another in a ring: {steps}.")
     if died := _died(dumps):
@@ -231,7 +232,8 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
     missing = [*found.late, *found.silent]
     if not missing:
         return f"All ranks came to {what}, which has not ended."
-    return f"{_ranks(there)} waited{long} in {what}, to which {_ranks(missing)} never came."
+    waited = _ranks(there)
+    return f"{waited[0].upper()}{waited[1:]} waited{long} in {what}, to which {_ranks(missing)} never came."
 
 
 def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:

@@ -74,7 +74,7 @@ def test_a_mismatch_that_the_program_has_gone_on_from_is_not_what_it_is_stuck_in
         ]
         ring += [call(12, REDUCE, "under way")] if rank != 2 else []
         dumps.append(dump(rank, group(rank, ring)))
-    assert "ranks 0, 1 waited" in divergence.told(dumps)
+    assert "Ranks 0, 1 waited" in divergence.told(dumps)
     assert "to which rank 2 never came" in divergence.told(dumps)
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_never_came_and_where_it_is() -> None:
     )
     said = divergence.told([*waiting, late])
     assert (
-        "ranks 0, 2 waited for 10 s in barrier(), call 3 of group 'WORLD', to which rank 1 never came" in said
+        "Ranks 0, 2 waited for 10 s in barrier(), call 3 of group 'WORLD', to which rank 1 never came" in said
     )
     assert "its last call in this group was 2, all_reduce(float32, 4 elements, op=SUM)" in said
     assert "it is in step (train.py:7)" in said
@@ -207,7 +207,7 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_rank_in_a_loop(tmp_path: Path, backend: str) -> None:
     said = told(job(tmp_path, "loop", backend))
-    assert "ranks 0, 1 waited" in said
+    assert "Ranks 0, 1 waited" in said
     assert (
         "all_reduce(float32, 10 elements, op=SUM), call 4 of group 'WORLD', to which rank 2 never came."
         in said
