@@ -178,7 +178,8 @@ class Wait:
         """Raise GroupError when going on is hopeless, else return so that the kernel is called again."""
         late = self._late()
         if self._monitor.record is not None and not self._is_message:
-            self._monitor.record.waits(0, self._doing, late, self._started)
+            record = self._monitor.record
+            record.waits(0, self._doing, late, self._started, message=not record.is_in_call)
         waited = time.monotonic() - self._started
         found = self._monitor.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
         if found is None and waited >= self._timeout:
@@ -193,6 +194,11 @@ class Wait:
         if waited >= self._warn_after:
             self._warn_after = float("inf")
             _log.warning("%s has waited %.0f s for %s%s", self._doing, waited, self._names(late), self.hint())
+
+    def over(self) -> None:
+        """What is waited for, in no call, has come; of calls the record says so itself."""
+        if self._monitor.record is not None:
+            self._monitor.record.waits_no_more(0)
 
     def worked(self) -> None:
         """As `look` for an operation that is slow but gets on: it ends by an abort here, or when its time is up."""

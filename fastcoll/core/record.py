@@ -65,7 +65,7 @@ FAILURE_BYTES = WAITS_AT - FAILURE_AT
 
 # A wait: one that Python has looked at, so it has lasted 50 ms.
 WAITS, WAIT_WORDS, WAIT_RANKS = 4, 128, 32
-WAIT_CALL = 0  # number of the call; MESSAGE: a message; 0: none
+WAIT_CALL = 0  # number of the call; MESSAGE: it is a message, or a connection; 0: none
 WAIT_SINCE, WAIT_COUNT, WAIT_TEXT = 1, 2, 3  # when it began, for how many ranks, bytes of the text
 WAIT_RANKS_AT = 4
 WAIT_TEXT_AT = WAIT_RANKS_AT + WAIT_RANKS

@@ -307,6 +307,11 @@ class GroupRecorder:
         self._words[start + r.WAIT_COUNT], self._words[start + r.WAIT_TEXT] = len(ranks), len(text)
         self._words[start + r.WAIT_CALL] = r.MESSAGE if message else self._cells[self._calls]
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call is under way, or has not ended well."""
+        return self._cells[self._calls] > self._cells[self._finished]
+
     def waits_no_more(self, slot: int) -> None:
         """The wait of this slot is over."""
         self._words[r.WAITS_AT // 8 + slot * r.WAIT_WORDS + r.WAIT_CALL] = 0

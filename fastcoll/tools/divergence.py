@@ -195,9 +195,10 @@ def told(dumps: Sequence[Dump]) -> str:
     """One paragraph that says what went wrong first."""
     found = divergences(dumps)
     parts = [_headline(found[0], dumps), *_whereabouts(found[0], dumps)] if found else []
-    loop = ring(waits(dumps))
+    known = waits(dumps)
+    loop = ring(known)
     if not found and not loop:
-        parts.append(_without_divergence(dumps))
+        parts += [*_awaited(known, dumps)] or [_without_divergence(dumps)]
     if loop:
         steps = ", ".join(f"rank {wait.waiter} for rank {wait.awaited} ({wait.what})" for wait in loop)
         parts.append(f"Ranks wait for one another in a ring: {steps}.")
@@ -273,6 +274,16 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
             f"Rank{many} {', '.join(silent[:_MOST_NAMED])}{more} left no file: stopped, killed, or on a machine whose "
             "files are not here."
         )
+
+
+def _awaited(known: Sequence[Wait], dumps: Sequence[Dump]) -> Iterator[str]:
+    """No calls differ, but ranks wait, as for messages: who for whom, those first who wait for nobody themselves."""
+    waiting = {wait.waiter for wait in known}
+    here = {dump.rank: dump for dump in dumps}
+    for wait in sorted(known, key=lambda wait: (wait.awaited in waiting, wait.since))[:_MOST_NAMED]:
+        place = here[wait.awaited].place() if wait.awaited in here else ""
+        where = f", which is in {place}" if place else "" if wait.awaited in here else ", which left no file"
+        yield f"Rank {wait.waiter} waits for rank {wait.awaited}{where}: {wait.what}."
 
 
 def _without_divergence(dumps: Sequence[Dump]) -> str:

@@ -45,7 +45,7 @@ def group(rank: int, ring: list[Call], size: int = 3, name: str = "WORLD", **mor
 def dump(rank: int, *groups: GroupRecord, why: str = "", state: str = "", place: str = "") -> Dump:
     record = Record("job", rank, len(groups[0].members), "node", 100 + rank, 1, 0.0, "1", groups)
     stacks = f'Thread 0x10 (most recent call first):\n  File "{place}", line 7 in step\n' if place else ""
-    reasons = (Reason(60.0, why, stacks),) if why or place else ()
+    reasons = (Reason(60.0, why or "SIGQUIT", stacks),) if why or place else ()
     return Dump(Path("x"), record, reasons, {16: "MainThread"}, 60.0, 0 if state else None, state)
 
 
@@ -119,6 +119,19 @@ def test_ranks_in_two_groups_that_wait_for_one_another() -> None:
     assert any(each.text == "rank 2 waits for rank 1: recv from rank 1" for each in drawn.iter())
 
 
+def test_a_message_that_nobody_sends() -> None:
+    waits = (Waiting(0, "recv from rank 1, tag 3", 50 * SECOND, (1,), 1),)
+    dumps = [
+        dump(0, group(0, DONE, waits=waits)),
+        dump(1, group(1, DONE), place="/home/me/train.py"),
+        dump(2, group(2, DONE)),
+    ]
+    assert (
+        divergence.told(dumps)
+        == "Rank 0 waits for rank 1, which is in step (train.py:7): recv from rank 1, tag 3."
+    )
+
+
 def test_the_timeline_spreads_calls_that_were_not_timed() -> None:
     ring = [
         call(1, began=1000, ended=2000),
@@ -148,6 +161,8 @@ x = np.ones(1000, np.float32)
 for step in range(3):
     dist.all_reduce(x)
 odd = rank == size - 1
+if kind == "send" and odd:
+    dist.recv(x, 0)
 if kind == "skip" and not odd:
     dist.barrier()
 if kind == "loop" and odd:
@@ -200,8 +215,8 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
         "At call 4 of group 'WORLD' the ranks parted: rank 2 called all_reduce(float32, 10 elements, op=SUM) at"
         in said
     )
-    assert "program.py:29, where ranks 0, 1 called barrier() at" in said
-    assert "program.py:14." in said
+    assert "program.py:31, where ranks 0, 1 called barrier() at" in said
+    assert "program.py:16." in said
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
@@ -212,7 +227,7 @@ def test_a_rank_in_a_loop(tmp_path: Path, backend: str) -> None:
         "all_reduce(float32, 10 elements, op=SUM), call 4 of group 'WORLD', to which rank 2 never came."
         in said
     )
-    assert "it is in spin (program.py:18)" in said  # the launcher asked it before it was ended
+    assert "it is in spin (program.py:20)" in said  # the launcher asked it before it was ended
     assert "CollectiveTimeoutError" in said
 
 
@@ -232,6 +247,21 @@ def test_a_rank_that_died(tmp_path: Path, backend: str) -> None:
 def test_messages_that_wait_in_a_ring(tmp_path: Path) -> None:
     said = told(job(tmp_path, "recv"))
     assert "Ranks wait for one another in a ring: rank 0 for rank 1 (recv from rank 1" in said
+
+
+def test_the_first_call_over_connections_that_are_not_there_yet(tmp_path: Path) -> None:
+    """Ranks then wait for one another before the call."""
+    program, folder = tmp_path / "program.py", tmp_path / "traces"
+    program.write_text(
+        "import time\nimport numpy as np\nimport fastcoll as dist\ndist.init_process_group('tcp', timeout=2)\n"
+        "while dist.get_rank() == 0:\n    time.sleep(0.01)\ndist.all_reduce(np.ones(4))\n"
+    )
+    subprocess.run(
+        [sys.executable, "-m", "fastcoll.launch", "-n", "3", str(program)], timeout=100, capture_output=True,
+        env={**os.environ, "FASTCOLL_TRACE_DIR": str(folder)},
+    )  # fmt: skip
+    said = told(folder)
+    assert "waits for rank 0" in said or "to which rank 0 never came" in said, said
 
 
 def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_read_its_record(

@@ -347,6 +347,7 @@ class Mesh:
         wait = Wait(self.monitor, doing, lambda: [peer], self._timeout if timeout is None else timeout)
         if kind is Kind.DATA and self.rank > peer:
             self._await(lambda: key in self._made, wait)
+            wait.over()
             return self._made[key]
         while not self._dialing.acquire(timeout=_LOOK_SECONDS):
             self._look(wait)
@@ -356,6 +357,7 @@ class Mesh:
                     self._dial_control([peer], wait)  # its end is seen there
                 new = self._new_dial(peer, kind, stream)
                 self._bring_about([new], wait, lambda dial: self._made.update({key: dial.connection}))
+            wait.over()
             return self._made[key]
         except RendezvousError as error:
             raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
