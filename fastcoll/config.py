@@ -141,9 +141,13 @@ _read: dict[str, Any] = {}
 
 
 def user_folder() -> Path | None:
-    """Where fastcoll keeps what is this user's: in XDG_CONFIG_HOME, else ~/.config; None: the user has no home."""
+    """Where fastcoll keeps what is this user's: in XDG_CONFIG_HOME, else ~/.config; None: the user has no home.
+
+    A relative XDG_CONFIG_HOME does not count, as its specification says: ranks may start in different folders.
+    """
+    named = os.environ.get("XDG_CONFIG_HOME", "")
     try:
-        return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fastcoll"
+        return (Path(named) if os.path.isabs(named) else Path.home() / ".config") / "fastcoll"
     except RuntimeError:
         return None
 

@@ -16,9 +16,10 @@ _CONFIG = "-of-fastcoll-tests"
 pytest_plugins = ["pytester", "hosts.plugin"]
 
 # Ranks neither begin with what an earlier run has learned nor leave anything to the user's next one, nor is the user's
-# own secret read or made. A worker has its parent's folder.
+# own secret read or made: but by ranks of a launcher, which must have one. A worker has its parent's folder.
 os.environ.setdefault("FASTCOLL_TUNING", "none")
-if not os.environ.get("XDG_CONFIG_HOME", "").endswith(_CONFIG):
+_is_rank = any(name in os.environ for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"))
+if not _is_rank and not os.environ.get("XDG_CONFIG_HOME", "").endswith(_CONFIG):
     _folder = tempfile.TemporaryDirectory(suffix=_CONFIG)
     os.environ["XDG_CONFIG_HOME"] = _folder.name
 

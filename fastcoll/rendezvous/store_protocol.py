@@ -59,7 +59,7 @@ class StoreServer:
     carries out, and empties, `outbox` (peer, bytes to send) and `drops` (peer, reason), of connections to close.
     """
 
-    def __init__(self, secret: bytes = b"") -> None:
+    def __init__(self, secret: bytes) -> None:
         self.outbox: list[tuple[int, bytes]] = []
         self.drops: list[tuple[int, str]] = []
         self._me = Endpoint(os.urandom(GROUP_SIZE), 0, 2, secret, bool(secret))

@@ -43,7 +43,8 @@ class TCPStore(TableStore):
 
     Thread safe: a call that blocks does not hold up another thread's, which takes a connection of its
     own. A lost server is never reconnected to: every call raises StoreError from then on. A forked
-    child must open a store of its own.
+    child must open a store of its own. Both ends prove that they have the job's secret (FASTCOLL_SECRET,
+    FASTCOLL_SECRET_FILE, else the user's own).
 
     Args:
         host_name: name or address of the master's machine; the server listens there only.

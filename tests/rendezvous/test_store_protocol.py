@@ -33,7 +33,7 @@ from fastcoll.rendezvous.opening import (
     Verdict,
     prove,
 )
-from fastcoll.rendezvous.store_protocol import FRAME_SECONDS, OPENING_SECONDS, StoreServer
+from fastcoll.rendezvous.store_protocol import FRAME_SECONDS, MOST_OPENINGS, OPENING_SECONDS, StoreServer
 from fastcoll.rendezvous.table import SHAPES, Op, Request
 
 SECRET = b"a secret"
@@ -283,7 +283,7 @@ def test_who_completes_a_request_in_time_may_idle_again() -> None:
 
 
 def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
-    server = StoreServer()
+    server = StoreServer(b"")
     for peer in range(100):
         server.connect(peer, 0.0)
         server.receive(peer, hello() + encode_request(Request(Op.GET, (b"k",), timeout=9.0)), 0.0)
@@ -400,6 +400,42 @@ def test_a_wrong_secret_is_dropped() -> None:
     wire = Wire(SECRET)
     prove_as_client(wire, 1, b"another")
     assert "does not prove" in wire.dropped[1]
+
+
+def end(wire: Wire, peer: int) -> str:
+    """Why the server says that it drops a peer that has ended its connection."""
+    wire.server.end(peer)
+    wire.collect()
+    return wire.dropped[peer]
+
+
+def test_who_leaves_at_the_servers_proof_has_another_secret() -> None:
+    wire = Wire(SECRET)
+    for peer, came, reason in (
+        (1, b"", ""),  # a probe for who listens
+        (2, hello(secret=True)[:50], "before its opening was complete"),
+        (3, hello(secret=True), "when it saw this side's proof: its secret is another one; give every rank"),
+    ):
+        wire.connect(peer)
+        if came:
+            wire.feed(peer, came)
+        assert reason in end(wire, peer)
+        assert bool(wire.dropped[peer]) == bool(reason)
+    prove_as_client(wire, 4, SECRET)
+    assert end(wire, 4) == ""
+
+
+def test_the_oldest_opening_gives_way() -> None:
+    wire = Wire(SECRET)
+    prove_as_client(wire, 0, SECRET)
+    for peer in range(1, MOST_OPENINGS + 1):
+        wire.connect(peer)
+    wire.collect()
+    assert wire.dropped == {}
+    wire.connect(MOST_OPENINGS + 1)
+    wire.collect()
+    assert wire.dropped == {1: f"one of more than {MOST_OPENINGS} openings"}
+    assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
 
 
 def test_the_servers_own_proof_sent_back_is_dropped() -> None:

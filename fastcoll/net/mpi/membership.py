@@ -22,11 +22,13 @@ import numpy as np
 
 from ...core.monitor import LEAVING
 from ...core.processes import Member
-from ...errors import StoreTimeoutError, UnavailableError, UsageError
+from ...errors import RendezvousError, StoreTimeoutError, UnavailableError, UsageError
 from ...rendezvous import HashStore, Rendezvous, Store, TCPStore
 from ...rendezvous.address import make_room, own_address
 from ...rendezvous.assemble import assemble
 from ...rendezvous.detect import detect
+from ...rendezvous.opening import derive_key
+from ...rendezvous.secret import PROOF_SIZE, SAME_SECRET, is_proof, job_secret, proof
 from ...rendezvous.store import listed
 from ..tcp.control import NOTICE_SIZE, Control, Notice, NoticeError
 from .agreement import Requests, abandon
@@ -132,17 +134,18 @@ def make_comm(
 
     Raises:
         UnavailableError: the members are not ranks of one MPI job.
+        RendezvousError: over MPI a member does not prove that it has the job's secret.
         PeerDiedError, StoreTimeoutError: a member died or did not come.
     """
     world = library.MPI.COMM_WORLD
     free_finished(library)
-    mine = [world.rank, world.size, int(library.cuda_aware)]
+    mine = [world.rank, world.size, int(library.cuda_aware), os.urandom(16).hex()]
     places = assemble(store, members, rank, mine, timeout, f"making the group {name!r}")
-    ranks = [place for place, _, _ in places]
-    if len(set(ranks)) < len(ranks) or any(size != world.size for _, size, _ in places):
+    ranks = [place for place, *_ in places]
+    if len(set(ranks)) < len(ranks) or any(size != world.size for _, size, *_ in places):
         shown = ", ".join(
             f"{member} is rank {place} of {size}"
-            for member, (place, size, _) in zip(members, places, strict=True)
+            for member, (place, size, *_) in zip(members, places, strict=True)
         )
         raise UnavailableError(
             f"the ranks are not ranks of one MPI job: by MPI, {shown}; start all of them with one mpiexec or srun, "
@@ -154,7 +157,26 @@ def make_comm(
         comm = world.Create_group(chosen, zlib.crc32(name.encode()) % _LEAST_TAG_LIMIT)
         chosen.Free()
         comm.Set_errhandler(library.MPI.ERRORS_RETURN)
-    return comm, all(aware for _, _, aware in places)
+    _check_proofs(library, comm, members, "".join(nonce for *_, nonce in places))
+    return comm, all(aware for _, _, aware, _ in places)
+
+
+def _check_proofs(library: Library, comm: Any, members: Sequence[Member], nonces: str) -> None:
+    """Each member proves over MPI itself that it has the job's secret: MPI asks for none, and objects come that way.
+
+    RendezvousError, on every member: one does not; the communicator is abandoned.
+    """
+    key = derive_key(job_secret(), nonces.encode())
+    due = [proof(key, f"fastcoll over MPI, rank {rank}", ()) for rank in range(comm.size)]
+    given, byte = np.empty((comm.size, PROOF_SIZE), np.uint8), library.MPI.BYTE
+    with library.lock:
+        comm.Allgather([due[comm.rank], byte], [given, byte])
+    for member, one, expected in zip(members, given, due, strict=True):
+        if not is_proof(one.tobytes(), expected):
+            abandon([], comm)
+            raise RendezvousError(
+                f"by MPI {member} has another secret than {members[comm.rank]}; {SAME_SECRET}"
+            )
 
 
 def lay_down(library: Library, comm: Any, control: MpiControl, failed: bool) -> None:
