@@ -51,6 +51,7 @@ _PREFAULT_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 _MASK_WORDS = LINE // 8 - 1  # 960 CPUs
 _LOOK_SECONDS = 0.05
+_MOUNT = f"mount a writable tmpfs there (mount -t tmpfs none {DIRECTORY})"
 _DOING = "making a group in shared memory"
 # Pids mean something in their own pid namespace only.
 _PREFIX = f"fastcoll-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
@@ -173,7 +174,7 @@ def _create(name: str) -> posix_ipc.SharedMemory:
         return posix_ipc.SharedMemory("/" + name, posix_ipc.O_CREX, mode=0o600)
     except (OSError, posix_ipc.Error) as error:
         raise ResourceError(
-            f"cannot create shared memory in {DIRECTORY}: {error}; is it mounted and writable?"
+            f"cannot create shared memory in {DIRECTORY}: {error}; {_MOUNT}, or choose backend='tcp'"
         ) from error
 
 
@@ -191,7 +192,7 @@ def nameless() -> int:
 
 def unlink(name: str) -> None:
     """Remove a segment's name if it is still there; mappings stay."""
-    with contextlib.suppress(posix_ipc.ExistentialError):
+    with contextlib.suppress(posix_ipc.ExistentialError, OSError):  # the second: read-only, so there is none
         posix_ipc.unlink_shared_memory("/" + name)
 
 
@@ -212,7 +213,7 @@ def sweep() -> list[str]:
 def stale() -> list[str]:
     """The names that `sweep` would remove."""
     found = []
-    for name in os.listdir(DIRECTORY):
+    for name in os.listdir(DIRECTORY) if os.path.isdir(DIRECTORY) else ():
         pid, _, start = name.removeprefix(_PREFIX).rpartition("-")[0].partition("-")
         ours = name.startswith(_PREFIX) and name.endswith(session())
         if ours and pid.isdigit() and _start_time(int(pid)) != start:
@@ -317,7 +318,10 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
 def _choose(size: int) -> Layout:
     """Sizes that fit into half of what /dev/shm has left, since others need some as well."""
     wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
-    free = free_bytes() // 2 // size
+    try:
+        free = free_bytes() // 2 // size
+    except FileNotFoundError as error:
+        raise ResourceError(f"there is no {DIRECTORY}; {_MOUNT}, or choose backend='tcp'") from error
     if wanted <= free:
         return plan(size, wanted)
     try:

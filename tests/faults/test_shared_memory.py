@@ -34,12 +34,17 @@ print("RESULT", fastcoll.shared_arrays.contains(np.ones(1 << 18, np.float32)))
 
 def run_in_small_shm(tmp_path, size: str, program: str = PROGRAM) -> list[str]:
     """The program's results in a mount namespace whose /dev/shm has `size`, and what it warns of."""
+    return run_behind(tmp_path, f"mount -t tmpfs -o size={size} tmpfs /dev/shm", program)
+
+
+def run_behind(tmp_path, mount: str, program: str = PROGRAM) -> list[str]:
+    """As above, behind a command that mounts things."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a small /dev/shm in a namespace of its own")
     script = tmp_path / "program.py"
     script.write_text(program.replace("{path!r}", repr(os.path.dirname(os.path.dirname(__file__)))))
-    mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec {sys.executable} {script}"
-    done = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=120)
+    command = ["unshare", "-m", "sh", "-c", f"{mount} && exec {sys.executable} {script}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     results = [line for line in done.stdout.splitlines() if line.startswith(("RESULT", "WARNING"))]
     assert done.returncode == 0, done.stderr
     assert len(results) >= 2, done.stderr
@@ -51,6 +56,22 @@ def test_too_small_is_refused_with_sizes_and_the_cure_on_every_rank(tmp_path):
         assert "RESULT 0" in result
         assert "KiB free" in result
         assert "--shm-size" in result
+
+
+DEVICES = "mknod /dev/null c 1 3 && mknod /dev/urandom c 1 9 && chmod 666 /dev/null /dev/urandom"
+WITHOUT = {
+    "read-only": ("mount -t tmpfs -o ro tmpfs /dev/shm", "cannot create shared memory in /dev/shm: "),
+    "missing": (f"mount -t tmpfs tmpfs /dev && {DEVICES}", "there is no /dev/shm; "),
+}
+
+
+@pytest.mark.parametrize("how", WITHOUT)
+def test_none_or_one_that_cannot_be_written_is_said_with_the_cure_on_every_rank(tmp_path, how):
+    mount, said = WITHOUT[how]
+    for result in run_behind(tmp_path, mount):
+        assert result.startswith("RESULT 0 ")
+        assert said in result
+        assert "mount a writable tmpfs there" in result
 
 
 def test_small_means_smaller_segments(tmp_path):
