@@ -131,9 +131,36 @@ def test_any_schedule_of_calls_that_match_or_not(data: st.DataObject) -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_any_schedule_of_many_ranks(data: st.DataObject) -> None:
-    rounds = data.draw(programs(MANY, most=20, length=3))
-    with Engines(MANY, seed=data.draw(st.integers(0, 1 << 30))) as engines:
+    n = data.draw(st.sampled_from([17, MANY, 21]))
+    rounds = data.draw(programs(n, most=20, length=3))
+    with Engines(n, seed=data.draw(st.integers(0, 1 << 30))) as engines:
         check(engines, rounds)
+
+
+def test_a_rank_that_is_late_is_among_those_that_many_ranks_wait_for() -> None:
+    late = 5
+    with Engines(MANY, seed=1) as engines:
+        parts = {rank: Call("barrier", 0).of(engines, rank) for rank in range(MANY) if rank != late}
+        assert {engines.begin(rank, part.prepared, part.arrays) for rank, part in parts.items()} == {WORKED}
+        for _ in range(10 * MANY):
+            for here in parts:
+                for there in parts:
+                    if here != there:
+                        engines.carry(here, there)
+            assert {engines.go_on(rank, part.prepared) for rank, part in parts.items()} == {WORKED}
+        waited_for = [engines.contexts[rank].is_late() for rank in parts]
+    assert all(late in ranks and rank not in ranks for rank, ranks in zip(parts, waited_for, strict=True))
+    assert min(map(len, waited_for)) <= MANY // 2
+
+
+def test_many_ranks_add_up_their_balances() -> None:
+    """A rank gives more than the others expect, which the sum of all balances alone shows."""
+    usual = Call("all_gather", 3)
+    with Engines(MANY, seed=3) as engines:
+        parts = [usual.of(engines, rank) for rank in range(MANY)]
+        parts[7].prepared._words[words.BALANCE] += 1
+        results = engines.run([[(part.prepared, part.arrays)] for part in parts])
+    assert results == [[MISMATCH]] * MANY
 
 
 def _mostly_ahead(n: int, length: int, draw: random.Random) -> list[list[Call]]:

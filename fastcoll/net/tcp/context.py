@@ -14,7 +14,7 @@ from . import engine_layout as w
 from .executor import PIECE
 from .meet import AHEAD, HELD
 from .plans import plan as t
-from .plans.circulant import gather_headers
+from .plans.circulant import combine_headers, gather_headers, known_before
 from .plans.shape import HEADER_BYTES, MEET_RANKS, Limits, Shape, sizes_of
 
 _LOOSE = frozenset({"broadcast", "reduce"})
@@ -116,9 +116,12 @@ class NetContext:
         """The peers that a meeting sends to or receives from."""
         if size > MEET_RANKS:
             meeting = Shape("barrier", size, rank, (), limits)
-            self._meeting = Prepared(0, meeting, gather_headers(size, rank, HEADER_BYTES))
-            self.words[w.MEETING], self.met = self._meeting.address, self._meeting.peers
-            self.make_room(self._meeting)
+            self._meeting = Prepared(0, meeting, combine_headers(size, rank, HEADER_BYTES))
+            self._gathering = Prepared(0, meeting, gather_headers(size, rank, HEADER_BYTES))
+            self.words[[w.MEETING, w.GATHERING]] = self._meeting.address, self._gathering.address
+            self.met = self._meeting.peers
+            for prepared in (self._meeting, self._gathering):
+                self.make_room(prepared)
 
     def __getitem__(self, index: int) -> int:
         return int(self.words[index])
@@ -150,7 +153,14 @@ class NetContext:
         """The ranks whose headers the call under way waits for."""
         if self.size <= MEET_RANKS:
             return self.waited_for
-        return np.flatnonzero(self.headers()[:, w.NUMBER] < self[w.CALLS]).tolist()
+        if self[w.STAGE] == w.TELL:
+            return np.flatnonzero(self.headers()[:, w.NUMBER] < self[w.CALLS]).tolist()
+        if self[w.STAGE] != w.MEET:
+            return []
+        table = self._meeting.plan.table
+        phase = int(table[min(self[w.PHASE], len(table) - 1), t.PHASE])
+        known = [*known_before(self.size), self.size][phase]
+        return sorted((self.rank + step) % self.size for step in range(known, self.size))
 
     @property
     def is_ahead(self) -> bool:

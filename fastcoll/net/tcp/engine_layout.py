@@ -30,7 +30,7 @@ PATIENT_SWEEPS = 19  # sweeps in vain before the thread sleeps in poll(2)
 SWEEP = 20  # number of the last sweep
 SINCE = 21  # when this run of the engine began, in ns
 SENT, HAVE = 22, 23  # addresses: bytes of each peer's outbox sent, and of its inbox received
-MEETING = 24  # address of the prepared call that brings the headers together; 0: everybody sends to everybody
+MEETING = 24  # address of the prepared call that combines all headers; 0: everybody sends to everybody
 WAITING = 25  # how many of the pollfds, from the first one on, are of connections that the call waits for
 PATIENCE = 26  # the table of kernels/waiting.py
 # What meet.py says of calls whose headers have not all been waited for:
@@ -50,7 +50,8 @@ STREAK = NEXT + 8  # how many calls in a row began soon after the one before
 RING = NEXT + 9  # address of the ring of the group's record (kernels/recording.py); 0: none
 FINISHED = NEXT + 10  # number of the last call that is complete
 BEGAN = NEXT + 11  # when the call under way began, in ns
-CONTEXT_WORDS = NEXT + 12
+GATHERING = NEXT + 12  # address of the prepared call that then brings all headers together, if they differ
+CONTEXT_WORDS = NEXT + 13
 
 # ---- a prepared call ----------------------------------------------------------------------------------
 CALL, SHAPE = 0, 1  # the fingerprint, see core/signature.py
@@ -66,10 +67,10 @@ MOVES = 13  # whether anything is sent or received after the meeting
 PREPARED_WORDS = 14
 
 # ---- a header -----------------------------------------------------------------------------------------
-NUMBER, HEAD_CALL, HEAD_SHAPE, HEAD_BALANCE, HEAD_ATTACHED = range(5)
+NUMBER, HEAD_CALL, HEAD_SHAPE, HEAD_BALANCE, HEAD_ATTACHED, HEAD_DIFFERS = range(6)
 
 # ---- stages -------------------------------------------------------------------------------------------
-IDLE, MEET, RUN = 0, 1, 2
+IDLE, MEET, RUN, TELL = range(4)
 
 # Tags of the context's address:
 RESUMED = 1  # go on with the call under way

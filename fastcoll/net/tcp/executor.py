@@ -2,6 +2,7 @@
 
     IDLE --begin--> MEET --the headers that it needs agree--> RUN --the last phase is complete--> IDLE
                     MEET --they differ, and Python has read all of them--> IDLE
+                    MEET --combined they differ--> TELL --all headers are here, and Python has read them--> IDLE
 
 It comes back within 50 ms, with its state in the context, whenever it can't go on or has worked for so long.
 
@@ -24,6 +25,7 @@ from ...kernels.recording import record_call, record_end
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some, wait_ready
 from ...kernels.waiting import BUDGET, now
 from . import engine_layout as w
+from .combine import all_agree, combine
 from .meet import (
     GOES_ON,
     SEEN_EVERY,
@@ -98,7 +100,11 @@ def begin_phase(c, d, row):
                 source = _place(c, _row_at(d, end + 1 + k), t.BUFFER, t.OFFSET)
                 store_word(load_word(c, w.SOURCES), k, source)
             items = load_word(at, t.NBYTES) // load_word(d, w.ITEMSIZE)
-            _reduce(c, d, _place(c, at, t.BUFFER, t.OFFSET), count, items)
+            target = _place(c, at, t.BUFFER, t.OFFSET)
+            if load_word(d, w.REDUCER) == 0:
+                combine(target, load_word(c, w.SOURCES))
+            else:
+                _reduce(c, d, target, count, items)
         elif load_word(at, t.KIND) == t.COPY:
             source = _place(c, at, t.BUFFER2, t.OFFSET2)
             copy(_place(c, at, t.BUFFER, t.OFFSET), source, load_word(at, t.NBYTES))
@@ -250,6 +256,28 @@ def _run(c, d, exchanges, idle):
             return WORKED
 
 
+@kernel
+def _meet(c, d, idle):
+    """Go on with the meeting: DONE when all headers that the call needs agree, MISMATCH, or as `_run` returns."""
+    status = GOES_ON
+    if load_word(c, w.MEETING) == 0:
+        while status == GOES_ON:
+            status = _run(c, d, True, idle)
+            if status == DONE:
+                status = compare(c, d)
+        return status
+    if load_word(c, w.STAGE) == w.MEET:
+        status = _run(c, load_word(c, w.MEETING), False, idle)
+        if status != DONE or all_agree(c):
+            return status
+        _begin_plan(c, 0)
+        store_word(c, w.STAGE, w.TELL)
+    status = _run(c, load_word(c, w.GATHERING), False, idle)
+    if status == DONE:
+        status = compare(c, d)
+    return GARBLED if status == DONE else status
+
+
 @inlined
 def _place_arrays(c, d, table):
     """Note where the arrays of a tuple begin; False: a whole one and the other overlap."""
@@ -305,12 +333,8 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
         store_word(c, w.STAGE, w.MEET)
     store_word(c, w.SINCE, _time(c))
     idle = 0 if tagged & w.RESUMED == 0 else SEEN_EVERY - 1
-    if load_word(c, w.STAGE) == w.MEET:
-        meeting, status = load_word(c, w.MEETING), GOES_ON
-        while status == GOES_ON:
-            status = _run(c, d, True, idle) if meeting == 0 else _run(c, meeting, False, idle)
-            if status == DONE:
-                status = compare(c, d)
+    if load_word(c, w.STAGE) != w.RUN:
+        status = _meet(c, d, idle)
         if status != DONE:
             return status
         _begin_plan(c, load_word(d, w.PAYLOADS))

@@ -6,6 +6,7 @@
     HEAD_SHAPE      bytes that this rank contributes
     HEAD_BALANCE    0 over all ranks if what they give is what the others expect (core/signature.py)
     HEAD_ATTACHED   bytes that follow this header
+    HEAD_DIFFERS    not 0: a combination of headers that differ (combine.py, for more than 16 ranks)
 
 A call is *strict* on a rank that goes on when it has the headers of all ranks. All of them compare in the same way,
 and either all go on or all raise, with nothing under way. A small broadcast is *loose* on its root, and a small
@@ -131,6 +132,7 @@ def write_headers(c, d, loose):
         store_word(frame, w.HEAD_SHAPE, load_word(d, w.SHAPE))
         store_word(frame, w.HEAD_ATTACHED, 0)
         store_word(frame, w.HEAD_BALANCE, load_word(d, w.BALANCE))
+        store_word(frame, w.HEAD_DIFFERS, 0)
         if keeps:
             store_word(record, 2 * peer, load_word(d, w.CALL))
             store_word(record, 2 * peer + 1, load_word(d, w.SHAPE))

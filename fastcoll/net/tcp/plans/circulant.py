@@ -5,14 +5,20 @@ rank h further. To reduce and scatter, the same happens backwards: partial resul
 A block's operands are combined around the circle, ending with its own rank: the order differs from block to
 block, but all ranks get the same bits.
 
-Bruck and others: Efficient algorithms for all-to-all communications in multiport message-passing systems, IEEE TPDS 8
-(1997); Träff: Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms, arXiv:2410.14234 (2024).
+Headers of calls are combined in as many rounds, each of the same few bytes. A rank that has the combination of h ranks
+from itself on, and that of all of these but itself, gets the combination of the next h, or h - 1, so that it comes to n
+exactly: no header is combined twice, as their balances are added up.
+
+Bar-Noy, Kipnis, Schieber: An optimal algorithm for computing census functions in message-passing systems, Parallel
+Processing Letters 3 (1993); Bruck and others: Efficient algorithms for all-to-all communications in multiport
+message-passing systems, IEEE TPDS 8 (1997); Träff: Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms,
+arXiv:2410.14234 (2024).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ....core.partition import Span, even
 from .plan import FRAMES, SCRATCH, Plan, Rows
@@ -38,10 +44,47 @@ def all_reduce(shape: Shape) -> Plan:
     return rows.plan()
 
 
-def gather_headers(size: int, rank: int, header: int) -> Plan:
-    """Let all ranks have the headers of all, of `header` bytes, which lie one after the other in FRAMES."""
+def _growth(size: int) -> list[tuple[int, int]]:
+    """Of each round of a meeting, of how many ranks one knows before and after it: twice as many, or one less."""
+    known = [size]
+    while known[0] > 1:
+        known.insert(0, (known[0] + 1) // 2)
+    return list(pairwise(known))
+
+
+def known_before(size: int) -> list[int]:
+    """Of how many ranks, from itself on, a rank knows before each phase of `combine_headers`."""
+    return [before for before, _ in _growth(size)]
+
+
+COMBINED = 0
+"""Offset in SCRATCH of what `combine_headers` comes to."""
+
+
+def combine_headers(size: int, rank: int, header: int) -> Plan:
+    """Let all ranks have the combination of all headers, of `header` bytes, of which each has its own in FRAMES."""
     rows = Rows()
-    gather_spans(rows, rank, [Span(each * header, header) for each in range(size)], FRAMES, 0)
+    whole, others, *landing = ((SCRATCH, COMBINED + place * header) for place in range(4))
+    rows.copy(0, whole, (FRAMES, rank * header), header)
+    for phase, (before, after) in enumerate(_growth(size)):
+        doubles, got = after == 2 * before, landing[phase % 2]
+        step = before if doubles else before - 1
+        rows.send(phase, (rank - step) % size, whole if doubles else others, header)
+        rows.recv(phase, (rank + step) % size, got, header)
+        rows.fold(phase + 1, others, header, [others, got] if before > 1 else [got])
+        rows.fold(phase + 1, whole, header, [whole, got])
+    return rows.plan(4 * header)
+
+
+def gather_headers(size: int, rank: int, header: int) -> Plan:
+    """Let all ranks have the headers of all, one after the other in FRAMES; among the peers of `combine_headers`."""
+    rows, blocks = Rows(), [Span(each * header, header) for each in range(size)]
+    for phase, (before, after) in enumerate(_growth(size)):
+        skips = 2 * before - after  # 1 where the giver's own header is known
+        for span in _around(blocks, rank + skips, after - before):
+            rows.send(phase, (rank - before + skips) % size, (FRAMES, span.offset), span.nbytes)
+        for span in _around(blocks, rank + before, after - before):
+            rows.recv(phase, (rank + before - skips) % size, (FRAMES, span.offset), span.nbytes)
     return rows.plan()
 
 
