@@ -1,4 +1,4 @@
-"""Nonblocking sockets in kernels: libc's send, recv and poll by file descriptor.
+"""Nonblocking sockets in kernels: libc's send, sendmsg, recv and poll by file descriptor.
 
 A transfer returns how many bytes it moved, 0 when the socket is not ready, or a negative number when the
 connection is over: -errno, or CLOSED when the peer ended it in order.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 
 from .jit import external, inlined, kernel
-from .primitives import half_word_at
+from .primitives import half_word_at, store_word
 
 CLOSED = -(1 << 20)  # below every -errno
 
@@ -18,7 +18,12 @@ READABLE, WRITABLE = 0x1, 0x4  # POLLIN, POLLOUT
 _NOT_NOW = (errno.EAGAIN, errno.EINTR)
 _FLAGS = 0x4040  # MSG_DONTWAIT | MSG_NOSIGNAL
 
+# What `send_both` needs, of zeros at first: a msghdr, by words, of which the others stay 0, and two iovecs.
+_PIECES, _COUNT, _FIRST = 2, 3, 7
+VECTOR_BYTES = 8 * (_FIRST + 4)
+
 _send = external("send", "int64(int32, int64, int64, int32)")
+_sendmsg = external("sendmsg", "int64(int32, int64, int32)")
 _recv = external("recv", "int64(int32, int64, int64, int32)")
 _poll = external("poll", "int32(int64, int64, int32)")
 _errno_location = external("__errno_location", "int64()")
@@ -37,6 +42,20 @@ def failure():
 def send_some(fd, address, nbytes):
     """Send up to `nbytes` from `address`, without waiting."""
     moved = _send(fd, address, nbytes, _FLAGS)
+    return moved if moved >= 0 else failure()
+
+
+@inlined
+def send_both(fd, vector, first, size, second, more):
+    """As `send_some`, of `size` bytes at `first` and then `more` at `second`, with VECTOR_BYTES of its own."""
+    pieces = vector + 8 * _FIRST
+    store_word(vector, _PIECES, pieces)
+    store_word(vector, _COUNT, 2)
+    store_word(pieces, 0, first)
+    store_word(pieces, 1, size)
+    store_word(pieces, 2, second)
+    store_word(pieces, 3, more)
+    moved = _sendmsg(fd, vector, _FLAGS)
     return moved if moved >= 0 else failure()
 
 

@@ -208,7 +208,7 @@ class Engine:
     def _crossing(self, peer: int) -> str:
         """What else may be the matter with a send that is not taken."""
         pipe, number = self._routes[peer]
-        if not pipe.has_unread(number):
+        if not pipe.has_unread(number) and not self._exchange.peers[peer].kept_messages:
             return ""
         return (
             f"; a message of {self.vigil.name(peer)} lies here, too, which no receive has taken: if both ranks wait "

@@ -36,7 +36,8 @@ class Peer:
         pipe, number: the way to it.
         entering: the send whose message, or whose rest, enters the pipe.
         interest: how many posted receives a message of it could match.
-        armed: one of them which the pipe completes by itself; the first that was posted.
+        armed: one of them which the pipe completes by itself; the first that was posted. The pipe may have its
+            message already, and wait for space to answer it.
         is_bounded: whether the bytes that may be attached are counted.
         credit: bytes that may still be attached to messages for which it has no receive.
         attached: by number, how many bytes were attached to a message.
@@ -232,6 +233,8 @@ class Exchange:
     def _on_entered(self, rank: int) -> None:
         peer = self.peers[rank]
         peer.entering = None
+        if peer.owed:
+            self._answer(rank)  # now, between two messages
         self._begin_next(peer)
 
     def _on_acked(self, rank: int) -> None:
@@ -274,7 +277,7 @@ class Exchange:
         """The receive for a new message; None: the message is kept."""
         peer = self.peers[message.source]
         receive = peer.armed
-        if receive is not None and receive.tag == message.tag:
+        if receive is not None and receive.tag == message.tag and peer.pipe.is_armed(peer.number):
             peer.armed = None
             peer.pipe.disarm(peer.number)
         else:

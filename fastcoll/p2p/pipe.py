@@ -147,7 +147,7 @@ class Pipe(Protocol):
     # ---- short cuts ------------------------------------------------------------------------------
 
     def send(self, array: NDArray[Any], peer: int, kind: int) -> int:
-        """Send a contiguous array and wait until it is taken: DONE, AGAIN, WORKED, REFUSED or LATER."""
+        """Send a contiguous array and wait until it is taken: DONE, AGAIN, WORKED, OTHER, REFUSED or LATER."""
         return LATER
 
     def receive(self, array: NDArray[Any], source: int, kind: int) -> int:

@@ -167,25 +167,26 @@ class ListVigil(Monitor):
 
 
 class PairMesh:
-    """Connects the ranks of a world over loopback; what `dialed` holds can be broken by a test."""
+    """Connects the ranks of a world over loopback; what `connections` holds can be broken by a test."""
 
     def __init__(self, meshes: list[PairMesh], rank: int) -> None:
         self.rank = rank
-        self.dialed: dict[int, socket.socket] = {}
-        self.accepted: dict[int, socket.socket] = {}
+        self.connections: dict[int, socket.socket] = {}
+        self.others: list[socket.socket] = []
+        """To close in the end, too."""
         self._meshes = meshes
         self._callback: Callable[[int, socket.socket], None] | None = None
-        self._lock = threading.Lock()
 
-    def dial_mail(self, peer: int) -> socket.socket:
-        with self._lock:
-            if peer not in self.dialed:
-                self.dialed[peer], other = tcp_pair()
-                self._meshes[peer].take(self.rank, other)
-            return self.dialed[peer]
+    def mail(self, peer: int) -> socket.socket:
+        with _pairing:
+            if peer not in self.connections:
+                here, there = tcp_pair()
+                self.connections[peer] = here
+                self._meshes[peer].take(self.rank, there)
+            return self.connections[peer]
 
     def take(self, peer: int, connection: socket.socket) -> None:
-        self.accepted[peer] = connection
+        self.connections[peer] = connection
         assert self._callback is not None
         self._callback(peer, connection)
 
@@ -193,8 +194,11 @@ class PairMesh:
         self._callback = callback
 
     def close(self) -> None:
-        for connection in (*self.dialed.values(), *self.accepted.values()):
+        for connection in (*self.connections.values(), *self.others):
             connection.close()
+
+
+_pairing = threading.Lock()
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -18,9 +18,9 @@ from fastcoll import config
 from fastcoll.errors import ResourceError, UsageError
 from fastcoll.launch.nodes import free_port
 from fastcoll.net.tcp import listener as listening
+from fastcoll.net.tcp.dials import Dial, dial_all
 from fastcoll.net.tcp.interfaces import Interface
 from fastcoll.net.tcp.listener import Listener, acquire, release
-from fastcoll.net.tcp.mesh import Dial, dial_all
 from fastcoll.rendezvous.opening import (
     OPENING_SIZE,
     PROOF_SIZE,

@@ -43,7 +43,7 @@ def a_stranger(world: WireWorld) -> socket.socket:
     """The other end of a connection on which rank 1 takes messages of rank 0."""
     here, there = tcp_pair()
     world.meshes[1].take(0, there)
-    world.meshes[0].dialed[0] = here  # closed with the world
+    world.meshes[0].others.append(here)  # closed with the world
     return here
 
 
@@ -90,9 +90,9 @@ def test_answers_of_posted_receives_wait_for_space(worlds: Worlds) -> None:
     """The sender takes no answers until many more are due than the connection holds."""
     world = worlds()
     here, there = socket.socketpair()  # a few hundred answers fill it
-    there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     world.meshes[1].take(0, there)
-    world.meshes[0].dialed[0] = here
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    world.meshes[0].others.append(here)
     count, done = 1000, []
 
     def receive() -> None:
@@ -114,11 +114,59 @@ def test_answers_of_posted_receives_wait_for_space(worlds: Worlds) -> None:
     assert answers == b"".join(frame(TAKEN, nbytes=1, number=n + 1) for n in range(count))
 
 
+@pytest.mark.parametrize("nbytes", [0, 500, 8000])
+def test_both_fill_the_connection_before_either_receives(worlds: Worlds, nbytes: int) -> None:
+    """Frames enter in part on both sides, and the answers to what is received meanwhile wait for them."""
+    world = worlds()
+    here, there = tcp_pair()
+    world.meshes[0].take(1, here)
+    world.meshes[1].take(0, there)
+    for end in (here, there):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    count = 600
+    posted = threading.Barrier(2)
+
+    def program(me: Rank) -> None:
+        peer = 1 - me.rank
+        works = [me.isend(pattern(nbytes, n), peer) for n in range(count)]
+        posted.wait(DEADLINE)
+        for n in range(count):
+            got = np.zeros(nbytes, "u1")
+            work = me.irecv(got, peer)  # one at a time, which the pipe completes by itself
+            assert work.wait(DEADLINE)
+            assert (got == pattern(nbytes, n)).all(), n
+        assert all(work.wait(DEADLINE) for work in works)
+
+    world.run(program, program)
+
+
+def test_a_blocking_send_meets_a_message_before_its_answer(worlds: Worlds) -> None:
+    world = worlds()
+
+    def first(me: Rank) -> None:
+        got = np.zeros(3)
+        for n in range(50):
+            me.send(np.full(2, float(n)), 1)
+            me.recv(got, 1, 7)
+            assert (got == n).all()
+
+    def second(me: Rank) -> None:
+        got = np.zeros(2)
+        for n in range(50):
+            work = me.isend(np.full(3, float(n)), 0, 7)
+            me.recv(got, 0)
+            assert (got == n).all()
+            assert work.wait(DEADLINE)
+
+    world.run(first, second)
+
+
 def test_small_messages_that_do_not_fit_into_the_connection_follow(worlds: Worlds) -> None:
     """Posted while the receiver reads nothing: one enters in part, the others wait for it; the credit is kept."""
     world = worlds()
     here, there = tcp_pair()
-    world.meshes[0].dialed[1], world.meshes[0].accepted[1] = here, there
+    world.meshes[0].connections[1] = here
+    world.meshes[0].others.append(there)
     nbytes = 8 << 10
     count = 2 * WINDOW // nbytes
     works = [world.ranks[0].isend(pattern(nbytes, n), 1) for n in range(count)]
@@ -184,7 +232,8 @@ def test_a_sender_that_ignores_its_credit_is_refused(worlds: Worlds) -> None:
 def test_a_garbled_ack(worlds: Worlds, verdict: int) -> None:
     world = worlds()
     here, there = tcp_pair()
-    world.meshes[0].dialed[1], world.meshes[0].accepted[1] = here, there
+    world.meshes[0].connections[1] = here
+    world.meshes[0].others.append(there)
     there.sendall(frame(verdict))
     with pytest.raises(AbortedError, match=r"rank 1 .*no message"):
         world.ranks[0].send(np.zeros(3), 1)
@@ -196,7 +245,8 @@ def test_an_ack_that_answers_nothing(worlds: Worlds, number: int, posted: bool) 
     """A GO for a message that is complete, an ack for one that was never sent."""
     world = worlds()
     here, there = tcp_pair()
-    world.meshes[0].dialed[1], world.meshes[0].accepted[1] = here, there
+    world.meshes[0].connections[1] = here
+    world.meshes[0].others.append(there)
     there.sendall(frame(3 if number == 1 else 1, number=number))
     me = world.ranks[0]
     with pytest.raises(AbortedError, match=r"rank 1 .*no message"):
@@ -281,7 +331,7 @@ def test_a_reset_in_the_middle_of_a_send(worlds: Worlds, monkeypatch: pytest.Mon
     me, peer = world.ranks
     work = me.isend(np.zeros(20 << 20), 1)
     me.await_on_the_way(1, 1)
-    connection = world.meshes[1].accepted[0]
+    connection = world.meshes[1].connections[0]
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     peer.mailbox.close(None)
     connection.close()
@@ -295,7 +345,7 @@ def test_the_reason_that_a_peer_gives_comes_before_its_silence(worlds: Worlds) -
     me.isend(np.zeros(3), 1)
     me.await_on_the_way(1, 1)
     peer.vigil.fail(AbortedError("out of luck"))
-    world.meshes[1].accepted[0].close()
+    world.meshes[1].connections[0].close()
     with pytest.raises(AbortedError, match="out of luck"):
         me.recv(np.zeros(3), 1)
 
@@ -308,7 +358,7 @@ def test_a_peer_that_cannot_be_reached_fails_the_group(worlds: Worlds, posted: b
     def refuse(peer: int) -> socket.socket:
         raise PeerDiedError(f"rank {peer} is not there")
 
-    world.meshes[0].dial_mail = refuse  # type: ignore[method-assign]
+    world.meshes[0].mail = refuse  # type: ignore[method-assign]
     waiting = me.irecv(np.zeros(1), 1)
     with pytest.raises(GroupError, match="rank 1 is not there"):
         me.isend(np.zeros(3), 1).wait(DEADLINE) if posted else me.send(np.zeros(3), 1)
@@ -339,17 +389,6 @@ def test_nothing_is_left_open(worlds: Worlds) -> None:
     world.run(program, program, program)
     world.close()
     assert os.listdir("/proc/self/fd") == before
-
-
-def test_a_second_connection_of_a_peer_is_closed(worlds: Worlds) -> None:
-    world = worlds()
-    a_stranger(world)
-    here, there = tcp_pair()
-    callback = world.meshes[1]._callback
-    assert callback is not None
-    callback(0, there)
-    with here:
-        assert here.recv(1) == b""
 
 
 @pytest.mark.parametrize("posted", [False, True])

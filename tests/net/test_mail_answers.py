@@ -1,4 +1,4 @@
-"""Answers that wait for the next message: when, on which connection, and that nobody waits for them in vain."""
+"""Answers that wait for the next message: when, and that nobody waits for them in vain."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def together(world: WireWorld, *programs: Callable[[Rank], None]) -> None:
 
 
 def warm_up(world: WireWorld) -> None:
-    """Both connections are there."""
+    """The connection is there."""
     together(
         world,
         lambda me: (me.send(np.ones(1), 1), me.recv(np.ones(1), 1)),
@@ -67,7 +67,6 @@ def test_an_answer_travels_with_the_next_message(pair: WireWorld, nbytes: int) -
     replier = threading.Thread(target=second.send, args=(y, 0))
     replier.start()
     sender.join(DEADLINE)
-    assert row(first)[words.ACK_AHEAD] == 1
     assert first.recv(got[0], 1) == 1
     replier.join(DEADLINE)
     assert (got[0] == y).all()
@@ -180,7 +179,7 @@ def test_the_thread_ends_by_itself(pair: WireWorld) -> None:
 def test_an_answer_ahead_that_nobody_waits_for_is_garbage(pair: WireWorld) -> None:
     here, there = tcp_pair()
     pair.meshes[1].take(0, there)
-    pair.meshes[0].dialed[0] = here
+    pair.meshes[0].others.append(here)
     here.sendall(np.array([TAKEN | 1 << TYPE_BITS, 0, 0, 0], np.int64).tobytes())
     with pytest.raises(AbortedError, match="no message"):
         pair.ranks[1].recv(np.zeros(1), 0)

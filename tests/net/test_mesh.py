@@ -23,9 +23,11 @@ from fastcoll.core import processes
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError, RendezvousError, UsageError
 from fastcoll.net.tcp import listener as listening
 from fastcoll.net.tcp import mesh as mesh_module
+from fastcoll.net.tcp.dials import dial_all
 from fastcoll.net.tcp.interfaces import interfaces_here
 from fastcoll.net.tcp.mesh import Mesh, control_peers
 from fastcoll.rendezvous import HashStore, PrefixStore, TCPStore
+from fastcoll.rendezvous.opening import Kind
 from net.meshes import ProxiedStore, crew, died_of, elsewhere, make_all, meshes, nothing_left
 
 
@@ -158,7 +160,7 @@ def test_large_groups_watch_some_peers_and_meet_the_others_when_needed(
         assert made[0]._control.peers == set(control_peers(0, 12)) == {1, 2, 4, 8, 10, 11}
         talk(*together(lambda: made[0].data(6), lambda: made[6].data(0)))
         assert 6 in made[0]._control.peers
-        made[9].dial_mail(3)
+        made[9].mail(3)
         assert 3 in made[9]._control.peers
 
 
@@ -177,24 +179,40 @@ def test_watching_is_mutual_and_joins_everybody(size: int) -> None:
     assert hops <= size.bit_length()
 
 
-def test_mail_goes_one_way_and_early_connections_are_kept() -> None:
+def test_mail_goes_both_ways_and_early_connections_are_kept() -> None:
     with meshes(3) as made:
         got: list[tuple[int, socket.socket]] = []
-        sent = made[0].dial_mail(2)
-        assert made[0].dial_mail(2) is sent
+        sent = made[0].mail(2)
+        assert made[0].mail(2) is sent
         sent.send(b"early")
         end = time.monotonic() + 10
-        while not made[2]._mail_in:
+        while (Kind.MAIL, 0, 0) not in made[2]._made:
             assert time.monotonic() < end
             time.sleep(0.002)
+        back = made[2].mail(0)
         made[2].on_mail(lambda peer, connection: got.append((peer, connection)))
-        later = made[1].dial_mail(2)
+        later = made[1].mail(2)
         while len(got) < 2:
             assert time.monotonic() < end
             time.sleep(0.002)
         assert [peer for peer, _ in got] == [0, 1]
+        assert got[0][1] is back
         talk(later.fileno(), got[1][1].fileno())
-        assert got[0][1].recv(10) == b"early"
+        assert back.recv(10) == b"early"
+        talk(sent.fileno(), back.fileno())
+
+
+@pytest.mark.parametrize("first", [0, 1, None])
+def test_there_is_one_connection_for_messages_whoever_dials_it(first: int | None) -> None:
+    for _ in range(20):
+        with meshes(2) as made:
+            if first is None:
+                ends = together(lambda: made[0].mail(1).fileno(), lambda: made[1].mail(0).fileno())
+            else:
+                made[first].mail(1 - first)
+                ends = [made[0].mail(1).fileno(), made[1].mail(0).fileno()]
+            talk(*ends)
+            assert [sum(kind is Kind.MAIL for kind, _, _ in each._made) for each in made] == [1, 1]
 
 
 def test_groups_of_one_process_share_the_listener() -> None:
@@ -331,8 +349,8 @@ def test_an_abort_reaches_the_others() -> None:
 def test_a_second_connection_for_the_same_stream_is_closed() -> None:
     with meshes(2) as (a, b):
         one, other = together(lambda: a.data(1), lambda: b.data(0))
-        again = a._new_dial(1, mesh_module.Kind.DATA, 0)
-        mesh_module.dial_all([again], lambda: None)
+        again = a._new_dial(1, Kind.DATA, 0)
+        dial_all([again], lambda: None)
         again.connection.settimeout(5)
         assert again.connection.recv(1) == b""
         again.close()

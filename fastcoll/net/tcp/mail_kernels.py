@@ -7,15 +7,13 @@ end, and hold BUSY unless they are DONE; `post_send` and `post_receive` begin on
 
 Answers may wait for the next message, so that both take one system call and one packet: where ranks take turns, an
 answer (TAKEN) is followed within a microsecond by a message to the same rank. Once that has happened often in a row, a
-blocking receive leaves its answer *deferred*, and the send that follows puts it ahead of its own frame, on its own
-connection. Whatever else the rank does next with messages sends the answer first. When it does nothing, a thread
-(`mind`) does so within 2 ms, and then many more turns must be seen before an answer is deferred again: what that wait
-costs is less than what the turns before it have gained. (The thread naps for 1 ms; with 0.1 ms its waking up cost more
-than the answers.)
+blocking receive leaves its answer *deferred*, and the send that follows puts it ahead of its own frame. Whatever else
+the rank does next with messages sends the answer first. When it does nothing, a thread (`mind`) does so within 2 ms,
+and then many more turns must be seen before an answer is deferred again: what that wait costs is less than what the
+turns before it have gained. (The thread naps for 1 ms; with 0.1 ms its waking up cost more than the answers.)
 
-The rank that waits for this answer meets it before any message: who sends a blocking message has none under way, so
-all frames before it have been read. 8 bytes between two ranks take 10.0 us without this and 8.4 us with it, 1 KiB 10.1
-and 7.4, 32 KiB 21.4 and 17.3 (AMD EPYC).
+A blocking send waits for its answer and meets no message before it where ranks take turns. Where it does, the peer has
+posted a message of its own: the engine goes on then, since it has room for what no receive wants yet.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ from .mail_sweep import PIECES_A_CALL, idle, read_next, sweep
 _SEND, _SENT = number_of("tcp.send.enter"), number_of("tcp.send.after_done")
 _RECEIVE, _RECEIVED = number_of("tcp.recv.enter"), number_of("tcp.recv.after_done")
 _POSTED_SEND, _POSTED_RECEIVE = number_of("tcp.isend.after_post"), number_of("tcp.irecv.after_post")
-_LOOK_ELSEWHERE = 16  # tries
 _SOON = 20_000  # ns between a receive and the send that follows it
 _FEWEST_TURNS, _MOST_TURNS, _GROWTH = 64, 1024, 4  # before answers are deferred
 _IDLE_NAPS = 20  # of 1 ms, before the thread ends
@@ -85,7 +82,7 @@ def _note_turn(m, row, peer):
 @kernel
 def _defer(m, row, peer):
     """Leave the answer to the message of `peer` that was read last to the next send, if that is going to be soon."""
-    if not _takes_turns(row) or load_word(m, f.MINDED) == 0 or load_word(row, f.OUT_FD) < 0:
+    if not _takes_turns(row) or load_word(m, f.MINDED) == 0:
         return False
     store_word(m, f.DEFERRED, peer + 1)
     store_word(m, f.DEFERRALS, load_word(m, f.DEFERRALS) + 1)
@@ -144,16 +141,16 @@ def mind(mail: Index, patience: Index) -> int:
 
 @entry
 def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
-    """Send a contiguous array of `size` bytes, and wait until it is taken: DONE, AGAIN, WORKED, REFUSED or LATER.
+    """Send a contiguous array of `size` bytes, and wait until it is taken: DONE, AGAIN, WORKED, OTHER or REFUSED.
 
-    Or UNMINDED. Only while no other message to this peer is entering or unacked.
+    Or LATER, or UNMINDED. Only while no other message to this peer is entering or unacked.
     """
     m, peer = integer(mail), integer(dst)
     # Whoever had them may have left a message half-way to the engine, which says so by BEHIND.
     if not seize_unless(m + 8 * f.BUSY, m + 8 * f.BEHIND):
         return LATER
     row = row_of(m, peer)
-    if load_word(row, f.OUT_FD) < 0:
+    if load_word(row, f.FD) < 0:
         return _let_go(m, LATER)
     if load_word(m, f.DEFERRED) != peer + 1 and not _send_deferred(m):
         return _let_go(m, LATER)
@@ -183,41 +180,27 @@ def _send(m, row, peer, data, nbytes, kind):
                 turn = 0
                 pieces += 1
                 continue
-        elif _read_answer(row, turn):
-            verdict = load_word(row, f.ACK_VERDICT)
-            asked = verdict == GO and load_word(row, f.SENDING) == 1 and attached < nbytes
-            if load_word(row, f.ACK_NUMBER) != load_word(row, f.SENT) or (verdict == GO and not asked):
-                store_word(row, f.OUT_GONE, f.GARBLED)
-            elif asked:
-                f.begin_rest(row, data, nbytes, load_word(row, f.SENT), attached)
-                store_word(row, f.SENDING, 2)
+        else:
+            frame = f.read_frame(row)
+            if frame >= f.MESSAGE:
+                return OTHER
+            if frame != 0:
+                asked = frame == GO and load_word(row, f.SENDING) == 1 and attached < nbytes
+                if load_word(row, f.ACK_NUMBER) != load_word(row, f.SENT) or (frame == GO and not asked):
+                    store_word(row, f.IN_GONE, f.GARBLED)
+                elif asked:
+                    f.begin_rest(row, data, nbytes, load_word(row, f.SENT), attached)
+                    store_word(row, f.SENDING, 2)
+                else:
+                    store_word(row, f.SENDING, 0)
+                    reached(_SENT)
+                    return DONE if frame == TAKEN else REFUSED
                 continue
-            else:
-                store_word(row, f.SENDING, 0)
-                reached(_SENT)
-                return DONE if verdict == TAKEN else REFUSED
-        ahead = -1  # the connection on which an answer may still come ahead of a message
-        if not (
-            entering or load_word(row, f.IN_GONE) or load_word(row, f.IN_STAGE) or f.has_frame(row, f.IN)
-        ):
-            ahead = load_word(row, f.IN_FD)
-        events = WRITABLE if entering else READABLE
-        if not idle(m, load_word(row, f.OUT_FD), events, load_word(row, f.OUT_GONE), turn, ahead):
+        wishes, gone = (WRITABLE, f.OUT_GONE) if entering else (READABLE, f.IN_GONE)
+        if not idle(m, load_word(row, f.FD), wishes, load_word(row, gone), turn):
             return AGAIN
         turn += 1
     return WORKED
-
-
-@inlined
-def _read_answer(row, turn):
-    """Read the answer if it is there, on the connection on which it is expected, now and then on the other one."""
-    ahead = load_word(row, f.ACK_AHEAD) != 0
-    if turn % _LOOK_ELSEWHERE == _LOOK_ELSEWHERE - 1:
-        ahead = not ahead
-    if not ahead:
-        return f.read_ack(row)
-    may_come = load_word(row, f.IN_FD) >= 0 and load_word(row, f.IN_STAGE) == f.IDLE
-    return may_come and f.read_header(row) == TAKEN
 
 
 @entry
@@ -276,8 +259,8 @@ def _receive(m, row, peer, data, nbytes, kind):
                 events |= WRITABLE
         stage = load_word(row, f.IN_STAGE)
         if stage in (f.IDLE, f.AWAITING_REST):
-            header = f.read_header(row)
-            if header == TAKEN:  # no answer is waited for
+            header = f.read_frame(row)
+            if header != 0 and header < f.MESSAGE:  # no answer is waited for
                 store_word(row, f.IN_GONE, f.GARBLED)
             elif header != 0 and stage == f.IDLE:
                 if header != f.MESSAGE or not _begin_receive(row, data, nbytes, kind):
@@ -308,7 +291,7 @@ def _receive(m, row, peer, data, nbytes, kind):
             turn = 0
             pieces += 1
             continue
-        if not idle(m, load_word(row, f.IN_FD), events, load_word(row, f.IN_GONE), turn, -1):
+        if not idle(m, load_word(row, f.FD), events, load_word(row, f.IN_GONE), turn):
             return AGAIN
         turn += 1
     return WORKED
@@ -327,7 +310,7 @@ def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Inde
     if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
         return -LATER
     row = row_of(m, integer(dst))
-    if load_word(row, f.OUT_FD) < 0 or f.is_entering(row) or not _send_deferred(m):
+    if load_word(row, f.FD) < 0 or f.is_entering(row) or not _send_deferred(m):
         return _let_go(m, -LATER)
     f.begin_message(row, word_at(object_at(tensor) + DATA), nbytes, integer(word), nbytes, False)
     f.push(row)
@@ -374,12 +357,14 @@ def complete(mail: Index, handled: Index, peer: Index, number: Index) -> int:
     event = 0
     since = now(m)
     while event < last and not f.is_entering(row) and now(m) - since < load_word(m, f.SPIN):
-        if event == 0 and load_word(row, f.WATCHED) > 0:
-            event = read_next(row)
-            if event not in (0, RECEIVED):
+        following = read_next(row)
+        if following == ACKED and event == RECEIVED:
+            event = BOTH
+        elif following != NOTHING and event == 0:
+            event = following
+            if event != RECEIVED:
                 break
-        if last == BOTH and f.read_ack(row):
-            event = BOTH if event == RECEIVED else ACKED
+        elif following != NOTHING:  # a message, which is read again
             break
     event = event + integer(peer) * EVENTS if event else sweep(m, False, True)
     return _tell(m, event)

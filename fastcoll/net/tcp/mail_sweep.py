@@ -42,11 +42,8 @@ def _wait(m, count, turn):
 
 
 @inlined
-def idle(m, fd, wishes, gone, turn, other):
-    """As `_wait`, for a blocking call on one connection, and `other`, on which something readable matters too, or -1.
-
-    False: go back to Python.
-    """
+def idle(m, fd, wishes, gone, turn):
+    """As `_wait`, for a blocking call on one connection. False: go back to Python."""
     if load_acquire(m + 8 * f.BELL) != 0:
         return False
     if gone == 0 and fd >= 0:
@@ -56,29 +53,32 @@ def idle(m, fd, wishes, gone, turn, other):
         if time - load_word(m, f.SINCE) < load_word(m, f.SPIN):
             return True
         _pollfd(m, 0, fd, wishes)
-        if other >= 0:
-            _pollfd(m, 1, other, READABLE)
-        return _wait(m, 2 if other >= 0 else 1, turn + 1) >= 0
+        return _wait(m, 1, turn + 1) >= 0
     # Nothing will come: sleep until the bell rings.
     store_word(m, f.SINCE, now(m) - load_word(m, f.SPIN))
     _wait(m, 0, 1)
     return False
 
 
+# ---- one connection ------------------------------------------------------------------------------------------
+
+
 @inlined
 def _reads(row, watch_all):
-    """Whether the next header of a peer is of interest."""
-    return watch_all or load_word(row, f.WATCHED) + load_word(row, f.EXPECTED) > 0
+    """Whether the next frame of a peer is of interest: a message that may be wanted, a rest or an ack."""
+    wanted = load_word(row, f.WATCHED) + load_word(row, f.EXPECTED) + load_word(row, f.UNACKED)
+    return watch_all or wanted > 0
 
 
 @inlined
-def _read_header(row):
-    header = f.read_header(row)
-    if header == 0:
+def _read(row):
+    """Read the next frame of a peer: the event, MOVED or NOTHING."""
+    frame = f.read_frame(row)
+    if frame == 0:
         return NOTHING
-    if header == events.TAKEN:
+    if frame < f.MESSAGE:
         return events.ACKED
-    if header != f.MESSAGE:
+    if frame != f.MESSAGE:
         return events.REST
     return _take_armed(row) if f.is_for_armed(row) else events.HEADER
 
@@ -90,81 +90,68 @@ def _take_armed(row):
 
 @kernel
 def read_next(row):
-    """Read the next header of a peer, or go on with its message for the armed receive: the event, or NOTHING."""
+    """Read the next frame of a peer, or go on with its message for the armed receive: the event, or events.NOTHING."""
     event = NOTHING
-    if load_word(row, f.IN_STAGE) == f.IDLE:
-        event = _read_header(row)
-    elif load_word(row, f.IN_STAGE) >= f.ARMED_ARRIVING:
+    if load_word(row, f.ARMED_NUMBER) != 0:
+        event = events.RECEIVED if f.answer_armed(row) else NOTHING
+    elif load_word(row, f.IN_STAGE) == f.IDLE:
+        event = _read(row)
+    elif load_word(row, f.IN_STAGE) == f.ARMED_ARRIVING:
         event = _take_armed(row)
-    return event if event > MOVED else NOTHING
-
-
-@inlined
-def _answer_may_come(row):
-    """Whether the next frame, which is not here yet, may be an answer."""
-    return load_word(row, f.UNACKED) > 0 and not f.has_frame(row, f.IN)
-
-
-@inlined
-def _acks_here(row):
-    return load_word(row, f.UNACKED) > 0 and f.has_frame(row, f.OUT)
+    return event if event > MOVED else events.NOTHING
 
 
 @inlined
 def _is_decided_here(row, watch_all):
     """Whether there is something to decide without any system call."""
     if load_word(row, f.IN_STAGE) != f.IDLE:
-        return _acks_here(row) or (
-            load_word(row, f.IN_STAGE) == f.ARRIVING and load_word(row, f.IN_LEFT) == 0
-        )
-    if load_word(row, f.UNACKED) > 0 and f.has_answer_ahead(row):
-        return True
-    return _acks_here(row) or (f.has_frame(row, f.IN) and _reads(row, watch_all))
+        return load_word(row, f.IN_STAGE) == f.ARRIVING and load_word(row, f.IN_LEFT) == 0
+    return f.has_frame(row) and _reads(row, watch_all)
+
+
+@inlined
+def _writes(row):
+    """Whether anything waits for space: a frame that enters, or answers."""
+    waits = f.is_entering(row) or load_word(row, f.OWED) > 0 or load_word(row, f.ARMED_NUMBER) != 0
+    return waits and load_word(row, f.OUT_GONE) == 0
 
 
 @kernel
 def _list(m, peer, count, watch_all):
     """List what is to be polled of one peer; the new count."""
     row = row_of(m, peer)
-    for side in range(2):
-        first = f.IN if side else f.OUT
-        if load_word(row, first + f.GONE) != 0 or load_word(row, first + f.FD) < 0:
-            continue
-        if side:
-            stage = load_word(row, f.IN_STAGE)
-            answering = stage == f.ARMED_ANSWERING
-            reads = stage != f.IDLE or _reads(row, watch_all) or _answer_may_come(row)
-            reads &= not answering
-            writes = load_word(row, f.OWED) > 0 or answering
-        else:
-            reads, writes = load_word(row, f.UNACKED) > 0, f.is_entering(row)
-        wishes = (READABLE if reads else 0) | (WRITABLE if writes else 0)
-        if wishes:
-            _pollfd(m, count, load_word(row, first + f.FD), wishes)
-            store_word(load_word(m, f.OWNERS), count, 2 * peer + side)
-            count += 1
+    if load_word(row, f.FD) < 0:
+        return count
+    reads = load_word(row, f.IN_STAGE) != f.IDLE or _reads(row, watch_all)
+    reads &= load_word(row, f.IN_GONE) == 0
+    wishes = (READABLE if reads else 0) | (WRITABLE if _writes(row) else 0)
+    if wishes:
+        _pollfd(m, count, load_word(row, f.FD), wishes)
+        store_word(load_word(m, f.OWNERS), count, peer)
+        count += 1
     return count
 
 
 @kernel
-def _serve_out(row, ready):
-    """Move what can move on the outgoing connection; what concerns Python, or MOVED."""
-    if ready & ~READABLE and f.is_entering(row) and f.push(row):
-        return MOVED if f.is_entering(row) else events.ENTERED
-    if ready & ~WRITABLE and load_word(row, f.UNACKED) > 0 and f.read_ack(row):
-        return events.ACKED
-    return NOTHING
+def _serve_out(row):
+    """Send what can be sent to a peer, answers between frames: the event, MOVED or NOTHING."""
+    if f.is_entering(row):
+        moved = f.push(row)
+        if load_word(row, f.OUT_GONE) == 0:
+            if not moved:
+                return NOTHING
+            return MOVED if f.is_entering(row) else events.ENTERED
+    if load_word(row, f.ARMED_NUMBER) != 0 and f.answer_armed(row):
+        return events.RECEIVED
+    return events.ACK_SPACE if load_word(row, f.OWED) > 0 else NOTHING
 
 
 @kernel
-def _serve_in(row, ready, watch_all):
-    if ready & WRITABLE and load_word(row, f.OWED) > 0:
-        return events.ACK_SPACE
+def _serve_in(row, watch_all):
+    """Receive what can be received from a peer: the event, MOVED or NOTHING."""
     if load_word(row, f.IN_STAGE) == f.IDLE:
-        if _reads(row, watch_all):
-            return _read_header(row)
-        return events.ACKED if _answer_may_come(row) and f.read_header(row) == events.TAKEN else NOTHING
-    if load_word(row, f.IN_STAGE) >= f.ARMED_ARRIVING:
+        return _read(row) if _reads(row, watch_all) else NOTHING
+    if load_word(row, f.IN_STAGE) == f.ARMED_ARRIVING:
         return _take_armed(row)
     if load_word(row, f.IN_LEFT) > 0 and f.pull(row):
         if load_word(row, f.IN_LEFT) > 0:
@@ -174,15 +161,28 @@ def _serve_in(row, ready, watch_all):
     return NOTHING
 
 
+@inlined
+def _serve(row, ready, watch_all):
+    """Serve both directions of a connection: what an event leaves undone is ready again."""
+    sent = NOTHING
+    if ready & ~READABLE and _writes(row):
+        sent = _serve_out(row)
+    if sent > MOVED:
+        return sent
+    received = _serve_in(row, watch_all) if ready & ~WRITABLE else NOTHING
+    return max(sent, received)
+
+
 @kernel
 def _serve_buffered(row):
     """What `_is_decided_here` has found."""
-    if _acks_here(row):
-        return events.ACKED if f.read_ack(row) else NOTHING
     if load_word(row, f.IN_STAGE) != f.IDLE:
         store_word(row, f.IN_STAGE, f.IDLE)
         return events.ARRIVED
-    return _read_header(row)
+    return _read(row)
+
+
+# ---- all connections -----------------------------------------------------------------------------------------
 
 
 @inlined
@@ -200,11 +200,10 @@ def _serve_ready(m, count, watch_all):
         ready = load_word(load_word(m, f.POLLFDS), index) >> _REVENTS_AT & 0xFFFF
         if ready == 0:
             continue
-        owner = load_word(load_word(m, f.OWNERS), index)
-        row = row_of(m, owner // 2)
-        event = _serve_in(row, ready, watch_all) if owner & 1 else _serve_out(row, ready)
+        peer = load_word(load_word(m, f.OWNERS), index)
+        event = _serve(row_of(m, peer), ready, watch_all)
         if event > MOVED:
-            return _tell(m, owner // 2, event)
+            return _tell(m, peer, event)
         if event == MOVED:
             result = MOVED
     return result

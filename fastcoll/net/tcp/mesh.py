@@ -1,175 +1,41 @@
 """Mesh: the connections of one rank with the others of a group, made when they are needed.
 
 Three kinds, each a TCP socket of its own: CONTROL for notices, with every peer that anything is exchanged with;
-DATA for the bytes of collectives, by stream; MAIL for messages, from the sender to the receiver. Of two ranks the
-lower one dials DATA, the sender dials MAIL. `make` brings about CONTROL with all peers, or in groups of more than 32
-with those at the distances 1, 2, 4, ... both ways, along which failures spread.
+DATA for the bytes of collectives, by stream; MAIL for messages. `make` brings about CONTROL with all peers, or in
+groups of more than 32 with those at the distances 1, 2, 4, ... both ways, along which failures spread.
 
-A peer that is refused, unreachable or drops the opening is tried again (it may be short of descriptors, or the
-network between only just coming up); one that does not fit is not.
+Of two ranks the lower one dials DATA. MAIL is dialed by whoever sends first, and carries both directions. Where both
+ranks dial, that of the lower one stands: it closes what the higher one dials meanwhile or later, and else says
+by a byte that it stands, before which the higher one does not use it.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 from ...core.monitor import Wait
 from ...core.processes import Member, witnesses
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
 from ...failpoints import reach
 from ...rendezvous import Store
-from ...rendezvous.address import shown
 from ...rendezvous.assemble import GroupMeeting
-from ...rendezvous.opening import Dialing, Endpoint, Kind, Opening, OpeningError, RefusedError
+from ...rendezvous.opening import Kind, Opening
 from .control import Control, NetMonitor
-from .interfaces import Interface, family_of, tune
+from .dials import LOOK_SECONDS, RETRY_FIRST, RETRY_MOST, Dial, dial_all
 from .listener import Roster, gather
-
-_LOOK_SECONDS = 0.05
-_RETRY_FIRST, _RETRY_MOST = 0.01, 0.25
-_IP_BIND_ADDRESS_NO_PORT = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Python 3.12 has the name
-
-Wish = tuple[int, int] | float
-"""A descriptor and the poll events that are waited for, or until when nothing can be done."""
-
-
-class Dial:
-    """One connection of a kind and stream to a group rank, in the making, from `source` to where that listens.
-
-    Attributes:
-        connection: the socket, once `is_done`.
-        reason: why the last try failed.
-        refused_since: when the first of the last tries was, at which nothing listened there; None: others failed.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        peer: int,
-        kind: Kind,
-        stream: int,
-        source: Interface,
-        target: tuple[str, int],
-    ) -> None:
-        self.peer = peer
-        self.where = f"{shown(*target)} from {source}"
-        self.reason = "no answer"
-        self.refused_since: float | None = None
-        self.is_done = False
-        self.waits_for: Wish = 0.0
-        self._socket: socket.socket | None = None
-        self._steps = self._tries(lambda: Dialing(endpoint, peer, kind, stream), source, target)
-
-    @property
-    def connection(self) -> socket.socket:
-        assert self._socket is not None, "it stands"
-        return self._socket
-
-    def step(self) -> None:
-        """Go as far as possible without blocking; RendezvousError: the peer does not fit, do not try again."""
-        self.waits_for = next(self._steps, 0.0)
-
-    def close(self) -> None:
-        """Give up, or close what was made."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
-
-    def _tries(
-        self, begin: Callable[[], Dialing], source: Interface, target: tuple[str, int]
-    ) -> Iterator[Wish]:
-        pause = _RETRY_FIRST
-        while True:
-            try:
-                yield from self._try(begin(), source, target)
-                self.is_done = True
-                return
-            except RefusedError as error:
-                self.close()
-                raise RendezvousError(f"the rank at {self.where} cannot be joined: {error}") from error
-            except OpeningError as error:
-                self.reason, refused = str(error), False
-            except OSError as error:
-                self.reason, refused = error.strerror or str(error), error.errno == errno.ECONNREFUSED
-            self.close()
-            now = time.monotonic()
-            self.refused_since = (self.refused_since or now) if refused else None
-            while time.monotonic() < now + pause:
-                yield now + pause
-            pause = min(2 * pause, _RETRY_MOST)
-
-    def _try(self, dialing: Dialing, source: Interface, target: tuple[str, int]) -> Iterator[Wish]:
-        made = self._socket = socket.socket(family_of(source.address), socket.SOCK_STREAM)
-        tune(made)
-        # Without this the kernel takes a port for every connection of the machine, not for this destination.
-        made.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
-        made.bind((source.address, 0))
-        while (status := made.connect_ex(target)) in (errno.EINPROGRESS, errno.EALREADY):
-            yield made.fileno(), select.POLLOUT
-        # A loopback port that nobody listens on can connect to itself.
-        status = status or (errno.ECONNREFUSED if made.getsockname() == made.getpeername() else 0)
-        if status:
-            raise OSError(status, os.strerror(status))
-        made.send(dialing.opening)
-        while dialing.wants:
-            yield made.fileno(), select.POLLIN
-            try:
-                data = made.recv(dialing.wants)
-            except BlockingIOError:
-                continue
-            if not data:
-                raise OpeningError("it closed the connection during the opening")
-            if reply := dialing.take(data):
-                made.send(reply)
-
-
-def dial_all(
-    dials: Sequence[Dial], look: Callable[[], None], stands: Callable[[Dial], None] = lambda _: None
-) -> None:
-    """Bring all connections about, and let `stands` take each over as soon as it stands.
-
-    `look`, called at least every 50 ms, may raise, which ends the others. RendezvousError: a peer does not fit.
-    """
-    looked = time.monotonic()
-    waiting = list(dials)
-    try:
-        while True:
-            for dial in list(waiting):
-                dial.step()
-                if dial.is_done:
-                    waiting.remove(dial)
-                    stands(dial)
-            if not waiting:
-                return
-            poller, until = select.poll(), time.monotonic() + _LOOK_SECONDS
-            for dial in waiting:
-                if isinstance(dial.waits_for, tuple):
-                    poller.register(*dial.waits_for)
-                else:
-                    until = min(until, dial.waits_for)
-            poller.poll(1000 * max(until - time.monotonic(), 0.0) + 0.5)
-            if time.monotonic() - looked >= _LOOK_SECONDS:
-                look()
-                looked = time.monotonic()
-    except BaseException:
-        for dial in waiting:
-            dial.close()
-        raise
-
 
 ALL_CONTROL = 32
 # A rank tells where it listens when it does, until it lets go of the group, of which it tells too.
 _REFUSED_SECONDS = 2.0
 
 OnMail = Callable[[int, socket.socket], None]
-"""Takes a connection from a group rank, whose messages come on it; on the listener's thread, must not block."""
+"""Takes the connection with a group rank for messages; on the listener's thread, must not block."""
+_STANDS = b"\1"  # what the lower rank says of a connection for messages that the higher one has dialed
 
 
 def control_peers(rank: int, size: int) -> list[int]:
@@ -208,7 +74,7 @@ class Mesh:
         self.monitor = NetMonitor(members, rank, self._control)
         self._roster: Roster | None = None
         self._made: dict[tuple[Kind, int, int], socket.socket] = {}  # by kind, peer and stream
-        self._mail_in: list[tuple[int, socket.socket]] = []
+        self._dialing_mail: set[int] = set()  # higher peers
         self._on_mail: OnMail = lambda peer, connection: None
         self._changed = threading.Condition()
         self._dialing = threading.Lock()
@@ -229,14 +95,15 @@ class Mesh:
         """
         return self._connection(Kind.DATA, peer, stream, timeout).fileno()
 
-    def dial_mail(self, peer: int) -> socket.socket:
-        """The connection on which this rank sends messages to `peer`, and hears of them; as `data`."""
+    def mail(self, peer: int) -> socket.socket:
+        """The connection for messages with `peer`, made unless either has done so; as `data`, but by one rank alone."""
         return self._connection(Kind.MAIL, peer, 0, None)
 
     def on_mail(self, callback: OnMail) -> None:
-        """Give `callback` the connections on which peers send messages, those of before and of later."""
+        """Give `callback` the connections for messages that peers have made, those of before and of later."""
         with self._changed:
-            self._on_mail, held = callback, list(self._mail_in)
+            self._on_mail = callback
+            held = [(peer, each) for (kind, peer, _), each in self._made.items() if kind is Kind.MAIL]
         for peer, connection in held:
             callback(peer, connection)
 
@@ -264,7 +131,7 @@ class Mesh:
         self._control.close_inherited()
 
     def _connections(self) -> list[socket.socket]:
-        return [*self._made.values(), *(connection for _, connection in self._mail_in)]
+        return list(self._made.values())
 
     # ---- making -----------------------------------------------------------------------------------------
 
@@ -349,20 +216,75 @@ class Mesh:
             self._await(lambda: key in self._made, wait)
             wait.over()
             return self._made[key]
-        while not self._dialing.acquire(timeout=_LOOK_SECONDS):
+        while not self._dialing.acquire(timeout=LOOK_SECONDS):
             self._look(wait)
         try:
             if key not in self._made:
                 if peer not in self._control.peers:
                     self._dial_control([peer], wait)  # its end is seen there
-                new = self._new_dial(peer, kind, stream)
-                self._bring_about([new], wait, lambda dial: self._made.update({key: dial.connection}))
+                if kind is Kind.DATA:
+                    self._dial(key, wait)
+                elif self.rank < peer:
+                    self._dial_mail_up(key, wait)
+                else:
+                    self._dial_mail_down(key, wait)
             wait.over()
             return self._made[key]
         except RendezvousError as error:
             raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
         finally:
             self._dialing.release()
+
+    def _dial(self, key: tuple[Kind, int, int], wait: Wait) -> None:
+        kind, peer, stream = key
+        new = self._new_dial(peer, kind, stream)
+        self._bring_about([new], wait, lambda dial: self._made.update({key: dial.connection}))
+
+    def _dial_mail_up(self, key: tuple[Kind, int, int], wait: Wait) -> None:
+        """Dial a higher rank, whose own connection is turned away meanwhile; unless it has come."""
+        peer = key[1]
+        with self._changed:
+            if key in self._made:
+                return
+            self._dialing_mail.add(peer)
+        try:
+            self._dial(key, wait)
+        finally:
+            self._dialing_mail.discard(peer)
+
+    def _dial_mail_down(self, key: tuple[Kind, int, int], wait: Wait) -> None:
+        """Dial a lower rank until the connection stands, or that of the lower rank has come."""
+        pause = RETRY_FIRST
+        while key not in self._made:
+            new = self._new_dial(key[1], Kind.MAIL, 0)
+            try:
+                self._bring_about([new], wait, lambda dial: None)
+                if self._stands(new.connection, key, wait):
+                    with self._changed:
+                        if self._closed:
+                            raise self._gone()
+                        self._made[key] = new.connection
+                    return
+            except BaseException:
+                new.close()
+                raise
+            new.close()
+            with self._changed:
+                self._changed.wait_for(lambda: key in self._made, pause)
+            pause = min(2 * pause, RETRY_MOST)
+            self._look(wait)
+
+    def _stands(self, connection: socket.socket, key: tuple[Kind, int, int], wait: Wait) -> bool:
+        """Whether the lower rank uses the connection that this one has dialed."""
+        poller = select.poll()
+        poller.register(connection, select.POLLIN)
+        while not poller.poll(1000 * LOOK_SECONDS):
+            if key in self._made:
+                return False
+            self._look(wait)
+        with suppress(OSError):
+            return connection.recv(len(_STANDS)) == _STANDS
+        return False
 
     def _look(self, wait: Wait) -> None:
         if self._closed:
@@ -374,7 +296,7 @@ class Mesh:
         """Wait for what the listener's thread brings."""
         while True:
             with self._changed:
-                if self._changed.wait_for(is_there, _LOOK_SECONDS):
+                if self._changed.wait_for(is_there, LOOK_SECONDS):
                     return
             self._look(wait)
 
@@ -385,17 +307,24 @@ class Mesh:
 
     def _arrived(self, theirs: Opening, connection: socket.socket) -> None:
         key = (theirs.kind, theirs.rank, theirs.stream)
+        is_lower, is_mail = theirs.rank < self.rank, theirs.kind is Kind.MAIL
         with self._changed:
-            if self._closed or (theirs.kind is Kind.DATA and (key in self._made or theirs.rank > self.rank)):
+            wanted = theirs.kind is Kind.CONTROL or key not in self._made
+            if theirs.kind is Kind.DATA:
+                wanted &= is_lower
+            elif is_mail and not is_lower:
+                wanted &= theirs.rank not in self._dialing_mail
+            if self._closed or not wanted:
                 connection.close()
                 return
             if theirs.kind is Kind.CONTROL:
                 self._control.add(theirs.rank, connection)
-            elif theirs.kind is Kind.DATA:
-                self._made[key] = connection
             else:
-                self._mail_in.append((theirs.rank, connection))
+                if is_mail and not is_lower:
+                    with suppress(OSError):  # it broke already, which its first use finds out
+                        connection.send(_STANDS)  # before anybody here can send a message
+                self._made[key] = connection
             on_mail = self._on_mail
             self._changed.notify_all()
-        if theirs.kind is Kind.MAIL:
+        if is_mail:
             on_mail(theirs.rank, connection)

@@ -1,4 +1,4 @@
-"""Connections as a pipe for messages: each rank dials one to each peer that it sends to, at its first message."""
+"""Connections as a pipe for messages: one with each peer, both ways, made at the first message."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ class TcpPipe(WordPipe):
         self._mesh = mesh
         self._monitor = monitor
         super().__init__(f, f.MAIL_WORDS, f.ROW_WORDS, size)
-        self.rows[:, [f.OUT_FD, f.IN_FD]] = -1
-        self._pollfds = np.zeros((2, 2 * size + 1), np.int64)
+        self.rows[:, f.FD] = -1
+        self._pollfds = np.zeros((2, size + 1), np.int64)
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
-        self._dialed = [False] * size
         self._lost: dict[int, float] = {}
         # The bell's descriptor, and what is kept of a connection; a signal handler may come in the middle.
         self._lock = threading.RLock()
@@ -61,38 +60,35 @@ class TcpPipe(WordPipe):
         self.table[f.SPIN] = spin
         self.table[f.POLLFDS], self.table[f.OWNERS] = map(address_of, self._pollfds)
         self._minder: threading.Thread | None = None
-        mesh.on_mail(self._accepted)
+        mesh.on_mail(self._take)
 
     # ---- connections -----------------------------------------------------------------------------
 
     def is_ready(self, peer: int) -> bool:
-        return self._dialed[peer]
+        return self.word(peer, f.FD) >= 0
 
     def prepare(self, peer: int) -> None:
-        connection = self._mesh.dial_mail(peer)
-        connection.setblocking(False)
-        if connection.getsockname()[0] == connection.getpeername()[0]:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SNDBUF)
-        with self._lock:
-            if not self.is_ready(peer) and self._bell >= 0:
-                self._give_buffers(peer, {f.OUT_BUFFER: f.BUFFER, f.ACK_BUFFER: f.ACKS})
-                self.rows[peer, f.OUT_FD] = connection.fileno()
-                self._dialed[peer] = True
+        self._take(peer, self._mesh.mail(peer))
 
-    def _accepted(self, peer: int, connection: socket.socket) -> None:
-        connection.setblocking(False)
+    def _take(self, peer: int, connection: socket.socket) -> None:
+        """Begin to use the connection with a peer, unless that was done."""
         with self._lock:
-            if self.rows[peer, f.IN_FD] >= 0 or self._bell < 0:
-                connection.close()  # a rank dials once
+            if self.is_ready(peer) or self._bell < 0:
                 return
-            self._give_buffers(peer, {f.IN_BUFFER: f.BUFFER, f.ANSWER: f.FRAME})
-            self.rows[peer, f.IN_FD] = connection.fileno()
+            connection.setblocking(False)
+            with suppress(OSError):  # it broke already, which its first use finds out
+                if connection.getsockname()[:1] == connection.getpeername()[:1]:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SNDBUF)
+            for word, nbytes in (
+                (f.IN_BUFFER, f.BUFFER),
+                (f.OUT_BUFFER, f.BUFFER),
+                (f.OUT_VECTOR, f.VECTOR),
+                (f.ANSWER, f.FRAME),
+            ):
+                buffer = self._buffers[peer, word] = np.zeros(nbytes // 8, np.int64)
+                self.rows[peer, word] = address_of(buffer)
+            self.rows[peer, f.FD] = connection.fileno()
         self.ring_bell()
-
-    def _give_buffers(self, peer: int, sizes: dict[int, int]) -> None:
-        for word, nbytes in sizes.items():
-            buffer = self._buffers[peer, word] = np.zeros(nbytes // 8, np.int64)
-            self.rows[peer, word] = address_of(buffer)
 
     def check(self, peer: int | None) -> None:
         for rank in range(len(self.rows)) if peer is None else (peer,):
@@ -116,7 +112,7 @@ class TcpPipe(WordPipe):
         )
 
     def has_unread(self, peer: int) -> bool:
-        fd = self.word(peer, f.IN_FD)
+        fd = self.word(peer, f.FD)
         if fd < 0:
             return False
         in_kernel = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
@@ -127,7 +123,7 @@ class TcpPipe(WordPipe):
         self.words[f.STOP] = 1
         if self._minder is not None:
             self._minder.join()
-        self.rows[:, [f.OUT_FD, f.IN_FD]] = -1
+        self.rows[:, f.FD] = -1
         with self._lock:
             os.close(self._bell)
             self._bell = -1
