@@ -26,7 +26,7 @@ from ..core.processes import Member, dead_among
 from ..core.recorder import GroupRecorder
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
-from ..errors import ArrayError, GroupError
+from ..errors import ArrayError, GroupError, ResourceError
 from ..failpoints import reach
 from ..kernels import waiting
 from ..kernels.jit import Entry
@@ -52,6 +52,7 @@ _log = logging.getLogger("fastcoll")
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
 _WRITER_SECONDS = 0.2  # to write a piece of 64 KiB takes 10 us; who takes longer was stopped
+_ENDING_SECONDS = 0.2  # from when an ending process has no descriptors any more until it is seen to be dead
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
 _UNDER_WAY = (AGAIN, WORKED, DIVIDED, MIXED, UNREADABLE, UNMAPPED)
 
@@ -161,7 +162,7 @@ class ShmBackend(Backend):
             elif code == UNREADABLE:
                 self._refuse_to_read(look)
             elif code == UNMAPPED:
-                self._map_arena(self.context[words.LATE])
+                self._map_arena(self.context[words.LATE], look)
             elif code == MIXED:
                 self._record.broken_off("made anew")
             else:
@@ -182,11 +183,20 @@ class ShmBackend(Backend):
         look(AGAIN, self.context)  # first of all whether the peer has died, or failed the group
         raise unreadable(self.monitor, self.context[words.LATE])
 
-    def _map_arena(self, peer: int) -> None:
-        """Map the arena that a peer's call has named."""
+    def _map_arena(self, peer: int, look: Callable[[int, Context], None]) -> None:
+        """Map the arena that a peer's call has named; a peer that has ended meanwhile is what `look` raises."""
         base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:6])
         reach("shm.arena.before_mapping")
-        mapping = arena.map_peer(self.monitor.members[peer].pid, fd, nonce, nbytes)
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while True:
+            try:
+                mapping = arena.map_peer(self.monitor.members[peer].pid, fd, nonce, nbytes)
+                break
+            except ResourceError:
+                look(AGAIN, self.context)
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_SECONDS)
         reach("shm.arena.after_mapping")
         self._arenas.append(mapping)
         self.context.note_arena(peer, base, nbytes, mapping.address)

@@ -34,11 +34,12 @@ def work_until_failpoint(
     """Repeat `op`, on a group that has no other calls; returns what the survivor saw, and when.
 
     Args:
+        failpoint: the victim's; all ranks', where it names a rank.
         how: the backend, or a key of HOW.
     """
     backend, before, after = HOW.get(how, (how, lambda rank: None, lambda: None))
     before(rank)
-    if rank == victim:
+    if rank == victim or "#" in failpoint:
         arm(failpoint)
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
     others = dist.new_group([r for r in range(n) if r != victim])

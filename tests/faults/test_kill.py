@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from faults import crew
+from faults import crew, failing_victims
 from faults.failing_victims import FIFTH, LONG, SHORT, die
 
 # In which call the others learn of it: they may be through with the fifth once the victim has published its part.
@@ -94,6 +94,14 @@ def test_killed_rank_of_a_reduction_of_arrays_where_they_are() -> None:
 @pytest.mark.parametrize("place", ["after_create", "before_mapping", "after_mapping"])
 def test_killed_rank_that_makes_or_maps_an_arena(place: str) -> None:
     see([die("all_reduce", f"shm.arena.{place}@1", LONG, victim, "shared") for victim in (0, 2)])
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
+def test_killed_rank_whose_arena_was_named_and_nobody_has_mapped(op: str) -> None:
+    """In the first call on shared arrays, the second one: its descriptors are gone when the others come to them."""
+    late = f"shm.{op}.after_publish:kill@2#1,shm.arena.before_mapping:delay=0.1"
+    world = (failing_victims.work_until_failpoint, 3, op, LONG, late, 1, "shared")
+    see([world], [(2,)])
 
 
 @pytest.mark.parametrize("op", LARGE)
