@@ -92,9 +92,13 @@ def call_for_ever(call: Callable[[], object]) -> None:
 
 @ranks(EVEN)
 def test_nodes_of_one_size(rank: int, world_size: int, start: Start) -> None:
-    start(EVEN)
+    group = start(EVEN)
     for nbytes in SIZES:
         assert results(rank, world_size, nbytes), nbytes
+    group.timeout = 25.0
+    assert {
+        each.timeout for each in (group, group.backend.local, group.backend.rail, group.backend.messages)
+    } == {25}
 
 
 @ranks(UNEVEN)

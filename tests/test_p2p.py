@@ -57,3 +57,16 @@ def test_senders_are_global_ranks(rank: int) -> None:
     else:
         with pytest.warns(UserWarning, match=r"recv on rank \d, which is not in the given group"):
             assert dist.recv(x, group=group) == -1
+
+
+@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_timeout_that_is_set_later_counts_for_messages(rank: int, world_size: int, backend: str) -> None:
+    group = dist.new_group(backend=backend)
+    dist.barrier(group)
+    group.timeout = 0.3
+    if rank == 0:
+        with pytest.raises(dist.CollectiveTimeoutError, match=r"0\.3 s"):
+            dist.recv(np.zeros(2), 1, group=group)
+    dist.barrier()
+    group.close()

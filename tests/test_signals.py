@@ -217,3 +217,28 @@ def test_a_handler_may_close_the_group_while_a_receive_waits(
     with pytest.raises(dist.AbortedError):
         group.recv(np.zeros(8)[:: 2 if outer == "strided" else 1], 1)
     assert heard == [None]
+
+
+@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_storm_of_signals_breaks_no_call(rank: int, world_size: int, backend: str) -> None:
+    """One every millisecond: what the kernel interrupts is done again, and its result is right."""
+    group, caught = dist.new_group(backend=backend), []
+    before = signal.signal(signal.SIGALRM, lambda *_: caught.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        for turn in range(1 << 30):
+            x = np.full((3, 200_000)[turn % 2], float(rank + turn))
+            dist.all_reduce(x, group=group)
+            assert (x == 2 * turn + 1).all()
+            y = np.full_like(x, turn)
+            dist.send(y, 1, group=group) if rank == 0 else dist.recv(y, 0, group=group)
+            assert (y == turn).all()
+            goes_on = np.array([float(turn < 60 or len(caught) < 50)])
+            dist.all_reduce(goes_on, dist.ReduceOp.MAX, group=group)
+            if not goes_on[0]:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(caught) >= 50

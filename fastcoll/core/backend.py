@@ -43,6 +43,8 @@ class Messages(Protocol):
 class HostMessages(Messages, Protocol):
     """Messages of a host backend, which its group asks more."""
 
+    timeout: float  # seconds that a message may take
+
     def is_entered(self) -> bool:
         """Whether this thread is in the middle of a message: then this is a signal handler."""
 
@@ -154,6 +156,10 @@ class Backend(ABC):
         Each does the plain case with the least that it takes, one compiled call, and leaves the rest to the method.
         """
         return {}
+
+    def limit(self, seconds: float) -> None:
+        """From now on let each call and each message take so many seconds."""
+        self.gate.timeout = self.messages.timeout = seconds
 
     def learn(self, dtype: np.dtype[Any]) -> None:  # noqa: B027 - most have no need
         """Let short cuts of messages know a dtype, where these have a memory."""

@@ -91,7 +91,7 @@ class ProcessGroup:
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self.gate.timeout = seconds
+        self.backend.limit(seconds)
 
     @property
     def failure(self) -> GroupError | None:

@@ -136,6 +136,11 @@ class HybridBackend(Backend):
         everyone.route({peer: (near.pipe, place) for place, peer in enumerate(topology.local)})
         self.messages: Engine = everyone.messages
 
+    def limit(self, seconds: float) -> None:
+        super().limit(seconds)
+        for part in self._parts:
+            part.timeout = seconds
+
     def learn(self, dtype: np.dtype[Any]) -> None:
         self._near.learn(dtype)
 

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -185,6 +186,29 @@ def test_slow_openers_are_given_up(monkeypatch, listener) -> None:
         slow.sendall(b"FAST")
         assert is_dropped(slow)
         assert not listener._pending
+
+
+def test_a_proof_that_came_while_the_listener_was_starved_is_in_time(monkeypatch, listener, arrived) -> None:
+    """Who has sent it takes the connection for made: dropping it would look like a death."""
+    monkeypatch.setattr(listening, "OPENING_SECONDS", 0.3)
+    asleep = threading.Event()
+
+    def starve(connection: socket.socket, host: str) -> None:
+        asleep.set()
+        time.sleep(0.6)  # past the other one's deadline
+        connection.close()
+
+    dialing = Dialing(SEATS[0], 1, Kind.DATA, 0)
+    with connect(listener) as late:
+        late.sendall(dialing.opening)
+        proof = b""
+        while dialing.wants:
+            proof = dialing.take(late.recv(dialing.wants))
+        monkeypatch.setattr(listener, "accepted", starve)
+        with connect(listener):
+            assert asleep.wait(10)
+            late.sendall(proof)
+            wait_until(lambda: arrived)
 
 
 def test_an_opening_in_single_bytes_is_fine(listener, arrived) -> None:

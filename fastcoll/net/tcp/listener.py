@@ -1,8 +1,8 @@
 """The sockets on which a process accepts connections of other ranks, and how a group's members learn where they are.
 
 A connection that has proven that it belongs to a group is handed to that group; whatever else comes is dropped, and
-each host that sends such is logged once. An opening holds 112 bytes and one descriptor for at most 10 s, and when 256
-are under way the oldest gives way, so that idle connections keep nobody out.
+each host that sends such is logged once. An opening holds 112 bytes and one descriptor for at most 10 s, its proof as
+long again, and when 256 are under way the oldest gives way, so that idle connections keep nobody out.
 
 Addresses go through the group's store. The first member draws the group's name and token ("terms"); each member listens
 before it tells where, so whoever knows an address finds the group there.
@@ -128,7 +128,11 @@ class Listener(serving.SocketServer):
             received = pending.socket.recv(answering.wants)
             if not received:
                 raise OpeningError(answering.ended())
-            _send(pending.socket, answering.take(received))
+            if answer := answering.take(received):
+                _send(pending.socket, answer)
+                # The other end may be starved, and takes this connection for made once it has sent its proof.
+                pending.deadline = time.monotonic() + OPENING_SECONDS
+                self._pending[data] = self._pending.pop(data)  # the oldest deadline stays first
         except BlockingIOError:
             return
         except (OpeningError, OSError) as error:
