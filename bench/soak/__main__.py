@@ -69,7 +69,11 @@ def run_apart(name: str, amount: int, seed: int) -> Report:
     with Fleet() as fleet:
         child = fleet.start(_run, name, amount, seed)
         end = fleet.reap(child, time.monotonic() + _MOST_SECONDS)
-        return end.said or Report(faults=[f"the soak itself failed: {end.error}"])
+        if end.said is not None:
+            return end.said
+        failed = Report("nothing whole")
+        failed.fail(f"the soak itself failed: {end.error}")
+        return failed
 
 
 def _run(fleet: Fleet, name: str, amount: int, seed: int) -> Report:

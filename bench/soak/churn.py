@@ -29,7 +29,7 @@ from .report import Report
 
 MOST, LEAST = 10, 2
 GAP = 10.0  # seconds within which a reduction completes, whatever happens
-TIMEOUT = 8.0
+TIMEOUT = 5.0  # who is killed before it has joined is missed for so long
 _ELDER = 1  # the first process that takes part; 0 serves the store
 _EARLY_EPOCHS = 10  # before which nothing is settled
 _GROWTH = 0.01  # of memory in ten minutes

@@ -13,6 +13,7 @@ import gc
 import mmap
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -118,6 +119,7 @@ class Fleet:
             os.dup2(descriptor, 2)
             os.close(descriptor)
             faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             for other in self.children:  # these are the parent's
                 if other.end is None:
                     other.pipe.close()

@@ -33,6 +33,7 @@ from .report import Report, percentile
 BACKENDS = ("shm", "tcp", "auto")  # auto: on nodes of half the ranks each
 WORLDS = (2, 4, 8)
 COUNTS = (0, 1, 2, 1000, 262_144, 1_000_003)  # of float32
+DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM)
 LARGE = (16 << 20,)  # 64 MiB, in one of 50 cases of few ranks
 TIMEOUT = 20.0  # of the groups: nothing may come to that
 START_TIMEOUT = 3.0  # of those that die while the job starts, perhaps before anybody has heard of them
@@ -58,6 +59,7 @@ class Case:
     moment: str
     after: float
     failpoint: str = ""
+    by: int = signal.SIGKILL
 
     @property
     def in_call(self) -> bool:
@@ -80,7 +82,7 @@ def draw(seed: int, number: int) -> Case:
     spans = {"call": 0.02, "start": 0.15, "leave": 0.005}
     return Case(
         number, backend, n, dice.choice(ops), dice.choice(LARGE if large else COUNTS), dice.randrange(n), moment,
-        dice.random() * spans[moment],
+        dice.random() * spans[moment], by=dice.choices(DEATHS, (6, 1, 1, 1))[0],
     )  # fmt: skip
 
 
@@ -138,7 +140,7 @@ def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> li
         if case.moment == "phase":  # an array that goes another way comes by no later chunk
             wait([victim.pidfd], UNREACHED)
         killed = time.monotonic()
-        victim.signal(signal.SIGKILL)
+        victim.signal(case.by)
         ends = fleet.ends(TIMEOUT + 5.0)
         pid = victim.pid
         killed = (
@@ -148,7 +150,7 @@ def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> li
     faults = [] if ready else ["the ranks did not come as far as their third call"]
     for rank, end in enumerate(ends):
         if rank == case.victim:
-            right = (-9,) if case.in_call else (-9, 0)
+            right = (-case.by,) if case.in_call else (-case.by, 0)
             faults += (
                 []
                 if end.code in right and not end.hung
@@ -221,6 +223,7 @@ def work(fleet: Fleet, rank: int, case: Case, url: str) -> dict[str, Any]:
                 said["wrong"] = turn
             turn += 1
             fleet.turns[rank] = turn
+            del steps  # it has the call's arrays
         fleet.turns[rank] = 1 << 20
         dist.destroy_process_group()
     except FastcollError as error:
