@@ -119,7 +119,10 @@ class NetContext:
             self._meeting = Prepared(0, meeting, combine_headers(size, rank, HEADER_BYTES))
             self._gathering = Prepared(0, meeting, gather_headers(size, rank, HEADER_BYTES))
             self.words[[w.MEETING, w.GATHERING]] = self._meeting.address, self._gathering.address
-            self.met = self._meeting.peers
+            # And those at the distances 1, 2, 4, ..., with which plans exchange data: a rank that makes another call
+            # never asks for a connection that the peer's plan alone needs, which would wait until the deadline.
+            steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
+            self.met = sorted({*self._meeting.peers, *((rank + step) % size for step in steps)} - {rank})
             for prepared in (self._meeting, self._gathering):
                 self.make_room(prepared)
 
