@@ -50,12 +50,13 @@ from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rende
 # isort: on
 
 if TYPE_CHECKING:
+    from .api.recovery import abort, shrink
     from .launch.run import run
     from .launch.spawn import spawn
     from .rendezvous import TCPStore
 
 __all__ = ["init_process_group", "destroy_process_group", "world", "is_initialized", "get_rank"]
-__all__ += ["get_world_size", "get_node_local_rank"]
+__all__ += ["get_world_size", "get_node_local_rank", "abort", "shrink"]
 __all__ += ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group", "group"]
 __all__ += ["GroupMember", "ProcessGroup", "get_backend", "get_backend_config", "get_global_rank"]
 __all__ += ["get_group_rank", "get_process_group_ranks"]
@@ -88,6 +89,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """The names that bring modules which most programs do not need: multiprocessing, sockets."""
     places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous"}
+    places |= dict.fromkeys(("abort", "shrink"), ".api.recovery")
     if name in places:
         return getattr(import_module(places[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

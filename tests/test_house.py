@@ -17,7 +17,8 @@ OF_OTHERS = {
 """Private names of Python's own and of other libraries, which have no public ones for it."""
 
 ROLES = {
-    "__init__", "__main__", "backend", "command", "context", "fast", "monitor", "pipe", "symmetric", "waiting", "work",
+    "__init__", "__main__", "backend", "command", "context", "fast", "monitor", "pipe", "refuge", "symmetric",
+    "waiting", "work",
 }  # fmt: skip
 """What several rooms have, each its own."""
 

@@ -157,7 +157,7 @@ def get_backend(group: Group = None) -> Backend:
     if choice.nccl_alone:
         return Backend(Backend.NCCL)
     asked = choice.by_device["cpu"]
-    return Backend(_entered(group).backend.name) if asked == Backend.AUTO else asked
+    return Backend(entered(group).backend.name) if asked == Backend.AUTO else asked
 
 
 def get_backend_config(group: Group = None) -> str:
@@ -171,7 +171,7 @@ def get_group_rank(group: Group, global_rank: int) -> int:
     Raises:
         UsageError: that rank is not in the group.
     """
-    found = _entered(group)
+    found = entered(group)
     try:
         return found.ranks.index(global_rank)
     except ValueError:
@@ -186,7 +186,7 @@ def get_global_rank(group: Group, group_rank: int) -> int:
     Raises:
         UsageError: the group has no such rank.
     """
-    found = _entered(group)
+    found = entered(group)
     group_rank = whole("group_rank", group_rank)
     if not 0 <= group_rank < found.size:
         raise UsageError(
@@ -201,14 +201,14 @@ def get_process_group_ranks(group: Group = None) -> list[int]:
     Raises:
         UsageError: this process is not in the group.
     """
-    return list(_entered(group).ranks)
+    return list(entered(group).ranks)
 
 
 def _asked(group: Group) -> ProcessGroup | NonMember:
-    return group if isinstance(group, NonMember) else _entered(group)
+    return group if isinstance(group, NonMember) else entered(group)
 
 
-def _entered(group: Group) -> ProcessGroup:
+def entered(group: Group) -> ProcessGroup:
     """A group that this process is in."""
     if group is None:
         return groups.world
@@ -220,7 +220,7 @@ def _entered(group: Group) -> ProcessGroup:
 
 
 def _choice(group: Group) -> BackendChoice:
-    return groups.backends[_entered(group)]
+    return groups.backends[entered(group)]
 
 
 def _refuse(group: Any) -> NoReturn:

@@ -51,6 +51,7 @@ _EXIT_SECONDS = 10.0
 _P = ParamSpec("_P")
 
 _job: Job | None = None
+_starts = 0  # how often this process has joined a job
 
 
 def current_job() -> Job:
@@ -60,6 +61,20 @@ def current_job() -> Job:
     if _job is None:
         raise NotInitializedError("there is no default process group; call init_process_group first")
     return _job
+
+
+def replace_job(job: Job, world: ProcessGroup) -> None:
+    """This process is in another job from now on, with another default group; all groups that there were are closed."""
+    global _job
+    before, made, choice = current_job(), list(groups.backends), groups.backends[groups.world]
+    groups.clear()
+    groups.add(world, choice)
+    _job = job
+    speak_as(job.rank)
+    with ExitStack() as steps:
+        steps.callback(forget, before.members)
+        steps.callback(before.close_store)
+        close(made)
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
@@ -124,7 +139,7 @@ def init_process_group(
         >>> import fastcoll as dist
         >>> dist.init_process_group()
     """
-    global _job
+    global _job, _starts
     if groups.initialized and groups.inherited is None:
         raise UsageError("there is a default process group already; call destroy_process_group first")
     check_unused(pg_options, device_id)
@@ -138,7 +153,7 @@ def init_process_group(
     groups.clear()
     job, world = _start(find, choice, limit)
     groups.add(world, choice)
-    _job = job
+    _job, _starts = job, _starts + 1
     if config.get("FASTCOLL_SHARED_ARRAYS"):
         shared_arrays.enable()
     _exit_hook.set()  # after all else, as hooks run newest first, and the store may have one that closes it
@@ -199,14 +214,14 @@ def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager
             ...     dist.all_reduce(x)
         """
         init(*args, **kwargs)
-        mine = groups.world
+        mine = _starts
         try:
-            yield mine
+            yield groups.world
         except BaseException as error:
-            if groups.world is mine:
+            if groups.initialized and _starts == mine:
                 _leave(error, 0.0)
             raise
-        if groups.world is mine:
+        if groups.initialized and _starts == mine:
             destroy_process_group()
 
     world.__qualname__ = "world"

@@ -116,6 +116,28 @@ class SymmetricMemory(ABC):
         """How many channels there are."""
 
 
+class Refuge(ABC):
+    """How the members of a group that has failed find one another: each can say where it serves a store.
+
+    Ranks are group ranks. It works until the group is closed, whatever has failed.
+    """
+
+    host: str
+    """The address at which this process can be reached by the members."""
+
+    @abstractmethod
+    def offer(self, port: int) -> None:
+        """Tell the members at which port of `host` this one serves a store; 0: at none any more."""
+
+    @abstractmethod
+    def seek(self, rank: int) -> tuple[str, int] | None:
+        """The host and port at which a member serves a store; None: it has not said so. Blocks for 50 ms at most.
+
+        Raises:
+            ConnectionRefusedError: the member's process has ended.
+        """
+
+
 def memory_of(x: Array) -> SymmetricMemory | None:
     """The symmetric memory that an ndarray leads into; None: it is an ordinary one."""
     base: Any = x
@@ -176,6 +198,17 @@ class Backend(ABC):
         raise UnavailableError(
             f"the group {self.gate.name} runs on {self.name}, which has no symmetric arrays; make one of the ranks of "
             "one node with new_group(ranks, backend='shm')"
+        )
+
+    def refuge(self) -> Refuge:
+        """Where the survivors of a failure meet.
+
+        Raises:
+            UnavailableError: this backend does not outlive the death of a rank.
+        """
+        raise UnavailableError(
+            f"the group {self.gate.name} runs on {self.name}, which does not outlive the death of a rank; start the "
+            "job anew, or with another backend"
         )
 
     def begin_at_once(self) -> None:  # noqa: B027 - most have none

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .. import config
-from ..core.backend import Backend
+from ..core.backend import Backend, Refuge
 from ..core.group import ProcessGroup
 from ..core.operands import LARGEST_TAG, Array, divide, sum_for
 from ..core.operation import Call, Operation
@@ -326,6 +326,9 @@ class HybridBackend(Backend):
             divide(x, self.gate.size)
 
     # ---- the end -------------------------------------------------------------------------------------
+
+    def refuge(self) -> Refuge:
+        return self._everyone.refuge()
 
     def stop(self) -> None:
         for part in self._parts:

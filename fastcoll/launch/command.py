@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if job.nodes > 1 and port != 0:
         nodes = Nodes(job.nodes, job.node_rank, job.master_addr, port or default_port(job.master_port))
     with nodes or nullcontext():
-        return Supervisor(job, options.grace, not options.no_prefix, logs, nodes).run()
+        return Supervisor(
+            job, options.grace, not options.no_prefix, logs, nodes, min_ranks=options.min_ranks
+        ).run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     add("use_env", group=local_rank, action="store_true",
         help="add none: ranks learn their number from the environment (default)")  # fmt: skip
     add("no_python", action="store_true", help="the program is not run by Python")
+    add("min_ranks", type=_count, metavar="N",
+        help="a rank that fails ends the others only if fewer than N are left on this node, for programs that go on "
+             "without it by fastcoll.shrink (default: it always does)")  # fmt: skip
     add("log_dir", type=Path, metavar="DIR", help="also write rank-R.stdout and rank-R.stderr there")
     add("no_prefix", action="store_true", help="pass output on without [rank] before each line")
     add("grace", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS",

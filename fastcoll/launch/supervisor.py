@@ -143,6 +143,7 @@ class Supervisor:
         sinks: take what ranks write to stdout and stderr; None: this process's descriptors do.
         is_guest: it lives in a process of the user's: it leaves signals and other children alone, and is silent.
         followed: whether a rank that has failed did so because of another one; None: its last lines tell.
+        min_ranks: a rank that fails ends the others only where fewer than so many are left; None: in any case.
 
     Attributes:
         first: the one of `ranks` that failed first, once it is known.
@@ -158,6 +159,7 @@ class Supervisor:
         sinks: tuple[Sink, Sink] | None = None,
         is_guest: bool = False,
         followed: Callable[[RankProcess], bool] | None = None,
+        min_ranks: int | None = None,
     ) -> None:
         self.ranks: list[RankProcess] = []
         self.first: RankProcess | None = None
@@ -168,6 +170,7 @@ class Supervisor:
         self._followed = followed or (lambda rank: follows(rank.err.last_lines()))
         self._job, self._grace, self._prefix, self._logs, self._nodes = job, grace, prefix, logs, nodes
         self._is_guest = is_guest
+        self._min_ranks = job.local_size if min_ranks is None else min_ranks
         self._running: set[RankProcess] = set()
         self._not_ours = set(lifeline.children_of(os.getpid()))
         self._selector = selectors.DefaultSelector()
@@ -213,6 +216,12 @@ class Supervisor:
         if code == 0 or self._kill_at is not None:
             return
         rank.err.pump_all()
+        if len(self._running) >= self._min_ranks:
+            end = lifeline.describe_exit(code)
+            self._tell(
+                f"rank {rank.rank} (pid {rank.process.pid}) failed: {end}; {len(self._running)} go on here\n"
+            )
+            return
         at_fault = not self._followed(rank)
         if self._failed is None or (at_fault and self._followed(self._failed)):
             self._failed = rank

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..core import dump, signature
-from ..core.backend import Backend
+from ..core.backend import Backend, Refuge
 from ..core.gate import Gate
 from ..core.group import ProcessGroup
 from ..core.monitor import Wait
@@ -45,6 +45,7 @@ from .layout import PUSHING, STATE
 from .monitor import ShmMonitor
 from .pipe import RingPipe
 from .reach import READS, unreadable
+from .refuge import ShmRefuge
 from .segment import Met, meet
 from .symmetric import ShmMemory, SymmetricArrays
 
@@ -239,6 +240,9 @@ class ShmBackend(Backend):
         writers = [members[peer] for peer in range(self.gate.size) if self._segment.reach(peer)[PUSHING]]
         dead = dead_among(writers)
         return [member for member in writers if member not in dead]
+
+    def refuge(self) -> Refuge:
+        return ShmRefuge(self._segment, self.gate.rank)
 
     def stop(self) -> None:
         self.context.words[words.SHUT] = 1  # leave the synchronous path from now on

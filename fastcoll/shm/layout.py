@@ -25,7 +25,8 @@ lines, since adjacent-line prefetch makes neighbours share.
     QUOTA      word 0: cores that its cgroup allows; word 1: what FASTCOLL_LANES says there
     REACH      word 0: address of a word in its memory, word 1: how it can reach all others' (reach.py); words 2 to 5:
                the table of its arena (arena.py), there before a call line names that arena; word PUSHING: 1 while it
-               writes into peers' arrays (single_copy.py)
+               writes into peers' arrays (single_copy.py); word REFUGE: the port at which it serves a store for the
+               survivors of a failure, 0 for none
     LANES      for each lane (lanes.py) two call lines, PUBLISHED and CONSUMED, as above. Its slots are a part of the
                rank's slots, since a call has either lanes or rounds of the rank itself.
 """
@@ -58,8 +59,9 @@ STATE = 4 * LINE
 ATTACHED = 5 * LINE
 QUOTA = 6 * LINE
 REACH = 6 * LINE + 64
-REACH_WORDS = 7
+REACH_WORDS = 8
 PUSHING = 6
+REFUGE = 7
 REASON = 7 * LINE
 REASON_BYTES = 1024
 LANES = 16 * LINE

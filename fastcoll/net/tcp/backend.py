@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...core import dump, signature
-from ...core.backend import Backend
+from ...core.backend import Backend, Refuge
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
 from ...core.monitor import Wait
@@ -41,6 +41,7 @@ from .pipe import TcpPipe
 from .plans.choose import plan_for
 from .plans.plan import Plan
 from .plans.shape import MEET_RANKS, Shape, default_limits, sized
+from .refuge import TcpRefuge
 
 logger = logging.getLogger("fastcoll")
 _CLOSE_SECONDS, _SETTLE_MS = 5.0, 50
@@ -85,6 +86,7 @@ class TcpBackend(Backend):
         self.gate = gate
         self.monitor = mesh.monitor
         self._mesh = mesh
+        self._refuge = TcpRefuge(mesh)
         here = [member for member in crowd if member.boot_id == members[gate.rank].boot_id]
         patience = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
         self._limits = default_limits(gate.size)
@@ -303,6 +305,9 @@ class TcpBackend(Backend):
             return False
         code = self.gate.in_turn(self._carry_out, prepared, arrays, None, words.LOOSELY)
         return bool(code != LATER)
+
+    def refuge(self) -> Refuge:
+        return self._refuge
 
     # ---- the end ---------------------------------------------------------------------------------
 

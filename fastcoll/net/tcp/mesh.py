@@ -76,6 +76,8 @@ class Mesh:
         self._made: dict[tuple[Kind, int, int], socket.socket] = {}  # by kind, peer and stream
         self._dialing_mail: set[int] = set()  # higher peers
         self._on_mail: OnMail = lambda peer, connection: None
+        self._sought: list[socket.socket] = []  # of ranks that seek one another (refuge.py)
+        self._on_seek: Callable[[socket.socket], None] = lambda connection: None
         self._changed = threading.Condition()
         self._dialing = threading.Lock()
         self._between: Callable[[], None] = lambda: None  # what else to look at while waiting
@@ -107,6 +109,34 @@ class Mesh:
         for peer, connection in held:
             callback(peer, connection)
 
+    def address(self, rank: int) -> str:
+        """Where a rank listens, on its first interface."""
+        return "127.0.0.1" if self._roster is None else self._roster.places[rank].addresses[0]
+
+    def on_seek(self, callback: Callable[[socket.socket], None]) -> None:
+        """Give `callback` the connections of those that `seek` this rank; on the listener's thread, must not block."""
+        self._on_seek = callback
+
+    def seek(self, peer: int, deadline: float) -> socket.socket:
+        """A connection on which `peer` answers where survivors meet (refuge.py); also when the group has failed.
+
+        Raises:
+            TimeoutError: it does not stand by the deadline.
+            ConnectionRefusedError: the peer's process has ended.
+            RendezvousError: the peer has closed the group.
+        """
+        dial = self._new_dial(peer, Kind.REFUGE, 0)
+
+        def look() -> None:
+            if dial.refused_since is not None:
+                raise ConnectionRefusedError(dial.where)
+            if time.monotonic() > deadline:
+                raise TimeoutError(dial.where)
+
+        dial_all([dial], look)
+        self._sought.append(dial.connection)
+        return dial.connection
+
     def close(self) -> None:
         """Close all connections; those that the peers have not read to the end keep what was sent. Tells
         nobody: `monitor.leave` or `monitor.fail` come before. Closing twice is fine."""
@@ -131,7 +161,7 @@ class Mesh:
         self._control.close_inherited()
 
     def _connections(self) -> list[socket.socket]:
-        return list(self._made.values())
+        return [*self._made.values(), *self._sought]
 
     # ---- making -----------------------------------------------------------------------------------------
 
@@ -319,6 +349,8 @@ class Mesh:
                 return
             if theirs.kind is Kind.CONTROL:
                 self._control.add(theirs.rank, connection)
+            elif theirs.kind is Kind.REFUGE:
+                self._sought.append(connection)
             else:
                 if is_mail and not is_lower:
                     with suppress(OSError):  # it broke already, which its first use finds out
@@ -328,3 +360,5 @@ class Mesh:
             self._changed.notify_all()
         if is_mail:
             on_mail(theirs.rank, connection)
+        if theirs.kind is Kind.REFUGE:
+            self._on_seek(connection)

@@ -1,0 +1,173 @@
+"""What ranks do in the tests of recovery."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+import fastcoll as dist
+from fastcoll import GroupError
+from faults import net_victims
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _work(group: Any = None) -> float:
+    """Calls until the group fails; what a rank then has is of no use to anybody."""
+    x = np.ones(1000, np.float32)
+    try:
+        for _ in range(10**7):
+            x[:] = 1
+            dist.all_reduce(x, group=group)
+            assert (x == dist.get_world_size(group)).all()
+    except GroupError:
+        return time.monotonic()
+    raise AssertionError("nobody died")
+
+
+def _join(rank: int, n: int, url: str, backend: str, timeout: float = 30.0) -> None:
+    if backend == "auto":
+        net_victims.live_on_nodes(rank)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=timeout)
+
+
+def kill_until_one_is_left(rank: int, n: int, url: str, backend: str, order: list[int]) -> dict[str, Any]:
+    """One after the other dies, named by its first rank; the last one returns how long each `shrink` took."""
+    _join(rank, n, url, backend)
+    took, left = [], sorted(range(n))
+    kept = np.full(3, rank)  # what a program has in memory
+    for victim in order:
+        if victim == rank:
+            time.sleep(random.random() * 0.002)
+            _die()
+        failed = _work()
+        world = dist.shrink()
+        took.append(time.monotonic() - failed)
+        left.remove(victim)
+        assert world is dist.group.WORLD
+        assert dist.get_world_size() == len(left)
+        assert dist.get_rank() == left.index(rank)
+        everybody = np.zeros(len(left), np.int64)
+        dist.all_gather_into_tensor(everybody, kept[:1].astype(np.int64))
+        assert everybody.tolist() == left
+    pair = dist.new_group()  # the store is that of the first one left
+    assert dist.get_world_size(pair) == len(left)
+    dist.destroy_process_group()
+    return {"took": took, "kept": kept.tolist()}
+
+
+def die_while_shrinking(
+    rank: int, n: int, url: str, backend: str, victims: dict[int, float]
+) -> dict[str, Any]:
+    """The last rank dies; others die so many seconds after they have begun to shrink. Who is left has one group."""
+    _join(rank, n, url, backend)
+    dist.barrier()
+    if rank == n - 1:
+        _die()
+    _work()
+    if rank in victims:
+        threading.Timer(victims[rank], _die).start()
+    end = time.monotonic() + 20
+    wanted = n - 1 - len(victims)
+    while True:
+        try:
+            dist.shrink()
+            x = np.ones(1)
+            while dist.get_world_size() > wanted and time.monotonic() < end:
+                dist.all_reduce(x)  # until the others have died
+            break
+        except GroupError:
+            assert time.monotonic() < end
+    assert dist.get_world_size() == wanted
+    x = np.full(1, 2.0**rank)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return {"sum": x[0]}
+
+
+def shrink_a_part(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
+    """Rank 1 dies; the group of the odd ranks shrinks, that of the even ones goes on."""
+    _join(rank, n, url, backend)
+    even, odd = (dist.new_group(range(k, n, 2)) for k in range(2))
+    mine = (even, odd)[rank % 2]
+    dist.barrier(mine)
+    if rank == 1:
+        _die()
+    if rank % 2:
+        _work(mine)
+        mine = dist.shrink(mine)
+        assert dist.get_process_group_ranks(mine) == list(range(3, n, 2))
+    x = np.full(3, rank)
+    dist.all_reduce(x, group=mine)
+    with_world: Any = None
+    try:
+        dist.barrier()
+    except GroupError as error:
+        with_world = error.ranks
+    dist.shrink()
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"sum": int(x[0]), "world": with_world}
+
+
+def shrink_without_a_death(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
+    """Rank 0 shrinks a group in which the others wait; nobody has died, so all are left."""
+    _join(rank, n, url, backend)
+    dist.barrier()
+    said = ""
+    if rank:
+        try:
+            dist.barrier()
+        except GroupError as error:
+            said = str(error)
+    dist.shrink()
+    x = np.ones(1)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return {"said": said, "sum": x[0]}
+
+
+def shrink_beside_a_stopped_rank(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
+    """The last rank is stopped, so it neither comes nor is dead."""
+    _join(rank, n, url, backend)
+    pids = np.zeros(n, np.int64)
+    dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
+    if rank == n - 1:
+        time.sleep(30)
+    dist.abort(reason="a test")
+    if rank == 0:
+        os.kill(int(pids[-1]), signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        dist.shrink(timeout=3 if rank == 0 else 2)  # rank 0 serves
+    except dist.CollectiveTimeoutError as error:
+        return {"ranks": error.ranks, "said": str(error), "after": time.monotonic() - began}
+    finally:
+        if rank == 0:
+            os.kill(int(pids[-1]), signal.SIGKILL)
+    raise AssertionError("it was left out")
+
+
+def interrupt_shrinking(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
+    """Rank 0 shrinks and nobody else does; Ctrl-C ends that."""
+    _join(rank, n, url, backend)
+    dist.barrier()
+    if rank:
+        _work()
+        time.sleep(1.5)
+        return {}
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        dist.shrink()
+    except KeyboardInterrupt:
+        return {"after": time.monotonic() - began}
+    raise AssertionError("nobody was interrupted")
