@@ -3,8 +3,9 @@
     python examples/digits.py
     python -m fastcoll.launch -n 4 examples/digits.py
 
-Every rank computes the gradient on its share of each batch, one all_reduce averages the gradients, and
-all take the same step. The weights do not depend on the number of ranks (but for rounding).
+Every rank computes the gradient on its share of each batch; the last layer's is averaged over the ranks while the first
+layer's is still computed, and all take the same step. The weights do not depend on the number of ranks (but for
+rounding).
 """
 
 import argparse
@@ -20,35 +21,36 @@ BATCH, EPOCHS, RATE, MOMENTUM = 64, 30, 0.1, 0.9
 
 
 class Network:
-    """A perceptron with one hidden layer; its parameters are views of one flat array."""
+    """A perceptron with one hidden layer."""
 
     def __init__(self, rng):
         inputs, hidden, outputs = LAYERS
-        shapes = [(inputs, hidden), (hidden,), (hidden, outputs), (outputs,)]
-        self.parameters = np.zeros(sum(map(np.prod, shapes)))
-        self.w1, self.b1, self.w2, self.b2 = split(self.parameters, shapes)
-        self.gradient = np.zeros_like(self.parameters)
-        self.shapes = shapes
-        self.w1[:] = rng.normal(0, np.sqrt(2 / inputs), self.w1.shape)
-        self.w2[:] = rng.normal(0, np.sqrt(2 / hidden), self.w2.shape)
+        self.weights = {
+            "w1": rng.normal(0, np.sqrt(2 / inputs), (inputs, hidden)),
+            "b1": np.zeros(hidden),
+            "w2": rng.normal(0, np.sqrt(2 / hidden), (hidden, outputs)),
+            "b2": np.zeros(outputs),
+        }
+        dist.broadcast(self.weights, src=0)  # all start from rank 0's weights
+        self.reducer = dist.GradientReducer(self.weights)
 
     def scores(self, x):
-        self.hidden = np.maximum(x @ self.w1 + self.b1, 0)
-        return self.hidden @ self.w2 + self.b2
+        self.hidden = np.maximum(x @ self.weights["w1"] + self.weights["b1"], 0)
+        return self.hidden @ self.weights["w2"] + self.weights["b2"]
 
-    def backward(self, x, labels):
-        """Set `gradient` to the cross-entropy's, summed over the samples x."""
+    def backward(self, x, labels, scale):
+        """The gradients of the cross-entropy summed over the samples x, times `scale`, averaged over the ranks."""
+        gradients, ready = self.reducer.grads, self.reducer.ready
         error = softmax(self.scores(x))
         error[np.arange(len(x)), labels] -= 1
-        back = (error @ self.w2.T) * (self.hidden > 0)
-        w1, b1, w2, b2 = split(self.gradient, self.shapes)
-        w1[:], b1[:] = x.T @ back, back.sum(0)
-        w2[:], b2[:] = self.hidden.T @ error, error.sum(0)
-
-
-def split(flat, shapes):
-    ends = np.cumsum([np.prod(shape) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]
+        error *= scale
+        gradients["w2"][:], gradients["b2"][:] = self.hidden.T @ error, error.sum(0)
+        ready("w2", "b2")
+        back = (error @ self.weights["w2"].T) * (self.hidden > 0)
+        gradients["w1"][:], gradients["b1"][:] = x.T @ back, back.sum(0)
+        ready("w1", "b1")
+        self.reducer.wait()
+        return gradients
 
 
 def softmax(scores):
@@ -58,18 +60,16 @@ def softmax(scores):
 
 def train(network, x, labels):
     rank, size = dist.get_rank(), dist.get_world_size()
-    velocity = np.zeros_like(network.parameters)
+    velocity = {name: np.zeros_like(weights) for name, weights in network.weights.items()}
     order = np.random.default_rng(1)  # the same on every rank
     for _ in range(EPOCHS):
         for batch in np.array_split(order.permutation(len(x)), len(x) // BATCH):
             mine = batch[rank::size]
-            network.backward(x[mine], labels[mine])
-            network.gradient *= size / len(
-                batch
-            )  # so that the average is the batch's mean, whatever the shares
-            dist.all_reduce(network.gradient, dist.ReduceOp.AVG)
-            velocity = MOMENTUM * velocity - RATE * network.gradient
-            network.parameters += velocity
+            # So scaled that the average is the batch's mean, whatever the shares.
+            gradients = network.backward(x[mine], labels[mine], size / len(batch))
+            for name, weights in network.weights.items():
+                velocity[name] = MOMENTUM * velocity[name] - RATE * gradients[name]
+                weights += velocity[name]
 
 
 def main():
@@ -83,15 +83,15 @@ def main():
     x, x_test, y, y_test = train_test_split(pixels, labels, test_size=0.2, random_state=0, stratify=labels)
 
     network = Network(np.random.default_rng(dist.get_rank()))
-    dist.broadcast(network.parameters, src=0)  # all start from rank 0's weights
     train(network, x, y)
 
     if dist.get_rank() == 0:
         accuracy = np.mean(network.scores(x_test).argmax(1) == y_test)
         print(f"{dist.get_world_size()} ranks: test accuracy {accuracy:.1%}")
-        print(f"sum of squared weights {np.sum(network.parameters**2):.6f}")
+        weights = np.concatenate([each.ravel() for each in network.weights.values()])
+        print(f"sum of squared weights {np.sum(weights**2):.6f}")
         if save:
-            np.save(save, network.parameters)
+            np.save(save, weights)
     dist.destroy_process_group()
 
 

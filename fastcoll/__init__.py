@@ -50,6 +50,7 @@ from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rende
 # isort: on
 
 if TYPE_CHECKING:
+    from .api.gradients import GradientReducer
     from .api.recovery import abort, shrink
     from .launch.run import run
     from .launch.spawn import spawn
@@ -67,7 +68,7 @@ __all__ += ["reduce_scatter_single", "reduce_scatter_tensor", "broadcast", "all_
 __all__ += ["all_gather_coalesced", "all_gather_into_tensor", "all_gather_single", "gather", "scatter"]
 __all__ += ["gather_single", "gather_into_tensor", "scatter_single"]
 __all__ += ["all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "ReduceOp", "reduce_op"]
-__all__ += ["Work"]
+__all__ += ["Work", "GradientReducer"]
 __all__ += ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv", "symmetric"]
 __all__ += ["shared_arrays"]
 __all__ += ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]
@@ -89,7 +90,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """The names that bring modules which most programs do not need: multiprocessing, sockets."""
     places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous"}
-    places |= dict.fromkeys(("abort", "shrink"), ".api.recovery")
+    places |= {"abort": ".api.recovery", "shrink": ".api.recovery", "GradientReducer": ".api.gradients"}
     if name in places:
         return getattr(import_module(places[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

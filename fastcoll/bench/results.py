@@ -12,7 +12,6 @@ import csv
 import json
 import os
 import platform
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from importlib.metadata import version
@@ -166,7 +165,7 @@ def machine(usable_cores: int) -> dict[str, Any]:
     """Facts about this machine and its software, ready for JSON; the measured processes share `usable_cores`."""
     return {
         "hostname": os.uname().nodename,
-        "cpu": known.machine().rpartition(", ")[0] + _model(),
+        "cpu": known.machine().rpartition(", ")[0],
         "caches": _caches(),
         "cores": os.cpu_count(),
         "usable_cores": usable_cores,
@@ -176,12 +175,6 @@ def machine(usable_cores: int) -> dict[str, Any]:
         "numba": version("numba"),
         "fastcoll": __version__,
     }
-
-
-def _model() -> str:
-    """`, model 2`, which with the family tells processors apart that have the same name in a virtual machine."""
-    found = re.search(r"^model\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f", model {found[1]}" if found else ""
 
 
 def _caches() -> str:

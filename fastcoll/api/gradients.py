@@ -1,0 +1,331 @@
+"""GradientReducer: gradients are averaged over the ranks, in buckets, while the backward pass goes on.
+
+As in torch's DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", VLDB 2020): gradients lie in buckets, the last parameter's first, as they are computed in this order; a
+bucket travels as soon as all its gradients are there, and buckets begin in the same order on all ranks. Error feedback:
+Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..core.operands import whole
+from ..core.reduce_op import ReduceOp
+from ..core.work import Work
+from ..errors import UsageError
+from ..interop.arrays import room_like
+from .collectives import all_reduce
+from .groups import Group, entered
+
+Key = int | str
+
+
+class GradientReducer:
+    """Averages gradients over the ranks of a group while the rest of the backward pass is computed.
+
+    The program writes each gradient into `grads`, says by `ready` that it is there, and `wait`s before it uses them.
+    All ranks make it with the same parameters, and each of their steps is a step of all.
+
+    Args:
+        params: arrays (NumPy's, or CuPy's on one GPU), a list of them or a dict, in the order of the forward pass. Only
+            their shapes and dtypes count; a bucket has gradients of one dtype.
+        bucket_bytes: of a bucket, about; the first one to travel is a quarter of it.
+        average: divide by the number of ranks; False: sums.
+        travel: "float16" or "bfloat16": in which gradients of float32 and float64 travel. What rounding loses is added
+            to the next step's gradient on this rank (error feedback). bfloat16 needs ml_dtypes. None: as they are.
+        find_unused: gradients of which a step says nothing count as zeros; `unused` has those that no rank has had.
+        group: None: the default group.
+
+    Attributes:
+        grads: as `params`, of arrays that are views of the buckets, zeros at first: write into them, in place.
+        unused: after `wait`, the indices or names of gradients that no rank has had in this step.
+        bytes_sent: that this rank has given to `all_reduce` so far.
+
+    Raises:
+        UsageError: `params` is empty, an argument is wrong, or travel does not suit a dtype.
+
+    Example:
+        >>> reducer = dist.GradientReducer({"w": w, "b": b})
+        >>> reducer.grads["b"][:] = error.sum(0)
+        >>> reducer.grads["w"][:] = x.T @ error
+        >>> reducer.ready("w", "b")
+        >>> reducer.wait()
+        >>> w -= rate * reducer.grads["w"]
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Any] | Mapping[str, Any],
+        *,
+        bucket_bytes: int = 4 << 20,
+        average: bool = True,
+        travel: str | None = None,
+        find_unused: bool = False,
+        group: Group = None,
+    ) -> None:
+        named = _named(params)
+        if not named:
+            raise UsageError("params is empty; give at least one array")
+        if whole("bucket_bytes", bucket_bytes) < 1:
+            raise UsageError(f"bucket_bytes is {bucket_bytes}; give at least 1")
+        self._group, self._average, self._find_unused = group, average, find_unused
+        entered(group).backend.begin_at_once()  # this thread computes meanwhile
+        self._buckets: list[_Bucket] = []
+        self._place: dict[Key, _Bucket] = {}
+        views: dict[Key, Any] = {}
+        for chunk in _cut(named, bucket_bytes):
+            bucket = _Bucket([(key, named[key]) for key in chunk], _travelling(travel, named[chunk[0]]))
+            self._buckets.append(bucket)
+            self._place |= dict.fromkeys(chunk, bucket)
+            views |= bucket.views
+        in_order = {key: views[key] for key in named}
+        self.grads: Any = in_order if isinstance(params, Mapping) else list(in_order.values())
+        self.unused: list[Key] = []
+        self.bytes_sent = 0
+        self._begun = 0  # buckets that travel, or have done so, in this step
+        self._syncs = True
+        self._active: _Active | None = None  # in `join`
+
+    # ---- a step ----------------------------------------------------------------------------------------------
+
+    def ready(self, *keys: Key) -> None:
+        """Say that these gradients are in `grads`; buckets that are complete begin to travel.
+
+        Does not wait for other ranks. A gradient may not be written any more until `wait` has returned.
+
+        Raises:
+            UsageError: there is no such gradient, or it was ready before in this step.
+        """
+        for key in keys:
+            bucket = self._place.get(key)
+            if bucket is None:
+                raise UsageError(
+                    f"there is no gradient {key!r}; there are {', '.join(map(repr, self._place))}"
+                )
+            if key not in bucket.missing:
+                raise UsageError(
+                    f"the gradient {key!r} was ready before in this step; call wait() between steps"
+                )
+            bucket.missing.discard(key)
+        if not self._syncs:
+            return
+        while self._begun < len(self._buckets) and not self._buckets[self._begun].missing:
+            self._begin()
+
+    def wait(self) -> None:
+        """Wait until all gradients are averages over the ranks, and begin a new step.
+
+        Raises:
+            UsageError: a gradient was not ready on this rank, and `find_unused` is not set; the message names it.
+            GroupError: as all_reduce.
+        """
+        missing = [key for bucket in self._buckets for key in bucket.missing]
+        if self._syncs and missing and not self._find_unused:
+            raise UsageError(
+                f"no gradient came for {', '.join(map(repr, missing))}; call ready() for each, or pass find_unused=True"
+            )
+        if self._syncs:
+            self._finish(missing)
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.views)
+        self._begun = 0
+
+    def reduce(self, gradients: Any) -> Any:
+        """All of a step in one call, for arrays that cannot be written to, as JAX's: the averages of these gradients.
+
+        Each is waited for and travels in turn, the last one first, while those before it are still computed.
+
+        Args:
+            gradients: as `params`.
+
+        Returns:
+            As `gradients`, of new arrays of the same libraries.
+
+        Raises:
+            UsageError: it has other keys than `params`; or as `wait`.
+        """
+        named = _named(gradients)
+        if named.keys() != self._place.keys():
+            raise UsageError(f"gradients has {list(named)}; params had {list(self._place)}")
+        for key, bucket in self._place.items():
+            bucket.views[key][...] = named[key]
+            self.ready(key)
+        self.wait()
+        averages = {key: _like(named[key], self._place[key].views[key]) for key in named}
+        return averages if isinstance(gradients, Mapping) else list(averages.values())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps in this block stay on this rank, to be accumulated: add to `grads` there, and in the step after it."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def zero(self) -> None:
+        """Set all gradients to zero, as where a step accumulates into them."""
+        for bucket in self._buckets:
+            bucket.flat[:] = 0
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """A loop over batches whose number differs between ranks: who is through takes part with zeros until all are.
+
+        All ranks enter it. Averages are over the ranks that still have batches.
+
+        Raises:
+            GroupError: as all_reduce.
+        """
+        self._active = _Active(self._group)
+        try:
+            yield
+            while self._active.begin(0):
+                self.zero()
+                for bucket in self._buckets:
+                    bucket.missing.clear()
+                while self._begun < len(self._buckets):
+                    self._begin()
+                self.wait()
+        finally:
+            self._active = None
+
+    # ---- how a step goes -------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Let the next bucket travel."""
+        if self._active is not None and self._begun == 0 and not self._active.begun:
+            self._active.begin(1)
+        bucket = self._buckets[self._begun]
+        self._begun += 1
+        averages = self._average and self._active is None
+        bucket.work = all_reduce(
+            bucket.packed(), ReduceOp.AVG if averages else ReduceOp.SUM, self._group, async_op=True
+        )
+        self.bytes_sent += bucket.travels.nbytes
+
+    def _finish(self, missing: Sequence[Key]) -> None:
+        for key in missing:
+            self._place[key].views[key][...] = 0
+        while self._begun < len(self._buckets):
+            self._begin()
+        if self._find_unused:
+            had = np.array([key not in missing for key in self._place], np.uint8)
+            all_reduce(had, ReduceOp.MAX, self._group)
+            self.unused = [key for key, one in zip(self._place, had, strict=True) if not one]
+        active = self._active.end() if self._active is not None else 0
+        for bucket in self._buckets:
+            bucket.finish(active if self._average else 0)
+
+
+class _Bucket:
+    """Gradients that travel together, in one array.
+
+    Attributes:
+        flat: the gradients; `travels` is what all_reduce has: the same, or of another dtype.
+        missing: the gradients that are not there in this step.
+    """
+
+    def __init__(self, params: Sequence[tuple[Key, Any]], dtype: Any) -> None:
+        first = params[0][1]
+        sizes = [int(np.prod(param.shape)) for _, param in params]
+        self.flat = np.zeros_like(first, shape=(sum(sizes),))
+        ends = np.cumsum(sizes).tolist()
+        self.views: dict[Key, Any] = {
+            key: self.flat[end - size : end].reshape(param.shape)
+            for (key, param), size, end in zip(params, sizes, ends, strict=True)
+        }
+        self.travels = self.flat if dtype is None else self.flat.astype(dtype)
+        self.lost = None if dtype is None else np.zeros_like(self.flat)  # by rounding, in all steps so far
+        self.missing: set[Key] = set(self.views)
+        self.work: Work | None = None
+
+    def packed(self) -> Any:
+        """What all_reduce gets."""
+        if self.lost is not None:
+            self.lost += self.flat
+            self.travels[...] = self.lost.astype(self.travels.dtype)
+            self.lost -= self.travels.astype(self.flat.dtype)
+        return self.travels
+
+    def finish(self, divisor: int) -> None:
+        """Wait for it; `divisor`: by what sums are to be divided, 0: they are not."""
+        assert self.work is not None, "the bucket travels"
+        self.work.wait()
+        self.work = None
+        if self.lost is not None:
+            self.flat[...] = self.travels.astype(self.flat.dtype)
+        if divisor:
+            self.flat /= divisor
+
+
+class _Active:
+    """How many ranks still have batches, in `join`: one small all_reduce before each step's buckets."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.begun = False
+        self._count = np.zeros(1, np.int64)
+
+    def begin(self, mine: int) -> int:
+        """How many have one for this step; `mine`: whether this rank has."""
+        self._count[0], self.begun = mine, True
+        all_reduce(self._count, group=self._group)
+        return int(self._count[0])
+
+    def end(self) -> int:
+        self.begun = False
+        return int(self._count[0])
+
+
+def _named(arrays: Any) -> dict[Key, Any]:
+    """A dict as it is, of a list its items by their indices."""
+    return {**arrays} if isinstance(arrays, Mapping) else dict(enumerate(arrays))
+
+
+def _like(x: Any, view: Any) -> Any:
+    """A new array as x is, with the content of the view."""
+    if not isinstance(view, np.ndarray):
+        return view.copy()
+    room = room_like(x, view, view.shape)
+    room.array[...] = view
+    return room.finish()
+
+
+def _cut(params: Mapping[Key, Any], bucket_bytes: int) -> Iterable[list[Key]]:
+    """The keys of each bucket, the last parameter's first; a quarter of the bytes in the first, to begin early."""
+    bucket: list[Key] = []
+    dtype, filled, most = None, 0, max(1, bucket_bytes // 4)
+    for key in reversed(list(params)):
+        param = params[key]
+        for attribute in ("shape", "dtype", "nbytes"):
+            if not hasattr(param, attribute):
+                raise UsageError(f"params[{key!r}] is of type {type(param).__name__}; give an array")
+        if param.dtype.kind not in "fcV" or param.dtype.hasobject:
+            raise UsageError(f"params[{key!r}] is of {param.dtype}; gradients are floats or complex")
+        if bucket and (param.dtype != dtype or filled + param.nbytes > most):
+            yield bucket
+            bucket, filled, most = [], 0, bucket_bytes
+        bucket.append(key)
+        dtype, filled = param.dtype, filled + param.nbytes
+    yield bucket
+
+
+def _travelling(travel: str | None, param: Any) -> Any:
+    """The dtype in which gradients like this parameter's travel; None: their own."""
+    if travel not in (None, "float16", "bfloat16"):
+        raise UsageError(f"travel is {travel!r}; give 'float16', 'bfloat16' or None")
+    if travel is None or param.dtype.name not in ("float32", "float64"):
+        return None
+    if travel == "float16":
+        return np.dtype(np.float16)
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError as error:
+        raise UsageError("travel='bfloat16' needs ml_dtypes: pip install ml_dtypes") from error
+    return np.dtype(bfloat16)

@@ -1,0 +1,195 @@
+"""GradientReducer: every rank has the averages of all, whatever the buckets, the order and the dtype they travel in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+from fastcoll import GradientReducer
+
+SHAPES = {"w1": (7, 5), "b1": (5,), "empty": (0,), "w2": (5, 3), "one": (), "b2": (3,)}
+
+
+def gradient(rank: int, step: int, name: str, dtype: str = "f4") -> np.ndarray:
+    seed = [rank, step, list(SHAPES).index(name)]
+    return np.random.default_rng(seed).standard_normal(SHAPES[name]).astype(dtype)
+
+
+def averages(ranks: list[int], step: int, name: str) -> np.ndarray:
+    return np.mean([gradient(rank, step, name) for rank in ranks], axis=0)
+
+
+def params(dtype: str = "f4") -> dict[str, np.ndarray]:
+    return {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+def test_averages_in_any_order(rank: int, world_size: int, bucket_bytes: int) -> None:
+    reducer = GradientReducer(params(), bucket_bytes=bucket_bytes)
+    for step in range(4):
+        # The order in which gradients come may differ between ranks; that of the buckets does not.
+        for name in np.random.default_rng([step, rank]).permutation(list(SHAPES)).tolist():
+            reducer.grads[name][...] = gradient(rank, step, name)
+            reducer.ready(name)
+        reducer.wait()
+        for name in SHAPES:
+            np.testing.assert_allclose(
+                reducer.grads[name], averages(list(range(world_size)), step, name), rtol=1e-6, atol=1e-7
+            )
+
+
+@pytest.mark.ranks(2)
+def test_a_list_and_sums_in_a_part_of_the_world(rank: int) -> None:
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    both = GradientReducer([np.zeros(3), np.zeros((2, 2), "f4")], average=False)
+    mine = GradientReducer([np.zeros(3)], group=alone)
+    for reducer in (both, mine):
+        for number, grad in enumerate(reducer.grads):
+            grad[...] = rank + 1
+            reducer.ready(number)
+        reducer.wait()
+    assert (both.grads[0] == 3).all()
+    assert (both.grads[1] == 3).all()
+    assert both.grads[1].shape == (2, 2)
+    assert (mine.grads[0] == rank + 1).all()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(("travel", "precision"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_what_rounding_loses_comes_with_the_next_steps(
+    rank: int, world_size: int, travel: str, precision: float, dtype: str
+) -> None:
+    reducer = GradientReducer(params(dtype), travel=travel)
+    mean = np.mean([gradient(r, 0, "w1", dtype) for r in range(world_size)], axis=0)
+    total, steps = np.zeros_like(mean), 200
+    for _ in range(steps):
+        for name in SHAPES:
+            reducer.grads[name][...] = gradient(rank, 0, name, dtype)
+            reducer.ready(name)
+        reducer.wait()
+        total += reducer.grads["w1"]
+        # Two roundings: of each rank's gradient with what it has kept, and of the average.
+        assert np.abs(reducer.grads["w1"] - mean).max() < 8 * precision * np.abs(mean).max() + 8 * precision
+    every = [np.concatenate([one.ravel() for one in reducer.grads.values()]).tobytes()]
+    gathered: list = [None] * world_size
+    dist.all_gather_object(gathered, every[0])
+    assert set(gathered) == set(every)
+    # A rank's own rounding is made up for; without that these errors would be of one sign, and add up.
+    own = np.abs(
+        gradient(rank, 0, "w1").astype(np.float16 if travel == "float16" else "f4") - gradient(rank, 0, "w1")
+    )
+    assert (
+        np.abs(total / steps - mean).max()
+        < precision * (np.abs(mean).max() + own.max()) + 4 * precision / steps
+    )
+    assert reducer.bytes_sent == steps * 2 * sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+@pytest.mark.ranks(2)
+def test_accumulation_over_steps(rank: int) -> None:
+    reducer = GradientReducer(params())
+    for step in range(6):
+        if step % 3 == 0:
+            reducer.zero()
+        last = step % 3 == 2
+        if last:
+            for name in SHAPES:
+                reducer.grads[name][...] += gradient(rank, step, name)
+                reducer.ready(name)
+            reducer.wait()
+            expected = sum(averages([0, 1], s, "w1") for s in range(step - 2, step + 1))
+            np.testing.assert_allclose(reducer.grads["w1"], expected, rtol=1e-5, atol=1e-6)
+        else:
+            with reducer.no_sync():
+                for name in SHAPES:
+                    reducer.grads[name][...] += gradient(rank, step, name)
+                    reducer.ready(name)
+                reducer.wait()
+
+
+@pytest.mark.ranks(3)
+def test_unused_gradients_count_as_zeros(rank: int) -> None:
+    reducer = GradientReducer(params(), find_unused=True, bucket_bytes=64)
+    for _ in range(2):
+        for grad in reducer.grads.values():
+            grad[...] = 7  # of an earlier step
+        names = ["w1", "b1"] if rank else ["w1", "w2"]
+        for name in names:
+            reducer.grads[name][...] = 3
+            reducer.ready(name)
+        reducer.wait()
+        assert (reducer.grads["w1"] == 3).all()
+        assert (reducer.grads["b1"] == 2).all()
+        assert (reducer.grads["w2"] == 1).all()
+        assert (reducer.grads["b2"] == 0).all()
+        assert sorted(reducer.unused) == ["b2", "empty", "one"]
+
+
+@pytest.mark.ranks(1, 3, 4)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_ranks_with_fewer_batches_join(rank: int, world_size: int, find_unused: bool) -> None:
+    batches = [2, 5, 0, 3][rank]
+    reducer = GradientReducer(params(), bucket_bytes=64, find_unused=find_unused)
+    for _ in range(2):
+        with reducer.join():
+            for step in range(batches):
+                for name in reversed(SHAPES):
+                    reducer.grads[name][...] = gradient(rank, step, name)
+                    reducer.ready(name)
+                reducer.wait()
+                there = [r for r in range(world_size) if step < [2, 5, 0, 3][r]]
+                for name in SHAPES:
+                    np.testing.assert_allclose(
+                        reducer.grads[name], averages(there, step, name), rtol=1e-5, atol=1e-6
+                    )
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_arrays_that_cannot_be_written_to(rank: int) -> None:
+    jax = pytest.importorskip("jax")
+    values = {name: jax.numpy.asarray(gradient(rank, 0, name)) for name in SHAPES}
+    reducer = GradientReducer(values)
+    for _ in range(2):
+        found = reducer.reduce(values)
+        for name in SHAPES:
+            assert isinstance(found[name], jax.Array)
+            np.testing.assert_allclose(found[name], averages([0, 1], 0, name), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.ranks(2)
+def test_reduce_gives_new_arrays(rank: int) -> None:
+    reducer = GradientReducer([np.zeros(3), np.zeros(2)])
+    first = reducer.reduce([np.full(3, rank), np.full(2, rank)])
+    second = reducer.reduce([np.full(3, rank + 1.0), np.full(2, rank)])
+    assert (first[0] == 0.5).all()
+    assert (second[0] == 1.5).all()
+    with pytest.raises(dist.UsageError, match="params had"):
+        reducer.reduce([np.zeros(3)])
+
+
+@pytest.mark.ranks(1)
+def test_wrong_use() -> None:
+    reducer = GradientReducer({"a": np.zeros(2), "b": np.zeros(2)})
+    with pytest.raises(dist.UsageError, match=r"no gradient 'c'.*'b', 'a'"):
+        reducer.ready("c")
+    reducer.ready("a")
+    with pytest.raises(dist.UsageError, match="'a' was ready before"):
+        reducer.ready("a")
+    with pytest.raises(dist.UsageError, match="no gradient came for 'b'"):
+        reducer.wait()
+    reducer.ready("b")
+    reducer.wait()
+    with pytest.raises(dist.UsageError, match="empty"):
+        GradientReducer([])
+    with pytest.raises(dist.UsageError, match="floats"):
+        GradientReducer([np.zeros(3, int)])
+    with pytest.raises(dist.UsageError, match="give an array"):
+        GradientReducer([3.0])
+    with pytest.raises(dist.UsageError, match="'int8'"):
+        GradientReducer([np.zeros(3)], travel="int8")
+    with pytest.raises(dist.UsageError, match="bucket_bytes"):
+        GradientReducer([np.zeros(3)], bucket_bytes=0)
