@@ -154,10 +154,11 @@ class _World:
 def _compile_with_failpoints() -> None:
     """Have the kernels with failpoints on the disk, by a process of their own; half a second if they are there.
 
-    Children of the fork server must not compile them: what they inherit of Numba may have no failpoints.
+    Children of the fork server must not compile them: what they inherit of Numba may have no failpoints. In a /dev/shm
+    without room for the locks of its processes it fails, and nobody there asks for a failpoint.
     """
     env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}
-    subprocess.run([sys.executable, "-m", "fastcoll.warmup"], env=env, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "fastcoll.warmup"], env=env, capture_output=True)
 
 
 def _serve() -> None:

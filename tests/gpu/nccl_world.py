@@ -84,7 +84,7 @@ class ThreadVigil(Monitor):
     """Says that who is in `meeting.died` is dead."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self.failure = None
+        self.failure = self.record = None
         self._meeting = meeting
 
     def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
