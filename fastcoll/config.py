@@ -7,11 +7,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import failpoints
 from .errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _log = logging.getLogger("fastcoll")
 
@@ -145,6 +147,8 @@ def user_folder() -> Path | None:
 
     A relative XDG_CONFIG_HOME does not count, as its specification says: ranks may start in different folders.
     """
+    from pathlib import Path  # importing fastcoll needs none
+
     named = os.environ.get("XDG_CONFIG_HOME", "")
     try:
         return (Path(named) if os.path.isabs(named) else Path.home() / ".config") / "fastcoll"

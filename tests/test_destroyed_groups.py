@@ -41,7 +41,7 @@ def cycle(world_size: int, number: int) -> None:
 
 
 @pytest.mark.ranks(3, init=False, timeout=300)
-@pytest.mark.parametrize("cycles", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cycles", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["tcp", "file"])
 def test_nothing_of_destroyed_groups_stays(rank, world_size, tmp_path, way, cycles):
     url = f"file://{tmp_path}/store" if way == "file" else None

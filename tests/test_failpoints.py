@@ -125,6 +125,6 @@ def test_entries_have_no_failpoints_unless_the_setting_says_so(monkeypatch: pyte
 
 
 def test_the_page_lists_every_place_and_every_action() -> None:
-    page = (PACKAGE.parent / "docs" / "failpoints.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "failpoints.md").read_text()
     assert dict(re.findall(r"^\| `(\w+\.[\w.]+)` \| (.*?) \|$", page, re.MULTILINE)) == failpoints.PLACES
     assert set(failpoints.ACTIONS) <= set(re.findall(r"`(\w+)", page))

@@ -502,7 +502,11 @@ def test_other_backends_say_what_to_do():
 
     Elsewhere.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
     backend = Elsewhere()  # type: ignore[abstract]
-    backend.gate, backend.monitor, backend.messages = Gate("there", [0], 0, 1.0), SimpleNamespace(), None
+    backend.gate, backend.monitor, backend.messages = (
+        Gate("there", [0], 0, 1.0),
+        SimpleNamespace(record=None),
+        None,
+    )
     group = ProcessGroup(backend)
     try:
         with pytest.raises(UnavailableError, match=r"runs on elsewhere.*new_group"):
