@@ -272,7 +272,8 @@ def test_nothing_is_unpickled_from_a_network_without_a_secret(
                 UnavailableError, match=r"unpickles .* FASTCOLL_INSECURE=1 .* give every rank"
             ):
                 call()
-        dist.all_gather_object(found, rank)
-        assert found == [0, 1]
+        if dist.get_backend() == "shm":  # where all have mapped a segment of this user
+            dist.all_gather_object(found, rank)
+            assert found == [0, 1]
     finally:
         config.forget()

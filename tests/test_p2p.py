@@ -62,7 +62,10 @@ def test_senders_are_global_ranks(rank: int) -> None:
 @pytest.mark.ranks(2, timeout=30)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_timeout_that_is_set_later_counts_for_messages(rank: int, world_size: int, backend: str) -> None:
-    group = dist.new_group(backend=backend)
+    try:
+        group = dist.new_group(backend=backend)
+    except dist.UnavailableError:  # the ranks are on several hosts
+        group = dist.new_group()
     dist.barrier(group)
     group.timeout = 0.3
     if rank == 0:

@@ -81,7 +81,9 @@ def test_groups_leave_nothing_behind(rank, world_size):
     before = footprint()
     for _ in range(20):
         once()
-    assert footprint() == before
+    files, threads = footprint()
+    assert files <= before[0]  # of the store's connections one may have gone
+    assert threads <= before[1]
     assert segments() == mapped
     assert mapped["segment"] <= 1  # the default group's, where it has one
 
