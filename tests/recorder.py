@@ -42,7 +42,7 @@ class Recorder(ProcessGroup):
         backend: Any = SimpleNamespace(
             name="shm",
             gate=Gate("recorder", ranks, 1, 5.0),
-            monitor=SimpleNamespace(farewell=""),
+            monitor=SimpleNamespace(farewell="", record=None),
             messages=SimpleNamespace(is_entered=lambda: False),
             fast=lambda group: {},
             close=close,

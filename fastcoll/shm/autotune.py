@@ -10,10 +10,10 @@ and tries the others now and then. It begins with what is known of the machine (
 Trying others costs at most 1 / SHARE of a row's time: after a try a way rests for as many calls as make up for what
 it takes longer than the best, times the number of ways that are tried. One that takes more than twice the best
 rests for LONG calls at least; but one bad time alone, which may be somebody else's doing, is soon looked at again.
-In a row of which nothing is known, each way is tried twice at the beginning, every LOOK-th call from call WARM on,
-and its first time does not count: caches, pages and clocks that are cold make any way look slow (all_gather of 4
-MiB on 2 CPUs of an AMD EPYC, family 26: DIRECT takes 217 us in a row's second call and 157, 147, 126, 156, 97, 95,
-87, 85 in the next ones).
+In a row of which nothing is known, each way is tried at the beginning, every LOOK-th call from call WARM on, and
+once more two calls later, as its first time does not count: caches, pages and clocks that are cold make any way
+look slow (all_gather of 4 MiB on 2 CPUs of an AMD EPYC, family 26: DIRECT takes 217 us in a row's second call and
+157, 147, 126, 156, 97, 95, 87, 85 in the next ones).
 
 Most ways concern only how and when a rank copies: results do not depend on them, and peers need not take the same one.
 But they do: a call's time is that of the rank that it took longest, which all learn with the next call's lines, and
@@ -133,8 +133,11 @@ def choose(t, operation, nbytes, ways, phase):
     row = _row(t, operation, nbytes)
     number = load_word(row, CALLS)
     way = _best_of(row, ways)
-    if number >= WARM and number % LOOK == phase:
-        way = _to_try(row, ways, way, number)
+    if number >= WARM:
+        if number % LOOK == phase:
+            way = _to_try(row, ways, way, number)
+        elif number % LOOK == (phase + 2) % LOOK:  # by now it is known how the try went
+            way = _to_try_again(row, ways, way)
     _go(t, way)
     store_word(t, ROW, row)
     store_word(t, NBYTES, nbytes)
@@ -177,6 +180,16 @@ def _to_try(row, ways, best, number):
         if ways >> way & 1 and way != best and load_word(row, AGAIN + way) < since:
             found = way
             since = load_word(row, AGAIN + way)
+    return found
+
+
+@inlined
+def _to_try_again(row, ways, best):
+    """The way that was tried for the first time two calls ago, which did not count; else the best one."""
+    found = best
+    for way in range(2 * WAYS):
+        if ways >> way & 1 and load_word(row, TIMES + way) == 0 and load_word(row, AGAIN + way) == 1:
+            found = way
     return found
 
 

@@ -29,7 +29,7 @@ WAYS = (*a.NAMES, *(f"divided:{way}" for way in a.NAMES))
 _CLASSES = tuple(str(a.SMALLEST << 2 * number) for number in range(a.CLASSES))
 
 # Calls from which on a row is worth keeping: all ways have been tried, and the best one often.
-_ENOUGH = 64
+_ENOUGH = 32
 # Calls until a way of a known row is tried of which nothing is known: as if it took twice the best of so many.
 _UNKNOWN = a.SHARE * a.WAYS
 _NANOSECONDS = 1_000_000  # for which the clock is measured

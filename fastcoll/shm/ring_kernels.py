@@ -172,7 +172,7 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
 @kernel
 def _send(m, channel, data, nbytes, kind):
     reached(_SEND)
-    r.begin_message(channel, data, nbytes, kind, _choose(m, r.SENDS, nbytes, SMALLEST, 3))
+    r.begin_message(channel, data, nbytes, kind, _choose(m, r.SENDS, nbytes, SMALLEST, 0))
     turn = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
