@@ -185,7 +185,8 @@ def destroy_process_group(group: Group = None) -> None:
         lost = None
         if groups.inherited is None:
             lost = leave([current], sys.exc_info()[1])
-            current_job().left(current)
+            if _job is not None:  # else another thread has left it meanwhile
+                _job.left(current)
     else:
         return
     if lost is not None:
