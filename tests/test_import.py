@@ -33,6 +33,7 @@ LAYERS = (
     ("symmetric",),
     ("__init__",),
     ("launch",),
+    ("elastic", "rpc"),
     ("testing", "torch", "bench"),
     ("warmup",),
     ("tools",),

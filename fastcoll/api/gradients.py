@@ -78,8 +78,10 @@ class GradientReducer:
         self._buckets: list[_Bucket] = []
         self._place: dict[Key, _Bucket] = {}
         views: dict[Key, Any] = {}
+        narrow = _narrow(travel)
         for chunk in _cut(named, bucket_bytes):
-            bucket = _Bucket([(key, named[key]) for key in chunk], _travelling(travel, named[chunk[0]]))
+            wide = named[chunk[0]].dtype.name in ("float32", "float64")
+            bucket = _Bucket([(key, named[key]) for key in chunk], narrow if wide else None)
             self._buckets.append(bucket)
             self._place |= dict.fromkeys(chunk, bucket)
             views |= bucket.views
@@ -316,14 +318,12 @@ def _cut(params: Mapping[Key, Any], bucket_bytes: int) -> Iterable[list[Key]]:
     yield bucket
 
 
-def _travelling(travel: str | None, param: Any) -> Any:
-    """The dtype in which gradients like this parameter's travel; None: their own."""
+def _narrow(travel: str | None) -> Any:
+    """The dtype in which gradients of 32 and 64 bits travel; None: their own."""
     if travel not in (None, "float16", "bfloat16"):
         raise UsageError(f"travel is {travel!r}; give 'float16', 'bfloat16' or None")
-    if travel is None or param.dtype.name not in ("float32", "float64"):
-        return None
-    if travel == "float16":
-        return np.dtype(np.float16)
+    if travel != "bfloat16":
+        return None if travel is None else np.dtype(travel)
     try:
         from ml_dtypes import bfloat16
     except ImportError as error:

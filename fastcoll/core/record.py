@@ -74,14 +74,17 @@ MESSAGE = -1
 # A row of the ring: a cache line.
 RING, ENTRY_WORDS = 1024, 8
 NUMBER, CALL, SHAPE = 0, 1, 2  # the words that ranks compare (signature.py)
-BEGAN, ENDED = (
-    3,
-    4,
-)  # in ns; 0: not timed. The lowest bits of ENDED are one of ENDS, 0 for a call that was complete
+# In ns; 0: not timed. ENDED's lowest bits are one of ENDS, 0 for a call that was complete
+BEGAN, ENDED = 3, 4
 SITE = 5  # of the call site: 65536 * the call's number + the site's, as the caller expected before the call
 SITE_BYTES, MOST_SITES = 128, 512
 ENDS = "done", "mismatch", "failed", "made anew"
 MEMBERS_START = RING_AT + 8 * RING * ENTRY_WORDS
+
+
+def row_of(number: int) -> int:
+    """Where the row of a call begins, in words of the block."""
+    return RING_AT // 8 + number % RING * ENTRY_WORDS
 
 
 # ---- what is read ----------------------------------------------------------------------------------------
@@ -307,24 +310,8 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
     def time(stamp: int) -> int:
         return stamp + epoch if stamp else 0
 
-    # The row of the last call is told from an older one by the count before; what is overwritten by the count after.
-    start = int(block[SITES_AT])
-    places = range(start, start + SITE_BYTES * min(int(block[SITES]), MOST_SITES), SITE_BYTES)
-    sites = [data[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace") for at in places]
     calls, finished = word(CALLS_AT), word(FINISHED_AT)
-    last = word(CALLS_AT, after)
-    ring = block[RING_AT // 8 : MEMBERS_START // 8].reshape(RING, ENTRY_WORDS)
-    entries = []
-    for number in range(max(1, last - RING + 1), calls + 1):
-        row = [int(value) for value in ring[number % RING]]
-        if row[NUMBER] != number:
-            continue
-        ended = row[ENDED] & 7
-        state = "under way" if number == calls > finished and ended == 0 else ENDS[ended]
-        site = _site(row[SITE], number, sites)
-        entries.append(
-            Call(number, row[CALL], row[SHAPE], state, time(row[BEGAN]), time(row[ENDED] & ~7), site)
-        )
+    entries = _calls(data, block, range(max(1, word(CALLS_AT, after) - RING + 1), calls + 1), finished, time)
     under_way = entries[-1] if entries and entries[-1].number == calls else None
     if under_way is None and calls > finished:
         under_way = Call(calls, 0, 0, "under way", 0, 0)
@@ -350,6 +337,28 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
         waits=waits,
         failure=why.decode(errors="replace"),
     )
+
+
+def _calls(
+    data: bytes, block: NDArray[np.int64], numbers: range, finished: int, time: Callable[[int], int]
+) -> list[Call]:
+    """Those of the calls `numbers` that the ring has, of which the last one may be under way."""
+    # The row of the last call is told from an older one by the count before; what is overwritten by the count after.
+    start = int(block[SITES_AT])
+    places = range(start, start + SITE_BYTES * min(int(block[SITES]), MOST_SITES), SITE_BYTES)
+    sites = [data[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace") for at in places]
+    found = []
+    for number in numbers:
+        row = block[row_of(number) : row_of(number) + ENTRY_WORDS].tolist()
+        if row[NUMBER] != number:
+            continue
+        ended = row[ENDED] & 7
+        state = "under way" if number == numbers[-1] > finished and ended == 0 else ENDS[ended]
+        site = _site(row[SITE], number, sites)
+        found.append(
+            Call(number, row[CALL], row[SHAPE], state, time(row[BEGAN]), time(row[ENDED] & ~7), site)
+        )
+    return found
 
 
 def _site(word: int, number: int, sites: Sequence[str]) -> str:

@@ -239,7 +239,7 @@ class GroupRecorder:
         cells = self._cells
         number = cells[self._calls] + 1
         cells[self._calls] = number
-        row = r.RING_AT // 8 + number % r.RING * r.ENTRY_WORDS
+        row = r.row_of(number)
         cells[row + r.CALL], cells[row + r.SHAPE] = call, shape
         cells[row + r.BEGAN], cells[row + r.ENDED] = time.monotonic_ns(), 0
         cells[row + r.NUMBER] = number
@@ -247,7 +247,7 @@ class GroupRecorder:
 
     def end(self, number: int, how: str = "done") -> None:
         """It has ended so, one of record.ENDS."""
-        row = r.RING_AT // 8 + number % r.RING * r.ENTRY_WORDS
+        row = r.row_of(number)
         self._cells[row + r.ENDED] = time.monotonic_ns() & ~7 | r.ENDS.index(how)
         if how == "done":
             self._cells[self._finished] = number
@@ -265,14 +265,14 @@ class GroupRecorder:
             cells[r.SITES] = which + 1
         pending = cells[cells[r.PENDING_AT] // 8] if cells[r.PENDING_AT] else 0
         number = cells[self._calls] + 1 + pending
-        cells[r.RING_AT // 8 + number % r.RING * r.ENTRY_WORDS + r.SITE] = number << 16 | which
+        cells[r.row_of(number) + r.SITE] = number << 16 | which
 
     # ---- what happens rarely -----------------------------------------------------------------------------
 
     def broken_off(self, how: str) -> None:
         """The call under way, if there is one, has ended so."""
         cells, number = self._cells, self._cells[self._calls]
-        row = r.RING_AT // 8 + number % r.RING * r.ENTRY_WORDS
+        row = r.row_of(number)
         if number > cells[self._finished]:
             if cells[row + r.NUMBER] != number:  # it had not been published
                 cells[row : row + r.ENTRY_WORDS] = memoryview(np.zeros(r.ENTRY_WORDS, np.int64))  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ class GroupRecorder:
 
     def did_not_match(self, number: int) -> None:
         """A call, which may have ended, did not match those of the other ranks."""
-        row = r.RING_AT // 8 + number % r.RING * r.ENTRY_WORDS
+        row = r.row_of(number)
         if self._cells[row + r.NUMBER] == number:
             self._cells[row + r.ENDED] = self._cells[row + r.ENDED] & ~7 | r.ENDS.index("mismatch")
 

@@ -221,9 +221,20 @@ def check(
         assert called, saw
         assert not calls or int(called[1]) in calls, saw
         assert saw["raised"] - dead.died < within, saw
-        assert saw["again"] == saw["error"]
+        assert saw["again"] == {saw["error"]}
         assert saw["again_after"] < AGAIN_WITHIN, saw
         assert saw["others"] == sum(range(1, n + 1)) - (victim + 1)
+
+
+def check_interrupted(first: Outcome, others: Sequence[Outcome]) -> None:
+    """Ctrl-C has ended rank 0's call, and all others were told so."""
+    assert first.result is not None, first.error
+    assert first.result["kind"] == "KeyboardInterrupt"
+    for outcome in others:
+        assert outcome.result is not None, outcome.error
+        assert outcome.result["kind"] == "AbortedError"
+        assert outcome.result["ranks"] == (0,), outcome.result
+        assert "KeyboardInterrupt" in outcome.result["error"]
 
 
 @contextlib.contextmanager

@@ -55,12 +55,14 @@ def work_until_failpoint(
 
 def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others: Any) -> dict[str, Any]:
     """What is left: the group stays failed in the same way, at once, and groups of the living work."""
-    again, began = "", time.monotonic()
-    try:
-        victims.STEPS[op](count, rank, n)
-    except GroupError as second:
-        again = str(second)
-    took = time.monotonic() - began
+    again, took = set(), []
+    for _ in range(3):  # of which one or the other may be held up by what else the machine does
+        began = time.monotonic()
+        try:
+            victims.STEPS[op](count, rank, n)
+        except GroupError as repeated:
+            again.add(str(repeated))
+        took.append(time.monotonic() - began)
     x = np.full(3, rank + 1.0)
     dist.all_reduce(x, group=others)
     dist.destroy_process_group()
@@ -69,7 +71,7 @@ def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others:
         "kind": type(error).__name__,
         "ranks": error.ranks,
         "again": again,
-        "again_after": took,
+        "again_after": min(took),
         "others": x[0],
     }
 

@@ -35,8 +35,8 @@ class TcpRefuge(Refuge):
     def offer(self, port: int) -> None:
         with self._lock:
             self._port = port
-            for connection in self._asking if port else ():
-                self._answer(connection)
+            while port and self._asking:
+                self._answer(self._asking.pop())
 
     def seek(self, rank: int) -> tuple[str, int] | None:
         deadline = time.monotonic() + _SEEK_SECONDS
@@ -59,9 +59,10 @@ class TcpRefuge(Refuge):
     def _arrived(self, connection: socket.socket) -> None:
         """On the listener's thread."""
         with self._lock:
-            self._asking.append(connection)
             if self._port:
                 self._answer(connection)
+            else:
+                self._asking.append(connection)
 
     def _answer(self, connection: socket.socket) -> None:
         with suppress(OSError):
