@@ -449,9 +449,18 @@ class Ranks:
             made[rank] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             self.started.append(made[rank])
         for rank, process in made.items():
-            line = process.stdout.readline()  # type: ignore[union-attr]
-            assert line == "up\n", (rank, line, process.stderr.read())  # type: ignore[union-attr]
+            line = _first_line(process)
+            assert line == b"up\n", (rank, line, process.stderr.read())  # type: ignore[union-attr]
         return made
+
+
+def _first_line(process: subprocess.Popen[str]) -> bytes:
+    """Read no further: what a file keeps of later lines, `communicate` does not return."""
+    assert process.stdout is not None
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(process.stdout.fileno(), 1)):
+        line += byte
+    return line
 
 
 @pytest.fixture
