@@ -170,23 +170,24 @@ def test_another_process_sees_who_is_late_while_a_rank_is_stopped() -> None:
     dist.all_gather_object(pids, os.getpid())
     x = np.ones(4, np.float32)
     dist.all_reduce(x.copy())  # compiled here, not while the others are watched
-    if rank == 2:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif rank == 0:
+    elif rank == 2:  # which is late as well, but 0 waits for 1 first
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            first, last = read(pids[1]), read(pids[2])
-            world = first.groups[0]
-            stopped = status_of(pids[2])[0] == b"T"
-            if stopped and world.under_way and world.late == 2:
-                break
-            time.sleep(0.01)
         try:
-            assert (first.rank, last.rank, first.job) == (1, 2, last.job)
+            while True:
+                first, last = read(pids[0]), read(pids[1])
+                world = first.groups[0]
+                stopped = status_of(pids[1])[0] == b"T"
+                if stopped and world.under_way and world.late == 1:
+                    break
+                assert time.monotonic() < deadline, (stopped, world)
+                time.sleep(0.01)
+            assert (first.rank, last.rank, first.job) == (0, 1, last.job)
             assert world.under_way.number == last.groups[0].calls + 1
             assert last.groups[0].under_way is None
         finally:
-            os.kill(pids[2], signal.SIGCONT)
+            os.kill(pids[1], signal.SIGCONT)
     dist.all_reduce(x)
     assert (x == 3).all()
 
