@@ -30,6 +30,7 @@ from typing import Any
 
 import pytest
 
+import fastcoll
 from fastcoll.testing.worker import shm_names
 
 SOON = 1.0
@@ -157,8 +158,10 @@ def _compile_with_failpoints() -> None:
     Children of the fork server must not compile them: what they inherit of Numba may have no failpoints. In a /dev/shm
     without room for the locks of its processes it fails, and nobody there asks for a failpoint.
     """
-    env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}
-    subprocess.run([sys.executable, "-m", "fastcoll.warmup"], env=env, capture_output=True)
+    # The package that is imported here: Python would look in the working directory first, for other files than those.
+    package = str(Path(fastcoll.__file__).parents[1])
+    env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0", "PYTHONPATH": package}
+    subprocess.run([sys.executable, "-m", "fastcoll.warmup"], env=env, cwd="/", capture_output=True)
 
 
 def _serve() -> None:
