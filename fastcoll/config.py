@@ -118,6 +118,12 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_BETWEEN_NODES": Setting(
         _network, "tcp", "what carries large arrays between nodes with the default backend: tcp, or mpi"
     ),
+    "FASTCOLL_ELASTIC": Setting(
+        str, "", "HOST:PORT of the launcher's store, which outlives the ranks; the launcher sets it"
+    ),
+    "FASTCOLL_NEWCOMER": Setting(
+        _switch, 0, "1: this process takes the place of a rank that has failed; the launcher sets it"
+    ),
     "FASTCOLL_UNTESTED_PLATFORM": Setting(
         _switch,
         0,

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from .lifeline import GRACE_SECONDS, adopt_orphans
@@ -38,13 +39,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"fastcoll.launch: {' and '.join(single)} set to 1, as {job.local_size} ranks share this node\n"
         )
     adopt_orphans()
+    os.environ.update(job.secret(os.environ))  # for the store that is served here
     port = options.nodes_port
     nodes = None
     if job.nodes > 1 and port != 0:
         nodes = Nodes(job.nodes, job.node_rank, job.master_addr, port or default_port(job.master_port))
+    elif job.nodes == 1 and options.min_ranks is not None:
+        nodes = Nodes(1, 0, "127.0.0.1", 0)
     with nodes or nullcontext():
+        if nodes and options.min_ranks is not None:
+            job = replace(job, elastic=nodes.address)
         return Supervisor(
-            job, options.grace, not options.no_prefix, logs, nodes, min_ranks=options.min_ranks
+            job,
+            options.grace,
+            not options.no_prefix,
+            logs,
+            nodes,
+            min_ranks=options.min_ranks,
+            max_restarts=options.max_restarts,
         ).run()
 
 
@@ -77,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     add("min_ranks", type=_count, metavar="N",
         help="a rank that fails ends the others only if fewer than N are left on this node, for programs that go on "
              "without it by fastcoll.shrink (default: it always does)")  # fmt: skip
+    add("max_restarts", type=_restarts, default=0, metavar="R",
+        help="with --min_ranks: so many ranks that failed are replaced by new processes, for programs that take them "
+             "in (default 0)")  # fmt: skip
     add("log_dir", type=Path, metavar="DIR", help="also write rank-R.stdout and rank-R.stderr there")
     add("no_prefix", action="store_true", help="pass output on without [rank] before each line")
     add("grace", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS",
@@ -92,6 +107,12 @@ def _count(text: str) -> int:
         return len(os.sched_getaffinity(0))
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"give a number from 1 up, auto or cpu, not {text!r}")
+    return int(text)
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"give a whole number from 0 up, not {text!r}")
     return int(text)
 
 
@@ -125,6 +146,8 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
         parser.error(f"--master_addr is needed for {nodes} nodes: give the host of node 0 on every node")
     if options.module and options.no_python:
         parser.error("-m and --no_python exclude each other")
+    if options.max_restarts and options.min_ranks is None:
+        parser.error("--max_restarts needs --min_ranks")
     if not (options.module or options.no_python or os.path.exists(options.program)):
         parser.error(f"there is no script {options.program!r} (for a module give -m)")
     port = options.master_port

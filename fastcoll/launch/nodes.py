@@ -8,6 +8,8 @@
 | MASTER_ADDR, MASTER_PORT | where rank 0 listens |
 | FASTCOLL_SECRET | the job's secret, which the launcher makes for a job of one node that was given none |
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 when several ranks share the node, unless set already |
+| FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks, where some may fail and others go on |
+| FASTCOLL_NEWCOMER | 1 for a process in the place of a rank that has failed; it has no RANK and no WORLD_SIZE |
 
 The launchers of a job's nodes tell one another that a rank has failed, so that all of them end. They meet in a store,
 as ranks do, which node 0's launcher serves on a port of its own, with the job's secret. The first failure is set there.
@@ -49,6 +51,7 @@ _TRY_SECONDS = 2.0  # of them at a time: so long goes a thread on that is to end
 _LOOK_SECONDS = 5.0  # a wait for the key; the server answers at its end
 _LAST_SECONDS = 5.0  # for a failure to reach the others, as this launcher ends
 _POLL_SECONDS = 0.05
+_OF_LAUNCHERS = ("FASTCOLL_ELASTIC", "FASTCOLL_NEWCOMER")  # another one's would mislead our ranks
 _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -74,6 +77,7 @@ class Job:
     arguments: tuple[str, ...] = ()  # the program's own
     pass_local_rank: bool = False  # whether `--local_rank=N` comes before them
     descriptors: tuple[int, ...] = ()  # of files that the ranks inherit
+    elastic: str = ""  # where the store is that outlives the ranks
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property
@@ -94,17 +98,22 @@ class Job:
         """The variables that are set to 1, so that the ranks of this node do not crowd its cores."""
         return [name for name in _THREADS if self.local_size > 1 and name not in inherited]
 
-    def environment(self, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The whole environment of one rank. Launchers of several nodes could not agree on a secret that they make, so
-        they and their ranks take the user's own where none is given.
+    def secret(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The variable with the secret that is made for the job, if one is. Launchers of several nodes could not agree
+        on one, so they and their ranks take the user's own where none is given.
         """
-        made = {name: "1" for name in self.single_threaded(inherited)}
-        has_secret = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
-        if self.nodes == 1 and not has_secret:
-            made["FASTCOLL_SECRET"] = self._secret
-        return {
-            **inherited,
-            **made,
+        has_one = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
+        return {} if has_one or self.nodes > 1 else {"FASTCOLL_SECRET": self._secret}
+
+    def environment(
+        self, local_rank: int, inherited: Mapping[str, str], is_newcomer: bool = False
+    ) -> dict[str, str]:
+        """The whole environment of one rank, or of a process that takes the place of one."""
+        made = {
+            **{name: value for name, value in inherited.items() if name not in _OF_LAUNCHERS},
+            **self.secret(inherited),
+            **{name: "1" for name in self.single_threaded(inherited)},
+            **({"FASTCOLL_ELASTIC": self.elastic} if self.elastic else {}),
             "RANK": str(self.rank(local_rank)),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.world_size),
@@ -113,6 +122,10 @@ class Job:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
+        if is_newcomer:
+            made["FASTCOLL_NEWCOMER"] = "1"
+            del made["RANK"], made["WORLD_SIZE"]
+        return made
 
 
 def free_port() -> int:
@@ -199,6 +212,15 @@ class Nodes:
         if store is not None:
             store.close(max(0.0, end - time.monotonic()))  # node 0's is left by all others first
         self._thread.join(_LAST_SECONDS)  # a name that is looked up may take longer
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the store; empty where node 0's launcher could not make it."""
+        from ..rendezvous.address import shown
+
+        if self._rank != 0:
+            return shown(self._address, self._port)
+        return "" if self._store is None else shown(self._address, self._store.port)
 
     def failure(self) -> Failure | None:
         """The first failure of any node that has told of one. Never blocks."""

@@ -25,6 +25,7 @@ from typing import BinaryIO
 from .. import config
 from . import lifeline
 from .nodes import Failure, Job, Nodes
+from .pauses import Pauses
 
 CAUSE_SECONDS = 1.0
 """For the rank at fault to end too, after one that failed because of it: it lets go of its groups on its way out, which
@@ -103,22 +104,31 @@ class Relay:
 
 
 class RankProcess:
-    """One rank: its process and its two streams."""
+    """One rank: its process and its two streams. `newcomer` numbers those that take the place of one; 0: it is none."""
 
     def __init__(
-        self, job: Job, local_rank: int, prefix: bool, logs: Path | None, sinks: tuple[Sink, Sink]
+        self,
+        job: Job,
+        local_rank: int,
+        prefix: bool,
+        logs: Path | None,
+        sinks: tuple[Sink, Sink],
+        newcomer: int = 0,
     ) -> None:
-        self.rank = job.rank(local_rank)
+        self.rank, self.local_rank = job.rank(local_rank), local_rank
+        self.started = time.monotonic()
+        self.name = f"newcomer {newcomer}" if newcomer else f"rank {self.rank}"
+        label = f"new {newcomer}" if newcomer else str(self.rank)
         tether = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         try:
             self.process = subprocess.Popen(
                 [*tether, *job.command(local_rank)],
-                stdin=None if local_rank == 0 else subprocess.DEVNULL,
+                stdin=None if local_rank == 0 and not newcomer else subprocess.DEVNULL,
                 stdout=out_end,
                 stderr=err_end,
-                env=job.environment(local_rank, os.environ),
+                env=job.environment(local_rank, os.environ, newcomer > 0),
                 pass_fds=job.descriptors,
                 start_new_session=True,
             )
@@ -127,8 +137,8 @@ class RankProcess:
             os.close(err_end)
 
         def relay(source: int, sink: Sink, name: str) -> Relay:
-            log = None if logs is None else (logs / f"rank-{self.rank}.{name}").open("wb")
-            return Relay(source, sink, f"[{self.rank}] ".encode() if prefix else b"", log)
+            log = None if logs is None else (logs / f"{self.name.replace(' ', '-')}.{name}").open("wb")
+            return Relay(source, sink, f"[{label}] ".encode() if prefix else b"", log)
 
         self.out, self.err = relay(out, sinks[0], "stdout"), relay(err, sinks[1], "stderr")
         self.pidfd = os.pidfd_open(self.process.pid)
@@ -144,6 +154,7 @@ class Supervisor:
         is_guest: it lives in a process of the user's: it leaves signals and other children alone, and is silent.
         followed: whether a rank that has failed did so because of another one; None: its last lines tell.
         min_ranks: a rank that fails ends the others only where fewer than so many are left; None: in any case.
+        max_restarts: so many of those that failed, and did not end the others, are replaced by newcomers.
 
     Attributes:
         first: the one of `ranks` that failed first, once it is known.
@@ -160,6 +171,7 @@ class Supervisor:
         is_guest: bool = False,
         followed: Callable[[RankProcess], bool] | None = None,
         min_ranks: int | None = None,
+        max_restarts: int = 0,
     ) -> None:
         self.ranks: list[RankProcess] = []
         self.first: RankProcess | None = None
@@ -172,6 +184,9 @@ class Supervisor:
         self._is_guest = is_guest
         self._min_ranks = job.local_size if min_ranks is None else min_ranks
         self._running: set[RankProcess] = set()
+        self._max_restarts, self._pauses = max_restarts, Pauses()
+        self._newcomers: list[tuple[float, int, int]] = []  # to be started: when, in whose place, its number
+        self._restarts = 0
         self._not_ours = set(lifeline.children_of(os.getpid()))
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []  # received and not yet acted on
@@ -197,8 +212,8 @@ class Supervisor:
                 self._end()
         return self._exit_code
 
-    def _start(self, local_rank: int) -> None:
-        rank = RankProcess(self._job, local_rank, self._prefix, self._logs, self._sinks)
+    def _start(self, local_rank: int, newcomer: int = 0) -> None:
+        rank = RankProcess(self._job, local_rank, self._prefix, self._logs, self._sinks, newcomer)
         self.ranks.append(rank)
         self._running.add(rank)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, partial(self._reap, rank))
@@ -217,15 +232,32 @@ class Supervisor:
             return
         rank.err.pump_all()
         if len(self._running) >= self._min_ranks:
-            end = lifeline.describe_exit(code)
-            self._tell(
-                f"rank {rank.rank} (pid {rank.process.pid}) failed: {end}; {len(self._running)} go on here\n"
-            )
+            self._go_on_without(rank)
             return
         at_fault = not self._followed(rank)
         if self._failed is None or (at_fault and self._followed(self._failed)):
             self._failed = rank
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
+
+    def _go_on_without(self, rank: RankProcess) -> None:
+        """Tell how a rank failed, and have another process take its place if one may."""
+        end = lifeline.describe_exit(rank.process.returncode)
+        said = f"{rank.name} (pid {rank.process.pid}) failed: {end}; {len(self._running)} go on here"
+        if self._restarts < self._max_restarts:
+            self._restarts += 1
+            pause = self._pauses.after(time.monotonic() - rank.started)
+            self._newcomers.append((time.monotonic() + pause, rank.local_rank, self._restarts))
+            said += f"; newcomer {self._restarts} of {self._max_restarts} " + (
+                f"comes in {pause:g} s" if pause else "comes"
+            )
+        self._tell(f"{said}\n")
+
+    def _start_newcomers(self) -> None:
+        """Start those whose time has come, unless the others are ending."""
+        while self._newcomers and self._kill_at is None and time.monotonic() >= min(self._newcomers)[0]:
+            first = min(self._newcomers)
+            self._newcomers.remove(first)
+            self._start(*first[1:])
 
     def _watch(self) -> None:
         while self._running or self._failed:
@@ -235,6 +267,7 @@ class Supervisor:
                 self._failed = None
                 self._tell(f"on another node {elsewhere.text}\n")
                 self._ask_to_end(signal.SIGTERM, elsewhere.code)
+            self._start_newcomers()
             nobody_else = not self._running and self._nodes is None
             if self._failed and (self._signals or nobody_else or time.monotonic() >= self._name_at):
                 self._name(self._failed)
@@ -250,7 +283,7 @@ class Supervisor:
         code = rank.process.returncode
         exit_code = code if code > 0 else 128 - code
         if not self._is_guest:
-            where = f"rank {rank.rank} (pid {rank.process.pid} on {os.uname().nodename})"
+            where = f"{rank.name} (pid {rank.process.pid} on {os.uname().nodename})"
             said = f"{where} failed first: {lifeline.describe_exit(code)}"
             if self._nodes is not None:
                 self._nodes.tell(Failure(exit_code, said))

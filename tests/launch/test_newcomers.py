@@ -1,0 +1,92 @@
+"""Ranks that have failed are replaced by processes that find the others in the launcher's store."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastcoll.launch.pauses import Pauses
+
+COMMAND = [sys.executable, "-m", "fastcoll.launch"]
+HEAD = """
+import os, signal, sys
+from fastcoll.rendezvous import TCPStore
+host, port = os.environ["FASTCOLL_ELASTIC"].split(":")
+store = TCPStore(host, int(port), timeout=30)
+is_new = os.environ.get("FASTCOLL_NEWCOMER") == "1"
+local = os.environ["LOCAL_RANK"]
+if is_new:
+    print("RANK" in os.environ, "WORLD_SIZE" in os.environ, local, flush=True)
+"""
+
+
+def launch(path: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (path / "script.py").write_text(HEAD + text)
+    return subprocess.run(
+        [*COMMAND, *options, "script.py"], cwd=path, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_rank_that_died_is_replaced(tmp_path: Path) -> None:
+    text = """
+if is_new:
+    store.set("new", local)
+elif local == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+print(store.get("new"))
+"""
+    done = launch(tmp_path, text, "-n3", "--min_ranks=1", "--max-restarts=1", "--log_dir=logs")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] b'1'",
+        "[2] b'1'",
+        "[new 1] False False 1",
+        "[new 1] b'1'",
+    ]
+    said = r"rank 1 \(pid \d+\) failed: signal SIGKILL \(9\); 2 go on here; newcomer 1 of 1 comes\n"
+    assert re.search(said, done.stderr)
+    assert (tmp_path / "logs" / "newcomer-1.stdout").read_text() == "False False 1\nb'1'\n"
+
+
+def test_newcomers_that_fail_are_replaced_a_given_number_of_times(tmp_path: Path) -> None:
+    text = """
+if local == "1":
+    store.add("ended", 1)
+    sys.exit(3)
+while store.add("ended", 0) < 3:
+    pass
+"""
+    done = launch(tmp_path, text, "-n2", "--min_ranks=1", "--max-restarts=2")
+    assert done.returncode == 0, done.stderr
+    names = re.findall(
+        r"fastcoll.launch: (.*) \(pid \d+\) failed: exit code 3; 1 go on here(.*)", done.stderr
+    )
+    assert names[:2] == [
+        ("rank 1", "; newcomer 1 of 2 comes"),
+        ("newcomer 1", "; newcomer 2 of 2 comes in 1 s"),
+    ]
+    assert names[2:] in ([], [("newcomer 2", "")])  # rank 0 may have ended before it
+
+
+def test_nobody_waits_for_a_newcomer_when_the_others_have_ended(tmp_path: Path) -> None:
+    text = """
+if local == "1":
+    store.add("ended", 1)
+    sys.exit(3)
+while store.add("ended", 0) < 2:
+    pass
+"""
+    done = launch(tmp_path, text, "-n2", "--min_ranks=1", "--max-restarts=9")
+    assert done.returncode == 0, done.stderr
+    assert "newcomer 3" not in done.stderr
+
+
+@pytest.mark.parametrize("lives", [[1.0] * 9, [1.0, 1.0, 1.0, 100.0, 1.0, 1.0]])
+def test_pauses(lives: list[float]) -> None:
+    pauses = Pauses()
+    found = [pauses.after(lived) for lived in lives]
+    assert found == ([0, 1, 2, 4, 8, 16, 30, 30, 30] if len(lives) == 9 else [0, 1, 2, 0, 1, 2])
