@@ -67,7 +67,8 @@ def main() -> int:
 
 def run(rank: int, given: argparse.Namespace, url: str) -> None:
     """Measure on one rank; rank 0 tells."""
-    pin(sorted(os.sched_getaffinity(0)), rank)
+    usable = sorted(os.sched_getaffinity(0))
+    pin(usable, rank)
     dist.init_process_group("shm", init_method=url, rank=rank, world_size=given.ranks)
     network = Network(given.layers, given.width, given.batch)
     plain = [np.zeros_like(weights) for weights in network.weights]
@@ -99,24 +100,24 @@ def run(rank: int, given: argparse.Namespace, url: str) -> None:
                 times[way].append(perf_counter() - began)
     medians = np.array([np.median(times[way]) for way in WAYS])
     dist.all_reduce(medians, dist.ReduceOp.MAX)
+    nbytes = [0.0, sum(grad.nbytes for grad in plain)]
+    nbytes += [reducer.bytes_sent / (given.steps + 5) for reducer in reducers]
     each()
     by(reducers[0])()
     assert all(np.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(plain, reducers[0].grads, strict=True))
     if rank == 0:
-        tell(given, medians * 1e3, network)
+        tell(given, medians * 1e3, nbytes, len(usable))
     dist.destroy_process_group()
 
 
-def tell(given: argparse.Namespace, ms: np.ndarray, network: Network) -> None:
+def tell(given: argparse.Namespace, ms: np.ndarray, nbytes: list[float], cores: int) -> None:
     """Print the page."""
-    nbytes = sum(weights.nbytes for weights in network.weights)
     print(f"# A step of {given.layers} layers of {given.width}, {given.ranks} ranks\n")
-    print(f"- Machine: {describe(machine(len(os.sched_getaffinity(0))))}")
+    print(f"- Machine: {describe(machine(cores))}")
     print(f"- Command: `python {' '.join(sys.argv)}`; float32, {given.batch} samples a rank\n")
     print("| way | ms | communication, ms | MB that a rank gives |\n|---|--:|--:|--:|")
-    for way, time in zip(WAYS, ms, strict=True):
-        given_bytes = {"computing": 0, "reducer, float16": nbytes / 2}.get(way, nbytes)
-        print(f"| {way} | {time:.2f} | {time - ms[0]:.2f} | {given_bytes / 1e6:.1f} |")
+    for way, time, sent in zip(WAYS, ms, nbytes, strict=True):
+        print(f"| {way} | {time:.2f} | {time - ms[0]:.2f} | {sent / 1e6:.1f} |")
 
 
 if __name__ == "__main__":
