@@ -42,8 +42,8 @@ from .core.work import Work
 from .errors import (
     AbortedError, ArrayError, CollectiveTimeoutError, DistBackendError, DistError, DistNetworkError,
     DistStoreError, FastcollError, GroupError, MismatchError, NotInitializedError, PeerDiedError,
-    QueueEmptyError, RendezvousError, ResourceError, StoreError, StoreTimeoutError, UnavailableError,
-    UsageError,
+    QueueEmptyError, RemoteError, RendezvousError, ResourceError, RpcError, RpcTimeoutError, StoreError,
+    StoreTimeoutError, UnavailableError, UsageError,
 )
 from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rendezvous_handler
 # fmt: on
@@ -79,6 +79,7 @@ __all__ += ["run", "spawn", "dump", "__version__"]
 __all__ += ["FastcollError", "UsageError", "ArrayError", "MismatchError", "NotInitializedError"]
 __all__ += ["UnavailableError", "RendezvousError", "StoreError", "StoreTimeoutError", "QueueEmptyError"]
 __all__ += ["ResourceError", "GroupError", "PeerDiedError", "CollectiveTimeoutError", "AbortedError"]
+__all__ += ["RpcError", "RpcTimeoutError", "RemoteError"]
 __all__ += ["DistError", "DistBackendError", "DistNetworkError", "DistStoreError"]
 
 

@@ -11,6 +11,9 @@
     │       ├── StoreTimeoutError(TimeoutError)
     │       └── QueueEmptyError           a store's queue has nothing to take
     ├── ResourceError(OSError)            the machine cannot give what is needed (shared memory, ports)
+    ├── RpcError                          a remote call failed; others go on
+    │   ├── RpcTimeoutError(TimeoutError)     it was not answered in time
+    │   └── RemoteError                       an exception of another worker that cannot be built here
     └── GroupError                        the group has failed and stays so
         ├── PeerDiedError                 a rank's process ended
         ├── CollectiveTimeoutError(TimeoutError)  a rank did not come in time
@@ -89,6 +92,21 @@ class QueueEmptyError(StoreError):
 
 class ResourceError(FastcollError, OSError):
     """The machine cannot give what is needed."""
+
+
+class RpcError(FastcollError):
+    """A remote call failed; others go on."""
+
+
+class RpcTimeoutError(RpcError, TimeoutError):
+    """A remote call was not answered in time; what it does goes on, and its answer will be dropped."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_timed_out(message))
+
+
+class RemoteError(RpcError):
+    """A remote call raised an exception of a class that cannot be built here; the cause has its traceback."""
 
 
 class GroupError(FastcollError):

@@ -46,8 +46,8 @@ KEPT = {
     "numba": ("kernels", "launch", "testing"),  # the latter take the cloudpickle that is in it
     "llvmlite": ("kernels",),
     "posix_ipc": ("shm",),
-    "socket": ("net", "rendezvous"),
-    "pickle": ("api/objects.py",),
+    "socket": ("net", "rendezvous", "rpc"),
+    "pickle": ("api/objects.py", "rpc/wire.py"),
     "numba.cloudpickle": ("launch/run.py",),  # from the caller and its own children
     "cupy": ("gpu",),
 }

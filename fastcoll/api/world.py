@@ -232,7 +232,7 @@ def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager
 world = _as_context(init_process_group)
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """The others, found: the job's part of the store, and this process's place."""
 
     store: Store
@@ -250,7 +250,7 @@ def _chosen_way(
     limit: float,
     group_name: str,
     choice: BackendChoice,
-) -> Callable[[], _Found]:
+) -> Callable[[], Found]:
     """The way to find the others that the arguments ask for."""
     for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
         if not isinstance(text, str):
@@ -258,14 +258,14 @@ def _chosen_way(
     addressed = init_method is not None or not os.environ.keys().isdisjoint(("MASTER_ADDR", "MASTER_PORT"))
     if store is None and choice.initialises_mpi and not addressed:
 
-        def meet_in_store_of_rank_0() -> _Found:  # to which MPI leads; each start has one of its own
+        def meet_in_store_of_rank_0() -> Found:  # to which MPI leads; each start has one of its own
             from ..net.mpi.membership import meet_through_mpi  # it brings sockets and Numba
 
             return _found(meet_through_mpi(rank, world_size, limit))
 
         return meet_in_store_of_rank_0
     if store is None:
-        return functools.partial(_meet, init_method or "env://", rank, world_size, limit, group_name)
+        return functools.partial(find_others, init_method or "env://", rank, world_size, limit, group_name)
     if init_method is not None:
         raise UsageError(f"store and init_method={init_method!r} are both given; give one of them")
     store = adopted(store)
@@ -276,32 +276,34 @@ def _chosen_way(
     return functools.partial(_use, store, rank, world_size, group_name)
 
 
-def _found(meeting: Rendezvous) -> _Found:
+def _found(meeting: Rendezvous, place: str = "fastcoll") -> Found:
     """What a rendezvous leads to, in whose store is one job at a time."""
-    return _Found(PrefixStore("fastcoll", meeting.store), meeting.rank, meeting.world_size, meeting.close)
+    return Found(PrefixStore(place, meeting.store), meeting.rank, meeting.world_size, meeting.close)
 
 
-def _use(store: Store, rank: int, world_size: int, group_name: str) -> _Found:
+def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = "fastcoll") -> Found:
     """The user's store. Each use of one store is a job of its own, so keys of an earlier one don't count.
 
     The store itself counts, since a process may come with another object for it each time; and for each
     process, so that two that claim one rank meet in one job and are told.
     """
     me = this_process()
-    use = store.add(f"fastcoll/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
-    place = f"fastcoll/{group_name}/{use}"
+    use = store.add(f"{root}/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
+    place = f"{root}/{group_name}/{use}"
 
     def close(_: float) -> None:
         with suppress(StoreError):
             store.retire(f"{place}/", world_size)
 
-    return _Found(PrefixStore(place, store), rank, world_size, close)
+    return Found(PrefixStore(place, store), rank, world_size, close)
 
 
-def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name: str) -> _Found:
+def find_others(
+    init_method: str, rank: int, world_size: int, limit: float, group_name: str, place: str = "fastcoll"
+) -> Found:
     """A rendezvous, again while it leads to an earlier job that rank 0 has not left yet.
 
-    A user's handler may yield the same store for each job.
+    A user's handler may yield the same store for each job. `place` is what the job's keys begin with.
     """
     deadline = time.monotonic() + limit
     late, handled = LateWarning(), has_handler(init_method)
@@ -310,9 +312,9 @@ def _meet(init_method: str, rank: int, world_size: int, limit: float, group_name
         meeting = meet(init_method, rank, world_size, left, group_name)
         try:
             if handled:
-                found = _use(meeting.store, meeting.rank, meeting.world_size, group_name)
+                found = _use(meeting.store, meeting.rank, meeting.world_size, group_name, place)
                 return found._replace(close=meeting.close)
-            found = _found(meeting)
+            found = _found(meeting, place)
             if not times_settled(found.store, found.rank):
                 return found
             _check_over(found.store, found.rank, init_method)
@@ -346,7 +348,7 @@ def _check_over(store: Store, rank: int, init_method: str) -> None:
         )
 
 
-def _start(find: Callable[[], _Found], choice: BackendChoice, limit: float) -> tuple[Job, ProcessGroup]:
+def _start(find: Callable[[], Found], choice: BackendChoice, limit: float) -> tuple[Job, ProcessGroup]:
     """Find the others, join them, and make the world; what was opened is closed when that fails."""
     from concurrent.futures import ThreadPoolExecutor
 

@@ -8,7 +8,7 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     10      1      role: 1 dials, 2 answers
     11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets do not match, 4 no more room
     12      16     version of fastcoll, ASCII, filled up with zeros
-    28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 refuge
+    28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 refuge, 6 rpc
     29      1      1 when this side has a job secret, 0 with FASTCOLL_INSECURE=1 alone
     30      2      stream: the number of this connection among those of its kind
     32      16     group: drawn by its first member when the group is made, so it names the job as well; of a store
@@ -64,14 +64,15 @@ class Role(IntEnum):
 
 
 class Kind(IntEnum):
-    """What a connection is for: notices, the bytes of collectives, messages, requests to a store, or to learn where
-    the survivors of a failure meet."""
+    """What a connection is for: notices, the bytes of collectives, messages, requests to a store, to learn where the
+    survivors of a failure meet, or remote calls."""
 
     CONTROL = 1
     DATA = 2
     MAIL = 3
     STORE = 4
     REFUGE = 5
+    RPC = 6
 
 
 class Verdict(IntEnum):

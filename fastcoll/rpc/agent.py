@@ -1,0 +1,462 @@
+"""Agent: this process as a worker: whom it can call, what it has called, and what it answers.
+
+A worker dials another one when it first calls it; over that connection its calls go, and their answers come back.
+Calls in the other direction have a connection of their own. A call is in its link's table until who takes it out of
+there (the answer, its deadline, or the other worker's end) completes its future, so exactly one of them does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..core.processes import Member
+from ..core.work import Timeout, seconds
+from ..errors import (
+    AbortedError,
+    FastcollError,
+    NotInitializedError,
+    PeerDiedError,
+    RemoteError,
+    RpcTimeoutError,
+    UsageError,
+)
+from . import wire
+from .futures import Future
+from .link import Link
+from .readers import Readers
+from .wire import MessageType, Received
+
+_log = logging.getLogger("fastcoll")
+UNCOUNTED = 2  # the kind of call by which workers agree to end
+ENDLESS = float("inf")
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker's name and id, which is its rank."""
+
+    name: str
+    id: int
+
+    def __str__(self) -> str:
+        return f"{self.name} (rank {self.id})"
+
+
+Worker = WorkerInfo | str | int
+Handler = Callable[[WorkerInfo, Any], Any]
+
+
+class Call(NamedTuple):
+    """A call that is under way."""
+
+    future: Future[Any]
+    kind: int
+    context: bytes
+    deadline: float
+    timeout: float
+    doing: str
+    buffers: Sequence[memoryview]  # which the other worker may still read
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception on another worker, as its cause."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+class Agent:
+    """This process as one of `workers`.
+
+    Args:
+        members: the processes of the workers.
+        dial: makes a connection to a worker; RendezvousError: it cannot be reached.
+        timeout: seconds that a call may take where it says nothing else.
+        spare: how many threads stay when nothing is to be done.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerInfo],
+        members: Sequence[Member],
+        rank: int,
+        dial: Callable[[int], Any],
+        timeout: float,
+        spare: int,
+    ) -> None:
+        self.workers = list(workers)
+        self.members = list(members)
+        self.me = self.workers[rank]
+        self.timeout = timeout
+        self.readers = Readers(spare)
+        self._made = self._served = 0  # calls and tells, from here and to here
+        self._dial = dial
+        self._names: dict[Any, WorkerInfo] = {worker.name: worker for worker in workers}
+        self._names |= {worker.id: worker for worker in workers} | {worker: worker for worker in workers}
+        self._handlers: dict[int, tuple[Handler, bool]] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._dialing = [threading.Lock() for _ in workers]
+        self._out: dict[int, Link] = {}
+        self._in: set[Link] = set()
+        self._gone: dict[int, FastcollError] = {}
+        self._own: dict[int, Call] = {}  # calls to this worker
+        self._closed: FastcollError | None = None
+        self._death_callbacks: list[Callable[[int, FastcollError], None]] = []
+        self._shutdown_callbacks: list[Callable[[], None]] = []
+        self._due = ENDLESS
+        self._clock_wakes = threading.Condition()
+        self._clock = threading.Thread(target=self._keep_time, name="fastcoll-rpc-clock", daemon=True)
+        self._clock.start()
+
+    # ---- for those who build on it --------------------------------------------------------------------------
+
+    def on(self, kind: int, handler: Handler, with_contexts: bool = False) -> None:
+        """Answer calls of a kind (1 to 255) by `handler(caller, payload)`: its result, that of the Future it returns,
+        or its exception. Calls are handled at the same time, on threads that may block. What is told (`tell`) is
+        handled in its order, before what the same worker says later, so there the handler must not block.
+        """
+        self._handlers[kind] = (handler, with_contexts)
+
+    def on_death(self, callback: Callable[[int, FastcollError], None]) -> None:
+        """Call `callback(worker id, error)` once for each worker that dies or leaves; calls to it fail before that."""
+        self._death_callbacks.append(callback)
+
+    def on_shutdown(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in `shutdown`, when all workers have called it and calls can still be made."""
+        self._shutdown_callbacks.append(callback)
+
+    def find(self, worker: Worker) -> WorkerInfo:
+        """Who is meant by a name, an id or a WorkerInfo; UsageError: there is no such worker."""
+        try:
+            return self._names[worker]
+        except (KeyError, TypeError):
+            names = ", ".join(each.name for each in self.workers)
+            raise UsageError(f"there is no worker {worker!r:.80}; there are {names}") from None
+
+    def call(self, worker: Worker, kind: int, payload: object, timeout: Timeout = None) -> Future[Any]:
+        """Have another worker, or this one, handle `payload`. UsageError: no such worker, or not to be pickled.
+
+        `timeout`: seconds; 0: without limit; None or less: the default. Buffers of arrays must stay as they are until
+        the future is done.
+        """
+        to = self.find(worker)
+        limit = self.timeout if timeout is None else seconds(timeout, 0.0)
+        limit = (self.timeout if limit < 0 else limit) or ENDLESS
+        context = wire.context_for(to) if self._handlers[kind][1] else b""
+        pickled, buffers = wire.dumps(payload, to)
+        future: Future[Any] = Future()
+        deadline = time.monotonic() + limit
+        call = Call(future, kind, context, deadline, limit, _described(kind, payload), buffers)
+        number = next(self._numbers)
+        self._count(kind, 1, 0)
+        if deadline < self._due:
+            self._wake_clock(deadline)
+        self._send(to, number, call, wire.pieces(MessageType.CALL, kind, number, pickled, buffers, context))
+        return future
+
+    def tell(self, worker: Worker, kind: int, payload: object) -> None:
+        """As `call` without an answer, in order with the other tells and calls to that worker; lost if it is gone."""
+        to = self.find(worker)
+        pickled, buffers = wire.dumps(payload, to)
+        self._count(kind, 1, 0)
+        self._send(to, next(self._numbers), None, wire.pieces(MessageType.TELL, kind, 0, pickled, buffers))
+
+    def futures(self, except_kind: int) -> list[Future[Any]]:
+        """Of the calls from here that are under way, but for those of one kind."""
+        tables = [self._own, *(link.pending for link in list(self._out.values()))]
+        return [call.future for table in tables for call in list(table.values()) if call.kind != except_kind]
+
+    def counts(self) -> tuple[int, int]:
+        """How many calls were made from here, and how many were served here; those of the shutdown left out."""
+        with self._lock:
+            return self._made, self._served
+
+    def _count(self, kind: int, made: int, served: int) -> None:
+        with self._lock:
+            if kind != UNCOUNTED:
+                self._made += made
+                self._served += served
+
+    def connect(self, worker: WorkerInfo) -> None:
+        """Have a connection to a worker, so that its death is seen; PeerDiedError: it is gone."""
+        self._link(worker)
+
+    # ---- calling --------------------------------------------------------------------------------------------
+
+    def _send(self, to: WorkerInfo, number: int, call: Call | None, pieces: Sequence[wire.Piece]) -> None:
+        if self._closed is not None:
+            raise self._closed.with_traceback(None)
+        if to is self.me:
+            self._call_self(number, call, pieces)
+            return
+        link = None
+        try:
+            link = self._link(to)
+            if call is not None:
+                link.pending[number] = call
+            link.send(pieces)
+        except FastcollError as error:  # it cannot be reached, or is gone
+            if call is not None:
+                call.future.complete(None, error)
+        except OSError:
+            assert link is not None
+            self._lost(link)
+        if link is not None and link.is_closed and call is not None and link.pending.pop(number, None):
+            call.future.complete(None, self._gone.get(to.id) or self._closed)
+
+    def _call_self(self, number: int, call: Call | None, pieces: Sequence[wire.Piece]) -> None:
+        """Through the bytes of a message, so that the arguments are other objects, as everywhere."""
+        assembler, messages = wire.Assembler(), []
+        for piece in pieces:
+            left = memoryview(piece).cast("B")
+            while left.nbytes:
+                here = min(left.nbytes, assembler.space.nbytes)
+                assembler.space[:here] = left[:here]
+                messages += assembler.came(here)
+                left = left[here:]
+        if call is None:
+            self._handle(None, messages[0])
+            return
+        self._own[number] = call
+        self.readers.run(partial(self._serve, None, messages[0]))
+
+    def _link(self, to: WorkerInfo) -> Link:
+        link = self._out.get(to.id)
+        if link is not None and not link.is_closed:
+            return link
+        with self._dialing[to.id]:
+            if (error := self._gone.get(to.id)) is not None:
+                raise error.with_traceback(None)
+            if to.id not in self._out:
+                link = Link(self._dial(to.id), to, dialed=True)
+                self._out[to.id] = link
+                self.readers.watch(link.fileno(), partial(self._ready, link))
+            return self._out[to.id]
+
+    def take_over(self, connection: Any, rank: int) -> None:
+        """Serve a connection that another worker has dialed."""
+        link = Link(connection, self.workers[rank], dialed=False)
+        with self._lock:
+            if self._closed is not None:
+                link.close()
+                return
+            self._in.add(link)
+        self.readers.watch(link.fileno(), partial(self._ready, link))
+
+    # ---- what comes -----------------------------------------------------------------------------------------
+
+    def _ready(self, link: Link) -> None:
+        """Read what has come over a link; on one of the readers' threads, one at a time for each link."""
+        messages = link.read()
+        if messages is None:
+            self._lost(link)
+            return
+        calls = []
+        for received in messages:
+            if received.message is MessageType.CALL:
+                calls.append(partial(self._serve, link, received))
+            elif received.message is MessageType.TELL:
+                self._handle(link, received)
+            elif received.message is MessageType.GOODBYE:
+                link.said_goodbye = bytes(received.pickled).decode(errors="replace")
+            else:
+                self._answered(link.pending.pop(received.call, None), link.worker, received)
+        self.readers.again(link.fileno())
+        self.readers.run(*calls)
+
+    def _answered(self, call: Call | None, worker: WorkerInfo, received: Received) -> None:
+        if call is None:
+            return  # its time was up
+        try:
+            with wire.receiving(worker), wire.entered(call.context, worker):
+                result = wire.loads(received)
+        except BaseException as error:
+            call.future.complete(None, error)
+            return
+        if received.message is MessageType.RAISED:
+            call.future.complete(None, _rebuilt(worker, *result))
+        else:
+            call.future.complete(result, None)
+
+    def _handle(self, link: Link | None, received: Received) -> None:
+        """Handle what was told."""
+        worker = link.worker if link else self.me
+        try:
+            with wire.receiving(worker):
+                self._handlers[received.kind][0](worker, wire.loads(received))
+        except Exception:
+            _log.exception("what %s told could not be handled", worker)
+        self._count(received.kind, 0, 1)
+
+    def _serve(self, link: Link | None, received: Received) -> None:
+        """Handle a call and answer it."""
+        worker = link.worker if link else self.me
+        try:
+            handler, _ = self._handlers[received.kind]
+            with wire.receiving(worker), wire.entered(received.context, worker):
+                payload = wire.loads(received)
+                result = handler(worker, payload)
+                if not isinstance(result, Future):
+                    self._answer(link, received, MessageType.RESULT, result)
+                    return
+        except BaseException as error:
+            self._raised(link, received, error)
+            return
+        result.add_done_callback(partial(self._answer_later, link, received))
+
+    def _answer_later(self, link: Link | None, received: Received, done: Future[Any]) -> None:
+        worker = link.worker if link else self.me
+        try:
+            with wire.entered(received.context, worker):
+                self._answer(link, received, MessageType.RESULT, done.value())
+        except BaseException as error:
+            self._raised(link, received, error)
+
+    def _raised(self, link: Link | None, received: Received, error: BaseException) -> None:
+        """Answer a call by an exception."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        names = (f"{type(error).__module__}.{type(error).__qualname__}", str(error), f"On {self.me}:\n{text}")
+        self._answer(link, received, MessageType.RAISED, (wire.pickled_error(error), *names))
+
+    def _answer(self, link: Link | None, received: Received, message: MessageType, result: Any) -> None:
+        pickled, buffers = wire.dumps(result, link.worker if link else self.me)
+        self._count(received.kind, 0, 1)
+        pieces = wire.pieces(message, 0, received.call, pickled, buffers)
+        if link is None:
+            assembler = wire.Assembler()
+            body = [bytearray(buffer) for buffer in buffers]
+            del assembler
+            answer = Received(message, 0, received.call, b"", pickled, body)
+            self._answered(self._own.pop(received.call, None), self.me, answer)
+            return
+        try:
+            link.send(pieces)
+        except OSError:
+            self._lost(link)
+
+    # ---- ends -----------------------------------------------------------------------------------------------
+
+    def _lost(self, link: Link) -> None:
+        """A link has ended: its worker left, died, or is out of reach."""
+        worker, member = link.worker, self.members[link.worker.id]
+        self.readers.forget(link.fileno())
+        link.close()
+        if self._closed is not None:
+            error: FastcollError = self._closed
+        elif link.said_goodbye is not None:
+            error = AbortedError(f"worker {worker.name}, {member}, {link.said_goodbye}", [worker.id])
+        else:
+            error = PeerDiedError(f"worker {worker.name}, {member}, died", [worker.id])
+        with self._lock:
+            is_first = self._gone.setdefault(worker.id, error) is error
+            self._in.discard(link)
+        for number in list(link.pending):
+            if call := link.pending.pop(number, None):
+                call.future.complete(None, type(error)(f"{error}; {call.doing} is lost", [worker.id]))
+        if is_first:
+            if (out := self._out.get(worker.id)) and out is not link:
+                out.shut()
+            for callback in self._death_callbacks:
+                callback(worker.id, error)
+
+    def close(self, farewell: str, error: FastcollError) -> None:
+        """Say goodbye and end all links and threads; calls that are under way raise `error`."""
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = error
+            links = [*self._out.values(), *self._in]
+        for link in links:
+            with suppress(OSError):
+                link.send(wire.pieces(MessageType.GOODBYE, 0, 0, farewell.encode()))
+        self._wake_clock(0.0)
+        for link in links:
+            self.readers.forget(link.fileno())
+            link.shut()
+        self.readers.close()
+        for pending in [self._own, *(link.pending for link in links)]:
+            for number in list(pending):
+                if call := pending.pop(number, None):
+                    call.future.complete(None, error)
+        self.readers.join(0.2)
+        for link in links:
+            link.close()
+
+    def run_shutdown_callbacks(self) -> None:
+        for callback in self._shutdown_callbacks:
+            callback()
+
+    # ---- time -----------------------------------------------------------------------------------------------
+
+    def _wake_clock(self, due: float) -> None:
+        with self._clock_wakes:
+            self._due = min(self._due, due)
+            self._clock_wakes.notify()
+
+    def _keep_time(self) -> None:
+        """End the calls whose time is up. The thread sleeps until the earliest deadline that was there."""
+        while self._closed is None:
+            with self._clock_wakes:
+                left = self._due - time.monotonic()
+                if left > 0:
+                    self._clock_wakes.wait(min(left, threading.TIMEOUT_MAX))
+                    continue
+                self._due = ENDLESS
+            now, due = time.monotonic(), ENDLESS
+            for pending in [self._own, *(link.pending for link in list(self._out.values()))]:
+                for number, call in list(pending.items()):
+                    if call.deadline > now:
+                        due = min(due, call.deadline)
+                    elif pending.pop(number, None):
+                        call.future.complete(
+                            None,
+                            RpcTimeoutError(f"{call.doing} was not answered within {call.timeout:g} s"),
+                        )
+            with self._clock_wakes:
+                self._due = min(self._due, due)
+
+
+def _described(kind: int, payload: object) -> str:
+    """What a call is, for messages."""
+    func = payload[0] if isinstance(payload, tuple) and payload else None
+    return f"the call of {getattr(func, '__qualname__', None) or f'kind {kind}'}"
+
+
+def _rebuilt(worker: WorkerInfo, pickled: bytes | None, kind: str, said: str, text: str) -> BaseException:
+    """The exception of another worker, with its traceback as the cause."""
+    error = wire.loaded_error(pickled) if pickled is not None else None
+    if error is None:
+        error = RemoteError(f"{kind} on worker {worker}: {said}")
+    error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+# ---- this process's agent ------------------------------------------------------------------------------------
+
+_current: Agent | None = None
+
+
+def current_agent() -> Agent:
+    """This process's agent; NotInitializedError: there is none."""
+    if _current is None:
+        raise NotInitializedError("rpc is not initialized; call fastcoll.rpc.init_rpc first")
+    return _current
+
+
+def set_current(agent: Agent | None) -> None:
+    global _current
+    _current = agent

@@ -1,0 +1,115 @@
+"""Calls of users' functions: `rpc_sync` and `rpc_async`, how their functions are run, and how their errors come back.
+
+`contexts`: what shall travel with calls of users' functions. Of each, `encode(to)` is asked on the caller, with the
+thread that calls; bytes travel, None does not. On the callee `enter(value, sender)` is entered around the unpickling of
+the arguments, the function, and the pickling of its result; on the caller around the unpickling of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..core.work import Timeout
+from ..errors import UsageError
+from .agent import Agent, Worker, WorkerInfo, current_agent
+from .functions import ASYNC
+from .futures import Future, adopted
+from .wire import contexts
+
+__all__ = ["USER_CALL", "contexts", "get_worker_info", "rpc_async", "rpc_sync", "run_user_function", "serve"]
+
+USER_CALL = 1
+
+
+def rpc_async(
+    to: Worker,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: Timeout = None,
+) -> Future[Any]:
+    """Call `func(*args, **kwargs)` on another worker (or this one) and return at once.
+
+    Arrays and tensors among the arguments must stay as they are until the future is done.
+
+    Args:
+        to: a worker's name, its id (rank), or its WorkerInfo.
+        func: a function that the other worker can import by its name.
+        args, kwargs: its arguments; anything that can be pickled.
+        timeout: seconds or timedelta until the future raises RpcTimeoutError; 0: without limit; None: that of
+            `init_rpc`.
+
+    Returns:
+        A Future of the result.
+
+    Raises:
+        UsageError: there is no such worker, or an argument that cannot be pickled.
+        NotInitializedError: `init_rpc` was not called, or `shutdown` was.
+
+    What the function raises, a lost worker (PeerDiedError), and a time that is up, is raised by the future.
+    """
+    if not callable(func):
+        raise UsageError(f"func is {func!r}; give the function itself, without calling it")
+    return current_agent().call(to, USER_CALL, (func, tuple(args or ()), dict(kwargs or {})), timeout)
+
+
+def rpc_sync(
+    to: Worker,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: Timeout = None,
+) -> Any:
+    """Call `func(*args, **kwargs)` on another worker (or this one) and wait for the result.
+
+    Args:
+        to, func, args, kwargs, timeout: as for `rpc_async`.
+
+    Raises:
+        RpcTimeoutError: the result did not come in time.
+        PeerDiedError: the worker's process ended.
+        AbortedError: the worker left, or this one did.
+
+    What the function raises is raised here, with the traceback of the other worker as its cause.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", operator.add, args=(np.ones(2), 1))
+        array([2., 2.])
+    """
+    return rpc_async(to, func, args, kwargs, timeout).wait()
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """Name and id of a worker; without a name, of this one.
+
+    Raises:
+        UsageError: there is no worker of that name.
+        NotInitializedError: `init_rpc` was not called.
+    """
+    agent = current_agent()
+    return agent.me if worker_name is None else agent.find(worker_name)
+
+
+def run_user_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a user's function here; its result, or the Future of it, of one marked by `async_execution`."""
+    result = func(*args, **kwargs)
+    is_future = hasattr(result, "add_done_callback")
+    if getattr(func, ASYNC, False):
+        if not is_future:
+            raise UsageError(
+                f"{func!r} is marked by async_execution and must return a Future, not {result!r:.80}"
+            )
+        return adopted(result)
+    if is_future:
+        raise UsageError(f"{func!r} returns a Future; mark it by rpc.functions.async_execution")
+    return result
+
+
+def serve(agent: Agent) -> None:
+    """Have an agent run users' functions."""
+
+    def run(_: WorkerInfo, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
+        return run_user_function(*call)
+
+    agent.on(USER_CALL, run, with_contexts=True)

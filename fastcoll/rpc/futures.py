@@ -1,0 +1,184 @@
+"""Future: the result of a call that may still be under way, as torch.futures.Future.
+
+Who completes a future runs its callbacks, on its own thread. All fields change under the GIL alone: a waiter first
+appends its lock and then looks whether the future is done; who completes it first marks it done and then releases the
+locks. So one of them sees the other.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+from ..core.work import Timeout, seconds
+from ..errors import RpcTimeoutError, UsageError
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Future(Generic[T]):
+    """A result that comes later.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", math.factorial, args=(20,))
+        >>> future.wait()
+        2432902008176640000
+    """
+
+    __slots__ = ("__weakref__", "_callbacks", "_error", "_is_done", "_once", "_value", "_waiters")
+
+    def __init__(self, *, devices: Any = None) -> None:
+        self._is_done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._once = [True]  # who pops it completes the future
+        self._waiters: list[threading.Lock] = []
+        self._callbacks: list[Callable[[Future[T]], Any]] = []
+
+    def done(self) -> bool:
+        """Whether it has a result or an exception."""
+        return self._is_done
+
+    def wait(self, timeout: Timeout = None) -> T:
+        """The result, waited for, or raise the exception.
+
+        Args:
+            timeout: seconds or timedelta to wait here; None: as long as the call itself may take.
+
+        Raises:
+            RpcTimeoutError: it did not come in time.
+        """
+        if not self._is_done and not self._await(None if timeout is None else seconds(timeout, 0.0)):
+            raise RpcTimeoutError(f"the result did not come within {seconds(timeout, 0.0):g} s")
+        return self.value()
+
+    def value(self) -> T:
+        """The result of a future that is done, or raise its exception."""
+        if not self._is_done:
+            raise UsageError("the future is not done; call wait() first")
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return cast(T, self._value)
+
+    def exception(self) -> BaseException | None:
+        """The exception of a future that is done; None: it has a result."""
+        return self._error
+
+    def set_result(self, result: T) -> None:
+        """Complete the future; its callbacks run now, on this thread."""
+        if not self.complete(result, None):
+            raise UsageError("the future has a result already")
+
+    def set_exception(self, result: BaseException) -> None:
+        """Complete the future by an exception."""
+        if not isinstance(result, BaseException):
+            raise UsageError(f"{result!r} is set as an exception, but is none")
+        if not self.complete(None, result):
+            raise UsageError("the future has a result already")
+
+    def complete(self, value: Any, error: BaseException | None) -> bool:
+        """Complete it unless it is; whether it was not."""
+        try:
+            self._once.pop()
+        except IndexError:
+            return False
+        self._value, self._error = value, error
+        self._is_done = True
+        for waiter in self._waiters:
+            waiter.release()
+        self._run_callbacks()
+        return True
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        """A future of what `callback` returns, which is called with this one when it is done (now, if it is)."""
+        following: Future[S] = Future()
+
+        def follow(done: Future[T]) -> None:
+            try:
+                result = callback(done)
+            except BaseException as error:
+                following.complete(None, error)
+            else:
+                following.complete(result, None)
+
+        self.add_done_callback(follow)
+        return following
+
+    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
+        """Call `callback` with this future when it is done (now, if it is); its exceptions are printed."""
+        self._callbacks.append(callback)
+        if self._is_done:
+            self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # another thread has taken it
+                return
+            try:
+                callback(self)
+            except Exception:
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+    def _await(self, limit: float | None) -> bool:
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiters.append(lock)
+        return self._is_done or lock.acquire(timeout=-1 if limit is None else limit) or self._is_done
+
+    def __await__(self) -> Generator[Any, None, T]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        over = loop.create_future()
+
+        def wake() -> None:
+            if not over.done():
+                over.set_result(None)
+
+        self.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
+        yield from over
+        return self.value()
+
+
+def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
+    """A future that is done when all of these are; its result is the list of them."""
+    listed: list[Future[Any]] = list(futures)
+    whole: Future[list[Future[Any]]] = Future()
+    left = [None] * len(listed)  # each that is done pops one; popping is atomic
+
+    def count(_: Future[Any]) -> None:
+        left.pop()
+        if not left:
+            whole.complete(listed, None)
+
+    if not listed:
+        whole.complete(listed, None)
+    for future in listed:
+        future.add_done_callback(count)
+    return whole
+
+
+def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
+    """The results of all, once all are done; raises the first exception among them."""
+    return [future.wait() for future in collect_all(futures).wait()]
+
+
+def adopted(future: Any) -> Future[Any]:
+    """A future, or one of torch's, as one of ours."""
+    if isinstance(future, Future):
+        return future
+    ours: Future[Any] = Future()
+
+    def complete(done: Any) -> None:
+        try:
+            ours.complete(done.value(), None)
+        except Exception as error:
+            ours.complete(None, error)
+
+    future.add_done_callback(complete)
+    return ours

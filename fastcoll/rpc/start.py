@@ -1,0 +1,331 @@
+"""`init_rpc` and `shutdown`: how a process becomes a worker, and how it leaves.
+
+Start. Where there is a default group of the same size, its ranks meet in its store, else they find one another as for
+`init_process_group`. They exchange names, and where they listen (net/tcp/listener.py): the job's secret opens every
+connection. They dial one another when they first call.
+
+End, if graceful: in rounds. In each, a worker waits until its own calls are answered, and tells worker 0 how many calls
+it has made and served. When two rounds have the same sums, and as many served as made, nothing is under way any more
+(Mattern's four counters), and worker 0 tells all to go on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+from .. import config
+from ..api.backends import parse_backend
+from ..api.groups import groups
+from ..api.job import Job
+from ..api.leaving import ExitHook
+from ..api.world import current_job, find_others
+from ..core.monitor import last_words
+from ..core.operands import positive_seconds, whole
+from ..core.processes import Member, forget, gone_among
+from ..core.work import Timeout
+from ..errors import AbortedError, FastcollError, PeerDiedError, UnavailableError, UsageError
+from ..net.tcp.dials import Dial, dial_all
+from ..net.tcp.listener import Roster, gather
+from ..rendezvous import PrefixStore, Store
+from ..rendezvous.assemble import GroupMeeting, assemble
+from ..rendezvous.join import join
+from ..rendezvous.opening import Kind, Opening
+from . import calls
+from .agent import UNCOUNTED as ROUND
+from .agent import Agent, WorkerInfo, current_agent, set_current
+from .futures import Future, collect_all
+
+_DEFAULT_SECONDS = 60.0  # of torch
+_LISTEN_SECONDS = 2.0  # a worker at whose address nobody listens for so long is gone
+_LOOK_SECONDS = 0.1
+_EXIT_SECONDS = 10.0
+_PAUSE_SECONDS = 0.001  # between two rounds
+
+
+@dataclass
+class RpcBackendOptions:
+    """What `init_rpc` may be told.
+
+    Attributes:
+        num_worker_threads: so many threads are kept for calls from others; more are made while those are all in calls.
+        rpc_timeout: seconds that a call may take where it says nothing else; 0: without limit.
+        init_method: where the workers meet; as for `init_process_group`.
+        device_maps, devices: must be empty: tensors travel through the memory of the hosts.
+    """
+
+    num_worker_threads: int = 16
+    rpc_timeout: float = _DEFAULT_SECONDS
+    init_method: str = "env://"
+    device_maps: Any = None
+    devices: Any = None
+
+    def __post_init__(self) -> None:
+        if whole("num_worker_threads", self.num_worker_threads) < 1:
+            raise UsageError(f"num_worker_threads is {self.num_worker_threads}; give 1 or more")
+        if self.rpc_timeout != 0:
+            self.rpc_timeout = positive_seconds(self.rpc_timeout, _DEFAULT_SECONDS)
+        if self.device_maps or self.devices:
+            raise UnavailableError(
+                "device_maps and devices: tensors of GPUs do not travel by rpc; move them to the CPU"
+            )
+
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Become the worker `name`, which others can call. Blocks until all workers have joined.
+
+    Args:
+        name: of this worker; each has another one.
+        backend: None, or torch's name of its only backend, which makes no difference.
+        rank, world_size: this worker's id and how many there are; without them, those of the default group, or what
+            `init_process_group` would find in the environment.
+        rpc_backend_options: a RpcBackendOptions.
+
+    Raises:
+        UsageError: a wrong argument, a name or rank that two workers have, or another world size than others have.
+        RendezvousError: the others did not come, or have another secret.
+        PeerDiedError: a worker died before all had joined.
+
+    Example:
+        >>> rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= 128:
+        raise UsageError(f"name is {name!r:.150}; give this worker a name of 1 to 128 characters")
+    if str(getattr(backend, "name", backend or "TENSORPIPE")).upper() != "TENSORPIPE":
+        raise UsageError(f"there is no backend {backend!r} of rpc; leave it out")
+    options = rpc_backend_options or RpcBackendOptions()
+    if _Running.it is not None:
+        raise UsageError("init_rpc was called before; call shutdown first")
+    config.check()
+    size = -1 if world_size is None else whole("world_size", world_size)
+    _Running.it = _start(name, whole("rank", rank), size, options)
+    _exit_hook.set()
+
+
+def shutdown(graceful: bool = True, timeout: Timeout = None) -> None:
+    """Stop being a worker.
+
+    Args:
+        graceful: wait until all workers have called this and all calls are answered; else leave now: calls of and to
+            this worker that are under way raise AbortedError.
+        timeout: seconds or timedelta to wait for the others; None or 0: without limit.
+
+    Raises:
+        PeerDiedError, AbortedError: a worker died, or left before; this one has left, too.
+        RpcTimeoutError: the others did not come in time; this one has left.
+        NotInitializedError: `init_rpc` was not called.
+    """
+    agent = current_agent()
+    running = _Running.it
+    assert running is not None, "there is an agent"
+    farewell = "left"
+    try:
+        if graceful:
+            running.rounds.finish(0 if timeout is None else timeout)
+    except BaseException as error:
+        farewell = last_words(error)
+        raise
+    finally:
+        running.leave(farewell)
+    del agent
+
+
+class _Found(NamedTuple):
+    """Who takes part, and in which store."""
+
+    store: Store
+    members: Sequence[Member]
+    rank: int
+    limit: float
+    job: Job | None  # to leave in the end, where rpc has met by itself
+
+
+class _Running:
+    """This process as a worker, until it leaves."""
+
+    it: _Running | None = None
+
+    def __init__(self, agent: Agent, found: _Found, roster: Roster) -> None:
+        self.agent, self.rounds = agent, _Rounds(agent)
+        self._found, self._roster = found, roster
+
+    def leave(self, farewell: str) -> None:
+        """Close everything, and say so to the others."""
+        if _Running.it is not self:
+            return
+        _Running.it = None
+        _exit_hook.take_back()
+        set_current(None)
+        with ExitStack() as steps:
+            if self._found.job is not None:
+                steps.callback(forget, self._found.members)
+                steps.callback(self._found.job.leave, _EXIT_SECONDS)
+            steps.callback(self._roster.leave)
+            steps.callback(self.agent.close, farewell, AbortedError("rpc was shut down"))
+
+
+def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Running:
+    joined = threading.Event()
+    rosters: list[Roster] = []
+    with ExitStack() as undo:
+        found = _meet(rank, size, options, undo)
+        doing = f"joining rpc as {name}"
+        store, members, limit = found.store, found.members, found.limit
+        names = assemble(PrefixStore("names", store), members, found.rank, name, limit, doing)
+        _check_names(names, members)
+        workers = [WorkerInfo(each, number) for number, each in enumerate(names)]
+
+        def dial(to: int) -> Any:
+            joined.wait(limit)
+            return _dialed(rosters[0], members, workers[to])
+
+        agent = Agent(workers, members, found.rank, dial, options.rpc_timeout, options.num_worker_threads)
+        undo.callback(agent.close, "left", AbortedError("init_rpc failed"))
+        calls.serve(agent)
+
+        def deliver(opening: Opening, connection: Any) -> None:
+            if opening.kind is Kind.RPC:
+                agent.take_over(connection, opening.rank)
+            else:
+                connection.close()
+
+        with GroupMeeting(PrefixStore("places", store), members, found.rank, limit, doing) as meeting:
+            running_roster = gather(meeting, members, found.rank, deliver)
+        rosters.append(running_roster)
+        running = _Running(agent, found, running_roster)
+        set_current(agent)
+        joined.set()
+        undo.pop_all()
+    return running
+
+
+def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> _Found:
+    """The other workers: the ranks of the default group, if it is as large, or those that are found by themselves."""
+    if groups.initialized and options.init_method == "env://":
+        job = current_job()
+        if rank in (-1, job.rank) and size in (-1, len(job.members)):
+            store = PrefixStore(f"rpc{job.number('rpc')}", job.store)
+            return _Found(store, job.members, job.rank, job.timeout, None)
+    limit = config.get("FASTCOLL_TIMEOUT")
+    deadline = time.monotonic() + limit
+    found = find_others(options.init_method, rank, size, limit, "", "fastcoll-rpc")
+    undo.callback(found.close, 0.5)
+    left = max(deadline - time.monotonic(), 0.001)
+    members = join(found.store, found.rank, found.world_size, "rpc", left)
+    undo.callback(forget, members)
+    job = Job(
+        found.store, members, found.rank, parse_backend(None), _no_group, limit, partial(found.close, 0.0)
+    )
+    job.settle()
+    return _Found(PrefixStore("rpc", found.store), members, found.rank, limit, job)
+
+
+def _no_group(*_: object) -> NoReturn:
+    raise AssertionError("rpc makes no groups")
+
+
+def _check_names(names: Sequence[str], members: Sequence[Member]) -> None:
+    for rank, name in enumerate(names):
+        if (first := names.index(name)) != rank:
+            raise UsageError(
+                f"two workers are called {name!r}: {members[first]} and {members[rank]}; give each another name"
+            )
+
+
+def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo) -> Any:
+    """A connection to a worker; PeerDiedError: it is gone."""
+    place, member = roster.places[to.id], members[to.id]
+    dial = Dial(
+        roster.endpoint, to.id, Kind.RPC, 0, roster.interfaces[0], (place.addresses[0], place.ports[0])
+    )
+
+    def look() -> None:
+        since = dial.refused_since
+        late = since is not None and time.monotonic() - since > _LISTEN_SECONDS
+        if late or gone_among([member]):
+            raise PeerDiedError(f"worker {to.name}, {member}, died or has left", [to.id])
+
+    dial_all([dial], look)
+    return dial.connection
+
+
+class _Rounds:
+    """The graceful end, as each worker and worker 0 see it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._told: dict[int, dict[int, tuple[int, int]]] = {}
+        self._answers: dict[int, dict[int, Future[bool]]] = {}
+        self._sums: dict[int, tuple[int, int]] = {}
+        self._error: FastcollError | None = None
+        agent.on(ROUND, self._take)
+        agent.on_death(self._died)
+
+    def finish(self, timeout: Timeout) -> None:
+        """Wait until nothing is under way anywhere."""
+        agent = self._agent
+        if agent.me.id == 0:
+            for worker in agent.workers[1:]:
+                agent.connect(worker)
+        number = 0
+        for callbacks in (agent.run_shutdown_callbacks, None):
+            while True:
+                collect_all(agent.futures(except_kind=ROUND)).wait()
+                over = agent.call(0, ROUND, (number, *agent.counts()), timeout).wait()
+                number += 1
+                if over:
+                    break
+                time.sleep(_PAUSE_SECONDS)
+            if callbacks is not None:
+                callbacks()
+
+    def _take(self, worker: WorkerInfo, told: tuple[int, int, int]) -> Future[bool]:
+        """At worker 0: another one's counts in a round."""
+        number, made, served = told
+        answer: Future[bool] = Future()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            counts = self._told.setdefault(number, {})
+            answers = self._answers.setdefault(number, {})
+            counts[worker.id], answers[worker.id] = (made, served), answer
+            if len(counts) < len(self._agent.workers):
+                return answer
+            sums = (sum(made for made, _ in counts.values()), sum(served for _, served in counts.values()))
+            over = sums[0] == sums[1] and self._sums.get(number - 1) == sums
+            self._sums[number] = sums
+            del self._told[number], self._answers[number]
+        for rank in sorted(answers, reverse=True):  # worker 0 may leave when all others have been told
+            answers[rank].complete(over, None)
+        return answer
+
+    def _died(self, rank: int, error: FastcollError) -> None:
+        with self._lock:
+            self._error = error
+            waiting = [answer for answers in self._answers.values() for answer in answers.values()]
+            self._answers.clear()
+        for answer in waiting:
+            answer.complete(None, error)
+
+
+def _leave_at_exit(error: BaseException | None) -> None:
+    if _Running.it is not None:
+        _Running.it.leave(last_words(error, ended=True))
+
+
+_exit_hook = ExitHook(_leave_at_exit)

@@ -1,0 +1,291 @@
+"""Messages between workers as bytes: pickles, with the memory of arrays and tensors beside them.
+
+    offset  bytes  field (little-endian)
+    0       8      bytes of the body
+    8       8      number of the call, of its caller
+    16      8      bytes of the pickle
+    24      4      bytes of the context
+    28      4      number of buffers
+    32      1      what it is: see MessageType
+    33      1      the kind of the call
+    34      6      zero
+
+The body is a table of the buffers (8 bytes each: how many bytes it has), the context, the pickle, and the small
+buffers, each at a multiple of 64. Buffers of more than INLINE bytes follow the body, in order. What unpickles a
+message, sees from whom it is (`sender`); what pickles one, may see to whom it goes (`reduce_type`).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..errors import NotInitializedError, UsageError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from .agent import WorkerInfo
+
+HEADER = struct.Struct("<QQQIIBB6x")
+INLINE = 16 << 10  # bytes of a buffer that travel in the body
+_ALIGNED = 64
+Piece = bytes | bytearray | memoryview
+Reducer = Callable[[Any, "WorkerInfo"], tuple[Any, ...] | str]
+
+
+class MessageType(IntEnum):
+    """What a message is: a call, one that is not answered, an answer, the exception of a call, the last one of all."""
+
+    CALL = 1
+    TELL = 2
+    RESULT = 3
+    RAISED = 4
+    GOODBYE = 5
+
+
+class Context(Protocol):
+    """What travels with calls of user functions: see calls.py."""
+
+    def encode(self, to: WorkerInfo) -> bytes | None: ...
+
+    def enter(self, value: bytes, sender: WorkerInfo) -> AbstractContextManager[Any]: ...
+
+
+class Received(NamedTuple):
+    """A message that has come whole, not unpickled yet."""
+
+    message: MessageType
+    kind: int
+    call: int
+    context: bytes
+    pickled: Piece
+    buffers: Sequence[Piece]
+
+
+contexts: list[Context] = []
+
+
+# ---- pickling ------------------------------------------------------------------------------------------------
+
+_reducers: dict[type, Reducer] = {}
+_here = threading.local()
+
+
+def reduce_type(cls: type, reducer: Reducer) -> None:
+    """Ask `reducer(value, to)` for the reduce tuple of instances of `cls` and its subclasses, in messages to `to`."""
+    _reducers[cls] = reducer
+    _table.clear()
+
+
+def sender() -> WorkerInfo:
+    """The worker from whom the message comes that this thread unpickles."""
+    found: WorkerInfo | None = getattr(_here, "sender", None)
+    if found is None:
+        raise NotInitializedError("no message is being unpickled on this thread")
+    return found
+
+
+class _Table(dict[type, Callable[[Any], Any]]):
+    """A pickler's dispatch table, which finds the reducers of base classes as well."""
+
+    def __missing__(self, cls: type) -> Callable[[Any], Any]:
+        if issubclass(cls, type):
+            raise KeyError(cls)  # classes, of metaclasses, are pickled by name
+        for base in cls.__mro__:
+            if base in _reducers:
+                self[cls] = found = partial(_for_receiver, _reducers[base])
+                return found
+        return copyreg.dispatch_table.get(cls, _by_itself)
+
+
+def _for_receiver(reducer: Reducer, value: Any) -> Any:
+    return reducer(value, _here.receiver)
+
+
+def _by_itself(value: Any) -> Any:
+    return value.__reduce_ex__(5)
+
+
+_table = _Table()
+
+
+def dumps(value: Any, to: WorkerInfo) -> tuple[bytes, list[memoryview]]:
+    """The pickle of a value, and the buffers beside it; UsageError: it cannot be pickled."""
+    file, buffers = io.BytesIO(), []
+
+    def beside(buffer: pickle.PickleBuffer) -> bool:
+        try:
+            buffers.append(buffer.raw())
+        except BufferError:  # not contiguous
+            return True
+        return False
+
+    pickler = pickle.Pickler(file, 5, buffer_callback=beside)
+    pickler.dispatch_table = _table
+    before, _here.receiver = getattr(_here, "receiver", None), to
+    try:
+        pickler.dump(value)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"what goes to {to} cannot be pickled: {error}") from error
+    finally:
+        _here.receiver = before
+    return file.getvalue(), buffers
+
+
+def context_for(to: WorkerInfo) -> bytes:
+    """What the contexts send along with a call."""
+    if not contexts:
+        return b""
+    values = [context.encode(to) for context in contexts]
+    return b"" if all(value is None for value in values) else pickle.dumps(values)
+
+
+@contextmanager
+def entered(context: bytes, worker: WorkerInfo) -> Iterator[None]:
+    """Inside of what a call from or to `worker` has brought along."""
+    if not context:
+        yield
+        return
+    with ExitStack() as stack:
+        for each, value in zip(contexts, pickle.loads(context), strict=True):
+            if value is not None:
+                stack.enter_context(each.enter(value, worker))
+        yield
+
+
+def loads(received: Received) -> Any:
+    """What a message holds; any error that unpickling brings. Only inside of `receiving`."""
+    return pickle.loads(received.pickled, buffers=received.buffers)
+
+
+@contextmanager
+def receiving(worker: WorkerInfo) -> Iterator[None]:
+    """What this thread unpickles inside comes from `worker`."""
+    before, _here.sender = getattr(_here, "sender", None), worker
+    try:
+        yield
+    finally:
+        _here.sender = before
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------
+
+
+def pieces(
+    message: MessageType,
+    kind: int,
+    call: int,
+    pickled: bytes,
+    buffers: Sequence[memoryview] = (),
+    context: bytes = b"",
+) -> list[Piece]:
+    """A message as what is to be sent, one piece after the other."""
+    if not buffers and not context:
+        return [HEADER.pack(len(pickled), call, len(pickled), 0, 0, message, kind) + pickled]
+    sizes = [buffer.nbytes for buffer in buffers]
+    start = [struct.pack(f"<{len(sizes)}Q", *sizes), context, pickled]
+    at, inline, behind = sum(map(len, start)), list[Piece](), list[Piece]()
+    for buffer, nbytes in zip(buffers, sizes, strict=True):
+        if nbytes > INLINE:
+            behind.append(buffer)
+        else:
+            gap = -at % _ALIGNED
+            inline += [bytes(gap), buffer]
+            at += gap + nbytes
+    header = HEADER.pack(at, call, len(pickled), len(context), len(sizes), message, kind)
+    return [b"".join([header, *start, *inline]), *behind]
+
+
+class Assembler:
+    """Messages out of what a connection brings: `space` is where the next bytes go, `came` is told how many there are.
+
+    Small messages come many at a time into one buffer, and are copied out of it. Of a larger one the rest of the body,
+    and each large buffer, are received where they stay.
+    """
+
+    def __init__(self, nbytes: int = 64 << 10) -> None:
+        self._buffer = memoryview(bytearray(nbytes))
+        self._start = self._end = 0
+        self._found: list[Received] = []
+        self._steps = self._run()
+        self.space: memoryview = next(self._steps)
+
+    def came(self, nbytes: int) -> list[Received]:
+        """So many bytes have come into `space`; the messages that are whole now."""
+        self.space = self._steps.send(nbytes)
+        found, self._found = self._found, []
+        return found
+
+    def _run(self) -> Generator[memoryview, int, None]:
+        while True:
+            while self._end - self._start < HEADER.size:
+                left = self._end - self._start
+                if self._start:
+                    self._buffer[:left] = bytes(self._buffer[self._start : self._end])
+                    self._start, self._end = 0, left
+                self._end += yield self._buffer[self._end :]
+            nbytes, call, npickled, ncontext, nbuffers, message, kind = HEADER.unpack_from(
+                self._buffer, self._start
+            )
+            self._start += HEADER.size
+            body = memoryview(bytearray(nbytes))
+            yield from self._fill(body)
+            if not nbuffers and not ncontext:
+                self._found.append(Received(MessageType(message), kind, call, b"", body, ()))
+                continue
+            sizes = struct.unpack_from(f"<{nbuffers}Q", body)
+            at = 8 * nbuffers + ncontext
+            context, pickled = bytes(body[8 * nbuffers : at]), body[at : at + npickled]
+            at, buffers = at + npickled, []
+            for size in sizes:
+                if size <= INLINE:
+                    at += -at % _ALIGNED
+                    buffers.append(body[at : at + size])
+                    at += size
+                else:
+                    buffers.append(memoryview(np.empty(size, np.uint8).data))
+                    yield from self._fill(buffers[-1])
+            self._found.append(Received(MessageType(message), kind, call, context, pickled, buffers))
+
+    def _fill(self, target: memoryview) -> Generator[memoryview, int, None]:
+        """Fill `target`, first with what is in the buffer."""
+        here = min(target.nbytes, self._end - self._start)
+        target[:here] = self._buffer[self._start : self._start + here]
+        self._start += here
+        while here < target.nbytes:
+            here += yield target[here:]
+
+
+# ---- exceptions ------------------------------------------------------------------------------------------------
+
+
+def pickled_error(error: BaseException) -> bytes | None:
+    """An exception, without its traceback; None: it could not be built again."""
+    try:
+        data = pickle.dumps(error, 5)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+def loaded_error(pickled: bytes) -> BaseException | None:
+    """The exception that another worker has pickled; None: its class is not here."""
+    try:
+        error = pickle.loads(pickled)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
