@@ -1,0 +1,70 @@
+"""The programs of examples/rpc, run as their first lines say, against the same training in one process."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples" / "rpc"
+
+
+def run(name, *words):
+    """What the ranks print on stdout, by rank, after the command of the program's first lines."""
+    command = re.search(
+        rf"^    python (-m fastcoll.launch -n \d+ )examples/rpc/{name}$", source(name), re.MULTILINE
+    )
+    done = subprocess.run(
+        [sys.executable, *command[1].split(), str(FOLDER / name), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = re.findall(r"^\[(\d+)\] (.*)$", done.stdout, re.MULTILINE)
+    return {int(rank): [line for other, line in printed if other == rank] for rank, _ in printed}
+
+
+@cache
+def source(name):
+    return (FOLDER / name).read_text()
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """The function that gives a program's module, to take its parts for one process."""
+
+    def loaded(name):
+        monkeypatch.syspath_prepend(FOLDER)
+        spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), FOLDER / name)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded
+
+
+def test_every_program_is_tested():
+    shared = {"softmax.py"}
+    tested = set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text()))
+    assert {path.name for path in FOLDER.glob("*.py")} - shared == tested
+
+
+def test_batched_updates_are_those_of_one_process(load):
+    lines = run("batched.py")
+    batched = load("batched.py")
+    (x, labels), (x_test, test_labels) = batched.train_and_test_sets()
+    weights, order = np.zeros(batched.SHAPE), np.random.default_rng(1)
+    for _ in range(batched.EPOCHS):
+        for batch in np.array_split(order.permutation(len(x)), len(x) // batched.BATCH):
+            weights -= batched.RATE * batched.gradient(weights, x[batch], labels[batch]) / len(batch)
+    right = (x_test @ weights).argmax(1) == test_labels
+    assert float(lines[1][1].split()[-1]) == pytest.approx(np.sum(weights**2), rel=1e-6)
+    assert [lines[rank][0] for rank in (1, 2, 3)] == [
+        f"{np.sum(right[share::3])} of 120 right" for share in range(3)
+    ]
+    assert lines[0] == ["120 classifications of 3 images"]
