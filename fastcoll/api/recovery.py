@@ -154,6 +154,7 @@ def _part_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup,
         del groups.backends[old]
         groups.add(new, choice)
         close([old])
+        job.left(old)
         met.store.close()
 
     return new, settle

@@ -139,19 +139,59 @@ def init_process_group(
         >>> import fastcoll as dist
         >>> dist.init_process_group()
     """
-    global _job, _starts
+    if config.get("FASTCOLL_NEWCOMER") and store is None and init_method in (None, "env://"):
+        check_unused(pg_options, device_id)
+        join_as_newcomer(config.get("FASTCOLL_ELASTIC"), backend, timeout)
+        return
+    choice, limit = _prepare(backend, timeout)
+    check_unused(pg_options, device_id)
+    rank, world_size = whole("rank", rank), whole("world_size", world_size)
+    find = _chosen_way(init_method, store, rank, world_size, limit, group_name, choice)
+    _enter(functools.partial(_start, find, choice, limit), choice)
+
+
+def join_as_newcomer(address: str, backend: str | None = None, timeout: Timeout = None) -> None:
+    """Join a job that runs, under `fastcoll.elastic.run`, and looks for newcomers in the store at HOST:PORT.
+
+    Args:
+        address: of the store.
+        backend, timeout: as for `init_process_group`; the timeout is also for being taken in.
+
+    Raises:
+        RendezvousError: the job has ended, or nobody has taken this process in (StoreTimeoutError).
+        UsageError: the address is none, or the job has another backend.
+    """
+    from .newcomers import FORMING_SECONDS, come_in
+
+    choice, limit = _prepare(backend, timeout)
+    backends.load(choice)  # the ranks of the job wait for nobody who imports
+
+    def start(
+        store: Store, rank: int, size: int, close: Callable[[], None], confirm: Callable[[ProcessGroup], None]
+    ) -> tuple[Job, ProcessGroup]:
+        found = Found(store, rank, size, lambda _: close(), confirm)
+        job, world = _start(lambda: found, choice, FORMING_SECONDS)
+        job.timeout = world.timeout = limit
+        return job, world
+
+    _enter(functools.partial(come_in, address, limit, start), choice)
+
+
+def _prepare(backend: str | None, timeout: Timeout) -> tuple[BackendChoice, float]:
+    """Read the settings, and what of them is asked for: the backend and the seconds that everything may take."""
     if groups.initialized and groups.inherited is None:
         raise UsageError("there is a default process group already; call destroy_process_group first")
-    check_unused(pg_options, device_id)
     config.check()
     failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
     failpoints.reach("start.enter")
-    choice = parse_backend(backend)
-    limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
-    rank, world_size = whole("rank", rank), whole("world_size", world_size)
-    find = _chosen_way(init_method, store, rank, world_size, limit, group_name, choice)
+    return parse_backend(backend), positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
+
+
+def _enter(start: Callable[[], tuple[Job, ProcessGroup]], choice: BackendChoice) -> None:
+    """Be in the job that `start` joins, until `destroy_process_group` or the exit of the process."""
+    global _job, _starts
     groups.clear()
-    job, world = _start(find, choice, limit)
+    job, world = start()
     groups.add(world, choice)
     _job, _starts = job, _starts + 1
     if config.get("FASTCOLL_SHARED_ARRAYS"):
@@ -240,6 +280,8 @@ class Found(NamedTuple):
     world_size: int
     close: Callable[[float], None]
     """Lets go of the store; takes the seconds that its server waits for others to let go first."""
+    confirm: Callable[[ProcessGroup], None] = lambda world: None
+    """Raises where the new world does not count."""
 
 
 def _chosen_way(
@@ -378,6 +420,7 @@ def _start(find: Callable[[], Found], choice: BackendChoice, limit: float) -> tu
             world = job.make_group("WORLD", "world", range(found.world_size), limit, make)
             undo.callback(world.close)
             failpoints.reach("start.after_world")
+        found.confirm(world)
         undo.pop_all()
     return job, world
 

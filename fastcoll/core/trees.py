@@ -95,7 +95,7 @@ class Tree(Adopted):
         if all(new is None for new in done):
             return None
         pairs = zip(done, self._given, strict=True)
-        return _rebuilt(self._tree, iter([old if new is None else new for new, old in pairs]))
+        return rebuilt(self._tree, iter([old if new is None else new for new, old in pairs]))
 
     def _flatten(self, x: Any, name: str, adopt: Callable[..., Adopted]) -> str:
         if x is None:
@@ -116,16 +116,28 @@ def _keys(x: dict[Any, Any]) -> list[Any]:
     return sorted(x, key=lambda key: (type(key).__name__, repr(key)))
 
 
-def _rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
-    """A tree as x, with these arrays."""
+def flat(x: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a tree, each with the keys and indices that lead to it, in the common order."""
+    if isinstance(x, dict):
+        for key in _keys(x):
+            yield from flat(x[key], (*place, key))
+    elif isinstance(x, list | tuple):
+        for index, y in enumerate(x):
+            yield from flat(y, (*place, index))
+    elif x is not None:
+        yield place, x
+
+
+def rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
+    """A tree as x, with these leaves."""
     if x is None:
         return None
     if isinstance(x, dict):
         new = copy.copy(x)
-        new.update({key: _rebuilt(x[key], arrays) for key in _keys(x)})
+        new.update({key: rebuilt(x[key], arrays) for key in _keys(x)})
         return new
     if isinstance(x, list | tuple):
-        items = [_rebuilt(y, arrays) for y in x]
+        items = [rebuilt(y, arrays) for y in x]
         return x._make(items) if hasattr(x, "_make") else type(x)(items)  # a namedtuple
     return next(arrays)
 

@@ -34,8 +34,15 @@ _JOIN, _ARRIVALS = "join", "arrivals"
 _NAMING_SECONDS = 2.0
 
 
-def join(store: Store, rank: int, world_size: int, backend: str, timeout: float) -> list[Member]:
-    """Meet all other ranks; the members in the order of their ranks.
+def join(
+    store: Store,
+    rank: int,
+    world_size: int,
+    backend: str,
+    timeout: float,
+    between: Callable[[], None] | None = None,
+) -> list[Member]:
+    """Meet all other ranks; the members in the order of their ranks. `between` is as Meeting's.
 
     Every rank of the world must call this once with the same store; a store that is used again needs
     a PrefixStore of its own each time.
@@ -49,7 +56,7 @@ def join(store: Store, rank: int, world_size: int, backend: str, timeout: float)
     """
     check_rank(rank, world_size)
     me = Member.here(rank, world_size, backend)
-    with _Joining(store, me, timeout) as joining:
+    with _Joining(store, me, timeout, between) as joining:
         joining.agree_on_terms()
         joining.claim_rank()
         everybody = joining.members
@@ -74,8 +81,9 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 class _Joining(Meeting):
-    def __init__(self, store: Store, me: Member, timeout: float) -> None:
-        super().__init__(store, _JOIN, me.rank, me.world_size, timeout, f"joining as {me}")
+    def __init__(self, store: Store, me: Member, timeout: float, between: Callable[[], None] | None) -> None:
+        doing = f"joining as {me}"
+        super().__init__(store, _JOIN, me.rank, me.world_size, timeout, doing, between=between)
         self._me, self._timeout = me, timeout
         self.members: dict[int, Member] = {}
 

@@ -1,0 +1,95 @@
+"""The ranks' part in taking newcomers in: the new world is made beside the old one, which goes on if that fails.
+
+Only one place decides whether the new world counts (api/newcomers.py), so all ranks are in the same world: those that
+were there first, in their order, and then the newcomers. A rank that cannot ask that place while the new world may
+count already must not go on by itself, and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
+
+from ..api.groups import groups
+from ..api.job import Job
+from ..api.leaving import close
+from ..api.newcomers import FORMING_SECONDS, Lobby, passes_barrier
+from ..api.world import current_job, replace_job
+from ..core.group import ProcessGroup
+from ..core.processes import forget, gone_among
+from ..errors import FastcollError, PeerDiedError, StoreError
+from ..rendezvous.join import join
+
+
+class Attempt(NamedTuple):
+    """To make a world of the old one and so many newcomers, whose numbers rank 0 knows."""
+
+    number: int
+    places: int
+    newcomers: Sequence[int] = ()
+
+
+class NotGrownError(FastcollError):
+    """The newcomers could not be taken in; the old world is as it was."""
+
+
+def grow(lobby: Lobby, attempt: Attempt) -> None:
+    """Take newcomers into the default group; collective. All other groups are destroyed.
+
+    Raises:
+        NotGrownError: a newcomer, or a rank, has died or did not come. The old world is as it was.
+        StoreError: the store was lost while the new world was being made.
+    """
+    old = groups.world
+    made: list[ProcessGroup] = []
+    with ExitStack() as undo:
+        undo.callback(lambda: close(made))
+        job, failed = None, None
+        try:
+            if old.rank == 0:
+                lobby.invite(attempt.number, attempt.newcomers, old.size)
+            job = _join(lobby, attempt, undo)
+            ranks = range(len(job.members))
+            with job.making(ranks, "making the default group with newcomers"):
+                made.append(job.make_group("WORLD", "world", ranks, FORMING_SECONDS, job.make))
+        except FastcollError as error:
+            failed = error
+        if not _counts(lobby, attempt, made):
+            raise NotGrownError(
+                f"{attempt.places} newcomers could not be taken in: {failed or 'a rank has died'}"
+            )
+        assert job is not None, "who has decided so has passed a barrier of all"
+        made[0].timeout = old.timeout
+        world = made.pop()
+        undo.pop_all()
+    replace_job(job, world)
+    if world.rank == 0:
+        with suppress(StoreError):
+            lobby.clear(attempt.number)
+
+
+def _counts(lobby: Lobby, attempt: Attempt, made: Sequence[ProcessGroup]) -> bool:
+    try:
+        return lobby.decide(attempt.number, bool(made) and passes_barrier(made[0]))
+    except StoreError:
+        if made:
+            raise
+        return False  # without this rank nobody has passed the barrier
+
+
+def _join(lobby: Lobby, attempt: Attempt, undo: ExitStack) -> Job:
+    """Meet the newcomers; the job of all."""
+    before, size = current_job(), groups.world.size + attempt.places
+
+    def look() -> None:
+        if gone := gone_among(before.members):
+            raise PeerDiedError(f"{', '.join(map(str, gone))} died", [member.rank for member in gone])
+        if attempt.newcomers and (left := lobby.gone(attempt.newcomers)):
+            raise PeerDiedError(f"{len(left)} newcomers died while they joined")
+
+    store, close_store = lobby.place(attempt.number)
+    undo.callback(close_store)
+    members = join(store, before.rank, size, str(before.choice), FORMING_SECONDS, look)
+    undo.callback(forget, members)
+    return Job(store, members, before.rank, before.choice, before.make, before.timeout, close_store)

@@ -1,0 +1,282 @@
+"""run: calls a training function again, from the last commit, whenever ranks have died or newcomers have come.
+
+All ranks go through the same turns: agree on who has the state, take it over, call the function. A death ends the turn
+of each rank by a GroupError, after which those that are left shrink; newcomers end it at a commit, at the same one on
+all ranks (`WorldChange`). Before a rank comes out of the function's last turn, all have finished it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+from .. import config
+from ..api.collectives import all_gather_single, barrier, broadcast
+from ..api.groups import groups, is_initialized
+from ..api.newcomers import Lobby
+from ..api.recovery import shrink
+from ..api.world import destroy_process_group, init_process_group, join_as_newcomer
+from ..core.operands import whole
+from ..errors import GroupError, StoreError, UsageError
+from .growth import Attempt, NotGrownError, grow
+from .state import State
+
+_log = logging.getLogger("fastcoll")
+
+T = TypeVar("T")
+Train = Callable[..., T]
+
+_LOOK_SECONDS = 1.0  # between two looks for newcomers
+_ASKED_SECONDS = 0.05  # after newcomers were asked whether they are there
+_MOST_AT_ONCE = 1000
+_NO_STATE, _HAS_STATE = 0, 1
+
+
+class WorldChange(BaseException):
+    """Ends the training function at a commit, as newcomers are to be taken in; `run` calls it again."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__(f"{attempt.places} newcomers wait")
+        self.attempt = attempt
+
+
+OnChange = Callable[[int, int], None]
+
+
+@overload
+def run(
+    train: Train[T],
+    *,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
+    max_restarts: int | None = ...,
+    on_change: OnChange | None = ...,
+    store: str | None = ...,
+) -> Train[T]: ...
+@overload
+def run(
+    *,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
+    max_restarts: int | None = ...,
+    on_change: OnChange | None = ...,
+    store: str | None = ...,
+) -> Callable[[Train[T]], Train[T]]: ...
+def run(
+    train: Train[T] | None = None,
+    *,
+    min_ranks: int = 1,
+    max_ranks: int | None = None,
+    max_restarts: int | None = None,
+    on_change: OnChange | None = None,
+    store: str | None = None,
+) -> Any:
+    """Make a training function outlive the deaths of ranks, and take newcomers in. Also as a decorator.
+
+    The result takes a `State` and the function's further arguments, and returns what the function returns. It joins the
+    job, unless `init_process_group` was called. When a rank has died, those that are left form the new default group,
+    take over the state of the one that is there longest, as of its last commit, and call the function again. So do all
+    ranks when newcomers are taken in, which happens in `state.commit()`. Groups of `new_group` are destroyed at a
+    change, and works that are pending end: make groups in the function.
+
+    A process with FASTCOLL_NEWCOMER=1 is a newcomer: it runs the same program, and comes into the function when the
+    others have taken it in.
+
+    Args:
+        train: `train(state, *args, **kwargs)`; it goes on from what the state says.
+        min_ranks: with fewer ranks left the death is raised.
+        max_ranks: newcomers wait while there are so many ranks; None: any number.
+        max_restarts: after so many restarts because of deaths the next death is raised; None: any number.
+        on_change: called on all ranks with the old and the new number of ranks, when all have the state.
+        store: HOST:PORT of a store that outlives the ranks, the same for all, where newcomers are found; None:
+            FASTCOLL_ELASTIC, which the launcher sets. Without one there are no newcomers.
+
+    Raises:
+        GroupError: too few ranks are left, or there were too many restarts.
+        UsageError: an argument is wrong.
+        UnavailableError: the group runs on MPI, which does not outlive deaths.
+
+    What the function raises comes out of it, and ends this rank's part in the job; the other ranks go on without it.
+
+    Example:
+        >>> @elastic.run(min_ranks=2)
+        ... def train(state):
+        ...     while state.step < 1000:
+        ...         update(state)
+        ...         state.step += 1
+        ...         state.commit()
+        >>> train(elastic.State(weights=weights, step=0))
+    """
+    if train is None:
+        return functools.partial(
+            run,
+            min_ranks=min_ranks,
+            max_ranks=max_ranks,
+            max_restarts=max_restarts,
+            on_change=on_change,
+            store=store,
+        )
+    least, most = whole("min_ranks", min_ranks), None if max_ranks is None else whole("max_ranks", max_ranks)
+    limit = None if max_restarts is None else whole("max_restarts", max_restarts)
+    if least < 1 or (most is not None and most < least) or (limit is not None and limit < 0):
+        raise UsageError(
+            f"min_ranks is {min_ranks}, max_ranks {max_ranks} and max_restarts {max_restarts}; give 1 <= min_ranks <= "
+            "max_ranks, and 0 restarts or more"
+        )
+
+    @functools.wraps(train)
+    def elastic(state: State, *args: Any, **kwargs: Any) -> T:
+        if not isinstance(state, State):
+            raise UsageError(f"state is a {type(state).__name__}; give a fastcoll.elastic.State")
+        running = _Run(state, least, most, limit, on_change, store)
+        return running.run(lambda: train(state, *args, **kwargs))
+
+    return elastic
+
+
+class _Run:
+    """One call of an elastic function on this rank."""
+
+    def __init__(
+        self,
+        state: State,
+        least: int,
+        most: int | None,
+        max_restarts: int | None,
+        on_change: OnChange | None,
+        store: str | None,
+    ) -> None:
+        self._state, self._least, self._most = state, least, most
+        self._max_restarts, self._on_change = max_restarts, on_change
+        self._address: str = config.get("FASTCOLL_ELASTIC") if store is None else store
+        self._has_state, self._grows = _NO_STATE, False
+        self._size = self._restarts = 0  # ranks when the state was last the same on all; restarts so far
+        self._found: Lobby | None = None
+        self._next_look = 0.0
+
+    def run(self, train: Callable[[], T]) -> T:
+        """Join, train until a turn is whole, and let go of the store; the group stays."""
+        if not is_initialized():
+            if config.get("FASTCOLL_NEWCOMER"):
+                join_as_newcomer(self._address)
+            else:
+                init_process_group()
+        try:
+            self._check_start()
+            self._state.commit()  # what a death before the first commit goes back to
+            self._state.at_commit(self._look)
+            while True:
+                try:
+                    return self._turn(train)
+                except WorldChange as change:
+                    self._grow(change.attempt)
+                except GroupError as error:
+                    self._shrink(error)
+        except BaseException:
+            if is_initialized():
+                destroy_process_group()
+            raise
+        finally:
+            self._state.at_commit(None)
+            self._close_lobby()
+
+    def _check_start(self) -> None:
+        groups.world.backend.refuge()  # raises where deaths are not outlived
+        if (size := groups.world.size) < self._least:
+            raise UsageError(f"min_ranks is {self._least}, and there are {size}")
+
+    def _turn(self, train: Callable[[], T]) -> T:
+        self._agree()
+        result = train()
+        barrier()  # whoever is in the function needs the others, until it is through
+        if groups.world.rank == 0 and self._grows:
+            with suppress(StoreError):
+                self._lobby().shut()
+        return result
+
+    def _agree(self) -> None:
+        """Have the state of the rank that is there longest, of those that have one: ranks are in order of their age."""
+        mine = np.array([self._has_state, bool(self._address), self._size, self._restarts], np.int64)
+        size = groups.world.size
+        rows = np.empty(4 * size, np.int64)
+        all_gather_single(rows, mine)
+        has_state, finds, sizes, restarts = rows.reshape(size, 4).T.tolist()
+        source = has_state.index(max(has_state))
+        self._state.sync(source)
+        self._has_state, self._grows = _HAS_STATE, all(finds)
+        before, self._size, self._restarts = sizes[source], size, restarts[source]
+        if before not in (0, size) and self._on_change is not None:
+            self._on_change(before, size)
+
+    def _shrink(self, error: GroupError) -> None:
+        """Go on with those that are left, from the last commit."""
+        self._restarts += 1
+        if self._max_restarts is not None and self._restarts > self._max_restarts:
+            raise type(error)(
+                f"{error} (after {self._max_restarts} restarts, the most)", error.ranks
+            ) from error
+        size = shrink().size
+        if size < self._least:
+            few = f"{size} ranks are left, and min_ranks is {self._least}"
+            raise type(error)(f"{error}; {few}", error.ranks) from error
+        if groups.world.rank == 0:
+            _log.warning("%s; %d ranks go on from the last commit", error, size)
+        self._state.restore()
+
+    # ---- newcomers -----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """At a commit: is it the one at which newcomers are taken in? Rank 0 looks, and tells all."""
+        if not self._grows:
+            return
+        number, newcomers = self._ready() if groups.world.rank == 0 else (0, [])
+        told = np.array([number, len(newcomers)], np.int64)
+        broadcast(told, 0)
+        if told[1]:
+            raise WorldChange(Attempt(int(told[0]), int(told[1]), newcomers))
+
+    def _ready(self) -> tuple[int, list[int]]:
+        """The number of an attempt, and the newcomers that it can take in; mostly none, without asking the store."""
+        now, size = time.monotonic(), groups.world.size
+        room = _MOST_AT_ONCE if self._most is None else self._most - size
+        if now < self._next_look or room <= 0:
+            return 0, []
+        try:
+            ready, asked = self._lobby().ready()
+            self._next_look = now + (_ASKED_SECONDS if asked else _LOOK_SECONDS)
+            return (self._lobby().next_attempt(), ready[:room]) if ready else (0, [])
+        except StoreError as error:
+            _log.warning("newcomers are not looked for any more: %s", error)
+            self._next_look = math.inf
+            return 0, []
+
+    def _grow(self, attempt: Attempt) -> None:
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        try:
+            lobby = self._lobby()
+        except StoreError as error:
+            _log.warning("newcomers are not taken in: %s", error)
+            return  # nor by the others
+        try:
+            grow(lobby, attempt)
+        except NotGrownError as error:
+            if groups.world.rank == 0:
+                _log.warning("%s; the job goes on without them", error)
+
+    def _lobby(self) -> Lobby:
+        if self._found is None:
+            self._found = Lobby(self._address)
+            self._found.open()
+        return self._found
+
+    def _close_lobby(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            found.close()

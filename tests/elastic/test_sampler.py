@@ -1,0 +1,102 @@
+"""Sampler: every sample once an epoch, whatever the world is from step to step, and wherever it goes back to."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastcoll import UsageError
+from fastcoll.elastic import Sampler, State, sampler
+
+
+class Worlds:
+    """Stands in for the default group: so many ranks, of which one asks."""
+
+    size, rank = 1, 0
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> type[Worlds]:
+    monkeypatch.setattr(sampler, "is_initialized", lambda: True)
+    monkeypatch.setattr(sampler, "get_world_size", lambda: Worlds.size)
+    monkeypatch.setattr(sampler, "get_rank", lambda: Worlds.rank)
+    return Worlds
+
+
+def test_any_course_takes_what_an_undisturbed_run_takes() -> None:
+    for seed in range(100):
+        dice = random.Random(seed)
+        follow_a_course(dice.randint(1, 40), dice.randint(1, 15), dice.random() < 0.8, seed)
+
+
+def follow_a_course(n: int, batch: int, shuffle: bool, seed: int) -> None:
+    """Ranks come and go, steps are lost, and all go back to the last commit: what counts are the committed steps."""
+    dice = random.Random(seed)
+    calm = Sampler(n, batch, shuffle, seed)
+    wanted = [sorted(step.tolist()) for _ in range(3) for step in calm]
+    with pytest.MonkeyPatch.context() as patch:
+        size = dice.randint(1, 5)
+        patch.setattr(sampler, "is_initialized", lambda: True)
+        patch.setattr(sampler, "get_world_size", lambda: size)
+        states: list[Any] = [State(s=Sampler(n, batch, shuffle, seed)) for _ in range(5)]
+        done: list[list[int]] = []
+        while states[0].s.epoch < 3:
+            its = [iter(state.s) for state in states[:size]]
+            while True:
+                shares = []
+                for rank, it in enumerate(its):
+                    patch.setattr(sampler, "get_rank", lambda rank=rank: rank)
+                    shares.append(next(it, None))
+                if shares[0] is None:
+                    assert all(share is None for share in shares)
+                    break
+                parts = [share.tolist() for share in shares if share is not None]
+                assert max(map(len, parts)) - min(map(len, parts)) <= 1
+                assert {state.s.count for state in states[:size]} == {sum(map(len, parts))}
+                if dice.random() < 0.2:  # somebody dies before the commit
+                    size = dice.randint(1, 5)
+                    for state in states:
+                        state.restore()
+                    break
+                done.append(sorted(index for part in parts for index in part))
+                for state in states[:size]:
+                    state.commit()
+                if dice.random() < 0.2:  # newcomers take the state over
+                    size = dice.randint(1, 5)
+                    for state in states:
+                        state.s.load_state_dict(states[0].s.state_dict())
+                        state.commit()
+                    break
+            for state in states:  # who was not among them
+                state.s.load_state_dict(states[0].s.state_dict())
+    assert done == wanted
+
+
+def test_orders() -> None:
+    a, b = Sampler(50, 50, seed=1), Sampler(50, 50, seed=1)
+    (first,), (second,) = a, a
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first.tolist() != second.tolist()
+    assert next(iter(b)).tolist() == first.tolist()
+    assert next(iter(Sampler(50, 50, seed=2))).tolist() != first.tolist()
+    assert [step.tolist() for step in Sampler(5, 2, shuffle=False)] == [[0, 1], [2, 3], [4]]
+
+
+def test_more_ranks_than_samples(worlds: type[Worlds]) -> None:
+    worlds.size = 4
+    taken = []
+    for worlds.rank in range(4):
+        taken.append([step.size for step in Sampler(5, 3)])
+    assert taken == [[1, 1], [1, 1], [1, 0], [0, 0]]
+
+
+def test_wrong_arguments() -> None:
+    for n, batch in ((0, 1), (1, 0), (1.5, 1)):
+        with pytest.raises(UsageError):
+            Sampler(n, batch)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="of 3 samples in steps of 1 cannot"):
+        Sampler(3, 1).load_state_dict(Sampler(3, 2).state_dict())
+    assert np.concatenate(list(Sampler(3, 2))).size == 3

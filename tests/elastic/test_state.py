@@ -1,0 +1,214 @@
+"""State: what is kept, what is brought back, and that no value leaks into another."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastcoll as dist
+from fastcoll import UsageError
+from fastcoll.elastic import State
+from fastcoll.elastic.copies import copied, furnished, parted
+
+Dice = random.Random
+
+
+def a_tree(dice: Dice, deep: int = 3) -> Any:
+    """A tree of a few values, of which many are alike."""
+    kind = dice.randrange(7 if deep else 5)
+    if kind == 5:
+        return [a_tree(dice, deep - 1) for _ in range(dice.randrange(4))]
+    if kind == 6:
+        return {key: a_tree(dice, deep - 1) for key in "abc" if dice.random() < 0.6}
+    shape, value = dice.randrange(4), dice.randrange(3)
+    leaves = [value, f"text {value}", None, np.full(shape, value / 2), torch.full((shape,), value)]
+    return leaves[kind]
+
+
+def same(x: Any, y: Any) -> bool:
+    if isinstance(x, np.ndarray | torch.Tensor):
+        return type(x) is type(y) and x.dtype == y.dtype and x.shape == y.shape and bool((x == y).all())
+    if isinstance(x, dict):
+        return type(x) is type(y) and x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
+    if isinstance(x, list | tuple):
+        return type(x) is type(y) and len(x) == len(y) and all(map(same, x, y))
+    return bool(type(x) is type(y) and x == y)
+
+
+def arrays_in(x: Any) -> list[Any]:
+    if isinstance(x, dict):
+        return [y for key in x for y in arrays_in(x[key])]
+    if isinstance(x, list | tuple):
+        return [z for y in x for z in arrays_in(y)]
+    return [x] if isinstance(x, np.ndarray | torch.Tensor) else []
+
+
+def test_a_copy_is_equal_and_shares_nothing_whatever_it_is_written_into() -> None:
+    for seed in range(300):
+        dice = Dice(seed)
+        tree, into = a_tree(dice), a_tree(dice)
+        before = copy.deepcopy(tree)
+        made = copied(tree, into)
+        assert same(made, before), seed
+        assert same(tree, before), seed
+        assert not {id(x) for x in arrays_in(tree)} & {id(x) for x in arrays_in(made)}
+        again = copied(tree, made)
+        assert [id(x) for x in arrays_in(again)] == [id(x) for x in arrays_in(made)], seed
+
+
+def test_a_tree_travels_without_its_arrays() -> None:
+    for seed in range(300):
+        dice = Dice(seed)
+        tree, into = a_tree(dice), a_tree(dice)
+        skeleton, arrays = parted(tree)
+        assert not arrays_in(skeleton)
+        made, rooms = furnished(skeleton, into)
+        for room, x in zip(rooms, arrays, strict=True):
+            room[...] = x
+        assert same(made, tree), seed
+
+
+def test_one_array_at_two_places_stays_one() -> None:
+    w = np.arange(3.0)
+    kept = copied({"a": w, "b": [w]})
+    assert kept["a"] is kept["b"][0]
+    other = copied({"a": w, "b": [w + 1]}, kept)
+    assert other["a"].tolist() == [0, 1, 2]
+    assert other["b"][0].tolist() == [1, 2, 3]
+
+
+def test_any_course() -> None:
+    """Values are set, aliased, removed, written to, committed and restored in any order; a deep copy is the oracle."""
+    for seed in range(200):
+        dice = Dice(seed)
+        state: Any = State(a=a_tree(dice))
+        kept = copy.deepcopy(values(state))
+        for _ in range(15):
+            name, now = dice.choice("abc"), values(state)
+            match dice.randrange(6):
+                case 0:
+                    setattr(state, name, a_tree(dice))
+                case 1:
+                    setattr(state, name, dice.choice([*now.values(), None]))
+                case 2 if name in now:
+                    delattr(state, name)
+                case 3:
+                    for x in arrays_in(now):
+                        x += 1
+                case 4:
+                    state.commit()
+                    kept = copy.deepcopy(now)
+                case 5:
+                    state.restore()
+                    assert same(values(state), kept), seed
+        state.restore()
+        assert same(values(state), kept), seed
+
+
+def values(state: State) -> dict[str, Any]:
+    return {name: value for name, value in vars(state).items() if name in "abc"}
+
+
+def test_arrays_are_kept_and_restored_in_place() -> None:
+    w = np.zeros(3)
+    state: Any = State(w=w, layers={"b": w + 1})
+    view = w[1:]
+    w += 1
+    state.commit()
+    rooms = [id(x) for x in arrays_in(vars(state)["_kept"])]
+    state.commit()
+    assert [id(x) for x in arrays_in(vars(state)["_kept"])] == rooms
+    w += 5
+    state.new = 3
+    state.restore()
+    assert state.w is w
+    assert view.tolist() == [1, 1]
+    with pytest.raises(AttributeError, match="the state has no 'new'; it has"):
+        _ = state.new
+
+
+def test_read_only_arrays_and_new_shapes() -> None:
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    state: Any = State(fixed=fixed, grows=np.zeros(1))
+    state.grows = np.ones(4)
+    state.restore()
+    assert state.fixed.tolist() == [0, 1, 2]
+    assert state.grows.tolist() == [0]
+
+
+def test_torch_modules_and_optimizers() -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    state: Any = State(model=model, optimizer=optimizer, loss=0.0)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = (model(torch.arange(12.0).reshape(4, 3)) ** 2).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    step()
+    state.commit()
+    losses = [step() for _ in range(3)]
+    state.restore()
+    assert state.model is model
+    assert [step() for _ in range(3)] == losses
+
+
+def test_what_cannot_be_copied_is_an_error() -> None:
+    with pytest.raises(TypeError):
+        State(made=(x for x in range(3)))
+
+
+@pytest.mark.ranks(1, 3)
+def test_sync_takes_over_everything() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = torch.nn.Linear(2, 2)
+    w = np.full(5, float(rank))
+    state: Any = State(
+        w=w,
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters()),
+        many=[np.arange(rank + 1), {"x": torch.full((2, rank), rank), "none": None}],
+        words={"name": f"rank {rank}"},
+        tied=w,
+    )
+    if rank == size - 1:
+        state.extra = "of the last"
+        model(torch.ones(1, 2)).sum().backward()
+        state.optimizer.step()
+    else:
+        state.mine = 1
+    state.sync(size - 1)
+    assert state.w is w
+    assert state.tied is w
+    assert w.tolist() == [size - 1] * 5
+    assert state.many[0].tolist() == list(range(size))
+    assert state.many[1]["x"].shape == (2, size - 1)
+    assert state.words == {"name": f"rank {size - 1}"}
+    assert state.extra == "of the last"
+    assert not hasattr(state, "mine")
+    both = [None] * size
+    dist.all_gather_object(both, [*model.state_dict().values(), state.optimizer.state_dict()])
+    assert all(same(each, both[0]) for each in both)
+    w += 1
+    state.restore()
+    assert w.tolist() == [size - 1] * 5
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_pickled_is_an_error_on_all() -> None:
+    state: Any = State(x=1)
+    if dist.get_rank() == 0:
+        state.x = lambda: 1
+    with pytest.raises(UsageError, match="pickle"):
+        state.sync(0)
+    dist.barrier()
