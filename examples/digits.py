@@ -20,19 +20,22 @@ LAYERS = (64, 48, 10)  # pixels, hidden units, digits
 BATCH, EPOCHS, RATE, MOMENTUM = 64, 30, 0.1, 0.9
 
 
+def first_weights(rng):
+    inputs, hidden, outputs = LAYERS
+    return {
+        "w1": rng.normal(0, np.sqrt(2 / inputs), (inputs, hidden)),
+        "b1": np.zeros(hidden),
+        "w2": rng.normal(0, np.sqrt(2 / hidden), (hidden, outputs)),
+        "b2": np.zeros(outputs),
+    }
+
+
 class Network:
     """A perceptron with one hidden layer."""
 
-    def __init__(self, rng):
-        inputs, hidden, outputs = LAYERS
-        self.weights = {
-            "w1": rng.normal(0, np.sqrt(2 / inputs), (inputs, hidden)),
-            "b1": np.zeros(hidden),
-            "w2": rng.normal(0, np.sqrt(2 / hidden), (hidden, outputs)),
-            "b2": np.zeros(outputs),
-        }
-        dist.broadcast(self.weights, src=0)  # all start from rank 0's weights
-        self.reducer = dist.GradientReducer(self.weights)
+    def __init__(self, weights):
+        self.weights = weights
+        self.reducer = dist.GradientReducer(weights)
 
     def scores(self, x):
         self.hidden = np.maximum(x @ self.weights["w1"] + self.weights["b1"], 0)
@@ -67,9 +70,21 @@ def train(network, x, labels):
             mine = batch[rank::size]
             # So scaled that the average is the batch's mean, whatever the shares.
             gradients = network.backward(x[mine], labels[mine], size / len(batch))
-            for name, weights in network.weights.items():
-                velocity[name] = MOMENTUM * velocity[name] - RATE * gradients[name]
-                weights += velocity[name]
+            step(network.weights, velocity, gradients)
+
+
+def step(weights, velocity, gradients):
+    """Gradient descent with momentum, in place."""
+    for name in weights:
+        velocity[name] *= MOMENTUM
+        velocity[name] -= RATE * gradients[name]
+        weights[name] += velocity[name]
+
+
+def train_and_test_sets():
+    digits = load_digits()
+    pixels, labels = digits.data / 16, digits.target
+    return train_test_split(pixels, labels, test_size=0.2, random_state=0, stratify=labels)
 
 
 def main():
@@ -78,11 +93,10 @@ def main():
     save = parser.parse_args().save
 
     dist.init_process_group()
-    digits = load_digits()
-    pixels, labels = digits.data / 16, digits.target
-    x, x_test, y, y_test = train_test_split(pixels, labels, test_size=0.2, random_state=0, stratify=labels)
-
-    network = Network(np.random.default_rng(dist.get_rank()))
+    x, x_test, y, y_test = train_and_test_sets()
+    weights = first_weights(np.random.default_rng(dist.get_rank()))
+    dist.broadcast(weights, src=0)  # all start from rank 0's
+    network = Network(weights)
     train(network, x, y)
 
     if dist.get_rank() == 0:
