@@ -195,6 +195,8 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
 
         agent = Agent(workers, members, found.rank, dial, options.rpc_timeout, options.num_worker_threads)
         undo.callback(agent.close, "left", AbortedError("init_rpc failed"))
+        undo.callback(set_current, None)
+        set_current(agent)  # before the first call, which may come at once, of who has joined already
         calls.serve(agent)
 
         def deliver(opening: Opening, connection: Any) -> None:
@@ -207,7 +209,6 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
             running_roster = gather(meeting, members, found.rank, deliver)
         rosters.append(running_roster)
         running = _Running(agent, found, running_roster)
-        set_current(agent)
         joined.set()
         undo.pop_all()
     return running

@@ -18,6 +18,7 @@ message, sees from whom it is (`sender`); what pickles one, may see to whom it g
 from __future__ import annotations
 
 import copyreg
+import importlib
 import io
 import pickle
 import struct
@@ -73,7 +74,8 @@ class Received(NamedTuple):
     buffers: Sequence[Piece]
 
 
-contexts: list[Context] = []
+contexts: dict[str, Context] = {}
+"""By the module that enters it here when it is imported, as a worker does that a call with such a context reaches."""
 
 
 # ---- pickling ------------------------------------------------------------------------------------------------
@@ -149,8 +151,9 @@ def context_for(to: WorkerInfo) -> bytes:
     """What the contexts send along with a call."""
     if not contexts:
         return b""
-    values = [context.encode(to) for context in contexts]
-    return b"" if all(value is None for value in values) else pickle.dumps(values)
+    values = {module: context.encode(to) for module, context in contexts.items()}
+    values = {module: value for module, value in values.items() if value is not None}
+    return pickle.dumps(values) if values else b""
 
 
 @contextmanager
@@ -160,9 +163,10 @@ def entered(context: bytes, worker: WorkerInfo) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for each, value in zip(contexts, pickle.loads(context), strict=True):
-            if value is not None:
-                stack.enter_context(each.enter(value, worker))
+        for module, value in pickle.loads(context).items():
+            if module not in contexts:
+                importlib.import_module(module)
+            stack.enter_context(contexts[module].enter(value, worker))
         yield
 
 

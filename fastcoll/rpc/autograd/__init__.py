@@ -1,0 +1,100 @@
+"""Gradients across workers, as torch.distributed.autograd: `import fastcoll.rpc.autograd`. Needs the extra `torch`.
+
+Inside of a `context`, tensors that go to other workers by rpc, or come from them, stay parts of one graph; `backward`
+goes through all of it, and the gradients are kept for the context, not in `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+try:
+    import torch
+except ImportError as error:
+    from ...errors import UnavailableError
+
+    raise UnavailableError("fastcoll.rpc.autograd needs torch: pip install 'fastcoll[torch]'") from error
+
+from ...errors import UsageError
+from .participant import current, entered, participant
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+__all__ = ["backward", "context", "get_gradients"]
+
+
+class context:
+    """A forward pass and the backward passes through it; `with` gives its id, for all workers.
+
+    Tensors that need gradients and travel by rpc inside, as arguments or results, also in containers, arrive as parts
+    of the graph. Leaving it frees on all workers what was recorded, also by an exception.
+
+    Raises:
+        UsageError: this thread is in a context.
+        NotInitializedError: `init_rpc` was not called.
+
+    Example:
+        >>> with rpc.autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, args=(weight, 2)).sum()
+        ...     rpc.autograd.backward(context_id, [loss])
+        ...     gradient = rpc.autograd.get_gradients(context_id)[weight]
+    """
+
+    def __enter__(self) -> int:
+        if (outer := current()) is not None:
+            raise UsageError(f"this thread is in the autograd context {outer.id} already")
+        self._here = participant()
+        made = self._here.contexts.new()
+        self._inside: AbstractContextManager[None] = entered(made)
+        self._inside.__enter__()
+        self._id = made.id
+        return made.id
+
+    def __exit__(self, *raised: Any) -> None:
+        self._inside.__exit__(*raised)
+        self._here.leave(self._id)
+
+
+def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) -> None:
+    """Add the gradients of the sum of `roots` to those that the context has, on each worker those of its leaves.
+
+    Args:
+        context_id: of the context in which the roots were computed.
+        roots: tensors of one element that need gradients.
+        retain_graph: keep the graph for another backward pass.
+
+    Raises:
+        UsageError: no such context here, or wrong roots.
+        PeerDiedError: a worker that takes part died.
+        RpcTimeoutError: a worker was not done within the time of `init_rpc`.
+
+    What a function of the graph raises on any worker is raised here. After a failure the context's gradients may be
+    incomplete.
+    """
+    here = participant()
+    found = here.contexts.get(context_id)
+    if isinstance(roots, torch.Tensor) or not roots:
+        raise UsageError("roots: give a list of one or more tensors")
+    for number, root in enumerate(roots):
+        if not isinstance(root, torch.Tensor) or not root.requires_grad or root.numel() != 1:
+            raise UsageError(
+                f"root {number} must be a tensor of one element that needs a gradient, not {_described(root)}"
+            )
+    here.backward(found, roots, retain_graph)
+
+
+def get_gradients(context_id: int) -> dict[Any, Any]:
+    """The gradients that a context has for leaves of this worker, by leaf.
+
+    Raises:
+        UsageError: no such context here.
+    """
+    return participant().contexts.get(context_id).gradients()
+
+
+def _described(root: Any) -> str:
+    if not isinstance(root, torch.Tensor):
+        return f"{root!r:.80}"
+    return f"one of shape {tuple(root.shape)} with requires_grad={root.requires_grad}"

@@ -1,0 +1,162 @@
+"""Contexts: what the backward passes of one forward pass need, on each worker that took part.
+
+A context's id says who made it (the upper bits) and which of its contexts it is. The id travels with calls; a worker
+that meets it has a context of that id, too, until its maker leaves it or dies. The maker tells the workers that it has
+called in the context, and they tell those that they have called. What a late call brings of a context that is over
+makes no new one: a worker remembers which are, up to the oldest one that its maker still has.
+
+A context's *clock* is Lamport's: a tensor that leaves has its time, and who receives it has a later one. So of two
+tensors that left a worker, the earlier one cannot depend on what came back of the later one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ...errors import AbortedError, FastcollError, UsageError
+from .edges import Origin, arrived, departed
+
+if TYPE_CHECKING:
+    from .passes import Pass
+
+_SHIFT = 48  # of the worker's number in ids
+
+
+class Context:
+    """This worker's part of a context."""
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.peers: set[int] = set()  # workers that were called in it
+        self.passes: dict[int, Pass] = {}
+        self.error: FastcollError | None = None  # it is over
+        self._lock = threading.Lock()
+        self._clock = 0
+        self._tokens: dict[int, Any] = {}
+        self._gradients: dict[Any, Any] = {}
+
+    def begin(self, part: Pass) -> Pass:
+        """This worker's part of a pass: `part`, unless there is one already."""
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            return self.passes.setdefault(part.id, part)
+
+    def depart(self, tensor: Any, message: int) -> int:
+        """Record that a tensor leaves as `message`; its time."""
+        with self._lock:
+            self._clock += 1
+            self._tokens[message] = departed(tensor, message, self._clock)
+            return self._clock
+
+    def arrive(self, data: Any, origin: Origin, time: int) -> Any:
+        """The tensor that came at a time of its sender."""
+        with self._lock:
+            self._clock = max(self._clock, time)
+        return arrived(data, origin)
+
+    def tokens(self, messages: Iterable[int]) -> list[Any]:
+        """The roots that stand for tensors that left."""
+        with self._lock:
+            return [self._tokens[message] for message in messages]
+
+    def accumulate(self, leaves: Iterable[Any], gradients: Iterable[Any]) -> None:
+        """Add gradients to those of the leaves. What torch gives may be shared with others, so it is copied."""
+        with self._lock:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    before = self._gradients.get(leaf)
+                    self._gradients[leaf] = gradient.clone() if before is None else before + gradient
+
+    def gradients(self) -> dict[Any, Any]:
+        with self._lock:
+            return dict(self._gradients)
+
+    def end(self, error: FastcollError) -> None:
+        """Fail the passes that are under way, and forget what is recorded."""
+        with self._lock:
+            self.error = error
+            passes = list(self.passes.values())
+            self._tokens.clear()
+        for each in passes:
+            each.fail(error)
+
+
+class Contexts:
+    """All contexts that this worker takes part in."""
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Context] = {}
+        self._numbers = itertools.count(1)
+        self._made = itertools.count(1)
+        self._over: dict[int, tuple[int, set[int]]] = {}  # of a maker: the oldest that it has, and later ones
+
+    def new_id(self) -> int:
+        """Of a message or a pass: unique among all workers."""
+        return self._me << _SHIFT | next(self._numbers)
+
+    def new(self) -> Context:
+        with self._lock:
+            context = Context(self._me << _SHIFT | next(self._made))
+            self._contexts[context.id] = context
+            return context
+
+    def get(self, id: int) -> Context:
+        """UsageError: there is none of that id."""
+        context = self._contexts.get(id)
+        if context is None:
+            raise UsageError(
+                f"there is no autograd context {id!r:.50} here: it was left, or is another worker's"
+            )
+        return context
+
+    def join(self, id: int) -> Context | None:
+        """The context that a call has brought; None: it is over."""
+        maker = id >> _SHIFT
+        with self._lock:
+            context = self._contexts.get(id)
+            oldest, over = self._over.get(maker, (0, ()))
+            if context is None and maker != self._me and id >= oldest and id not in over:
+                context = self._contexts[id] = Context(id)
+            return context
+
+    def oldest(self) -> int:
+        """The first context of this worker that is not over."""
+        with self._lock:
+            mine = [id for id in self._contexts if id >> _SHIFT == self._me]
+            return min(mine, default=self._me << _SHIFT)
+
+    def end(self, id: int, oldest: int, error: FastcollError) -> Context | None:
+        """A context is over; those of its maker before `oldest` are, too. The context, if it was here."""
+        maker = id >> _SHIFT
+        with self._lock:
+            context = self._contexts.pop(id, None)
+            if maker != self._me:
+                before, over = self._over.get(maker, (0, set()))
+                oldest = max(before, oldest)
+                self._over[maker] = (oldest, {each for each in (*over, id) if each >= oldest})
+        if context is not None:
+            context.end(error)
+        return context
+
+    def died(self, worker: int, error: FastcollError) -> None:
+        """A worker is gone: its contexts are over, and its passes fail."""
+        with self._lock:
+            theirs = [id for id in self._contexts if id >> _SHIFT == worker]
+            gone = [self._contexts.pop(id) for id in theirs]
+            self._over[worker] = ((worker + 1) << _SHIFT, set())
+            left = list(self._contexts.values())
+        for context in gone:
+            context.end(AbortedError(f"the maker of the autograd context is gone: {error}"))
+        for context in left:
+            for each in list(context.passes.values()):
+                if each.id >> _SHIFT == worker:
+                    each.fail(error)
+
+    def __len__(self) -> int:
+        return len(self._contexts)

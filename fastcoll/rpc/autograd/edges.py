@@ -1,0 +1,137 @@
+"""The ends of this process's part of an autograd graph: where tensors left for other workers, and where they came in.
+
+A tensor that leaves is the input of a `Departure`, whose output, a *token*, nobody uses: it is a root of the local
+graph. A tensor that comes in is the output of an `Arrival`. In a backward pass torch's engine runs both like any other
+node: a departure blocks until the gradient has come from where the tensor went, an arrival sends its gradient to where
+the tensor came from (passes.py).
+
+Departures must run in the order of their numbers, the highest first, and each only when no other node can run. torch's
+engine takes the node with the highest sequence number among those that are ready: a departure's is its number in the
+context, and all other nodes' are above RESERVED.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd import Function
+
+from ...errors import UsageError
+
+RESERVED = 1 << 40
+_anchor = torch.empty(0, requires_grad=True)  # the leaf below all arrivals, so that the engine runs them
+_pass = threading.local()
+_LEAF = torch._C._functions.AccumulateGrad
+
+
+class Gradients(Protocol):
+    """A backward pass, as the ends see it."""
+
+    def wait_for(self, message: int) -> Any:
+        """The gradient of a tensor that has left; None: it is zero everywhere."""
+
+    def send(self, worker: int, message: int, gradient: Any) -> None:
+        """The gradient of a tensor that came from `worker`."""
+
+
+class Origin(NamedTuple):
+    """Which message of which context brought a tensor, and from which worker."""
+
+    context: int
+    message: int
+    worker: int
+
+
+class Departure(Function):  # type: ignore[misc]
+    """The end of the local graph at a tensor that goes to another worker."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, message: int) -> Any:
+        ctx.message = message
+        ctx.set_materialize_grads(False)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        return _running().wait_for(ctx.message), None
+
+
+class Arrival(Function):  # type: ignore[misc]
+    """The beginning of the local graph at a tensor that has come from another worker."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Any, came: list[Any], origin: Origin) -> Any:
+        ctx.origin = origin
+        ctx.set_materialize_grads(False)
+        return came[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        origin: Origin = ctx.origin
+        _running().send(origin.worker, origin.message, gradient)
+        return None, None, None
+
+
+def departed(tensor: Any, message: int, number: int) -> Any:
+    """The token of a tensor that leaves."""
+    with torch.enable_grad():
+        token = Departure.apply(tensor, message)
+    token.grad_fn._set_sequence_nr(number)
+    return token
+
+
+def arrived(data: Any, origin: Origin) -> Any:
+    """A tensor that has come, as one of the local graph. It may be changed in place."""
+    with torch.enable_grad():
+        return Arrival.apply(_anchor, [data], origin)
+
+
+def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origin]]:
+    """The leaves and arrivals that gradients reach from these nodes, but for those behind nodes seen before."""
+    leaves, origins, stack = [], [], [node for node in nodes if node not in seen]
+    seen.update(stack)
+    while stack:
+        node = stack.pop()
+        kind = type(node)
+        if kind is _LEAF:
+            leaves.append(node.variable)
+            continue
+        number = node._sequence_nr()
+        if number < RESERVED and kind is not Departure._backward_cls:
+            node._set_sequence_nr(RESERVED + number)
+        if kind is Arrival._backward_cls:
+            origins.append(node.origin)
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return leaves, origins
+
+
+def flow(gradients: Gradients, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
+    """Run the local graph backward from scalars, to the leaves and arrivals; the leaves' gradients, None for zero.
+
+    Nodes of GPUs run on this thread as well: on threads of their own they could make a node ready while this one
+    blocks in a departure.
+    """
+    before, _pass.running = getattr(_pass, "running", None), gradients
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            inputs = [*leaves, _anchor]
+            found = torch.autograd.grad(roots, inputs, retain_graph=retain_graph, allow_unused=True)
+    finally:
+        _pass.running = before
+    return list(found[:-1])
+
+
+def _running() -> Gradients:
+    running: Gradients | None = getattr(_pass, "running", None)
+    if running is None:
+        raise UsageError(
+            "a tensor that came by rpc is part of this graph: call rpc.autograd.backward(context_id, roots)"
+        )
+    return running

@@ -1,0 +1,210 @@
+"""This worker in autograd: its contexts, the one of each thread, and the calls by which workers go backward together.
+
+The functions that workers call are at the end of this file. They travel by name, so a worker imports this, and takes
+part, when the first call comes in a context.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ...errors import AbortedError, FastcollError
+from .. import wire
+from ..agent import Agent, WorkerInfo, current_agent
+from ..calls import USER_CALL
+from ..futures import Future
+from .contexts import Context, Contexts
+from .edges import Origin
+from .passes import Pass
+
+_ID = struct.Struct("<Q")
+_thread = threading.local()
+
+
+def current() -> Context | None:
+    """The context in which this thread is."""
+    return getattr(_thread, "context", None)
+
+
+@contextmanager
+def entered(context: Context | None) -> Iterator[None]:
+    """Inside of a context, or of none."""
+    before, _thread.context = current(), context
+    try:
+        yield
+    finally:
+        _thread.context = before
+
+
+class Participant:
+    """This worker, as long as its agent lives."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent, self.me = agent, agent.me.id
+        self.contexts = Contexts(self.me)
+        agent.on_death(self.contexts.died)
+
+    def call(self, worker: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have a worker call one of the functions below, outside of any context."""
+        with entered(None):
+            return self.agent.call(worker, USER_CALL, (function, args, {}))
+
+    def leave(self, id: int, oldest: int | None = None) -> None:
+        """A context is over; its maker has none before `oldest`."""
+        oldest = self.contexts.oldest() if oldest is None else oldest
+        context = self.contexts.end(id, oldest, AbortedError("the autograd context was left"))
+        for worker in context.peers if context is not None else ():
+            with suppress(FastcollError):  # who is gone has no contexts
+                self.call(worker, leave, id, oldest)
+
+    def backward(self, context: Context, roots: Sequence[Any], retain_graph: bool) -> None:
+        """Accumulate the gradients of the sum of the roots on all workers."""
+        id = self.contexts.new_id()
+        mine = self.begin(context, id, roots)
+        workers = {self.me}
+        try:
+            self._discover(context, id, mine.begin(), workers)
+            self._run(context, id, workers, retain_graph)
+        except BaseException as error:
+            self._fail(context, id, workers, error)
+            raise
+
+    def begin(self, context: Context, id: int, roots: Sequence[Any] = ()) -> Pass:
+        """This worker's part of a pass, which may have begun before."""
+
+        def deliver(worker: int, message: int, gradient: Any) -> Future[None]:
+            return self.call(worker, take, context.id, id, message, gradient)
+
+        return context.begin(Pass(context, id, deliver, roots))
+
+    def _discover(self, context: Context, id: int, reached: Sequence[Origin], workers: set[int]) -> None:
+        """Have all find what takes part; put into `workers` who does."""
+        while reached:
+            messages: dict[int, list[int]] = {}
+            for origin in reached:
+                messages.setdefault(origin.worker, []).append(origin.message)
+            workers.update(messages)
+            asked = [self.call(worker, discover, context.id, id, each) for worker, each in messages.items()]
+            reached = [origin for each in asked for origin in each.wait()]
+
+    def _run(self, context: Context, id: int, workers: Iterable[int], retain_graph: bool) -> None:
+        """Have all run their parts, until all are over; raise the first failure."""
+        over: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        parts = [self.call(worker, run, context.id, id, retain_graph) for worker in workers]
+        for part in parts:
+            part.add_done_callback(over.put)
+        failure: BaseException | None = None
+        for _ in parts:
+            error = over.get().exception()
+            if error is not None and failure is None:
+                failure = error
+                self._fail(context, id, workers, error)
+        if failure is not None:
+            raise failure
+
+    def _fail(self, context: Context, id: int, workers: Iterable[int], error: BaseException) -> None:
+        reason = AbortedError(f"backward has failed: {type(error).__name__}: {error}")
+        for worker in workers:
+            with suppress(FastcollError):
+                self.call(worker, fail, context.id, id, reason)
+
+
+_participant: Participant | None = None
+_lock = threading.Lock()
+
+
+def participant() -> Participant:
+    """This worker; NotInitializedError: init_rpc was not called."""
+    global _participant
+    agent = current_agent()
+    with _lock:
+        if _participant is None or _participant.agent is not agent:
+            _participant = Participant(agent)
+        return _participant
+
+
+# ---- what travels with calls, and tensors in them ---------------------------------------------------------------
+
+
+class _Carried:
+    """The id of the context in which a call is made (wire.Context)."""
+
+    def encode(self, to: WorkerInfo) -> bytes | None:
+        context = current()
+        if context is None:
+            return None
+        context.peers.add(to.id)
+        return _ID.pack(context.id)
+
+    def enter(self, value: bytes, _: WorkerInfo) -> Any:
+        return entered(participant().contexts.join(*_ID.unpack(value)))
+
+
+def _reduced(tensor: Any, _: WorkerInfo) -> Any:
+    """How a tensor travels: one that needs a gradient, in a context, leaves a departure here."""
+    context = current()
+    if context is None or not tensor.requires_grad:
+        return tensor.__reduce_ex__(5)
+    data = tensor.detach()
+    if not torch.is_grad_enabled():
+        return data.__reduce_ex__(5)
+    message = participant().contexts.new_id()
+    return _came, (context.id, message, context.depart(tensor, message), data)
+
+
+def _came(id: int, message: int, time: int, data: Any) -> Any:
+    """A tensor that came by a message. In a context that is over it is one that needs no gradient."""
+    context = current()
+    if context is None or context.id != id:
+        return data
+    return context.arrive(data, Origin(id, message, wire.sender().id), time)
+
+
+wire.contexts[f"{__package__}.participant"] = _Carried()
+wire.reduce_type(torch.Tensor, _reduced)
+
+
+# ---- what workers call ------------------------------------------------------------------------------------------
+
+
+def discover(context: int, id: int, messages: Sequence[int]) -> list[Origin]:
+    """The arrivals here that a pass reaches from tensors that left from here."""
+    here = participant()
+    return here.begin(here.contexts.get(context), id).discover(messages)
+
+
+def run(context: int, id: int, retain_graph: bool) -> None:
+    """Run this worker's part of a pass."""
+    here = participant().contexts.get(context)
+    try:
+        here.passes[id].run(retain_graph)
+    finally:
+        here.passes.pop(id, None)
+
+
+def take(context: int, id: int, message: int, gradient: Any) -> None:
+    """A gradient has come."""
+    part = participant().contexts.get(context).passes.get(id)
+    if part is None:
+        raise AbortedError("the backward pass is over here")
+    part.take(message, gradient)
+
+
+def fail(context: int, id: int, error: BaseException) -> None:
+    """A pass has failed elsewhere."""
+    with suppress(FastcollError):
+        part = participant().contexts.get(context).passes.pop(id, None)
+        if part is not None:
+            part.fail(error)
+
+
+def leave(id: int, oldest: int) -> None:
+    """The maker of a context has left it."""
+    participant().leave(id, oldest)
