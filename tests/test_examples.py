@@ -11,13 +11,13 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name, *words, ranks=None):
-    """The lines that an example prints, without the launcher's prefixes, sorted."""
-    launch = [] if ranks is None else ["-m", "fastcoll.launch", "-n", str(ranks)]
+def run(name, *words, ranks=None, options=()):
+    """The lines that an example prints, without the launcher's prefixes, sorted; `options` are the launcher's."""
+    launch = [] if ranks is None else ["-m", "fastcoll.launch", "-n", str(ranks), *options]
     command = [sys.executable, *launch, str(EXAMPLES / name), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    return sorted(re.sub(r"^\[\d+\] ", "", line) for line in done.stdout.splitlines())
+    return sorted(re.sub(r"^\[(new )?\d+\] ", "", line) for line in done.stdout.splitlines())
 
 
 def test_every_example_is_tested():
@@ -38,6 +38,24 @@ def test_digits_learns_the_same_with_any_number_of_ranks(tmp_path):
         weights[ranks] = np.load(file)
     for ranks in (2, 4):
         np.testing.assert_allclose(weights[ranks], weights[None], rtol=0, atol=1e-5)
+
+
+def test_elastic_digits_learns_the_same_whoever_is_killed(tmp_path):
+    def learn(*words, **launch):
+        told, *changes = run("elastic_digits.py", *words, "--epochs", 5, "--save", file, **launch)
+        assert "115 steps" in told
+        assert float(re.search(r"([\d.]+)%", told)[1]) > 90
+        return np.load(file), changes
+
+    file = tmp_path / "weights.npy"
+    alone, _ = learn()
+    fewer, changes = learn("--kill", "2:30", "3:70", ranks=4, options=["--min_ranks", "2"])
+    assert changes == ["now 2 ranks, 3 before", "now 3 ranks, 4 before"]
+    # Whether the newcomer is quick enough to take part makes no difference.
+    replaced, changes = learn("--kill", "1:30", ranks=4, options=["--min_ranks", "2", "--max_restarts", "1"])
+    assert "now 3 ranks, 4 before" in changes
+    for weights in (fewer, replaced):
+        np.testing.assert_allclose(weights, alone, rtol=0, atol=1e-9)
 
 
 def test_the_tour_is_the_program_of_its_page():

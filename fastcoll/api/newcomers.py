@@ -42,6 +42,10 @@ _TRIES = 5
 _MADE, _OFF = b"made", b"off"
 
 
+class JobEndedError(RendezvousError):
+    """There is nothing left to do for a newcomer."""
+
+
 class Invitation(NamedTuple):
     """What a newcomer will be."""
 
@@ -166,7 +170,7 @@ class Lobby:
     def _hear(self, key: str, deadline: float) -> bytes:
         def look() -> None:
             if self._keys.peek(["over"])[0] is not None:
-                raise RendezvousError("the job has ended before this newcomer could join it")
+                raise JobEndedError("the job has ended before this newcomer could join it")
 
         left = max(deadline - time.monotonic(), 0.0)
         return fetch_for(

@@ -20,7 +20,7 @@ import numpy as np
 from .. import config
 from ..api.collectives import all_gather_single, barrier, broadcast
 from ..api.groups import groups, is_initialized
-from ..api.newcomers import Lobby
+from ..api.newcomers import JobEndedError, Lobby
 from ..api.recovery import shrink
 from ..api.world import destroy_process_group, init_process_group, join_as_newcomer
 from ..core.operands import whole
@@ -87,7 +87,7 @@ def run(
     change, and works that are pending end: make groups in the function.
 
     A process with FASTCOLL_NEWCOMER=1 is a newcomer: it runs the same program, and comes into the function when the
-    others have taken it in.
+    others have taken it in. Where the job has ended before, it ends as well: SystemExit with code 0.
 
     Args:
         train: `train(state, *args, **kwargs)`; it goes on from what the state says.
@@ -164,10 +164,7 @@ class _Run:
     def run(self, train: Callable[[], T]) -> T:
         """Join, train until a turn is whole, and let go of the store; the group stays."""
         if not is_initialized():
-            if config.get("FASTCOLL_NEWCOMER"):
-                join_as_newcomer(self._address)
-            else:
-                init_process_group()
+            self._join()
         try:
             self._check_start()
             self._state.commit()  # what a death before the first commit goes back to
@@ -186,6 +183,16 @@ class _Run:
         finally:
             self._state.at_commit(None)
             self._close_lobby()
+
+    def _join(self) -> None:
+        if not config.get("FASTCOLL_NEWCOMER"):
+            init_process_group()
+            return
+        try:
+            join_as_newcomer(self._address)
+        except JobEndedError as error:
+            _log.warning("%s", error)
+            raise SystemExit(0) from None
 
     def _check_start(self) -> None:
         groups.world.backend.refuge()  # raises where deaths are not outlived
