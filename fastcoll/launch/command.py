@@ -1,170 +1,137 @@
-"""The command line of the launcher: `python -m fastcoll.launch -n 4 script.py args...`."""
+"""`python -m fastcoll.launch`: run what the options say (options.py), once or generation after generation."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .lifeline import GRACE_SECONDS, adopt_orphans
+from ..errors import FastcollError
+from ..rendezvous import HashStore
+from .gathering import Gathering, agree, new_key, open_store
+from .generations import Node, Rules
+from .lifeline import adopt_orphans
 from .nodes import Job, Nodes, default_port, free_port
-from .supervisor import Supervisor
+from .options import read
+from .restarts import Restarts
+from .supervisor import Others, Supervisor, received, write_all
 
-_MANY_NODES_PORT = 29500  # torch's, when the nodes must agree on a port without having talked
-_ABOUT = """Start a program once per rank, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
-MASTER_ADDR and MASTER_PORT in its environment."""
-_CODES = """exit code: 0, that of the first rank that failed, or 128+n if signal n ended that rank or the
-launcher. The other ranks get SIGTERM then, and SIGKILL when the grace is over. Options may be spelled with
-- instead of _."""
+if TYPE_CHECKING:
+    from ..rendezvous import TCPStore
+
+_LAST_CALL_SECONDS, _JOIN_SECONDS = 30.0, 600.0  # torchrun's
+_END_SECONDS = 5.0  # behind the grace, for a launcher to end its ranks and say so
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with the arguments `argv` (default: those of this process); returns its exit code."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    job = _job(parser, options)
+    options, job = read(argv)
     logs: Path | None = options.log_dir
-    try:
-        if logs is not None:
-            logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--log_dir {str(logs)!r} cannot be made: {error.strerror}; give another folder")
+    if options.made_log_dir:
+        _say(f"output that goes to files is in {logs}")
     if single := job.single_threaded(os.environ):
-        sys.stderr.write(
-            f"fastcoll.launch: {' and '.join(single)} set to 1, as {job.local_size} ranks share this node\n"
-        )
+        _say(f"{' and '.join(single)} set to 1, as {job.local_size} ranks share this node")
     adopt_orphans()
-    os.environ.update(job.secret(os.environ))  # for the store that is served here
+    with received() as signals:
+        if options.has_generations:
+            return _run_generations(options, job, logs, signals)
+        return _run_once(options, job, logs, signals)
+
+
+def _run_once(options: argparse.Namespace, job: Job, logs: Path | None, signals: list[int]) -> int:
+    """Run one set of ranks, of which some may be replaced."""
+    goes_on = options.min_ranks is not None
     port = options.nodes_port
     nodes = None
     if job.nodes > 1 and port != 0:
         nodes = Nodes(job.nodes, job.node_rank, job.master_addr, port or default_port(job.master_port))
-    elif job.nodes == 1 and options.min_ranks is not None:
+    elif job.nodes == 1 and goes_on:
+        os.environ.update(job.secret(os.environ))  # for the store that is served here
         nodes = Nodes(1, 0, "127.0.0.1", 0)
     with nodes or nullcontext():
-        if nodes and options.min_ranks is not None:
+        if nodes and goes_on:
             job = replace(job, elastic=nodes.address)
-        return Supervisor(
-            job,
-            options.grace,
-            not options.no_prefix,
-            logs,
-            nodes,
-            min_ranks=options.min_ranks,
-            max_restarts=options.max_restarts,
-        ).run()
+        restarts = options.max_restarts if goes_on else 0
+        return _supervisor(options, signals, job, nodes, logs, options.min_ranks, restarts).run()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m fastcoll.launch", description=_ABOUT, epilog=_CODES, allow_abbrev=False
-    )
-
-    def add(name: str, *others: str, group: argparse._ActionsContainer = parser, **rest: object) -> None:
-        spellings = dict.fromkeys([*others, f"--{name}", f"--{name.replace('_', '-')}"])
-        group.add_argument(*spellings, dest=name, **rest)  # type: ignore[arg-type]
-
-    add("nproc_per_node", "-n", "--nproc", type=_count, default=1, metavar="N",
-        help="ranks on this node; auto or cpu: one per usable core (default 1)")  # fmt: skip
-    add("nnodes", type=_nodes, default=1, metavar="N", help="nodes of the job (default 1)")
-    add("node_rank", type=int, default=0, metavar="I", help="this node's number, from 0 (default 0)")
-    add("master_addr", metavar="HOST", help="where rank 0 listens (default 127.0.0.1 for one node)")
-    add("master_port", type=int, metavar="PORT",
-        help=f"its port (default: a free one for one node, else {_MANY_NODES_PORT})")  # fmt: skip
-    add("nodes_port", type=int, metavar="PORT",
-        help="where the nodes' launchers tell one another of failures; 0: they do not (default: 10000 below "
-             "master_port, or above where that is no port)")  # fmt: skip
-    add("standalone", action="store_true", help="a job of one node, with a port of its own")
-    local_rank = parser.add_mutually_exclusive_group()
-    add("pass_local_rank", group=local_rank, action="store_true",
-        help="add --local_rank=N before the program's own arguments, as torch's first launcher did")  # fmt: skip
-    add("use_env", group=local_rank, action="store_true",
-        help="add none: ranks learn their number from the environment (default)")  # fmt: skip
-    add("no_python", action="store_true", help="the program is not run by Python")
-    add("min_ranks", type=_count, metavar="N",
-        help="a rank that fails ends the others only if fewer than N are left on this node, for programs that go on "
-             "without it by fastcoll.shrink (default: it always does)")  # fmt: skip
-    add("max_restarts", type=_restarts, default=0, metavar="R",
-        help="with --min_ranks: so many ranks that failed are replaced by new processes, for programs that take them "
-             "in (default 0)")  # fmt: skip
-    add("log_dir", type=Path, metavar="DIR", help="also write rank-R.stdout and rank-R.stderr there")
-    add("no_prefix", action="store_true", help="pass output on without [rank] before each line")
-    add("grace", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS",
-        help=f"between asking ranks to end and killing them (default {GRACE_SECONDS:g})")  # fmt: skip
-    add("module", "-m", action="store_true", help="the program is a module, as in python -m")
-    parser.add_argument("program", help="the script, module or program that every rank runs")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
-
-
-def _count(text: str) -> int:
-    if text in ("auto", "cpu"):
-        return len(os.sched_getaffinity(0))
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"give a number from 1 up, auto or cpu, not {text!r}")
-    return int(text)
-
-
-def _restarts(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"give a whole number from 0 up, not {text!r}")
-    return int(text)
-
-
-def _nodes(text: str) -> int:
-    low, _, high = text.partition(":")
-    if not low.isdecimal() or int(low) < 1 or (high and high != low):
-        raise argparse.ArgumentTypeError(
-            f"give one number from 1 up, not {text!r}; it cannot change as the job runs"
-        )
-    return int(low)
-
-
-def _seconds(text: str) -> float:
+def _run_generations(options: argparse.Namespace, job: Job, logs: Path | None, signals: list[int]) -> int:
+    """Run sets of ranks, until one ends well or there may be no more."""
+    is_static = options.rdzv_backend == "static"
+    least, most = options.nnodes
+    rules = Rules(
+        least, most, options.max_restarts, options.rdzv_conf.get("last_call_timeout", _LAST_CALL_SECONDS),
+        options.rdzv_conf.get("join_timeout", _JOIN_SECONDS), options.grace + _END_SECONDS, is_static,
+    )  # fmt: skip
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"give a number of seconds from 0 up, not {text!r}")
-    return value
+        store, leads, address = _meet(options, job, rules, signals)
+    except FastcollError as error:
+        if signals:
+            return 128 + signals[0]
+        _say(f"the nodes' launchers cannot meet: {error}")
+        return 1
+    place = job.node_rank if is_static else None
+    node = Node(new_key(), os.uname().nodename, job.local_size, options.role, address, 0, place)
+    port = (lambda: job.master_port) if is_static and options.master_port else free_port
+    with Gathering(store, node, port, rules, leads, options.monitor_interval) as gathering:
+        supervise = partial(_supervisor, options, signals)
+        return Restarts(gathering, job, supervise, logs, signals, options.monitor_interval).run()
 
 
-def _job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
-    """The job that the options describe; ends the process with a usage error if they do not fit together."""
-    nodes: int = options.nnodes
-    if options.standalone and nodes > 1:
-        parser.error(f"--standalone is for one node, --nnodes says {nodes}")
-    if not 0 <= options.node_rank < nodes:
-        parser.error(f"--node_rank must be from 0 to {nodes - 1}, got {options.node_rank}")
-    if nodes > 1 and options.master_addr is None:
-        parser.error(f"--master_addr is needed for {nodes} nodes: give the host of node 0 on every node")
-    if options.module and options.no_python:
-        parser.error("-m and --no_python exclude each other")
-    if options.max_restarts and options.min_ranks is None:
-        parser.error("--max_restarts needs --min_ranks")
-    if not (options.module or options.no_python or os.path.exists(options.program)):
-        parser.error(f"there is no script {options.program!r} (for a module give -m)")
-    port = options.master_port
-    if port is None:
-        port = free_port() if nodes == 1 else _MANY_NODES_PORT
-    if not 0 < port < 65536:
-        parser.error(f"--master_port must be from 1 to 65535, got {port}")
-    if options.nodes_port is not None and not 0 <= options.nodes_port < 65536:
-        parser.error(f"--nodes_port must be from 0 to 65535, got {options.nodes_port}")
-    python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
-    return Job(
-        (*python, options.program),
-        options.nproc_per_node,
+def _meet(
+    options: argparse.Namespace, job: Job, rules: Rules, signals: list[int]
+) -> tuple[HashStore | TCPStore, bool, str]:
+    """The store of the job's launchers, whether this one leads, and where the ranks of this node listen."""
+    if rules.most == 1 and (rules.fixed or options.standalone):
+        os.environ.update(job.secret(os.environ))
+        return HashStore(), True, job.master_addr
+    if rules.fixed:
+        host, port = job.master_addr, options.nodes_port or default_port(job.master_port)
+        is_host: float | None = job.node_rank == 0
+    else:
+        host, port = options.rdzv_endpoint
+        is_host = options.rdzv_conf.get("is_host")
+    leads = None if is_host is None else bool(is_host)
+    store, leads = open_store(host, port, leads, rules.join, lambda: not signals)
+    try:
+        agree(
+            store,
+            f"--rdzv-id {options.rdzv_id} --nnodes {rules.least}:{rules.most} --max-restarts {rules.max_restarts}",
+        )
+    except BaseException:
+        store.close()
+        raise
+    return store, leads, options.local_addr or (job.master_addr if rules.fixed else store.local_address)
+
+
+def _supervisor(
+    options: argparse.Namespace,
+    signals: list[int],
+    job: Job,
+    nodes: Others | None,
+    logs: Path | None,
+    min_ranks: int | None = None,
+    max_restarts: int = 0,
+) -> Supervisor:
+    return Supervisor(
+        job,
+        options.grace,
+        not options.no_prefix,
+        logs,
         nodes,
-        options.node_rank,
-        options.master_addr or "127.0.0.1",
-        port,
-        tuple(options.args),
-        options.pass_local_rank,
+        min_ranks=min_ranks,
+        max_restarts=max_restarts,
+        signals=signals,
+        tick=options.monitor_interval,
+        outputs=options.outputs,
     )
+
+
+def _say(text: str) -> None:
+    write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}\n".encode(errors="replace"))

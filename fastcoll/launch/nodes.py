@@ -6,6 +6,7 @@
 | LOCAL_RANK, LOCAL_WORLD_SIZE | among those of this node |
 | GROUP_RANK | the node's number |
 | MASTER_ADDR, MASTER_PORT | where rank 0 listens |
+| ROLE_*, GROUP_WORLD_SIZE, TORCHELASTIC_* | as torchrun sets them (command.py), for programs made for it |
 | FASTCOLL_SECRET | the job's secret, which the launcher makes for a job of one node that was given none |
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 when several ranks share the node, unless set already |
 | FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks, where some may fail and others go on |
@@ -36,6 +37,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import FastcollError, ResourceError, StoreError, StoreTimeoutError
 from ..rendezvous.detect import port_beside
+from .generations import Share
+from .lifeline import describe_exit
 
 if TYPE_CHECKING:
     from ..rendezvous import TCPStore
@@ -78,16 +81,19 @@ class Job:
     pass_local_rank: bool = False  # whether `--local_rank=N` comes before them
     descriptors: tuple[int, ...] = ()  # of files that the ranks inherit
     elastic: str = ""  # where the store is that outlives the ranks
+    given: Share | None = None  # the numbers of its ranks; None: all nodes have as many
+    told: Mapping[str, str] = field(default_factory=dict)  # further variables, torchrun's among them
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property
-    def world_size(self) -> int:
-        """The ranks of the whole job."""
-        return self.nodes * self.local_size
+    def share(self) -> Share:
+        """The numbers of this node's ranks."""
+        first, size = self.node_rank * self.local_size, self.nodes * self.local_size
+        return self.given or Share(self.node_rank, first, size, first, size)
 
     def rank(self, local_rank: int) -> int:
         """The rank in the whole job of one of this node's ranks."""
-        return self.node_rank * self.local_size + local_rank
+        return self.share.first + local_rank
 
     def command(self, local_rank: int) -> list[str]:
         """The command line of one of this node's ranks."""
@@ -116,15 +122,21 @@ class Job:
             **({"FASTCOLL_ELASTIC": self.elastic} if self.elastic else {}),
             "RANK": str(self.rank(local_rank)),
             "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.world_size),
+            "WORLD_SIZE": str(self.share.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "GROUP_RANK": str(self.node_rank),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
+            **self.told,
         }
+        if self.told:
+            made["ROLE_RANK"] = str(self.share.role_first + local_rank)
+            made["ROLE_WORLD_SIZE"] = str(self.share.role_size)
+            made["GROUP_WORLD_SIZE"] = str(self.nodes)
         if is_newcomer:
             made["FASTCOLL_NEWCOMER"] = "1"
-            del made["RANK"], made["WORLD_SIZE"]
+            for name in ("RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"):
+                made.pop(name, None)
         return made
 
 
@@ -167,10 +179,20 @@ def _first_outgoing_port() -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's failure or a launcher's, on any node: the launchers' exit code, and what to say of it."""
+    """A rank's failure or a launcher's, on any node: the launchers' exit code, and what to say of it.
+
+    0 stands for a reason to end ranks that is no failure. `leaves`: the launcher itself ends.
+    """
 
     code: int
     text: str
+    leaves: bool = False
+
+
+def left(number: int) -> Failure:
+    """What the others are to know of this launcher, which a signal ends."""
+    how = describe_exit(-number)
+    return Failure(128 + number, f"the launcher on host {os.uname().nodename} was ended: {how}", leaves=True)
 
 
 def _text(failure: Failure) -> str:
@@ -229,7 +251,7 @@ class Nodes:
     def tell(self, failure: Failure) -> None:
         """Let the others know of a failure here, unless one was told before. Never blocks."""
         with self._lock:
-            self._told, store = failure, self._store
+            self._told, store = self._told or failure, self._store
         if store is not None:  # on a thread, as node 0 may be out of reach by now
             threading.Thread(target=self._publish, args=(store, failure), daemon=True).start()
 

@@ -7,6 +7,7 @@ its own. What outlives its rank is adopted and killed at the end, so nothing is 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -20,11 +21,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from .. import config
 from . import lifeline
-from .nodes import Failure, Job, Nodes
+from .nodes import Failure, Job, left
+from .outputs import Outputs
 from .pauses import Pauses
 
 CAUSE_SECONDS = 1.0
@@ -36,7 +38,7 @@ _FOLLOWED = re.compile(
 )
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_TICK = 0.1  # seconds until a signal to the launcher is acted on
+TICK_SECONDS = 0.1
 _INTERRUPTED_SECONDS = 0.5  # for ranks of a guest to end by themselves after Ctrl-C, before they are killed
 _DUMP_SECONDS = 0.5  # for ranks to dump, of which a rank takes 0.01, where FASTCOLL_TRACE_DIR is set
 _LEFTOVER_SECONDS = 1.0  # for what outlives its rank to end by itself, such as multiprocessing's tracker
@@ -44,6 +46,18 @@ _LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")  # progress bars end theirs with
 _READ_BYTES = 64 << 10
 _LONGEST_LINE = 1 << 20  # a longer one is cut, so that output without line ends takes no more memory
 _REMEMBERED = 40  # lines
+_MOST_SHOWN = 8  # ranks that failed besides the first
+
+
+class Others(Protocol):
+    """What a supervisor sees of the job's other launchers. Neither call blocks."""
+
+    def failure(self) -> Failure | None:
+        """Why the ranks here are to end, once there is a reason elsewhere."""
+
+    def tell(self, failure: Failure) -> None:
+        """Let the others know of a failure here, or that this launcher ends."""
+
 
 Sink = Callable[[bytes], None]
 """What takes the lines of one write; may raise BrokenPipeError when nobody reads them."""
@@ -113,6 +127,7 @@ class RankProcess:
         prefix: bool,
         logs: Path | None,
         sinks: tuple[Sink, Sink],
+        outputs: Outputs,
         newcomer: int = 0,
     ) -> None:
         self.rank, self.local_rank = job.rank(local_rank), local_rank
@@ -120,6 +135,9 @@ class RankProcess:
         self.name = f"newcomer {newcomer}" if newcomer else f"rank {self.rank}"
         label = f"new {newcomer}" if newcomer else str(self.rank)
         tether = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
+        # Of which nothing is left, whatever is killed.
+        self._error = os.memfd_create("fastcoll-error")
+        error = {"TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{self._error}"}
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         try:
@@ -128,7 +146,7 @@ class RankProcess:
                 stdin=None if local_rank == 0 and not newcomer else subprocess.DEVNULL,
                 stdout=out_end,
                 stderr=err_end,
-                env=job.environment(local_rank, os.environ, newcomer > 0),
+                env={**job.environment(local_rank, os.environ, newcomer > 0), **error},
                 pass_fds=job.descriptors,
                 start_new_session=True,
             )
@@ -137,11 +155,30 @@ class RankProcess:
             os.close(err_end)
 
         def relay(source: int, sink: Sink, name: str) -> Relay:
-            log = None if logs is None else (logs / f"{self.name.replace(' ', '-')}.{name}").open("wb")
-            return Relay(source, sink, f"[{label}] ".encode() if prefix else b"", log)
+            way = outputs.way(local_rank, name)
+            log = (
+                (logs / f"{self.name.replace(' ', '-')}.{name}").open("wb") if logs and way.to_file else None
+            )
+            start = f"[{label}] ".encode() if prefix else b""
+            return Relay(source, sink if way.to_console else _nowhere, start, log)
 
         self.out, self.err = relay(out, sinks[0], "stdout"), relay(err, sinks[1], "stderr")
         self.pidfd = os.pidfd_open(self.process.pid)
+
+    def last_words(self) -> str:
+        """The traceback in its error file, where it has left one as torch's `record` does; else its last lines."""
+        try:
+            said = json.loads(os.pread(self._error, _LONGEST_LINE, 0))["message"]
+            return str(said if isinstance(said, str) else said["extraInfo"]["py_callstack"])
+        except (ValueError, KeyError, TypeError):
+            return self.err.last_lines()
+
+    def close(self) -> None:
+        """Forget the rank, which has ended, with what its streams still hold passed on."""
+        for relay in (self.out, self.err):
+            with contextlib.suppress(BrokenPipeError):
+                relay.finish()
+        os.close(self._error)
 
 
 class Supervisor:
@@ -150,14 +187,17 @@ class Supervisor:
     Args:
         logs: a directory for one file per rank and stream.
         nodes: the launchers of the other nodes.
+        signals: those received and not yet acted on, which others add to (`received`).
+        tick: seconds until a signal, or another node's failure, is acted on.
         sinks: take what ranks write to stdout and stderr; None: this process's descriptors do.
-        is_guest: it lives in a process of the user's: it leaves signals and other children alone, and is silent.
+        is_guest: it lives in a process of the user's: it leaves other children alone, and is silent.
         followed: whether a rank that has failed did so because of another one; None: its last lines tell.
         min_ranks: a rank that fails ends the others only where fewer than so many are left; None: in any case.
         max_restarts: so many of those that failed, and did not end the others, are replaced by newcomers.
 
     Attributes:
         first: the one of `ranks` that failed first, once it is known.
+        interrupted: the signal that has ended this launcher, or 0.
     """
 
     def __init__(
@@ -166,12 +206,15 @@ class Supervisor:
         grace: float,
         prefix: bool = True,
         logs: Path | None = None,
-        nodes: Nodes | None = None,
+        nodes: Others | None = None,
         sinks: tuple[Sink, Sink] | None = None,
         is_guest: bool = False,
         followed: Callable[[RankProcess], bool] | None = None,
         min_ranks: int | None = None,
         max_restarts: int = 0,
+        signals: list[int] | None = None,
+        tick: float = TICK_SECONDS,
+        outputs: Outputs | None = None,
     ) -> None:
         self.ranks: list[RankProcess] = []
         self.first: RankProcess | None = None
@@ -179,7 +222,7 @@ class Supervisor:
             partial(write_all, sys.stdout.fileno()),
             partial(write_all, sys.stderr.fileno()),
         )
-        self._followed = followed or (lambda rank: follows(rank.err.last_lines()))
+        self._followed = followed or (lambda rank: follows(rank.last_words()))
         self._job, self._grace, self._prefix, self._logs, self._nodes = job, grace, prefix, logs, nodes
         self._is_guest = is_guest
         self._min_ranks = job.local_size if min_ranks is None else min_ranks
@@ -189,7 +232,10 @@ class Supervisor:
         self._restarts = 0
         self._not_ours = set(lifeline.children_of(os.getpid()))
         self._selector = selectors.DefaultSelector()
-        self._signals: list[int] = []  # received and not yet acted on
+        self._signals = [] if signals is None else signals
+        self._tick, self._outputs = tick, outputs or Outputs(to_files=logs is not None)
+        self.interrupted = 0
+        self._others_failed: list[RankProcess] = []  # by themselves, besides the first
         self._exit_code = 0
         self._failed: RankProcess | None = None  # the one to name as the first, at _name_at at the latest
         self._name_at = 0.0
@@ -200,20 +246,21 @@ class Supervisor:
         """Start the ranks and return when all are gone: 0, the exit code of the first rank that failed on any node
         (128+n for signal n), or 128+n when signal n ended the launcher.
         """
-        with self._handle_signals():
-            try:
-                for local_rank in range(self._job.local_size):
-                    self._start(local_rank)
-                self._watch()
-            except BrokenPipeError:  # nobody reads our output any more
-                self._exit_code = 128 + signal.SIGPIPE
-                self._tell_nodes_of_end(signal.SIGPIPE)
-            finally:
-                self._end()
+        try:
+            for local_rank in range(self._job.local_size):
+                self._start(local_rank)
+            self._watch()
+        except BrokenPipeError:  # nobody reads our output any more
+            self._exit_code = 128 + signal.SIGPIPE
+            self._tell_nodes_of_end(signal.SIGPIPE)
+        finally:
+            self._end()
         return self._exit_code
 
     def _start(self, local_rank: int, newcomer: int = 0) -> None:
-        rank = RankProcess(self._job, local_rank, self._prefix, self._logs, self._sinks, newcomer)
+        rank = RankProcess(
+            self._job, local_rank, self._prefix, self._logs, self._sinks, self._outputs, newcomer
+        )
         self.ranks.append(rank)
         self._running.add(rank)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, partial(self._reap, rank))
@@ -234,6 +281,7 @@ class Supervisor:
         if len(self._running) >= self._min_ranks:
             self._go_on_without(rank)
             return
+        self._others_failed.append(rank)
         at_fault = not self._followed(rank)
         if self._failed is None or (at_fault and self._followed(self._failed)):
             self._failed = rank
@@ -261,11 +309,11 @@ class Supervisor:
 
     def _watch(self) -> None:
         while self._running or self._failed:
-            for key, _ in self._selector.select(_TICK):
+            for key, _ in self._selector.select(self._tick):
                 key.data()
             if self._nodes and self._kill_at is None and (elsewhere := self._nodes.failure()):
                 self._failed = None
-                self._tell(f"on another node {elsewhere.text}\n")
+                self._tell(f"{'on another node ' if elsewhere.code else ''}{elsewhere.text}\n")
                 self._ask_to_end(signal.SIGTERM, elsewhere.code)
             self._start_newcomers()
             nobody_else = not self._running and self._nodes is None
@@ -287,25 +335,26 @@ class Supervisor:
             said = f"{where} failed first: {lifeline.describe_exit(code)}"
             if self._nodes is not None:
                 self._nodes.tell(Failure(exit_code, said))
-            quoted = "".join(f"    {line}\n" for line in rank.err.last_lines().splitlines())
-            told = "; its last lines on stderr:" if quoted else "; it wrote nothing on stderr"
-            self._tell(f"{said}{told}\n{quoted}")
+            self._tell(f"{said}{_quoted(rank)}")
+            for other in [other for other in self._others_failed if other is not rank][:_MOST_SHOWN]:
+                how = lifeline.describe_exit(other.process.returncode)
+                self._tell(f"{other.name} (pid {other.process.pid}) failed, too: {how}{_quoted(other)}")
         self._ask_to_end(signal.SIGTERM, exit_code)
 
     def _pass_on(self, number: int) -> None:
+        self._tell_nodes_of_end(number)
         if self._hurries:  # the second request
             self._kill_at = 0.0
             return
         # The first one may come after another launcher's, as all get a signal at about the same time.
         self._hurries = True
-        self._tell_nodes_of_end(number)
         self._ask_to_end(number, 128 + number)
 
     def _tell_nodes_of_end(self, number: int) -> None:
         """Let the other nodes' launchers know that a signal ends this one."""
+        self.interrupted = number
         if self._nodes is not None:
-            said = f"the launcher on host {os.uname().nodename} was ended: {lifeline.describe_exit(-number)}"
-            self._nodes.tell(Failure(128 + number, said))
+            self._nodes.tell(left(number))
 
     def _ask_to_end(self, number: int, exit_code: int) -> None:
         self._exit_code = exit_code
@@ -347,9 +396,7 @@ class Supervisor:
                 self._end_leftovers()
             self._selector.close()
             for rank in self.ranks:
-                for relay in (rank.out, rank.err):
-                    with contextlib.suppress(BrokenPipeError):
-                        relay.finish()
+                rank.close()
 
     def _end_leftovers(self) -> None:
         """End every process that this one has adopted."""
@@ -370,22 +417,35 @@ class Supervisor:
     def _tell(self, text: str) -> None:
         write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}".encode(errors="replace"))
 
-    @contextlib.contextmanager
-    def _handle_signals(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in (() if self._is_guest else HANDLED)}
-        try:
-            for number, handler in before.items():
-                if handler != signal.SIG_IGN:  # as under nohup
-                    signal.signal(number, lambda received, _: self._signals.append(received))
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+@contextlib.contextmanager
+def received() -> Iterator[list[int]]:
+    """The signals that the launcher has received and not yet acted on, added to as they come."""
+    signals: list[int] = []
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    try:
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda got, _: signals.append(got))
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _quoted(rank: RankProcess) -> str:
+    """The end of a message about a rank that has failed: what it said last."""
+    quoted = "".join(f"    {line}\n" for line in rank.last_words().splitlines())
+    return f"; its last lines on stderr:\n{quoted}" if quoted else "; it wrote nothing on stderr\n"
 
 
 def follows(lines: str) -> bool:
     """Whether a rank that ended with these lines on stderr shows the failure of a group (`GroupError`)."""
     return _FOLLOWED.search(lines) is not None
+
+
+def _nowhere(data: bytes) -> None:
+    """Where what is for a file only goes."""
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -30,6 +30,7 @@ _OTHERS = {
     "NO_COLOR": "no colours in what these commands print",
 }
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _SHELLS = ("bash", "interactive")
 
 
@@ -134,7 +135,8 @@ def _launcher(said: Detected, environ: Mapping[str, str]) -> str:
     """The launcher for people."""
     if not said.source:
         return "none"
-    by_torch = "torchrun" if _TORCHRUN in environ else "fastcoll.launch, or by hand"
+    is_torchs = _TORCHRUN in environ and environ.get(_AGENT_STORE) != "False"  # which fastcoll.launch says
+    by_torch = "torchrun" if is_torchs else "fastcoll.launch, or by hand"
     return said.source.replace(detect.TORCH.name, by_torch)
 
 

@@ -277,7 +277,7 @@ def test_a_reader_that_goes_away_ends_the_job(script: Callable[[str], None]) -> 
     ("options", "complaint"),
     [
         (["-n0", "script.py"], "give a number from 1 up, auto or cpu, not '0'"),
-        (["--nnodes=1:4", "script.py"], "give one number from 1 up, not '1:4'"),
+        (["--nnodes=0", "script.py"], "give a number from 1 up, or MIN:MAX, not '0'"),
         (["--nnodes=2", "script.py"], "--master_addr is needed for 2 nodes"),
         (["--nnodes=2", "--standalone", "script.py"], "--standalone is for one node, --nnodes says 2"),
         (["--node_rank=1", "script.py"], "--node_rank must be from 0 to 0, got 1"),

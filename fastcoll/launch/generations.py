@@ -1,0 +1,256 @@
+"""What happens to the generations of a job: a state machine that is told what launchers do and gives them orders.
+
+A generation is one set of ranks that meet. Each launcher is ready, runs its ranks of the current generation, or has
+run them to a good end. One launcher leads: it has the only `Generations`, so there is one opinion.
+
+    GATHERING  until enough launchers are ready: as many as may be, or after a last call as many as must be
+    RUNNING    until all are done (the job is over), or something ends the generation
+    ENDING     until each of its launchers has ended its ranks and is ready again, or is late and counts as lost
+    OVER       for good
+
+A failed rank ends its generation and uses up a restart; without one left the job is over. A launcher that comes while
+there is room, or that is lost, ends the generation as well, and costs none. What is told of an earlier generation is
+left aside, so that no late word of it can end a later one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from .pauses import Pauses
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a launcher tells of itself when it is ready to run ranks."""
+
+    key: str  # of this launcher alone
+    host: str  # for people
+    size: int  # its ranks
+    role: str
+    address: str  # where the job's rank 0 listens, if it is one of its ranks
+    port: int
+    place: int | None = None  # its --node_rank, where that counts
+
+    def __str__(self) -> str:
+        return f"the launcher on {self.host}" if self.place is None else f"node {self.place} ({self.host})"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the job's launchers have agreed on; times in seconds."""
+
+    least: int  # nodes of a generation
+    most: int
+    max_restarts: int
+    last_call: float  # for more nodes than the least to come to the first generation
+    join: float  # for the least number of nodes to come
+    end: float  # for a launcher to end its ranks
+    fixed: bool = False  # nodes have numbers, and none is replaced
+
+
+@dataclass(frozen=True)
+class Start:
+    """The members of a generation start their ranks, numbered in this order."""
+
+    generation: int
+    restarts: int  # those that failures have led to, until now
+    members: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class End:
+    """The members of a generation end their ranks, and say when they are ready. `code`: of what failed, or 0."""
+
+    generation: int
+    code: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Over:
+    """The launchers end their ranks and themselves, with this exit code. `only`: this one alone, which cannot join."""
+
+    code: int
+    text: str
+    only: str = ""
+
+
+Order = Start | End | Over
+
+
+class Phase(Enum):
+    """Where a job is."""
+
+    GATHERING = auto()
+    RUNNING = auto()
+    ENDING = auto()
+    OVER = auto()
+
+
+@dataclass
+class Generations:
+    """The state of a job. `orders` is emptied by the driver, which tells the time, of one clock, with each event."""
+
+    rules: Rules
+    now: float
+    phase: Phase = Phase.GATHERING
+    generation: int = -1  # the current or the last one
+    restarts: int = 0
+    members: tuple[Node, ...] = ()  # of the current generation
+    orders: list[Order] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ready: dict[str, Node] = {}
+        self._seniority: dict[
+            str, int
+        ] = {}  # which launcher came first: ranks keep their order, as far as they can
+        self._done: set[str] = set()  # members whose ranks have ended well
+        self._pauses = Pauses()
+        self._started = self.now
+        self._not_before = self._end_by = self.now
+        self._give_up = self.now + self.rules.join
+        self._last_call = math.inf
+
+    # ---- what launchers tell ------------------------------------------------------------------------------------
+
+    def ready(self, node: Node, now: float) -> None:
+        """A launcher has come, or has ended its ranks of the last generation."""
+        if self.phase is Phase.OVER:
+            return
+        others = [other for other in self._known() if other.key != node.key]
+        if any(other.place == node.place is not None for other in others):
+            self._order(Over(1, f"another launcher is {node}; give each --node_rank once", only=node.key))
+            return
+        is_new = not self._is_member(node.key)
+        self._ready[node.key] = node
+        self._seniority.setdefault(node.key, len(self._seniority))
+        if self.phase is Phase.RUNNING and is_new and len(self.members) < self.rules.most and not self._done:
+            self._end(0, f"{node} has come: the ranks start anew with its own", now)
+        self.tick(now)
+
+    def failed(self, key: str, generation: int, code: int, text: str, now: float) -> None:
+        """A rank of a member has failed."""
+        if not self._counts(key, generation):
+            return
+        if self.restarts >= self.rules.max_restarts:
+            self.over(code, text)
+            return
+        self.restarts += 1
+        self._not_before = now + self._pauses.after(now - self._started)
+        self._end(code, text, now)
+        self.tick(now)
+
+    def done(self, key: str, generation: int, now: float) -> None:
+        """All ranks of a member have ended well."""
+        if self._counts(key, generation):
+            self._done.add(key)
+            if self._done >= {node.key for node in self.members}:
+                self.over(0, "")
+
+    def left(self, key: str, code: int, text: str, now: float) -> None:
+        """A launcher ends, and its ranks with it: by a signal, or without a word."""
+        is_member, was_ready = self._is_member(key), self._ready.pop(key, None) is not None
+        is_spare = self.phase is Phase.RUNNING and (not is_member or key in self._done)
+        if self.phase is Phase.OVER or not (is_member or was_ready) or is_spare:
+            return
+        left = {node.key for node in self._known()} - {key}
+        was_asked = code > 128 and len(left) < self.rules.least and self.generation >= 0
+        if self.rules.fixed or was_asked:
+            self.over(code, text)
+            return
+        if self.phase is Phase.RUNNING:
+            self._end(0, f"{text}: the ranks start anew without its own", now)
+        self.members = tuple(node for node in self.members if node.key != key)
+        self.tick(now)
+
+    def over(self, code: int, text: str) -> None:
+        """The job ends, for good."""
+        if self.phase is not Phase.OVER:
+            self.phase = Phase.OVER
+            self._order(Over(code, text))
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        if self.phase is Phase.ENDING:
+            late = [node for node in self.members if node.key not in self._ready]
+            if late and now < self._end_by:
+                return
+            if late and self.rules.fixed:
+                self.over(1, f"{late[0]} does not end its ranks: it is stopped or out of reach")
+                return
+            self.phase, self.members = Phase.GATHERING, ()
+            self._give_up = max(now, self._not_before) + self.rules.join
+        if self.phase is Phase.GATHERING:
+            self._gather(now)
+
+    # ---- what follows -------------------------------------------------------------------------------------------
+
+    def _gather(self, now: float) -> None:
+        come, rules = len(self._ready), self.rules
+        if come >= rules.least:
+            self._last_call = min(self._last_call, now + (rules.last_call if self.generation < 0 else 0.0))
+        else:
+            self._last_call = math.inf
+            if now >= self._give_up:
+                self.over(1, f"{come} of at least {rules.least} nodes came within {rules.join:g} s")
+            return
+        if now >= self._not_before and (come >= rules.most or now >= self._last_call):
+            self._start(now)
+
+    def _start(self, now: float) -> None:
+        nodes = sorted(self._ready.values(), key=lambda node: (node.place or 0, self._seniority[node.key]))
+        self.members = tuple(nodes[: self.rules.most])
+        for node in self.members:
+            del self._ready[node.key]
+        self._done, self._last_call, self._started = set(), math.inf, now
+        self.generation += 1
+        self.phase = Phase.RUNNING
+        self._order(Start(self.generation, self.restarts, self.members))
+
+    def _end(self, code: int, text: str, now: float) -> None:
+        self.phase, self._end_by = Phase.ENDING, now + self.rules.end
+        self._order(End(self.generation, code, text))
+
+    def _order(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def _counts(self, key: str, generation: int) -> bool:
+        return self.phase is Phase.RUNNING and generation == self.generation and self._is_member(key)
+
+    def _is_member(self, key: str) -> bool:
+        return any(node.key == key for node in self.members)
+
+    def _known(self) -> Iterator[Node]:
+        yield from self.members
+        yield from self._ready.values()
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one node has of a generation: the numbers of its ranks."""
+
+    node_rank: int
+    first: int  # its first rank, and those of all
+    world_size: int
+    role_first: int  # the same among the ranks of its role
+    role_size: int
+
+
+def share_of(members: Sequence[Node], key: str) -> Share | None:
+    """The share of the launcher with this key; None: it has none."""
+    keys = [node.key for node in members]
+    if key not in keys:
+        return None
+    at = keys.index(key)
+    before, role = members[:at], members[at].role
+    return Share(
+        at,
+        sum(node.size for node in before),
+        sum(node.size for node in members),
+        sum(node.size for node in before if node.role == role),
+        sum(node.size for node in members if node.role == role),
+    )

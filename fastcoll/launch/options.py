@@ -1,0 +1,280 @@
+"""The options of the launcher: its own and torchrun's, read and checked together."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from .lifeline import GRACE_SECONDS
+from .nodes import Job, free_port
+from .outputs import Outputs, parse
+from .supervisor import HANDLED, TICK_SECONDS
+
+_MANY_NODES_PORT = 29500  # torch's, when the nodes must agree on a port without having talked
+_ENDPOINT_PORT = 29400  # torch's, for --rdzv_endpoint
+_ABOUT = """Start a program once per rank, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
+MASTER_ADDR, MASTER_PORT and what else torchrun sets in its environment."""
+_CODES = """exit code: 0, that of the first rank that failed, or 128+n if signal n ended that rank or the
+launcher. The other ranks get SIGTERM then, and SIGKILL when the grace is over. Options may be spelled with
+- instead of _. torchrun's variables PET_... are read as defaults."""
+_CONF = ("is_host", "join_timeout", "last_call_timeout")
+_REFUSED = {
+    "start_method": "ranks are always fresh processes, made by fork and exec",
+    "run_path": "ranks are always fresh processes; leave it out",
+    "event_log_handler": "there are no events; the launcher writes what happens to stderr",
+    "logs_specs": "it names a class of torch's; --log_dir, --redirects and --tee say where output goes",
+    "numa_binding": "start the program under numactl, with --no_python",
+    "signals_to_handle": "the launcher passes on SIGTERM, SIGINT, SIGHUP and SIGQUIT",
+    "virtual_local_rank": "set CUDA_VISIBLE_DEVICES in the program from LOCAL_RANK",
+    "duplicate_stdout_filters": "filter the files that --tee writes",
+    "duplicate_stderr_filters": "filter the files that --tee writes",
+}
+
+
+def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Job]:
+    """The options, and this node's share of the job; ends the process with a usage error if they do not fit together.
+
+    Of the options, `has_generations` is whether a failure may start the ranks anew, and `outputs` where output goes.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.standalone:
+        options.rdzv_backend, options.rdzv_id, options.rdzv_endpoint = "c10d", str(uuid.uuid4()), None
+    is_elastic = options.rdzv_backend == "c10d" and not options.standalone
+    options.has_generations = is_elastic or (options.max_restarts > 0 and options.min_ranks is None)
+    _check_rendezvous(parser, options, is_elastic)
+    options.outputs = _outputs(parser, options)
+    return options, _job(parser, options, is_elastic)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m fastcoll.launch", description=_ABOUT, epilog=_CODES, allow_abbrev=False
+    )
+
+    def add(name: str, *others: str, group: argparse._ActionsContainer = parser, **rest: object) -> None:
+        given = os.environ.get(f"PET_{name.upper()}")
+        if given is not None:
+            rest["default"] = given == "1" if rest.get("action") == "store_true" else given
+        spellings = dict.fromkeys([*others, f"--{name}", f"--{name.replace('_', '-')}"])
+        group.add_argument(*spellings, dest=name, **rest)  # type: ignore[arg-type]
+
+    add("nproc_per_node", "-n", "--nproc", type=_count, default=1, metavar="N",
+        help="ranks on this node; auto or cpu: one per usable core (default 1)")  # fmt: skip
+    add("nnodes", type=_nodes, default="1", metavar="N",
+        help="nodes of the job, or MIN:MAX with --rdzv_backend c10d (default 1)")  # fmt: skip
+    add("node_rank", type=int, default=0, metavar="I", help="this node's number, from 0 (default 0)")
+    add("master_addr", metavar="HOST", help="where rank 0 listens (default 127.0.0.1 for one node)")
+    add("master_port", type=int, metavar="PORT",
+        help=f"its port (default: a free one for one node, else {_MANY_NODES_PORT})")  # fmt: skip
+    add("nodes_port", type=int, metavar="PORT",
+        help="where the nodes' launchers tell one another of failures; 0: they do not (default: 10000 below "
+             "master_port, or above where that is no port)")  # fmt: skip
+    add("standalone", action="store_true", help="a job of one node, with a port of its own")
+    add("rdzv_backend", default="static", metavar="NAME",
+        help="how the nodes' launchers meet: static, where each has its --node_rank, or c10d, where they are numbered "
+             "as they come (default static)")  # fmt: skip
+    add("rdzv_endpoint", type=_endpoint, metavar="HOST[:PORT]",
+        help=f"where they meet, an address of the node whose launcher leads the job (c10d: port {_ENDPOINT_PORT} by "
+             "default); with static: another way to write --master_addr and --master_port")  # fmt: skip
+    add("rdzv_id", default="none", metavar="ID", help="the job's name, the same on all nodes (default none)")
+    add("rdzv_conf", type=_conf, default="", metavar="KEY=VALUE,...",
+        help="last_call_timeout: seconds for more nodes than MIN to come (default 30); join_timeout: for MIN nodes to "
+             "come (default 600); is_host: whether this launcher leads (default: if it can)")  # fmt: skip
+    add("local_addr", metavar="HOST",
+        help="this node's address, where ranks of others find its rank 0 (default: that by which it reaches the "
+             "endpoint)")  # fmt: skip
+    add(
+        "role",
+        default="default",
+        metavar="NAME",
+        help="the name of this node's ranks, ROLE_NAME (default default)",
+    )
+    add("monitor_interval", type=_seconds, default=TICK_SECONDS, metavar="SECONDS",
+        help=f"between looks at signals and at the other nodes; the end of a rank is seen at once "
+             f"(default {TICK_SECONDS:g})")  # fmt: skip
+    local_rank = parser.add_mutually_exclusive_group()
+    add("pass_local_rank", group=local_rank, action="store_true",
+        help="add --local_rank=N before the program's own arguments, as torch's first launcher did")  # fmt: skip
+    add("use_env", group=local_rank, action="store_true",
+        help="add none: ranks learn their number from the environment (default)")  # fmt: skip
+    add("no_python", action="store_true", help="the program is not run by Python")
+    add("min_ranks", type=_count, metavar="N",
+        help="a rank that fails ends the others only if fewer than N are left on this node, for programs that go on "
+             "without it by fastcoll.shrink (default: it always does)")  # fmt: skip
+    add("max_restarts", type=_restarts, default="0", metavar="R",
+        help="when a rank fails, all are ended and started anew, at most so many times; with --min_ranks: so many of "
+             "those that failed are replaced by new processes, for programs that take them in (default 0)")  # fmt: skip
+    add("log_dir", type=Path, metavar="DIR", help="write rank-R.stdout and rank-R.stderr there, too")
+    add("redirects", "-r", type=parse, default="0", metavar="WHICH",
+        help="what goes to files alone: 1: stdout, 2: stderr, 3: both, or so by local rank, as 0:3,1:2")  # fmt: skip
+    add("tee", "-t", type=parse, default="0", metavar="WHICH",
+        help="what goes to files, too (default with --log_dir alone: everything)")  # fmt: skip
+    add("local_ranks_filter", type=_ranks, metavar="RANKS",
+        help="local ranks, as 0,1, whose output is passed on (default: all)")  # fmt: skip
+    add("no_prefix", action="store_true", help="pass output on without [rank] before each line")
+    add("grace", "--shutdown_timeout", "--shutdown-timeout", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS",
+        help=f"between asking ranks to end and killing them (default {GRACE_SECONDS:g})")  # fmt: skip
+    add("module", "-m", action="store_true", help="the program is a module, as in python -m")
+    for name, why in _REFUSED.items():
+        add(name, action=_Refused, const=why, nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("program", help="the script, module or program that every rank runs")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _count(text: str) -> int:
+    if text in ("auto", "cpu"):
+        return len(os.sched_getaffinity(0))
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"give a number from 1 up, auto or cpu, not {text!r}")
+    return int(text)
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"give a whole number from 0 up, not {text!r}")
+    return int(text)
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    high = high if colon else low
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(f"give a number from 1 up, or MIN:MAX, not {text!r}")
+    return int(low), int(high)
+
+
+def _ranks(text: str) -> frozenset[int]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"give local ranks, as 0,1, not {text!r}")
+    return frozenset(map(int, text.split(",")))
+
+
+def _endpoint(text: str) -> tuple[str, int | None]:
+    """Host and port of `host`, `host:port`, `[IPv6]` or `[IPv6]:port`; torch takes an empty one for localhost."""
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, ""
+    if (port or (colon and not text.endswith("]"))) and not (port.isdecimal() and 0 < int(port) < 65536):
+        raise argparse.ArgumentTypeError(f"give HOST or HOST:PORT, not {text!r}")
+    return host.strip("[]") or "localhost", int(port) if port else None
+
+
+def _conf(text: str) -> dict[str, float]:
+    found = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        if key not in _CONF:
+            raise argparse.ArgumentTypeError(f"{key!r} is none of {', '.join(_CONF)}")
+        found[key] = _seconds({"true": "1", "false": "0"}.get(value.lower(), value))
+    return found
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"give a number of seconds from 0 up, not {text!r}")
+    return value
+
+
+class _Refused(argparse.Action):
+    """An option of torchrun's that means nothing here."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(f"{option_string} is refused: {self.const}")
+
+
+def _check_rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elastic: bool) -> None:
+    least, most = options.nnodes
+    if options.rdzv_backend not in ("static", "c10d"):
+        why = "there is no etcd here" if options.rdzv_backend.startswith("etcd") else "it is not known"
+        parser.error(f"--rdzv_backend {options.rdzv_backend} is refused: {why}; give c10d or static")
+    if options.standalone and most > 1:
+        parser.error(f"--standalone is for one node, --nnodes says {most}")
+    if least != most and not is_elastic:
+        parser.error(
+            f"--nnodes {least}:{most} needs --rdzv_backend c10d: with static the nodes cannot change"
+        )
+    if is_elastic and options.min_ranks is not None:
+        parser.error("--min_ranks is for programs whose ranks go on; --rdzv_backend c10d starts them anew")
+    if options.has_generations and options.nodes_port == 0 and most > 1 and not is_elastic:
+        parser.error("--nodes_port 0 leaves the launchers no port to start ranks anew together")
+    host, port = options.rdzv_endpoint or ("localhost", None)
+    if is_elastic:
+        options.rdzv_endpoint = host, port or _ENDPOINT_PORT
+    elif options.rdzv_endpoint:
+        options.master_addr, options.master_port = options.master_addr or host, options.master_port or port
+
+
+def _outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Outputs:
+    """Where output goes; makes the folder for it."""
+    goes_to_files = any(options.redirects.values()) or any(options.tee.values())
+    options.made_log_dir = goes_to_files and options.log_dir is None
+    if options.made_log_dir:
+        options.log_dir = Path(tempfile.mkdtemp(prefix="fastcoll-launch-"))
+    try:
+        if options.log_dir is not None:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(
+            f"--log_dir {str(options.log_dir)!r} cannot be made: {error.strerror}; give another folder"
+        )
+    all_to_files = options.log_dir is not None and not goes_to_files
+    return Outputs(all_to_files, options.redirects, options.tee, options.local_ranks_filter)
+
+
+def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elastic: bool) -> Job:
+    nodes: int = 1 if is_elastic else options.nnodes[1]
+    if is_elastic:
+        options.node_rank = 0  # it comes with the generation
+    if not 0 <= options.node_rank < nodes:
+        parser.error(f"--node_rank must be from 0 to {nodes - 1}, got {options.node_rank}")
+    if nodes > 1 and options.master_addr is None:
+        parser.error(f"--master_addr is needed for {nodes} nodes: give the host of node 0 on every node")
+    if options.module and options.no_python:
+        parser.error("-m and --no_python exclude each other")
+    if not (options.module or options.no_python or os.path.exists(options.program)):
+        parser.error(f"there is no script {options.program!r} (for a module give -m)")
+    port = options.master_port
+    if port is None:
+        port = free_port() if nodes == 1 else _MANY_NODES_PORT
+    if not 0 < port < 65536:
+        parser.error(f"--master_port must be from 1 to 65535, got {port}")
+    if options.nodes_port is not None and not 0 <= options.nodes_port < 65536:
+        parser.error(f"--nodes_port must be from 0 to 65535, got {options.nodes_port}")
+    python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
+    return Job(
+        (*python, options.program),
+        options.nproc_per_node,
+        nodes,
+        options.node_rank,
+        options.master_addr or "127.0.0.1",
+        port,
+        tuple(options.args),
+        options.pass_local_rank,
+        told={
+            "ROLE_NAME": options.role,
+            "TORCHELASTIC_RUN_ID": options.rdzv_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # torch's rank 0 serves its store itself
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in HANDLED),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        },
+    )

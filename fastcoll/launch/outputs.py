@@ -1,0 +1,50 @@
+"""Where the output of each rank goes: torchrun's --redirects, --tee and --local-ranks-filter."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_BITS = {"stdout": 1, "stderr": 2}
+_ONE = re.compile(r"[0-3]")
+_SOME = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
+
+
+class Way(NamedTuple):
+    """Where one stream of one rank goes."""
+
+    to_console: bool
+    to_file: bool
+
+
+def parse(text: str) -> Mapping[int | None, int]:
+    """`3`, or `0:1,1:2`, as bits (1: stdout, 2: stderr) by local rank; None stands for all."""
+    if _ONE.fullmatch(text):
+        return {None: int(text)}
+    if _SOME.fullmatch(text):
+        return {int(rank): int(bits) for rank, bits in (item.split(":") for item in text.split(","))}
+    raise ArgumentTypeError(
+        f"give 0 to 3 (1: stdout, 2: stderr, 3: both), or such by local rank, as 0:3,1:2, not {text!r}"
+    )
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The ways of a node's output. `to_files`: all outputs go to files as well, where nothing else is said."""
+
+    to_files: bool = False
+    redirects: Mapping[int | None, int] = field(default_factory=dict)
+    tee: Mapping[int | None, int] = field(default_factory=dict)
+    shown: frozenset[int] | None = None  # local ranks; None: all
+
+    def way(self, local_rank: int, stream: str) -> Way:
+        """Where a rank's `stdout` or `stderr` goes."""
+        moved, copied = (
+            bool(each.get(local_rank, each.get(None, 0)) & _BITS[stream])
+            for each in (self.redirects, self.tee)
+        )
+        is_shown = self.shown is None or local_rank in self.shown
+        return Way(is_shown and (copied or not moved), moved or copied or self.to_files)

@@ -1,0 +1,146 @@
+"""A launcher's life in a job with generations: it does what the leader orders, until the job is over.
+
+The main thread starts and watches ranks, as only it may: they end with it. Signals come between any two steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from .gathering import Gathering, secret_of
+from .generations import End, Over, Start, share_of
+from .nodes import Failure, Job, left
+from .supervisor import Supervisor, write_all
+
+
+class _Generation:
+    """What the supervisor of one generation's ranks sees of the job."""
+
+    def __init__(self, gathering: Gathering, number: int) -> None:
+        self._gathering, self._number = gathering, number
+        self.has_failed = False
+        self.known = ""  # what has been said of its end here
+
+    def failure(self) -> Failure | None:
+        failure = self._gathering.failure()
+        if failure is not None:
+            self.known = failure.text
+        return failure
+
+    def tell(self, failure: Failure) -> None:
+        self.has_failed, self.known = True, failure.text
+        if failure.leaves:
+            self._gathering.leave(failure)
+        else:
+            self._gathering.failed(self._number, failure)
+
+
+class Restarts:
+    """Runs the ranks of this node, generation after generation.
+
+    Args:
+        job: this node's share, whatever the generation.
+        supervise: makes the supervisor of one generation, given its share, the job as it sees it, and its folder.
+        signals: those received and not yet acted on.
+    """
+
+    def __init__(
+        self,
+        gathering: Gathering,
+        job: Job,
+        supervise: Callable[[Job, _Generation, Path | None], Supervisor],
+        logs: Path | None,
+        signals: list[int],
+        tick: float,
+    ) -> None:
+        self._gathering, self._job, self._supervise, self._logs = gathering, job, supervise, logs
+        self._signals, self._tick = signals, tick
+        self._mine: Start | None = None  # the generation that ran here last
+        self._known = ""  # why it ended, as has been said
+
+    def run(self) -> int:
+        """The exit code: that of what ended the job, 0 when all ranks have ended well."""
+        try:
+            self._gathering.ready()
+            return self._obey()
+        except BrokenPipeError:  # nobody reads our output any more
+            return 128 + signal.SIGPIPE
+
+    def _obey(self) -> int:
+        while True:
+            if self._signals:
+                return self._leave(self._signals.pop(0))
+            order = self._gathering.take()
+            if isinstance(order, Start):
+                number = self._run(order)
+                if number:
+                    return 128 + number
+            elif isinstance(order, End):
+                if self._mine is not None and self._mine.generation == order.generation:
+                    self._gathering.ready()
+            elif isinstance(order, Over) and order.only in ("", self._gathering.key):
+                if order.text not in ("", self._known):
+                    self._say(order.text)
+                return order.code
+            elif order is None:
+                time.sleep(self._tick)
+
+    def _run(self, order: Start) -> int:
+        """Run this node's ranks of a generation, if it has any; the signal that has ended this launcher, or 0."""
+        share = share_of(order.members, self._gathering.key)
+        if share is None:
+            return 0
+        self._mine = order
+        run_id = self._job.told["TORCHELASTIC_RUN_ID"]
+        job = replace(
+            self._job,
+            nodes=len(order.members),
+            node_rank=share.node_rank,
+            given=share,
+            master_addr=order.members[0].address,
+            master_port=order.members[0].port,
+            told={
+                **self._job.told,
+                "TORCHELASTIC_RESTART_COUNT": str(order.restarts),
+                "FASTCOLL_SECRET": secret_of(order.generation, run_id),
+            },
+        )
+        logs = self._logs
+        if logs is not None and order.generation:
+            logs = logs / f"generation-{order.generation}"
+            logs.mkdir(exist_ok=True)
+        if order.generation:
+            self._say(
+                f"generation {order.generation} starts: {share.world_size} ranks on {len(order.members)} "
+                f"node{'s' * (len(order.members) > 1)}, {order.restarts} of "
+                f"{self._job.told['TORCHELASTIC_MAX_RESTARTS']} restarts used"
+            )
+        link = _Generation(self._gathering, order.generation)
+        supervisor = self._supervise(job, link, logs)
+        code = 1
+        try:
+            code = supervisor.run()
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # there is no room for a process, or the like
+            text = f"a rank cannot be started on {os.uname().nodename}: {error.strerror or error}"
+            self._say(text)
+            link.tell(Failure(1, text))
+        self._known = link.known
+        if code == 0 and not link.has_failed:
+            self._gathering.done(order.generation)
+        return supervisor.interrupted
+
+    def _leave(self, number: int) -> int:
+        """Tell the others that a signal ends this launcher; its exit code."""
+        self._gathering.leave(left(number))
+        return 128 + number
+
+    def _say(self, text: str) -> None:
+        write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}\n".encode(errors="replace"))
