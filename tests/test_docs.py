@@ -58,6 +58,19 @@ def test_a_page_says_how_its_program_is_started(page):
     assert "python -m fastcoll.launch -n 2 " in text(page)[: text(page).index("```python")]
 
 
+@pytest.mark.parametrize("page", ["elastic-digits.md"])
+def test_a_page_about_programs_shows_their_lines(page):
+    paths = re.findall(r"\]\(\.\./(examples/[\w/]+\.py)\)", text(page))
+    programs = [unindented((ROOT / path).read_text()) for path in paths]
+    shown = list(map(unindented, blocks(page, "py")))
+    assert shown
+    assert [lines for lines in shown if not any(lines in program for program in programs)] == []
+
+
+def unindented(code):
+    return "".join(f"{line.strip()}\n" for line in code.splitlines() if line.strip())
+
+
 def test_install_lines_work_from_a_checkout():
     for page in PAGES:
         assert "fastcoll[" not in text(page), page
