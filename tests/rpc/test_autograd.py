@@ -1,65 +1,160 @@
-"""Gradients across workers: the same as in one process. Also what is recorded, and what is left of it."""
+"""Gradients across workers are those of one process; what is recorded, what is refused, and what is left of it."""
+
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
+from together import together
 
 import fastcoll
 from fastcoll import rpc
+from fastcoll.errors import UsageError
 from fastcoll.rpc import autograd
+
+from . import autograd_programs as programs
+from . import autograd_victims as victims
 
 
 @pytest.fixture(autouse=True)
 def workers():
-    rank = fastcoll.get_rank()
     torch.set_num_threads(1)
-    rpc.init_rpc(f"w{rank}")
+    rpc.init_rpc(f"w{fastcoll.get_rank()}")
     yield
     rpc.shutdown(timeout=30)
 
 
-def rand(*shape, seed=0):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+@pytest.fixture
+def first():
+    """Only worker 0 runs the test; the others serve it."""
+    return fastcoll.get_rank() == 0
 
 
-def add(a, b):
-    return a + b
-
-
-def there_and_back(to, x, y):
-    """A -> B -> A."""
-    return rpc.rpc_sync(to, torch.mul, args=(x, y)) + x
-
-
-@pytest.mark.ranks(1, 2)
-def test_a_call_is_a_part_of_the_graph():
-    if fastcoll.get_rank():
+@pytest.mark.ranks(2, 3, 4)
+def test_gradients_are_those_of_one_process(first):
+    if not first:
         return
-    x, y = rand(3), rand(3, seed=1)
-    to = fastcoll.get_world_size() - 1
-    with autograd.context() as context:
-        loss = rpc.rpc_sync(to, add, args=(x, y * 2)).sum() + x.sum()
-        autograd.backward(context, [loss])
-        found = autograd.get_gradients(context)
-    assert set(found) == {x, y}
-    assert torch.equal(found[x], torch.full((3,), 2.0))
-    assert torch.equal(found[y], torch.full((3,), 2.0))
-    assert x.grad is None
+    world = fastcoll.get_world_size()
+    for name, roots in programs.PROGRAMS.items():
+        assert programs.compare(partial(roots, world=world), world), name
+    found = 0
+    for seed in range(20):
+        roots = partial(programs.random_roots, world=world, seed=seed)
+        found += programs.compare(roots, world, retain_graph=seed % 2 == 0)
+    assert found > 60
+
+
+def doubled(x):
+    return x * 2
+
+
+class Raises(torch.autograd.Function):
+    """Raises in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("on purpose")
+
+
+def fragile(x):
+    return Raises.apply(x)
+
+
+def through(to, function, x):
+    return rpc.rpc_sync(to, function, args=(x,)) * 3
+
+
+def squared(x):
+    return x * x
+
+
+def needs_gradient(x):
+    return x.requires_grad
+
+
+def in_place(x):
+    return x.mul_(3)
 
 
 @pytest.mark.ranks(2)
-def test_calls_back_to_the_caller():
-    if fastcoll.get_rank():
+def test_what_travels_and_what_is_refused(first):
+    if not first:
         return
-    x, y = rand(3), rand(3, seed=1)
+    x, parameter = torch.ones(3, requires_grad=True), torch.nn.Parameter(torch.ones(3))
+    seen = []
     with autograd.context() as context:
-        here = x
-        for _ in range(20):
-            here = rpc.rpc_sync("w1", there_and_back, args=("w0", here, y)).sin() + here
-        autograd.backward(context, [here.sum()])
+        # A hook runs once, on the gradient that comes from everywhere.
+        y = x * 1
+        y.register_hook(seen.append)
+        parts = [rpc.rpc_sync("w1", doubled, args=(y,)), rpc.rpc_sync("w0", doubled, args=(y,)), y]
+        autograd.backward(context, [sum(parts).sum(), rpc.rpc_sync("w1", in_place, args=(parameter,)).sum()])
         found = autograd.get_gradients(context)
-    here = x
-    for _ in range(20):
-        here = (here * y + here).sin() + here
-    gx, gy = torch.autograd.grad(here.sum(), [x, y])
-    torch.testing.assert_close(found[x], gx)
-    torch.testing.assert_close(found[y], gy)
+        assert [each.tolist() for each in seen] == [[5.0] * 3]
+        assert found[x].tolist() == [5.0] * 3
+        assert found[parameter].tolist() == [3.0] * 3
+        # What was given stays as it was when more is added.
+        autograd.backward(context, [rpc.rpc_sync("w1", doubled, args=(x,)).sum()])
+        assert autograd.get_gradients(context)[x].tolist() == [7.0] * 3
+        assert found[x].tolist() == [5.0] * 3
+        # Without gradients, nothing is recorded.
+        with torch.no_grad():
+            assert not rpc.rpc_sync("w1", doubled, args=(x,)).requires_grad
+        assert not rpc.rpc_sync("w1", needs_gradient, args=(x.detach(),))
+        # A graph that is used up.
+        used = rpc.rpc_sync("w1", squared, args=(x,)).sum()
+        autograd.backward(context, [used])
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            autograd.backward(context, [used])
+        # Refusals.
+        old = rpc.rpc_sync("w1", doubled, args=(x,)).sum()
+        with pytest.raises(UsageError, match="already"), autograd.context():
+            pass
+        for roots in (x.sum(), [], [x], [x.sum().detach()], [3]):
+            with pytest.raises(UsageError, match="root"):
+                autograd.backward(context, roots)
+        with pytest.raises(UsageError, match=r"call rpc\.autograd\.backward"):
+            old.backward()
+    assert rpc.rpc_sync("w1", needs_gradient, args=(x,))
+    for call in (autograd.get_gradients, partial(autograd.backward, roots=[x.sum()])):
+        with pytest.raises(UsageError, match="no autograd context"):
+            call(context)
+    with autograd.context() as context, pytest.raises(UsageError, match="detach"):
+        autograd.backward(context, [old])
+
+
+@pytest.mark.ranks(3)
+def test_failures_and_leaving_leave_nothing(first):
+    if not first:
+        return
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        with autograd.context() as context:
+            loss = rpc.rpc_sync("w1", through, args=("w2", fragile, x)).sum()
+            with pytest.raises(KeyError, match="on purpose"):
+                autograd.backward(context, [loss])
+        with suppress(ZeroDivisionError), autograd.context():
+            rpc.rpc_sync("w1", through, args=("w2", doubled, x))
+            _ = 1 / 0
+    with autograd.context() as context:
+        late = rpc.rpc_async("w1", through, args=("w2", doubled, x))
+    late.wait()
+    victims.wait_until_none("w1")
+    victims.wait_until_none("w2")
+    assert victims.open_contexts() == 0
+
+    def train(number):
+        """In a thread of its own, with a context of its own."""
+        mine = torch.full((3,), float(number), requires_grad=True)
+        for _ in range(5):
+            with autograd.context() as context:
+                autograd.backward(context, [rpc.rpc_sync("w1", through, args=("w2", squared, mine)).sum()])
+                found = autograd.get_gradients(context)
+            assert list(found) == [mine]
+            assert found[mine].tolist() == [6.0 * number] * 3
+        return number
+
+    assert together(*[partial(train, number) for number in range(8)]) == list(range(8))

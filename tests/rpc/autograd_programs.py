@@ -1,0 +1,182 @@
+"""Forward passes over several workers, which run in one process as well: the oracle of their gradients.
+
+A program calls `there(worker, function, *args)`, by which a function runs on a worker with that worker's weights.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from fastcoll import rpc
+from fastcoll.rpc import autograd
+
+WIDTH = 4
+_weights = {}
+
+
+def weights(worker):
+    """Those of a worker, the same in every process: the oracle has all, each worker uses its own."""
+    if worker not in _weights:
+        generator = torch.Generator().manual_seed(worker)
+        _weights[worker] = [
+            (0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)).requires_grad_()
+            for shape in [(WIDTH, WIDTH)] * 6 + [(WIDTH,)] * 2
+        ]
+    return _weights[worker]
+
+
+def remotely(worker, function, *args):
+    return rpc.rpc_sync(worker, function, args=("remotely", *args))
+
+
+def here(worker, function, *args):
+    return function("here", *args)
+
+
+CALLS = {"remotely": remotely, "here": here}
+
+
+def there(how, worker, function, *args):
+    return CALLS[how](worker, function, *args)
+
+
+# ---- random graphs -------------------------------------------------------------------------------------------------
+
+
+def mixed(how, worker, world, seed, depth, tensors):
+    """On `worker`: a random expression of tensors, its weights, and what others make of some of them."""
+    chance = random.Random(seed)
+    values = list(tensors)
+    for step in range(chance.randint(2, 5)):
+        kind = chance.choice(["call", "call", "nest", "weight", "add", "product", "inplace", "view", "drop"])
+        one, other = chance.choice(values), chance.choice(values)
+        if kind in ("call", "nest") and depth:
+            to = chance.randrange(world)
+            some = [chance.choice(values) for _ in range(chance.randint(1, 3))]
+            below = there(how, to, mixed, to, world, chance.random(), depth - 1, some)
+            values += below["values"] if kind == "nest" else below["values"][-1:]
+        elif kind == "weight":
+            values.append(torch.tanh(one @ chance.choice(weights(worker)[:6])))
+        elif kind == "product":
+            values.append(one * other * 0.5)
+        elif kind == "inplace":
+            values.append((one + 0).mul_(1.5).add_(other, alpha=0.1))
+        elif kind == "view":
+            values.append(one.flip(0).contiguous().view(2, -1).reshape(WIDTH))
+        elif kind == "drop":
+            values.append(one.detach() * other)
+        else:
+            values.append(one + chance.choice(weights(worker)[6:]) + step)
+    return {"values": values[-3:], "more": (values[0], "text", 3)}
+
+
+def random_roots(how, world, seed):
+    x = [torch.full((WIDTH,), 0.1 * number, dtype=torch.float64) for number in range(2)]
+    found = mixed(how, 0, world, seed, 3, [*x, weights(0)[6]])
+    more = there(how, world - 1, mixed, world - 1, world, seed + 1, 2, found["values"])
+    roots = [each.sum() for each in (*found["values"], *more["values"])]
+    return [root for root in roots if root.requires_grad]
+
+
+# ---- models that are split -----------------------------------------------------------------------------------------
+
+
+def embedded(how, worker, steps):
+    return [torch.sin(weights(worker)[step % 6][step % WIDTH]) for step in range(steps)]
+
+
+def cell(how, worker, x, state):
+    h, c = state
+    w = weights(worker)
+    gate = torch.sigmoid(x @ w[0] + h @ w[1] + w[6])
+    c = gate * c + (1 - gate) * torch.tanh(x @ w[2] + h @ w[3] + w[7])
+    return torch.tanh(c), c
+
+
+def decoded(how, worker, outputs):
+    return torch.stack(outputs) @ weights(worker)[4]
+
+
+def rnn_roots(how, world):
+    """Embedding on one worker, each step of the cell on another, decoder on the first again."""
+    first, second = 1 % world, 2 % world
+    state, outputs = (torch.zeros(WIDTH).double(), torch.zeros(WIDTH).double()), []
+    for x in there(how, first, embedded, first, 12):
+        state = there(how, second, cell, second, x, state)
+        outputs.append(state[0])
+    return [there(how, first, decoded, first, outputs).square().mean()]
+
+
+def attention(how, worker, x, heads):
+    w = weights(worker)
+    q, k, v = ((x @ w[n]).view(-1, heads, WIDTH // heads).transpose(0, 1) for n in range(3))
+    mixed = torch.softmax(q @ k.transpose(1, 2) / 2, -1) @ v
+    return mixed.transpose(0, 1).reshape(-1, WIDTH) @ w[3]
+
+
+def feed_forward(how, worker, x):
+    w = weights(worker)
+    return torch.nn.functional.gelu(x @ w[4] + w[6]) @ w[5] + w[7]
+
+
+def transformer_roots(how, world):
+    x = torch.linspace(-1, 1, 5 * WIDTH, dtype=torch.float64).view(5, WIDTH)
+    for _ in range(2):
+        normed = torch.nn.functional.layer_norm(x, (WIDTH,), weights(0)[6], weights(0)[7])
+        x = x + there(how, 1 % world, attention, 1 % world, normed, 2)
+        x = x + there(how, 2 % world, feed_forward, 2 % world, torch.nn.functional.layer_norm(x, (WIDTH,)))
+    return [x.square().mean(), x[0, 0]]
+
+
+def pulled(how, worker):
+    """A parameter server's parameters, as they are."""
+    return {"weights": weights(worker), "names": list("abcdefgh")}
+
+
+def server_roots(how, world):
+    """Parameters come from the server, and are used here and on the others."""
+    found = there(how, world - 1, pulled, world - 1)["weights"]
+    x = torch.linspace(0, 1, WIDTH).double()
+    for number, weight in enumerate(found[:4]):
+        x = torch.tanh(there(how, number % world, applied, x, weight) + found[6])
+    return [x.sum()]
+
+
+def applied(how, x, weight):
+    return x @ weight
+
+
+PROGRAMS = {"rnn": rnn_roots, "transformer": transformer_roots, "server": server_roots}
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+def gradients_of(worker, context):
+    """Of a worker's weights; None where there is none."""
+    found = autograd.get_gradients(context)
+    return [found.get(weight) for weight in weights(worker)]
+
+
+def compare(roots, world, retain_graph=False):
+    """Gradients of `roots(how)` over the workers and in one process."""
+    with autograd.context() as context:
+        distributed = roots("remotely")
+        if retain_graph:
+            autograd.backward(context, distributed[:1], retain_graph=True)
+            distributed = distributed[1:]
+        if distributed:
+            autograd.backward(context, distributed)
+        # Who has taken no part, knows nothing of the context: this call tells.
+        found = [rpc.rpc_sync(to, gradients_of, args=(to, context)) for to in range(world)]
+    every = [weight for worker in range(world) for weight in weights(worker)]
+    assert all(weight.grad is None for weight in every)
+    expected = torch.autograd.grad(sum(roots("here")), every, allow_unused=True)
+    for one, other in zip((each for worker in found for each in worker), expected, strict=True):
+        if other is None or one is None:
+            assert one is other, "a gradient is missing, or is there where none is due"
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+    return sum(each is not None for each in expected)

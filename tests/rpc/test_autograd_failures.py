@@ -1,0 +1,19 @@
+"""Backward passes that fail, and what is left of contexts that were left or lost."""
+
+from faults import crew
+
+from . import autograd_victims as victims
+
+
+def test_a_worker_that_dies_in_backward_is_named():
+    with crew.nothing_left():
+        first = crew.run(victims.one_dies_in_backward, 3)[0]
+    assert first.result, first.error
+    assert "w2" in first.result["said"]
+    assert first.result["took"] < crew.WITHIN
+    assert first.result["again"] == [2.0, 2.0]
+
+
+def test_contexts_of_a_dead_maker_end():
+    outcomes = crew.run(victims.the_maker_dies, 2)
+    assert outcomes[1].result == [1], outcomes[1].error
