@@ -147,11 +147,13 @@ class Agent:
             names = ", ".join(each.name for each in self.workers)
             raise UsageError(f"there is no worker {worker!r:.80}; there are {names}") from None
 
-    def call(self, worker: Worker, kind: int, payload: object, timeout: Timeout = None) -> Future[Any]:
+    def call(
+        self, worker: Worker, kind: int, payload: object, timeout: Timeout = None, doing: str = ""
+    ) -> Future[Any]:
         """Have another worker, or this one, handle `payload`. UsageError: no such worker, or not to be pickled.
 
-        `timeout`: seconds; 0: without limit; None or less: the default. Buffers of arrays must stay as they are until
-        the future is done.
+        `timeout`: seconds; 0: without limit; None or less: the default. `doing`: what it is, for messages. Buffers of
+        arrays must stay as they are until the future is done.
         """
         to = self.find(worker)
         limit = self.timeout if timeout is None else seconds(timeout, 0.0)
@@ -160,7 +162,7 @@ class Agent:
         pickled, buffers = wire.dumps(payload, to)
         future: Future[Any] = Future()
         deadline = time.monotonic() + limit
-        call = Call(future, kind, context, deadline, limit, _described(kind, payload), buffers)
+        call = Call(future, kind, context, deadline, limit, doing or _described(kind, payload), buffers)
         number = next(self._numbers)
         self._count(kind, 1, 0)
         if deadline < self._due:
@@ -279,8 +281,10 @@ class Agent:
         self.readers.run(*calls)
 
     def _answered(self, call: Call | None, worker: WorkerInfo, received: Received) -> None:
-        if call is None:
-            return  # its time was up
+        if call is None:  # its time was up
+            with suppress(FastcollError), wire.receiving(worker):
+                wire.discard(received)
+            return
         try:
             with wire.receiving(worker), wire.entered(call.context, worker):
                 result = wire.loads(received)
@@ -416,18 +420,21 @@ class Agent:
                     self._clock_wakes.wait(min(left, threading.TIMEOUT_MAX))
                     continue
                 self._due = ENDLESS
-            now, due = time.monotonic(), ENDLESS
-            for pending in [self._own, *(link.pending for link in list(self._out.values()))]:
-                for number, call in list(pending.items()):
-                    if call.deadline > now:
-                        due = min(due, call.deadline)
-                    elif pending.pop(number, None):
-                        call.future.complete(
-                            None,
-                            RpcTimeoutError(f"{call.doing} was not answered within {call.timeout:g} s"),
-                        )
+            due = self._end_late(time.monotonic())
             with self._clock_wakes:
                 self._due = min(self._due, due)
+
+    def _end_late(self, now: float) -> float:
+        """End them; the earliest deadline of those that are left."""
+        due = ENDLESS
+        for pending in [self._own, *(link.pending for link in list(self._out.values()))]:
+            for number, call in list(pending.items()):
+                if call.deadline > now:
+                    due = min(due, call.deadline)
+                elif pending.pop(number, None):
+                    late = RpcTimeoutError(f"{call.doing} was not answered within {call.timeout:g} s")
+                    call.future.complete(None, late)
+        return due
 
 
 def _described(kind: int, payload: object) -> str:

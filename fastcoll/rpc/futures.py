@@ -53,15 +53,23 @@ class Future(Generic[T]):
         """
         if not self._is_done and not self._await(None if timeout is None else seconds(timeout, 0.0)):
             raise RpcTimeoutError(f"the result did not come within {seconds(timeout, 0.0):g} s")
-        return self.value()
+        try:
+            return self.value()
+        finally:
+            del (
+                self
+            )  # from whose exception a traceback leads here: a circle, which would keep the call's arguments
 
     def value(self) -> T:
         """The result of a future that is done, or raise its exception."""
         if not self._is_done:
             raise UsageError("the future is not done; call wait() first")
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        return cast(T, self._value)
+        if (error := self._error) is None:
+            return cast(T, self._value)
+        try:
+            raise error.with_traceback(None)
+        finally:
+            del self, error  # see `wait`
 
     def exception(self) -> BaseException | None:
         """The exception of a future that is done; None: it has a result."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 _ONCE = select.EPOLLONESHOT
 _READ = select.EPOLLIN | select.EPOLLRDHUP | _ONCE
 

@@ -43,6 +43,7 @@ INLINE = 16 << 10  # bytes of a buffer that travel in the body
 _ALIGNED = 64
 Piece = bytes | bytearray | memoryview
 Reducer = Callable[[Any, "WorkerInfo"], tuple[Any, ...] | str]
+Undo = Callable[[Any], None]
 
 
 class MessageType(IntEnum):
@@ -80,13 +81,20 @@ contexts: dict[str, Context] = {}
 
 # ---- pickling ------------------------------------------------------------------------------------------------
 
-_reducers: dict[type, Reducer] = {}
+_reducers: dict[type, tuple[Reducer, Undo | None]] = {}
 _here = threading.local()
+_AHEAD = struct.Struct(
+    "<BI"
+)  # a zero, which no pickle begins with, and the bytes of what is ahead of the pickle
 
 
-def reduce_type(cls: type, reducer: Reducer) -> None:
-    """Ask `reducer(value, to)` for the reduce tuple of instances of `cls` and its subclasses, in messages to `to`."""
-    _reducers[cls] = reducer
+def reduce_type(cls: type, reducer: Reducer, undo: Undo | None = None) -> None:
+    """Ask `reducer(value, to)` for the reduce tuple of instances of `cls` and its subclasses, in messages to `to`.
+
+    With `undo`, instances are ahead of the rest of their message: they come to be at the receiver also where the rest
+    cannot be unpickled, or is late. `undo(reduced)` is called for each if the message cannot be pickled.
+    """
+    _reducers[cls] = reducer, undo
     _table.clear()
 
 
@@ -106,13 +114,21 @@ class _Table(dict[type, Callable[[Any], Any]]):
             raise KeyError(cls)  # classes, of metaclasses, are pickled by name
         for base in cls.__mro__:
             if base in _reducers:
-                self[cls] = found = partial(_for_receiver, _reducers[base])
+                self[cls] = found = partial(_for_receiver, *_reducers[base])
                 return found
         return copyreg.dispatch_table.get(cls, _by_itself)
 
 
-def _for_receiver(reducer: Reducer, value: Any) -> Any:
-    return reducer(value, _here.receiver)
+def _for_receiver(reducer: Reducer, undo: Undo | None, value: Any) -> Any:
+    reduced = reducer(value, _here.receiver)
+    if undo is None:
+        return reduced
+    _here.ahead.append((reduced, undo))
+    return _came_ahead, (len(_here.ahead) - 1,)
+
+
+def _came_ahead(index: int) -> Any:
+    return _here.came[index]
 
 
 def _by_itself(value: Any) -> Any:
@@ -135,16 +151,23 @@ def dumps(value: Any, to: WorkerInfo) -> tuple[bytes, list[memoryview]]:
 
     pickler = pickle.Pickler(file, 5, buffer_callback=beside)
     pickler.dispatch_table = _table
-    before, _here.receiver = getattr(_here, "receiver", None), to
+    before = getattr(_here, "receiver", None), getattr(_here, "ahead", None)
+    ahead: list[tuple[Any, Undo]] = []
+    _here.receiver, _here.ahead = to, ahead
     try:
         pickler.dump(value)
-    except UsageError:
-        raise
-    except Exception as error:
+    except BaseException as error:
+        for reduced, undo in ahead:
+            undo(reduced)
+        if isinstance(error, UsageError) or not isinstance(error, Exception):
+            raise
         raise UsageError(f"what goes to {to} cannot be pickled: {error}") from error
     finally:
-        _here.receiver = before
-    return file.getvalue(), buffers
+        _here.receiver, _here.ahead = before
+    if not ahead:
+        return file.getvalue(), buffers
+    first = pickle.dumps([reduced for reduced, _ in ahead], 5)
+    return b"".join([_AHEAD.pack(0, len(first)), first, file.getvalue()]), buffers
 
 
 def context_for(to: WorkerInfo) -> bytes:
@@ -172,7 +195,28 @@ def entered(context: bytes, worker: WorkerInfo) -> Iterator[None]:
 
 def loads(received: Received) -> Any:
     """What a message holds; any error that unpickling brings. Only inside of `receiving`."""
-    return pickle.loads(received.pickled, buffers=received.buffers)
+    if received.pickled[0]:
+        return pickle.loads(received.pickled, buffers=received.buffers)
+    before = getattr(_here, "came", None)
+    came, rest = _take_ahead(received)
+    _here.came = came
+    try:
+        return pickle.loads(rest, buffers=received.buffers)
+    finally:
+        _here.came = before
+
+
+def discard(received: Received) -> None:
+    """Nobody waits for the message: what is ahead of it comes to be, and ends. Only inside of `receiving`."""
+    if not received.pickled[0]:
+        _take_ahead(received)
+
+
+def _take_ahead(received: Received) -> tuple[list[Any], memoryview]:
+    """What comes ahead of a message's pickle, and the pickle."""
+    view = memoryview(received.pickled)
+    end = _AHEAD.size + _AHEAD.unpack_from(view)[1]
+    return [function(*args) for function, args in pickle.loads(view[_AHEAD.size : end])], view[end:]
 
 
 @contextmanager
