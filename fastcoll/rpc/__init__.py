@@ -9,10 +9,12 @@ from . import functions
 from .agent import WorkerInfo
 from .calls import get_worker_info, rpc_async, rpc_sync
 from .futures import Future, collect_all, wait_all
+from .rref import RRef, remote
 from .start import RpcBackendOptions, TensorPipeRpcBackendOptions, init_rpc, shutdown
 
 __all__ = [
     "Future",
+    "RRef",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
@@ -20,6 +22,7 @@ __all__ = [
     "functions",
     "get_worker_info",
     "init_rpc",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",

@@ -40,6 +40,7 @@ from . import calls
 from .agent import UNCOUNTED as ROUND
 from .agent import Agent, WorkerInfo, current_agent, set_current
 from .futures import Future, collect_all
+from .references import References
 
 _DEFAULT_SECONDS = 60.0  # of torch
 _LISTEN_SECONDS = 2.0  # a worker at whose address nobody listens for so long is gone
@@ -159,8 +160,8 @@ class _Running:
 
     it: _Running | None = None
 
-    def __init__(self, agent: Agent, found: _Found, roster: Roster) -> None:
-        self.agent, self.rounds = agent, _Rounds(agent)
+    def __init__(self, agent: Agent, references: References, found: _Found, roster: Roster) -> None:
+        self.agent, self.references, self.rounds = agent, references, _Rounds(agent)
         self._found, self._roster = found, roster
 
     def leave(self, farewell: str) -> None:
@@ -176,6 +177,7 @@ class _Running:
                 steps.callback(self._found.job.leave, _EXIT_SECONDS)
             steps.callback(self._roster.leave)
             steps.callback(self.agent.close, farewell, AbortedError("rpc was shut down"))
+            steps.callback(self.references.close)
 
 
 def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Running:
@@ -198,6 +200,8 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         undo.callback(set_current, None)
         set_current(agent)  # before the first call, which may come at once, of who has joined already
         calls.serve(agent)
+        references = References(agent)
+        undo.callback(references.close)
 
         def deliver(opening: Opening, connection: Any) -> None:
             if opening.kind is Kind.RPC:
@@ -208,7 +212,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         with GroupMeeting(PrefixStore("places", store), members, found.rank, limit, doing) as meeting:
             running_roster = gather(meeting, members, found.rank, deliver)
         rosters.append(running_roster)
-        running = _Running(agent, found, running_roster)
+        running = _Running(agent, references, found, running_roster)
         joined.set()
         undo.pop_all()
     return running

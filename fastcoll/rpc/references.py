@@ -1,0 +1,239 @@
+"""References: the values that a worker owns and the references that it has, with the calls that make and fetch them.
+
+counting.py counts. Its ledger is under a lock here, and one thread sends what it wants to be told, so that no thread
+that reads a connection waits until it can send. An RRef's `__del__` may run on any thread at any time, also on one that
+has the lock: all that it does is to put the reference into a SimpleQueue, whose `put` may interrupt itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from ..core.work import Timeout
+from ..errors import (
+    FastcollError,
+    GroupError,
+    NotInitializedError,
+    PeerDiedError,
+    RpcTimeoutError,
+    UsageError,
+)
+from . import wire
+from .agent import Agent, RemoteTraceback, WorkerInfo
+from .calls import run_user_function
+from .counting import CONFIRMED, FORK, Id, Ledger, Message, Reference
+from .futures import Future
+
+T = TypeVar("T")
+_COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
+_SETTLE_SECONDS = 30.0  # in which `shutdown` waits for the others' last messages
+_log = logging.getLogger("fastcoll")
+
+
+class References:
+    """Those of this worker, from `init_rpc` until `shutdown`."""
+
+    current: References | None = None
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.is_closed = False
+        self.todo: SimpleQueue[Any] = SimpleQueue()  # what ended; (to, kind, payload) to be told; None: stop
+        self._me = agent.me.id
+        self._ledger = Ledger(self._me, {worker.id for worker in agent.workers} - {self._me})
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._values: dict[Id, Future[Any]] = {}
+        self._expected: dict[Id, Future[Any]] = {}  # asked for before the call came that makes them
+        self._gone: dict[int, FastcollError] = {}
+        self._thread = threading.Thread(target=self._run, name="fastcoll-rpc-references", daemon=True)
+        agent.on(_COUNTING, lambda sender, message: self._step(self._ledger.handle, sender.id, message))
+        agent.on(_REMOTE, self._make, with_contexts=True)
+        agent.on(_FETCH, lambda _, rref: self.value_of(rref), with_contexts=True)
+        agent.on(_FAILED, self._not_made)
+        agent.on_death(self._died)
+        agent.on_shutdown(self._wind_up)
+        References.current = self
+        self._thread.start()
+
+    def close(self) -> None:
+        """Drop all values."""
+        self.is_closed = True
+        if References.current is self:
+            References.current = None
+        self.todo.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        values, self._values, self._expected = [self._values, self._expected], {}, {}
+        del values
+
+    # ---- what this worker's RRefs do -------------------------------------------------------------------------------
+
+    def own(self, value: Any) -> Reference:
+        """A reference to a value that is here."""
+        ref = self._step(self._ledger.make, self._me)
+        future = self._values[ref.rref] = Future[Any]()
+        future.set_result(value)
+        return ref
+
+    def make(self, to: WorkerInfo, call: tuple[Any, ...], timeout: Timeout) -> tuple[Reference, Future[None]]:
+        """A reference to what a call (function, arguments, keyword arguments) returns on a worker, and its end."""
+        ref = self._step(self._ledger.make, to.id)
+        try:
+            made = self.agent.call(to, _REMOTE, (*call, ref), timeout)
+        except BaseException:
+            self._step(self._ledger.take_back, ref)
+            raise
+        made.add_done_callback(partial(self._was_made, ref))
+        return ref, made
+
+    def fetch(self, ref: Reference, timeout: Timeout) -> Any:
+        """A copy of a value; the value itself, if it is here."""
+        if ref.owner == self._me:
+            return self.value_of(ref.rref).wait(timeout or None)
+        return self.agent.call(ref.owner, _FETCH, ref.rref, timeout, "to_here() of an RRef").wait()
+
+    def value_of(self, rref: Id) -> Future[Any]:
+        """A value that is here, or will be when the call has come that makes it."""
+        with self._lock:
+            found = self._values.get(rref) or self._expected.get(rref)
+            if found is not None:
+                return found
+            found = Future()
+            if self.is_closed or (rref[0] == self._me and rref not in self._ledger.forks):
+                found.set_exception(UsageError(f"the value of RRef {rref[0]}.{rref[1]} was released"))
+            elif gone := self._gone.get(rref[0]):
+                found.set_exception(_never_made(gone, rref[0]))
+            else:
+                self._expected[rref] = found
+            return found
+
+    def confirm(self, ref: Reference) -> None:
+        """The owner has shown that it knows the reference."""
+        self._step(self._ledger.handle, ref.owner, Message(CONFIRMED, ref))
+
+    def is_known(self, ref: Reference) -> bool:
+        """Whether the owner knows the reference."""
+        held = self._ledger.held.get(ref.fork)
+        return ref.owner == self._me or (held is not None and held.known)
+
+    def pass_on(self, ref: Reference, to: WorkerInfo) -> Reference:
+        """The reference that goes to another worker in a message; `take_back`, if that cannot be sent."""
+        return self._step(self._pass_on, ref, to.id)
+
+    def _pass_on(self, ref: Reference, to: int) -> Reference:
+        if self.is_closed:
+            raise NotInitializedError("an RRef cannot be passed on: rpc is being shut down")
+        return self._ledger.pass_on(ref, to)
+
+    def take_back(self, ref: Reference) -> None:
+        self._step(self._ledger.take_back, ref)
+
+    def take_in(self, ref: Reference, sender: WorkerInfo) -> None:
+        """A reference has come in a message."""
+        if not self._step(self._ledger.take_in, ref, sender.id):
+            raise self._gone.get(sender.id) or PeerDiedError(f"worker {sender} died", [sender.id])
+
+    # ---- values that are made here for others ------------------------------------------------------------------------
+
+    def _make(self, caller: WorkerInfo, payload: tuple[Any, ...]) -> Future[None] | None:
+        func, args, kwargs, ref = payload
+        value = self._begun(caller, ref)
+        try:
+            result = run_user_function(func, args, kwargs)
+        except BaseException as error:
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            error.__cause__ = RemoteTraceback(f"On {self.agent.me}:\n{text}")
+            value.complete(None, error.with_traceback(None))
+            return None
+        if not isinstance(result, Future):
+            value.complete(result, None)
+            return None
+
+        def end(done: Future[Any]) -> None:
+            error = done.exception()
+            value.complete(None if error else done.value(), error)
+
+        return result.then(end)
+
+    def _begun(self, caller: WorkerInfo, ref: Reference) -> Future[Any]:
+        """The future of a value, now that the call has come that makes it."""
+        if caller.id != self._me:
+            self._step(self._ledger.handle, caller.id, Message(FORK, ref, caller.id))
+        with self._lock:
+            value = self._expected.pop(ref.rref, None) or Future()
+            if ref.rref in self._ledger.forks:  # else it is released already
+                self._values[ref.rref] = value
+        return value
+
+    def _was_made(self, ref: Reference, made: Future[None]) -> None:
+        """The call is over. If its arguments could not be unpickled, say so to the owner: others may wait there."""
+        error = made.exception()
+        if error is not None and not isinstance(error, (RpcTimeoutError, GroupError)):
+            self.todo.put((ref.owner, _FAILED, (ref, wire.pickled_error(error), str(error))))
+
+    def _not_made(self, caller: WorkerInfo, payload: tuple[Any, ...]) -> None:
+        ref, pickled, text = payload
+        error = (wire.loaded_error(pickled) if pickled else None) or UsageError(text)
+        self.agent.readers.run(partial(self._begun(caller, ref).complete, None, error))
+
+    # ---- what follows ------------------------------------------------------------------------------------------------
+
+    def _step(self, do: Callable[..., T], *args: Any) -> T:
+        """Call a method of the ledger, and see to what follows from it."""
+        with self._lock:
+            result = do(*args)
+            while self._ledger.outbox:
+                to, message = self._ledger.outbox.pop()
+                self.todo.put((to, _COUNTING, message))
+            freed = []
+            while self._ledger.freed:
+                rref = self._ledger.freed.pop()
+                freed += [self._values.pop(rref, None), self._expected.pop(rref, None)]
+            if self.is_closed:
+                self._settled.notify_all()
+        if freed:  # values may do anything when they end: not under the lock, and on a thread that may block
+            self.agent.readers.run(freed.clear)
+        return result
+
+    def _run(self) -> None:
+        while (item := self.todo.get()) is not None:
+            if isinstance(item, Reference):
+                self._step(self._ledger.release, item)
+                continue
+            to, kind, payload = item
+            try:
+                self.agent.connect(self.agent.workers[to])  # raises where the worker is gone; `tell` does not
+                self.agent.tell(to, kind, payload)
+            except FastcollError as error:
+                self._died(to, error)
+
+    def _died(self, worker: int, error: FastcollError) -> None:
+        self._gone.setdefault(worker, error)
+        self._step(self._ledger.died, worker)
+        with self._lock:
+            lost = [self._expected.pop(rref) for rref in list(self._expected) if rref[0] == worker]
+        for value in lost:
+            self.agent.readers.run(partial(value.complete, None, _never_made(error, worker)))
+
+    def _wind_up(self) -> None:
+        """In `shutdown`: all RRefs end, also those that programs still have."""
+        with self._lock:
+            self.is_closed = True
+        self._step(self._ledger.release_all)
+        with self._settled:
+            if not self._settled.wait_for(self._ledger.is_settled, _SETTLE_SECONDS):
+                left = len(self._ledger.forks), len(self._ledger.held), _SETTLE_SECONDS
+                _log.warning(
+                    "shutdown: %d values and %d RRefs are left that others did not end in %g s", *left
+                )
+
+
+def _never_made(error: FastcollError, maker: int) -> FastcollError:
+    return PeerDiedError(f"{error}, before its call came that makes the RRef's value", [maker])

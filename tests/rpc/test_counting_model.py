@@ -1,0 +1,362 @@
+"""The protocol of fastcoll/rpc/counting.py, explored over every schedule of small worlds.
+
+Workers pass references to one value on along the routes of a program, release them, and die, at any time. Messages
+arrive in any order, also between the same two workers; those of the dead may be lost. In every state: the owner has the
+value as long as a living worker has a reference to it, and it knows each reference before its end. When no reference,
+message and unseen death is left, nobody remembers anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from fastcoll.rpc import counting
+from fastcoll.rpc.counting import Held, Ledger, Message, Reference
+
+PASS, REMOTE = "pass", "remote"
+Letter = tuple[int, int, Any, Any]  # from, to, PASS or REMOTE and a reference, or the fields of a Message
+
+
+def with_item(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def copied(ledger: Ledger) -> Ledger:
+    return replace(
+        ledger,
+        others=set(ledger.others),
+        forks={rref: dict(forks) for rref, forks in ledger.forks.items()},
+        held={fork: replace(held) for fork, held in ledger.held.items()},
+        children=dict(ledger.children),
+        dead=set(ledger.dead),
+        awaited=set(ledger.awaited),
+        owed=dict(ledger.owed),
+        outbox=[],
+        freed=[],
+    )
+
+
+def frozen(ledger: Ledger) -> Any:
+    return (
+        frozenset((rref, frozenset(forks.items())) for rref, forks in ledger.forks.items()),
+        frozenset((h.ref, h.parent, h.known, h.children, h.released) for h in ledger.held.values()),
+        frozenset((c.ref, c.parent, c.to) for c in ledger.children.values()),
+        frozenset(ledger.dead),
+        frozenset(ledger.awaited),
+        frozenset(ledger.owed.items()),
+        (ledger.sweep, ledger.ids),
+    )
+
+
+@dataclass(frozen=True)
+class State:
+    ledgers: tuple[Ledger, ...]
+    objects: tuple[tuple[Reference, ...], ...]  # of each worker
+    frozen: tuple[Any, ...]  # the ledgers, to be compared
+    letters: frozenset[Letter] = frozenset()  # under way
+    routes: tuple[tuple[int, int], ...] = ()  # not used yet
+    mortal: tuple[int, ...] = ()
+    unseen: tuple[tuple[int, int], ...] = ()  # who has not seen whose death
+    gone: frozenset[int] = frozenset()
+    made: bool = False  # the owner, worker 0, has made the value
+
+    def key(self) -> Any:
+        return (
+            self.frozen,
+            self.objects,
+            self.letters,
+            self.routes,
+            self.mortal,
+            self.unseen,
+            self.gone,
+            self.made,
+        )
+
+
+class Model:
+    """The transitions of `size` workers.
+
+    Args:
+        routes: (from, to): messages that hold a reference, each sent at most once, and in any order.
+        mortal: the workers that may die.
+        maker: the worker that makes the value: worker 0, which owns it, or another one by `remote`.
+        keepers: workers that release nothing, for fewer states.
+        ledger: the class of the ledgers; the tests of the model itself give faulty ones.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        routes: list[tuple[int, int]],
+        mortal: tuple[int, ...] = (),
+        maker: int = 0,
+        keepers: tuple[int, ...] = (),
+        ledger: type[Ledger] = Ledger,
+    ) -> None:
+        ledgers = tuple(ledger(rank, set(range(size)) - {rank}) for rank in range(size))
+        ref = ledgers[maker].make(0)
+        objects = tuple((ref,) if rank == maker else () for rank in range(size))
+        letters = frozenset({(maker, 0, REMOTE, ref)} if maker else ())
+        self.rref, self.keepers = ref.rref, keepers
+        fields = {"routes": tuple(routes), "mortal": mortal, "made": maker == 0}
+        self.start = State(ledgers, objects, tuple(map(frozen, ledgers)), letters, **fields)
+
+    def explore(self) -> int:
+        """Visit every reachable state; returns their number."""
+        known, todo = {self.start.key()}, [self.start]
+        while todo:
+            state = todo.pop()
+            self.check(state)
+            for after in self.steps(state):
+                key = after.key()
+                if key not in known:
+                    known.add(key)
+                    todo.append(after)
+        return len(known)
+
+    def check(self, state: State) -> None:
+        held = any(state.objects)
+        if 0 not in state.gone and state.made and held:
+            assert self.rref in state.ledgers[0].forks, f"freed while it is held: {state}"
+        if not (held or state.letters or state.unseen):
+            for rank, ledger in enumerate(state.ledgers):
+                left = ledger.forks or ledger.held or ledger.children or ledger.owed or ledger.awaited
+                assert rank in state.gone or not left, f"never freed: {state}"
+
+    def steps(self, state: State) -> Iterator[State]:
+        for rank, objects in enumerate(state.objects):
+            for ref in objects:
+                if rank not in self.keepers:
+                    yield self.release(state, rank, ref)
+                for route in {route for route in state.routes if route[0] == rank}:
+                    yield self.pass_on(state, route, ref)
+        for letter in state.letters:
+            yield self.deliver(state, letter)
+        for rank in state.mortal:
+            yield self.die(state, rank)
+        for seer, dead in state.unseen:
+            yield self.see(state, seer, dead)
+
+    def act(
+        self, state: State, rank: int, ledger: Ledger, more: tuple[Letter, ...] = (), **fields: Any
+    ) -> State:
+        """The state after a step of `rank` that has left `ledger` behind."""
+        sent = {(rank, to, *message) for to, message in ledger.outbox} | set(more)
+        ledger.outbox.clear()
+        letters = fields.pop("letters", state.letters)
+        letters |= {letter for letter in sent if letter[1] not in state.gone}
+        return replace(
+            state,
+            ledgers=with_item(state.ledgers, rank, ledger),
+            frozen=with_item(state.frozen, rank, frozen(ledger)),
+            letters=letters,
+            **fields,
+        )
+
+    def release(self, state: State, rank: int, ref: Reference) -> State:
+        ledger = copied(state.ledgers[rank])
+        ledger.release(ref)
+        left = tuple(other for other in state.objects[rank] if other != ref)
+        return self.act(state, rank, ledger, objects=with_item(state.objects, rank, left))
+
+    def pass_on(self, state: State, route: tuple[int, int], ref: Reference) -> State:
+        rank, to = route
+        ledger = copied(state.ledgers[rank])
+        child = ledger.pass_on(ref, to)
+        routes = list(state.routes)
+        routes.remove(route)
+        return self.act(state, rank, ledger, ((rank, to, PASS, child),), routes=tuple(routes))
+
+    def deliver(self, state: State, letter: Letter) -> State:
+        sender, rank, *rest = letter
+        fields: dict[str, Any] = {"letters": state.letters - {letter}}
+        ledger = copied(state.ledgers[rank])
+        if rest[0] == PASS:
+            if ledger.take_in(rest[1], sender):
+                fields["objects"] = with_item(state.objects, rank, (*state.objects[rank], rest[1]))
+        elif rest[0] == REMOTE:
+            ledger.handle(sender, Message(counting.FORK, rest[1], sender))
+            fields["made"] = state.made or sender not in ledger.dead
+        else:
+            message = Message(*rest)
+            if message.kind == counting.DELETE and sender not in ledger.dead:
+                assert message.ref is not None
+                known = message.ref.fork in ledger.forks.get(message.ref.rref, {})
+                assert known, f"the end of a reference that the owner does not know: {state}"
+            ledger.handle(sender, message)
+        return self.act(state, rank, ledger, **fields)
+
+    def die(self, state: State, rank: int) -> State:
+        gone = state.gone | {rank}
+        seers = [seer for seer in range(len(state.ledgers)) if seer not in gone]
+        unseen = [(seer, dead) for seer, dead in state.unseen if seer != rank]
+        return replace(
+            state,
+            objects=with_item(state.objects, rank, ()),
+            letters=frozenset(letter for letter in state.letters if letter[1] != rank),
+            mortal=tuple(other for other in state.mortal if other != rank),
+            unseen=tuple(sorted(unseen + [(seer, rank) for seer in seers])),
+            gone=gone,
+        )
+
+    def see(self, state: State, seer: int, dead: int) -> State:
+        ledger = copied(state.ledgers[seer])
+        ledger.died(dead)
+        return self.act(
+            state,
+            seer,
+            ledger,
+            letters=frozenset(letter for letter in state.letters if letter[:2] != (dead, seer)),
+            unseen=tuple(pair for pair in state.unseen if pair != (seer, dead)),
+        )
+
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "to a user and back": {"size": 2, "routes": [(0, 1), (0, 1), (1, 0)]},
+    "to oneself": {"size": 2, "routes": [(0, 0), (0, 1), (1, 1)]},
+    "a remote value": {"size": 2, "routes": [(0, 1), (1, 0), (1, 0)], "maker": 1},
+    "from user to user": {"size": 3, "routes": [(0, 1), (1, 2), (2, 0)]},
+    "round and round": {"size": 3, "routes": [(0, 1), (1, 2), (2, 1)]},
+    "a remote value passed on": {"size": 3, "routes": [(1, 2), (2, 0)], "maker": 1},
+    "a remote value passed on twice": {"size": 3, "routes": [(1, 2), (2, 1)], "maker": 1},
+    "through three users": {"size": 4, "routes": [(0, 1), (1, 2), (2, 3)]},
+    "a user dies": {"size": 2, "routes": [(0, 1), (1, 0), (1, 1)], "mortal": (1,)},
+    "the owner dies": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (0,)},
+    "who passed it on dies": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (1,)},
+    "who passed it on through another dies": {"size": 3, "routes": [(0, 1), (1, 2), (2, 1)], "mortal": (1,)},
+    "who made it dies": {"size": 3, "routes": [(1, 2)], "mortal": (1,), "maker": 1},
+    "who got it dies": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (2,)},
+    "who got it passes it on and dies": {"size": 4, "routes": [(0, 1), (1, 2), (2, 3)], "mortal": (2,)},
+    "two die": {"size": 4, "routes": [(0, 1), (1, 2), (2, 3)], "mortal": (1, 2), "keepers": (1, 2)},
+    "all users die": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (1, 2)},
+    "a user and the owner die": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (0, 1)},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_schedule(name: str) -> None:
+    assert Model(**PROGRAMS[name]).explore() > 200
+
+
+class DeletesBeforeItIsKnown(Ledger):
+    def _settle(self, held: Held) -> None:
+        if held.children == -1:  # it was deleted
+            del self.held[held.ref.fork]
+        elif held.released and not held.known and not held.children:
+            self._send(held.ref.owner, counting.DELETE, held.ref)
+            held.children = -1
+        else:
+            super()._settle(held)
+
+
+class DeletesBeforeItsChildrenAreKnown(Ledger):
+    def release(self, ref: Reference) -> None:
+        if held := self.held.get(ref.fork):
+            held.children = 0
+            self.children.clear()
+        super().release(ref)
+
+
+class AcceptsBeforeItIsKnown(Ledger):
+    def take_in(self, ref: Reference, parent: int) -> bool:
+        if parent not in (ref.owner, self.me) and self.me != ref.owner:
+            self._send(parent, counting.ACCEPTED, ref)
+        return super().take_in(ref, parent)
+
+
+class OwnerAcceptsNothing(Ledger):
+    def take_in(self, ref: Reference, parent: int) -> bool:
+        taken = super().take_in(ref, parent)
+        self.outbox = [letter for letter in self.outbox if letter[1].kind != counting.ACCEPTED]
+        return taken
+
+
+class ForgetsToDelete(Ledger):
+    def _settle(self, held: Held) -> None:
+        if not held.released:
+            super()._settle(held)
+
+
+class FreesWhatTheDeadHeldAtOnce(Ledger):
+    def died(self, worker: int) -> None:
+        super().died(worker)
+        self._end_sweep()
+
+
+class KeepsWhatTheDeadHeld(Ledger):
+    def _end_sweep(self) -> None:
+        pass
+
+
+class AnswersSweepsAtOnce(Ledger):
+    def handle(self, sender: int, message: Message) -> None:
+        if message.kind == counting.SWEEP and sender not in self.dead:
+            self._send(sender, counting.SWEPT, None, message.number)
+        super().handle(sender, message)
+
+
+class TakesInFromTheDead(Ledger):
+    def take_in(self, ref: Reference, parent: int) -> bool:
+        dead, self.dead = self.dead, self.dead - {parent}
+        taken = super().take_in(ref, parent)
+        self.dead = dead
+        return taken
+
+
+class ForgetsWhatItGaveToTheDead(Ledger):
+    def died(self, worker: int) -> None:
+        for child in [child for child in self.children.values() if child.to == worker]:
+            self._accepted(child.ref)
+        super().died(worker)
+
+
+class WaitsForTheDead(Ledger):
+    def died(self, worker: int) -> None:
+        if self.awaited:
+            self.dead.add(worker)
+            self.others.discard(worker)
+        else:
+            super().died(worker)
+
+
+class SweepsForTheFirstDeathOnly(Ledger):
+    def _begin_sweep(self) -> None:
+        if not self.awaited:
+            super()._begin_sweep()
+        elif not (self.awaited - self.dead):
+            self._end_sweep()
+        self.awaited -= self.dead
+
+
+class AnswersTheSweepThatCameLast(Ledger):
+    def handle(self, sender: int, message: Message) -> None:
+        if message.kind == counting.SWEEP:
+            self.owed.pop(sender, None)
+        super().handle(sender, message)
+
+
+FAULTS: list[tuple[type[Ledger], str, str]] = [
+    (DeletesBeforeItIsKnown, "from user to user", "does not know"),
+    (DeletesBeforeItsChildrenAreKnown, "from user to user", "freed while"),
+    (AcceptsBeforeItIsKnown, "from user to user", "freed while"),
+    (OwnerAcceptsNothing, "to a user and back", "never freed"),
+    (ForgetsToDelete, "to a user and back", "never freed"),
+    (FreesWhatTheDeadHeldAtOnce, "who passed it on dies", "freed while"),
+    (KeepsWhatTheDeadHeld, "a user dies", "never freed"),
+    (AnswersSweepsAtOnce, "who passed it on dies", "freed while"),
+    (TakesInFromTheDead, "who passed it on dies", "freed while"),
+    (ForgetsWhatItGaveToTheDead, "who got it passes it on and dies", "freed while"),
+    (WaitsForTheDead, "two die", "never freed"),
+    (SweepsForTheFirstDeathOnly, "two die", "freed while"),
+    (AnswersTheSweepThatCameLast, "two die", "never freed"),
+]
+
+
+@pytest.mark.parametrize(("ledger", "program", "found"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
+def test_the_model_finds(ledger: type[Ledger], program: str, found: str) -> None:
+    with pytest.raises(AssertionError, match=found):
+        Model(**PROGRAMS[program], ledger=ledger).explore()

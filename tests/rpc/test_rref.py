@@ -1,0 +1,508 @@
+"""RRefs between processes: values, errors, travels; a value ends when nobody has an RRef to it, and not before."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll
+from fastcoll import PeerDiedError, RpcTimeoutError, UsageError, rpc
+from fastcoll.rpc.references import References
+
+LIMIT = 30.0  # seconds that nothing here takes on a quiet machine
+ended: queue.SimpleQueue[Any] = (
+    queue.SimpleQueue()
+)  # on each worker: the names of the values that ended there,
+seen: list[str] = []  # and those taken out of it
+kept: list[Any] = []
+once: queue.SimpleQueue[bool] = queue.SimpleQueue()
+may_go_on, is_kept = threading.Event(), threading.Event()
+
+
+class Value:
+    """A value that tells its end."""
+
+    def __init__(self, name: str, number: int = 0) -> None:
+        self.name, self.number = name, number
+
+    def __reduce__(self) -> Any:
+        return Copy, (self.name, self.number)
+
+    def __del__(self) -> None:
+        ended.put(self.name)
+
+    def add(self, number: int, times: int = 1) -> int:
+        self.number += number * times
+        return self.number
+
+    def fail(self) -> None:
+        raise KeyError(self.name)
+
+    def itself(self) -> Value:
+        return self
+
+    @rpc.functions.async_execution
+    def added_elsewhere(self, worker: str, number: int) -> Any:
+        return rpc.rpc_async(worker, operator.add, (self.number, number))
+
+
+@dataclass
+class Copy:
+    name: str
+    number: int
+
+
+@contextmanager
+def workers(rank: int, graceful: bool = True) -> Iterator[None]:
+    """This rank as the worker w0, w1, ..."""
+    seen.clear()
+    rpc.init_rpc(f"w{rank}")
+    try:
+        yield
+        rpc.shutdown(graceful)
+    finally:
+        if References.current is not None:
+            rpc.shutdown(graceful=False)
+        kept.clear()
+        may_go_on.clear()
+        is_kept.clear()
+
+
+def await_end(name: str, count: int = 1) -> None:
+    """Wait until so many values of that name have ended here."""
+    while seen.count(name) < count:
+        seen.append(ended.get(timeout=LIMIT))
+
+
+def keep(*values: Any) -> None:
+    kept.extend(values)
+    is_kept.set()
+
+
+def await_kept() -> None:
+    assert is_kept.wait(LIMIT)
+
+
+def let_go() -> None:
+    kept.clear()
+
+
+def kept_one() -> Any:
+    return kept[0]
+
+
+def kept_number() -> int:
+    return kept[0].to_here().number
+
+
+def has_ended(name: str) -> bool:
+    while not ended.empty():
+        seen.append(ended.get())
+    return name in seen
+
+
+def local_name(rref: Any) -> str:
+    return rref.local_value().name
+
+
+def unwrap(rref: Any) -> Any:
+    return rref.to_here().number
+
+
+def new_rref(name: str) -> Any:
+    return rpc.RRef(Value(name))
+
+
+def boom(number: int) -> None:
+    raise ValueError(f"boom {number}")
+
+
+def after_all_waited(result: Any) -> Any:
+    assert may_go_on.wait(LIMIT)
+    return result
+
+
+def after_all_waited_once(result: Any) -> Any:
+    assert once.get(timeout=LIMIT)
+    return result
+
+
+def go_on_once() -> None:
+    once.put(True)
+
+
+def go_on() -> None:
+    may_go_on.set()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_remote_value_and_who_owns_it(rank: int, world_size: int) -> None:
+    with workers(rank):
+        if rank == 0:
+            for owner in range(world_size):
+                rref = rpc.remote(f"w{owner}", operator.mul, args=(np.arange(3.0), 2))
+                assert rref.to_here().tolist() == [0, 2, 4]
+                assert (rref.owner().id, rref.owner_name()) == (owner, f"w{owner}")
+                assert rref.is_owner() == (owner == 0)
+                assert rref.confirmed_by_owner()
+                assert f"of w{owner}" in str(rref)
+            with pytest.raises(UsageError, match=r"w0 .*to_here"):
+                rref.local_value()
+            own = rpc.RRef([5])
+            assert own.to_here() is own.local_value()
+            assert own.is_owner()
+            assert rpc.remote(1, Value, ("keyword",), {"number": 3}).to_here() == Copy("keyword", 3)
+
+
+@pytest.mark.ranks(3)
+def test_what_the_function_raises_is_raised_where_the_value_is_wanted(rank: int) -> None:
+    with workers(rank):
+        if rank == 0:
+            rref = rpc.remote("w1", boom, args=(7,))
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"^boom 7$") as caught:
+                    rref.to_here()
+            assert "On w1" in str(caught.value.__cause__)
+            assert "in boom" in str(caught.value.__cause__)
+            for worker, function in (("w1", local_name), ("w2", unwrap)):
+                with pytest.raises(ValueError, match=r"^boom 7$"):
+                    rpc.rpc_sync(worker, function, args=(rref,))
+            with pytest.raises(ValueError, match=r"^boom 7$"):
+                rref.rpc_sync().add(3)
+            with pytest.raises(ValueError, match=r"^boom 8$"):
+                rpc.remote("w0", boom, args=(8,)).local_value()
+
+
+@pytest.mark.ranks(3)
+def test_a_function_that_the_owner_lacks_fails_everybody_who_waits_for_its_value(rank: int) -> None:
+    with workers(rank):
+        if rank == 0:
+            module = types.ModuleType("only_on_rank_0")
+            sys.modules[module.__name__] = module
+            exec("def f():\n    pass", module.__dict__)
+            rref = rpc.remote("w1", module.f)
+            del sys.modules[module.__name__]
+            with pytest.raises(ModuleNotFoundError, match="only_on_rank_0"):
+                rpc.rpc_sync("w2", unwrap, args=(rref,))
+            with pytest.raises(ModuleNotFoundError, match="only_on_rank_0"):
+                rref.to_here()
+
+
+@pytest.mark.ranks(2)
+def test_misuse_is_refused(rank: int) -> None:
+    with workers(rank):
+        if rank == 0:
+            with pytest.raises(UsageError, match="no worker 'w9'"):
+                rpc.remote("w9", boom)
+            with pytest.raises(UsageError, match="func is 3"):
+                rpc.remote("w1", 3)  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="cannot be pickled"):
+                rpc.remote("w1", lambda: 3)
+            with pytest.raises(UsageError, match="argument or result of a remote call"):
+                pickle.dumps(rpc.RRef(3))
+
+
+@pytest.mark.ranks(2)
+def test_time_limits(rank: int) -> None:
+    with workers(rank):
+        if rank == 0:
+            late = rpc.remote("w1", after_all_waited, args=(1,), timeout=0.1)
+            slow = rpc.remote("w1", after_all_waited, args=(2,))
+            own = rpc.remote("w0", after_all_waited, args=(3,))
+            for rref in (slow, own):
+                with pytest.raises(RpcTimeoutError):
+                    rref.to_here(timeout=0.05)
+            with pytest.raises(RpcTimeoutError):
+                late.to_here()
+            with pytest.raises(RpcTimeoutError, match=r"remote\(\) timed out"):
+                late.to_here()
+            rpc.rpc_sync("w1", go_on)
+            go_on()
+            assert (slow.to_here(), own.to_here(), own.local_value()) == (2, 3, 3)
+
+
+@pytest.mark.ranks(3)
+def test_methods_of_the_value_are_called_on_its_owner(rank: int) -> None:
+    with workers(rank):
+        if rank == 0:
+            for owner in ("w1", "w0"):
+                rref = rpc.remote(owner, Value, ("counter", 1))
+                assert rref.rpc_sync().add(2, times=3) == 7
+                assert rref.rpc_async().add(1).wait() == 8
+                assert rref.remote().add(1).to_here() == 9
+                assert rref.rpc_sync().added_elsewhere("w2", 5) == 14
+                assert rref.rpc_async().added_elsewhere("w2", 6).wait() == 15
+                assert rref.remote().added_elsewhere("w2", 7).to_here() == 16
+                for call in (rref.rpc_sync().fail, lambda r=rref: r.rpc_async().fail().wait()):
+                    with pytest.raises(KeyError, match="counter"):
+                        call()
+                with pytest.raises(AttributeError, match="nothing"):
+                    rref.rpc_sync().nothing()
+                assert rref.remote().itself().to_here().number == rref.to_here().number == 9
+
+
+@pytest.mark.ranks(3, 4)
+def test_an_rref_travels_in_anything_and_the_value_stays(rank: int, world_size: int) -> None:
+    with workers(rank):
+        if rank == 0:
+            rref = rpc.remote("w1", Value, ("here", 4))
+            last = f"w{world_size - 1}"
+            rpc.rpc_sync(last, keep, args=({"a": [rref, (rref,)], "b": rref},))
+            back = rpc.rpc_sync(last, kept_one)
+            assert back["a"][0] is back["a"][1][0] is back["b"]
+            assert back["b"].to_here() == Copy("here", 4)
+            assert rpc.rpc_sync("w1", local_name, args=(back["b"],)) == "here"
+            assert rpc.rpc_sync("w0", unwrap, args=(rref,)) == 4
+            assert rpc.remote(last, unwrap, args=(rref,)).to_here() == 4
+            assert rpc.remote(last, new_rref, args=("there",)).to_here().to_here() == Copy("there", 0)
+            own = rpc.RRef(Value("own", 5))
+            assert rpc.rpc_sync(last, unwrap, args=(own,)) == 5
+
+
+@pytest.mark.ranks(3)
+def test_a_value_ends_with_the_last_rref_and_not_before(rank: int) -> None:
+    with workers(rank):
+        if rank == 0:
+            rref = rpc.remote("w1", Value, ("shared", 1))
+            rpc.rpc_sync("w2", keep, args=(rref,))
+            del rref
+            assert rpc.rpc_sync("w2", kept_number) == 1
+            back = rpc.rpc_sync("w2", kept_one)
+            rpc.rpc_sync("w2", let_go)
+            assert back.to_here().number == 1
+            assert not rpc.rpc_sync("w1", has_ended, args=("shared",))
+            del back
+            rpc.rpc_sync("w1", await_end, args=("shared",))
+            own = rpc.RRef(Value("of w0"))
+            rpc.rpc_sync("w2", keep, args=(own,))
+            del own
+            assert rpc.rpc_sync("w2", kept_number) == 0
+            assert not has_ended("of w0")
+            rpc.rpc_sync("w2", let_go)
+            await_end("of w0")
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+class NotToBeBuilt:
+    def __reduce__(self) -> Any:
+        return boom, (3,)
+
+
+@pytest.mark.ranks(3)
+def test_an_rref_in_a_message_that_does_not_come_through_keeps_nothing(rank: int) -> None:
+    """It cannot be pickled, or not be unpickled, as an argument or as a result, or comes too late."""
+    with workers(rank):
+        if rank == 0:
+            for owner in ("w0", "w1"):
+                rref = rpc.remote(owner, Value, ("kept",))
+                rref.to_here()
+                with pytest.raises(UsageError, match="not this one"):
+                    rpc.rpc_sync("w2", keep, args=(rref, Unpicklable()))
+                with pytest.raises(UsageError, match="not this one"):
+                    rpc.remote("w2", keep, args=(rref, Unpicklable()))
+                with pytest.raises(ValueError, match="boom 3"):
+                    rpc.rpc_sync("w2", keep, args=(NotToBeBuilt(), rref))
+                with pytest.raises(ValueError, match="boom 3"):
+                    rpc.rpc_sync("w2", with_what_cannot_be_built, args=(rref,))
+                with pytest.raises(UsageError, match="not this one"):
+                    rpc.rpc_sync("w2", with_what_cannot_be_pickled, args=(rref,))
+                with pytest.raises(RpcTimeoutError):
+                    rpc.rpc_sync("w2", after_all_waited_once, args=(rref,), timeout=0.05)
+                rpc.rpc_sync("w2", go_on_once)
+                del rref
+                rpc.rpc_sync(owner, await_end, args=("kept",))
+
+
+def with_what_cannot_be_built(rref: Any) -> Any:
+    return rref, NotToBeBuilt()
+
+
+def with_what_cannot_be_pickled(rref: Any) -> Any:
+    return rref, Unpicklable()
+
+
+@pytest.mark.ranks(3)
+def test_shutdown_ends_the_rrefs_that_are_left(
+    rank: int, world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rpc.init_rpc(f"w{rank}")
+    rrefs = [rpc.remote(f"w{other}", Value, (f"from {rank}",)) for other in range(world_size)]
+    rpc.rpc_sync(f"w{(rank + 1) % world_size}", keep, args=rrefs)
+    rpc.shutdown()
+    for other in range(world_size):
+        await_end(f"from {other}")
+    assert not caplog.records
+    with pytest.raises(UsageError, match="shut down"):
+        rrefs[0].to_here()
+    kept.clear()
+    with workers(rank):
+        with pytest.raises(UsageError, match="shut down"):
+            rpc.rpc_sync("w0", keep, args=(rrefs[0],))
+        assert rpc.remote("w0", operator.add, (1, 2)).to_here() == 3
+
+
+@pytest.mark.ranks(2)
+def test_rrefs_may_end_at_any_time_and_on_any_thread(rank: int) -> None:
+    """The collector of garbage runs at every few objects that are made, so also where a lock is held."""
+    with workers(rank):
+        before = gc.get_threshold()
+        gc.set_threshold(7)
+        try:
+            threads = [threading.Thread(target=make_garbage, args=(f"w{1 - rank}", 25)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(LIMIT)
+                assert not thread.is_alive()
+        finally:
+            gc.set_threshold(*before)
+        fastcoll.barrier()
+        gc.collect()
+        await_end("a", 75)
+        await_end("b", 75)
+
+
+def make_garbage(to: str, count: int) -> None:
+    for _ in range(count):
+        circle: list[Any] = [rpc.remote(to, Value, ("a",)), rpc.RRef(Value("b"))]
+        circle.append(circle)
+        rpc.rpc_sync(to, operator.length_hint, args=(circle,))
+
+
+@pytest.mark.ranks(4)
+def test_many_rrefs_on_their_way_at_once(rank: int, world_size: int) -> None:
+    with workers(rank):
+        threads = [threading.Thread(target=wander, args=(10 * rank + seed, world_size)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * LIMIT)
+            assert not thread.is_alive()
+        gc.collect()
+        for other in range(world_size):
+            rpc.rpc_sync(other, keep)
+
+
+def wander(seed: int, world_size: int) -> None:
+    """Values here and there, sent through the workers, each of which looks at it."""
+    rng = random.Random(seed)
+    for number in range(12):
+        rref = rpc.remote(rng.randrange(world_size), Value, ("wanders", number))
+        route = [rng.randrange(world_size) for _ in range(3)]
+        assert rpc.rpc_sync(route[0], pass_along, args=(rref, route[1:])) == [number] * 3
+
+
+def pass_along(rref: Any, route: list[int]) -> list[int]:
+    if not route:
+        return [rref.to_here().number]
+    rest = rpc.rpc_async(route[0], pass_along, args=(rref, route[1:]))
+    seen = rref.to_here().number
+    del rref
+    return [seen, *rest.wait()]
+
+
+# ---- deaths --------------------------------------------------------------------------------------------------------
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold(name: str) -> Any:
+    """A reference that only this worker has, to a value of worker 0."""
+    keep(rpc.remote("w0", Value, (name, 8)))
+    kept[0].to_here()
+    return kept[0]
+
+
+@pytest.mark.ranks(2, 3, fresh=True, may_die=[1])
+def test_what_a_dead_user_held_ends_within_two_seconds(rank: int, world_size: int) -> None:
+    with workers(rank, graceful=False):
+        if rank == 1:
+            hold("lonely")
+            for other in {0, world_size - 1}:
+                rpc.rpc_sync(other, go_on)
+            die()
+        assert may_go_on.wait(LIMIT)
+        if rank == 0:
+            begun = time.monotonic()
+            await_end("lonely")
+            assert time.monotonic() - begun < 2
+            if world_size > 2:
+                rpc.rpc_sync("w2", keep, args=("over",))
+        else:
+            await_kept()
+
+
+@pytest.mark.ranks(3, fresh=True, may_die=[1])
+def test_who_passed_it_on_dies_and_the_value_stays(rank: int) -> None:
+    with workers(rank, graceful=False):
+        if rank == 1:
+            rref = hold("inherited")
+            rpc.rpc_sync("w2", keep, args=(rref,))
+            rpc.rpc_async("w2", keep, args=(rref,))
+            rpc.rpc_async("w0", go_on)
+            rpc.rpc_sync("w2", go_on)
+            die()
+        assert may_go_on.wait(LIMIT)
+        if rank == 2:
+            await_death("w1")
+            assert kept[0].to_here().number == 8
+            assert not rpc.rpc_sync("w0", has_ended, args=("inherited",))
+            kept.clear()
+            rpc.rpc_sync("w0", await_end, args=("inherited",))
+            rpc.rpc_sync("w0", keep, args=("over",))
+        else:
+            await_kept()
+
+
+def await_death(worker: str) -> None:
+    def call_until_it_dies() -> None:
+        while True:
+            rpc.rpc_sync(worker, operator.not_, args=(1,))
+
+    with pytest.raises(PeerDiedError):
+        call_until_it_dies()
+
+
+@pytest.mark.ranks(3, fresh=True, may_die=[0])
+def test_the_owner_dies_and_is_named(rank: int) -> None:
+    with workers(rank, graceful=False):
+        if rank == 1:
+            rref = rpc.remote("w0", Value, ("lost",))
+            rref.to_here()
+            rpc.rpc_sync("w2", keep, args=(rref,))
+            rpc.rpc_async("w0", die)
+            await_death("w0")
+            for use in (rref.to_here, rref.rpc_sync().itself, lambda: rpc.remote("w0", Value).to_here()):
+                with pytest.raises(PeerDiedError, match="w0"):
+                    use()
+            with pytest.raises(PeerDiedError, match="w0"):
+                rpc.rpc_sync("w2", kept_number)
+            with pytest.raises(PeerDiedError, match="w0"):
+                rpc.rpc_sync("w2", unwrap, args=(rref,))
+            rpc.rpc_sync("w2", go_on)
+        elif rank == 0:
+            threading.Event().wait()
+        else:
+            assert may_go_on.wait(LIMIT)
