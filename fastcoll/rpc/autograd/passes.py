@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from ...errors import UsageError
 from ..futures import Future
 from .edges import Origin, explore, flow
+from .hooks import averaged
 
 if TYPE_CHECKING:
     from .contexts import Context
@@ -77,7 +78,7 @@ class Pass:
         gradients = flow(self, roots, self._leaves, retain_graph)
         for future in self._sent:
             future.wait()
-        self._context.accumulate(self._leaves, gradients)
+        self._context.accumulate(self._leaves, averaged(self._leaves, gradients))
 
     def fail(self, error: BaseException) -> None:
         """End what waits here."""
