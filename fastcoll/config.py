@@ -64,6 +64,7 @@ _limit = _checked(
 )
 _network = _checked(str, "tcp or mpi", lambda value: value in ("tcp", "mpi"))
 _switch = _from_to(0, 1)
+_torch_default = _checked(str, "1 or gloo", lambda value: value in ("", "1", "gloo"))
 
 SETTINGS: dict[str, Setting] = {
     "FASTCOLL_TIMEOUT": Setting(_limit, 1800.0, "seconds a call may take when no timeout is given"),
@@ -123,6 +124,11 @@ SETTINGS: dict[str, Setting] = {
     ),
     "FASTCOLL_NEWCOMER": Setting(
         _switch, 0, "1: this process takes the place of a rank that has failed; the launcher sets it"
+    ),
+    "FASTCOLL_TORCH_DEFAULT": Setting(
+        _torch_default,
+        "",
+        "1: torch's backend for CPU tensors where none is named is fastcoll; gloo: also where gloo is asked for",
     ),
     "FASTCOLL_UNTESTED_PLATFORM": Setting(
         _switch,

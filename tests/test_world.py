@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -255,6 +257,32 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
     for store in opened:
         with pytest.raises(StoreError, match="closed"):
             store.set("key", "value")
+
+
+def test_one_thread_of_a_process_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a scheduler starts two ranks as threads: the second is told at once, and the first goes on."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def meet(*_: Any) -> Rendezvous:
+        begun.set()
+        assert ended.wait(60)
+        raise RendezvousError("nobody came")
+
+    monkeypatch.setattr("fastcoll.api.world.meet", meet)
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(dist.init_process_group, init_method="file:///x", rank=0, world_size=2)
+        try:
+            assert begun.wait(60)
+            with pytest.raises(
+                UsageError, match="is joining a job already, on another thread; a process is one rank"
+            ):
+                dist.init_process_group(init_method="file:///x", rank=1, world_size=2)
+        finally:
+            ended.set()
+        with pytest.raises(RendezvousError, match="nobody came"):
+            first.result()
+        with pytest.raises(RendezvousError, match="nobody came"):
+            dist.init_process_group(init_method="file:///x", rank=1, world_size=2)
 
 
 def meet_in(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -52,6 +53,15 @@ _P = ParamSpec("_P")
 
 _job: Job | None = None
 _starts = 0  # how often this process has joined a job
+_joining = threading.Lock()  # of the thread that is joining one
+
+
+def _after_fork() -> None:
+    global _joining
+    _joining = threading.Lock()  # who had it is not in this process
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def current_job() -> Job:
@@ -129,7 +139,7 @@ def init_process_group(
 
     Raises:
         UsageError: an argument is wrong, the ranks' arguments do not fit together, or the process has
-            a default group already.
+            a default group already, or is joining on another thread.
         UnavailableError: the backend is not available, or cannot join these nodes.
         RendezvousError: the others did not come in time (StoreTimeoutError), or the store is lost.
         PeerDiedError: a process that had joined died before all had.
@@ -179,8 +189,6 @@ def join_as_newcomer(address: str, backend: str | None = None, timeout: Timeout 
 
 def _prepare(backend: str | None, timeout: Timeout) -> tuple[BackendChoice, float]:
     """Read the settings, and what of them is asked for: the backend and the seconds that everything may take."""
-    if groups.initialized and groups.inherited is None:
-        raise UsageError("there is a default process group already; call destroy_process_group first")
     config.check()
     failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
     failpoints.reach("start.enter")
@@ -190,10 +198,20 @@ def _prepare(backend: str | None, timeout: Timeout) -> tuple[BackendChoice, floa
 def _enter(start: Callable[[], tuple[Job, ProcessGroup]], choice: BackendChoice) -> None:
     """Be in the job that `start` joins, until `destroy_process_group` or the exit of the process."""
     global _job, _starts
-    groups.clear()
-    job, world = start()
-    groups.add(world, choice)
-    _job, _starts = job, _starts + 1
+    if not _joining.acquire(blocking=False):
+        raise UsageError(
+            "this process is joining a job already, on another thread; a process is one rank: start one for each rank, "
+            "as by Dask's LocalCluster(processes=True) or joblib's backend 'loky'"
+        )
+    try:
+        if groups.initialized and groups.inherited is None:
+            raise UsageError("there is a default process group already; call destroy_process_group first")
+        groups.clear()
+        job, world = start()
+        groups.add(world, choice)
+        _job, _starts = job, _starts + 1
+    finally:
+        _joining.release()
     if config.get("FASTCOLL_SHARED_ARRAYS"):
         shared_arrays.enable()
     _exit_hook.set()  # after all else, as hooks run newest first, and the store may have one that closes it

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import logging
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
+from torch.distributed.distributed_c10d import BackendConfig
 
+from .. import config
 from ..errors import UnavailableError
 from .jobs import make_group
 from .process_group import FastcollProcessGroup
 from .work import PendingWork
 
+_log = logging.getLogger("fastcoll")
 _kept: list[Any] = []  # what must live as long as the registration
 
 
@@ -22,7 +26,8 @@ _kept: list[Any] = []  # what must live as long as the registration
 def register() -> None:
     """Register the backend `fastcoll` with torch.distributed; once is enough.
 
-    From 2.14 on torch finds this function by the entry point `torch.distributed.backends`.
+    torch itself registers it by name as it is imported (fastcoll_autoload.py), and from 2.14 on finds this function by
+    the entry point `torch.distributed.backends`.
 
     Raises:
         UnavailableError: this torch was built without torch.distributed.
@@ -34,10 +39,35 @@ def register() -> None:
         _kept[0].impl("all_gather_into_tensor_out", _all_gather_into_tensor_out)
     _run_uncompiled()
     # A list: torch 2.13 takes a text for a list of one-letter devices.
-    dist.Backend.register_backend("fastcoll", _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("fastcoll", create, extended_api=True, devices=["cpu"])
+    if default := config.get("FASTCOLL_TORCH_DEFAULT"):
+        _be_default(default == "gloo")
 
 
-def _create(options: Any, pg_options: Any) -> FastcollProcessGroup:
+def _be_default(for_gloo: bool) -> None:
+    """Serve CPU tensors where a program names no backend, or where it names gloo for all of a group's devices.
+
+    A group that has NCCL beside Gloo keeps both: a process group written in Python takes the place of all others.
+    """
+    if for_gloo:
+        ask = BackendConfig.get_device_backend_map
+
+        def answer(self: Any) -> dict[str, Any]:
+            asked: dict[str, Any] = ask(self)
+            ours = set(asked.values()) == {"gloo"}
+            return dict.fromkeys(asked, dist.Backend("fastcoll")) if ours else asked
+
+        BackendConfig.get_device_backend_map = answer
+    else:
+        dist.Backend.default_device_backend_map["cpu"] = "fastcoll"
+    _log.info(
+        "fastcoll serves CPU tensors of torch.distributed where %s",
+        "gloo is asked for" if for_gloo else "no backend is named",
+    )
+
+
+def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
+    """What torch calls to make a group."""
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but this backend has no options; leave it out")
     group = make_group(

@@ -86,3 +86,31 @@ def test_torchrun_starts_ranks_anew() -> None:
     code, said = end(start(*torchrun, HERE / "started_anew.py"))
     assert code == 0, said
     assert said.count("after a restart: [2.0, 2.0] [2.0, 2.0]") == 2, said
+
+
+@pytest.mark.parametrize(
+    ("default", "named", "told"),
+    [
+        ("", "fastcoll", "fastcoll"),
+        ("1", "", "undefined"),
+        ("gloo", "gloo", "gloo"),
+        ("gloo", "", "undefined"),
+    ],
+)
+def test_a_program_that_imports_torch_alone_has_the_backend(default: str, named: str, told: str) -> None:
+    """By the entry point of the installed package; `get_backend` says what was asked for."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTCOLL_TORCH_DEFAULT", default)
+        code, said = end(start(*torchrun, HERE / "by_default.py", *filter(None, [named])))
+    assert code == 0, said
+    assert said.count(f"{told} FastcollProcessGroup FastcollProcessGroup [6.0, 6.0, 6.0]") == 2, said
+
+
+def test_importing_torch_outlives_a_wrong_setting() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTCOLL_TORCH_DEFAULT", "nccl")
+        code, said = end(start("-c", "import torch; print(torch.ones(1).item())"))
+    assert code == 0, said
+    assert "torch has no backend fastcoll: UsageError: FASTCOLL_TORCH_DEFAULT='nccl'" in said
+    assert said.endswith("1.0\n")
