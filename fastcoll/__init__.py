@@ -33,6 +33,7 @@ from .api.objects import (
 )
 from .api.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .api.shared_arrays import shared_arrays
+from .api.standalone import group_from_store
 from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from .api.world import destroy_process_group, get_node_local_rank, init_process_group, world
 from .core.dump import dump
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["init_process_group", "destroy_process_group", "world", "is_initialized", "get_rank"]
 __all__ += ["get_world_size", "get_node_local_rank", "abort", "shrink"]
 __all__ += ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group", "group"]
+__all__ += ["group_from_store"]
 __all__ += ["GroupMember", "ProcessGroup", "get_backend", "get_backend_config", "get_global_rank"]
 __all__ += ["get_group_rank", "get_process_group_ranks"]
 __all__ += ["Backend", "BackendConfig", "is_available", "is_backend_available", "is_gloo_available"]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
 
 from ..core.group import ProcessGroup
 from ..core.operands import whole
+from ..core.processes import Member
 from ..errors import AbortedError, NotInitializedError, UsageError
 from .backends import Backend, BackendChoice
 
@@ -43,13 +45,23 @@ class _NoWorld:
 _NO_WORLD = cast(ProcessGroup, _NoWorld())
 
 
+class Standalone(NamedTuple):
+    """Of a group without a world: what was asked for it, its members, and what clears its part of a store."""
+
+    choice: BackendChoice
+    members: Sequence[Member]
+    retire: Callable[[], None]
+
+
 class Groups:
     """The registry: the default group or its stand-in, and every group, oldest first, with what was asked for it.
 
-    `inherited` is the error of every use, when all of this came through fork from another process.
+    `standalone` are groups without a world (standalone.py). `inherited` is the error of every use of the world and its
+    groups, when all of this came through fork from another process.
     """
 
     def __init__(self) -> None:
+        self.standalone: dict[ProcessGroup, Standalone] = {}
         self.clear()
 
     @property
@@ -58,7 +70,7 @@ class Groups:
         return self.world is not _NO_WORLD
 
     def clear(self) -> None:
-        """Forget every group, without closing it."""
+        """Forget every group of the world, without closing it."""
         self.world = _NO_WORLD
         self.backends: dict[ProcessGroup, BackendChoice] = {}
         self.inherited: AbortedError | None = None
@@ -71,14 +83,15 @@ class Groups:
 
     def disown(self) -> None:
         """Make every group unusable in a child of fork, without a word to the peers."""
-        if not self.initialized:
-            return
-        self.inherited = AbortedError(
+        error = AbortedError(
             f"the process groups belong to process {os.getppid()}, from which process {os.getpid()} was forked; call "
             "init_process_group in the new process, or start it by spawn"
         )
-        for group in self.backends:
-            group.disown(self.inherited)
+        if self.initialized:
+            self.inherited = error
+        for group in [*self.backends, *self.standalone]:
+            group.disown(error)
+        self.standalone.clear()
 
 
 groups = Groups()
@@ -214,13 +227,14 @@ def entered(group: Group) -> ProcessGroup:
         return groups.world
     if not isinstance(group, ProcessGroup):
         _refuse(group)
-    if group not in groups.backends:
+    if group not in groups.backends and group not in groups.standalone:
         raise NotInitializedError(f"the group {group.name!r} was destroyed")
     return group
 
 
 def _choice(group: Group) -> BackendChoice:
-    return groups.backends[entered(group)]
+    found = entered(group)
+    return groups.standalone[found].choice if found in groups.standalone else groups.backends[found]
 
 
 def _refuse(group: Any) -> NoReturn:

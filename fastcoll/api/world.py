@@ -41,6 +41,7 @@ from .groups import Group, NonMember, groups
 from .job import Job, has_left, times_settled
 from .leaving import ExitHook, close, leave
 from .shared_arrays import shared_arrays
+from .standalone import leave_groups
 
 _log = logging.getLogger("fastcoll")
 
@@ -218,7 +219,7 @@ def _enter(start: Callable[[], tuple[Job, ProcessGroup]], choice: BackendChoice)
 
 
 def destroy_process_group(group: Group = None) -> None:
-    """Leave a group, or with None (or the default group) all groups and the job.
+    """Leave a group, or with None (or the default group) all groups of the job, and the job.
 
     Asynchronous operations that are under way are completed first, within the group's timeout; while an exception is
     handled (`except`, `finally`), nothing is waited for, and the other ranks learn of it.
@@ -234,9 +235,11 @@ def destroy_process_group(group: Group = None) -> None:
     if isinstance(group, NonMember):
         return
     current: Group = groups.world if group is None else group
-    if not groups.initialized or current not in groups.backends:
+    if isinstance(group, ProcessGroup) and group in groups.standalone:
+        lost = leave_groups([group], sys.exc_info()[1])
+    elif not groups.initialized or current not in groups.backends:
         raise NotInitializedError(f"the group {group or 'WORLD'} does not exist, or was destroyed before")
-    if current is groups.world:
+    elif current is groups.world:
         lost = _leave(sys.exc_info()[1], None)
     elif isinstance(current, ProcessGroup):
         del groups.backends[current]

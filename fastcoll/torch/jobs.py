@@ -1,7 +1,6 @@
 """The fastcoll groups behind torch's process groups: made over torch's store, apart from fastcoll's own world.
 
-Each is a job of its own, which its members join by their group ranks. What is never destroyed is left at exit, while
-Python still runs, and disowned in children of fork (a DataLoader's workers).
+Each is a job of its own (api/standalone.py), which its members join by their group ranks.
 """
 
 from __future__ import annotations
@@ -13,20 +12,17 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from .. import config
-from ..api.backends import load, parse_backend
-from ..api.leaving import ExitHook, leave
+from ..api import standalone
+from ..api.leaving import ExitHook
 from ..core.group import ProcessGroup
-from ..core.processes import Member, forget, speak_as, this_process
-from ..errors import AbortedError, GroupError, StoreTimeoutError, UnavailableError, UsageError
+from ..core.processes import this_process
+from ..errors import GroupError, StoreTimeoutError, UnavailableError, UsageError
 from ..rendezvous import HashStore, PrefixStore, Store
-from ..rendezvous.join import join
 from ..rendezvous.store import listed
 from ..rendezvous.views import TorchStore
 from ..rendezvous.waiting import LateWarning, fetch_for
@@ -35,8 +31,6 @@ from .work import completions
 _log = logging.getLogger("fastcoll")
 _SETTLE_SECONDS = 5.0
 _POLL_SECONDS = 0.01
-
-_made: dict[ProcessGroup, Sequence[Member]] = {}
 
 
 def make_group(
@@ -51,17 +45,12 @@ def make_group(
     """
     config.check()
     _watch_ends()
-    choice = parse_backend(None)
-    make = load(choice)
-    deadline = time.monotonic() + timeout
-    ranks = global_ranks or range(size)
-    speak_as(ranks[rank])
-    if ranks[rank] == 0:
-        config.warn_of_unknown()
-    # A group of one needs no meeting; each rank may make its own under the same name.
+    began = time.monotonic()
     try:
-        job = _job_store(store, rank, size, timeout) if size > 1 else HashStore()
-        members = join(job, rank, size, str(choice), max(deadline - time.monotonic(), 0.001))
+        ours = _job_store(store, rank, size, timeout) if size > 1 else HashStore()
+        group = standalone.make(
+            ours, name, rank, size, timeout, ranks=global_ranks, world_size=world_size, began=began
+        )
     except (UsageError, StoreTimeoutError) as error:
         if not global_ranks:
             raise
@@ -69,14 +58,8 @@ def make_group(
             f"{error}; if the members alone have called new_group, and not every rank of the world, give "
             "use_local_synchronization=True"
         ) from error
-    with ExitStack() as undo:
-        undo.callback(forget, members)
-        known = [replace(m, rank=r, world_size=world_size) for m, r in zip(members, ranks, strict=True)]
-        group = make(PrefixStore("group", job), name, known, rank, timeout)
-        group.serve_gpus(refuse_gpus)
-        group.backend.begin_at_once()  # what runs beside collectives of CPU tensors computes on the CPU
-        undo.pop_all()
-    _made[group] = known
+    group.serve_gpus(refuse_gpus)
+    group.backend.begin_at_once()  # what runs beside collectives of CPU tensors computes on the CPU
     return group
 
 
@@ -91,16 +74,8 @@ def refuse_gpus(group: ProcessGroup) -> NoReturn:
 
 def leave_group(group: ProcessGroup) -> None:
     """Leave a group; twice is fine. What was lost is logged: an exception would leave torch a group half destroyed."""
-    if (lost := _leave([group], sys.exc_info()[1])) is not None:
+    if (lost := standalone.leave_groups([group], sys.exc_info()[1])) is not None:
         _log.error("%s", lost)
-
-
-def _leave(groups: Sequence[ProcessGroup], error: BaseException | None) -> GroupError | None:
-    members = [member for group in groups for member in _made.pop(group, ())]
-    try:
-        return leave(groups, error)
-    finally:
-        forget(members)
 
 
 def _job_store(store: Any, rank: int, size: int, timeout: float) -> PrefixStore:
@@ -166,25 +141,12 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
 def _watch_ends() -> None:
     """Once a process."""
 
-    def disown_all() -> None:
-        completions.start_anew()
-        for group in _made:
-            group.disown(
-                AbortedError(
-                    f"the process group belongs to process {os.getppid()}, from which process {os.getpid()} was "
-                    "forked; call init_process_group in the new process, or start it by spawn"
-                )
-            )
-        _made.clear()
-
     def leave_all(error: BaseException | None) -> GroupError | None:
-        if _made:
-            _log.info("torch.distributed.destroy_process_group was not called; leaving at exit")
         try:
-            return _leave(list(_made), error)
+            return standalone.leave_all(error)
         finally:
             # A thread that Python's end finds inside torch's C++ would take the process down.
             completions.settle(_SETTLE_SECONDS)
 
     ExitHook(leave_all).set()
-    os.register_at_fork(after_in_child=disown_all)
+    os.register_at_fork(after_in_child=completions.start_anew)
