@@ -112,5 +112,5 @@ def test_a_group_of_one_and_wrong_arguments(rank: int) -> None:
             dist.group_from_store(store, *place)
     with pytest.raises(UsageError, match=r"give a fastcoll\.Store"):
         dist.group_from_store({}, 0, 1)
-    with pytest.raises(StoreTimeoutError, match="not all of 2 ranks came within .* missing: 1"):
+    with pytest.raises(StoreTimeoutError, match=r"not all of 2 ranks came within .* missing: 1"):
         dist.group_from_store(store, 0, 2, timeout=0.2)
