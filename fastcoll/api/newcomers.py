@@ -37,7 +37,7 @@ _log = logging.getLogger("fastcoll")
 
 FORMING_SECONDS = 30.0
 """How long those of an attempt wait for one another; then it is off."""
-_ANSWER_SECONDS = 10.0  # that the store may take; it asks nobody
+_STORE_SECONDS = 10.0  # until the store must answer a newcomer
 _TRIES = 5
 _MADE, _OFF = b"made", b"off"
 
@@ -55,25 +55,25 @@ class Invitation(NamedTuple):
 
 
 class Lobby:
-    """The store at `address`, HOST:PORT, as one process has it. Closing it twice is fine.
+    """The store at `address`, HOST:PORT, as one process has it, which must answer within `patience` seconds.
 
     Raises:
         UsageError: the address is none.
         StoreError: no store is there.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, patience: float) -> None:
         from ..rendezvous import TCPStore  # sockets are for those who meet over the network
 
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise UsageError(f"an elastic job's store (FASTCOLL_ELASTIC) is at HOST:PORT, got {address!r}")
-        self._store = TCPStore(host.strip("[]"), int(port), timeout=_ANSWER_SECONDS)
+        self._store = TCPStore(host.strip("[]"), int(port), timeout=patience)
         self._keys = PrefixStore("elastic", self._store)
         self._settled = 0  # so many have registered, of whom nobody waits any more
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Let go of the store. Twice is fine."""
         self._store.close()
 
     def place(self, attempt: int) -> tuple[Store, Callable[[], None]]:
@@ -187,9 +187,9 @@ Start = Callable[
 def come_in(address: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
     """Join the job at whose store this process is a newcomer; `timeout` is for being invited, in seconds.
 
-    An attempt that is off, as another newcomer has died, is followed by the next one.
+    An attempt that is off, as another newcomer has died or does not fit, is followed by the next one.
     """
-    deadline, lobby = time.monotonic() + timeout, Lobby(address)
+    deadline, lobby = time.monotonic() + timeout, Lobby(address, _STORE_SECONDS)
     with closing(lobby):
         for again in reversed(range(_TRIES)):
             invited, withdraw = lobby.wait(max(deadline - time.monotonic(), 0.0))
@@ -204,7 +204,7 @@ def come_in(address: str, timeout: float, start: Start) -> tuple[Job, ProcessGro
             except BaseException as error:
                 with suppress(StoreError):
                     lobby.decide(invited.attempt, False)
-                if not again or isinstance(error, UsageError) or not isinstance(error, FastcollError):
+                if not again or not isinstance(error, FastcollError):
                     raise
                 _log.info("joining as a newcomer: once more, as %s", error)
             finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +34,7 @@ Train = Callable[..., T]
 
 _LOOK_SECONDS = 1.0  # between two looks for newcomers
 _ASKED_SECONDS = 0.05  # after newcomers were asked whether they are there
+_STORE_SECONDS = 2.0  # until the store must answer, for which all wait
 _MOST_AT_ONCE = 1000
 _NO_STATE, _HAS_STATE = 0, 1
 
@@ -159,7 +159,7 @@ class _Run:
         self._has_state, self._grows = _NO_STATE, False
         self._size = self._restarts = 0  # ranks when the state was last the same on all; restarts so far
         self._found: Lobby | None = None
-        self._next_look = 0.0
+        self._next_look, self._at_once = 0.0, _MOST_AT_ONCE
 
     def run(self, train: Callable[[], T]) -> T:
         """Join, train until a turn is whole, and let go of the store; the group stays."""
@@ -203,7 +203,7 @@ class _Run:
         self._agree()
         result = train()
         barrier()  # whoever is in the function needs the others, until it is through
-        if groups.world.rank == 0 and self._grows:
+        if groups.world.rank == 0 and self._grows and self._address:
             with suppress(StoreError):
                 self._lobby().shut()
         return result
@@ -252,16 +252,16 @@ class _Run:
     def _ready(self) -> tuple[int, list[int]]:
         """The number of an attempt, and the newcomers that it can take in; mostly none, without asking the store."""
         now, size = time.monotonic(), groups.world.size
-        room = _MOST_AT_ONCE if self._most is None else self._most - size
-        if now < self._next_look or room <= 0:
+        room = self._at_once if self._most is None else self._most - size
+        if not self._address or now < self._next_look or room <= 0:
             return 0, []
         try:
             ready, asked = self._lobby().ready()
             self._next_look = now + (_ASKED_SECONDS if asked else _LOOK_SECONDS)
-            return (self._lobby().next_attempt(), ready[:room]) if ready else (0, [])
+            return (self._lobby().next_attempt(), ready[: min(room, self._at_once)]) if ready else (0, [])
         except StoreError as error:
             _log.warning("newcomers are not looked for any more: %s", error)
-            self._next_look = math.inf
+            self._address = ""
             return 0, []
 
     def _grow(self, attempt: Attempt) -> None:
@@ -273,13 +273,15 @@ class _Run:
             return  # nor by the others
         try:
             grow(lobby, attempt)
+            self._at_once = _MOST_AT_ONCE
         except NotGrownError as error:
+            self._at_once = 1  # one that dies or does not fit then keeps nobody else out
             if groups.world.rank == 0:
                 _log.warning("%s; the job goes on without them", error)
 
     def _lobby(self) -> Lobby:
         if self._found is None:
-            self._found = Lobby(self._address)
+            self._found = Lobby(self._address, _STORE_SECONDS)
             self._found.open()
         return self._found
 

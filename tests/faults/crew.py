@@ -78,7 +78,8 @@ def run(function: Callable[..., Any], n: int, *args: Any, deadline: float = 40.0
 
 def run_together(worlds: Sequence[tuple[Any, ...]], deadline: float = 40.0) -> list[list[Outcome]]:
     """As `run`, for several worlds at once, each given by run's arguments: what they do is mostly to wait."""
-    _serve()
+    _compile_with_failpoints()
+    serve()
     with ExitStack() as stack:
         started = [stack.enter_context(_World(*world)) for world in worlds]
         end = time.monotonic() + deadline
@@ -114,12 +115,8 @@ class _World:
         self._folder = tempfile.TemporaryDirectory()
         url = f"file://{self._folder.name}/rendezvous"
         for rank in range(self._n):
-            ours, theirs = _context.Pipe(duplex=False)
-            words = (theirs, self._stacks(rank), self._function, rank, self._n, url, *self._args)
-            process = _context.Process(target=_main, args=words)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            process, pipe = start(self._function, self._stacks(rank), rank, self._n, url, *self._args)
+            self._pipes.append(pipe)
             self._processes.append(process)
             self.deaths[process.sentinel] = 0.0
         return self
@@ -136,7 +133,7 @@ class _World:
         """What became of each rank."""
         try:
             return [
-                _collect(rank, process, pipe, end)
+                collect(rank, process, pipe, end)
                 for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True))
             ]
         except AssertionError as error:
@@ -164,15 +161,24 @@ def _compile_with_failpoints() -> None:
     subprocess.run([sys.executable, "-m", "fastcoll.warmup"], env=env, cwd="/", capture_output=True)
 
 
-def _serve() -> None:
+def start(function: Callable[..., Any], stacks: Path, *args: Any) -> tuple[Any, Connection]:
+    """A process that calls `function(*args)`, and where its Outcome comes; it writes its stacks for SIGUSR1."""
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=_main, args=(theirs, stacks, function, *args))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def serve() -> None:
     """Start the fork server, unless it runs. For what it imports ahead, it looks in PYTHONPATH and not in sys.path."""
-    _compile_with_failpoints()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
         forkserver.ensure_running()
 
 
-def _collect(rank: int, process: Any, pipe: Connection, end: float) -> Outcome:
+def collect(rank: int, process: Any, pipe: Connection, end: float) -> Outcome:
+    """What became of a process that `start` has started; an AssertionError if it runs still at the `end`."""
     outcome = Outcome(rank, pid=process.pid)
     if not wait([pipe, process.sentinel], max(0.0, end - time.monotonic())):
         raise AssertionError(f"rank {rank} hangs")

@@ -1,0 +1,109 @@
+"""An elastic job under test: a store that outlives its ranks, and processes that are started one by one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from faults import crew
+
+import fastcoll as dist
+from elastic import members
+from elastic.members import Course
+
+DEADLINE = 60.0
+
+
+class Crowd:
+    """Processes of one job; those that are left in the end are killed.
+
+    Attributes:
+        store: which the members find, too.
+    """
+
+    def __enter__(self) -> Crowd:
+        crew.serve()
+        self._folder = tempfile.TemporaryDirectory()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=DEADLINE)
+        self._started: list[tuple[Any, Any, Path]] = []
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, pipe, _ in self._started:
+            process.kill()
+            process.join()
+            process.close()
+            pipe.close()
+        self.store.close()
+        self._folder.cleanup()
+
+    def begin(self, n: int, course: Course, **courses: Course) -> list[int]:
+        """Start the ranks of the first world; `courses` has those of ranks that do something else, as rank1=..."""
+        return [self._start(rank, n, courses.get(f"rank{rank}", course)) for rank in range(n)]
+
+    def newcomer(self, course: Course) -> int:
+        """Start one."""
+        return self._start(-1, 0, course)
+
+    def _start(self, rank: int, n: int, course: Course) -> int:
+        number, url = len(self._started), f"file://{self._folder.name}/rendezvous"
+        stacks = Path(self._folder.name, f"stacks-{number}")
+        address = f"127.0.0.1:{self.store.port}"
+        process, pipe = crew.start(members.take_part, stacks, rank, n, url, address, course)
+        self._started.append((process, pipe, stacks))
+        return number
+
+    def lose_store(self) -> None:
+        """As if the process that serves it had died."""
+        self.store.close()
+
+    def kill(self, number: int) -> None:
+        """Kill a member, which may have ended."""
+        self._started[number][0].kill()
+
+    def pid(self, number: int) -> int:
+        """The process id of a member, by the number that its start has returned."""
+        return int(self._started[number][0].pid)
+
+    def has_joined(self, number: int, seconds: float = DEADLINE) -> int:
+        """Wait until a member trains; the size of its first world."""
+        self.store.wait([f"in/{self.pid(number)}"], seconds)
+        return int(self.store.get(f"in/{self.pid(number)}"))
+
+    def is_over(self, number: int) -> bool:
+        """Whether a member has ended."""
+        return not self._started[number][0].is_alive()
+
+    def ends(self) -> list[crew.Outcome]:
+        """What became of all, within the deadline."""
+        end = time.monotonic() + DEADLINE
+        return [self.end_of(number, end) for number in range(len(self._started))]
+
+    def end_of(self, number: int, end: float = 0.0) -> crew.Outcome:
+        """What became of one."""
+        process, pipe, _ = self._started[number]
+        try:
+            return crew.collect(number, process, pipe, end or time.monotonic() + DEADLINE)
+        except AssertionError as error:
+            texts = []
+            for other, _, path in self._started:
+                if other.is_alive():
+                    os.kill(other.pid, signal.SIGUSR1)
+                    time.sleep(0.2)
+                    texts.append(f"-- {other.pid}\n{path.read_text()}")
+            raise AssertionError(f"{error}\n" + "\n".join(texts)) from None
+
+
+def wait_for(condition: Any, seconds: float = DEADLINE) -> None:
+    """Look again and again until something holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.005)

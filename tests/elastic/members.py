@@ -1,0 +1,153 @@
+"""What processes do in the tests of elastic jobs: one program for ranks and newcomers, whose result is known.
+
+Each step takes a batch of a permutation, so that every step counts, and in its order: w = 3 w + sum of x, modulo P.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+import fastcoll as dist
+from fastcoll import config, elastic
+from fastcoll.api import newcomers
+from fastcoll.core import processes
+from fastcoll.elastic import growth, training
+from fastcoll.testing.worker import Footprint, lasting
+
+N, BATCH, P = 97, 10, 1_000_003
+X = np.arange(N) ** 2
+FORMING_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a process is to do.
+
+    Attributes:
+        options: of `run`.
+        backend: of the job.
+        epochs: to train, or until the store has the key "enough" as an epoch ends.
+        seconds: that a step takes at least.
+        die: by step and world size, which rank ends there, and in which way: "kill", "raise" or "interrupt".
+        at: a function of the package, as module:name, what happens as this process comes there, "kill" or "stop", and
+            the how manieth time.
+        node: this process takes itself for one on that node.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    backend: str = "shm"
+    epochs: int = 3
+    seconds: float = 0.0
+    die: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
+    at: tuple[str, str, int] | None = None
+    node: int | None = None
+
+
+def expected(steps: int) -> int:
+    """What so many steps make of w, undisturbed."""
+    sampler, w, done = elastic.Sampler(N, BATCH, seed=5), 0, 0
+    while True:
+        for step in sampler:
+            if done == steps:
+                return w
+            w, done = (3 * w + int(X[step].sum())) % P, done + 1
+
+
+def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict[str, Any]:
+    """Be a rank, or with -1 a newcomer; the state in the end, and what was seen on the way."""
+    training._LOOK_SECONDS = 0.02
+    growth.FORMING_SECONDS = newcomers.FORMING_SECONDS = FORMING_SECONDS
+    os.environ["FASTCOLL_ELASTIC"] = address
+    if rank < 0:
+        os.environ["FASTCOLL_NEWCOMER"] = "1"
+    config.forget()
+    if course.node is not None:
+        processes._shm_device = lambda: 1_000_000 + course.node  # type: ignore[assignment, operator]
+    if course.at is not None:
+        _arm(*course.at)
+    before = Footprint.now()
+    seen: dict[str, Any] = {"changes": [], "turns": [], "pid": os.getpid()}
+    place = {} if rank < 0 else {"init_method": url, "rank": rank, "world_size": n}
+    dist.init_process_group(course.backend, timeout=30.0, **place)
+    with dist.TCPStore("127.0.0.1", int(address.rpartition(":")[2]), timeout=30) as board:
+        state: Any = elastic.State(
+            w=np.zeros(1, np.int64), step=0, enough=False, sampler=elastic.Sampler(N, BATCH, seed=5)
+        )
+        options = {"on_change": lambda old, new: seen["changes"].append((old, new)), **course.options}
+        try:
+            elastic.run(_train, **options)(state, course, board, seen)
+        except KeyboardInterrupt as error:
+            seen["error"] = repr(error)
+    seen |= {"w": int(state.w[0]), "step": state.step, "size": None}
+    if dist.is_initialized():
+        seen["size"] = dist.get_world_size()
+        dist.destroy_process_group()
+    del state
+    return seen | {"left": lasting(before.growth)}
+
+
+def _train(state: Any, course: Course, board: Any, seen: dict[str, Any]) -> None:
+    seen["turns"].append((state.step, dist.get_rank(), dist.get_world_size()))
+    with suppress(dist.StoreError):
+        board.set(f"in/{os.getpid()}", str(dist.get_world_size()))
+        board.set("size", str(dist.get_world_size()))
+    while state.sampler.epoch < course.epochs and not state.enough:
+        for mine in state.sampler:
+            total = X[mine].sum(keepdims=True)
+            victim, how = course.die.get((state.step, dist.get_world_size()), (-1, ""))
+            _end(how if victim == dist.get_rank() else "")
+            dist.all_reduce(total)
+            assert state.sampler.count <= BATCH
+            state.w[:] = (3 * state.w + total) % P
+            state.step += 1
+            if course.seconds:
+                time.sleep(course.seconds)
+            state.commit()
+        told = np.zeros(1, np.bool_)
+        with suppress(dist.StoreError):
+            told[0] = dist.get_rank() == 0 and board.check(["enough"])
+        dist.broadcast(told, 0)
+        state.enough = bool(told[0])
+
+
+def _end(how: str) -> None:
+    match how:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise ValueError("the data has a hole")
+        case "interrupt":
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            time.sleep(5)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _arm(place: str, how: str, turn: int) -> None:
+    """Have this process end as it comes to a function, which other modules may have imported by name."""
+    module, _, name = place.partition(":")
+    owner: Any = import_module(module)
+    *outer, name = name.split(".")
+    for each in outer:
+        owner = getattr(owner, each)
+    function: Callable[..., Any] = getattr(owner, name)
+
+    turns = itertools.count(1)
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        if next(turns) == turn:
+            _end(how)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, end)

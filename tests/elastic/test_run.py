@@ -1,0 +1,193 @@
+"""Elastic training with real processes that die and come: what is learnt is what an undisturbed run learns."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from faults import crew
+
+from elastic.crowd import Crowd, wait_for
+from elastic.members import Course, expected
+
+STEPS = 30  # of three epochs
+
+
+def check(outcome: crew.Outcome, steps: int | None = None) -> dict[str, Any]:
+    """It has come to the end, has learnt what is to be learnt, and has left nothing behind."""
+    assert outcome.result is not None, outcome.error
+    result: dict[str, Any] = outcome.result
+    assert steps is None or result["step"] == steps
+    assert result["w"] == expected(result["step"]), result
+    assert result["left"] == [], result
+    return result
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
+def test_ranks_die_until_one_is_left(backend: str) -> None:
+    die = {(3, 4): (1, "kill"), (11, 3): (0, "kill"), (12, 2): (1, "kill")}
+    with crew.nothing_left(), Crowd() as crowd:
+        nodes = {f"rank{rank}": Course(backend=backend, die=die, node=rank // 2) for rank in range(4)}
+        crowd.begin(4, Course(backend=backend, die=die), **(nodes if backend == "auto" else {}))
+        ends = crowd.ends()
+    assert [end.exitcode for end in ends] == [-9, -9, 0, -9]
+    result = check(ends[2], STEPS)
+    assert result["changes"] == [(4, 3), (3, 2), (2, 1)]
+    assert result["turns"] == [(0, 2, 4), (3, 1, 3), (11, 0, 2), (12, 0, 1)]
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
+def test_one_grows_to_four(backend: str) -> None:
+    course = Course({"max_ranks": 4}, backend, 10**9, 0.002)
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(1, replace(course, node=0 if backend == "auto" else None))
+        for number in range(1, 6):
+            crowd.newcomer(replace(course, node=number % 2 if backend == "auto" else None))
+        wait_for(lambda: crowd.store.check(["size"]) and crowd.store.get("size") == b"4")
+        crowd.store.set("enough", "")
+        ends = crowd.ends()
+    results = [check(end) for end in ends if end.result is not None]
+    assert len(results) == 4
+    assert {result["size"] for result in results} == {4}
+    assert results[0]["changes"][0][0] == 1
+    assert results[0]["changes"][-1][1] == 4
+    late = [end for end in ends if end.result is None]
+    assert len(late) == 2
+    assert all("the job has ended before this newcomer could join it" in end.error for end in late)
+
+
+@pytest.mark.parametrize(
+    ("backend", "times"), [("auto", 20), pytest.param("shm", 100, marks=pytest.mark.long)]
+)
+def test_killed_and_replaced_again_and_again(backend: str, times: int) -> None:
+    dice, course = random.Random(times), Course({"max_ranks": 4}, backend, 10**9, 0.001)
+    with crew.nothing_left(), Crowd() as crowd:
+        alive = crowd.begin(4, course)
+        for _ in range(times):
+            for number in alive:
+                crowd.has_joined(number)
+            victim = alive.pop(dice.randrange(4))
+            crowd.kill(victim)
+            alive.append(crowd.newcomer(course))
+        crowd.has_joined(alive[-1])
+        crowd.store.set("enough", "")
+        results = [check(crowd.end_of(number)) for number in alive]
+    assert {result["size"] for result in results} == {4}
+    assert len({result["step"] for result in results}) == 1
+
+
+def test_too_few_are_left() -> None:
+    course = Course({"min_ranks": 2}, die={(3, 3): (2, "kill"), (5, 2): (1, "kill")})
+    with Crowd() as crowd:
+        crowd.begin(3, course)
+        end = crowd.ends()[0]
+    assert end.kinds[0] == "PeerDiedError"
+    assert "rank 1 (pid " in end.error
+    assert "; 1 ranks are left, and min_ranks is 2" in end.error
+
+
+def test_too_many_restarts() -> None:
+    course = Course({"max_restarts": 1}, die={(3, 3): (2, "kill"), (5, 2): (0, "kill")})
+    with Crowd() as crowd:
+        crowd.begin(3, course)
+        end = crowd.ends()[1]
+    assert end.kinds[0] == "PeerDiedError"
+    assert "(after 1 restarts, the most)" in end.error
+
+
+@pytest.mark.parametrize(("how", "said"), [("raise", "ValueError"), ("interrupt", "KeyboardInterrupt")])
+def test_an_error_of_the_program_ends_its_rank_alone(how: str, said: str) -> None:
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(3, Course(die={(7, 3): (0, how)}))
+        first, *others = crowd.ends()
+    assert said in (first.error or first.result["error"])
+    assert first.result is None or first.result["left"] == []
+    for end in others:
+        assert check(end, STEPS)["changes"] == [(3, 2)]
+
+
+MOMENTS = {
+    "before_inviting": "fastcoll.api.newcomers:Lobby.invite",
+    "before_joining": "fastcoll.elastic.growth:join",
+    "before_the_barrier": "fastcoll.elastic.growth:passes_barrier",
+    "before_deciding": "fastcoll.api.newcomers:Lobby.decide",
+    "before_moving": "fastcoll.elastic.growth:replace_job",
+    "before_the_sync": "fastcoll.elastic.training:all_gather_single",
+    "in_the_sync": "fastcoll.elastic.state:broadcast",
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "rank"), [*((moment, 0) for moment in MOMENTS), *((moment, 2) for moment in list(MOMENTS)[1:])]
+)
+def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int) -> None:
+    """All others, and the newcomers, come together in one world again."""
+    course, at = Course({}, "shm", 10**9, 0.001), (MOMENTS[moment], "kill", 2 if "sync" in moment else 1)
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(3, course, **{f"rank{rank}": replace(course, at=at)})
+        for _ in range(2):
+            crowd.newcomer(course)
+        for number in (3, 4):
+            crowd.has_joined(number)
+        wait_for(lambda: crowd.is_over(rank) and crowd.store.get("size") == b"4")
+        crowd.store.set("enough", "")
+        ends = crowd.ends()
+    assert ends[rank].exitcode == -9
+    results = [check(end) for end in ends if end is not ends[rank]]
+    assert {result["size"] for result in results} == {4}
+    assert len({result["step"] for result in results}) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [
+        ("fastcoll.api.newcomers:fetch_for", "kill"),
+        ("fastcoll.api.newcomers:fetch_for", "stop"),
+        ("fastcoll.api.world:join", "kill"),
+        ("fastcoll.api.world:join", "stop"),
+        ("fastcoll.api.newcomers:passes_barrier", "kill"),
+        ("fastcoll.api.newcomers:passes_barrier", "stop"),
+        ("fastcoll.elastic.state:broadcast_object_list", "kill"),
+    ],
+)
+def test_a_newcomer_that_dies_or_hangs_costs_a_moment(place: str, how: str) -> None:
+    course = Course({}, "shm", 10**9, 0.001)
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(2, course)
+        bad = crowd.newcomer(replace(course, at=(place, how, 1)))
+        crowd.has_joined(0)
+        good = crowd.newcomer(course)
+        crowd.has_joined(good)
+        wait_for(lambda: crowd.store.get("size") == b"3")
+        crowd.kill(bad)
+        crowd.store.set("enough", "")
+        results = [check(crowd.end_of(number)) for number in (0, 1, good)]
+    assert {result["size"] for result in results} == {3}
+
+
+def test_a_newcomer_that_does_not_fit_keeps_nobody_out() -> None:
+    course = Course({}, "shm", 10**9, 0.001, node=0)
+    with crew.nothing_left(), Crowd() as crowd:
+        for _ in range(2):
+            crowd.newcomer(course)
+        unfit = crowd.newcomer(replace(course, node=1))
+        crowd.begin(1, course)
+        for number in (0, 1):
+            crowd.has_joined(number)
+        assert "'shm' works inside one node" in crowd.end_of(unfit).error
+        crowd.store.set("enough", "")
+        results = [check(crowd.end_of(number)) for number in (0, 1, 3)]
+    assert {result["size"] for result in results} == {3}
+
+
+def test_without_the_store_nobody_comes_and_the_job_goes_on() -> None:
+    course = Course({}, "shm", 12, 0.005, die={(60, 3): (1, "kill")})
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(3, course)
+        crowd.has_joined(0)
+        crowd.has_joined(2)
+        crowd.lose_store()
+        results = [check(end, 120) for end in crowd.ends() if end.rank != 1]
+    assert [result["changes"] for result in results] == [[(3, 2)]] * 2
