@@ -21,7 +21,7 @@ from fastcoll.launch.command import main as launch
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
-SPECIAL = ("README.md", "launching.md", "recovery.md", "testing.md")
+SPECIAL = ("README.md", "elastic.md", "launching.md", "recovery.md", "testing.md")
 REFERENCE = ("operations.md", "errors.md")
 
 
