@@ -1,7 +1,7 @@
 """How the launchers of a job with generations gather: in a store that one of them serves and leads the job in.
 
     job           what all have agreed on, as the first one has it
-    events        a queue: what launchers tell the leader, each a JSON list that begins with what it is
+    events        a queue: what launchers tell the leader, each a JSON list: who, its how manieth, what, and more
     order/N       what the leader has ordered, from 0: all read all of it, in this order
     gone/LAUNCHER the will of each launcher: the server sets it when that one ends without a word
 
@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,11 @@ if TYPE_CHECKING:
 
 _KINDS = {kind.__name__: kind for kind in (Start, End, Over)}
 _TRY_SECONDS = 0.5  # to connect, between looks at signals
-_LOOK_SECONDS = 5.0  # a wait for an order; the server answers at its end
+# A wait for an order; the server answers at its end. The kernel finds within 16 s that its host is out of reach.
+_LOOK_SECONDS = 20.0
+_SILENT_SECONDS = 30.0  # after which a leader that does not answer is lost
 _LAST_SECONDS = 5.0  # for the last order to reach the others, as the leader ends
+_THREAD = "fastcoll-gathering"
 _GONE = "ended without a word, or is out of reach"
 
 
@@ -65,7 +69,7 @@ def secret_of(generation: int, run_id: str) -> str:
 
 
 class Gathering:
-    """One launcher's part. A context manager: says that it leaves, unless the job is over.
+    """One launcher's part; what it tells never blocks. A context manager: says that it leaves, unless the job is over.
 
     Args:
         store: where all meet; closed at the end.
@@ -86,12 +90,11 @@ class Gathering:
         self._store, self._node, self._port, self._rules = store, node, port, rules
         self._leads, self._tick = leads, tick
         self._orders: deque[Order] = deque()
-        self._is_over = self._closed = False
+        self._is_over, self._closed = False, threading.Event()
         self._withdraw: Callable[[], None] = lambda: None
-        work = [self._follow, *([self._lead] if leads else [])]
-        self._threads = [
-            threading.Thread(target=each, name="fastcoll-gathering", daemon=True) for each in work
-        ]
+        self._outbox: SimpleQueue[tuple[object, ...] | None] = SimpleQueue()
+        work = [self._send, *([self._lead] if leads else []), self._follow]
+        self._threads = [threading.Thread(target=each, name=_THREAD, daemon=True) for each in work]
 
     def __enter__(self) -> Gathering:
         if not isinstance(self._store, HashStore):
@@ -108,9 +111,10 @@ class Gathering:
             how = f"was ended by {kind.__name__}" if kind else "was ended"
             self.leave(Failure(1, f"{self._node} {how}"))
         end = time.monotonic() + _LAST_SECONDS
-        if self._leads:
-            self._threads[-1].join(_LAST_SECONDS)  # it ends with the last order
-        self._closed = True
+        self._outbox.put(None)
+        for thread in self._threads[:-1]:  # they end when the last word was sent, and the last order given
+            thread.join(max(0.0, end - time.monotonic()))
+        self._closed.set()
         self._withdraw()
         if isinstance(self._store, HashStore):
             self._store.close()
@@ -123,23 +127,32 @@ class Gathering:
 
     def ready(self) -> None:
         """Its ranks can be started."""
-        self._tell("ready", asdict(replace(self._node, port=self._port())))
+        self._outbox.put(("ready", asdict(replace(self._node, port=self._port()))))
 
     def failed(self, generation: int, failure: Failure) -> None:
         """One of its ranks has failed."""
-        self._tell("failed", self.key, generation, failure.code, failure.text)
+        self._outbox.put(("failed", generation, failure.code, failure.text))
 
     def done(self, generation: int) -> None:
         """All its ranks have ended well."""
-        self._tell("done", self.key, generation)
+        self._outbox.put(("done", generation))
 
     def leave(self, failure: Failure) -> None:
         """This launcher ends, and its ranks with it."""
-        self._tell("left", self.key, failure.code, failure.text)
+        self._outbox.put(("left", failure.code, failure.text))
 
-    def _tell(self, *event: object) -> None:
+    def _send(self) -> None:
+        """Send what is told, in order. What a stopped leader does not confirm is sent again, and counts once."""
+        number = 0
         with contextlib.suppress(StoreError):  # the leader is gone, as `_follow` finds, too
-            self._store.queue_push("events", json.dumps(event))
+            while (event := self._outbox.get()) is not None:
+                number, text = number + 1, json.dumps([self.key, number + 1, *event])
+                while not self._closed.is_set():
+                    try:
+                        self._store.queue_push("events", text)
+                        break
+                    except StoreTimeoutError:
+                        self._closed.wait(_TRY_SECONDS)
 
     # ---- what it is to do -----------------------------------------------------------------------------------------
 
@@ -157,12 +170,15 @@ class Gathering:
     def _follow(self) -> None:
         number = 0
         try:
-            while not self._closed:
-                with contextlib.suppress(StoreTimeoutError):
-                    order = decode(self._store.fetch([f"order/{number}"], _LOOK_SECONDS)[0])
-                    number += 1
-                    self._is_over |= isinstance(order, Over) and order.only in ("", self.key)
-                    self._orders.append(order)
+            while not self._closed.is_set():
+                try:
+                    [text] = self._store.fetch([f"order/{number}"], _LOOK_SECONDS)
+                except StoreTimeoutError:
+                    self._check_leader()
+                    continue
+                order, number = decode(text), number + 1
+                self._is_over |= isinstance(order, Over) and order.only in ("", self.key)
+                self._orders.append(order)
         except ConnectionError:
             if not self._is_over:
                 self._is_over = True
@@ -170,21 +186,32 @@ class Gathering:
         except StoreError:
             pass  # it was closed
 
+    def _check_leader(self) -> None:
+        """ConnectionError: the leader does not answer, and has not for long."""
+        end = time.monotonic() + _SILENT_SECONDS
+        while not self._closed.wait(_TRY_SECONDS):
+            with contextlib.suppress(StoreTimeoutError):
+                self._store.check(["job"])
+                return
+            if time.monotonic() > end:
+                raise ConnectionError("the leader does not answer")
+
     # ---- the leader -----------------------------------------------------------------------------------------------
 
     def _lead(self) -> None:
-        job, come = Generations(self._rules, time.monotonic()), dict[str, None]()
+        job = Generations(self._rules, time.monotonic())
+        heard = dict[str, int]()  # how much each launcher has told that is here
         queue = self._store.clone()
         queue.set_timeout(self._tick)
         number = 0
         with contextlib.suppress(StoreError):  # it was closed
             while job.phase is not Phase.OVER:
                 with contextlib.suppress(StoreTimeoutError):
-                    self._apply(job, come, json.loads(queue.queue_pop("events")))
-                wills = self._store.peek([f"gone/{key}" for key in come]) if come else []
-                for key, will in zip(tuple(come), wills, strict=True):
+                    self._apply(job, heard, json.loads(queue.queue_pop("events")))
+                wills = self._store.peek([f"gone/{key}" for key in heard]) if heard else []
+                for key, will in zip(tuple(heard), wills, strict=True):
                     if will is not None:
-                        del come[key]
+                        del heard[key]
                         job.left(key, 1, will.decode(), time.monotonic())
                 job.tick(time.monotonic())
                 for order in job.orders:
@@ -193,20 +220,21 @@ class Gathering:
                 job.orders.clear()
         queue.close()
 
-    def _apply(self, job: Generations, come: dict[str, None], event: list[Any]) -> None:
+    def _apply(self, job: Generations, heard: dict[str, int], event: list[Any]) -> None:
         """Tell the state machine what a launcher has told."""
         now = time.monotonic()
-        match event:
+        key, number, *said = event
+        if number <= heard.get(key, 0):
+            return
+        heard[key] = number
+        match said:
             case ["ready", fields]:
-                node = Node(**fields)
-                come[node.key] = None
-                job.ready(node, now)
-            case ["failed", key, generation, code, text]:
+                job.ready(Node(**fields), now)
+            case ["failed", generation, code, text]:
                 job.failed(key, generation, code, text, now)
-            case ["done", key, generation]:
+            case ["done", generation]:
                 job.done(key, generation, now)
-            case ["left", key, code, text]:
-                come.pop(key, None)
+            case ["left", code, text]:
                 job.left(key, code, text, now)
                 if key == self.key:  # with the leader goes the store
                     job.over(code, text)

@@ -63,6 +63,7 @@ class Restarts:
         self._signals, self._tick = signals, tick
         self._mine: Start | None = None  # the generation that ran here last
         self._known = ""  # why it ended, as has been said
+        self._waits = False  # whether the job runs without this node
 
     def run(self) -> int:
         """The exit code: that of what ended the job, 0 when all ranks have ended well."""
@@ -95,7 +96,11 @@ class Restarts:
         """Run this node's ranks of a generation, if it has any; the signal that has ended this launcher, or 0."""
         share = share_of(order.members, self._gathering.key)
         if share is None:
+            if not self._waits:
+                self._say(f"generation {order.generation} runs without this node, which waits for a place")
+            self._waits = True
             return 0
+        self._waits = False
         self._mine = order
         run_id = self._job.told["TORCHELASTIC_RUN_ID"]
         job = replace(
@@ -122,10 +127,10 @@ class Restarts:
                 f"{self._job.told['TORCHELASTIC_MAX_RESTARTS']} restarts used"
             )
         link = _Generation(self._gathering, order.generation)
-        supervisor = self._supervise(job, link, logs)
-        code = 1
+        code, interrupted = 1, 0
         try:
-            code = supervisor.run()
+            supervisor = self._supervise(job, link, logs)
+            code, interrupted = supervisor.run(), supervisor.interrupted
         except BrokenPipeError:
             raise
         except OSError as error:  # there is no room for a process, or the like
@@ -135,7 +140,7 @@ class Restarts:
         self._known = link.known
         if code == 0 and not link.has_failed:
             self._gathering.done(order.generation)
-        return supervisor.interrupted
+        return interrupted
 
     def _leave(self, number: int) -> int:
         """Tell the others that a signal ends this launcher; its exit code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,7 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll.launch.nodes import free_port
+from fastcoll.launch.gathering import Gathering
+from fastcoll.launch.generations import Node, Rules
+from fastcoll.launch.nodes import Job, free_port
+from fastcoll.launch.restarts import Restarts
+from fastcoll.launch.supervisor import Supervisor
+from fastcoll.rendezvous import HashStore
 
 COMMAND = [sys.executable, "-m", "fastcoll.launch", "--monitor-interval=0.02"]
 HEAD = """
@@ -210,23 +216,13 @@ def test_the_end_of_the_launcher_that_leads_ends_the_others(
 ) -> None:
     script(STAY)
     options = c10d(free_port(), "2")
-    leader = start(*options)
-    while not listens(options):  # so that it leads
-        time.sleep(0.01)
-    other = start(*options)
+    leader, other = (start(*options, f"--rdzv-conf=is_host={leads}") for leads in (1, 0))
     pids = [next_line(node)[1] for node in (leader, other)]
     leader.kill()
     code, _, err = end(other)
     assert code == 1
     assert "the launcher that leads the job ended without a word, or is out of reach" in err
     assert all(map(has_ended, pids))
-
-
-def listens(options: list[str]) -> bool:
-    """Whether somebody listens at the endpoint of these options."""
-    port = int(options[2].rpartition(":")[2])
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return any(int(row[1].rpartition(":")[2], 16) == port and row[3] == "0A" for row in rows)
 
 
 def test_a_job_with_another_name_or_other_options_is_refused(
@@ -242,6 +238,55 @@ def test_a_job_with_another_name_or_other_options_is_refused(
     assert "--rdzv-id one --nnodes 1:2 --max-restarts 0, this launcher has --rdzv-id two" in err
     Path("go").touch()
     assert end(first)[0] == 0
+
+
+def test_of_two_jobs_with_one_name_the_second_waits(script: Callable[[str], None], start: Start) -> None:
+    script(STAY)
+    options = c10d(free_port(), "1")
+    first = start(*options)
+    next_line(first)
+    second = start(*options)
+    assert second.stderr is not None
+    assert second.stderr.readline() == (
+        "fastcoll.launch: generation 0 runs without this node, which waits for a place\n"
+    )
+    Path("go").touch()
+    assert [end(process) for process in (first, second)] == [(0, "", "")] * 2
+
+
+def test_a_leader_that_is_stopped_for_a_while_hears_what_was_told(
+    script: Callable[[str], None], start: Start
+) -> None:
+    script("here(restarts)\nif sys.argv[1] == 'other' and restarts < 1: stay('fail'); sys.exit(5)\nstay()")
+    options = c10d(free_port(), "2", "--max-restarts=1")
+    leader = start(*options, "--rdzv-conf=is_host=1", "script.py", program="leader")
+    other = start(*options, "--rdzv-conf=is_host=0", "script.py", program="other")
+    assert [next_line(node)[2] for node in (leader, other)] == ["0", "0"]
+    leader.send_signal(signal.SIGSTOP)
+    Path("fail").touch()
+    assert other.stderr is not None
+    assert "failed first: exit code 5" in other.stderr.readline()
+    leader.send_signal(signal.SIGCONT)
+    assert [next_line(node)[2] for node in (leader, other)] == ["1", "1"]
+    Path("go").touch()
+    assert [end(node)[0] for node in (leader, other)] == [0, 0]
+
+
+def test_ranks_for_which_there_is_no_room_count_as_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    """No process, or no file descriptor: the system refuses to start them."""
+
+    def refuse(*_: object) -> Supervisor:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    node = Node("key", "host", 1, "default", "127.0.0.1", 0)
+    rules = Rules(1, 1, max_restarts=1, last_call=0.0, join=60.0, end=5.0, fixed=True)
+    told = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "1"}
+    job = Job(("program",), 1, 1, 0, "127.0.0.1", 1234, told=told)
+    with Gathering(HashStore(), node, lambda: 1234, rules, leads=True, tick=0.01) as gathering:
+        assert Restarts(gathering, job, refuse, None, [], 0.01).run() == 1
+    said = capfd.readouterr().err
+    assert said.count("a rank cannot be started on") == 2
+    assert "Resource temporarily unavailable" in said
 
 
 OLD = """
