@@ -48,10 +48,28 @@ def load(monkeypatch):
     return loaded
 
 
+def accuracy(lines):
+    (percent,) = re.findall(r"test accuracy ([\d.]+)%", "\n".join(lines))
+    return float(percent)
+
+
 def test_every_program_is_tested():
     shared = {"softmax.py"}
     tested = set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text()))
     assert {path.name for path in FOLDER.glob("*.py")} - shared == tested
+
+
+def test_the_agent_learns_to_balance():
+    steps = [float(line.split()[-2]) for line in run("reinforce.py")[0]]
+    assert len(steps) == 6
+    assert steps[0] < 80
+    assert steps[-1] > 140
+
+
+def test_late_gradients_teach_as_well():
+    (line,) = run("parameter_server.py")[0]
+    assert line.startswith("880 updates by 2 trainers")  # 20 epochs of 22 batches each
+    assert accuracy([line]) > 93
 
 
 def test_batched_updates_are_those_of_one_process(load):

@@ -1,0 +1,79 @@
+"""A parameter server: trainers send gradients when they have them, and nobody waits for anybody.
+
+    python -m fastcoll.launch -n 3 examples/rpc/parameter_server.py
+
+Rank 0 has the weights of a softmax regression of scikit-learn's digits, in NumPy. Each trainer computes on the weights
+that it got last, while its last gradient is on its way: gradients are a little late, as in HogWild!, and it learns.
+"""
+
+import os
+import threading
+
+import numpy as np
+from softmax import SHAPE, accuracy, gradient, train_and_test_sets
+
+from fastcoll import rpc
+
+BATCH, EPOCHS, RATE = 32, 20, 0.1
+
+
+class Server:
+    """The weights, and what trainers ask of them; calls of several trainers run at the same time, in threads."""
+
+    def __init__(self):
+        self.weights = np.zeros(SHAPE)
+        self.updates = 0
+        self.lock = threading.Lock()
+
+    def fetch(self):
+        """The weights of now."""
+        with self.lock:
+            return self.weights.copy()
+
+    def update(self, gradient):
+        """Go a step along a trainer's gradient; the new weights."""
+        with self.lock:
+            self.weights -= RATE * gradient
+            self.updates += 1
+            return self.weights.copy()
+
+
+SERVER = Server()  # the one of rank 0 is used
+
+
+def the_server():
+    """Runs on rank 0: `rpc.remote` makes an RRef of what a function returns."""
+    return SERVER
+
+
+def train(rank, trainers):
+    """What a trainer does with its share of the samples."""
+    server = rpc.remote("server", the_server)
+    (x, labels), _ = train_and_test_sets()
+    x, labels = x[rank - 1 :: trainers], labels[rank - 1 :: trainers]
+    random = np.random.default_rng(rank)
+    weights, on_its_way = server.rpc_sync().fetch(), None
+    for _ in range(EPOCHS):
+        for batch in np.array_split(random.permutation(len(x)), len(x) // BATCH):
+            found = gradient(weights, x[batch], labels[batch]) / len(batch)
+            if on_its_way is not None:
+                weights = on_its_way.wait()
+            on_its_way = server.rpc_async().update(found)
+    on_its_way.wait()
+
+
+def main():
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rpc.init_rpc("server" if rank == 0 else f"trainer{rank}", rank=rank, world_size=size)
+    if rank > 0:
+        train(rank, size - 1)
+    rpc.shutdown()  # waits for all: the server serves until the last trainer has ended
+    if rank == 0:
+        _, test = train_and_test_sets()
+        print(
+            f"{SERVER.updates} updates by {size - 1} trainers: test accuracy {accuracy(SERVER.weights, *test):.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
