@@ -288,13 +288,13 @@ class Agent:
         try:
             with wire.receiving(worker), wire.entered(call.context, worker):
                 result = wire.loads(received)
+                if received.message is not MessageType.RAISED:
+                    call.future.complete(result, None)  # its callbacks are in the contexts, too
+                    return
         except BaseException as error:
             call.future.complete(None, error)
             return
-        if received.message is MessageType.RAISED:
-            call.future.complete(None, _rebuilt(worker, *result))
-        else:
-            call.future.complete(result, None)
+        call.future.complete(None, _rebuilt(worker, *result))
 
     def _handle(self, link: Link | None, received: Received) -> None:
         """Handle what was told."""

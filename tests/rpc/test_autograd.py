@@ -5,15 +5,14 @@ from functools import partial
 
 import pytest
 import torch
+from rpc import autograd_programs as programs
+from rpc import autograd_victims as victims
 from together import together
 
 import fastcoll
 from fastcoll import rpc
 from fastcoll.errors import UsageError
 from fastcoll.rpc import autograd
-
-from . import autograd_programs as programs
-from . import autograd_victims as victims
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +71,19 @@ def squared(x):
     return x * x
 
 
+@rpc.functions.async_execution
+def relayed(to, x):
+    """Calls again when the first call has been answered, on the thread that has read the answer."""
+    result = rpc.Future()
+
+    def again(done):
+        second = rpc.rpc_async(to, squared, args=(done.value(),))
+        second.add_done_callback(lambda done: result.set_result(done.value() + x))
+
+    rpc.rpc_async(to, doubled, args=(x,)).add_done_callback(again)
+    return result
+
+
 def needs_gradient(x):
     return x.requires_grad
 
@@ -100,6 +112,9 @@ def test_what_travels_and_what_is_refused(first):
         autograd.backward(context, [rpc.rpc_sync("w1", doubled, args=(x,)).sum()])
         assert autograd.get_gradients(context)[x].tolist() == [7.0] * 3
         assert found[x].tolist() == [5.0] * 3
+        # What callbacks call.
+        autograd.backward(context, [rpc.rpc_sync("w1", relayed, args=("w0", x)).sum()])
+        assert autograd.get_gradients(context)[x].tolist() == [16.0] * 3
         # Without gradients, nothing is recorded.
         with torch.no_grad():
             assert not rpc.rpc_sync("w1", doubled, args=(x,)).requires_grad

@@ -1,8 +1,7 @@
 """Backward passes that fail, and what is left of contexts that were left or lost."""
 
 from faults import crew
-
-from . import autograd_victims as victims
+from rpc import autograd_victims as victims
 
 
 def test_a_worker_that_dies_in_backward_is_named():

@@ -14,27 +14,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import Function
 
 from ...errors import UsageError
 
+if TYPE_CHECKING:
+    from .passes import Pass
+
 RESERVED = 1 << 40
 _anchor = torch.empty(0, requires_grad=True)  # the leaf below all arrivals, so that the engine runs them
-_pass = threading.local()
+_thread = threading.local()
 _LEAF = torch._C._functions.AccumulateGrad
-
-
-class Gradients(Protocol):
-    """A backward pass, as the ends see it."""
-
-    def wait_for(self, message: int) -> Any:
-        """The gradient of a tensor that has left; None: it is zero everywhere."""
-
-    def send(self, worker: int, message: int, gradient: Any) -> None:
-        """The gradient of a tensor that came from `worker`."""
 
 
 class Origin(NamedTuple):
@@ -112,24 +105,24 @@ def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origi
     return leaves, origins
 
 
-def flow(gradients: Gradients, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
+def flow(running: Pass, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
     """Run the local graph backward from scalars, to the leaves and arrivals; the leaves' gradients, None for zero.
 
     Nodes of GPUs run on this thread as well: on threads of their own they could make a node ready while this one
     blocks in a departure.
     """
-    before, _pass.running = getattr(_pass, "running", None), gradients
+    before, _thread.running = getattr(_thread, "running", None), running
     try:
         with torch.autograd.set_multithreading_enabled(False):
             inputs = [*leaves, _anchor]
             found = torch.autograd.grad(roots, inputs, retain_graph=retain_graph, allow_unused=True)
     finally:
-        _pass.running = before
+        _thread.running = before
     return list(found[:-1])
 
 
-def _running() -> Gradients:
-    running: Gradients | None = getattr(_pass, "running", None)
+def _running() -> Pass:
+    running: Pass | None = getattr(_thread, "running", None)
     if running is None:
         raise UsageError(
             "a tensor that came by rpc is part of this graph: call rpc.autograd.backward(context_id, roots)"

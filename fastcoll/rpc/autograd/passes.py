@@ -93,6 +93,7 @@ class Pass:
             self._changed.notify_all()
 
     def wait_for(self, message: int) -> Any:
+        """The gradient of a tensor that left; None: it is zero everywhere."""
         with self._changed:
             self._changed.wait_for(lambda: message in self._came or self._error is not None)
             if self._error is not None:
@@ -100,6 +101,7 @@ class Pass:
             return self._came.pop(message)
 
     def send(self, worker: int, message: int, gradient: Any) -> None:
+        """The gradient of a tensor that a worker sent by `message`."""
         if self._error is not None:
             raise self._error
         self._sent.append(self._deliver(worker, message, gradient))
