@@ -21,8 +21,8 @@ from .opening import GROUP_SIZE, Answering, Endpoint, Kind, Opening, OpeningErro
 from .table import CHANGING, Op, Request, Table
 
 OPENING_SECONDS = 5.0
-# Openings under way, beyond which the oldest gives way: twice what a server accepts at once (serving.py), so that in a
-# crowd of ranks none gives way whose opening has come.
+# Openings under way, beyond which the oldest that has not come gives way: twice what a server accepts at once
+# (serving.py), so that in a crowd of ranks none gives way whose opening has come.
 MOST_OPENINGS = 2048
 # How long a request may take to come once it has begun: 8 MiB at 140 kB/s.
 FRAME_SECONDS = 60.0
@@ -65,7 +65,9 @@ class StoreServer:
         self._me = Endpoint(os.urandom(GROUP_SIZE), 0, 2, secret, bool(secret))
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
-        self._opening: dict[int, None] = {}  # those whose opening is under way, the oldest first
+        # Those whose opening is under way, and those that have been answered and owe their proof; the oldest first.
+        self._opening: dict[int, None] = {}
+        self._proving: dict[int, None] = {}
         # A parked peer stands under one missing key at a time, and moves on when that is set.
         self._parked: dict[bytes, set[int]] = {}
         # (deadline, number, peer), soonest first; an entry that its peer has outlived is skipped.
@@ -77,8 +79,11 @@ class StoreServer:
         """A connection was accepted; `peer` is any number not in use."""
         me = self._me
         answering = Answering(lambda at: me if at.kind is Kind.STORE and at.peer == me.rank else None)
-        if len(self._opening) >= MOST_OPENINGS:
-            self._drop(next(iter(self._opening)), f"one of more than {MOST_OPENINGS} openings")
+        if len(self._opening) + len(self._proving) >= MOST_OPENINGS:
+            # A client that has been answered takes its connection for made as soon as it has sent its proof.
+            self._drop(
+                next(iter(self._opening or self._proving)), f"one of more than {MOST_OPENINGS} openings"
+            )
         self._peers[peer] = _Peer(self._converse(peer), answering)
         self._opening[peer] = None
         self._set_deadline(peer, now + OPENING_SECONDS)
@@ -92,6 +97,7 @@ class StoreServer:
         """The connection is closed."""
         state = self._peers.pop(peer, None)
         self._opening.pop(peer, None)
+        self._proving.pop(peer, None)
         if state is not None:
             self._unpark(peer, state)
             state.steps.close()
@@ -148,8 +154,14 @@ class StoreServer:
                 raise
             if reply:
                 self.outbox.append((peer, reply))
+                del self._opening[peer]
+                self._proving[peer] = None
+                self._set_deadline(
+                    peer, self._now + OPENING_SECONDS
+                )  # for the proof, of a client that is starved
         state.is_open, state.deadline = True, None
-        del self._opening[peer]
+        self._opening.pop(peer, None)
+        self._proving.pop(peer, None)
         while True:
             yield from self._until(HEADER.size, peer, state)
             length = check_request_header(bytes(state.buffer[: HEADER.size]))

@@ -195,9 +195,10 @@ class TCPStore(TableStore):
         return fields
 
     def _another(self) -> TCPConnection:
-        """One more connection to the same server."""
+        """One more connection to the same server, which may be beset by strangers, starved or far away."""
+        patience = min(limit_of(self), GRACE_SECONDS)
         try:
-            connection = connect(self.host, self.port, self._secret, timeout=0.0)
+            connection = connect(self.host, self.port, self._secret, patience, was_there=True)
         except StoreTimeoutError as error:
             if isinstance(error.__cause__, ConnectionError):
                 raise LostError(shown(self.host, self.port)) from error
@@ -307,10 +308,11 @@ class TCPConnection:
             raise LostError(self._where) from error
 
 
-def connect(host: str, port: int, secret: bytes, timeout: float) -> TCPConnection:
+def connect(host: str, port: int, secret: bytes, timeout: float, was_there: bool = False) -> TCPConnection:
     """A connection to the store at `host`:`port`, tried again until `timeout` seconds have passed.
 
     Raises:
+        LostError: nothing listens at the place of a store that `was_there`.
         StoreTimeoutError: nothing listens there.
         StoreError: something else listens there, or the secrets do not match.
         ResourceError: the server may not open as many file descriptors as there are ranks.
@@ -330,6 +332,8 @@ def connect(host: str, port: int, secret: bytes, timeout: float) -> TCPConnectio
             return connection
         except OSError as error:
             reason = error
+            if was_there and isinstance(error, ConnectionRefusedError):
+                raise LostError(where) from error
         full_since = min(full_since, time.monotonic()) if isinstance(reason, _FullError) else float("inf")
         if time.monotonic() - full_since >= min(_FULL_SECONDS, timeout):
             raise ResourceError(

@@ -180,6 +180,27 @@ def test_idle_connections_keep_nobody_out(listener, arrived) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_who_has_been_answered_gives_way_to_none_that_have_said_nothing(listener, arrived) -> None:
+    """A rank takes its connection for made once it has sent its proof: dropping it would look like a death."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    dialing = Dialing(SEATS[0], 1, Kind.DATA, 0)
+    try:
+        with contextlib.ExitStack() as opened:
+            rank = opened.enter_context(connect(listener))
+            rank.sendall(dialing.opening)
+            proof = b""
+            while dialing.wants:
+                proof = dialing.take(rank.recv(dialing.wants))
+            for _ in range(2 * listening.MOST_OPENINGS):
+                opened.enter_context(connect(listener))
+            comes_through(listener, arrived)  # by then the listener has seen all those
+            rank.sendall(proof)
+            wait_until(lambda: len(arrived) == 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_slow_openers_are_given_up(monkeypatch, listener) -> None:
     monkeypatch.setattr(listening, "OPENING_SECONDS", 0.2)
     with connect(listener) as slow:

@@ -438,6 +438,27 @@ def test_the_oldest_opening_gives_way() -> None:
     assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
 
 
+def test_who_has_been_answered_gives_way_last() -> None:
+    """Such a client takes its connection for made as soon as it has sent its proof."""
+    wire = Wire(SECRET)
+    mine = hello(secret=True)
+    for peer in range(2):
+        wire.connect(peer)
+        wire.feed(peer, mine)
+    answer = wire.take(0)
+    for peer in range(2, 2 * MOST_OPENINGS):
+        wire.connect(peer)
+    wire.collect()
+    assert set(wire.dropped) == set(range(2, MOST_OPENINGS + 2))
+    wire.feed(0, prove(SECRET, Role.DIALS, mine, answer[:OPENING_SIZE]))
+    assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+    for peer in range(2 * MOST_OPENINGS, 3 * MOST_OPENINGS):  # who never proves anything goes, too
+        wire.connect(peer)
+        wire.feed(peer, mine)
+    wire.collect()
+    assert 1 in wire.dropped
+
+
 def test_the_servers_own_proof_sent_back_is_dropped() -> None:
     wire = Wire(SECRET)
     wire.connect(1)

@@ -2,7 +2,8 @@
 
 A connection that has proven that it belongs to a group is handed to that group; whatever else comes is dropped, and
 each host that sends such is logged once. An opening holds 112 bytes and one descriptor for at most 10 s, its proof as
-long again, and when 256 are under way the oldest gives way, so that idle connections keep nobody out.
+long again, and when 256 are under way the oldest of which nothing has come gives way, so that idle connections keep
+nobody out.
 
 Addresses go through the group's store. The first member draws the group's name and token ("terms"); each member listens
 before it tells where, so whoever knows an address finds the group there.
@@ -97,8 +98,7 @@ class Listener(serving.SocketServer):
         return [pending.socket for pending in self._pending.values()]
 
     def accepted(self, connection: socket.socket, host: str) -> None:
-        if len(self._pending) >= MOST_OPENINGS:
-            self._drop(next(iter(self._pending.values())), f"one of more than {MOST_OPENINGS} openings")
+        self._make_room()
         try:
             tune(connection)
         except OSError:  # it is gone already
@@ -107,6 +107,17 @@ class Listener(serving.SocketServer):
         deadline = time.monotonic() + OPENING_SECONDS
         self._pending[connection.fileno()] = _Pending(connection, host, Answering(self._endpoint), deadline)
         self.selector.register(connection, selectors.EVENT_READ, connection.fileno())
+
+    def _make_room(self) -> None:
+        """Drop one where there are too many: of those that have not said whom they want the oldest, after a last look
+        at what has come of it. A rank takes a connection for made once it has been answered and has sent its proof."""
+        while len(self._pending) >= MOST_OPENINGS:
+            silent = [each for each in self._pending.values() if each.answering.theirs is None]
+            oldest = silent[0] if silent else next(iter(self._pending.values()))
+            if silent:
+                self.serve(oldest.socket.fileno(), selectors.EVENT_READ)
+            if oldest.socket.fileno() in self._pending and (not silent or oldest.answering.theirs is None):
+                self._drop(oldest, f"one of more than {MOST_OPENINGS} openings")
 
     def refuse(self, listening: socket.socket, error: OSError) -> None:
         logger.warning(
