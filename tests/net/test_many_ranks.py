@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conformance.test_every_operation import ROWS
 from faults import crew, net_victims
-from faults.failing_victims import die
+from faults.failing_victims import arm, die
 
 import fastcoll as dist
 from fastcoll import config
@@ -21,6 +21,7 @@ from fastcoll.shm.layout import FLAT, GROUP
 PROCESSES = 32
 NODE = 18  # ranks of the first node, of two: more than meet at once
 LAST_ALONE = FLAT + 1  # a world whose last rank is a group of its own
+LATE = 3.0  # s until a rank counts as late; the others are awake within that, be they 30 on two full cores
 
 
 def run_every_operation(rank: int, n: int, url: str, backend: str) -> str:
@@ -61,7 +62,9 @@ def refuse(rank: int, n: int, url: str) -> list[str]:
         total = np.array([float(rank)])
         dist.all_reduce(total)
         assert total[0] == n * (n - 1) / 2
-    group = dist.new_group(timeout=0.5)
+    group = dist.new_group(timeout=60)
+    group.timeout = LATE  # only now, as to meet may take longer
+    dist.barrier()
     if rank != GROUP:
         with pytest.raises(dist.CollectiveTimeoutError) as caught:
             dist.barrier(group)
@@ -94,6 +97,25 @@ def test_all_are_told_alike_what_does_not_match_and_who_is_late(n: int) -> None:
     ):
         assert len(set(texts)) == 1, texts
         assert f"rank {odd} " in texts[0]
+
+
+def meet_and_leave(rank: int, n: int, url: str) -> bool:
+    """Two barriers, in the second of which a rank takes long to pass the headers of others on."""
+    if rank == GROUP:
+        arm(
+            f"tcp.none.mid_chunk:delay=1@{2 * 5 + 4}"
+        )  # a header sent and one received in each of five rounds
+    dist.init_process_group("tcp", init_method=url, rank=rank, world_size=n, timeout=60)
+    dist.barrier()
+    dist.barrier()
+    dist.destroy_process_group()
+    return True
+
+
+def test_who_is_done_with_a_call_may_leave_before_others_have_heard_of_it() -> None:
+    """Those to whom the slow rank passes nothing on go; it does not look to the others as if they missed them."""
+    for outcome in crew.run(meet_and_leave, LAST_ALONE):
+        assert outcome.result, outcome.error
 
 
 def disagree(rank: int, n: int, url: str) -> list[int]:

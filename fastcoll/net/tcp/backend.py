@@ -245,8 +245,15 @@ class TcpBackend(Backend):
         return f"{what}, call {number} of group {self.gate.name!r}"
 
     def _late(self) -> list[int]:
-        """The group ranks whose headers have not come, or else all that the plan waits for."""
-        return self.context.is_late() or self.context.waited_for
+        """The group ranks whose headers have not come, or else all that the plan waits for.
+
+        Without ranks that have left and whose headers others pass on: such a rank was done with the call, or who waits
+        for itself says that it was not.
+        """
+        waited_for = self.context.waited_for
+        late = self.context.is_late()
+        here = [rank for rank in late if rank in waited_for or not self.monitor.has_left(rank)]
+        return here or waited_for
 
     def _gather(self, everybody: Array, own: Array) -> None:
         """Every rank's array, by the thread that has the turn, between two calls."""
