@@ -17,14 +17,14 @@ import operator
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import posix_ipc
 
 from .. import config, failpoints
-from ..core.processes import Member, gone_among, session, status_of
+from ..core.processes import Member, ProcessId, gone_among, session, status_of
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous import Store
 from ..rendezvous.assemble import GroupMeeting
@@ -196,27 +196,31 @@ def unlink(name: str) -> None:
         posix_ipc.unlink_shared_memory("/" + name)
 
 
-def sweep() -> list[str]:
+def sweep(gone: Iterable[ProcessId] = ()) -> list[str]:
     """Unlink this user's segments whose maker is dead; returns their names.
 
     A name lives for milliseconds while a group is made, so a name whose maker (pid and start time) is
     gone belongs to a job that was killed in that moment. A session of tests leaves other sessions' alone.
+
+    Args:
+        gone: who has ended as far as others have seen, and may be on its way to it still: a process that was killed
+            closes its connections first.
     """
     swept = []
-    for name in stale():
+    for name in stale(gone):
         with contextlib.suppress(posix_ipc.Error):  # another user's, with a name like ours
             unlink(name)
             swept.append(name)
     return swept
 
 
-def stale() -> list[str]:
+def stale(gone: Iterable[ProcessId] = ()) -> list[str]:
     """The names that `sweep` would remove."""
-    found = []
+    found, ended = [], {(str(process.pid), str(process.start_time)) for process in gone}
     for name in os.listdir(DIRECTORY) if os.path.isdir(DIRECTORY) else ():
         pid, _, start = name.removeprefix(_PREFIX).rpartition("-")[0].partition("-")
         ours = name.startswith(_PREFIX) and name.endswith(session())
-        if ours and pid.isdigit() and _start_time(int(pid)) != start:
+        if ours and pid.isdigit() and ((pid, start) in ended or _start_time(int(pid)) != start):
             found.append(name)
     return found
 
@@ -305,7 +309,12 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 segment.close()
                 raise
         except BaseException:
-            sweep()  # rank 0 may have died with the store in which it had announced the name
+            # Rank 0 may have died with the store in which it had announced the name.
+            sweep(
+                member
+                for member in gone_among(members)
+                if member.pid_namespace == members[rank].pid_namespace
+            )
             raise
         finally:
             if name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import mmap
 import os
 import stat
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll.core.processes import SESSION
+from fastcoll.core.processes import SESSION, this_process
 from fastcoll.errors import ResourceError
 from fastcoll.shm import segment as shared
 from fastcoll.shm.layout import plan
@@ -106,6 +107,15 @@ def test_the_sweeper_takes_the_names_of_the_dead_only(name: str) -> None:
     assert dead in shared.sweep()
     assert not os.path.exists(f"/dev/shm/{dead}")
     assert os.path.exists(f"/dev/shm/{name}")
+
+
+def test_the_sweeper_takes_the_names_of_those_that_others_have_seen_die(name: str) -> None:
+    """A process that was killed has closed its connections a while before it counts as ended."""
+    Segment.create(name, LAYOUT).close()
+    other = dataclasses.replace(this_process(), start_time=1)
+    assert name not in shared.sweep([other])
+    assert name in shared.sweep([this_process()])
+    assert not os.path.exists(f"/dev/shm/{name}")
 
 
 def test_who_was_killed_and_not_waited_for_yet_is_dead() -> None:
