@@ -3,14 +3,18 @@
 Every participant is written into the file with its process. The one that leaves last removes it, and
 one that comes to a file whose participants are all dead starts it anew.
 
-The bytes are a magic line, then records, only ever appended to: the requests that change something, as frames
-(frames.py). Before each is a 12-byte header (big-endian: CRC-32 of the frame, its length, 1 for a change of who takes
-part, three zeros). A writer that is killed leaves at most one record cut off at the end; nobody else was
-writing, as it held the lock, so the next writer cuts it off and goes on.
+The bytes are a magic line, 8 bytes that say where to begin, and records, only ever appended to: the requests that
+change something, as frames (frames.py). Before each is a 12-byte header (big-endian: CRC-32 of the frame, its length, 1
+for a change of who takes part, three zeros). A writer that is killed leaves at most one record cut off at the end;
+nobody else was writing, as it held the lock, so the next writer cuts it off and goes on.
+
+Where most of the log is history, a writer appends all that holds as a few records more, says that one begins there, and
+gives what is before back to the file system, as a hole. Killed before it says so, it has only repeated what holds.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import stat
@@ -29,8 +33,15 @@ from .frames import HEADER, MAX_BODY, check_request_header, decode_request, enco
 from .store import DEFAULT_TIMEOUT, limit_of, tries
 from .table import CHANGING, Missing, Op, Request, Table, TableStore, check_process, closed_meanwhile
 
-MAGIC = b"fastcoll store 2\n"
+MAGIC = b"fastcoll store 3\n"
+_BEGIN = struct.Struct("!Q")
+FIRST = len(MAGIC) + _BEGIN.size  # where the records of a new file begin
 _HEADER = struct.Struct("!II?3x")
+_OPENED = b"opened"  # among those that take part: how many have ever come
+# A log begins anew when it has so many bytes, and so many times those that it takes to write down what holds.
+_MOST_HISTORY, _HISTORY_SHARE = 1 << 20, 4
+_RECORD_BYTES = 64  # of a record, beside its key and value, about
+_PUNCH_HOLE = 0x02 | 0x01  # of fallocate(2), and keep the size
 # struct flock: type, whence, start, length, pid. The lock belongs to the open file, not to the
 # process (fcntl(2), "open file description locks"), so it also keeps threads apart.
 _FLOCK = struct.Struct("hhqqi0q")
@@ -123,7 +134,9 @@ class SharedLog:
     def __init__(self, path: str, limit: float) -> None:
         self.path = path
         self._me = os.urandom(8)
-        self._offset = 0
+        self._offset: int  # up to which the file has been read
+        self._begin: int  # where its records begin
+        self._opened: int  # how many have ever come
         self._forget()
         for _ in tries(limit):
             self._fd = open_own(path)
@@ -161,6 +174,10 @@ class SharedLog:
             self._forget()
             self._catch_up()
             raise
+        holds = self.table.size + _RECORD_BYTES * len(self.table.items())
+        if self._offset - self._begin > max(_MOST_HISTORY, _HISTORY_SHARE * holds):
+            with suppress(ResourceError):  # the disk is full: the log stays as it is
+                self._begin_anew()
         return answer
 
     def leave(self, world_size: int) -> None:
@@ -176,33 +193,50 @@ class SharedLog:
         finally:
             os.close(self._fd)
 
+    def _begin_anew(self) -> None:
+        """Write down all that holds, and give the log before that back."""
+        begin, opened = self._offset, self._opened
+        here = [Request(Op.SET, (me,), (it.to_bytes(),)) for me, it in self.participants.items()]
+        records = [record_of(request, True) for request in here]
+        records.append(record_of(Request(Op.SET, (_OPENED,), (b"%d" % opened,)), True))
+        records += [record_of(Request(Op.SET, (key,), (value,))) for key, value in self.table.items()]
+        self._write(b"".join(records))
+        os.pwrite(self._fd, _BEGIN.pack(begin), len(MAGIC))
+        self._begin = begin
+        offset, length = ctypes.c_int64(FIRST), ctypes.c_int64(begin - FIRST)
+        ctypes.CDLL(None).fallocate(self._fd, _PUNCH_HOLE, offset, length)  # which not every file system can
+
     def _all_gone(self) -> bool:
         return all(_is_gone(process, self._fd) for process in self.participants.values())
 
     def _enter(self) -> None:
         """Start the file anew if it is stale, and write ourselves in."""
-        start = self._read(0, len(MAGIC))
-        if not MAGIC.startswith(start):
+        start = self._read(0, FIRST)
+        if not MAGIC.startswith(start[: len(MAGIC)]):
             raise UsageError(
                 f"{self.path} holds something else than a fastcoll store; choose another path or remove it"
             )
-        if start != MAGIC:  # its first writer was killed at once
+        if len(start) < FIRST:  # its first writer was killed at once
             os.ftruncate(self._fd, 0)
         self._catch_up()
         if self.participants and self._all_gone():
             os.ftruncate(self._fd, 0)
             self._forget()
         joining = Request(Op.SET, (self._me,), (this_process().to_bytes(),))
-        self._write((b"" if self._offset else MAGIC) + record_of(joining, True))
+        self._write((b"" if self._offset else MAGIC + _BEGIN.pack(FIRST)) + record_of(joining, True))
         self._take(joining, True)
 
     def _catch_up(self) -> None:
         """Read what others have written, and cut off what a killed writer left half-written."""
-        size = os.fstat(self._fd).st_size
-        if size < self._offset or (self._offset == 0 and size > 0 and self._read(0, len(MAGIC)) != MAGIC):
+        size, head = os.fstat(self._fd).st_size, self._read(0, FIRST)
+        begin = int.from_bytes(head[len(MAGIC) :], "big")
+        sound = head[: len(MAGIC)] == MAGIC and FIRST <= begin <= size
+        if size < self._offset or (size > 0 and not sound):
             raise StoreError(f"{self.path} was changed by something else than a fastcoll store")
-        if self._offset == 0:
-            self._offset = min(size, len(MAGIC))
+        if self._offset < begin:  # what is before is a hole, and what holds has been written down anew
+            self._forget()
+            self._offset = begin
+        self._begin = begin
         data = self._read(self._offset, size - self._offset)
         try:
             for request, is_of_participants, end in read_records(data, self._offset):
@@ -216,16 +250,20 @@ class SharedLog:
     def _forget(self) -> None:
         self.table = Table()
         self.participants: dict[bytes, ProcessId] = {}
-        self._opened = self._offset = 0
+        self._opened = 0
+        self._offset = self._begin = 0
 
     def _take(self, request: Request, is_of_participants: bool) -> None:
+        key = request.keys[0]
         if not is_of_participants:
             self.table.apply(request)
+        elif key == _OPENED:
+            self._opened = int(request.values[0])
         elif request.op is Op.SET:
-            self.participants[request.keys[0]] = ProcessId.from_bytes(request.values[0])
-            self._opened += 1
+            self._opened += key not in self.participants
+            self.participants[key] = ProcessId.from_bytes(request.values[0])
         else:
-            self.participants.pop(request.keys[0], None)
+            self.participants.pop(key, None)
 
     def _write(self, data: bytes) -> None:
         """Append what has had its effect already; all of it or nothing."""

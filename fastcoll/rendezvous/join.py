@@ -24,6 +24,7 @@ from typing import ClassVar
 from ..core.processes import Member, ProcessId, forget, this_process
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
+from .serving import turned_away
 from .store import Store, listed
 from .waiting import fetch_for
 
@@ -121,10 +122,11 @@ class _Joining(Meeting):
 
     def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
         try:
-            return super().wait(keys, lambda: f"rank(s) {self.missing()}")
+            return super().wait(keys, lambda: f"rank(s) {self.missing()}{turned_away()}")
         except StoreTimeoutError as error:
             raise StoreTimeoutError(
-                f"{self.doing}: not all of {self.size} ranks came within {self._timeout:g} s; missing: {self.missing()}"
+                f"{self.doing}: not all of {self.size} ranks came within {self._timeout:g} s; missing: "
+                f"{self.missing()}{turned_away()}"
             ) from error
 
     def learned(self, place: int, value: bytes) -> None:

@@ -22,6 +22,7 @@ logger = logging.getLogger("fastcoll")
 
 _ACCEPTS_AT_ONCE = 1024  # all that wait, if they can be: the kernel turns others away
 _MOST_HOSTS = 256
+_LISTED = 4
 _PAUSE_SECONDS = 0.2  # how long no connection is taken after the system ran out of something
 _OUT_OF_SOMETHING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -36,7 +37,7 @@ class SocketServer(ABC):
 
     def __init__(self, name: str, sockets: Sequence[socket.socket], key: Hashable) -> None:
         self.key = key
-        self._blamed: set[str] = set()
+        self.blamed: dict[str, str] = {}  # by host, why its first connection was dropped
         self.selector = selectors.DefaultSelector()
         self._sockets = list(sockets)
         self._paused_until: float | None = None
@@ -74,9 +75,9 @@ class SocketServer(ABC):
 
     def blame(self, host: str, reason: str) -> None:
         """Say why a connection was dropped, loudly the first time that a host sends such; nothing without a reason."""
-        known = host in self._blamed or len(self._blamed) >= _MOST_HOSTS
+        known = host in self.blamed or len(self.blamed) >= _MOST_HOSTS
         if reason and not known:
-            self._blamed.add(host)
+            self.blamed[host] = reason
         if reason:
             level = logging.DEBUG if known else logging.WARNING
             logger.log(level, "dropped a connection from %s: %s", host, reason)
@@ -163,6 +164,13 @@ def acquire(key: Hashable, make: Callable[[], T]) -> T:
         server: T = found or make()
         _users[server] = _users.get(server, 0) + 1
         return server
+
+
+def turned_away() -> str:
+    """Whom this process's servers have turned away, and why, to stand behind who has not come; empty: nobody."""
+    blamed = [each for server in list(_users) for each in list(server.blamed.items())]
+    told = "; ".join(f"from {host}: {reason}" for host, reason in blamed[:_LISTED])
+    return f" (turned away: {told})" if told else ""
 
 
 def release(server: SocketServer, linger: float = 0.0) -> None:

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
@@ -95,8 +95,16 @@ class Table:
         self._data: dict[bytes, bytes] = {}
         self._bytes = 0
 
+    @property
+    def size(self) -> int:
+        """Bytes of all keys and values."""
+        return self._bytes
+
     def get(self, key: bytes) -> bytes | None:
         return self._data.get(key)
+
+    def items(self) -> ItemsView[bytes, bytes]:
+        return self._data.items()
 
     def first_missing(self, request: Request) -> bytes | None:
         """The first key that `request` still has to wait for, or None."""

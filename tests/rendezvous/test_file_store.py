@@ -208,6 +208,32 @@ def test_damage_is_named(path: Path) -> None:
         one._leave = lambda: None
 
 
+def test_a_log_that_is_mostly_history_begins_anew(path: Path, processes) -> None:
+    """Who has read it, who comes later and who has left are told apart as before; a killed writer harms nothing."""
+    other = processes.start(HOLD, path)
+    other.stdout.readline()
+    with FileStore(path, 4) as one, FileStore(path, 4) as idle:
+        assert idle.get("from") == b"the other"
+        FileStore(path, 4).close()
+        one.set("kept", "x" * 100_000)
+        for turn in range(3):
+            for number in range(400):
+                one.set(f"{number % 3}", f"{turn}{number}".ljust(10_000))
+                one.add("n", 1)
+            if turn == 1:  # as who is killed before it says where to begin
+                one._log._write(record_of(Request(Op.SET, (b"n",), (b"800",))))
+        assert path.stat().st_blocks * 512 < 3 << 20 < path.stat().st_size
+        assert idle.add("n", 0) == 1200
+        assert idle.get("1") == b"2397".ljust(10_000)
+        assert idle.delete_key("kept")
+        with FileStore(path, 4) as late:
+            assert {process.pid for process in late.participants()} == {os.getpid(), other.pid}
+            assert (late.num_keys(), late.add("n", 0), late.get("from")) == (5, 1200, b"the other")
+            assert late._log._opened == 5
+        other.communicate("\n", timeout=20)
+    assert not path.exists()
+
+
 def test_a_full_disk_leaves_the_store_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FileStore(path) as store:
         store.set("k", "v")
