@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from .. import config
+from .. import config, failpoints
 from . import lifeline
 from .nodes import Failure, Job, left
 from .outputs import Outputs
@@ -246,9 +246,12 @@ class Supervisor:
         """Start the ranks and return when all are gone: 0, the exit code of the first rank that failed on any node
         (128+n for signal n), or 128+n when signal n ended the launcher.
         """
+        if not self._is_guest:
+            failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
         try:
             for local_rank in range(self._job.local_size):
                 self._start(local_rank)
+            failpoints.reach("launch.after_start")
             self._watch()
         except BrokenPipeError:  # nobody reads our output any more
             self._exit_code = 128 + signal.SIGPIPE
@@ -388,6 +391,7 @@ class Supervisor:
                     for key, _ in self._selector.select(0.02):
                         key.data()
         finally:
+            failpoints.reach("launch.before_end")
             self._signal_running(signal.SIGKILL)
             for rank in self.ranks:
                 rank.process.wait()

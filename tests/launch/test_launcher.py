@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,6 +239,27 @@ def test_what_a_background_job_ignores_its_ranks_ignore(script: Callable[[str], 
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=20)
     assert (process.returncode, out) == (128 + signal.SIGTERM, "[0] got it\n")
+
+
+@pytest.mark.parametrize("place", ["after_start", "before_end"])
+def test_a_killed_launcher_leaves_nothing_wherever_it_was(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("FASTCOLL_FAILPOINT", f"launch.{place}:kill")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEFT", mark := f"left-{os.getpid()}-{place}")
+        done = launch("time.sleep(1000 if rank else 0); sys.exit(1)", "-n2", "--grace=0", "script.py")
+    assert done.returncode == -signal.SIGKILL
+    end = time.monotonic() + 10
+    while left := [pid for pid in filter(str.isdigit, os.listdir("/proc")) if mark in environ_of(pid)]:
+        assert time.monotonic() < end, left
+
+
+def environ_of(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:  # it has ended
+        return ""
 
 
 def test_a_second_signal_kills_at_once(script: Callable[[str], None]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from itertools import repeat
 
 import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll import ReduceOp
+from fastcoll import ReduceOp, failpoints
 from fastcoll.net.mpi import agreement, execution
 from fastcoll.net.mpi.membership import laid_down
 
@@ -277,6 +278,24 @@ def test_ctrl_c_ends_waiting_and_tells_the_others(rank, world_size):
     else:
         with pytest.raises(dist.AbortedError, match="KeyboardInterrupt"):
             group.barrier()
+    usable()
+    group.close()
+
+
+@pytest.mark.ranks(*SIZES)
+@pytest.mark.parametrize("phase", ["after_meeting", "before_done"])
+def test_a_rank_that_fails_within_a_call_is_named(rank, world_size, phase):
+    group = dist.new_group()
+    failpoints.arm(failpoints.parse(f"mpi.all_reduce.{phase}:raise#1"), rank)
+    x = np.ones(5000)
+    called = repeat(x, 3)  # rank 1's part in the first may have been done
+    if rank == 1:
+        with pytest.raises(failpoints.FailpointError):
+            list(map(group.all_reduce, called))
+    else:
+        with pytest.raises(dist.AbortedError, match=r"rank 1 \(.* FailpointError"):
+            list(map(group.all_reduce, called))
+    failpoints.arm(())
     usable()
     group.close()
 

@@ -32,6 +32,7 @@ from ...core.reduce_op import ReduceOp
 from ...core.status import DONE
 from ...core.work import Work
 from ...errors import AbortedError, GroupError
+from ...failpoints import reach
 from ...kernels.reduce import Reducer
 from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
@@ -165,15 +166,18 @@ class MpiBackend(Backend):
         def call() -> bool:
             self.gate.check_usable()
             try:
+                reach("mpi.OPERATION.enter", kind)
                 self._begin(timeout)
                 if self._meeting.meet(said, near and able, attached, self._look) != DONE:
                     raise self._mismatch(said)
                 self._moving = True
+                reach("mpi.OPERATION.after_meeting", kind)
                 done = bool(self._meeting[c.NEAR]) or not on_gpu
                 if fits and (kind not in _VECTORS or self._meeting.rows[:, c.ROW_SHAPE].max() <= most):
                     execution.run_attached(ready, self._meeting.attached)
                 elif done:
                     execution.run(ready, bool(self._meeting[c.NEAR]), operation)
+                reach("mpi.OPERATION.before_done", kind)
                 self._meeting.end()
                 return done
             except BaseException as error:
