@@ -1,4 +1,5 @@
-"""A rank kills itself at a named failpoint of a call, as FASTCOLL_FAILPOINT says: all phases, operations and worlds.
+"""A rank kills itself at a named failpoint of a call, as FASTCOLL_FAILPOINT says: all phases, operations and worlds, in
+shared memory, over TCP and on nodes.
 
 The same as kills, whose promises hold here too, but hit for certain what a clock hits rarely. Kernels with failpoints
 are other ones, so this is a soak of its own.
@@ -19,17 +20,42 @@ NOTHING = "shm.none.enter:delay=0"
 """Makes the kernels those with failpoints; no rank comes by there."""
 
 
+BY_NODES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
+"""What goes through the nodes when it is large, and so by the failpoints of nodes."""
+
+
+def places(seed: int) -> list[str]:
+    """All that a call comes by, in an order by chance, so that few cases are of all backends, too."""
+    found = []
+    for name in NAMES:
+        backend, op, phase = name.split(".") if name.count(".") == 2 else ("", "", "")
+        ours = op in CALLS and op in (BY_NODES if backend == "hybrid" else COLLECTIVES)
+        if ours and backend in ("shm", "tcp", "hybrid") and (op, phase) != ("barrier", "mid_chunk"):
+            found.append(name)
+    random.Random(seed).shuffle(found)
+    return found
+
+
 def draw(seed: int, number: int) -> Case:
     """The case of this number: its failpoints take turns, the rest is by chance."""
-    dice = random.Random(f"{seed}/{number}")
-    ours = set(COLLECTIVES) & set(CALLS)
-    names = [name for name in NAMES if name.split(".")[1] in ours and name != "shm.barrier.mid_chunk"]
-    name, n = names[number % len(names)], WORLDS[number // len(names) % len(WORLDS)]
+    dice, names = random.Random(f"{seed}/{number}"), places(seed)
+    name = names[number % len(names)]
     backend, op, phase = name.split(".")
-    # A later chunk is in arrays of more than a slot alone.
-    count = COUNTS[-1] if phase == "mid_chunk" else dice.choice(COUNTS)
+    on_nodes = backend == "hybrid"
+    # Two ranks are no two nodes of which one has two.
+    n = (WORLDS[1:] if on_nodes else WORLDS)[number // len(names) % (len(WORLDS) - on_nodes)]
+    # A later chunk is in arrays of more than a slot alone, and through the nodes go large ones.
+    count = COUNTS[-1] if phase == "mid_chunk" or on_nodes else dice.choice(COUNTS)
     return Case(
-        number, backend, n, op, count, dice.randrange(n), "phase", 0.0, f"{name}:kill@{dice.randrange(4, 9)}"
+        number,
+        "auto" if on_nodes else backend,
+        n,
+        op,
+        count,
+        dice.randrange(n),
+        "phase",
+        0.0,
+        f"{name}:kill@{dice.randrange(4, 9)}",
     )
 
 

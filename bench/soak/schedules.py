@@ -1,8 +1,8 @@
 """Ranks are delayed at random places inside of calls: whatever the order of their steps, every result is right.
 
-Every failpoint of the collectives over shared memory sleeps up to a fifth of a millisecond, by chance, on every rank.
-That gives orders which do not occur without. A schedule is one call of one world, sizes go from none to many chunks,
-worlds from 2 to 5.
+Every failpoint of a call, in shared memory, over TCP and on nodes, sleeps up to a fifth of a millisecond, by chance,
+on every rank. That gives orders which do not occur without. A schedule is one call of one world, sizes go from none to
+many chunks, worlds from 2 to 5.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import time
 
 import fastcoll as dist
 
-from .calls import CALLS
-from .fleet import Fleet
+from .calls import CALLS, ONE_NODE
+from .fleet import Fleet, live_on_nodes
 from .report import Report
 
-JITTER = "shm.*:jitter=0.0002"
+JITTER = ",".join(f"{backend}.*:jitter=0.0002" for backend in ("shm", "tcp", "hybrid"))
+_BACKENDS = ("shm", "tcp", "auto")
 TIMEOUT = 60.0
 _WORLDS = (2, 3, 4, 5)
 _CALLS = 2500  # of one world, after which another begins
@@ -32,13 +33,16 @@ def run(amount: int, seed: int) -> Report:
         raise RuntimeError(f"needs FASTCOLL_FAILPOINT={JITTER} before kernels are loaded")
     report, done, number, began = Report(), 0, 0, time.monotonic()
     while done < amount:
-        n, calls = _WORLDS[number % len(_WORLDS)], min(_CALLS, -(-amount // len(_WORLDS)), amount - done)
+        n, backend = _WORLDS[number // len(_BACKENDS) % len(_WORLDS)], _BACKENDS[number % len(_BACKENDS)]
+        calls = min(_CALLS, -(-amount // (len(_WORLDS) * len(_BACKENDS))), amount - done)
         with Fleet() as fleet:
             for rank in range(n):
-                fleet.start(work, rank, n, calls, f"{seed}/{number}")
+                fleet.start(work, rank, n, backend, calls, f"{seed}/{number}")
             for rank, end in enumerate(fleet.ends(TIMEOUT + calls * 0.2)):
                 if end.said is None or end.said:
-                    report.fail(f"world {number} of {n}, rank {rank}: {end.said or end.error or end.code}")
+                    report.fail(
+                        f"world {number} of {n}, {backend}, rank {rank}: {end.said or end.error or end.code}"
+                    )
             done += int(fleet.turns[0])
         number += 1
         if report.faults and not done:
@@ -51,11 +55,13 @@ def run(amount: int, seed: int) -> Report:
     return report
 
 
-def work(fleet: Fleet, rank: int, n: int, calls: int, seed: str) -> str:
+def work(fleet: Fleet, rank: int, n: int, backend: str, calls: int, seed: str) -> str:
     """So many calls, drawn alike on all ranks; what was wrong."""
     dice = random.Random(seed)
-    names = sorted(set(CALLS) - {"new_group", "objects"})
-    dist.init_process_group("shm", f"file://{fleet.folder}/meet", TIMEOUT, n, rank)
+    names = sorted(set(CALLS) - {"new_group", "objects"} - (ONE_NODE if backend != "shm" else set()))
+    if backend == "auto":
+        live_on_nodes(rank, (n + 1) // 2)
+    dist.init_process_group(backend, f"file://{fleet.folder}/meet", TIMEOUT, n, rank)
     for turn in range(calls):
         name, count = dice.choice(names), dice.choices(_COUNTS, _WEIGHTS)[0]
         *_, right = CALLS[name](rank, n, count, turn)

@@ -195,6 +195,12 @@ class Network:
         """Undo `cut`."""
         self._switch.run("ip", "link", "set", _port(host, link), "master", f"br{link}")
 
+    def lose(self, source: Host, target: Host) -> None:
+        """Let all that one host sends to another be lost, on the first link, and what comes back be not."""
+        nobody = "02:00:00:00:00:99"
+        words = f"neigh replace {target.address} lladdr {nobody} dev eth0 nud permanent"
+        source.namespace.run("ip", *words.split())
+
     def unplug(self, host: Host, link: int = 0) -> None:
         """Take a host's cable out: its interface loses its carrier."""
         self._switch.run("ip", "link", "set", _port(host, link), "down")

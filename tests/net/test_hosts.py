@@ -160,6 +160,21 @@ def test_a_host_that_vanishes_is_named_by_every_survivor(join_hosts: Join, ranks
         assert found["ranks"] == [2]
 
 
+def test_packets_that_are_lost_in_one_direction_end_the_group_on_all_ranks(
+    join_hosts: Join, ranks: Ranks
+) -> None:
+    """Each of the two misses the other's acknowledgements, and says so to who hears both."""
+    network = join_hosts(3, own_pids=True)
+    ranks.start(network.hosts, network.hosts[0].address, {rank: {"IMPATIENT": "1"} for rank in range(3)})
+    network.lose(network.hosts[1], network.hosts[0])
+    signal.alarm(15)
+    for rank in range(3):  # rank 0 may hear from the third that rank 1 has lost it
+        found = ranks.next_word(rank)
+        assert "died or lost its connection" in found["error"], found
+        assert {*found["ranks"]} <= {0, 1}, found
+        assert found["ranks"], found
+
+
 def test_a_killed_rank_is_named_where_nobody_sees_its_process(join_hosts: Join, ranks: Ranks) -> None:
     network = join_hosts(3, own_pids=True)
     said = ranks.start(network.hosts, network.hosts[0].address)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from soak import phases
 from soak.__main__ import SOAKS
 from soak.kills import CALLS, draw
 
@@ -32,3 +33,11 @@ def test_a_case_follows_from_its_number_and_the_seed() -> None:
         for n in (2, 4, 8)
         for moment in ("call", "start")
     }
+
+
+def test_few_cases_of_phases_are_of_all_backends() -> None:
+    cases = [phases.draw(1, number) for number in range(SOAKS["phases"].short)]
+    assert {case.backend for case in cases} == {"shm", "tcp", "auto"}
+    everywhere = [phases.draw(1, number) for number in range(3 * len(phases.places(1)))]
+    assert {case.failpoint.partition(":")[0] for case in everywhere} == set(phases.places(1))
+    assert min(case.n for case in everywhere if case.backend == "auto") == 4
