@@ -24,7 +24,6 @@ from typing import ClassVar
 from ..core.processes import Member, ProcessId, forget, this_process
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
-from .serving import turned_away
 from .store import Store, listed
 from .waiting import fetch_for
 
@@ -122,17 +121,23 @@ class _Joining(Meeting):
 
     def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
         try:
-            return super().wait(keys, lambda: f"rank(s) {self.missing()}{turned_away()}")
+            return super().wait(keys, lambda: f"rank(s) {self.missing()}{_turned_away()}")
         except StoreTimeoutError as error:
             raise StoreTimeoutError(
                 f"{self.doing}: not all of {self.size} ranks came within {self._timeout:g} s; missing: "
-                f"{self.missing()}{turned_away()}"
+                f"{self.missing()}{_turned_away()}"
             ) from error
 
     def learned(self, place: int, value: bytes) -> None:
         member = self.members[place] = Member.from_bytes(value)
         if member not in self.watched[:1]:  # the one that set the terms is
             self.watched.append(member)
+
+
+def _turned_away() -> str:
+    from .serving import turned_away  # it brings sockets
+
+    return turned_away()
 
 
 def _claimed_twice(rank: int, one: str, other: str, instead: str = "") -> UsageError:
