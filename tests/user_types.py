@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import assert_type
 
 import fastcoll as dist
-from fastcoll import Work
+from fastcoll import Work, elastic
 
 x = np.ones(4)
 xs = [x, x]
@@ -131,6 +131,16 @@ def messages_and_groups() -> None:
     assert_type(dist.get_rank(pair), int)
     start: Callable[..., None] = dist.init_process_group
     start(backend=dist.Backend.GLOO)
+
+
+def elastic_jobs() -> None:
+    @elastic.run(min_ranks=2)
+    def train(state: elastic.State, rate: float) -> float:
+        return rate * len(state.weights)
+
+    assert_type(train(elastic.State(weights=x), 0.1), float)
+    assert_type(elastic.run(train)(elastic.State()), float)
+    elastic.State(step=0).commit()
 
 
 def wrong() -> None:

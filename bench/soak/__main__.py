@@ -29,6 +29,7 @@ class Soak:
 SOAKS = {
     "kills": Soak(60, 2000, "worlds of which a rank is killed"),
     "phases": Soak(60, 2000, "worlds of which a rank is killed", phases.NOTHING),
+    "survivors": Soak(10, 100, "worlds of 8 ranks that are killed until one is left"),
     "stops": Soak(12, 100, "stops for less than the timeout, and a tenth as many for good"),
     "starving": Soak(15, 600, "seconds"),
     "strangers": Soak(20_000, 1_000_000, "connections"),

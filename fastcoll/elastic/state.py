@@ -42,8 +42,8 @@ class State:
     def commit(self) -> None:
         """Keep the values as they are now: from here work is done again after a death.
 
-        Arrays are copied into memory that is kept for it. Under `run` this is also where newcomers are taken in: one
-        broadcast of 16 bytes, at the same commits on all ranks.
+        Arrays are copied into memory that is kept for it. Under `run` all ranks call this at the same places, and
+        newcomers are taken in here; where there may be any, it takes one broadcast of 16 bytes.
 
         Raises:
             GroupError: a rank has died. The values are kept by then.

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -36,7 +37,6 @@ _LOOK_SECONDS = 1.0  # between two looks for newcomers
 _ASKED_SECONDS = 0.05  # after newcomers were asked whether they are there
 _STORE_SECONDS = 2.0  # until the store must answer, for which all wait
 _MOST_AT_ONCE = 1000
-_NO_STATE, _HAS_STATE = 0, 1
 
 
 class WorldChange(BaseException):
@@ -114,49 +114,49 @@ def run(
         ...         state.commit()
         >>> train(elastic.State(weights=weights, step=0))
     """
-    if train is None:
-        return functools.partial(
-            run,
-            min_ranks=min_ranks,
-            max_ranks=max_ranks,
-            max_restarts=max_restarts,
-            on_change=on_change,
-            store=store,
-        )
-    least, most = whole("min_ranks", min_ranks), None if max_ranks is None else whole("max_ranks", max_ranks)
-    limit = None if max_restarts is None else whole("max_restarts", max_restarts)
-    if least < 1 or (most is not None and most < least) or (limit is not None and limit < 0):
-        raise UsageError(
-            f"min_ranks is {min_ranks}, max_ranks {max_ranks} and max_restarts {max_restarts}; give 1 <= min_ranks <= "
-            "max_ranks, and 0 restarts or more"
-        )
+    terms = _Terms(min_ranks, max_ranks, max_restarts, on_change, store)
 
-    @functools.wraps(train)
-    def elastic(state: State, *args: Any, **kwargs: Any) -> T:
-        if not isinstance(state, State):
-            raise UsageError(f"state is a {type(state).__name__}; give a fastcoll.elastic.State")
-        running = _Run(state, least, most, limit, on_change, store)
-        return running.run(lambda: train(state, *args, **kwargs))
+    def outliving(train: Train[T]) -> Train[T]:
+        @functools.wraps(train)
+        def elastic(state: State, *args: Any, **kwargs: Any) -> T:
+            if not isinstance(state, State):
+                raise UsageError(f"state is a {type(state).__name__}; give a fastcoll.elastic.State")
+            return _Run(state, terms).run(lambda: train(state, *args, **kwargs))
 
-    return elastic
+        return elastic
+
+    return outliving if train is None else outliving(train)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """The arguments of `run`."""
+
+    min_ranks: int
+    max_ranks: int | None
+    max_restarts: int | None
+    on_change: OnChange | None
+    store: str | None
+
+    def __post_init__(self) -> None:
+        least, restarts = whole("min_ranks", self.min_ranks), whole("max_restarts", self.max_restarts or 0)
+        most = least if self.max_ranks is None else whole("max_ranks", self.max_ranks)
+        if not 1 <= least <= most or restarts < 0:
+            raise UsageError(f"{self}; give 1 <= min_ranks <= max_ranks, and 0 restarts or more")
+
+    def __str__(self) -> str:
+        return (
+            f"min_ranks is {self.min_ranks}, max_ranks {self.max_ranks} and max_restarts {self.max_restarts}"
+        )
 
 
 class _Run:
     """One call of an elastic function on this rank."""
 
-    def __init__(
-        self,
-        state: State,
-        least: int,
-        most: int | None,
-        max_restarts: int | None,
-        on_change: OnChange | None,
-        store: str | None,
-    ) -> None:
-        self._state, self._least, self._most = state, least, most
-        self._max_restarts, self._on_change = max_restarts, on_change
-        self._address: str = config.get("FASTCOLL_ELASTIC") if store is None else store
-        self._has_state, self._grows = _NO_STATE, False
+    def __init__(self, state: State, terms: _Terms) -> None:
+        self._state, self._terms = state, terms
+        self._address: str = config.get("FASTCOLL_ELASTIC") if terms.store is None else terms.store
+        self._has_state, self._grows = False, False
         self._size = self._restarts = 0  # ranks when the state was last the same on all; restarts so far
         self._found: Lobby | None = None
         self._next_look, self._at_once = 0.0, _MOST_AT_ONCE
@@ -196,8 +196,8 @@ class _Run:
 
     def _check_start(self) -> None:
         groups.world.backend.refuge()  # raises where deaths are not outlived
-        if (size := groups.world.size) < self._least:
-            raise UsageError(f"min_ranks is {self._least}, and there are {size}")
+        if (size := groups.world.size) < self._terms.min_ranks:
+            raise UsageError(f"min_ranks is {self._terms.min_ranks}, and there are {size}")
 
     def _turn(self, train: Callable[[], T]) -> T:
         self._agree()
@@ -217,21 +217,20 @@ class _Run:
         has_state, finds, sizes, restarts = rows.reshape(size, 4).T.tolist()
         source = has_state.index(max(has_state))
         self._state.sync(source)
-        self._has_state, self._grows = _HAS_STATE, all(finds)
+        self._has_state, self._grows = True, all(finds)
         before, self._size, self._restarts = sizes[source], size, restarts[source]
-        if before not in (0, size) and self._on_change is not None:
-            self._on_change(before, size)
+        if before not in (0, size) and self._terms.on_change is not None:
+            self._terms.on_change(before, size)
 
     def _shrink(self, error: GroupError) -> None:
         """Go on with those that are left, from the last commit."""
         self._restarts += 1
-        if self._max_restarts is not None and self._restarts > self._max_restarts:
-            raise type(error)(
-                f"{error} (after {self._max_restarts} restarts, the most)", error.ranks
-            ) from error
+        least, most = self._terms.min_ranks, self._terms.max_restarts
+        if most is not None and self._restarts > most:
+            raise type(error)(f"{error} (after {most} restarts, the most)", error.ranks) from error
         size = shrink().size
-        if size < self._least:
-            few = f"{size} ranks are left, and min_ranks is {self._least}"
+        if size < least:
+            few = f"{size} ranks are left, and min_ranks is {least}"
             raise type(error)(f"{error}; {few}", error.ranks) from error
         if groups.world.rank == 0:
             _log.warning("%s; %d ranks go on from the last commit", error, size)
@@ -251,14 +250,14 @@ class _Run:
 
     def _ready(self) -> tuple[int, list[int]]:
         """The number of an attempt, and the newcomers that it can take in; mostly none, without asking the store."""
-        now, size = time.monotonic(), groups.world.size
-        room = self._at_once if self._most is None else self._most - size
+        now, most = time.monotonic(), self._terms.max_ranks
+        room = self._at_once if most is None else min(self._at_once, most - groups.world.size)
         if not self._address or now < self._next_look or room <= 0:
             return 0, []
         try:
             ready, asked = self._lobby().ready()
             self._next_look = now + (_ASKED_SECONDS if asked else _LOOK_SECONDS)
-            return (self._lobby().next_attempt(), ready[: min(room, self._at_once)]) if ready else (0, [])
+            return (self._lobby().next_attempt(), ready[:room]) if ready else (0, [])
         except StoreError as error:
             _log.warning("newcomers are not looked for any more: %s", error)
             self._address = ""
