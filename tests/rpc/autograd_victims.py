@@ -37,6 +37,10 @@ def through(to, x):
     return rpc.rpc_sync(to, deadly, args=(x * 2,)) * 3
 
 
+def deadly_through(to, x):
+    return Dies.apply(rpc.rpc_sync(to, passed, args=(x,)))
+
+
 def passed(x):
     return x * 2
 
@@ -63,8 +67,9 @@ def _join(rank, n, url):
     )
 
 
-def one_dies_in_backward(rank, n, url):
-    """w2 dies in a pass of w0; w1 is between. Returns the error, how long it took, and that all goes on."""
+def one_dies_in_backward(rank, n, url, victim):
+    """w1 or w2 dies in a pass of w0; w1 is between. Returns the error, how long it took, and that all goes on."""
+    other = {"w1": "w2", "w2": "w1"}[victim]
     _join(rank, n, url)
     if rank:
         assert _over.wait(30)
@@ -72,18 +77,18 @@ def one_dies_in_backward(rank, n, url):
         return None
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context:
-        loss = rpc.rpc_sync("w1", through, args=("w2", x)).sum()
+        loss = rpc.rpc_sync("w1", {"w1": deadly_through, "w2": through}[victim], args=("w2", x)).sum()
         begin = time.monotonic()
         try:
             autograd.backward(context, [loss])
         except Exception as error:
             said, took = f"{type(error).__name__}: {error}", time.monotonic() - begin
-    wait_until_none("w1")
+    wait_until_none(other)
     with autograd.context() as context:
-        autograd.backward(context, [rpc.rpc_sync("w1", passed, args=(x,)).sum()])
+        autograd.backward(context, [rpc.rpc_sync(other, passed, args=(x,)).sum()])
         again = autograd.get_gradients(context)[x].tolist()
-    wait_until_none("w1")
-    rpc.rpc_sync("w1", finish)
+    wait_until_none(other)
+    rpc.rpc_sync(other, finish)
     rpc.shutdown(graceful=False)
     return {"said": said, "took": took, "again": again}
 

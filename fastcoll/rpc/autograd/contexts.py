@@ -1,9 +1,9 @@
 """Contexts: what the backward passes of one forward pass need, on each worker that took part.
 
 A context's id says who made it (the upper bits) and which of its contexts it is. The id travels with calls; a worker
-that meets it has a context of that id, too, until its maker leaves it or dies. The maker tells the workers that it has
-called in the context, and they tell those that they have called. What a late call brings of a context that is over
-makes no new one: a worker remembers which are, up to the oldest one that its maker still has.
+that meets it has a context of that id, too, until its maker leaves it or dies. The maker knows these workers, and tells
+them: those that it called, and those that were called by others, which announce themselves. A worker remembers which
+contexts are over, up to the oldest one that their maker still has, as a call of one may come late.
 
 A context's *clock* is Lamport's: a tensor that leaves has its time, and who receives it has a later one. So of two
 tensors that left a worker, the earlier one cannot depend on what came back of the later one.
@@ -25,18 +25,30 @@ if TYPE_CHECKING:
 _SHIFT = 48  # of the worker's number in ids
 
 
+def maker(id: int) -> int:
+    """The worker that has made a context, a pass or a message."""
+    return id >> _SHIFT
+
+
 class Context:
     """This worker's part of a context."""
 
     def __init__(self, id: int) -> None:
         self.id = id
-        self.peers: set[int] = set()  # workers that were called in it
+        self.workers: set[int] = set()  # at its maker: who else has it
         self.passes: dict[int, Pass] = {}
         self.error: FastcollError | None = None  # it is over
         self._lock = threading.Lock()
         self._clock = 0
         self._tokens: dict[int, Any] = {}
         self._gradients: dict[Any, Any] = {}
+
+    def admit(self, worker: int) -> bool:
+        """Note that a worker is to have it; False: it is over."""
+        with self._lock:
+            if self.error is None:
+                self.workers.add(worker)
+            return self.error is None
 
     def begin(self, part: Pass) -> Pass:
         """This worker's part of a pass: `part`, unless there is one already."""
@@ -115,31 +127,30 @@ class Contexts:
             )
         return context
 
-    def join(self, id: int) -> Context | None:
-        """The context that a call has brought; None: it is over."""
-        maker = id >> _SHIFT
+    def join(self, id: int) -> tuple[Context | None, bool]:
+        """The context that a call has brought, None where it is over; and whether it is new here."""
         with self._lock:
             context = self._contexts.get(id)
-            oldest, over = self._over.get(maker, (0, ()))
-            if context is None and maker != self._me and id >= oldest and id not in over:
-                context = self._contexts[id] = Context(id)
-            return context
+            oldest, over = self._over.get(maker(id), (0, ()))
+            if context is not None or maker(id) == self._me or id < oldest or id in over:
+                return context, False
+            context = self._contexts[id] = Context(id)
+            return context, True
 
     def oldest(self) -> int:
         """The first context of this worker that is not over."""
         with self._lock:
-            mine = [id for id in self._contexts if id >> _SHIFT == self._me]
+            mine = [id for id in self._contexts if maker(id) == self._me]
             return min(mine, default=self._me << _SHIFT)
 
     def end(self, id: int, oldest: int, error: FastcollError) -> Context | None:
         """A context is over; those of its maker before `oldest` are, too. The context, if it was here."""
-        maker = id >> _SHIFT
         with self._lock:
             context = self._contexts.pop(id, None)
-            if maker != self._me:
-                before, over = self._over.get(maker, (0, set()))
+            if maker(id) != self._me:
+                before, over = self._over.get(maker(id), (0, set()))
                 oldest = max(before, oldest)
-                self._over[maker] = (oldest, {each for each in (*over, id) if each >= oldest})
+                self._over[maker(id)] = (oldest, {each for each in (*over, id) if each >= oldest})
         if context is not None:
             context.end(error)
         return context
@@ -147,7 +158,7 @@ class Contexts:
     def died(self, worker: int, error: FastcollError) -> None:
         """A worker is gone: its contexts are over, and its passes fail."""
         with self._lock:
-            theirs = [id for id in self._contexts if id >> _SHIFT == worker]
+            theirs = [id for id in self._contexts if maker(id) == worker]
             gone = [self._contexts.pop(id) for id in theirs]
             self._over[worker] = ((worker + 1) << _SHIFT, set())
             left = list(self._contexts.values())
@@ -155,7 +166,7 @@ class Contexts:
             context.end(AbortedError(f"the maker of the autograd context is gone: {error}"))
         for context in left:
             for each in list(context.passes.values()):
-                if each.id >> _SHIFT == worker:
+                if maker(each.id) == worker:
                     each.fail(error)
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_of_grad = threading.Lock()
+of_grad = threading.Lock()
 """Who has it uses `.grad` of leaves. It is kept while DDP waits for other ranks, and not while gradients travel."""
 
 
@@ -21,7 +21,7 @@ def averaged(leaves: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """The gradients of leaves, None for zero, as DDP leaves them; 0.1 ms. Where torch has no group, there is no DDP."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return list(gradients)
-    with _of_grad:
+    with of_grad:
         found = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
         with _set_aside(found), torch.enable_grad():
             nodes = [leaf.view_as(leaf) for leaf in found]

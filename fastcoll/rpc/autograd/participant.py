@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from .. import wire
 from ..agent import Agent, WorkerInfo, current_agent
 from ..calls import USER_CALL
 from ..futures import Future
-from .contexts import Context, Contexts
+from .contexts import Context, Contexts, maker
 from .edges import Origin
 from .passes import Pass
 
@@ -56,25 +56,28 @@ class Participant:
         with entered(None):
             return self.agent.call(worker, USER_CALL, (function, args, {}))
 
-    def leave(self, id: int, oldest: int | None = None) -> None:
-        """A context is over; its maker has none before `oldest`."""
-        oldest = self.contexts.oldest() if oldest is None else oldest
-        context = self.contexts.end(id, oldest, AbortedError("the autograd context was left"))
-        for worker in context.peers if context is not None else ():
-            with suppress(FastcollError):  # who is gone has no contexts
-                self.call(worker, leave, id, oldest)
+    def join(self, id: int, sender: int) -> Context | None:
+        """The context that a call has brought; None: it is over."""
+        context, is_new = self.contexts.join(id)
+        if is_new and sender != maker(id):
+            announced = self.call(maker(id), announce, id, self.me)
+            announced.add_done_callback(lambda done: done.exception() and self.end(id, id))
+        return context
 
-    def backward(self, context: Context, roots: Sequence[Any], retain_graph: bool) -> None:
-        """Accumulate the gradients of the sum of the roots on all workers."""
-        id = self.contexts.new_id()
-        mine = self.begin(context, id, roots)
-        workers = {self.me}
-        try:
-            self._discover(context, id, mine.begin(), workers)
-            self._run(context, id, workers, retain_graph)
-        except BaseException as error:
-            self._fail(context, id, workers, error)
-            raise
+    def end(self, id: int, oldest: int) -> Context | None:
+        """A context is over here."""
+        return self.contexts.end(id, oldest, AbortedError("the autograd context was left"))
+
+    def leave(self, id: int) -> None:
+        """A context of this worker is over."""
+        oldest = self.contexts.oldest()
+        context = self.end(id, oldest)
+        for worker in context.workers if context is not None else ():
+            self.tell_end(worker, id, oldest)
+
+    def tell_end(self, worker: int, id: int, oldest: int) -> None:
+        with suppress(FastcollError):  # who is gone has no contexts
+            self.call(worker, end, id, oldest)
 
     def begin(self, context: Context, id: int, roots: Sequence[Any] = ()) -> Pass:
         """This worker's part of a pass, which may have begun before."""
@@ -83,6 +86,23 @@ class Participant:
             return self.call(worker, take, context.id, id, message, gradient)
 
         return context.begin(Pass(context, id, deliver, roots))
+
+    def backward(self, context: Context, roots: Sequence[Any], retain_graph: bool) -> None:
+        """Accumulate the gradients of the sum of the roots on all workers."""
+        id, workers = self.contexts.new_id(), {self.me}
+        over: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        try:
+            self._discover(context, id, self.begin(context, id, roots).begin(), workers)
+            for worker in workers:
+                self.call(worker, run, context.id, id, retain_graph).add_done_callback(over.put)
+            for _ in workers:
+                over.get().value()
+        except BaseException as error:
+            reason = AbortedError(f"backward has failed: {type(error).__name__}: {error}")
+            for worker in workers:
+                with suppress(FastcollError):
+                    self.call(worker, fail, context.id, id, reason)
+            raise
 
     def _discover(self, context: Context, id: int, reached: Sequence[Origin], workers: set[int]) -> None:
         """Have all find what takes part; put into `workers` who does."""
@@ -93,27 +113,6 @@ class Participant:
             workers.update(messages)
             asked = [self.call(worker, discover, context.id, id, each) for worker, each in messages.items()]
             reached = [origin for each in asked for origin in each.wait()]
-
-    def _run(self, context: Context, id: int, workers: Iterable[int], retain_graph: bool) -> None:
-        """Have all run their parts, until all are over; raise the first failure."""
-        over: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
-        parts = [self.call(worker, run, context.id, id, retain_graph) for worker in workers]
-        for part in parts:
-            part.add_done_callback(over.put)
-        failure: BaseException | None = None
-        for _ in parts:
-            error = over.get().exception()
-            if error is not None and failure is None:
-                failure = error
-                self._fail(context, id, workers, error)
-        if failure is not None:
-            raise failure
-
-    def _fail(self, context: Context, id: int, workers: Iterable[int], error: BaseException) -> None:
-        reason = AbortedError(f"backward has failed: {type(error).__name__}: {error}")
-        for worker in workers:
-            with suppress(FastcollError):
-                self.call(worker, fail, context.id, id, reason)
 
 
 _participant: Participant | None = None
@@ -140,11 +139,14 @@ class _Carried:
         context = current()
         if context is None:
             return None
-        context.peers.add(to.id)
+        here = participant().me
+        if maker(context.id) == here != to.id and not context.admit(to.id):
+            return None
         return _ID.pack(context.id)
 
-    def enter(self, value: bytes, _: WorkerInfo) -> Any:
-        return entered(participant().contexts.join(*_ID.unpack(value)))
+    def enter(self, value: bytes, sender: WorkerInfo) -> Any:
+        (id,) = _ID.unpack(value)
+        return entered(participant().join(id, sender.id))
 
 
 def _reduced(tensor: Any, _: WorkerInfo) -> Any:
@@ -205,6 +207,14 @@ def fail(context: int, id: int, error: BaseException) -> None:
             part.fail(error)
 
 
-def leave(id: int, oldest: int) -> None:
+def announce(id: int, worker: int) -> None:
+    """A worker has met a context of this one by a call of another one."""
+    here = participant()
+    context, _ = here.contexts.join(id)
+    if context is None or not context.admit(worker):
+        here.tell_end(worker, id, here.contexts.oldest())
+
+
+def end(id: int, oldest: int) -> None:
     """The maker of a context has left it."""
-    participant().leave(id, oldest)
+    participant().end(id, oldest)
