@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..core.processes import Member
+from ..core.processes import Member, cores_of, in_sight
 from ..core.work import Timeout, seconds
 from ..errors import (
     AbortedError,
@@ -32,7 +32,7 @@ from ..errors import (
 from . import wire
 from .futures import Future
 from .link import Link
-from .readers import Readers
+from .readers import Readers, Task
 from .wire import MessageType, Received
 
 _log = logging.getLogger("fastcoll")
@@ -63,8 +63,8 @@ class Call(NamedTuple):
     context: bytes
     deadline: float
     timeout: float
-    doing: str
-    buffers: Sequence[memoryview]  # which the other worker may still read
+    doing: object
+    buffers: Sequence[memoryview]
 
 
 class RemoteTraceback(Exception):
@@ -97,11 +97,12 @@ class Agent:
         timeout: float,
         spare: int,
     ) -> None:
+        near = [member for member in members if member.same_node(members[rank])]
+        self.readers = Readers(spare, spins=len(near) <= len(cores_of(near)))
         self.workers = list(workers)
         self.members = list(members)
         self.me = self.workers[rank]
         self.timeout = timeout
-        self.readers = Readers(spare)
         self._made = self._served = 0  # calls and tells, from here and to here
         self._dial = dial
         self._names: dict[Any, WorkerInfo] = {worker.name: worker for worker in workers}
@@ -148,26 +149,56 @@ class Agent:
             raise UsageError(f"there is no worker {worker!r:.80}; there are {names}") from None
 
     def call(
-        self, worker: Worker, kind: int, payload: object, timeout: Timeout = None, doing: str = ""
+        self,
+        worker: Worker,
+        kind: int,
+        payload: object,
+        timeout: Timeout = None,
+        doing: object = None,
+        waits: bool = False,
     ) -> Future[Any]:
         """Have another worker, or this one, handle `payload`. UsageError: no such worker, or not to be pickled.
 
-        `timeout`: seconds; 0: without limit; None or less: the default. `doing`: what it is, for messages. Buffers of
-        arrays must stay as they are until the future is done.
+        `timeout`: seconds; 0: without limit; None or less: the default. `doing`: what it is, for messages: a text or a
+        function. `waits`: the caller waits for the future at once. Buffers of arrays must stay as they are until the
+        future is done.
         """
+        if self._closed is not None:
+            raise self._closed.with_traceback(None)
         to = self.find(worker)
         limit = self.timeout if timeout is None else seconds(timeout, 0.0)
         limit = (self.timeout if limit < 0 else limit) or ENDLESS
         context = wire.context_for(to) if self._handlers[kind][1] else b""
         pickled, buffers = wire.dumps(payload, to)
+        if doing is None and isinstance(payload, tuple):
+            doing = payload[0]
         future: Future[Any] = Future()
-        deadline = time.monotonic() + limit
-        call = Call(future, kind, context, deadline, limit, doing or _described(kind, payload), buffers)
+        future.deadline = deadline = time.monotonic() + limit
+        call = Call(future, kind, context, deadline, limit, doing, buffers)
         number = next(self._numbers)
         self._count(kind, 1, 0)
         if deadline < self._due:
             self._wake_clock(deadline)
-        self._send(to, number, call, wire.pieces(MessageType.CALL, kind, number, pickled, buffers, context))
+        if to is self.me:
+            self._own[number] = call
+            received = wire.copied(MessageType.CALL, kind, number, pickled, buffers, context)
+            self.readers.run(partial(self._serve, None, received))
+            return future
+        try:
+            link = self._link(to)
+        except FastcollError as error:  # it cannot be reached, or is gone
+            future.complete(None, error)
+            return future
+        link.pending[number] = call
+        future.lead = link.lead
+        try:
+            link.send(MessageType.CALL, kind, number, pickled, buffers, context)
+        except OSError:
+            self._lost(link)
+        if link.is_closed and link.pending.pop(number, None):
+            future.complete(None, self._gone.get(to.id) or self._closed)
+        elif not waits and not link.is_armed:
+            self.readers.arm_later(link)
         return future
 
     def tell(self, worker: Worker, kind: int, payload: object) -> None:
@@ -175,7 +206,15 @@ class Agent:
         to = self.find(worker)
         pickled, buffers = wire.dumps(payload, to)
         self._count(kind, 1, 0)
-        self._send(to, next(self._numbers), None, wire.pieces(MessageType.TELL, kind, 0, pickled, buffers))
+        if to is self.me:
+            self._handle(None, wire.copied(MessageType.TELL, kind, 0, pickled, buffers, b""))
+            return
+        with suppress(FastcollError):
+            link = self._link(to)
+            try:
+                link.send(MessageType.TELL, kind, 0, pickled, buffers)
+            except OSError:
+                self._lost(link)
 
     def futures(self, except_kind: int) -> list[Future[Any]]:
         """Of the calls from here that are under way, but for those of one kind."""
@@ -199,43 +238,6 @@ class Agent:
 
     # ---- calling --------------------------------------------------------------------------------------------
 
-    def _send(self, to: WorkerInfo, number: int, call: Call | None, pieces: Sequence[wire.Piece]) -> None:
-        if self._closed is not None:
-            raise self._closed.with_traceback(None)
-        if to is self.me:
-            self._call_self(number, call, pieces)
-            return
-        link = None
-        try:
-            link = self._link(to)
-            if call is not None:
-                link.pending[number] = call
-            link.send(pieces)
-        except FastcollError as error:  # it cannot be reached, or is gone
-            if call is not None:
-                call.future.complete(None, error)
-        except OSError:
-            assert link is not None
-            self._lost(link)
-        if link is not None and link.is_closed and call is not None and link.pending.pop(number, None):
-            call.future.complete(None, self._gone.get(to.id) or self._closed)
-
-    def _call_self(self, number: int, call: Call | None, pieces: Sequence[wire.Piece]) -> None:
-        """Through the bytes of a message, so that the arguments are other objects, as everywhere."""
-        assembler, messages = wire.Assembler(), []
-        for piece in pieces:
-            left = memoryview(piece).cast("B")
-            while left.nbytes:
-                here = min(left.nbytes, assembler.space.nbytes)
-                assembler.space[:here] = left[:here]
-                messages += assembler.came(here)
-                left = left[here:]
-        if call is None:
-            self._handle(None, messages[0])
-            return
-        self._own[number] = call
-        self.readers.run(partial(self._serve, None, messages[0]))
-
     def _link(self, to: WorkerInfo) -> Link:
         link = self._out.get(to.id)
         if link is not None and not link.is_closed:
@@ -244,41 +246,43 @@ class Agent:
             if (error := self._gone.get(to.id)) is not None:
                 raise error.with_traceback(None)
             if to.id not in self._out:
-                link = Link(self._dial(to.id), to, dialed=True)
+                link = Link(self._dial(to.id), to, True, self.readers, self._received, self._lost)
                 self._out[to.id] = link
-                self.readers.watch(link.fileno(), partial(self._ready, link))
+                self.readers.watch(link, armed=False)
+                member, own = self.members[to.id], self.members[self.me.id]
+                if member.same_node(own) and in_sight(member):
+                    with suppress(OSError):
+                        link.offer_ring()
             return self._out[to.id]
 
     def take_over(self, connection: Any, rank: int) -> None:
         """Serve a connection that another worker has dialed."""
-        link = Link(connection, self.workers[rank], dialed=False)
+        link = Link(connection, self.workers[rank], False, self.readers, self._received, self._lost)
         with self._lock:
             if self._closed is not None:
                 link.close()
                 return
             self._in.add(link)
-        self.readers.watch(link.fileno(), partial(self._ready, link))
+        self.readers.watch(link, armed=True)
 
     # ---- what comes -----------------------------------------------------------------------------------------
 
-    def _ready(self, link: Link) -> None:
-        """Read what has come over a link; on one of the readers' threads, one at a time for each link."""
-        messages = link.read()
-        if messages is None:
-            self._lost(link)
-            return
-        calls = []
-        for received in messages:
-            if received.message is MessageType.CALL:
-                calls.append(partial(self._serve, link, received))
-            elif received.message is MessageType.TELL:
+    def _received(self, link: Link, received: Received) -> Task | None:
+        """What is to be done for a message; who reads the link does at once what is in order, and cannot block."""
+        match received.message:
+            case MessageType.CALL:
+                return partial(self._serve, link, received)
+            case MessageType.RESULT | MessageType.RAISED:
+                return partial(self._answered, link.pending.pop(received.call, None), link.worker, received)
+            case MessageType.TELL:
                 self._handle(link, received)
-            elif received.message is MessageType.GOODBYE:
+            case MessageType.GOODBYE:
                 link.said_goodbye = bytes(received.pickled).decode(errors="replace")
-            else:
-                self._answered(link.pending.pop(received.call, None), link.worker, received)
-        self.readers.again(link.fileno())
-        self.readers.run(*calls)
+            case MessageType.RING if link.dialed:
+                link.offer_answered(bool(received.call))
+            case MessageType.RING:
+                link.answer_offer(self.members[link.worker.id].pid, bytes(received.pickled))
+        return None
 
     def _answered(self, call: Call | None, worker: WorkerInfo, received: Received) -> None:
         if call is None:  # its time was up
@@ -339,16 +343,12 @@ class Agent:
     def _answer(self, link: Link | None, received: Received, message: MessageType, result: Any) -> None:
         pickled, buffers = wire.dumps(result, link.worker if link else self.me)
         self._count(received.kind, 0, 1)
-        pieces = wire.pieces(message, 0, received.call, pickled, buffers)
         if link is None:
-            assembler = wire.Assembler()
-            body = [bytearray(buffer) for buffer in buffers]
-            del assembler
-            answer = Received(message, 0, received.call, b"", pickled, body)
-            self._answered(self._own.pop(received.call, None), self.me, answer)
+            if call := self._own.pop(received.call, None):
+                self._answered(call, self.me, wire.copied(message, 0, received.call, pickled, buffers, b""))
             return
         try:
-            link.send(pieces)
+            link.send(message, 0, received.call, pickled, buffers)
         except OSError:
             self._lost(link)
 
@@ -357,7 +357,11 @@ class Agent:
     def _lost(self, link: Link) -> None:
         """A link has ended: its worker left, died, or is out of reach."""
         worker, member = link.worker, self.members[link.worker.id]
-        self.readers.forget(link.fileno())
+        with self._lock:
+            if link.is_lost:
+                return
+            link.is_lost = True
+        self.readers.forget(link)
         link.close()
         if self._closed is not None:
             error: FastcollError = self._closed
@@ -370,7 +374,7 @@ class Agent:
             self._in.discard(link)
         for number in list(link.pending):
             if call := link.pending.pop(number, None):
-                call.future.complete(None, type(error)(f"{error}; {call.doing} is lost", [worker.id]))
+                call.future.complete(None, type(error)(f"{error}; {_described(call)} is lost", [worker.id]))
         if is_first:
             if (out := self._out.get(worker.id)) and out is not link:
                 out.shut()
@@ -386,19 +390,24 @@ class Agent:
             links = [*self._out.values(), *self._in]
         for link in links:
             with suppress(OSError):
-                link.send(wire.pieces(MessageType.GOODBYE, 0, 0, farewell.encode()))
+                link.send(MessageType.GOODBYE, 0, 0, farewell.encode())
         self._wake_clock(0.0)
         for link in links:
-            self.readers.forget(link.fileno())
+            self.readers.forget(link)
             link.shut()
-        self.readers.close()
         for pending in [self._own, *(link.pending for link in links)]:
             for number in list(pending):
                 if call := pending.pop(number, None):
                     call.future.complete(None, error)
-        self.readers.join(0.2)
+        self.readers.close(0.2)
         for link in links:
             link.close()
+
+    def close_inherited(self) -> None:
+        """In a child of fork: close the copies of all descriptors, without a word."""
+        self.readers.close_inherited()
+        for link in [*self._out.values(), *self._in]:
+            link.close_inherited()
 
     def run_shutdown_callbacks(self) -> None:
         for callback in self._shutdown_callbacks:
@@ -432,15 +441,16 @@ class Agent:
                 if call.deadline > now:
                     due = min(due, call.deadline)
                 elif pending.pop(number, None):
-                    late = RpcTimeoutError(f"{call.doing} was not answered within {call.timeout:g} s")
+                    late = RpcTimeoutError(f"{_described(call)} was not answered within {call.timeout:g} s")
                     call.future.complete(None, late)
         return due
 
 
-def _described(kind: int, payload: object) -> str:
+def _described(call: Call) -> str:
     """What a call is, for messages."""
-    func = payload[0] if isinstance(payload, tuple) and payload else None
-    return f"the call of {getattr(func, '__qualname__', None) or f'kind {kind}'}"
+    if isinstance(call.doing, str):
+        return call.doing
+    return f"the call of {getattr(call.doing, '__qualname__', None) or f'kind {call.kind}'}"
 
 
 def _rebuilt(worker: WorkerInfo, pickled: bytes | None, kind: str, said: str, text: str) -> BaseException:

@@ -49,9 +49,21 @@ def rpc_async(
 
     What the function raises, a lost worker (PeerDiedError), and a time that is up, is raised by the future.
     """
+    return _call(to, func, args, kwargs, timeout, False)
+
+
+def _call(
+    to: Worker,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: Timeout,
+    waits: bool,
+) -> Future[Any]:
     if not callable(func):
         raise UsageError(f"func is {func!r}; give the function itself, without calling it")
-    return current_agent().call(to, USER_CALL, (func, tuple(args or ()), dict(kwargs or {})), timeout)
+    payload = func, tuple(args or ()), dict(kwargs or {})
+    return current_agent().call(to, USER_CALL, payload, timeout, func, waits)
 
 
 def rpc_sync(
@@ -77,7 +89,7 @@ def rpc_sync(
         >>> rpc.rpc_sync("worker1", operator.add, args=(np.ones(2), 1))
         array([2., 2.])
     """
-    return rpc_async(to, func, args, kwargs, timeout).wait()
+    return _call(to, func, args, kwargs, timeout, True).wait()
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from ..core.work import Timeout, seconds
 from ..errors import RpcTimeoutError, UsageError
+from .readers import before_blocking
 
+ENDLESS = float("inf")
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -28,7 +31,10 @@ class Future(Generic[T]):
         2432902008176640000
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_error", "_is_done", "_once", "_value", "_waiters")
+    __slots__ = (
+        "__weakref__", "_callbacks", "_error", "_is_done", "_once", "_value", "_waiters", "deadline",
+        "lead",
+    )  # fmt: skip
 
     def __init__(self, *, devices: Any = None) -> None:
         self._is_done = False
@@ -37,6 +43,10 @@ class Future(Generic[T]):
         self._once = [True]  # who pops it completes the future
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[Future[T]], Any]] = []
+        self.lead: Callable[[Future[Any], float], None] | None = (
+            None  # helps the result to come, until a time
+        )
+        self.deadline = ENDLESS
 
     def done(self) -> bool:
         """Whether it has a result or an exception."""
@@ -133,10 +143,19 @@ class Future(Generic[T]):
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
     def _await(self, limit: float | None) -> bool:
+        until = ENDLESS if limit is None else time.monotonic() + limit
+        before_blocking()
+        if self.lead is not None:
+            self.lead(self, min(until, self.deadline))
+            if self._is_done:
+                return True
         lock = threading.Lock()
         lock.acquire()
         self._waiters.append(lock)
-        return self._is_done or lock.acquire(timeout=-1 if limit is None else limit) or self._is_done
+        if self._is_done:
+            return True
+        left = -1 if limit is None else max(min(until - time.monotonic(), threading.TIMEOUT_MAX), 0.0)
+        return lock.acquire(timeout=left) or self._is_done
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio

@@ -1,105 +1,240 @@
 """Link: one connection to another worker, of which the side that dialed makes calls, and the other answers.
 
-Any thread sends, one after the other, each message whole. One thread at a time reads.
+Any thread sends, one after the other, each message whole. Who holds `reading` reads. Of a link that was dialed that is
+a thread that waits for an answer, if there is one: nobody else has to be woken for it then. Else the readers' threads
+do, which are told to (`arm`) while answers are expected. No answer stays unread: a caller first enters its call into
+`pending` and then looks whether somebody reads; who has read first releases `reading` and then looks into `pending`
+(`look_after`); so one of them sees the other, and arms the link.
 """
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from .wire import Assembler, Piece, Received
+from .readers import Readers, Task
+from .slots import Ring
+from .wire import Assembler, MessageType, Received, pieces
 
 if TYPE_CHECKING:
     from .agent import WorkerInfo
+    from .futures import Future
 
-_LOOK_MILLISECONDS = 100
-_MOST_PIECES = 256
+_log = logging.getLogger("fastcoll")
+_LOOK_SECONDS = 0.1
 
 
 class Link:
     """A connection, which it owns, to or from `worker`.
 
+    Args:
+        received: makes a task of a message, if there is anything to do for it.
+        ended: called, maybe more than once, when the other side has ended.
+
     Attributes:
         pending: the calls made over it that are not answered yet, by their numbers.
         said_goodbye: how the other side has left in order, once it has.
+        ring: for large buffers, once both sides have it.
     """
 
-    def __init__(self, connection: socket.socket, worker: WorkerInfo, dialed: bool) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        worker: WorkerInfo,
+        dialed: bool,
+        readers: Readers,
+        received: Callable[[Link, Received], Task | None],
+        ended: Callable[[Link], None],
+    ) -> None:
         self.worker, self.dialed = worker, dialed
         self.pending: dict[int, Any] = {}
         self.said_goodbye: str | None = None
-        self.is_closed = False
-        self._socket = connection
-        self._assembler = Assembler()
+        self.is_closed = self.is_lost = self.is_armed = False
+        self.reading = threading.Lock()
+        self.ring: Ring | None = None
+        self._offered: Ring | None = None
+        self._readers, self._ended = readers, ended
+        self._received = partial(received, self)
+        self._socket, self._fileno = connection, connection.fileno()
+        self._poller = select.poll()
+        self._poller.register(connection, select.POLLIN | select.POLLRDHUP)
+        self._assembler = Assembler(self._take_buffer)
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self._fileno
 
-    def send(self, pieces: Sequence[Piece]) -> None:
+    # ---- sending -------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        message: MessageType,
+        kind: int,
+        call: int,
+        pickled: bytes,
+        buffers: Sequence[memoryview] = (),
+        context: bytes = b"",
+    ) -> None:
         """Send a message, and wait until the kernel has all of it; OSError: the other side is gone."""
         with self._sending:
-            if len(pieces) == 1:
-                try:
-                    sent = self._socket.send(pieces[0])
-                except BlockingIOError:
-                    sent = 0
-                if sent == len(pieces[0]):
-                    return
-                pieces = [memoryview(pieces[0])[sent:]]
+            ring = self.ring
+            start, behind = pieces(message, kind, call, pickled, buffers, context, ring is not None)
+            sent = 0
+            with suppress(BlockingIOError):
+                sent = self._socket.send(start)
+            if sent == len(start) and not behind:
+                return
             try:
-                self._send_rest([memoryview(piece).cast("B") for piece in pieces if len(piece)])
+                self._send_rest(memoryview(start)[sent:])
+                for buffer in behind:
+                    if ring is None:
+                        self._send_rest(buffer)
+                    else:
+                        ring.put(buffer, self._look)
             except BaseException:
                 self.shut()  # the other side has a part of a message
                 raise
 
-    def _send_rest(self, left: list[memoryview]) -> None:
-        while left:
+    def _send_rest(self, left: memoryview) -> None:
+        while left.nbytes:
             try:
-                sent = self._socket.sendmsg(left[:_MOST_PIECES])
+                left = left[self._socket.send(left) :]
             except BlockingIOError:
-                self._await_room()
-                continue
-            while left and sent >= left[0].nbytes:
-                sent -= left.pop(0).nbytes
-            if sent:
-                left[0] = left[0][sent:]
+                poller = select.poll()
+                poller.register(self._fileno, select.POLLOUT)
+                poller.poll(1000 * _LOOK_SECONDS)
+                self._look()
 
-    def _await_room(self) -> None:
+    def _look(self) -> None:
+        """Raise when waiting for the other side is in vain."""
         poller = select.poll()
-        poller.register(self._socket, select.POLLOUT)
-        while not poller.poll(_LOOK_MILLISECONDS):
-            if self.is_closed:
-                raise ConnectionError("the connection was closed")
+        poller.register(self._fileno, select.POLLRDHUP)
+        if self.is_closed or poller.poll(0):
+            raise ConnectionError("the connection was closed")
 
-    def read(self) -> list[Received] | None:
-        """The messages that have come, without waiting; None: the other side has ended."""
-        found: list[Received] = []
+    def offer_ring(self) -> None:
+        """Offer the other side, which is on this node, shared memory."""
+        self._offered, offer = Ring.offer()
+        self.send(MessageType.RING, 0, 0, offer)
+
+    def answer_offer(self, pid: int, offer: bytes) -> None:
+        """Take what process `pid` offers, if it can be opened here."""
+        ring = None
+        with suppress(OSError):
+            ring = Ring.accept(pid, offer)
+        with suppress(OSError):  # else the other side is gone, which its end will tell
+            self.send(MessageType.RING, 0, ring is not None, b"")
+        self.ring = ring
+
+    def offer_answered(self, taken: bool) -> None:
+        """The other side has taken what was offered, or not."""
+        if taken:
+            self.ring = self._offered
+        elif self._offered is not None:
+            self._offered.close()
+            self._offered = None
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Whether there is something to read; with `reading`."""
+        return bool(self._poller.poll(0))
+
+    def take(self) -> list[Task] | None:
+        """What is to be done for the messages that have come, without waiting for more; with `reading`.
+
+        None: the other side has ended.
+        """
+        tasks: list[Task] = []
         while True:
             space = self._assembler.space
             try:
                 nbytes = self._socket.recv_into(space)
             except BlockingIOError:
-                return found
+                return tasks
             except OSError:
-                return found or None
+                return tasks or None
             if not nbytes:
-                return found or None
-            found += self._assembler.came(nbytes)
-            if found or nbytes < space.nbytes:
-                return found
+                return tasks or None
+            try:
+                found = map(self._received, self._assembler.came(nbytes))
+                tasks += [task for task in found if task is not None]
+            except ConnectionError:
+                return None
+            except Exception:
+                _log.exception("what came from %s cannot be read; the connection is given up", self.worker)
+                return None
+            if tasks or nbytes < space.nbytes:
+                return tasks
+
+    def _take_buffer(self, buffer: memoryview) -> None:
+        assert self.ring is not None, "both sides have it"
+        self.ring.take(buffer, self._look)
+
+    def lead(self, future: Future[Any], until: float) -> None:
+        """Read answers until that of `future` has come, or the time `until`; return if another thread reads."""
+        try:
+            while not future.done() and monotonic() < until:
+                if not self.reading.acquire(blocking=False):
+                    return
+                try:
+                    if self.is_armed:
+                        self._readers.arm(self, False)
+                    tasks = self.take() if self._await(future, until) else []
+                finally:
+                    self.reading.release()
+                if tasks is None:
+                    self.ended()
+                    return
+                if len(tasks) > 1:
+                    self._readers.arm_later(self)  # a callback may block
+                for task in tasks:
+                    task()
+        finally:
+            self.look_after()
+
+    def _await(self, future: Future[Any], until: float) -> bool:
+        """Wait until there is something to read; False: not for now."""
+        poll = self._poller.poll
+        if (seconds := self._readers.spin_seconds) > 0:
+            end = perf_counter() + seconds
+            while perf_counter() < end:
+                if poll(0):
+                    return True
+        return bool(poll(1000 * min(_LOOK_SECONDS, max(until - monotonic(), 0.0)) + 0.5))
+
+    def look_after(self) -> None:
+        """Have the readers read if answers are expected and nobody else does."""
+        if self.pending and not self.is_armed and not self.reading.locked():
+            self._readers.arm(self)
+
+    def ended(self) -> None:
+        self._ended(self)
+
+    # ---- the end -------------------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """End the connection in both directions; whoever reads sees its end."""
+        """End the connection in both directions; whoever waits for it sees that."""
         self.is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.is_closed = True
+        """Close it, once nobody reads or sends any more."""
+        self.shut()
+        with self._sending, self.reading:
+            self.close_inherited()
+
+    def close_inherited(self) -> None:
+        """Close the descriptors."""
         self._socket.close()
+        ring, self.ring, self._offered = self.ring or self._offered, None, None
+        if ring is not None:
+            ring.close()

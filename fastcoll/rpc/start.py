@@ -11,6 +11,7 @@ it has made and served. When two rounds have the same sums, and as many served a
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -333,4 +334,14 @@ def _leave_at_exit(error: BaseException | None) -> None:
         _Running.it.leave(last_words(error, ended=True))
 
 
+def _drop_inherited() -> None:
+    """In a child of fork, which is no worker."""
+    running, _Running.it = _Running.it, None
+    set_current(None)
+    if running is not None:
+        _exit_hook.take_back()
+        running.agent.close_inherited()
+
+
 _exit_hook = ExitHook(_leave_at_exit)
+os.register_at_fork(after_in_child=_drop_inherited)

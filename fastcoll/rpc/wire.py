@@ -8,7 +8,8 @@
     28      4      number of buffers
     32      1      what it is: see MessageType
     33      1      the kind of the call
-    34      6      zero
+    34      1      1: large buffers come through shared memory (slots.py)
+    35      5      zero
 
 The body is a table of the buffers (8 bytes each: how many bytes it has), the context, the pickle, and the small
 buffers, each at a multiple of 64. Buffers of more than INLINE bytes follow the body, in order. What unpickles a
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from .agent import WorkerInfo
 
-HEADER = struct.Struct("<QQQIIBB6x")
+HEADER = struct.Struct("<QQQIIBBB5x")
 INLINE = 16 << 10  # bytes of a buffer that travel in the body
 _ALIGNED = 64
 Piece = bytes | bytearray | memoryview
@@ -47,13 +48,14 @@ Undo = Callable[[Any], None]
 
 
 class MessageType(IntEnum):
-    """What a message is: a call, one that is not answered, an answer, the exception of a call, the last one of all."""
+    """A call, one that is not answered, an answer, an exception, the last message of all, and of shared memory."""
 
     CALL = 1
     TELL = 2
     RESULT = 3
     RAISED = 4
     GOODBYE = 5
+    RING = 6
 
 
 class Context(Protocol):
@@ -239,13 +241,14 @@ def pieces(
     pickled: bytes,
     buffers: Sequence[memoryview] = (),
     context: bytes = b"",
-) -> list[Piece]:
-    """A message as what is to be sent, one piece after the other."""
+    by_ring: bool = False,
+) -> tuple[bytes, list[memoryview]]:
+    """A message as bytes, and the large buffers that follow them."""
     if not buffers and not context:
-        return [HEADER.pack(len(pickled), call, len(pickled), 0, 0, message, kind) + pickled]
+        return HEADER.pack(len(pickled), call, len(pickled), 0, 0, message, kind, 0) + pickled, []
     sizes = [buffer.nbytes for buffer in buffers]
     start = [struct.pack(f"<{len(sizes)}Q", *sizes), context, pickled]
-    at, inline, behind = sum(map(len, start)), list[Piece](), list[Piece]()
+    at, inline, behind = sum(map(len, start)), list[Piece](), list[memoryview]()
     for buffer, nbytes in zip(buffers, sizes, strict=True):
         if nbytes > INLINE:
             behind.append(buffer)
@@ -253,18 +256,26 @@ def pieces(
             gap = -at % _ALIGNED
             inline += [bytes(gap), buffer]
             at += gap + nbytes
-    header = HEADER.pack(at, call, len(pickled), len(context), len(sizes), message, kind)
-    return [b"".join([header, *start, *inline]), *behind]
+    header = HEADER.pack(at, call, len(pickled), len(context), len(sizes), message, kind, by_ring)
+    return b"".join([header, *start, *inline]), behind
+
+
+def copied(
+    message: MessageType, kind: int, call: int, pickled: bytes, buffers: Sequence[memoryview], context: bytes
+) -> Received:
+    """A message of this worker to itself; what is unpickled is other objects than what was pickled, as everywhere."""
+    return Received(message, kind, call, context, pickled, [bytearray(buffer) for buffer in buffers])
 
 
 class Assembler:
     """Messages out of what a connection brings: `space` is where the next bytes go, `came` is told how many there are.
 
     Small messages come many at a time into one buffer, and are copied out of it. Of a larger one the rest of the body,
-    and each large buffer, are received where they stay.
+    and each large buffer, are received where they stay; `take` fills one from shared memory.
     """
 
-    def __init__(self, nbytes: int = 64 << 10) -> None:
+    def __init__(self, take: Callable[[memoryview], None], nbytes: int = 64 << 10) -> None:
+        self._take = take
         self._buffer = memoryview(bytearray(nbytes))
         self._start = self._end = 0
         self._found: list[Received] = []
@@ -285,7 +296,7 @@ class Assembler:
                     self._buffer[:left] = bytes(self._buffer[self._start : self._end])
                     self._start, self._end = 0, left
                 self._end += yield self._buffer[self._end :]
-            nbytes, call, npickled, ncontext, nbuffers, message, kind = HEADER.unpack_from(
+            nbytes, call, npickled, ncontext, nbuffers, message, kind, by_ring = HEADER.unpack_from(
                 self._buffer, self._start
             )
             self._start += HEADER.size
@@ -305,7 +316,10 @@ class Assembler:
                     at += size
                 else:
                     buffers.append(memoryview(np.empty(size, np.uint8).data))
-                    yield from self._fill(buffers[-1])
+                    if by_ring:
+                        self._take(buffers[-1])
+                    else:
+                        yield from self._fill(buffers[-1])
             self._found.append(Received(MessageType(message), kind, call, context, pickled, buffers))
 
     def _fill(self, target: memoryview) -> Generator[memoryview, int, None]:
