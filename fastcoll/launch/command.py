@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._version import __version__
 from ..errors import FastcollError
 from ..rendezvous import HashStore
-from .gathering import Gathering, agree, new_key, open_store
+from .gathering import Gathering, agree, open_store
 from .generations import Node, Rules
 from .lifeline import adopt_orphans
 from .nodes import Job, Nodes, default_port, free_port
 from .options import read
 from .restarts import Restarts
-from .supervisor import Others, Supervisor, received, write_all
+from .supervisor import Supervisor, received, say
 
 if TYPE_CHECKING:
     from ..rendezvous import TCPStore
@@ -34,17 +35,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, job = read(argv)
     logs: Path | None = options.log_dir
     if options.made_log_dir:
-        _say(f"output that goes to files is in {logs}")
+        say(f"output that goes to files is in {logs}")
     if single := job.single_threaded(os.environ):
-        _say(f"{' and '.join(single)} set to 1, as {job.local_size} ranks share this node")
+        say(f"{' and '.join(single)} set to 1, as {job.local_size} ranks share this node")
     adopt_orphans()
     with received() as signals:
+        supervise = partial(
+            Supervisor,
+            grace=options.grace,
+            prefix=not options.no_prefix,
+            signals=signals,
+            tick=options.monitor_interval,
+            outputs=options.outputs,
+        )
         if options.has_generations:
-            return _run_generations(options, job, logs, signals)
-        return _run_once(options, job, logs, signals)
+            return _run_generations(options, job, logs, supervise, signals)
+        return _run_once(options, job, logs, supervise)
 
 
-def _run_once(options: argparse.Namespace, job: Job, logs: Path | None, signals: list[int]) -> int:
+def _run_once(
+    options: argparse.Namespace, job: Job, logs: Path | None, supervise: Callable[..., Supervisor]
+) -> int:
     """Run one set of ranks, of which some may be replaced."""
     goes_on = options.min_ranks is not None
     port = options.nodes_port
@@ -58,10 +69,18 @@ def _run_once(options: argparse.Namespace, job: Job, logs: Path | None, signals:
         if nodes and goes_on:
             job = replace(job, elastic=nodes.address)
         restarts = options.max_restarts if goes_on else 0
-        return _supervisor(options, signals, job, nodes, logs, options.min_ranks, restarts).run()
+        return supervise(
+            job, logs=logs, nodes=nodes, min_ranks=options.min_ranks, max_restarts=restarts
+        ).run()
 
 
-def _run_generations(options: argparse.Namespace, job: Job, logs: Path | None, signals: list[int]) -> int:
+def _run_generations(
+    options: argparse.Namespace,
+    job: Job,
+    logs: Path | None,
+    supervise: Callable[..., Supervisor],
+    signals: list[int],
+) -> int:
     """Run sets of ranks, until one ends well or there may be no more."""
     is_static = options.rdzv_backend == "static"
     least, most = options.nnodes
@@ -74,13 +93,13 @@ def _run_generations(options: argparse.Namespace, job: Job, logs: Path | None, s
     except FastcollError as error:
         if signals:
             return 128 + signals[0]
-        _say(f"the nodes' launchers cannot meet: {error}")
+        say(f"the nodes' launchers cannot meet: {error}")
         return 1
     place = job.node_rank if is_static else None
-    node = Node(new_key(), os.uname().nodename, job.local_size, options.role, address, 0, place)
+    key = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(8)}"
+    node = Node(key, os.uname().nodename, job.local_size, options.role, address, 0, place)
     port = (lambda: job.master_port) if is_static and options.master_port else free_port
     with Gathering(store, node, port, rules, leads, options.monitor_interval) as gathering:
-        supervise = partial(_supervisor, options, signals)
         return Restarts(gathering, job, supervise, logs, signals, options.monitor_interval).run()
 
 
@@ -100,38 +119,9 @@ def _meet(
     leads = None if is_host is None else bool(is_host)
     store, leads = open_store(host, port, leads, rules.join, lambda: not signals)
     try:
-        agree(
-            store,
-            f"--rdzv-id {options.rdzv_id} --nnodes {rules.least}:{rules.most} --max-restarts {rules.max_restarts}",
-        )
+        nodes = f"--nnodes {rules.least}:{rules.most} --max-restarts {rules.max_restarts}"
+        agree(store, f"--rdzv-id {options.rdzv_id} {nodes} (fastcoll {__version__})")
     except BaseException:
         store.close()
         raise
     return store, leads, options.local_addr or (job.master_addr if rules.fixed else store.local_address)
-
-
-def _supervisor(
-    options: argparse.Namespace,
-    signals: list[int],
-    job: Job,
-    nodes: Others | None,
-    logs: Path | None,
-    min_ranks: int | None = None,
-    max_restarts: int = 0,
-) -> Supervisor:
-    return Supervisor(
-        job,
-        options.grace,
-        not options.no_prefix,
-        logs,
-        nodes,
-        min_ranks=min_ranks,
-        max_restarts=max_restarts,
-        signals=signals,
-        tick=options.monitor_interval,
-        outputs=options.outputs,
-    )
-
-
-def _say(text: str) -> None:
-    write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}\n".encode(errors="replace"))

@@ -19,7 +19,6 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
 import threading
 import time
 from collections import deque
@@ -238,11 +237,6 @@ class Gathering:
                 job.left(key, code, text, now)
                 if key == self.key:  # with the leader goes the store
                     job.over(code, text)
-
-
-def new_key() -> str:
-    """What names this launcher."""
-    return f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def open_store(

@@ -49,8 +49,9 @@ def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Job]:
     is_elastic = options.rdzv_backend == "c10d" and not options.standalone
     options.has_generations = is_elastic or (options.max_restarts > 0 and options.min_ranks is None)
     _check_rendezvous(parser, options, is_elastic)
+    job = _job(parser, options, is_elastic)
     options.outputs = _outputs(parser, options)
-    return options, _job(parser, options, is_elastic)
+    return options, job
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from .gathering import Gathering, secret_of
 from .generations import End, Over, Start, share_of
 from .nodes import Failure, Job, left
-from .supervisor import Supervisor, write_all
+from .supervisor import Supervisor, say
 
 
 class _Generation:
@@ -46,7 +45,7 @@ class Restarts:
 
     Args:
         job: this node's share, whatever the generation.
-        supervise: makes the supervisor of one generation, given its share, the job as it sees it, and its folder.
+        supervise: makes the supervisor of one generation of its share, `logs` and `nodes`.
         signals: those received and not yet acted on.
     """
 
@@ -54,7 +53,7 @@ class Restarts:
         self,
         gathering: Gathering,
         job: Job,
-        supervise: Callable[[Job, _Generation, Path | None], Supervisor],
+        supervise: Callable[..., Supervisor],
         logs: Path | None,
         signals: list[int],
         tick: float,
@@ -76,7 +75,9 @@ class Restarts:
     def _obey(self) -> int:
         while True:
             if self._signals:
-                return self._leave(self._signals.pop(0))
+                number = self._signals.pop(0)
+                self._gathering.leave(left(number))
+                return 128 + number
             order = self._gathering.take()
             if isinstance(order, Start):
                 number = self._run(order)
@@ -87,7 +88,7 @@ class Restarts:
                     self._gathering.ready()
             elif isinstance(order, Over) and order.only in ("", self._gathering.key):
                 if order.text not in ("", self._known):
-                    self._say(order.text)
+                    say(order.text)
                 return order.code
             elif order is None:
                 time.sleep(self._tick)
@@ -97,7 +98,7 @@ class Restarts:
         share = share_of(order.members, self._gathering.key)
         if share is None:
             if not self._waits:
-                self._say(f"generation {order.generation} runs without this node, which waits for a place")
+                say(f"generation {order.generation} runs without this node, which waits for a place")
             self._waits = True
             return 0
         self._waits = False
@@ -121,7 +122,7 @@ class Restarts:
             logs = logs / f"generation-{order.generation}"
             logs.mkdir(exist_ok=True)
         if order.generation:
-            self._say(
+            say(
                 f"generation {order.generation} starts: {share.world_size} ranks on {len(order.members)} "
                 f"node{'s' * (len(order.members) > 1)}, {order.restarts} of "
                 f"{self._job.told['TORCHELASTIC_MAX_RESTARTS']} restarts used"
@@ -129,23 +130,13 @@ class Restarts:
         link = _Generation(self._gathering, order.generation)
         code, interrupted = 1, 0
         try:
-            supervisor = self._supervise(job, link, logs)
+            supervisor = self._supervise(job, logs=logs, nodes=link)
             code, interrupted = supervisor.run(), supervisor.interrupted
-        except BrokenPipeError:
-            raise
-        except OSError as error:  # there is no room for a process, or the like
-            text = f"a rank cannot be started on {os.uname().nodename}: {error.strerror or error}"
-            self._say(text)
+        except OSError as error:  # there is no room for a process, or for what it writes
+            text = f"the ranks on {os.uname().nodename} cannot be run: {error.strerror or error}"
+            say(text)
             link.tell(Failure(1, text))
         self._known = link.known
         if code == 0 and not link.has_failed:
             self._gathering.done(order.generation)
         return interrupted
-
-    def _leave(self, number: int) -> int:
-        """Tell the others that a signal ends this launcher; its exit code."""
-        self._gathering.leave(left(number))
-        return 128 + number
-
-    def _say(self, text: str) -> None:
-        write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}\n".encode(errors="replace"))

@@ -131,7 +131,7 @@ class RankProcess:
         newcomer: int = 0,
     ) -> None:
         self.rank, self.local_rank = job.rank(local_rank), local_rank
-        self.started = time.monotonic()
+        self.started, self.is_newcomer = time.monotonic(), newcomer > 0
         self.name = f"newcomer {newcomer}" if newcomer else f"rank {self.rank}"
         label = f"new {newcomer}" if newcomer else str(self.rank)
         tether = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
@@ -146,10 +146,14 @@ class RankProcess:
                 stdin=None if local_rank == 0 and not newcomer else subprocess.DEVNULL,
                 stdout=out_end,
                 stderr=err_end,
-                env={**job.environment(local_rank, os.environ, newcomer > 0), **error},
+                env={**job.environment(local_rank, os.environ, self.is_newcomer), **error},
                 pass_fds=job.descriptors,
                 start_new_session=True,
             )
+        except BaseException:
+            for file in (out, err, self._error):
+                os.close(file)
+            raise
         finally:
             os.close(out_end)
             os.close(err_end)
@@ -281,7 +285,9 @@ class Supervisor:
         if code == 0 or self._kill_at is not None:
             return
         rank.err.pump_all()
-        if len(self._running) >= self._min_ranks:
+        # A newcomer that comes too late, when others have done the work, does not make it fail.
+        is_late = rank.is_newcomer and any(other.process.returncode == 0 for other in self.ranks)
+        if is_late or len(self._running) >= self._min_ranks:
             self._go_on_without(rank)
             return
         self._others_failed.append(rank)
@@ -301,14 +307,17 @@ class Supervisor:
             said += f"; newcomer {self._restarts} of {self._max_restarts} " + (
                 f"comes in {pause:g} s" if pause else "comes"
             )
-        self._tell(f"{said}\n")
+        say(said)
 
     def _start_newcomers(self) -> None:
         """Start those whose time has come, unless the others are ending."""
         while self._newcomers and self._kill_at is None and time.monotonic() >= min(self._newcomers)[0]:
             first = min(self._newcomers)
             self._newcomers.remove(first)
-            self._start(*first[1:])
+            try:
+                self._start(*first[1:])
+            except OSError as error:
+                say(f"newcomer {first[2]} cannot be started: {error.strerror or error}")
 
     def _watch(self) -> None:
         while self._running or self._failed:
@@ -316,7 +325,7 @@ class Supervisor:
                 key.data()
             if self._nodes and self._kill_at is None and (elsewhere := self._nodes.failure()):
                 self._failed = None
-                self._tell(f"{'on another node ' if elsewhere.code else ''}{elsewhere.text}\n")
+                say(f"{'on another node ' if elsewhere.code else ''}{elsewhere.text}")
                 self._ask_to_end(signal.SIGTERM, elsewhere.code)
             self._start_newcomers()
             nobody_else = not self._running and self._nodes is None
@@ -338,10 +347,10 @@ class Supervisor:
             said = f"{where} failed first: {lifeline.describe_exit(code)}"
             if self._nodes is not None:
                 self._nodes.tell(Failure(exit_code, said))
-            self._tell(f"{said}{_quoted(rank)}")
+            say(f"{said}{_quoted(rank)}")
             for other in [other for other in self._others_failed if other is not rank][:_MOST_SHOWN]:
                 how = lifeline.describe_exit(other.process.returncode)
-                self._tell(f"{other.name} (pid {other.process.pid}) failed, too: {how}{_quoted(other)}")
+                say(f"{other.name} (pid {other.process.pid}) failed, too: {how}{_quoted(other)}")
         self._ask_to_end(signal.SIGTERM, exit_code)
 
     def _pass_on(self, number: int) -> None:
@@ -418,9 +427,6 @@ class Supervisor:
                 return
             time.sleep(0.01)
 
-    def _tell(self, text: str) -> None:
-        write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}".encode(errors="replace"))
-
 
 @contextlib.contextmanager
 def received() -> Iterator[list[int]]:
@@ -439,8 +445,8 @@ def received() -> Iterator[list[int]]:
 
 def _quoted(rank: RankProcess) -> str:
     """The end of a message about a rank that has failed: what it said last."""
-    quoted = "".join(f"    {line}\n" for line in rank.last_words().splitlines())
-    return f"; its last lines on stderr:\n{quoted}" if quoted else "; it wrote nothing on stderr\n"
+    quoted = "".join(f"\n    {line}" for line in rank.last_words().splitlines())
+    return f"; its last lines on stderr:{quoted}" if quoted else "; it wrote nothing on stderr"
 
 
 def follows(lines: str) -> bool:
@@ -450,6 +456,11 @@ def follows(lines: str) -> bool:
 
 def _nowhere(data: bytes) -> None:
     """Where what is for a file only goes."""
+
+
+def say(text: str) -> None:
+    """Write a line of the launcher's own on stderr, or BrokenPipeError."""
+    write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}\n".encode(errors="replace"))
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -235,7 +235,9 @@ def test_a_job_with_another_name_or_other_options_is_refused(
     code, _, err = end(start(*c10d(port), "--rdzv-id=two"))
     assert code == 1
     assert "another job is led there" in err
-    assert "--rdzv-id one --nnodes 1:2 --max-restarts 0, this launcher has --rdzv-id two" in err
+    assert re.search(
+        "it has --rdzv-id one --nnodes 1:2 --max-restarts 0 .*this launcher has --rdzv-id two", err
+    )
     Path("go").touch()
     assert end(first)[0] == 0
 
@@ -275,7 +277,7 @@ def test_a_leader_that_is_stopped_for_a_while_hears_what_was_told(
 def test_ranks_for_which_there_is_no_room_count_as_failed(capfd: pytest.CaptureFixture[str]) -> None:
     """No process, or no file descriptor: the system refuses to start them."""
 
-    def refuse(*_: object) -> Supervisor:
+    def refuse(*_: object, **others: object) -> Supervisor:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     node = Node("key", "host", 1, "default", "127.0.0.1", 0)
@@ -284,9 +286,7 @@ def test_ranks_for_which_there_is_no_room_count_as_failed(capfd: pytest.CaptureF
     job = Job(("program",), 1, 1, 0, "127.0.0.1", 1234, told=told)
     with Gathering(HashStore(), node, lambda: 1234, rules, leads=True, tick=0.01) as gathering:
         assert Restarts(gathering, job, refuse, None, [], 0.01).run() == 1
-    said = capfd.readouterr().err
-    assert said.count("a rank cannot be started on") == 2
-    assert "Resource temporarily unavailable" in said
+    assert capfd.readouterr().err.count("cannot be run: Resource temporarily unavailable") == 2
 
 
 OLD = """
