@@ -1,9 +1,13 @@
 """Remote procedure calls between the processes of a job, as torch.distributed.rpc: `import fastcoll.rpc as rpc`.
 
 Each process that has called `init_rpc` is a worker with a name, and serves calls of all others until `shutdown`.
+`autograd` and `DistributedOptimizer` need torch; they are imported when they are first asked for.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from . import functions
 from .agent import WorkerInfo
@@ -11,6 +15,10 @@ from .calls import get_worker_info, rpc_async, rpc_sync
 from .futures import Future, collect_all, wait_all
 from .rref import RRef, remote
 from .start import RpcBackendOptions, TensorPipeRpcBackendOptions, init_rpc, shutdown
+
+if TYPE_CHECKING:
+    from . import autograd as autograd
+    from .optimizer import DistributedOptimizer as DistributedOptimizer
 
 __all__ = [
     "Future",
@@ -28,3 +36,11 @@ __all__ = [
     "shutdown",
     "wait_all",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "autograd":
+        return import_module(f"{__name__}.autograd")
+    if name == "DistributedOptimizer":
+        return import_module(f"{__name__}.optimizer").DistributedOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ A program calls `there(worker, function, *args)`, by which a function runs on a 
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 
 import torch
 
@@ -25,6 +26,16 @@ def weights(worker):
             for shape in [(WIDTH, WIDTH)] * 6 + [(WIDTH,)] * 2
         ]
     return _weights[worker]
+
+
+@contextmanager
+def others(weights_of_all):
+    """Inside, the weights of the workers are these, in the order of the workers."""
+    before = dict(_weights)
+    each = iter(weights_of_all)
+    _weights.update({worker: [next(each) for _ in before[worker]] for worker in sorted(before)})
+    yield
+    _weights.update(before)
 
 
 def remotely(worker, function, *args):

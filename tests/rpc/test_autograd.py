@@ -1,5 +1,6 @@
 """Gradients across workers are those of one process; what is recorded, what is refused, and what is left of it."""
 
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -173,3 +174,71 @@ def test_failures_and_leaving_leave_nothing(first):
         return number
 
     assert together(*[partial(train, number) for number in range(8)]) == list(range(8))
+
+
+def parameters(worker):
+    return [rpc.RRef(weight) for weight in programs.weights(worker)]
+
+
+def values(worker):
+    assert all(weight.grad is None for weight in programs.weights(worker))
+    return [weight.detach() for weight in programs.weights(worker)]
+
+
+class Counts(torch.optim.Optimizer):
+    """Adds 1 to what has a gradient, slowly enough that steps that are not one after the other lose some."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                before = param.detach().clone()
+                time.sleep(0.001)
+                param.data.copy_(before + 1)
+
+
+@pytest.mark.ranks(3)
+def test_references_and_optimizers(first):
+    if not first:
+        return
+    programs_weights = [weight for worker in range(3) for weight in programs.weights(worker)]
+    wanted = [weight.detach().clone().requires_grad_() for weight in programs_weights]
+    rrefs = [rref for worker in range(3) for rref in rpc.rpc_sync(worker, parameters, args=(worker,))]
+    given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    optimizer, oracle = (
+        rpc.DistributedOptimizer(torch.optim.SGD, rrefs, **given),
+        torch.optim.SGD(wanted, **given),
+    )
+    for _ in range(3):
+        with autograd.context() as context:
+            autograd.backward(context, programs.rnn_roots("remotely", 3))
+            optimizer.step(context)
+        with programs.others(wanted):
+            oracle.zero_grad()
+            sum(programs.rnn_roots("here", 3)).backward()
+        oracle.step()
+    found = [value for worker in range(3) for value in rpc.rpc_sync(worker, values, args=(worker,))]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other.detach())
+    with pytest.raises(TypeError, match="nonsense"):
+        rpc.DistributedOptimizer(torch.optim.SGD, rrefs, nonsense=3)
+    with pytest.raises(UsageError, match="no autograd context"):
+        optimizer.step(context)
+
+    # A value that a call in the context has made, fetched twice, and steps of several threads.
+    weight = rpc.remote("w1", torch.zeros, args=(3,), kwargs={"requires_grad": True})
+    optimizers = [rpc.DistributedOptimizer(Counts, [weight]) for _ in range(2)]
+
+    def train(optimizer):
+        for _ in range(10):
+            with autograd.context() as context:
+                product = rpc.remote("w2", through, args=("w1", doubled, weight.to_here()))
+                autograd.backward(
+                    context, [(product.to_here() * product.to_here()).sum() + product.to_here().sum()]
+                )
+                optimizer.step(context)
+
+    assert together(*[partial(train, each) for each in optimizers]) == [None, None]
+    assert weight.to_here().tolist() == [20.0] * 3

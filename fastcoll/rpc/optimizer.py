@@ -1,0 +1,87 @@
+"""DistributedOptimizer: optimizers beside the parameters, on the workers that own them, that step together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .agent import WorkerInfo
+from .autograd import get_gradients
+from .autograd.hooks import of_grad
+from .autograd.participant import entered, participant
+from .calls import rpc_async
+from .futures import wait_all
+from .rref import RRef
+
+
+class DistributedOptimizer:
+    """One optimizer on each worker that owns some of the parameters; as torch.distributed.optim's.
+
+    Steps on one worker, of whatever optimizer, are made one after the other.
+
+    Args:
+        optimizer_class: a class of torch.optim, or one like them whose `step` needs no closure.
+        params_rref: RRefs of the parameters, on whatever workers.
+        args, kwargs: what each optimizer is made with, after its list of parameters.
+
+    Example:
+        >>> optimizer = rpc.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(weight), far_weight], lr=0.05)
+        >>> with rpc.autograd.context() as context_id:
+        ...     rpc.autograd.backward(context_id, [loss()])
+        ...     optimizer.step(context_id)
+    """
+
+    def __init__(
+        self, optimizer_class: type, params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
+    ) -> None:
+        of_owner: dict[WorkerInfo, list[RRef[Any]]] = {}
+        for each in params_rref:
+            of_owner.setdefault(each.owner(), []).append(each)
+        self.remote_optimizers: list[RRef[_Local]] = wait_all(
+            [
+                rpc_async(owner, _made, args=(optimizer_class, theirs, args, kwargs))
+                for owner, theirs in of_owner.items()
+            ]
+        )
+
+    def step(self, context_id: int) -> None:
+        """Step all optimizers by the gradients of a context; returns when all have, and raises the first failure.
+
+        Parameters that have no gradient there are left as they are, and no `.grad` is changed.
+
+        Raises:
+            UsageError: no such context here.
+        """
+        with entered(participant().contexts.get(context_id)):
+            steps = [
+                rpc_async(each.owner(), _step, args=(each, context_id)) for each in self.remote_optimizers
+            ]
+        wait_all(steps)
+
+
+class _Local:
+    """The optimizer of one worker."""
+
+    def __init__(self, optimizer: Any, params: Sequence[Any]) -> None:
+        self._optimizer, self._params = optimizer, params
+
+    def step(self, context_id: int) -> None:
+        gradients = get_gradients(context_id)
+        with of_grad:  # several optimizers may have the same parameters
+            before = [param.grad for param in self._params]
+            try:
+                for param in self._params:
+                    param.grad = gradients.get(param)
+                self._optimizer.step()
+            finally:
+                for param, gradient in zip(self._params, before, strict=True):
+                    param.grad = gradient
+
+
+def _made(optimizer_class: type, rrefs: Sequence[RRef[Any]], args: Any, kwargs: Any) -> RRef[_Local]:
+    params = [rref.local_value() for rref in rrefs]
+    return RRef(_Local(optimizer_class(params, *args, **kwargs), params))
+
+
+def _step(optimizer: RRef[_Local], context_id: int) -> None:
+    optimizer.local_value().step(context_id)
