@@ -43,6 +43,7 @@ class Course:
         at: a function of the package, as module:name, what happens as this process comes there, "kill" or "stop", and
             the how manieth time.
         node: this process takes itself for one on that node.
+        apart: no other process sees whether this one lives, as on another machine.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class Course:
     die: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
     at: tuple[str, str, int] | None = None
     node: int | None = None
+    apart: bool = False
 
 
 def expected(steps: int) -> int:
@@ -68,18 +70,22 @@ def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict
     """Be a rank, or with -1 a newcomer; the state in the end, and what was seen on the way."""
     training._LOOK_SECONDS = 0.02
     growth.FORMING_SECONDS = newcomers.FORMING_SECONDS = FORMING_SECONDS
-    os.environ["FASTCOLL_ELASTIC"] = address
+    by_run = "store" in course.options  # which newcomers then join by, too
+    os.environ["FASTCOLL_ELASTIC"] = "" if by_run else address
     if rank < 0:
         os.environ["FASTCOLL_NEWCOMER"] = "1"
     config.forget()
     if course.node is not None:
         processes._shm_device = lambda: 1_000_000 + course.node  # type: ignore[assignment, operator]
+    if course.apart:
+        processes._pid_namespace = lambda: f"pid:[{os.getpid()}]"  # type: ignore[assignment]
     if course.at is not None:
         _arm(*course.at)
     before = Footprint.now()
     seen: dict[str, Any] = {"changes": [], "turns": [], "pid": os.getpid()}
     place = {} if rank < 0 else {"init_method": url, "rank": rank, "world_size": n}
-    dist.init_process_group(course.backend, timeout=30.0, **place)
+    if place or not by_run:
+        dist.init_process_group(course.backend, timeout=30.0, **place)
     with dist.TCPStore("127.0.0.1", int(address.rpartition(":")[2]), timeout=30) as board:
         state: Any = elastic.State(
             w=np.zeros(1, np.int64), step=0, enough=False, sampler=elastic.Sampler(N, BATCH, seed=5)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from faults import crew
 
+import fastcoll as dist
 from elastic.crowd import Crowd, wait_for
 from elastic.members import Course, expected
+from fastcoll import UsageError, config, elastic
 
 STEPS = 30  # of three epochs
 
@@ -119,12 +121,14 @@ MOMENTS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("moment", "rank"), [*((moment, 0) for moment in MOMENTS), *((moment, 2) for moment in list(MOMENTS)[1:])]
 )
-def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int) -> None:
+def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int, backend: str) -> None:
     """All others, and the newcomers, come together in one world again."""
-    course, at = Course({}, "shm", 10**9, 0.001), (MOMENTS[moment], "kill", 2 if "sync" in moment else 1)
+    course = Course({}, backend, 10**9, 0.001, apart=backend == "tcp")
+    at = MOMENTS[moment], "kill", 2 if "sync" in moment else 1
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(3, course, **{f"rank{rank}": replace(course, at=at)})
         for _ in range(2):
@@ -180,6 +184,50 @@ def test_a_newcomer_that_does_not_fit_keeps_nobody_out() -> None:
         crowd.store.set("enough", "")
         results = [check(crowd.end_of(number)) for number in (0, 1, 3)]
     assert {result["size"] for result in results} == {3}
+
+
+def test_the_store_as_an_argument() -> None:
+    with crew.nothing_left(), Crowd() as crowd:
+        course = Course({"store": f"127.0.0.1:{crowd.store.port}"}, "auto", 10**9, 0.001)
+        crowd.begin(1, course)
+        assert crowd.has_joined(crowd.newcomer(course)) == 2
+        crowd.store.set("enough", "")
+        assert [check(end)["size"] for end in crowd.ends()] == [2, 2]
+
+
+def test_one_process_alone() -> None:
+    state: Any = elastic.State(step=0)
+
+    @elastic.run
+    def train(state: Any, last: int, *, by: int) -> int:
+        while state.step < last:
+            state.step += by
+            state.commit()
+        return dist.get_world_size()
+
+    assert train(state, 4, by=2) == 1
+    assert state.step == 4
+    assert train.__name__ == "train"
+    with pytest.raises(UsageError, match="min_ranks is 2, and there are 1"):
+        elastic.run(train, min_ranks=2)(state, 0, by=1)
+    assert not dist.is_initialized()
+
+
+def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ({"min_ranks": 0}, {"min_ranks": 3, "max_ranks": 2}, {"max_ranks": 0}, {"max_restarts": -1}):
+        with pytest.raises(UsageError, match="give 1 <= min_ranks <= max_ranks, and 0 restarts or more"):
+            elastic.run(**wrong)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match=r"state is a dict; give a fastcoll\.elastic\.State"):
+        elastic.run(lambda state: None)({})
+    monkeypatch.setenv("FASTCOLL_NEWCOMER", "1")
+    config.forget()
+    try:
+        for call in (dist.init_process_group, lambda: elastic.run(lambda state: None)(elastic.State())):
+            with pytest.raises(UsageError, match=r"store \(FASTCOLL_ELASTIC\) is at HOST:PORT, got ''"):
+                call()
+    finally:
+        monkeypatch.undo()
+        config.forget()
 
 
 def test_without_the_store_nobody_comes_and_the_job_goes_on() -> None:

@@ -168,7 +168,7 @@ def test_what_cannot_be_copied_is_an_error() -> None:
         State(made=(x for x in range(3)))
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(3)
 def test_sync_takes_over_everything() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = torch.nn.Linear(2, 2)

@@ -13,6 +13,7 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll import GroupError
+from fastcoll.api.world import current_job
 from faults import net_victims
 
 
@@ -104,6 +105,7 @@ def shrink_a_part(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
     if rank % 2:
         _work(mine)
         mine = dist.shrink(mine)
+        assert not current_job()._places  # the group that failed is forgotten
         assert dist.get_process_group_ranks(mine) == list(range(3, n, 2))
     x = np.full(3, rank)
     dist.all_reduce(x, group=mine)
