@@ -30,7 +30,7 @@ from ..errors import (
     UsageError,
 )
 from . import wire
-from .futures import Future
+from .futures import Future, anew
 from .link import Link
 from .readers import Readers, Task
 from .wire import MessageType, Received
@@ -114,6 +114,7 @@ class Agent:
         self._out: dict[int, Link] = {}
         self._in: set[Link] = set()
         self._gone: dict[int, FastcollError] = {}
+        self._announced: set[int] = set()  # of these, whose end the callbacks were told
         self._own: dict[int, Call] = {}  # calls to this worker
         self._closed: FastcollError | None = None
         self._death_callbacks: list[Callable[[int, FastcollError], None]] = []
@@ -164,7 +165,7 @@ class Agent:
         future is done.
         """
         if self._closed is not None:
-            raise self._closed.with_traceback(None)
+            raise anew(self._closed)
         to = self.find(worker)
         limit = self.timeout if timeout is None else seconds(timeout, 0.0)
         limit = (self.timeout if limit < 0 else limit) or ENDLESS
@@ -196,7 +197,7 @@ class Agent:
         except OSError:
             self._lost(link)
         if link.is_closed and link.pending.pop(number, None):
-            future.complete(None, self._gone.get(to.id) or self._closed)
+            future.complete(None, self._why(link))
         elif not waits and not link.is_armed:
             self.readers.arm_later(link)
         return future
@@ -244,7 +245,7 @@ class Agent:
             return link
         with self._dialing[to.id]:
             if (error := self._gone.get(to.id)) is not None:
-                raise error.with_traceback(None)
+                raise anew(error)
             if to.id not in self._out:
                 link = Link(self._dial(to.id), to, True, self.readers, self._received, self._lost)
                 self._out[to.id] = link
@@ -273,7 +274,10 @@ class Agent:
             case MessageType.CALL:
                 return partial(self._serve, link, received)
             case MessageType.RESULT | MessageType.RAISED:
-                return partial(self._answered, link.pending.pop(received.call, None), link.worker, received)
+                call = link.pending.pop(received.call, None)
+                if call is None:
+                    link.abandoned.discard(received.call)
+                return partial(self._answered, call, link.worker, received)
             case MessageType.TELL:
                 self._handle(link, received)
             case MessageType.GOODBYE:
@@ -296,7 +300,8 @@ class Agent:
                     call.future.complete(result, None)  # its callbacks are in the contexts, too
                     return
         except BaseException as error:
-            call.future.complete(None, error)
+            # The traceback leads to frames that wait for the future: a circle, which would keep the call's arguments.
+            call.future.complete(None, error.with_traceback(None))
             return
         call.future.complete(None, _rebuilt(worker, *result))
 
@@ -356,21 +361,17 @@ class Agent:
 
     def _lost(self, link: Link) -> None:
         """A link has ended: its worker left, died, or is out of reach."""
-        worker, member = link.worker, self.members[link.worker.id]
+        worker = link.worker
         with self._lock:
             if link.is_lost:
                 return
             link.is_lost = True
         self.readers.forget(link)
         link.close()
-        if self._closed is not None:
-            error: FastcollError = self._closed
-        elif link.said_goodbye is not None:
-            error = AbortedError(f"worker {worker.name}, {member}, {link.said_goodbye}", [worker.id])
-        else:
-            error = PeerDiedError(f"worker {worker.name}, {member}, died", [worker.id])
+        error = self._why(link)
         with self._lock:
-            is_first = self._gone.setdefault(worker.id, error) is error
+            is_first = worker.id not in self._announced
+            self._announced.add(worker.id)
             self._in.discard(link)
         for number in list(link.pending):
             if call := link.pending.pop(number, None):
@@ -380,6 +381,18 @@ class Agent:
                 out.shut()
             for callback in self._death_callbacks:
                 callback(worker.id, error)
+
+    def _why(self, link: Link) -> FastcollError:
+        """Why a link has ended: the same for all links of a worker."""
+        worker, member = link.worker, self.members[link.worker.id]
+        if self._closed is not None:
+            error: FastcollError = self._closed
+        elif link.said_goodbye is not None:
+            error = AbortedError(f"worker {worker.name}, {member}, {link.said_goodbye}", [worker.id])
+        else:
+            error = PeerDiedError(f"worker {worker.name}, {member}, died", [worker.id])
+        with self._lock:
+            return self._gone.setdefault(worker.id, error)
 
     def close(self, farewell: str, error: FastcollError) -> None:
         """Say goodbye and end all links and threads; calls that are under way raise `error`."""
@@ -436,13 +449,18 @@ class Agent:
     def _end_late(self, now: float) -> float:
         """End them; the earliest deadline of those that are left."""
         due = ENDLESS
-        for pending in [self._own, *(link.pending for link in list(self._out.values()))]:
+        tables = [(link.pending, link.abandoned) for link in list(self._out.values())]
+        for pending, abandoned in [(self._own, set[int]()), *tables]:
             for number, call in list(pending.items()):
                 if call.deadline > now:
                     due = min(due, call.deadline)
-                elif pending.pop(number, None):
+                    continue
+                abandoned.add(number)  # first: who takes the answer looks there if it finds no call
+                if pending.pop(number, None):
                     late = RpcTimeoutError(f"{_described(call)} was not answered within {call.timeout:g} s")
                     call.future.complete(None, late)
+                else:
+                    abandoned.discard(number)
         return due
 
 

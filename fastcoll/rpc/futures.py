@@ -7,6 +7,7 @@ locks. So one of them sees the other.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
@@ -63,23 +64,15 @@ class Future(Generic[T]):
         """
         if not self._is_done and not self._await(None if timeout is None else seconds(timeout, 0.0)):
             raise RpcTimeoutError(f"the result did not come within {seconds(timeout, 0.0):g} s")
-        try:
-            return self.value()
-        finally:
-            del (
-                self
-            )  # from whose exception a traceback leads here: a circle, which would keep the call's arguments
+        return self.value()
 
     def value(self) -> T:
         """The result of a future that is done, or raise its exception."""
         if not self._is_done:
             raise UsageError("the future is not done; call wait() first")
-        if (error := self._error) is None:
-            return cast(T, self._value)
-        try:
-            raise error.with_traceback(None)
-        finally:
-            del self, error  # see `wait`
+        if self._error is not None:
+            raise anew(self._error)
+        return cast(T, self._value)
 
     def exception(self) -> BaseException | None:
         """The exception of a future that is done; None: it has a result."""
@@ -170,6 +163,19 @@ class Future(Generic[T]):
         self.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
         yield from over
         return self.value()
+
+
+def anew(error: BaseException) -> BaseException:
+    """A copy of an exception that is kept, to be raised.
+
+    An exception that is raised has the frames that it goes through, and with them the arguments of calls.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # its class takes other arguments than the exception tells
+        return error.with_traceback(None)
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:

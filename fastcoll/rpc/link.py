@@ -40,6 +40,7 @@ class Link:
 
     Attributes:
         pending: the calls made over it that are not answered yet, by their numbers.
+        abandoned: the numbers of calls whose time was up before; their answers are read all the same.
         said_goodbye: how the other side has left in order, once it has.
         ring: for large buffers, once both sides have it.
     """
@@ -55,6 +56,7 @@ class Link:
     ) -> None:
         self.worker, self.dialed = worker, dialed
         self.pending: dict[int, Any] = {}
+        self.abandoned: set[int] = set()
         self.said_goodbye: str | None = None
         self.is_closed = self.is_lost = self.is_armed = False
         self.reading = threading.Lock()
@@ -212,7 +214,7 @@ class Link:
 
     def look_after(self) -> None:
         """Have the readers read if answers are expected and nobody else does."""
-        if self.pending and not self.is_armed and not self.reading.locked():
+        if (self.pending or self.abandoned) and not self.is_armed and not self.reading.locked():
             self._readers.arm(self)
 
     def ended(self) -> None:

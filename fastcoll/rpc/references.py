@@ -28,7 +28,7 @@ from . import wire
 from .agent import Agent, RemoteTraceback, WorkerInfo
 from .calls import run_user_function
 from .counting import CONFIRMED, FORK, Id, Ledger, Message, Reference
-from .futures import Future
+from .futures import Future, anew
 
 T = TypeVar("T")
 _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
@@ -97,7 +97,9 @@ class References:
         """A copy of a value; the value itself, if it is here."""
         if ref.owner == self._me:
             return self.value_of(ref.rref).wait(timeout or None)
-        return self.agent.call(ref.owner, _FETCH, ref.rref, timeout, "to_here() of an RRef").wait()
+        return self.agent.call(
+            ref.owner, _FETCH, ref.rref, timeout, "to_here() of an RRef", waits=True
+        ).wait()
 
     def value_of(self, rref: Id) -> Future[Any]:
         """A value that is here, or will be when the call has come that makes it."""
@@ -138,7 +140,7 @@ class References:
     def take_in(self, ref: Reference, sender: WorkerInfo) -> None:
         """A reference has come in a message."""
         if not self._step(self._ledger.take_in, ref, sender.id):
-            raise self._gone.get(sender.id) or PeerDiedError(f"worker {sender} died", [sender.id])
+            raise anew(self._gone.get(sender.id) or PeerDiedError(f"worker {sender} died", [sender.id]))
 
     # ---- values that are made here for others ------------------------------------------------------------------------
 

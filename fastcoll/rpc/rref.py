@@ -12,7 +12,7 @@ from .agent import Worker, WorkerInfo, current_agent
 from .calls import rpc_async, rpc_sync, run_user_function
 from .counting import Id, Reference
 from .functions import async_execution
-from .futures import Future
+from .futures import Future, anew
 from .references import References
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class RRef(Generic[T]):
                 raise RpcTimeoutError(
                     f"{doing}() of {self}: remote() timed out, and its value may never be there"
                 )
-            raise error.with_traceback(None)
+            raise anew(error)
 
     def __repr__(self) -> str:
         (_, rref, fork), kind = self._ref, "Owner" if self.is_owner() else "User"

@@ -161,8 +161,10 @@ class _Running:
 
     it: _Running | None = None
 
-    def __init__(self, agent: Agent, references: References, found: _Found, roster: Roster) -> None:
-        self.agent, self.references, self.rounds = agent, references, _Rounds(agent)
+    def __init__(
+        self, agent: Agent, references: References, rounds: _Rounds, found: _Found, roster: Roster
+    ) -> None:
+        self.agent, self.references, self.rounds = agent, references, rounds
         self._found, self._roster = found, roster
 
     def leave(self, farewell: str) -> None:
@@ -201,7 +203,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         undo.callback(set_current, None)
         set_current(agent)  # before the first call, which may come at once, of who has joined already
         calls.serve(agent)
-        references = References(agent)
+        references, rounds = References(agent), _Rounds(agent)
         undo.callback(references.close)
 
         def deliver(opening: Opening, connection: Any) -> None:
@@ -213,7 +215,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         with GroupMeeting(PrefixStore("places", store), members, found.rank, limit, doing) as meeting:
             running_roster = gather(meeting, members, found.rank, deliver)
         rosters.append(running_roster)
-        running = _Running(agent, references, found, running_roster)
+        running = _Running(agent, references, rounds, found, running_roster)
         joined.set()
         undo.pop_all()
     return running
