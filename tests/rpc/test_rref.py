@@ -14,7 +14,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import fastcoll
-from fastcoll import PeerDiedError, RpcTimeoutError, UsageError, rpc
+from fastcoll import AbortedError, PeerDiedError, RpcTimeoutError, UsageError, rpc
 from fastcoll.rpc.references import References
 
 LIMIT = 30.0  # seconds that nothing here takes on a quiet machine
@@ -30,6 +30,7 @@ ended: queue.SimpleQueue[Any] = (
     queue.SimpleQueue()
 )  # on each worker: the names of the values that ended there,
 seen: list[str] = []  # and those taken out of it
+made: list[str] = []  # the names of all values made here
 kept: list[Any] = []
 once: queue.SimpleQueue[bool] = queue.SimpleQueue()
 may_go_on, is_kept = threading.Event(), threading.Event()
@@ -40,6 +41,7 @@ class Value:
 
     def __init__(self, name: str, number: int = 0) -> None:
         self.name, self.number = name, number
+        made.append(name)
 
     def __reduce__(self) -> Any:
         return Copy, (self.name, self.number)
@@ -72,6 +74,7 @@ class Copy:
 def workers(rank: int, graceful: bool = True) -> Iterator[None]:
     """This rank as the worker w0, w1, ..."""
     seen.clear()
+    made.clear()
     rpc.init_rpc(f"w{rank}")
     try:
         yield
@@ -298,6 +301,33 @@ def test_a_value_ends_with_the_last_rref_and_not_before(rank: int) -> None:
             await_end("of w0")
 
 
+class FailedError(Exception):
+    """Who keeps it, keeps a value."""
+
+
+def fail_with_a_value(name: str) -> None:
+    raise FailedError(Value(name))
+
+
+@pytest.mark.ranks(2)
+def test_what_the_function_raised_ends_with_the_last_rref_too(rank: int) -> None:
+    with workers(rank):
+        if rank == 0:
+            rref = rpc.remote("w1", fail_with_a_value, args=("raised",))
+            for use in (
+                rref.to_here,
+                lambda: rpc.rpc_sync("w1", local_name, args=(rref,)),
+                rref.rpc_sync().itself,
+            ):
+                with pytest.raises(FailedError):
+                    use()
+            del rref, use
+            rpc.rpc_sync(
+                "w1", gc.collect
+            )  # that the name of an exception is bound to, in a frame of its traceback
+            rpc.rpc_sync("w1", await_end, args=("raised",))
+
+
 class Unpicklable:
     def __reduce__(self) -> Any:
         raise TypeError("not this one")
@@ -506,3 +536,69 @@ def test_the_owner_dies_and_is_named(rank: int) -> None:
             threading.Event().wait()
         else:
             assert may_go_on.wait(LIMIT)
+
+
+@pytest.mark.ranks(4, fresh=True, may_die=[3])
+@pytest.mark.parametrize("served", [pytest.param(1, marks=pytest.mark.long), 6, 15])  # the first: 8 s
+def test_a_worker_dies_while_rrefs_are_on_their_way_everywhere(
+    rank: int, world_size: int, served: int
+) -> None:
+    """Those that are left have their values as long as they want them, and then all values end."""
+    with workers(rank, graceful=False):
+        last_words.extend([None] * served if rank == 3 else [])
+        threads = [threading.Thread(target=wander_on, args=(10 * rank + seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * LIMIT)
+            assert not thread.is_alive()
+        await_death("w3")
+        meet(rank, range(3))  # all that the survivors have sent is served, but for what nobody waits for
+        gc.collect()
+        meet(rank, range(3))
+        await_end("wanders", made.count("wanders"))
+        with suppress(AbortedError):  # the answer of one who had met all, and has left
+            meet(rank, range(3))
+        assert not failed
+
+
+last_words: list[None] = []
+failed: list[BaseException] = []
+arrivals: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+
+def meet(rank: int, ranks: range) -> None:
+    """Wait for the others, by calls to them, so that nobody has a default group that fails."""
+    for other in ranks:
+        rpc.rpc_sync(other, arrivals_put, args=(rank,))
+    for _ in ranks:
+        arrivals.get(timeout=LIMIT)
+
+
+def arrivals_put(rank: int) -> None:
+    arrivals.put(rank)
+
+
+def wander_on(seed: int) -> None:
+    rng = random.Random(seed)
+    for number in range(20):
+        try:
+            rref = rpc.remote(rng.randrange(4), Value, ("wanders", number))
+            route = [rng.randrange(4) for _ in range(3)]
+            assert rpc.rpc_sync(route[0], pass_along_unless_it_dies, args=(rref, route[1:])) == [number] * 3
+        except PeerDiedError:
+            pass
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+
+def pass_along_unless_it_dies(rref: Any, route: list[int]) -> list[int]:
+    if last_words and (last_words.pop() or not last_words):
+        die()
+    if not route:
+        return [rref.to_here().number]
+    rest = rpc.rpc_async(route[0], pass_along_unless_it_dies, args=(rref, route[1:]))
+    seen = rref.to_here().number
+    del rref
+    return [seen, *rest.wait()]
