@@ -19,7 +19,7 @@ import pytest
 from fastcoll import config
 from fastcoll.core.processes import Member
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore
+from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore, serving
 from fastcoll.rendezvous.join import join
 from fastcoll.rendezvous.waiting import fetch_for
 
@@ -330,3 +330,21 @@ def test_a_file_store_may_be_joined_by_a_users_subclass(tmp_path, in_threads) ->
     with Counting(tmp_path / "store") as one, Counting(tmp_path / "store") as two:
         results = in_threads(partial(join, one, 0, 2, "shm", 20), partial(join, two, 1, 2, "shm", 20))
     assert all(len(members) == 2 for members in results)
+
+
+def test_who_has_another_secret_is_told_of_with_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTCOLL_SECRET", "one")
+    config.forget()
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        monkeypatch.setenv("FASTCOLL_SECRET", "another")
+        config.forget()
+        with pytest.raises(StoreError, match="another secret"):
+            TCPStore("127.0.0.1", store.port)
+        end = time.monotonic() + 20
+        while not serving.turned_away() and time.monotonic() < end:  # the server's thread has seen it
+            time.sleep(0.01)
+        told = r"missing: 1 \(turned away: from 127.0.0.1: closed when it saw .* secret is another .* FASTCOLL_SECRET"
+        with pytest.raises(StoreTimeoutError, match=told):
+            join(store, 0, 2, "tcp", 0.3)
+    assert not serving.turned_away()
+    config.forget()
