@@ -1,7 +1,8 @@
 """Garbage at every door of a job: its store's server and its ranks' listeners must neither fall, grow, nor let it in.
 
 A store, a client of it that measures how long its calls take, two ranks that talk over TCP, and one stranger that
-connects as fast as it can, from addresses all over 127.0.0.0/8, to every port on which one of them listens.
+connects as fast as it can, from addresses all over 127.0.0.0/8, to every port on which one of them listens. The ranks
+are stopped for a quarter of a second again and again, as on a full machine, so that crowds wait for their listeners.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import random
 import signal
 import socket
 import struct
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ _WARM = 2000  # connections until what is made at first use is there
 _OPEN = 100  # connections that the stranger leaves open, the oldest of which gives way
 _STORE, _CLIENT, _RANKS, _STRANGER = 0, 1, (2, 3), 4  # places on the board
 _SAMPLES = 4000
+_STOPPED_SECONDS = 0.25
 
 _PIDFD = "anon_inode:[pidfd]"
 _Held = tuple[int, dict[str, str]]
@@ -83,7 +86,10 @@ def run(amount: int, seed: int) -> Report:
 
 def listening(pid: int) -> list[tuple[str, int]]:
     """Addresses and ports of IPv4 at which a process listens."""
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    links = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     inodes = {link[8:-1] for link in links if link.startswith("socket:")}
     found = []
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
@@ -169,7 +175,7 @@ def work(fleet: Fleet, rank: int, port: int) -> None:
             dist.all_reduce(x)
             assert x[0] == 2 * turn, f"{x[0]} instead of {2 * turn}"
             over = bool(x[1])
-            if turn % 500 == 99:
+            if turn % 20 == 19:
                 group = dist.new_group()
                 dist.barrier(group)
                 dist.destroy_process_group(group)
@@ -182,6 +188,9 @@ def knock(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int) ->
     """Connect `amount` times, say something that no rank says, and go; how many came through to be said anything."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     dice, left_open, said = random.Random(seed), deque[socket.socket](), 0
+    over = threading.Event()
+    starving = threading.Thread(target=_starve, args=([fleet.children[place].pid for place in _RANKS], over))
+    starving.start()
     for number in range(amount):
         connection = socket.socket()
         connection.settimeout(5.0)
@@ -198,7 +207,20 @@ def knock(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int) ->
             last.close()
     for connection in left_open:
         connection.close()
+    over.set()
+    starving.join()
     return said
+
+
+def _starve(pids: Sequence[int], over: threading.Event) -> None:
+    """Let ranks run now and then."""
+    dice = random.Random(0)
+    while not over.wait(dice.uniform(0.05, 0.3)):
+        for signum in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+            time.sleep(_STOPPED_SECONDS if signum == signal.SIGSTOP else 0.0)
 
 
 def _garbage(dice: random.Random) -> bytes:
