@@ -1,0 +1,68 @@
+"""Workers that die, stop, leave or are interrupted: who is told what, and how soon."""
+
+from __future__ import annotations
+
+import socket
+
+from faults import crew
+
+from . import victims
+
+
+def test_a_worker_that_dies_is_named_to_all_its_callers_and_others_go_on() -> None:
+    with crew.nothing_left():
+        outcomes = crew.run(victims.one_dies, 3)
+    dead = outcomes[1]
+    assert dead.exitcode == -9
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.result, outcome.error
+        errors, again, works, ends, threads = outcome.result
+        who = f"worker w1, rank 1 (pid {dead.pid} on {socket.gethostname()}), died"
+        for kind, text, ranks, when in [*errors, again]:
+            assert (kind, ranks) == ("PeerDiedError", (1,)), text
+            assert who in text
+            assert when - dead.died < crew.WITHIN
+        assert {text.partition("; ")[2] for _, text, *_ in errors} <= {
+            "the call of hold is lost",
+            "the call of die is lost",
+        }
+        assert works == 3
+        assert who in ends
+        assert threads <= 3, "the readers have ended"
+
+
+def test_a_stopped_worker_is_late_and_answers_when_it_goes_on() -> None:
+    first = crew.run(victims.one_is_stopped, 2)[0]
+    assert first.result, first.error
+    (kind, text, *_), works = first.result
+    assert (kind, works) == ("RpcTimeoutError", 3), text
+
+
+def test_ctrl_c_in_a_shutdown_ends_the_calls_of_others() -> None:
+    first, second = crew.run(victims.ctrl_c_in_shutdown, 2)
+    assert second.result, second.error
+    assert second.result[0] == "interrupted"
+    assert first.result, first.error
+    kind, text, ranks, _ = first.result
+    assert (kind, ranks) == ("AbortedError", (1,))
+    assert "left: KeyboardInterrupt" in text
+
+
+def test_ctrl_c_in_a_call_ends_the_waiting_and_nothing_else() -> None:
+    first = crew.run(victims.ctrl_c_in_a_call, 2)[0]
+    assert first.result == 3, first.error
+
+
+def test_a_worker_whose_program_ends_says_so() -> None:
+    first = crew.run(victims.one_ends_without_shutdown, 2)[0]
+    assert first.result, first.error
+    kind, text, ranks, _ = first.result
+    assert (kind, ranks) == ("AbortedError", (1,)), text
+    assert "left (its program ended)" in text
+
+
+def test_workers_that_do_not_fit_are_told() -> None:
+    sizes, ranks = crew.run_together([(victims.other_sizes, 2), (victims.same_rank, 2)])
+    assert any("world size" in outcome.error and "UsageError" in outcome.kinds for outcome in sizes)
+    assert all(outcome.error for outcome in sizes)
+    assert all("rank 0 is claimed by two processes" in outcome.error for outcome in ranks)

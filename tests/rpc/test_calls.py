@@ -1,0 +1,350 @@
+"""Remote calls between processes: values, errors, time limits, many at once, the end."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastcoll
+from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UsageError, rpc
+from fastcoll.rpc.wire import INLINE
+
+SLOT = 256 << 10
+LIMIT = 30.0  # seconds that nothing here takes on a quiet machine
+released = threading.Event()
+inside = threading.Semaphore(0)
+calls_out = threading.Event()
+kept: list[Any] = []
+
+
+@pytest.fixture
+def worker(rank: int) -> Iterator[int]:
+    """This rank as a worker among all; what was open or ran before is all that is after."""
+    open_before, threads_before = os.listdir("/proc/self/fd"), threading.active_count()
+    released.clear()
+    rpc.init_rpc(f"w{rank}")
+    yield rank
+    if rpc.agent._current is not None:
+        rpc.shutdown(timeout=LIMIT)
+    until = time.monotonic() + LIMIT
+    while threading.active_count() > threads_before or len(os.listdir("/proc/self/fd")) > len(open_before):
+        assert time.monotonic() < until, (threading.enumerate(), os.listdir("/proc/self/fd"), open_before)
+        time.sleep(0.01)
+
+
+def next_of(rank: int, world_size: int) -> str:
+    return f"w{(rank + 1) % world_size}"
+
+
+def back(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_values_there_and_back(worker: int, world_size: int) -> None:
+    to = next_of(worker, world_size)
+    source = np.random.default_rng(worker)
+    for count in (0, 1, INLINE, INLINE + 1, SLOT - 1, SLOT, SLOT + 1, 20 * SLOT + 3):
+        x = source.integers(0, 255, count, np.uint8)
+        values = {"x": x, "twice": [x, x], "half": x[::2], "text": "a" * (count // 100), "f": x.astype(">f4")}
+        (args, kwargs) = rpc.rpc_sync(to, back, args=(values,), kwargs={"x": x})
+        assert (kwargs["x"] == x).all()
+        got = args[0]
+        assert got["twice"][0] is got["twice"][1]
+        for name in ("x", "half", "f"):
+            assert got[name].dtype == values[name].dtype
+            assert (got[name] == values[name]).all()
+            assert got[name].flags.writeable
+        assert got["text"] == values["text"]
+    fortran = np.asfortranarray(source.random((300, 200)))
+    got = rpc.rpc_sync(to, back, args=(fortran,))[0][0]
+    assert got.flags.f_contiguous
+    assert (got == fortran).all()
+
+
+@pytest.mark.ranks(2)
+def test_tensors_there_and_back(worker: int, world_size: int) -> None:
+    torch = pytest.importorskip("torch")
+    for count in (0, 3, 1 << 18):
+        x = torch.arange(count, dtype=torch.bfloat16)
+        assert torch.equal(rpc.rpc_sync(next_of(worker, world_size), back, args=(x,))[0][0], x)
+
+
+@pytest.mark.ranks(1, 3)
+def test_workers_are_called_by_name_id_or_info(worker: int, world_size: int) -> None:
+    info = rpc.get_worker_info(next_of(worker, world_size))
+    assert info == rpc.WorkerInfo(f"w{info.id}", info.id)
+    for to in (info, info.id, info.name):
+        assert rpc.rpc_sync(to, rpc.get_worker_info) == info
+    assert rpc.get_worker_info().id == worker
+    for unknown in ("w9", 9, -1, None):
+        with pytest.raises(UsageError, match="there is no worker"):
+            rpc.rpc_sync(unknown, back)
+
+
+def down(depth: int, world_size: int) -> int:
+    if depth == 0:
+        return 0
+    to = next_of(rpc.get_worker_info().id, world_size)
+    return 1 + rpc.rpc_sync(to, down, args=(depth - 1, world_size))
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_calls_within_calls_64_deep_on_all_ranks_at_the_same_time(worker: int, world_size: int) -> None:
+    assert rpc.rpc_sync(next_of(worker, world_size), down, args=(64, world_size)) == 64
+
+
+def hold() -> bool:
+    inside.release()
+    return released.wait(LIMIT)
+
+
+def let_go(expected: int) -> None:
+    for _ in range(expected):
+        assert inside.acquire(timeout=LIMIT)
+    released.set()
+
+
+@pytest.mark.ranks(2)
+def test_calls_that_block_do_not_keep_others_out(worker: int, world_size: int) -> None:
+    """All 40 must be under way at the same time, before one more ends them."""
+    to = next_of(worker, world_size)
+    held = [rpc.rpc_async(to, hold) for _ in range(40)]
+    rpc.rpc_sync(to, let_go, args=(40,))
+    assert rpc.wait_all(held) == [True] * 40
+
+
+@pytest.mark.ranks(3)
+def test_many_threads_call_at_the_same_time(worker: int, world_size: int) -> None:
+    wrong = []
+
+    def calls(number: int) -> None:
+        for k in range(30):
+            x = np.full(k * 40, number)
+            total = rpc.rpc_sync((worker + k) % world_size, np.sum, args=(x,))
+            if total != number * x.size:
+                wrong.append((number, k, total))
+
+    threads = [threading.Thread(target=calls, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+
+
+class OwnError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+        self.one = one
+
+    def __reduce__(self) -> Any:
+        return type(self), (1, 2)
+
+
+class UnbuildableError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("unbuildable")
+
+
+class _Lacking:
+    """Looks like a function that is not there."""
+
+    def __reduce__(self) -> Any:
+        return _lack, ()
+
+
+def _lack() -> Any:
+    raise AttributeError("module 'train' has no attribute 'step'")
+
+
+def fail(kind: str) -> Any:
+    if kind == "own":
+        raise OwnError(1, 2)
+    if kind == "unbuildable":
+        raise UnbuildableError(1, 2)
+    if kind == "unpicklable":
+        return threading.Lock()
+    return int(kind)
+
+
+@pytest.mark.ranks(1, 2)
+def test_exceptions_come_back(worker: int, world_size: int) -> None:
+    to = next_of(worker, world_size)
+    with pytest.raises(OwnError, match="1 and 2") as own:
+        rpc.rpc_sync(to, fail, args=("own",))
+    assert own.value.one == 1
+    assert f"On {rpc.get_worker_info(to)}:\nTraceback" in str(own.value.__cause__)
+    assert "raise OwnError(1, 2)" in str(own.value.__cause__)
+    with pytest.raises(ValueError, match="invalid literal"):
+        rpc.rpc_sync(to, fail, args=("x",))
+    with pytest.raises(RemoteError, match=rf"UnbuildableError on worker {to} .*: unbuildable"):
+        rpc.rpc_sync(to, fail, args=("unbuildable",))
+    with pytest.raises(UsageError, match=r"cannot be pickled: .*lock"):
+        rpc.rpc_sync(to, fail, args=("unpicklable",))
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        rpc.rpc_sync(to, back, args=(threading.Lock(),))
+    with pytest.raises(UsageError, match=r"cannot be pickled: .*lambda"):
+        rpc.rpc_sync(to, lambda: 1)
+    with pytest.raises(AttributeError, match="no attribute 'step'"):
+        rpc.rpc_sync(to, back, args=(_Lacking(),))
+    with pytest.raises(UsageError, match="without calling it"):
+        rpc.rpc_sync(to, 3)  # type: ignore[arg-type]
+    assert rpc.rpc_sync(to, math.factorial, args=(5,)) == 120
+
+
+@pytest.mark.ranks(1, 2)
+def test_time_limits(worker: int, world_size: int) -> None:
+    to = next_of(worker, world_size)
+    began = time.monotonic()
+    late = rpc.rpc_async(to, hold, timeout=0.05)
+    with pytest.raises(RpcTimeoutError, match=r"timed out: the call of hold was not answered within 0.05 s"):
+        late.wait()
+    with pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync(to, hold, timeout=0.05)
+    assert time.monotonic() - began < LIMIT / 2
+    rpc.rpc_sync(to, let_go, args=(2,), timeout=0)  # 0: without limit; the late answers are dropped
+    assert rpc.rpc_sync(to, operator.add, args=(1, 2)) == 3
+
+
+@rpc.functions.async_execution
+def chained(to: str, x: Any, y: Any) -> Any:
+    return rpc.rpc_async(to, operator.add, args=(x, y)).then(lambda sum_: sum_.value() * 2)
+
+
+@rpc.functions.async_execution
+def broken() -> int:
+    return 3
+
+
+def unmarked() -> Any:
+    return rpc.Future()
+
+
+@pytest.mark.ranks(1, 3)
+def test_functions_that_return_futures(worker: int, world_size: int) -> None:
+    to, other = next_of(worker, world_size), next_of(worker + 1, world_size)
+    futures = [rpc.rpc_async(to, chained, args=(other, np.arange(3), k)) for k in range(50)]
+    for k, future in enumerate(futures):
+        assert future.wait().tolist() == [2 * k, 2 * k + 2, 2 * k + 4]
+    with pytest.raises(TypeError, match="can only concatenate str"):
+        rpc.rpc_sync(to, chained, args=(other, "x", 1j))
+    with pytest.raises(UsageError, match="must return a Future, not 3"):
+        rpc.rpc_sync(to, broken)
+    with pytest.raises(UsageError, match=r"mark it by rpc.functions.async_execution"):
+        rpc.rpc_sync(to, unmarked)
+
+
+@pytest.mark.ranks(2)
+def test_callbacks_come_though_nobody_waits_and_may_call(worker: int, world_size: int) -> None:
+    to, came = next_of(worker, world_size), threading.Event()
+
+    def follow(done: Any) -> None:
+        assert rpc.rpc_sync(to, operator.neg, args=(done.value(),)) == -3
+        came.set()
+
+    rpc.rpc_async(to, operator.add, args=(1, 2)).add_done_callback(follow)
+    assert came.wait(LIMIT)
+
+
+def keep_later(to: str, depth: int) -> None:
+    time.sleep(0.01)
+    kept.append(depth)
+    if depth:
+        rpc.rpc_async(to, keep_later, args=(rpc.get_worker_info().name, depth - 1))
+
+
+@pytest.mark.ranks(3)
+def test_a_graceful_shutdown_waits_for_calls_of_calls(worker: int, world_size: int) -> None:
+    kept.clear()
+    to = next_of(worker, world_size)
+    future = rpc.rpc_async(to, keep_later, args=(f"w{worker}", 5))
+    rpc.shutdown(timeout=LIMIT)
+    assert sorted(kept) == [0, 1, 2, 3, 4, 5]
+    assert future.wait() is None
+    with pytest.raises(fastcoll.NotInitializedError, match="init_rpc"):
+        rpc.rpc_sync(to, back)
+    with pytest.raises(fastcoll.NotInitializedError):
+        rpc.shutdown()
+    fastcoll.barrier()
+    rpc.init_rpc(f"again{worker}")
+    assert rpc.rpc_sync("again0", os.getpid) > 0
+
+
+def await_one() -> None:
+    assert inside.acquire(timeout=LIMIT)
+
+
+def await_other() -> None:
+    """Its own call is under way here."""
+    assert calls_out.wait(LIMIT)
+
+
+@pytest.mark.ranks(2)
+def test_a_worker_that_leaves_now_ends_its_calls_and_those_of_others(worker: int, world_size: int) -> None:
+    if worker == 0:
+        held = rpc.rpc_async("w1", hold)
+        rpc.rpc_sync("w1", await_one)
+        rpc.rpc_sync("w1", await_other)
+        rpc.shutdown(graceful=False)
+        with pytest.raises(AbortedError, match="rpc was shut down"):
+            held.wait()
+        released.set()
+    else:
+        held = rpc.rpc_async("w0", hold)
+        calls_out.set()
+        with pytest.raises(
+            AbortedError, match=r"worker w0, rank 0 \(pid \d+ on .*\), left; the call of hold is lost"
+        ):
+            held.wait()
+        with pytest.raises(AbortedError, match="w0"):
+            rpc.rpc_sync("w0", back)
+        released.set()
+        rpc.shutdown(graceful=False)
+
+
+@pytest.mark.ranks(2)
+def test_a_child_of_fork_is_no_worker(worker: int, world_size: int) -> None:
+    assert rpc.rpc_sync(next_of(worker, world_size), operator.add, args=(1, 2)) == 3
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            rpc.rpc_sync("w0", os.getpid)
+        except fastcoll.NotInitializedError:
+            os.write(writing, b"told")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reading, 9) == b"told"
+    for end in (reading, writing):
+        os.close(end)
+    assert rpc.rpc_sync(next_of(worker, world_size), operator.add, args=(1, 2)) == 3
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arguments_of_the_start(rank: int) -> None:
+    for wrong in ({"name": ""}, {"name": 3}, {"name": "x", "backend": "GRPC"}):
+        with pytest.raises(UsageError):
+            rpc.init_rpc(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="num_worker_threads"):
+        rpc.TensorPipeRpcBackendOptions(num_worker_threads=0)
+    with pytest.raises(fastcoll.UnavailableError, match="move them to the CPU"):
+        rpc.TensorPipeRpcBackendOptions(device_maps={"w1": {0: 0}})
+    with pytest.raises(UsageError, match=r"two workers are called 'same': rank 0 \(.*\) and rank 1 \("):
+        rpc.init_rpc("same")
+    rpc.init_rpc(f"w{rank}")
+    with pytest.raises(UsageError, match="init_rpc was called before"):
+        rpc.init_rpc(f"w{rank}")
+    info = pickle.loads(pickle.dumps(rpc.get_worker_info()))
+    assert info == rpc.get_worker_info(f"w{rank}")
+    rpc.shutdown(timeout=LIMIT)

@@ -1,0 +1,76 @@
+"""Messages as bytes: whole again however the connection splits them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from fastcoll.errors import UsageError
+from fastcoll.rpc import wire
+from fastcoll.rpc.agent import WorkerInfo
+
+TO = WorkerInfo("w1", 1)
+
+
+def received(data: bytes, taken: list[memoryview], most: int, seed: int) -> list[wire.Received]:
+    """What an assembler makes of bytes that come in pieces."""
+    source, left = random.Random(seed), memoryview(data)
+    assembler = wire.Assembler(lambda buffer: buffer.__setitem__(slice(None), taken.pop(0)))
+    found = []
+    while left:
+        n = min(source.randint(1, most), len(left), assembler.space.nbytes)
+        assembler.space[:n] = left[:n]
+        found += assembler.came(n)
+        left = left[n:]
+    return found
+
+
+@pytest.mark.parametrize("by_ring", [False, True])
+@pytest.mark.parametrize("most", [1, 100, 1 << 20])
+def test_messages_are_whole_however_they_are_split(most: int, by_ring: bool) -> None:
+    source = np.random.default_rng(0)
+    sizes = (0, 1, 100) if most == 1 else (0, 1, 63, 64, wire.INLINE, wire.INLINE + 1, 300_000)
+    values = [
+        {"n": n, "x": source.random(n)[: n // 2 + 1], "y": np.arange(n, dtype=np.int8), "text": "t" * n}
+        for n in sizes
+    ]
+    sent, behind = [], []
+    for number, value in enumerate(values):
+        pickled, buffers = wire.dumps(value, TO)
+        start, large = wire.pieces(wire.MessageType.CALL, 7, number, pickled, buffers, b"c" * number, by_ring)
+        sent += [start] if by_ring else [start, *large]
+        behind += large
+    for seed in range(3):
+        messages = received(b"".join(sent), list(behind), most, seed)
+        assert [message.call for message in messages] == list(range(len(values)))
+        for message, value in zip(messages, values, strict=True):
+            assert (message.message, message.kind) == (wire.MessageType.CALL, 7)
+            assert message.context == b"c" * message.call
+            with wire.receiving(TO):
+                got = wire.loads(message)
+            assert got["text"] == value["text"]
+            for name in "xy":
+                assert (got[name] == value[name]).all()
+                assert got[name].flags.writeable
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(UsageError, match=r"what goes to w1 \(rank 1\) cannot be pickled: .*lambda"):
+        wire.dumps(lambda: None, TO)
+
+
+class Base:
+    """Pickled by a reducer of the one who is registered for it."""
+
+
+class Derived(Base):
+    pass
+
+
+def test_reducers_are_asked_for_subclasses_and_know_the_receiver() -> None:
+    wire.reduce_type(Base, lambda value, to: (str, (f"{type(value).__name__} for {to.name}",)))
+    pickled, _ = wire.dumps([Derived(), Base()], TO)
+    message = wire.copied(wire.MessageType.CALL, 1, 1, pickled, (), b"")
+    assert wire.loads(message) == ["Derived for w1", "Base for w1"]

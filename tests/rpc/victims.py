@@ -1,0 +1,160 @@
+"""What workers do in the tests in which one of them dies, stops or is interrupted."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import fastcoll
+from fastcoll import rpc
+
+LIMIT = 30.0
+over = threading.Event()
+held = threading.Semaphore(0)
+
+
+def join(rank: int, n: int, url: str, name: str = "") -> None:
+    options = rpc.RpcBackendOptions(init_method=url)
+    rpc.init_rpc(name or f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
+
+
+def hold() -> bool:
+    held.release()
+    return over.wait(LIMIT)
+
+
+def await_held() -> None:
+    assert held.acquire(timeout=LIMIT)
+
+
+def release_held() -> None:
+    held.release()
+
+
+def end() -> None:
+    over.set()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def go_on(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def said(future: Any) -> tuple[str, str, tuple[int, ...], float]:
+    """Kind, text and ranks of a future's error, and when it came."""
+    try:
+        future.wait()
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "ranks", ()), time.monotonic()
+    raise AssertionError("no error")
+
+
+def wait_for_the_end() -> None:
+    assert over.wait(LIMIT)
+    rpc.shutdown(graceful=False)
+
+
+def one_dies(rank: int, n: int, url: str) -> Any:
+    """w1 dies with calls of all others open."""
+    join(rank, n, url)
+    if rank == 1:
+        wait_for_the_end()
+    calls = [rpc.rpc_async("w1", hold) for _ in range(3)]
+    rpc.rpc_sync("w1", await_held)
+    other = f"w{n - 1}" if rank == 0 else "w0"
+    rpc.rpc_sync(other, release_held)
+    assert held.acquire(timeout=LIMIT)  # all others have calls open now
+    errors = [said(calls[0] if rank else rpc.rpc_async("w1", die)), *map(said, calls)]
+    again = said(rpc.rpc_async("w1", hold))
+    works = rpc.rpc_sync(other, operator.add, args=(1, 2))
+    rpc.rpc_sync(other, end)
+    assert over.wait(LIMIT)
+    ends: Any = None
+    try:
+        rpc.shutdown(timeout=LIMIT)
+    except fastcoll.PeerDiedError as error:
+        ends = str(error)
+    return errors, again, works, ends, threading.active_count()
+
+
+def one_is_stopped(rank: int, n: int, url: str) -> Any:
+    join(rank, n, url)
+    if rank == 1:
+        return wait_for_the_end()
+    pid = rpc.rpc_sync("w1", os.getpid)
+    stopped = rpc.rpc_async("w1", stop, timeout=0.3)
+    found = said(stopped)
+    go_on(pid)
+    works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
+    rpc.rpc_sync("w1", end)
+    rpc.shutdown(graceful=False)
+    return found, works
+
+
+def ctrl_c_in_shutdown(rank: int, n: int, url: str) -> Any:
+    """w1 waits in shutdown, and is interrupted; w0 has a call open there, and waits for it."""
+    join(rank, n, url)
+    if rank == 1:
+        try:
+            rpc.shutdown()
+        except KeyboardInterrupt:
+            return "interrupted", threading.active_count()
+    call = rpc.rpc_async("w1", hold)
+    rpc.rpc_sync("w1", await_held)
+    with suppress(fastcoll.AbortedError):  # it may leave before it answers
+        rpc.rpc_sync("w1", interrupt)
+    found = said(call)
+    rpc.shutdown(graceful=False)
+    return found
+
+
+def ctrl_c_in_a_call(rank: int, n: int, url: str) -> Any:
+    """w0 is interrupted while it waits; its next call works."""
+    join(rank, n, url)
+    if rank == 1:
+        return wait_for_the_end()
+    timer = threading.Timer(0.3, interrupt)
+    timer.start()
+    try:
+        rpc.rpc_sync("w1", hold)
+    except KeyboardInterrupt:
+        works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
+    rpc.rpc_sync("w1", end)
+    timer.join()
+    rpc.shutdown(graceful=False)
+    return works
+
+
+def one_ends_without_shutdown(rank: int, n: int, url: str) -> Any:
+    """w1's program ends by an exception while a call is open there."""
+    join(rank, n, url)
+    if rank == 1:
+        assert held.acquire(timeout=LIMIT)
+        return None
+    found = said(rpc.rpc_async("w1", hold))
+    rpc.shutdown(graceful=False)
+    return found
+
+
+def other_sizes(rank: int, n: int, url: str) -> None:
+    join(rank, n + rank, url)
+
+
+def same_rank(rank: int, n: int, url: str) -> None:
+    join(0, n, url, f"w{rank}")
