@@ -291,9 +291,9 @@ class Readers:
                 self._wake_one()
 
     def _look_at_turns(self) -> None:
-        """The timer has gone off."""
-        self._timer_runs = False
+        """The timer has gone off. It is cleared first: what is started afterwards must go off."""
         self._clear(self._timer)
+        self._timer_runs = False
         arm_late()
         for turn in list(self._turns):
             if turn.seen == turn.handled:

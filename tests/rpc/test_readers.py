@@ -1,0 +1,74 @@
+"""Readers: the timer that ends the turn of a thread that a handler blocks."""
+
+import select
+import socket
+import threading
+
+from fastcoll.rpc.readers import Readers
+
+
+class Pair:
+    """A source of one-byte messages, each a call that `handle` is to answer."""
+
+    dialed = False
+
+    def __init__(self, handle):
+        self.near, self._far = socket.socketpair()
+        self._far.setblocking(False)
+        self.reading, self.is_armed, self._handle = threading.Lock(), False, handle
+
+    def fileno(self):
+        return self._far.fileno()
+
+    def poll(self):
+        return bool(select.select([self._far], [], [], 0)[0])
+
+    def take(self):
+        return [lambda: self._handle(message)] if (message := self._far.recv(1)) else None
+
+    def look_after(self):
+        pass
+
+    def ended(self):
+        pass
+
+    def close(self):
+        self.near.close()
+        self._far.close()
+
+
+def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
+    came, free, over = threading.Event(), threading.Event(), threading.Event()
+
+    def handle(message):
+        if message == b"w":
+            came.set()
+            free.wait(20)
+        else:
+            free.set()
+            over.set()
+
+    class Slow(Readers):
+        """Between two steps of the thread that sees to the timer, the timer is started anew and goes off."""
+
+        slow = True
+
+        def _clear(self, descriptor):
+            if descriptor == self._timer and self.slow:
+                self.slow = False
+                self._start_timer()
+                select.select([descriptor], [], [], 1)
+            super()._clear(descriptor)
+
+    readers, source = Slow(2, False), Pair(handle)
+    readers.watch(source, armed=True)
+    try:
+        source.near.send(b"w")
+        assert came.wait(20)
+        source.near.send(b"r")  # read by another thread, once the timer has ended the turn of the first
+        assert over.wait(10)
+    finally:
+        free.set()
+        readers.forget(source)
+        readers.close(10)
+        source.close()
