@@ -58,7 +58,7 @@ def test_a_page_says_how_its_program_is_started(page):
     assert "python -m fastcoll.launch -n 2 " in text(page)[: text(page).index("```python")]
 
 
-@pytest.mark.parametrize("page", ["elastic-digits.md", "rpc-programs.md"])
+@pytest.mark.parametrize("page", ["elastic-digits.md", "rpc-programs.md", "rpc-autograd-programs.md"])
 def test_a_page_about_programs_shows_their_lines(page):
     paths = re.findall(r"\]\(\.\./(examples/[\w/]+\.py)\)", text(page))
     programs = [unindented((ROOT / path).read_text()) for path in paths]

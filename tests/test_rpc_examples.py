@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples" / "rpc"
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="needs torch: pip install 'fastcoll[torch]'"
+)
 
 
 def run(name, *words):
@@ -46,6 +49,10 @@ def load(monkeypatch):
         return module
 
     return loaded
+
+
+def losses(lines):
+    return [float(loss) for line in lines for loss in re.findall(r"loss ([\d.]+)", line)]
 
 
 def accuracy(lines):
@@ -86,3 +93,75 @@ def test_batched_updates_are_those_of_one_process(load):
         f"{np.sum(right[share::3])} of 120 right" for share in range(3)
     ]
     assert lines[0] == ["120 classifications of 3 images"]
+
+
+@needs_torch
+def test_the_split_network_is_that_of_one_process(load):
+    import torch
+    from torch import nn
+
+    lines = run("split_rnn.py")[0]
+    rnn = load("split_rnn.py")
+    embedding = rnn.seeded(1, nn.Embedding, len(rnn.ALPHABET), rnn.EMBEDDED)
+    lstm = rnn.seeded(2, nn.LSTM, rnn.EMBEDDED, rnn.HIDDEN)
+    output = rnn.seeded(3, nn.Linear, rnn.HIDDEN, len(rnn.ALPHABET))
+    optimizer = torch.optim.Adam(nn.ModuleList([embedding, lstm, output]).parameters(), lr=rnn.RATE)
+    expected = []
+    for characters, following in rnn.batches():
+        optimizer.zero_grad()
+        loss = rnn.loss_of(output(lstm(embedding(characters))[0]), following)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert expected[-1] < 0.7 * expected[0]
+    assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
+
+
+@needs_torch
+def test_the_pipeline_is_that_of_one_process(load):
+    from torch import nn
+
+    lines = run("pipeline.py")[0]
+    pipeline = load("pipeline.py")
+    network = nn.Sequential(*(pipeline.Stage(number, *sizes) for number, sizes in enumerate(pipeline.STAGES)))
+    optimizer = pipeline.OPTIMIZER(network.parameters(), lr=pipeline.RATE)
+    *steps, (x_test, test_labels) = pipeline.batches()
+    expected = []
+    for x, labels in steps:
+        optimizer.zero_grad()
+        loss = pipeline.cross_entropy(network(x), labels)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
+    right = (network(x_test).argmax(1) == test_labels).float().mean().item()
+    assert right > 0.9
+    assert accuracy(lines) == pytest.approx(100 * right, abs=0.06)
+
+
+@needs_torch
+def test_ddp_beside_rpc_is_one_process(load):
+    import torch
+
+    lines = run("ddp_and_rpc.py")[0]
+    both = load("ddp_and_rpc.py")
+    table, dense = both.table(), both.dense_layer()
+    # DDP averages the gradients of the dense layer; the table gets the sum of both trainers'.
+    groups = [
+        {"params": table.parameters(), "lr": both.TRAINERS * both.RATE},
+        {"params": dense.parameters(), "lr": both.RATE},
+    ]
+    optimizer = torch.optim.SGD(groups)
+    *steps, (rows_test, test_labels) = both.batches()
+    expected = []
+    for rows, labels in steps:
+        optimizer.zero_grad()
+        loss = both.cross_entropy(dense(table(rows)), labels)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
+    right = (dense(table(rows_test)).argmax(1) == test_labels).float().mean().item()
+    assert right > 0.9
+    assert accuracy(lines) == pytest.approx(100 * right, abs=0.06)
+    assert "dense layers equal: True" in lines[-1]
