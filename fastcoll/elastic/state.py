@@ -9,6 +9,7 @@ from ..api.collectives import broadcast
 from ..api.groups import get_rank
 from ..api.objects import broadcast_object_list
 from ..core.operands import whole
+from ..errors import UsageError
 from .copies import Tree, copied, furnished, parted
 
 
@@ -25,6 +26,9 @@ class State:
     Args:
         values: the attributes.
 
+    Raises:
+        UsageError: an attribute would hide a method.
+
     Example:
         >>> state = elastic.State(weights=np.zeros(10), step=0)
         >>> state.step += 1
@@ -32,6 +36,10 @@ class State:
     """
 
     def __init__(self, **values: Any) -> None:
+        if hidden := values.keys() & set(dir(State)):
+            raise UsageError(
+                f"a state's {', '.join(sorted(hidden))} is a method; give the value another name"
+            )
         vars(self).update(values)
         self._at_commit: Callable[[], None] | None = None
         self._kept: dict[str, Tree] = copied(self._trees())

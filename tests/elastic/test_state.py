@@ -163,7 +163,9 @@ def test_torch_modules_and_optimizers() -> None:
     assert [step() for _ in range(3)] == losses
 
 
-def test_what_cannot_be_copied_is_an_error() -> None:
+def test_what_cannot_be_kept_is_an_error() -> None:
+    with pytest.raises(UsageError, match="a state's sync is a method"):
+        State(sync=1)
     with pytest.raises(TypeError):
         State(made=(x for x in range(3)))
 
