@@ -24,7 +24,7 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll import FastcollError, GroupError, config
-from fastcoll.testing.worker import Footprint, lasting, shm_names
+from fastcoll.testing.worker import Footprint, clock_at_work, lasting, shm_names
 
 from .calls import CALLS, ONE_NODE
 from .fleet import End, Fleet, left_in_shm, live_on_nodes
@@ -42,7 +42,7 @@ READY = 90.0  # seconds for three calls, which are of 64 MiB in some cases, on a
 PASSED = (
     12  # calls after which a victim has not come by its failpoint and will not: it is killed wherever it is
 )
-AGAIN = 0.1  # until a later call on the group raises, the quickest of three: it waits for nothing but a core
+AGAIN = 0.1  # until a later call on the group raises, not counted what it waits for a core: it waits for nothing else
 _CALL = r"call \d+ of group|send to|recv from|symmetric\.|new_group\(|making a data connection"
 
 
@@ -261,14 +261,14 @@ def _told_to_leave(fleet: Fleet, rank: int, case: Case) -> bool:
 def _call_again(case: Case, rank: int, turn: int) -> dict[str, Any]:
     took, again = list[float](), ""
     for _ in range(1 if case.op == "new_group" else 3):  # that one is collective
-        since = time.monotonic()
+        since = clock_at_work()
         try:
             all(CALLS[case.op](rank, case.n, min(case.count, 1000), turn))
         except GroupError as error:
             again = str(error)
         else:
             return {"again": "no error", "again_after": 0.0}
-        took.append(time.monotonic() - since)
+        took.append(clock_at_work() - since)
     return {"again": again, "again_after": min(took)}
 
 

@@ -131,7 +131,12 @@ class Monitor(ABC):
         # Who failed or left has said why; that its process ended afterwards is no news.
         others = [rank for rank in range(len(states)) if rank != self.rank]
         working = [self.members[rank] for rank in others if states[rank] in (IN_ORDER, LEAVING)]
-        if dead := self._dead(working):
+        if dead := self._dead(
+            working
+        ):  # what they said since: a process says that it fails or leaves before it ends
+            states = self._states()
+            dead = [member for member in dead if states[self.members.index(member)] in (IN_ORDER, LEAVING)]
+        if dead:
             names = ", ".join(map(str, dead))
             return PeerDiedError(f"{names} died; {doing}", [member.rank for member in dead])
         for rank in others:

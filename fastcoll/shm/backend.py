@@ -161,7 +161,7 @@ class ShmBackend(Backend):
             if code == DIVIDED:
                 self._lanes.run(entry, args, look)
             elif code == UNREADABLE:
-                self._refuse_to_read(look)
+                self._refuse_to_read(entry, look)
             elif code == UNMAPPED:
                 self._map_arena(self.context[words.LATE], look)
             elif code == MIXED:
@@ -179,10 +179,15 @@ class ShmBackend(Backend):
             raise changed(self._report.doing(entry.name))
         return code == DONE
 
-    def _refuse_to_read(self, look: Callable[[int, Context], None]) -> None:
-        """A peer's array cannot be read: raise why."""
-        look(AGAIN, self.context)  # first of all whether the peer has died, or failed the group
-        raise unreadable(self.monitor, self.context[words.LATE])
+    def _refuse_to_read(self, entry: Entry, look: Callable[[int, Context], None]) -> None:
+        """A peer's array cannot be read: raise why, first of all that it or another one died, or failed the group."""
+        look(AGAIN, self.context)  # which raises what it has seen twice
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while True:
+            look(AGAIN, self.context)
+            if time.monotonic() > deadline:
+                raise unreadable(self.monitor, self.context[words.LATE], self._report.doing(entry.name))
+            time.sleep(_POLL_SECONDS)
 
     def _map_arena(self, peer: int, look: Callable[[int, Context], None]) -> None:
         """Map the arena that a peer's call has named; a peer that has ended meanwhile is what `look` raises."""

@@ -83,10 +83,11 @@ class Reach:
         return functools.reduce(operator.and_, said)
 
 
-def unreadable(monitor: Monitor, rank: int) -> AbortedError:
-    """The error of a call that cannot read the array of a group rank, who lives."""
+def unreadable(monitor: Monitor, rank: int, doing: str = "") -> AbortedError:
+    """The error of a call that cannot read the array of a group rank, who lives; `doing`: the call, if it is known."""
     return AbortedError(
-        f"the array of {monitor.name(rank)} could not be read; it must stay as it is until its call has returned",
+        f"the array of {monitor.name(rank)} could not be read; it must stay as it is until its call has returned"
+        + (f"; {doing}" if doing else ""),
         [monitor.members[rank].rank],
     )
 

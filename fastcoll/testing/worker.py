@@ -227,6 +227,12 @@ def lasting(look: Callable[[], list[str]]) -> list[str]:
     return found
 
 
+def clock_at_work() -> float:
+    """Seconds on a clock that stands still while this thread waits for a core, and goes on while it sleeps."""
+    waited = Path("/proc/thread-self/schedstat").read_text().split()[1]  # ns on the run queue
+    return time.monotonic() - int(waited) / 1e9
+
+
 def shm_names(folder: Path = _SHM) -> set[str]:
     """The names of fastcoll's segments that this session of pytest has made, in a place where /dev/shm is seen."""
     try:

@@ -38,7 +38,7 @@ SOON = 1.0
 WITHIN = 2.0
 """The same of ranks that talk over a network of one host. The deadlines are 20 and 30."""
 AGAIN_WITHIN = 0.1
-"""Seconds that a further call on a failed group takes to raise, on a loaded machine: it asks nobody."""
+"""Seconds that a further call on a failed group takes to raise, not counted those without a core: it asks nobody."""
 _MESSAGE = r"\b(send to|recv from) rank"
 # How an error says in which call it was, where that is not "op(...), call N of group" (without the arguments while the
 # call is not published).

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll import AbortedError, CollectiveTimeoutError, GroupError, config
+from fastcoll import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError, config
 from fastcoll.shm import autotune
 from fastcoll.shm import context_layout as at
 from fastcoll.shm.single_copy import PIECE
@@ -135,6 +135,23 @@ def test_an_array_that_cannot_be_read_ends_the_call_and_not_with_its_timeout(ran
         ):
             step(group)
         assert time.monotonic() - began < 5
+
+
+@pytest.mark.ranks(2)
+def test_an_array_that_cannot_be_read_since_its_owner_has_failed_is_not_the_reason(rank, world_size):
+    """A survivor of a death lets go of its array before the others have heard of that."""
+    memory = mmap.mmap(-1, 1 << 20)
+    x = np.frombuffer(memory, np.float32)
+    if rank == 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(ctypes.c_void_p(x.ctypes.data), ctypes.c_size_t(1 << 20), 0) == 0
+    with direct_group() as group:
+        if rank == 1:
+            died = PeerDiedError("rank 7 died", [7])
+            group.backend.monitor.verdict = lambda needed, doing: died
+        with pytest.raises(GroupError, match="rank 7 died") as caught:
+            group.broadcast(x, 0)
+        assert caught.value.ranks == (7,)
 
 
 @pytest.mark.ranks(2, timeout=60)

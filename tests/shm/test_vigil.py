@@ -61,3 +61,14 @@ def test_many_blamed_ranks_leave_room_for_the_reason(vigils: list[ShmMonitor]) -
     error = passed_on(vigils[0])
     assert error.ranks == tuple(range(100_000, 100_032))
     assert "\u00e4" * 300 in str(error)
+
+
+def test_who_fails_and_ends_while_it_is_looked_at_is_not_dead(
+    vigils: list[ShmMonitor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(working: list[Member]) -> list[Member]:
+        vigils[1].fail(PeerDiedError("rank 13 died", [13]))
+        return [working[0]]
+
+    monkeypatch.setattr(vigils[0], "_dead", end)
+    assert passed_on(vigils[0]).ranks == (13,)
