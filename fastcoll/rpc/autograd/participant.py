@@ -20,6 +20,7 @@ from .. import wire
 from ..agent import Agent, WorkerInfo, current_agent
 from ..calls import USER_CALL
 from ..futures import Future
+from ..tensor_buffers import reduced
 from .contexts import Context, Contexts, maker
 from .edges import Origin
 from .passes import Pass
@@ -153,10 +154,10 @@ def _reduced(tensor: Any, _: WorkerInfo) -> Any:
     """How a tensor travels: one that needs a gradient, in a context, leaves a departure here."""
     context = current()
     if context is None or not tensor.requires_grad:
-        return tensor.__reduce_ex__(5)
+        return reduced(tensor)
     data = tensor.detach()
     if not torch.is_grad_enabled():
-        return data.__reduce_ex__(5)
+        return reduced(data)
     message = participant().contexts.new_id()
     return _came, (context.id, message, context.depart(tensor, message), data)
 
