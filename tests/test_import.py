@@ -47,7 +47,7 @@ KEPT = {
     "llvmlite": ("kernels",),
     "posix_ipc": ("shm",),
     "socket": ("net", "rendezvous", "rpc"),
-    "pickle": ("api/objects.py", "rpc/wire.py"),
+    "pickle": ("api/objects.py", "rpc/wire.py", "rpc/tensor_buffers.py"),
     "numba.cloudpickle": ("launch/run.py",),  # from the caller and its own children
     "cupy": ("gpu",),
 }

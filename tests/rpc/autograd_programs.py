@@ -28,6 +28,11 @@ def weights(worker):
     return _weights[worker]
 
 
+def forget():
+    """Begin with the first weights again."""
+    _weights.clear()
+
+
 @contextmanager
 def others(weights_of_all):
     """Inside, the weights of the workers are these, in the order of the workers."""

@@ -26,7 +26,9 @@ def workers():
 
 @pytest.fixture
 def first():
-    """Only worker 0 runs the test; the others serve it."""
+    """Only worker 0 runs the test; the others serve it. All begin with the first weights: processes are used again."""
+    programs.forget()
+    fastcoll.barrier()
     return fastcoll.get_rank() == 0
 
 
