@@ -39,6 +39,9 @@ WITHIN = 2.0
 """The same of ranks that talk over a network of one host. The deadlines are 20 and 30."""
 AGAIN_WITHIN = 0.1
 """Seconds that a further call on a failed group takes to raise, not counted those without a core: it asks nobody."""
+# Where the package is that is imported here. New processes are told, and start elsewhere: Python looks in the working
+# directory first, and the one of the sources has other files than those of an installed package.
+_PACKAGE = str(Path(fastcoll.__file__).parents[1])
 _MESSAGE = r"\b(send to|recv from) rank"
 # How an error says in which call it was, where that is not "op(...), call N of group" (without the arguments while the
 # call is not published).
@@ -155,9 +158,7 @@ def _compile_with_failpoints() -> None:
     Children of the fork server must not compile them: what they inherit of Numba may have no failpoints. In a /dev/shm
     without room for the locks of its processes it fails, and nobody there asks for a failpoint.
     """
-    # The package that is imported here: Python would look in the working directory first, for other files than those.
-    package = str(Path(fastcoll.__file__).parents[1])
-    env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0", "PYTHONPATH": package}
+    env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0", "PYTHONPATH": _PACKAGE}
     subprocess.run([sys.executable, "-m", "fastcoll.warmup"], env=env, cwd="/", capture_output=True)
 
 
@@ -173,7 +174,9 @@ def start(function: Callable[..., Any], stacks: Path, *args: Any) -> tuple[Any, 
 def serve() -> None:
     """Start the fork server, unless it runs. For what it imports ahead, it looks in PYTHONPATH and not in sys.path."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        for folder in (_PACKAGE, str(Path(__file__).parents[1])):
+            patch.setenv("PYTHONPATH", folder, prepend=os.pathsep)
+        patch.chdir("/")
         forkserver.ensure_running()
 
 
