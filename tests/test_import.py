@@ -30,7 +30,7 @@ LAYERS = (
     ("shm", "net", "gpu"),
     ("hybrid",),
     ("api",),
-    ("symmetric",),
+    ("symmetric", "compiled"),
     ("__init__",),
     ("launch",),
     ("elastic", "rpc"),

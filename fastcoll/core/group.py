@@ -56,6 +56,7 @@ class ProcessGroup:
         messages: the same for messages.
         gate: who may run a call now.
         monitor: which of the others live.
+        at_the_end: what is to be done first as the group ends here, in no time.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -66,6 +67,7 @@ class ProcessGroup:
         self._make_devices: Callable[[ProcessGroup], DeviceCarrier] | None = None
         self._device_carrier: DeviceCarrier | None = None
         self._turn_to_make = threading.Lock()
+        self.at_the_end: list[Callable[[], None]] = []
 
         def stop() -> None:  # the monitor has found, or been told, that the group has failed
             gate.failure = backend.monitor.failure
@@ -592,6 +594,8 @@ class ProcessGroup:
                 before = f"{self.gate.refusal}; then " if self.gate.refusal else ""
                 self.abort(f"{before}it {farewell} while operations were under way")
             self.gate.closed = True
+            for end in self.at_the_end:
+                end()
             self.gate.queue.close()
             if self._device_carrier is not None:
                 self._device_carrier.close(self.gate.failure)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import UnavailableError, UsageError
 
-_NUMPY = (
+NUMPY = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 ).split()
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "uint": "uint32"}
@@ -27,7 +27,7 @@ class bfloat(np.void):  # type: ignore[misc]  # final for type checkers only
 @lru_cache(maxsize=256)
 def dtype_of(name: str, itemsize: int) -> np.dtype[Any]:
     """The dtype that NumPy, ml_dtypes or torch calls so; one object for each: kernels know dtypes by their address."""
-    if name in _NUMPY:
+    if name in NUMPY:
         return np.dtype(name)
     if name.startswith(("bfloat16", "float8")):
         with suppress(ImportError, AttributeError):

@@ -36,7 +36,19 @@ _LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation; on a
 _SILENT = 1.0  # s of compilation after which a word is due
 _AGAIN = 5.0  # s until the next word about the same kernel
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_OTHER_ROOMS = {"api", "bench", "elastic", "gpu", "hybrid", "launch", "rpc", "testing", "tools", "torch"}
+_OTHER_ROOMS = {
+    "api",
+    "bench",
+    "compiled",
+    "elastic",
+    "gpu",
+    "hybrid",
+    "launch",
+    "rpc",
+    "testing",
+    "tools",
+    "torch",
+}
 """No module with kernels for this cache may import these (tests/test_import.py)."""
 
 

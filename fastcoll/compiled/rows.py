@@ -1,0 +1,329 @@
+"""Rows of groups for compiled callers, and what Python does for them. `kernels/doors.py` has the words of a row.
+
+A compiled caller gets the address of a row (`row`) and calls the C function whose address is in its word DOOR:
+
+    int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
+
+    op               of `code_of` (core/signature.py), or SEND, RECV
+    data, out        addresses of contiguous, aligned memory, which belongs to the call until it returns; `nbytes` is
+                     what a rank contributes or gets: one block where there is a block for each rank:
+
+        all_reduce, scan, exscan, reduce, broadcast   in place at `data`
+        all_gather, gather       data: a block      out: a block for each rank (gather: on the root alone)
+        reduce_scatter, scatter  data: a block for each rank (scatter: on the root alone)      out: a block
+        all_to_all               data and out: a block for each rank; they share no memory
+        SEND, RECV               data: the message
+        barrier                  nothing
+
+    call             of `call_word`; of messages `message_word`
+    peer             group rank of the root or of the other side; ANY: whoever sends first; FOREIGN + global rank, where
+                     a global rank is not in the group
+
+It returns 0, of RECV the sender's group rank, when the operation is complete, and RAISED for an exception, which
+`take_error` hands out to the same thread: the same errors as outside, with the same meaning for peers. It blocks as
+the operation does, within the group's timeout; signal handlers of Python run meanwhile in the main thread. It may be
+called with Python's lock or without; a thread that has the lock is without it while it waits. Where a backend has no
+way of its own for an operation, or the way comes back early, `_answer` wraps the memory in arrays and calls the
+group's method.
+
+A row keeps nothing alive but its own words, which stay for the life of the process (344 bytes a group that compiled
+callers have used). It is blank as its group ends; who calls the door then gets the error that the method raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..api.groups import Group, NonMember, group_rank, groups, member_of
+from ..core import signature
+from ..core.group import ProcessGroup
+from ..core.operands import Array
+from ..core.reduce_op import AVG, BAND, BOR, BXOR, CUSTOM, MAX, MIN, NAMES, PREMUL_SUM, PRODUCT, SUM, ReduceOp
+from ..errors import UsageError
+from ..interop.dtypes import NUMPY
+from ..kernels import doors as d
+from ..kernels.primitives import address_of
+from ..p2p.pipe import ANY
+from ..p2p.transfers import DTYPE_BITS, kind_of
+
+FOREIGN = 1 << 40
+"""Added to a global rank in the place of a group rank."""
+
+_DTYPE_MASK = (1 << DTYPE_BITS) - 1
+_lock = threading.Lock()
+_errors: dict[int, BaseException] = {}
+_dtypes: dict[int, np.dtype[Any]] = {}
+_ops: dict[int, ReduceOp] = {}
+_custom: list[ReduceOp] = []
+
+
+# ---- what a call word says ------------------------------------------------------------------------------
+
+
+def call_word(operation: str, dtype: np.dtype[Any], op: ReduceOp | None = None) -> int:
+    """The word of a collective that the door takes; the same in all processes, but for custom operations.
+
+    Raises:
+        UsageError: a custom operation or a dtype that cannot be told from another one, or PREMUL_SUM.
+    """
+    word = signature.encode(operation, dtype)
+    _keep(_dtypes, _dtype_in(word), dtype)
+    return word if op is None else word | op_word(op) << signature.OP_SHIFT
+
+
+def op_word(op: ReduceOp) -> int:
+    """What `call_word` has of a reduce operation; above its code the number of a custom one in this process.
+
+    Raises:
+        UsageError: PREMUL_SUM, whose factor is not in a word.
+    """
+    if op.code == PREMUL_SUM:
+        raise UsageError(
+            "PREMUL_SUM's factor does not get into compiled code; scale the array before a SUM there"
+        )
+    if op.code < CUSTOM:
+        return op.code
+    with _lock:
+        for number, known in enumerate(_custom, 1):
+            if known is op:
+                return number << 16 | op.code
+        if len(_custom) == 0xFFFF:
+            raise UsageError("more than 65,535 custom operations; make a ReduceOp once and keep it")
+        _custom.append(op)
+        return len(_custom) << 16 | op.code
+
+
+def message_word(tag: int, dtype: np.dtype[Any]) -> int:
+    """The word of a message that the door takes; the same in all processes."""
+    word = kind_of(tag, dtype)
+    _keep(_dtypes, word & _DTYPE_MASK, dtype)
+    return word
+
+
+def _keep(known: dict[int, Any], code: int, value: Any) -> None:
+    if known.setdefault(code, value) != value:
+        raise UsageError(
+            f"{value} cannot be told from {known[code]} in compiled code; give a field another name"
+        )
+
+
+def _dtype_in(word: int) -> int:
+    """The code of the dtype in a call word: as in messages, but for a bit of other dtypes, which has no place."""
+    return word >> 8 & 0xFF | (word >> 48 & 0x1FFF) << 8
+
+
+for _code in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR):
+    _ops[_code] = getattr(ReduceOp, NAMES[_code])
+
+
+def _op_in(word: int) -> ReduceOp:
+    code, number = word >> signature.OP_SHIFT & 0xFFFF, word >> signature.ROOT_SHIFT & 0xFFFF
+    if code < CUSTOM:
+        return _ops[code]
+    if not number:
+        raise UsageError(
+            "this process does not know the custom operation in the compiled code; pass it as an argument"
+        )
+    return _custom[number - 1]
+
+
+# ---- rows ---------------------------------------------------------------------------------------------
+
+
+class _Row:
+    """The row of one group, or of whichever is the world; `memory`: what its words lead to."""
+
+    def __init__(self, number: int) -> None:
+        self.words = np.zeros(d.ROW_WORDS, np.int64)
+        self.address = address_of(self.words)
+        self.group: Callable[[], ProcessGroup | None] = lambda: None
+        self.memory: Any = None
+        self.words[d.NUMBER], self.words[d.ERRORS] = number, id(_errors)
+        self.words[d.ASK], self.words[d.TORN] = id(_answer), id(_torn)
+
+    def fill(self, group: ProcessGroup) -> None:
+        """Tell what there is of the group from now on; with `_lock`."""
+        if self.group() is group or group.gate.closed:
+            return
+        self.group = weakref.ref(group, lambda _: self.clear())
+        ranks = np.array(group.ranks, np.int64)
+        self.memory = ranks
+        if group.ranks != tuple(range(group.size)):
+            self.words[d.RANKS] = address_of(ranks)
+        self.words[d.RANK], self.words[d.SIZE] = group.rank, group.size
+        group.at_the_end.append(self.clear)
+
+    def clear(self) -> None:
+        """The group has ended. A way that is just being called needs the memory: it stays until it is filled anew."""
+        self.group = lambda: None
+        self.words[d.WAYS :] = 0
+        for word in (d.SIZE, d.RANK, d.RANKS, d.CONTEXT, d.MAILBOX):
+            self.words[word] = 0
+
+
+_rows: list[_Row] = []
+_numbers: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+WORLD, NOBODY = 0, 1
+"""Numbers of the rows of the world, and of groups that this process is not in."""
+
+
+def row(group: Group) -> int:
+    """The address of a group's row; None: of whichever group is the world, now and later.
+
+    The caller keeps the group alive while compiled code uses the row.
+    """
+    with _lock:
+        if not _rows:
+            _rows.extend(map(_Row, (WORLD, NOBODY)))
+            _rows[NOBODY].words[d.RANK] = _rows[NOBODY].words[d.SIZE] = -1
+            for made in _rows:
+                made.words[d.DOOR] = d.door_address()
+        if group is None:
+            return _rows[WORLD].address
+        if isinstance(group, NonMember):
+            return _rows[NOBODY].address
+        if not isinstance(group, ProcessGroup):
+            raise UsageError(
+                f"group is {group!r}; give a group made by new_group, or None for the default group"
+            )
+        number = _numbers.get(group)
+        if number is None:
+            number = _numbers[group] = len(_rows)
+            _rows.append(_Row(number))
+            _rows[number].words[d.DOOR] = _rows[WORLD].words[d.DOOR]
+            _rows[number].fill(group)
+        return _rows[number].address
+
+
+def take_error() -> BaseException | None:
+    """The exception for which the door has returned RAISED to this thread; once."""
+    return _errors.pop(threading.get_ident(), None)
+
+
+# ---- what no way can do -----------------------------------------------------------------------------------
+
+
+class _Question(NamedTuple):
+    row: int
+    op: int
+    data: int
+    out: int
+    nbytes: int
+    call: int
+    peer: int
+    code: int
+
+
+def _memory(address: int, nbytes: int, dtype: np.dtype[Any]) -> Array:
+    if nbytes <= 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), dtype)
+
+
+class _Asked:
+    """A question with what its words stand for."""
+
+    def __init__(self, question: _Question, group: ProcessGroup) -> None:
+        self._question, self._size = question, group.size
+        self.is_root = question.peer == group.rank
+        self.peer = question.peer
+
+    def _array(self, address: int, blocks: int) -> Array:
+        q = self._question
+        code = q.call & _DTYPE_MASK if q.op >= d.SEND else _dtype_in(q.call)
+        if code not in _dtypes:
+            raise UsageError("this process does not know the dtype in the compiled code; compile it anew")
+        return _memory(address, blocks * q.nbytes, _dtypes[code])
+
+    @property
+    def x(self) -> Array:
+        return self._array(self._question.data, 1)
+
+    @property
+    def blocks(self) -> Array:
+        return self._array(self._question.data, self._size)
+
+    @property
+    def out(self) -> Array:
+        return self._array(self._question.out, 1)
+
+    @property
+    def outs(self) -> Array:
+        return self._array(self._question.out, self._size)
+
+    @property
+    def op(self) -> ReduceOp:
+        return _op_in(self._question.call)
+
+    @property
+    def tag(self) -> int:
+        return self._question.call >> DTYPE_BITS
+
+
+_METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
+    0: ("", lambda g, a: None),
+    d.SEND: ("send", lambda g, a: g.send(a.x, a.peer, a.tag)),
+    d.RECV: ("recv", lambda g, a: g.recv(a.x, None if a.peer == ANY else a.peer, a.tag)),
+} | {
+    signature.code_of(name): (name, method)
+    for name, method in {
+        "all_reduce": lambda g, a: g.all_reduce(a.x, a.op),
+        "reduce": lambda g, a: g.reduce(a.x, a.peer, a.op),
+        "scan": lambda g, a: g.scan(a.x, a.op),
+        "exscan": lambda g, a: g.exscan(a.x, a.op),
+        "broadcast": lambda g, a: g.broadcast(a.x, a.peer),
+        "all_gather": lambda g, a: g.all_gather_single(a.outs, a.x),
+        "gather": lambda g, a: g.gather_single(a.x, a.outs if a.is_root else None, a.peer),
+        "reduce_scatter": lambda g, a: g.reduce_scatter_single(a.out, a.blocks, a.op),
+        "scatter": lambda g, a: g.scatter_single(a.out, a.blocks if a.is_root else None, a.peer),
+        "all_to_all": lambda g, a: g.all_to_all_single(a.outs, a.blocks),
+        "barrier": lambda g, a: g.barrier(),
+    }.items()
+}
+"""How a group's method is called for an operation."""
+
+_ROOTED = {
+    "broadcast": "src",
+    "scatter": "src",
+    "reduce": "dst",
+    "gather": "dst",
+    "send": "dst",
+    "recv": "src",
+}
+
+
+def _answer(address: int) -> int:
+    """What the door returns, for the question at an address."""
+    question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
+    number = ctypes.c_int64.from_address(question.row + 8 * d.NUMBER).value
+    name, method = _METHODS[question.op]
+    if number == NOBODY:
+        member_of(_NON_MEMBER, name)
+        return 0
+    group = groups.world if number == WORLD else _rows[number].group()
+    if group is None:
+        raise UsageError(f"{name}: the group was destroyed; make a new one")
+    if question.peer >= FOREIGN:  # which raises
+        group_rank(group, _ROOTED[name], question.peer - FOREIGN, None)
+    asked = _Asked(question, group)
+    if number == WORLD and isinstance(group, ProcessGroup):
+        with _lock:
+            _rows[WORLD].fill(group)
+    return method(group, asked) or 0
+
+
+_NON_MEMBER = NonMember()
+
+
+def _torn(address: int) -> None:
+    """An exception has left `_answer`; it is in ERRORS."""
+
+
+for _name in NUMPY:
+    _dtypes[signature.dtype_code(np.dtype(_name))] = np.dtype(_name)

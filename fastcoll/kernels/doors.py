@@ -1,0 +1,143 @@
+"""The door: how compiled callers, which have addresses and numbers, call the operations of a group.
+
+A group has a *row*, a table of words in memory that stays where it is and is never used for another group:
+
+    word           what
+    CONTEXT        handle of the ways of collectives (shm: the context, rounds.py), 0: none
+    MAILBOX        handle of the ways of messages (shm: the mailbox, rings.py), 0: none
+    RANK, SIZE     this process's rank in the group and how many there are; SIZE is 0 where nobody has asked yet or the
+                   group is gone; both are -1 where this process is not in the group
+    RANKS          address of a word for each rank, its global rank; 0: they are the same
+    NUMBER         which row it is (compiled/rows.py)
+    DOOR           address of `door`
+    ASK, TORN      Python's functions that do what no way can, and that are told of an exception
+    ERRORS         a dict of what they raised, by thread
+    WAYS + op      of each operation the address of a *way*, a C function that does the plain case of it alone; 0: none
+
+    int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
+    int64 way(int64 handle, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
+
+A way returns a status (core/status.py), a receive -1 - rank when it is done. Whatever is not DONE is Python's. Threads
+write rows with Python's lock, and compiled callers read them without: each word has a value at any time that does no
+harm beside those that the other words had or will have.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ..core.signature import OPERATIONS
+from ..core.status import DONE, LATER
+from . import llvm
+from .jit import c_function, external, inlined, instruction, kernel
+from .primitives import load_acquire, load_word, store_word, this_thread
+
+CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, WAYS = range(11)
+SEND, RECV = 30, 31  # operations besides those of core/signature.py
+ROW_WORDS = WAYS + RECV + 1
+RAISED = -1  # what the door returns for an exception, which is kept
+
+# The words of a question to Python: the door's arguments, the status so far, and room for the three of an exception.
+QUESTION_WORDS = 8
+
+assert len(OPERATIONS) <= SEND
+
+_has_gil = external("PyGILState_Check", "int32()")
+_leave = external("PyEval_SaveThread", "int64()")
+_return = external("PyEval_RestoreThread", "void(int64)")
+_ensure = external("PyGILState_Ensure", "int32()")
+_release = external("PyGILState_Release", "void(int32)")
+_call_with = external("PyObject_CallOneArg", "int64(int64, int64)")
+_drop = external("Py_DecRef", "void(int64)")
+_new_integer = external("PyLong_FromLongLong", "int64(int64)")
+_value_of = external("PyLong_AsLongLong", "int64(int64)")
+_fetch = external("PyErr_Fetch", "void(int64, int64, int64)")
+_normalize = external("PyErr_NormalizeException", "void(int64, int64, int64)")
+_set_traceback = external("PyException_SetTraceback", "int32(int64, int64)")
+_set_item = external("PyDict_SetItem", "int32(int64, int64, int64)")
+
+
+@instruction("int64")
+def _words(builder):
+    """The address of some words of this function's own."""
+    with builder.goto_entry_block():
+        place = builder.alloca(llvm.ir.ArrayType(llvm.WORD, QUESTION_WORDS + 3))
+    return builder.ptrtoint(place, llvm.WORD)
+
+
+@instruction("int64")
+def _go(builder, way, handle, data, out, nbytes, call, peer):
+    kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD] * 6)
+    return builder.call(llvm.pointer(builder, way, kind), [handle, data, out, nbytes, call, peer])
+
+
+@inlined
+def _keep_error(row, question):
+    """Put the exception that is under way into ERRORS; nothing of this runs Python code, where a signal could come."""
+    kind = question + 8 * QUESTION_WORDS
+    error, trace = kind + 8, kind + 16
+    _fetch(kind, error, trace)
+    _normalize(kind, error, trace)
+    if load_word(trace, 0) != 0:
+        _set_traceback(load_word(error, 0), load_word(trace, 0))
+        _drop(load_word(trace, 0))
+    thread = _new_integer(this_thread())
+    _set_item(load_word(row, ERRORS), thread, load_word(error, 0))
+    _drop(thread)
+    _drop(load_word(error, 0))
+    _drop(load_word(kind, 0))
+
+
+@kernel
+def _ask(row, question):
+    """What Python's function makes of the question: a number from 0 on, or RAISED.
+
+    A signal's handler may raise before the function's first line, or after its last: so what it raised is taken here,
+    and the group is told of it by a second call (TORN), which raises what is right for the caller.
+    """
+    state = _ensure()
+    given = _new_integer(question)
+    answer = _call_with(load_word(row, ASK), given)
+    if answer == 0:
+        _keep_error(row, question)
+        answer = _call_with(load_word(row, TORN), given)
+        if answer == 0:
+            _keep_error(row, question)
+        else:
+            _drop(answer)
+        value = RAISED
+    else:
+        value = _value_of(answer)
+        _drop(answer)
+    _drop(given)
+    _release(state)
+    return value
+
+
+def door(row, op, data, out, nbytes, call, peer):
+    """Carry an operation out; see compiled/rows.py for callers."""
+    code = LATER
+    way, handle = load_acquire(row + 8 * (WAYS + op)), load_word(row, MAILBOX if op >= SEND else CONTEXT)
+    if way != 0 and handle != 0:
+        thread = _leave() if _has_gil() else 0
+        code = _go(way, handle, data, out, nbytes, call, peer)
+        if thread != 0:
+            _return(thread)
+        if code <= DONE:
+            return -1 - code if code < DONE else DONE
+    question = _words()
+    store_word(question, 0, row)
+    store_word(question, 1, op)
+    store_word(question, 2, data)
+    store_word(question, 3, out)
+    store_word(question, 4, nbytes)
+    store_word(question, 5, call)
+    store_word(question, 6, peer)
+    store_word(question, 7, code)
+    return _ask(row, question)
+
+
+@cache
+def door_address() -> int:
+    """The address of `door`, compiled or loaded."""
+    return c_function(door, f"int64({', '.join(['int64'] * 7)})", "the door")
