@@ -23,7 +23,7 @@ STARTING = {
 STARTING_TCP = {
     "tcp.meeting.after_listen": [0, 2],
     "tcp.meeting.after_connect": [0, 1],
-    "tcp.connection.enter": [0, 2],
+    "tcp.connection.enter": [0],  # a higher rank may find its connection made already, by the lower one
     "new_group.after_request": [1],
 }
 ENDING = ["destroy.enter", "destroy.after_groups", "destroy.after_store"]
