@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..core.processes import Member, cores_of, in_sight
-from ..core.work import Timeout, seconds
+from ..core.work import ENDLESS, Timeout, seconds
 from ..errors import (
     AbortedError,
     FastcollError,
@@ -37,7 +37,6 @@ from .wire import MessageType, Received
 
 _log = logging.getLogger("fastcoll")
 UNCOUNTED = 2  # the kind of call by which workers agree to end
-ENDLESS = float("inf")
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,10 @@ class Agent:
         self._gone: dict[int, FastcollError] = {}
         self._announced: set[int] = set()  # of these, whose end the callbacks were told
         self._own: dict[int, Call] = {}  # calls to this worker
+        self._serving: dict[object, tuple[WorkerInfo, int, object]] = {}  # calls that are not answered yet
         self._closed: FastcollError | None = None
         self._death_callbacks: list[Callable[[int, FastcollError], None]] = []
-        self._shutdown_callbacks: list[Callable[[], None]] = []
+        self._shutdown_callbacks: list[Callable[[float], None]] = []
         self._due = ENDLESS
         self._clock_wakes = threading.Condition()
         self._clock = threading.Thread(target=self._keep_time, name="fastcoll-rpc-clock", daemon=True)
@@ -137,8 +137,8 @@ class Agent:
         """Call `callback(worker id, error)` once for each worker that dies or leaves; calls to it fail before that."""
         self._death_callbacks.append(callback)
 
-    def on_shutdown(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in `shutdown`, when all workers have called it and calls can still be made."""
+    def on_shutdown(self, callback: Callable[[float], None]) -> None:
+        """Call `callback(until)` in `shutdown`, when all workers have called it and calls can still be made."""
         self._shutdown_callbacks.append(callback)
 
     def find(self, worker: Worker) -> WorkerInfo:
@@ -219,8 +219,24 @@ class Agent:
 
     def futures(self, except_kind: int) -> list[Future[Any]]:
         """Of the calls from here that are under way, but for those of one kind."""
-        tables = [self._own, *(link.pending for link in list(self._out.values()))]
-        return [call.future for table in tables for call in list(table.values()) if call.kind != except_kind]
+        return [call.future for _, call in self._under_way() if call.kind != except_kind]
+
+    def waits_for(self) -> str:
+        """Which calls from here are under way, for messages."""
+        calls = [(to, call) for to, call in self._under_way() if call.kind != UNCOUNTED]
+        return ", ".join(f"{_described(call.kind, call.doing)} on {to.name}" for to, call in calls)
+
+    def serves(self) -> list[str]:
+        """Which calls are under way here, for messages."""
+        return [
+            f"{self.me.name} is in {_described(kind, doing)} by {caller.name}"
+            for caller, kind, doing in list(self._serving.values())
+            if kind != UNCOUNTED
+        ]
+
+    def _under_way(self) -> list[tuple[WorkerInfo, Call]]:
+        tables = [(self.me, self._own), *((link.worker, link.pending) for link in list(self._out.values()))]
+        return [(to, call) for to, table in tables for call in list(table.values())]
 
     def counts(self) -> tuple[int, int]:
         """How many calls were made from here, and how many were served here; those of the shutdown left out."""
@@ -322,6 +338,8 @@ class Agent:
             handler, _ = self._handlers[received.kind]
             with wire.receiving(worker), wire.entered(received.context, worker):
                 payload = wire.loads(received)
+                doing = payload[0] if type(payload) is tuple else None
+                self._serving[worker.id, received.call] = worker, received.kind, doing
                 result = handler(worker, payload)
                 if not isinstance(result, Future):
                     self._answer(link, received, MessageType.RESULT, result)
@@ -346,7 +364,9 @@ class Agent:
         self._answer(link, received, MessageType.RAISED, (wire.pickled_error(error), *names))
 
     def _answer(self, link: Link | None, received: Received, message: MessageType, result: Any) -> None:
-        pickled, buffers = wire.dumps(result, link.worker if link else self.me)
+        worker = link.worker if link else self.me
+        pickled, buffers = wire.dumps(result, worker)
+        self._serving.pop((worker.id, received.call), None)
         self._count(received.kind, 0, 1)
         if link is None:
             if call := self._own.pop(received.call, None):
@@ -358,6 +378,10 @@ class Agent:
             self._lost(link)
 
     # ---- ends -----------------------------------------------------------------------------------------------
+
+    def _fail(self, call: Call, error: FastcollError) -> None:
+        """Complete a call's future on a thread that its callbacks may block."""
+        self.readers.run(partial(call.future.complete, None, error))
 
     def _lost(self, link: Link) -> None:
         """A link has ended: its worker left, died, or is out of reach."""
@@ -375,7 +399,8 @@ class Agent:
             self._in.discard(link)
         for number in list(link.pending):
             if call := link.pending.pop(number, None):
-                call.future.complete(None, type(error)(f"{error}; {_described(call)} is lost", [worker.id]))
+                doing = _described(call.kind, call.doing)
+                self._fail(call, type(error)(f"{error}; {doing} is lost", [worker.id]))
         if is_first:
             if (out := self._out.get(worker.id)) and out is not link:
                 out.shut()
@@ -402,8 +427,7 @@ class Agent:
             self._closed = error
             links = [*self._out.values(), *self._in]
         for link in links:
-            with suppress(OSError):
-                link.send(MessageType.GOODBYE, 0, 0, farewell.encode())
+            link.say_goodbye(farewell)
         self._wake_clock(0.0)
         for link in links:
             self.readers.forget(link)
@@ -411,7 +435,7 @@ class Agent:
         for pending in [self._own, *(link.pending for link in links)]:
             for number in list(pending):
                 if call := pending.pop(number, None):
-                    call.future.complete(None, error)
+                    self._fail(call, error)
         self.readers.close(0.2)
         for link in links:
             link.close()
@@ -422,9 +446,9 @@ class Agent:
         for link in [*self._out.values(), *self._in]:
             link.close_inherited()
 
-    def run_shutdown_callbacks(self) -> None:
+    def run_shutdown_callbacks(self, until: float) -> None:
         for callback in self._shutdown_callbacks:
-            callback()
+            callback(until)
 
     # ---- time -----------------------------------------------------------------------------------------------
 
@@ -439,7 +463,7 @@ class Agent:
             with self._clock_wakes:
                 left = self._due - time.monotonic()
                 if left > 0:
-                    self._clock_wakes.wait(min(left, threading.TIMEOUT_MAX))
+                    self._clock_wakes.wait(left)
                     continue
                 self._due = ENDLESS
             due = self._end_late(time.monotonic())
@@ -457,18 +481,18 @@ class Agent:
                     continue
                 abandoned.add(number)  # first: who takes the answer looks there if it finds no call
                 if pending.pop(number, None):
-                    late = RpcTimeoutError(f"{_described(call)} was not answered within {call.timeout:g} s")
-                    call.future.complete(None, late)
+                    doing = _described(call.kind, call.doing)
+                    self._fail(call, RpcTimeoutError(f"{doing} was not answered within {call.timeout:g} s"))
                 else:
                     abandoned.discard(number)
         return due
 
 
-def _described(call: Call) -> str:
+def _described(kind: int, doing: object) -> str:
     """What a call is, for messages."""
-    if isinstance(call.doing, str):
-        return call.doing
-    return f"the call of {getattr(call.doing, '__qualname__', None) or f'kind {call.kind}'}"
+    if isinstance(doing, str):
+        return doing
+    return f"the call of {getattr(doing, '__qualname__', None) or f'kind {kind}'}"
 
 
 def _rebuilt(worker: WorkerInfo, pickled: bytes | None, kind: str, said: str, text: str) -> BaseException:

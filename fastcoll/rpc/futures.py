@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from ..core.work import Timeout, seconds
+from ..core.work import ENDLESS, Timeout, seconds
 from ..errors import RpcTimeoutError, UsageError
 from .readers import before_blocking
 
-ENDLESS = float("inf")
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -44,9 +43,7 @@ class Future(Generic[T]):
         self._once = [True]  # who pops it completes the future
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[Future[T]], Any]] = []
-        self.lead: Callable[[Future[Any], float], None] | None = (
-            None  # helps the result to come, until a time
-        )
+        self.lead: Callable[[Future[Any], float], None] | None = None  # helps it to come, until a time
         self.deadline = ENDLESS
 
     def done(self) -> bool:
@@ -62,7 +59,7 @@ class Future(Generic[T]):
         Raises:
             RpcTimeoutError: it did not come in time.
         """
-        if not self._is_done and not self._await(None if timeout is None else seconds(timeout, 0.0)):
+        if not self._is_done and not self._await(seconds(timeout, ENDLESS)):
             raise RpcTimeoutError(f"the result did not come within {seconds(timeout, 0.0):g} s")
         return self.value()
 
@@ -135,8 +132,8 @@ class Future(Generic[T]):
             except Exception:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
-    def _await(self, limit: float | None) -> bool:
-        until = ENDLESS if limit is None else time.monotonic() + limit
+    def _await(self, limit: float) -> bool:
+        until = time.monotonic() + limit
         before_blocking()
         if self.lead is not None:
             self.lead(self, min(until, self.deadline))
@@ -147,8 +144,7 @@ class Future(Generic[T]):
         self._waiters.append(lock)
         if self._is_done:
             return True
-        left = -1 if limit is None else max(min(until - time.monotonic(), threading.TIMEOUT_MAX), 0.0)
-        return lock.acquire(timeout=left) or self._is_done
+        return lock.acquire(timeout=max(until - time.monotonic(), 0.0)) or self._is_done
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio

@@ -104,6 +104,15 @@ class Link:
                 self.shut()  # the other side has a part of a message
                 raise
 
+    def say_goodbye(self, farewell: str) -> None:
+        """Tell the other side how this one leaves, unless a message is stuck on its way there."""
+        if self._sending.acquire(timeout=_LOOK_SECONDS):
+            try:
+                with suppress(OSError):
+                    self._socket.send(pieces(MessageType.GOODBYE, 0, 0, farewell.encode())[0])
+            finally:
+                self._sending.release()
+
     def _send_rest(self, left: memoryview) -> None:
         while left.nbytes:
             try:
@@ -195,10 +204,10 @@ class Link:
                 if tasks is None:
                     self.ended()
                     return
-                if len(tasks) > 1:
-                    self._readers.arm_later(self)  # a callback may block
-                for task in tasks:
-                    task()
+                if tasks:
+                    if self.pending:
+                        self._readers.arm_later(self)  # a callback may block
+                    self._readers.complete(tasks)
         finally:
             self.look_after()
 

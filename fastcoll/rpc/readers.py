@@ -4,10 +4,11 @@ A connection is armed for one event. The thread that gets it has a *turn*: it re
 after the other, while the connection stays unarmed; so calls that come fast need no wake-up and no switch of threads.
 When its handlers are through it looks for more for SPIN_SECONDS, arms the connection and waits with the others.
 
-A handler may block. Before it waits for a future the turn ends by itself (`before_blocking`): the connection is armed,
-and another thread takes the calls that are left. Of any other handler that takes long a timer tells: it goes off a
-millisecond after a turn has begun, and ends turns in which no call was handled since. A thread that finds nobody else
-waiting starts another one first, so any number of handlers may block.
+A handler may block, and so may a callback of a future that a thread completes. Before it waits for a future the turn
+ends by itself (`before_blocking`): the connection is armed, and another thread takes the tasks that are left. Of any
+other one that takes long a timer tells: it goes off a millisecond after a turn has begun, and while tasks are left. It
+ends turns in which no call was handled since, and if no task was begun since, others take those that are left. A thread
+that finds nobody else waiting starts another one first, so any number may block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Protocol
@@ -60,8 +61,8 @@ class Source(Protocol):
 class Turn:
     """One thread at one source. `is_over`: the source belongs to others again; changed with `source.reading`."""
 
-    def __init__(self, readers: Readers, source: Source) -> None:
-        self.readers, self.source = readers, source
+    def __init__(self, source: Source) -> None:
+        self.source = source
         self.handled, self.seen = 0, -1
         self.is_over = False
 
@@ -81,9 +82,13 @@ def before_blocking() -> None:
     """Called by a thread before it waits for a future: if it has a turn, that ends."""
     if _late:
         arm_late()
-    turn: Turn | None = getattr(_here, "turn", None)
-    if turn is not None and not turn.is_over:
-        turn.readers.end(turn)
+    readers: Readers | None = getattr(_here, "readers", None)
+    if readers is not None:
+        turn: Turn | None = getattr(_here, "turn", None)
+        if turn is None or turn.is_over:
+            readers.spread()
+        else:
+            readers.end(turn)
 
 
 class Readers:
@@ -96,12 +101,14 @@ class Readers:
         self.spin_seconds = SPIN_SECONDS if spins else 0.0
         self._epoll = select.epoll()
         self._tasks: deque[Task] = deque()
+        self._left: deque[Task] = deque()  # of threads in `complete`
         self._sources: dict[int, Source] = {}
         self._turns: set[Turn] = set()
         self._spare = max(spare, 2)
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
+        self._begun = self._seen = 0  # tasks; as the timer has seen it
         self._is_closed = self._is_eager = self._timer_runs = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timer: int = _libc.timerfd_create(1, os.O_NONBLOCK | os.O_CLOEXEC)
@@ -131,7 +138,32 @@ class Readers:
     def run(self, task: Task) -> None:
         """Have a thread run a task."""
         self._tasks.append(task)
-        self._wake_one()
+        if not self._wake_one():  # closed
+            self._work_off(None)
+
+    def complete(self, tasks: Sequence[Task]) -> None:
+        """Run tasks on this thread, which is not one of these; when one of them blocks, these take those left."""
+        if len(tasks) == 1:
+            tasks[0]()
+            return
+        before, _here.readers = getattr(_here, "readers", None), self
+        self._left.extend(tasks)
+        self._start_timer()
+        try:
+            while self._left:
+                with suppress(IndexError):  # another thread has taken it
+                    self._left.popleft()()
+        finally:
+            _here.readers = before
+
+    def spread(self) -> None:
+        """Have other threads take the tasks that are left, at the same time."""
+        while self._left:
+            with suppress(IndexError):
+                self._tasks.append(self._left.popleft())
+        if self._tasks:
+            self._is_eager = True
+            self._wake_one()
 
     def arm_later(self, source: Source) -> None:
         """Look after a source when this thread waits or has done its task, or in a moment."""
@@ -159,10 +191,11 @@ class Readers:
 
     # ---- the threads ---------------------------------------------------------------------------------------
 
-    def _wake_one(self) -> None:
+    def _wake_one(self) -> bool:
         with self._lock:
             if self._threads:
                 os.eventfd_write(self._wake, 1)
+            return bool(self._threads)
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="fastcoll-rpc", daemon=True)
@@ -173,6 +206,7 @@ class Readers:
         thread.start()
 
     def _run(self) -> None:
+        _here.readers = self
         try:
             while not self._is_closed and self._wait():
                 pass
@@ -182,6 +216,7 @@ class Readers:
                 is_last = self._is_closed and not self._threads
             if is_last:
                 self.close_inherited()
+                self._work_off(None)  # what came since
             elif self._is_closed:
                 self._wake_one()  # the next one ends, too
 
@@ -221,7 +256,7 @@ class Readers:
         if source.dialed:
             self._read_answers(source)
             return
-        turn = _here.turn = Turn(self, source)
+        turn = _here.turn = Turn(source)
         self._turns.add(turn)
         self._start_timer()
         try:
@@ -286,9 +321,7 @@ class Readers:
                 self.arm(turn.source)
             finally:
                 turn.source.reading.release()
-            if self._tasks:
-                self._is_eager = True
-                self._wake_one()
+            self.spread()
 
     def _look_at_turns(self) -> None:
         """The timer has gone off. It is cleared first: what is started afterwards must go off."""
@@ -299,7 +332,10 @@ class Readers:
             if turn.seen == turn.handled:
                 self.end(turn)
             turn.seen = turn.handled
-        if self._turns:
+        if self._seen == self._begun:
+            self.spread()
+        self._seen = self._begun
+        if self._turns or self._tasks or self._left:
             self._start_timer()
 
     def _work_off(self, turn: Turn | None) -> None:
@@ -310,8 +346,12 @@ class Readers:
             except IndexError:
                 self._is_eager = False
                 return
-            if self._is_eager and self._tasks:
-                self._wake_one()
+            if self._tasks:
+                if self._is_eager:
+                    self._wake_one()
+                else:
+                    self._start_timer()
+            self._begun += 1
             try:
                 task()
             except Exception:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -224,14 +225,15 @@ class References:
         for value in lost:
             self.agent.readers.run(partial(value.complete, None, _never_made(error, worker)))
 
-    def _wind_up(self) -> None:
+    def _wind_up(self, until: float) -> None:
         """In `shutdown`: all RRefs end, also those that programs still have."""
+        limit = min(_SETTLE_SECONDS, max(until - time.monotonic(), 0.0))
         with self._lock:
             self.is_closed = True
         self._step(self._ledger.release_all)
         with self._settled:
-            if not self._settled.wait_for(self._ledger.is_settled, _SETTLE_SECONDS):
-                left = len(self._ledger.forks), len(self._ledger.held), _SETTLE_SECONDS
+            if not self._settled.wait_for(self._ledger.is_settled, limit):
+                left = len(self._ledger.forks), len(self._ledger.held), limit
                 _log.warning(
                     "shutdown: %d values and %d RRefs are left that others did not end in %g s", *left
                 )

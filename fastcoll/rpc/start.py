@@ -4,9 +4,7 @@ Start. Where there is a default group of the same size, its ranks meet in its st
 `init_process_group`. They exchange names, and where they listen (net/tcp/listener.py): the job's secret opens every
 connection. They dial one another when they first call.
 
-End, if graceful: in rounds. In each, a worker waits until its own calls are answered, and tells worker 0 how many calls
-it has made and served. When two rounds have the same sums, and as many served as made, nothing is under way any more
-(Mattern's four counters), and worker 0 tells all to go on.
+The end is in rounds.py.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from ..api.world import current_job, find_others
 from ..core.monitor import last_words
 from ..core.operands import positive_seconds, whole
 from ..core.processes import Member, forget, gone_among
-from ..core.work import Timeout
-from ..errors import AbortedError, FastcollError, PeerDiedError, UnavailableError, UsageError
+from ..core.work import Timeout, seconds
+from ..errors import AbortedError, PeerDiedError, UnavailableError, UsageError
 from ..net.tcp.dials import Dial, dial_all
 from ..net.tcp.listener import Roster, gather
 from ..rendezvous import PrefixStore, Store
@@ -38,16 +36,13 @@ from ..rendezvous.assemble import GroupMeeting, assemble
 from ..rendezvous.join import join
 from ..rendezvous.opening import Kind, Opening
 from . import calls
-from .agent import UNCOUNTED as ROUND
 from .agent import Agent, WorkerInfo, current_agent, set_current
-from .futures import Future, collect_all
 from .references import References
+from .rounds import Rounds
 
 _DEFAULT_SECONDS = 60.0  # of torch
 _LISTEN_SECONDS = 2.0  # a worker at whose address nobody listens for so long is gone
-_LOOK_SECONDS = 0.1
 _EXIT_SECONDS = 10.0
-_PAUSE_SECONDS = 0.001  # between two rounds
 
 
 @dataclass
@@ -123,12 +118,13 @@ def shutdown(graceful: bool = True, timeout: Timeout = None) -> None:
 
     Args:
         graceful: wait until all workers have called this and all calls are answered; else leave now: calls of and to
-            this worker that are under way raise AbortedError.
-        timeout: seconds or timedelta to wait for the others; None or 0: without limit.
+            this worker that are under way raise AbortedError. Calls whose callers have given up are waited for as
+            well, for as long as a call may take by `init_rpc`.
+        timeout: seconds or timedelta to wait for the others; None or 0: until all have called this.
 
     Raises:
         PeerDiedError, AbortedError: a worker died, or left before; this one has left, too.
-        RpcTimeoutError: the others did not come in time; this one has left.
+        RpcTimeoutError: the others did not come in time, or calls did not end; it names them. This one has left.
         NotInitializedError: `init_rpc` was not called.
     """
     agent = current_agent()
@@ -137,7 +133,7 @@ def shutdown(graceful: bool = True, timeout: Timeout = None) -> None:
     farewell = "left"
     try:
         if graceful:
-            running.rounds.finish(0 if timeout is None else timeout)
+            running.rounds.finish(seconds(timeout, 0.0))
     except BaseException as error:
         farewell = last_words(error)
         raise
@@ -162,7 +158,7 @@ class _Running:
     it: _Running | None = None
 
     def __init__(
-        self, agent: Agent, references: References, rounds: _Rounds, found: _Found, roster: Roster
+        self, agent: Agent, references: References, rounds: Rounds, found: _Found, roster: Roster
     ) -> None:
         self.agent, self.references, self.rounds = agent, references, rounds
         self._found, self._roster = found, roster
@@ -203,7 +199,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         undo.callback(set_current, None)
         set_current(agent)  # before the first call, which may come at once, of who has joined already
         calls.serve(agent)
-        references, rounds = References(agent), _Rounds(agent)
+        references, rounds = References(agent), Rounds(agent)
         undo.callback(references.close)
 
         def deliver(opening: Opening, connection: Any) -> None:
@@ -269,66 +265,6 @@ def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo) -> Any:
 
     dial_all([dial], look)
     return dial.connection
-
-
-class _Rounds:
-    """The graceful end, as each worker and worker 0 see it."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._lock = threading.Lock()
-        self._told: dict[int, dict[int, tuple[int, int]]] = {}
-        self._answers: dict[int, dict[int, Future[bool]]] = {}
-        self._sums: dict[int, tuple[int, int]] = {}
-        self._error: FastcollError | None = None
-        agent.on(ROUND, self._take)
-        agent.on_death(self._died)
-
-    def finish(self, timeout: Timeout) -> None:
-        """Wait until nothing is under way anywhere."""
-        agent = self._agent
-        if agent.me.id == 0:
-            for worker in agent.workers[1:]:
-                agent.connect(worker)
-        number = 0
-        for callbacks in (agent.run_shutdown_callbacks, None):
-            while True:
-                collect_all(agent.futures(except_kind=ROUND)).wait()
-                over = agent.call(0, ROUND, (number, *agent.counts()), timeout).wait()
-                number += 1
-                if over:
-                    break
-                time.sleep(_PAUSE_SECONDS)
-            if callbacks is not None:
-                callbacks()
-
-    def _take(self, worker: WorkerInfo, told: tuple[int, int, int]) -> Future[bool]:
-        """At worker 0: another one's counts in a round."""
-        number, made, served = told
-        answer: Future[bool] = Future()
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            counts = self._told.setdefault(number, {})
-            answers = self._answers.setdefault(number, {})
-            counts[worker.id], answers[worker.id] = (made, served), answer
-            if len(counts) < len(self._agent.workers):
-                return answer
-            sums = (sum(made for made, _ in counts.values()), sum(served for _, served in counts.values()))
-            over = sums[0] == sums[1] and self._sums.get(number - 1) == sums
-            self._sums[number] = sums
-            del self._told[number], self._answers[number]
-        for rank in sorted(answers, reverse=True):  # worker 0 may leave when all others have been told
-            answers[rank].complete(over, None)
-        return answer
-
-    def _died(self, rank: int, error: FastcollError) -> None:
-        with self._lock:
-            self._error = error
-            waiting = [answer for answers in self._answers.values() for answer in answers.values()]
-            self._answers.clear()
-        for answer in waiting:
-            answer.complete(None, error)
 
 
 def _leave_at_exit(error: BaseException | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import pytest
 from faults import crew
 
 from . import victims
@@ -46,6 +47,29 @@ def test_ctrl_c_in_a_shutdown_ends_the_calls_of_others() -> None:
     kind, text, ranks, _ = first.result
     assert (kind, ranks) == ("AbortedError", (1,))
     assert "left: KeyboardInterrupt" in text
+
+
+@pytest.mark.parametrize("doing", ["default", "timeout"])
+def test_a_call_that_never_ends_holds_a_shutdown_up_for_a_while(doing: str) -> None:
+    found = [outcome.result or outcome.error for outcome in crew.run(victims.shutdown_waits, 3, doing)]
+    for kind, text, used, waited in found:
+        assert kind in ("RpcTimeoutError", "AbortedError")  # the other, where another one left first
+        assert kind == "AbortedError" or "w1 is in the call of never by w0" in text
+        assert 0.9 < waited < 10
+        assert used < 0.1 + 0.1 * waited, "the pauses grow"
+    assert any(kind == "RpcTimeoutError" for kind, *_ in found)
+
+
+def test_a_shutdown_names_who_does_not_come() -> None:
+    first, second, third = crew.run(victims.absent, 3)
+    assert second.result == "left", second.error
+    for outcome in (first, third):
+        assert outcome.result, outcome.error
+        kind, text = outcome.result
+        assert kind in ("RpcTimeoutError", "AbortedError"), text
+    said = {first.result, third.result}
+    expected = "shutdown was not over after 1 s: w1 did not call shutdown, or still waits for a call"
+    assert any(expected in text for _, text in said), said
 
 
 def test_ctrl_c_in_a_call_ends_the_waiting_and_nothing_else() -> None:

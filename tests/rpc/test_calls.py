@@ -257,6 +257,73 @@ def test_callbacks_come_though_nobody_waits_and_may_call(worker: int, world_size
     assert came.wait(LIMIT)
 
 
+@rpc.functions.async_execution
+def later() -> Any:
+    future: rpc.Future[int] = rpc.Future()
+    kept.append(future)
+    return future
+
+
+def answer(expected: int) -> None:
+    """Complete what `later` has returned, all in one go."""
+    until = time.monotonic() + LIMIT
+    while len(kept) < expected:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    for k in range(expected):
+        kept[k].set_result(k)
+    kept.clear()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_event", [False, True])
+def test_a_callback_may_wait_for_another_answer_of_the_same_moment(
+    worker: int, world_size: int, by_event: bool
+) -> None:
+    to = next_of(worker, world_size)
+    for _ in range(20):
+        came, seen = threading.Event(), []
+        futures = [rpc.rpc_async(to, later) for _ in range(4)]
+        futures[3].add_done_callback(lambda _, came=came: came.set())
+
+        def follow(done: Any, futures: Any = futures, came: Any = came, seen: Any = seen) -> None:
+            seen.append(came.wait(LIMIT / 2) if by_event else futures[3].wait(LIMIT / 2))
+
+        for each in futures[:3]:
+            each.add_done_callback(follow)
+        rpc.rpc_sync(to, answer, args=(4,))
+        rpc.wait_all(futures)
+        until = time.monotonic() + LIMIT
+        while len(seen) < 3:
+            assert time.monotonic() < until, "a callback is stuck"
+            time.sleep(0.001)
+        assert all(seen)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_callback_of_a_late_call_may_call_and_be_late_itself(worker: int, world_size: int) -> None:
+    to, seen = next_of(worker, world_size), threading.Event()
+
+    def follow(done: Any) -> None:
+        assert rpc.rpc_sync(to, operator.neg, args=(3,)) == -3
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync(to, hold, timeout=0.05)
+        seen.set()
+
+    rpc.rpc_async(to, hold, timeout=0.05).add_done_callback(follow)
+    assert seen.wait(LIMIT)
+    rpc.rpc_sync(to, let_go, args=(2,))
+
+
+@pytest.mark.ranks(1)
+def test_calls_to_oneself_that_block_leave_room_for_each_other(worker: int) -> None:
+    for _ in range(20):
+        released.clear()
+        calls = [rpc.rpc_async(worker, hold) for _ in range(3)]
+        rpc.rpc_async(worker, let_go, args=(3,)).wait()
+        assert rpc.wait_all(calls) == [True] * 3
+
+
 def keep_later(to: str, depth: int) -> None:
     time.sleep(0.01)
     kept.append(depth)

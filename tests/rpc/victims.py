@@ -15,6 +15,7 @@ from fastcoll import rpc
 
 LIMIT = 30.0
 over = threading.Event()
+joined = threading.Event()  # set by a worker of which others must know that init_rpc has returned there
 held = threading.Semaphore(0)
 
 
@@ -26,6 +27,10 @@ def join(rank: int, n: int, url: str, name: str = "") -> None:
 def hold() -> bool:
     held.release()
     return over.wait(LIMIT)
+
+
+def await_joined() -> bool:
+    return joined.wait(LIMIT)
 
 
 def await_held() -> None:
@@ -45,7 +50,8 @@ def die() -> None:
 
 
 def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stop this process. A signal to the process may stop this thread last, when it has answered the call."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def go_on(pid: int) -> None:
@@ -112,9 +118,11 @@ def ctrl_c_in_shutdown(rank: int, n: int, url: str) -> Any:
     join(rank, n, url)
     if rank == 1:
         try:
+            joined.set()
             rpc.shutdown()
         except KeyboardInterrupt:
             return "interrupted", threading.active_count()
+    assert rpc.rpc_sync("w1", await_joined)
     call = rpc.rpc_async("w1", hold)
     rpc.rpc_sync("w1", await_held)
     with suppress(fastcoll.AbortedError):  # it may leave before it answers
@@ -150,6 +158,41 @@ def one_ends_without_shutdown(rank: int, n: int, url: str) -> Any:
     found = said(rpc.rpc_async("w1", hold))
     rpc.shutdown(graceful=False)
     return found
+
+
+@rpc.functions.async_execution
+def never() -> Any:
+    return rpc.Future()
+
+
+def shutdown_waits(rank: int, n: int, url: str, doing: str) -> Any:
+    """w1 is in a call that never ends; what shutdown raises, the CPU that it uses, and the time."""
+    options = rpc.RpcBackendOptions(init_method=url, rpc_timeout=1.0 if doing == "default" else 60.0)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
+    if rank == 0:
+        assert said(rpc.rpc_async("w1", never, timeout=0.05))[0] == "RpcTimeoutError"
+    used, began = time.process_time(), time.monotonic()
+    error = ended_by(None if doing == "default" else 1.0)
+    return *error, time.process_time() - used, time.monotonic() - began
+
+
+def ended_by(timeout: float | None) -> tuple[str, str]:
+    """Kind and text of what a graceful shutdown raises."""
+    try:
+        rpc.shutdown(timeout=timeout)
+    except fastcoll.FastcollError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def absent(rank: int, n: int, url: str) -> Any:
+    """w1 does not come to the shutdown of the others."""
+    join(rank, n, url)
+    if rank != 1:
+        return ended_by(1.0)
+    said(rpc.rpc_async("w0", hold))  # until w0 has left
+    rpc.shutdown(graceful=False)
+    return "left"
 
 
 def other_sizes(rank: int, n: int, url: str) -> None:
