@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from ..core.work import Timeout
@@ -126,6 +127,34 @@ class RRef(Generic[T]):
         """An object whose methods are those of the value, called by `remote` on its owner; they return RRefs."""
         return _Proxy(self, remote, timeout)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Go backward from the value, a tensor of one element, on its owner; returns when the gradients are there.
+
+        Args:
+            dist_autograd_ctx_id: of the context of `rpc.autograd` that gets the gradients, on all workers; -1: the
+                owner's leaves get them in `.grad`, where the graph is all on this worker.
+            retain_graph: keep the graph for another backward pass.
+
+        Raises:
+            UsageError: -1 on another worker than the owner, no such context, or the value is no such tensor.
+
+        And all that `rpc.autograd.backward` raises.
+
+        Example:
+            >>> with rpc.autograd.context() as context_id:
+            ...     loss = rpc.remote("worker1", loss_of, args=(weight,))
+            ...     loss.backward(context_id)
+        """
+        self._check("backward")
+        if self.is_owner():
+            backward(self, dist_autograd_ctx_id, retain_graph)
+        elif dist_autograd_ctx_id == -1:
+            raise UsageError(
+                f"backward() of {self}, whose value is elsewhere: give the id of an autograd context"
+            )
+        else:
+            rpc_sync(self.owner(), backward, args=(self, dist_autograd_ctx_id, retain_graph))
+
     def _check(self, doing: str) -> None:
         if self._references.is_closed:
             raise NotInitializedError(f"{doing}() of {self}: rpc was shut down, and all RRefs ended with it")
@@ -192,6 +221,17 @@ def call_method(rref: RRef[Any], name: str, args: Sequence[Any], kwargs: Mapping
     done: Future[Any] = Future()
     done.complete(result, None)
     return done
+
+
+def backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """Go backward from the value of an RRef, on its owner."""
+    value = rref.local_value()
+    if context_id != -1:
+        import_module("fastcoll.rpc.autograd").backward(context_id, [value], retain_graph)
+    elif not hasattr(value, "backward"):
+        raise UsageError(f"backward() of {rref}: its value is {value!r:.80}; it must be a tensor")
+    else:
+        value.backward(retain_graph=retain_graph)
 
 
 def remote(

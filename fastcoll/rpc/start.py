@@ -4,7 +4,7 @@ Start. Where there is a default group of the same size, its ranks meet in its st
 `init_process_group`. They exchange names, and where they listen (net/tcp/listener.py): the job's secret opens every
 connection. They dial one another when they first call.
 
-The end is in rounds.py.
+The end is in farewell.py.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ..rendezvous.join import join
 from ..rendezvous.opening import Kind, Opening
 from . import calls
 from .agent import Agent, WorkerInfo, current_agent, set_current
+from .farewell import Rounds
 from .references import References
-from .rounds import Rounds
 
 _DEFAULT_SECONDS = 60.0  # of torch
 _LISTEN_SECONDS = 2.0  # a worker at whose address nobody listens for so long is gone

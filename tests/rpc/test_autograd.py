@@ -1,5 +1,6 @@
 """Gradients across workers are those of one process; what is recorded, what is refused, and what is left of it."""
 
+import operator
 import time
 from contextlib import suppress
 from functools import partial
@@ -68,6 +69,10 @@ def fragile(x):
 
 def through(to, function, x):
     return rpc.rpc_sync(to, function, args=(x,)) * 3
+
+
+def through_sum(to, function, x):
+    return through(to, function, x).sum()
 
 
 def squared(x):
@@ -176,6 +181,32 @@ def test_failures_and_leaving_leave_nothing(first):
         return number
 
     assert together(*[partial(train, number) for number in range(8)]) == list(range(8))
+
+
+@pytest.mark.ranks(2)
+def test_backward_from_a_reference(first):
+    if not first:
+        return
+    x, here = torch.ones(3, requires_grad=True), torch.full((2,), 4.0, requires_grad=True)
+    with autograd.context() as context:
+        far = rpc.remote("w1", through_sum, args=("w0", squared, x))
+        far.backward(context, retain_graph=True)
+        far.backward(context)
+        assert autograd.get_gradients(context)[x].tolist() == [12.0] * 3
+        near = rpc.RRef(rpc.rpc_sync("w1", doubled, args=(x,)).sum())
+        near.backward(context)
+        assert autograd.get_gradients(context)[x].tolist() == [14.0] * 3
+        assert x.grad is None
+        with pytest.raises(UsageError, match="give the id of an autograd context"):
+            far.backward()
+        with pytest.raises(UsageError, match="root 0 must be a tensor of one element"):
+            rpc.remote("w1", operator.neg, args=(3,)).backward(context)
+    with pytest.raises(UsageError, match="no autograd context"):
+        far.backward(context)
+    rpc.RRef((here * here).sum()).backward()
+    assert here.grad.tolist() == [8.0] * 2
+    with pytest.raises(UsageError, match="must be a tensor"):
+        rpc.RRef(3).backward()
 
 
 def parameters(worker):

@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ...errors import UsageError
 from ..futures import Future
+from ..readers import before_blocking
 from .edges import Origin, explore, flow
 from .hooks import averaged
 
@@ -94,6 +95,7 @@ class Pass:
 
     def wait_for(self, message: int) -> Any:
         """The gradient of a tensor that left; None: it is zero everywhere."""
+        before_blocking()
         with self._changed:
             self._changed.wait_for(lambda: message in self._came or self._error is not None)
             if self._error is not None:

@@ -1,4 +1,4 @@
-"""Rounds: how workers that call `shutdown` find out that nothing is under way any more.
+"""Farewell: how workers that call `shutdown` find out that nothing is under way any more.
 
 In a round each worker waits until its own calls are answered, or given up, and tells worker 0 how many it has made and
 served, and which it still serves. When two rounds have the same sums, and as many served as made, nothing is under way
