@@ -36,6 +36,7 @@ from .readers import Readers, Task
 from .wire import MessageType, Received
 
 _log = logging.getLogger("fastcoll")
+_LOOK_SECONDS = 1.0  # between two looks for hosts that vanished
 UNCOUNTED = 2  # the kind of call by which workers agree to end
 
 
@@ -98,6 +99,7 @@ class Agent:
     ) -> None:
         near = [member for member in members if member.same_node(members[rank])]
         self.readers = Readers(spare, spins=len(near) <= len(cores_of(near)))
+        self._is_spread = len(near) < len(members)
         self.workers = list(workers)
         self.members = list(members)
         self.me = self.workers[rank]
@@ -248,6 +250,10 @@ class Agent:
             if kind != UNCOUNTED:
                 self._made += made
                 self._served += served
+
+    def death(self) -> FastcollError | None:
+        """Of a worker that did not leave in order, if one is known."""
+        return next((anew(error) for error in self._gone.values() if isinstance(error, PeerDiedError)), None)
 
     def connect(self, worker: WorkerInfo) -> None:
         """Have a connection to a worker, so that its death is seen; PeerDiedError: it is gone."""
@@ -458,12 +464,18 @@ class Agent:
             self._clock_wakes.notify()
 
     def _keep_time(self) -> None:
-        """End the calls whose time is up. The thread sleeps until the earliest deadline that was there."""
+        """End the calls whose time is up, and links to hosts that vanished.
+
+        The thread sleeps until the earliest deadline that was there; between hosts, for a second at most.
+        """
         while self._closed is None:
+            for link in [*self._out.values(), *self._in] if self._is_spread else ():
+                if link.is_unreachable():
+                    link.shut()  # its reader sees that
             with self._clock_wakes:
                 left = self._due - time.monotonic()
                 if left > 0:
-                    self._clock_wakes.wait(left)
+                    self._clock_wakes.wait(min(left, _LOOK_SECONDS) if self._is_spread else left)
                     continue
                 self._due = ENDLESS
             due = self._end_late(time.monotonic())

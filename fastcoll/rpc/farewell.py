@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.work import ENDLESS
-from ..errors import FastcollError, RpcTimeoutError
+from ..errors import AbortedError, FastcollError, RpcTimeoutError
 from .agent import UNCOUNTED as ROUND
 from .agent import Agent, WorkerInfo
 from .futures import Future, collect_all
@@ -50,13 +50,16 @@ class Rounds:
     def finish(self, limit: float) -> None:
         """Wait until nothing is under way anywhere, for so many seconds; 0: without limit."""
         until = time.monotonic() + (limit or ENDLESS)
-        if self._agent.me.id == 0:
-            for worker in self._agent.workers[1:]:
-                self._agent.connect(worker)
         try:
+            for worker in self._agent.workers[1:] if self._agent.me.id == 0 else ():
+                self._agent.connect(worker)
             self._await_all(until)
             self._agent.run_shutdown_callbacks(until)
             self._await_all(until)
+        except (
+            AbortedError
+        ) as error:  # who has seen a death first may have left, and its own error is the cause
+            raise self._agent.death() or error from None
         except RpcTimeoutError as error:
             if time.monotonic() < until:
                 raise

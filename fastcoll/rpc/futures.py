@@ -20,6 +20,7 @@ from .readers import before_blocking
 
 T = TypeVar("T")
 S = TypeVar("S")
+E = TypeVar("E", bound=BaseException)
 
 
 class Future(Generic[T]):
@@ -161,7 +162,7 @@ class Future(Generic[T]):
         return self.value()
 
 
-def anew(error: BaseException) -> BaseException:
+def anew(error: E) -> E:
     """A copy of an exception that is kept, to be raised.
 
     An exception that is raised has the frames that it goes through, and with them the arguments of calls.

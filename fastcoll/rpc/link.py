@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import select
 import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fastcoll")
 _LOOK_SECONDS = 0.1
+_SILENT_MILLISECONDS = 8000  # as long as a connection without data under way is probed
+_RETRANSMITS = 3  # these take 1.4 s: after a long silence, what was just sent may not be answered yet
+_INFO = struct.Struct("@2xB21xI28xI")  # struct tcp_info: retransmits, unacked, last_ack_recv
 
 
 class Link:
@@ -127,8 +131,21 @@ class Link:
         """Raise when waiting for the other side is in vain."""
         poller = select.poll()
         poller.register(self._fileno, select.POLLRDHUP)
-        if self.is_closed or poller.poll(0):
+        if self.is_closed or poller.poll(0) or self.is_unreachable():
             raise ConnectionError("the connection was closed")
+
+    def is_unreachable(self) -> bool:
+        """Whether the other host does not answer what it was sent.
+
+        The kernel probes a silent connection, and gives it up after 8 s, but sends data again for 15 minutes.
+        TCP_USER_TIMEOUT would also end one whose reader is stopped and leaves its buffer full; its kernel answers.
+        """
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        except OSError:  # closed
+            return False
+        retransmits, unacked, silent_milliseconds = _INFO.unpack(info)
+        return bool(unacked) and retransmits >= _RETRANSMITS and silent_milliseconds > _SILENT_MILLISECONDS
 
     def offer_ring(self) -> None:
         """Offer the other side, which is on this node, shared memory."""

@@ -28,8 +28,9 @@ _CRAWLERS = 500
 
 # Rank 0 comes first, and the others when told. All ranks end in the same round.
 PROGRAM = """
-import os, sys, time
+import operator, os, sys, time
 import numpy as np, fastcoll as dist
+from fastcoll import rpc
 
 folder, rank = sys.argv[1], int(os.environ["RANK"])
 while rank and not os.path.exists(f"{folder}/begin"):
@@ -38,6 +39,7 @@ print("began", os.getpid(), os.getppid(), flush=True)
 since = time.monotonic()
 dist.init_process_group(timeout=120)
 groups = [None, dist.new_group(backend="tcp")]
+rpc.init_rpc(f"worker{rank}")
 started, rounds, stop = time.monotonic() - since, 0, 0
 size = dist.get_world_size()
 while not stop:
@@ -50,10 +52,12 @@ while not stop:
         parts = [None] * size
         dist.all_gather_object(parts, ("rank", rank), group=group)
         assert parts == [("rank", r) for r in range(size)], parts
+    assert rpc.rpc_sync((rank + 1) % size, operator.neg, args=(rounds,)) == -rounds
     rounds += 1
     if rounds in (5, 100):
         print("round", rounds, "after", started, flush=True)
     time.sleep(0.01)
+rpc.shutdown()
 print("right", rounds, flush=True)
 dist.destroy_process_group()
 """

@@ -1,0 +1,183 @@
+"""Remote calls between four hosts: values, references and gradients; a worker that is killed, and a host that vanishes.
+
+test_doors.py attacks the doors that workers listen at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from hosts.network import Network
+from hosts.nodes import Node, await_line, finish, told
+
+Join = Callable[..., Network]
+Begin = Callable[..., list[Node]]
+KILLED = 2.0  # seconds after which a killed worker is known; calls have 60
+LOST = 12.0  # the same of a host that vanished, which the kernel or the agent gives up after 8
+
+PROGRAM = """
+import gc, operator, os, signal, sys, threading, time
+import numpy as np
+import fastcoll
+from fastcoll import rpc
+
+LIMIT = 60.0
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+over, ended, here = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+class Counter:
+    def __init__(self):
+        self.total = np.zeros(300_000)
+    def add(self, number):
+        self.total += number
+        return self.total[-1]
+    def __del__(self):
+        ended.set()
+
+def down(depth):
+    return depth and 1 + rpc.rpc_sync((rpc.get_worker_info().id + 1) % size, down, args=(depth - 1,))
+
+def pass_on(counter, to):
+    counter.rpc_sync().add(to)
+    return to if to == size - 1 else rpc.rpc_sync(to + 1, pass_on, args=(counter, to + 1))
+
+def has_ended():
+    return ended.wait(LIMIT)
+
+def hold():
+    return over.wait(LIMIT)
+
+def shared():
+    names = [os.readlink(f"/proc/self/fd/{each.name}") for each in os.scandir("/proc/self/fd") if each.is_symlink()
+             and os.path.lexists(each.path)]
+    return [name for name in names if "fastcoll-rpc" in name]
+
+def arrive():
+    here.release()
+
+def await_file(name):
+    end = time.monotonic() + LIMIT
+    while not os.path.exists(f"{sys.argv[1]}/{name}"):
+        assert time.monotonic() < end, name
+        time.sleep(0.01)
+
+def die():
+    say("dies", time.monotonic())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def say(*words):
+    print(*words, flush=True)
+
+rpc.init_rpc(f"w{rank}")
+for to in range(size):
+    for count in (3, 5_000, 1_000_000):
+        x = np.arange(count) + rank
+        assert (rpc.rpc_sync(to, operator.add, args=(x, to)) == x + to).all()
+assert down(16) == 16
+if rank == 0:
+    counter = rpc.remote("w1", Counter)
+    assert pass_on(counter, 0) == size - 1
+    assert counter.to_here().total[0] == sum(range(size))
+    del counter
+    assert rpc.rpc_sync("w1", has_ended)
+say("called", *shared())
+if rank < size - 1:
+    call = rpc.rpc_async(size - 1, hold, timeout=LIMIT)
+    rpc.rpc_sync("w0", arrive)
+    say("here")
+    if sys.argv[2] == "vanish":
+        await_file("vanished")
+    late = rpc.rpc_async(size - 1, hold, timeout=LIMIT)  # under way as the host vanishes
+    if rank == 0 and sys.argv[2] == "die":
+        assert all(here.acquire(timeout=LIMIT) for _ in range(size))
+        rpc.rpc_async(size - 1, die)
+    try:
+        call.wait()
+    except fastcoll.PeerDiedError as error:
+        say("lost", error.ranks, time.monotonic(), error)
+    try:
+        late.wait()
+    except fastcoll.PeerDiedError as error:
+        say("late", error)
+    assert rpc.rpc_sync((rank + 1) % (size - 1), operator.neg, args=(rank,)) == -rank
+    open(f"{sys.argv[1]}/{rank}", "w").close()  # who has seen a death leaves by it, without the others
+    for other in range(size - 1):
+        await_file(str(other))
+    try:
+        rpc.shutdown(timeout=LIMIT)
+    except fastcoll.PeerDiedError:
+        say("over")
+else:
+    rpc.rpc_sync("w0", arrive)
+    say("last")
+    hold()
+"""
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Start a worker on each host of a network; what runs at the end is killed."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with ExitStack() as stack:
+
+        def start(network: Network, how: str) -> list[Node]:
+            nodes = []
+            for host in network:
+                env = {"RANK": str(host.index), "WORLD_SIZE": str(len(network.hosts)), "MASTER_PORT": "29500"}
+                env |= {"MASTER_ADDR": network.hosts[0].address, "FASTCOLL_SECRET": "of this test"}
+                command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), how]
+                nodes.append(Node(host, command, {**os.environ, **env}))
+                stack.callback(nodes[-1].close)
+            return nodes
+
+        yield start
+
+
+def check_lost(nodes: list[Node]) -> list[float]:
+    """All but the last worker were told of its end, could call one another after it, and have left; when it was."""
+    *others, _ = nodes
+    assert [node.code for node in others] == [0] * len(others), told(nodes)
+    times = []
+    for node in others:
+        lost = re.search(r"^lost \((\d),\) ([\d.]+) (.*)$", node.out, re.MULTILINE)
+        assert lost, told(nodes)
+        assert int(lost[1]) == len(others)
+        assert f"worker w{len(others)}, rank {len(others)} (pid " in lost[3]
+        assert f"on host{len(others)}), died; the call of hold is lost" in lost[3]
+        assert re.search(r"^late .* died", node.out, re.MULTILINE), told(nodes)
+        assert "\nover\n" in node.out, told(nodes)
+        times.append(float(lost[2]))
+    return times
+
+
+def test_calls_between_hosts_until_a_worker_dies(join_hosts: Join, begin: Begin) -> None:
+    network = join_hosts(4, own_pids=True)
+    nodes = begin(network, "die")
+    finish(nodes, 90)
+    died = re.search(r"^dies ([\d.]+)$", nodes[3].out, re.MULTILINE)
+    assert died, told(nodes)
+    assert max(check_lost(nodes)) - float(died[1]) < KILLED
+    # "called" is followed by the shared memory that a worker has, which cannot be between hosts.
+    assert all("called\n" in node.out for node in nodes), told(nodes)
+    assert nodes[3].code == -9, told(nodes)
+
+
+@pytest.mark.long  # the kernel gives a host up after 8 s
+def test_a_host_that_vanishes_is_given_up(join_hosts: Join, begin: Begin, tmp_path: Path) -> None:
+    network = join_hosts(4, own_pids=True)
+    nodes = begin(network, "vanish")
+    for node, line in zip(nodes, ["here", "here", "here", "last"], strict=True):
+        await_line(node, line, nodes)
+    network.cut(network.hosts[3])
+    (tmp_path / "vanished").touch()
+    began = time.monotonic()
+    finish(nodes[:3], 60)
+    assert max(check_lost(nodes)) - began < LOST
