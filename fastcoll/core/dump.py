@@ -9,6 +9,7 @@ it, which works while the interpreter is stuck. `python -m fastcoll trace` reads
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import itertools
 import json
@@ -32,6 +33,10 @@ FORMAT = 1
 SUFFIX, STACKS_SUFFIX = ".json", ".stacks"
 _MOST_SEEN = 16  # ranks
 _MOST_REASONS = 8  # the first ones are kept, and the last one
+_STUCK_SECONDS = 0.5  # that a process had to dump, which takes it 0.01, and did not
+_LONGEST_SECONDS = 10.0  # to wait for all dumps of a machine so full that nobody gets a core
+_LOOK_SECONDS = 0.01
+_TICKS = os.sysconf("SC_CLK_TCK")
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _numbers = itertools.count()
@@ -165,6 +170,62 @@ def listen_no_more() -> None:
             for name in os.listdir(config.get("FASTCOLL_TRACE_DIR")):
                 if name.endswith(f".{os.uname().nodename}.{os.getpid()}{STACKS_SUFFIX}"):
                     os.unlink(os.path.join(config.get("FASTCOLL_TRACE_DIR"), name))
+
+
+def ask(pids: Sequence[int]) -> None:
+    """Have processes of this machine that listen for SIGQUIT dump; returns when each has, has ended, or is stuck.
+
+    Stuck is who has slept or computed for half a second meanwhile: the time that it waits for a core does not count.
+    """
+    before, asked = _files(), {pid: _Asked(pid) for pid in pids}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGQUIT)
+    end = time.monotonic() + _LONGEST_SECONDS
+    while asked and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+        stuck = {pid for pid, process in asked.items() if process.could_have()}
+        files = _files()  # looked at later, as the last thing that one may have done is to write its own
+        asked = {
+            pid: process
+            for pid, process in asked.items()
+            if pid not in stuck and files.get(pid) == before.get(pid)
+        }
+
+
+class _Asked:
+    """A process that is to dump, and for how long it could."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._seconds = pid, 0.0
+        self._at, self._computed = time.monotonic(), self._look()[1]
+
+    def could_have(self) -> bool:
+        """Whether it has had the time, or has ended. To be called often: as it is now it was since the last call."""
+        (state, computed), now = self._look(), time.monotonic()
+        # A thread that can run, "R", has a core only while its process computes.
+        self._seconds += computed - self._computed if state == b"R" else now - self._at
+        self._at, self._computed = now, computed
+        return state in b"ZX" or self._seconds >= _STUCK_SECONDS
+
+    def _look(self) -> tuple[bytes, float]:
+        """Its main thread's state, which runs Python's handlers, and the seconds that it has computed."""
+        try:
+            fields = status_of(self._pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return b"X", 0.0
+        return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _files() -> dict[int, tuple[int, int]]:
+    """Of each process's file in FASTCOLL_TRACE_DIR what differs each time that it is written: inode and time."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(config.get("FASTCOLL_TRACE_DIR")) as entries:
+        for entry in entries:
+            name, _, pid = entry.name.removesuffix(SUFFIX).rpartition(".")
+            if entry.name.endswith(SUFFIX) and name.endswith(f".{os.uname().nodename}") and pid.isdigit():
+                found[int(pid)] = entry.inode(), entry.stat().st_mtime_ns
+    return found
 
 
 def _on_quit(number: int, frame: Any) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from .. import config, failpoints
+from ..core import dump
 from . import lifeline
 from .nodes import Failure, Job, left
 from .outputs import Outputs
@@ -40,7 +41,6 @@ _FOLLOWED = re.compile(
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 TICK_SECONDS = 0.1
 _INTERRUPTED_SECONDS = 0.5  # for ranks of a guest to end by themselves after Ctrl-C, before they are killed
-_DUMP_SECONDS = 0.5  # for ranks to dump, of which a rank takes 0.01, where FASTCOLL_TRACE_DIR is set
 _LEFTOVER_SECONDS = 1.0  # for what outlives its rank to end by itself, such as multiprocessing's tracker
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")  # progress bars end theirs with a carriage return
 _READ_BYTES = 64 << 10
@@ -371,19 +371,11 @@ class Supervisor:
     def _ask_to_end(self, number: int, exit_code: int) -> None:
         self._exit_code = exit_code
         if number == signal.SIGTERM and config.get("FASTCOLL_TRACE_DIR"):
-            self._have_dumped()
+            # What they have called, and where they are.
+            pids = [rank.process.pid for rank in self._running]
+            dump.ask([pid for pid in pids if lifeline.catches(pid, signal.SIGQUIT)])
         self._kill_at = time.monotonic() + self._grace
         self._signal_running(number)
-
-    def _have_dumped(self) -> None:
-        """Let those ranks that listen for SIGQUIT write what they have called and where they are (core/dump.py)."""
-        asked = [
-            rank.process.pid for rank in self._running if lifeline.catches(rank.process.pid, signal.SIGQUIT)
-        ]
-        for pid in asked:
-            os.kill(pid, signal.SIGQUIT)
-        if asked:
-            time.sleep(_DUMP_SECONDS)
 
     def _signal_running(self, number: int) -> None:
         """Send a signal to the ranks and what they have started."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,6 +17,8 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
+from fastcoll import config
+from fastcoll.core import dump as core_dump
 from fastcoll.core import signature
 from fastcoll.core.record import Call, GroupRecord, Peer, Record, Waiting, read
 from fastcoll.tools import divergence
@@ -318,6 +322,60 @@ def _port() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         PORT = free.getsockname()[1]
+
+
+HANDLES_SIGQUIT = """
+import signal, sys
+import fastcoll as dist
+def quit(*_):
+    if sys.stdin.readline():
+        dist.dump()
+signal.signal(signal.SIGQUIT, quit)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A process that dumps after SIGQUIT once it has read a line, and this one's setting of where to."""
+    monkeypatch.setenv("FASTCOLL_TRACE_DIR", str(tmp_path / "traces"))
+    config.forget()
+    command = [sys.executable, "-c", HANDLES_SIGQUIT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+    monkeypatch.undo()
+    config.forget()
+
+
+def test_who_is_to_dump_and_waits_for_a_core_has_more_time(
+    asked: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = itertools.count()
+
+    def as_without_a_core(pid: int) -> list[bytes]:
+        if next(looks) == 100:  # a second
+            assert asked.stdin is not None
+            print("go on", file=asked.stdin, flush=True)
+        return [b"R", *[b"0"] * 40]
+
+    monkeypatch.setattr(core_dump, "status_of", as_without_a_core)
+    core_dump.ask([asked.pid])
+    (file,) = (tmp_path / "traces").iterdir()
+    assert file.name.endswith(f".{asked.pid}.json")
+
+
+def test_who_could_have_dumped_and_has_not_is_not_waited_for(asked: subprocess.Popen[str]) -> None:
+    began = time.monotonic()
+    core_dump.ask([asked.pid])
+    assert 0.4 < time.monotonic() - began < 5  # it reads, and nothing comes
+    asked.kill()
+    asked.wait()
+    core_dump.ask([asked.pid])
 
 
 def test_no_secret_is_written(tmp_path: Path) -> None:
