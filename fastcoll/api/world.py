@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from typing import Any, NamedTuple, ParamSpec
 
 from .. import config, failpoints
+from ..core import recorder
 from ..core.group import ProcessGroup
 from ..core.monitor import last_words
 from ..core.operands import check_unused, positive_seconds, whole
@@ -208,7 +209,8 @@ def _enter(start: Callable[[], tuple[Job, ProcessGroup]], choice: BackendChoice)
         if groups.initialized and groups.inherited is None:
             raise UsageError("there is a default process group already; call destroy_process_group first")
         groups.clear()
-        job, world = start()
+        with recorder.joining():
+            job, world = start()
         groups.add(world, choice)
         _job, _starts = job, _starts + 1
     finally:

@@ -21,7 +21,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from . import signature
 from .processes import status_of
 
 NAME = "fastcoll-record"
+JOINING = "fastcoll-joining"  # an empty memfd, while a process that is in no group meets others
 MAGIC, VERSION = 0x6661737463_52, 1
 
 # ---- the file --------------------------------------------------------------------------------------------
@@ -221,23 +222,39 @@ def read(pid: int) -> Record | None:
     Raises:
         PermissionError: it is another user's process.
     """
-    folder = f"/proc/{pid}/fd"
-    try:
-        for name in os.listdir(folder):
-            with suppress(FileNotFoundError):
-                if not os.readlink(f"{folder}/{name}").startswith(f"/memfd:{NAME}"):
-                    continue
-                fd = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    found = parse(lambda nbytes, offset, fd=fd: os.pread(fd, nbytes, offset))  # type: ignore[misc]
-                finally:
-                    os.close(fd)
-                # A child of fork has its parent's for a moment.
-                if found is not None and found.start_time == int(status_of(pid)[19]):
-                    return found
-    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
-        pass
+    for path in _files(pid, NAME):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = parse(lambda nbytes, offset, fd=fd: os.pread(fd, nbytes, offset))  # type: ignore[misc]
+            finally:
+                os.close(fd)
+            # A child of fork has its parent's for a moment.
+            if found is not None and found.start_time == int(status_of(pid)[19]):
+                return found
     return None
+
+
+def joining_since(pid: int) -> float | None:
+    """Since when a process of this user meets others for a job, in seconds since 1970; None: it does not, or has ended.
+
+    Raises:
+        PermissionError: it is another user's process.
+    """
+    for path in _files(pid, JOINING):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            return os.stat(path).st_mtime
+    return None
+
+
+def _files(pid: int, name: str) -> Iterator[str]:
+    """The memfds of this name that a process has."""
+    folder = f"/proc/{pid}/fd"
+    with suppress(FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        for fd in os.listdir(folder):
+            with suppress(FileNotFoundError):
+                if os.readlink(f"{folder}/{fd}").startswith(f"/memfd:{name}"):
+                    yield f"{folder}/{fd}"
 
 
 def parse(read: Read) -> Record | None:

@@ -13,6 +13,7 @@ here: only signatures, sizes, times, names of groups and hosts, and what errors 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import inspect
@@ -25,7 +26,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,19 @@ def _release(address: int, nbytes: int, file: _File, offset: int) -> None:
     unmap_memory(address, nbytes)
     if offset and file.fd >= 0:
         _libc.fallocate(file.fd, _KEEP_SIZE | _PUNCH_HOLE, offset, nbytes)
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """Let others see that this process meets its peers for a job, of which there is no record yet."""
+    fd = -1
+    with contextlib.suppress(OSError):
+        fd = aside(os.memfd_create(r.JOINING, os.MFD_CLOEXEC))
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def _after_fork() -> None:

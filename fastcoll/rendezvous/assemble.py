@@ -34,6 +34,9 @@ MET, FAILED, MOVED = b"L", b"F", b"M"
 _GROUP = "group"
 _MOST_BYTES = 4096  # that a member brings
 _LOOK_SECONDS = 0.25
+_TELLING_SECONDS = (
+    2.0  # from when a member has seen a failure until the others can read of it, on a full machine
+)
 # However many wait: `between` keeps a multicast leader's announcements fresh.
 _MOST_AT_ONCE = 1000
 # Those that all find themselves (a broken connection, a lost store) are not told.
@@ -174,6 +177,18 @@ class Meeting:
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
             self._look_at([])
+
+    def hear_why(self) -> None:
+        """Raise why the meeting has failed, which others, who have seen that already, tell about now.
+
+        Returns where nobody does.
+        """
+        told: list[bytes] = []
+        patience = min(self.left(), _TELLING_SECONDS)
+        with suppress(errors.StoreTimeoutError):
+            told = fetch_for(self.store, [self._end.key], self.watched, patience, self.doing)
+        for end in told:
+            self._check(end)
 
     def tell(self, error: BaseException) -> None:
         """Let the others raise this error, unless one of them has told it, or they find it themselves."""

@@ -293,7 +293,12 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 announced = json.loads(meeting.hear("segment"))
                 name, known = announced.pop("name"), announced.pop("known")
                 meeting.hear("created")
-                segment = Segment.attach(name, Layout(**announced))
+                try:
+                    segment = Segment.attach(name, Layout(**announced))
+                except ResourceError:
+                    if name not in os.listdir(DIRECTORY):  # removed by one that has seen the meeting fail
+                        meeting.hear_why()
+                    raise
                 failpoints.reach("shm.meeting.after_attach")
             try:
                 _tell_of_cores(segment, rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,18 +71,23 @@ class Dump:
         return ""
 
 
-def load(folder: Path) -> list[Dump]:
+def load(folder: Path, left_out: Callable[[Path], object] = lambda path: None) -> list[Dump]:
     """All dumps in a folder, of the newest job that has some, by rank.
 
     Of each rank the newest, its own if there is one. What is no dump, or another version's, is left out.
+
+    Args:
+        left_out: is told of each file of a rank that is.
     """
     found: list[Dump] = []
     others: list[Dump] = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             data = json.loads(path.read_text())
-            if data.get("format") != FORMAT or data.get("record") is None:
+            if data.get("format") == FORMAT and data["record"] is None:  # a process in no group
                 continue
+            if data["format"] != FORMAT:
+                raise ValueError("another version's")
             reasons = [Reason(**reason) for reason in data["reasons"]]
             # Python was stuck since: what SIGQUIT has left is newer.
             beside = path.with_name(path.name.removesuffix(SUFFIX) + STACKS_SUFFIX)
@@ -94,7 +100,8 @@ def load(folder: Path) -> list[Dump]:
                 theirs = record_of(seen["record"])
                 others.append(Dump(path, theirs, (), {}, seen["time"], mine.rank, seen["state"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
+            if path.name.startswith("rank-"):
+                left_out(path)
     if not found:
         return []
     job = max(found, key=lambda dump: dump.time).record.job

@@ -18,7 +18,7 @@ from typing import Any
 
 from .._version import __version__
 from ..core.processes import status_of
-from ..core.record import GroupRecord, Peer, read
+from ..core.record import GroupRecord, Peer, Record, joining_since, read
 from .blame import (
     ELSEWHERE,
     GONE,
@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
     show, now = Printer(), time.time()
     if given.json:
         about = {"fastcoll": __version__, "host": os.uname().nodename}
-        outside = [{"rank": rank, **_process_as_dict(process)} for rank, process in alone]
+        outside = [each.as_dict(now) for each in alone]
         show.json({**about, "jobs": [job.as_dict(now) for job in jobs], "in_no_group": outside})
         return 0
     for number, job in enumerate(jobs):
@@ -61,9 +61,12 @@ def main(words: Sequence[str] | None = None) -> int:
         _show(job, now, show)
     if alone:
         show.say("" if jobs else None)
-        show.say("started by a launcher, but in no group of fastcoll: not yet, or no more", "bold")
-        rows = [(rank, str(p.pid), _state(p), f"{p.cores:.2f}", p.place, p.command) for rank, p in alone]
-        show.table(("rank", "pid", "state", "cores", "kernel", "command"), rows)
+        show.say(
+            "in no group of fastcoll: ranks that join a job, and what launchers have started that does not",
+            "bold",
+        )
+        columns = ("rank", "pid", "state", "cores", "joining for", "kernel", "command")
+        show.table(columns, [each.row(now) for each in alone])
     if not jobs and not alone:
         show.say("no process of yours on this machine is in a group of fastcoll")
     return 0
@@ -162,23 +165,47 @@ def _process_as_dict(process: Process) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def find_jobs() -> tuple[list[Job], list[tuple[str, Process]]]:
-    """This user's jobs, the oldest first; and what launchers have started that is in no group, with RANK."""
-    records, outside = {}, {}
+@dataclass(frozen=True)
+class Outside:
+    """A process in no group: one that joins a job, since when, or that a launcher has started. `rank` is its RANK."""
+
+    rank: str
+    since: float | None
+    process: Process
+
+    def row(self, now: float) -> tuple[str, ...]:
+        """For a table."""
+        process, since = self.process, "" if self.since is None else seconds_of(max(now - self.since, 0.0))
+        about = (self.rank, str(process.pid), _state(process), f"{process.cores:.2f}")
+        return (*about, since, process.place, process.command)
+
+    def as_dict(self, now: float) -> dict[str, Any]:
+        """For JSON."""
+        seconds = None if self.since is None else max(now - self.since, 0.0)
+        return {"rank": self.rank, "joining_for": seconds, **_process_as_dict(self.process)}
+
+
+def find_jobs() -> tuple[list[Job], list[Outside]]:
+    """This user's jobs, the oldest first; and who joins one, or was started by a launcher, and is in no group."""
+    records: dict[int, Record] = {}
+    outside: dict[int, tuple[str, float | None]] = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         with suppress(OSError):  # it has ended, or does not let itself be read
             if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
                 if (record := read(pid)) is not None:
                     records[pid] = record
+                elif (since := joining_since(pid)) is not None:
+                    outside[pid] = _environ(pid).get(b"RANK", b"").decode(errors="replace"), since
                 elif (rank := _launched(pid)) is not None:
-                    outside[pid] = rank
+                    outside[pid] = rank, None
     seen = {process.pid: process for process in processes([*records, *outside])}
     jobs: dict[str, dict[int, Rank]] = {}
     for pid, record in records.items():
         if pid in seen:
             jobs.setdefault(record.job, {})[record.rank] = Rank(record, seen[pid])
     found = [Job(name, ranks) for name, ranks in jobs.items()]
-    alone = sorted((rank, seen[pid]) for pid, rank in outside.items() if pid in seen)
+    alone = [Outside(rank, since, seen[pid]) for pid, (rank, since) in outside.items() if pid in seen]
+    alone.sort(key=lambda each: (each.rank.zfill(10), each.process.pid))
     return sorted(found, key=lambda job: job.first.record.started), alone
 
 

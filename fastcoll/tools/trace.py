@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 1 if there is nothing to read."""
     options = _parser().parse_args(arguments)
     folder = Path(options.folder)
-    dumps = load(folder)
+    dumps = load(folder, lambda path: print(f"fastcoll trace: {path} cannot be read", file=sys.stderr))
     if not dumps:
         cure = "ranks write there when FASTCOLL_TRACE_DIR names it: on errors, SIGQUIT and fastcoll.dump()"
         print(f"fastcoll trace: no rank has left a file in {folder}; {cure}", file=sys.stderr)

@@ -61,6 +61,16 @@ def test_killed_while_starting(where: str, how: str) -> None:
         check(outcomes, victim, crew.SOON if how == "auto" else crew.WITHIN)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_attaches_when_others_have_seen_a_death_names_it_too(victim: int) -> None:
+    """The others remove the segment's name first, and then tell why."""
+    with crew.nothing_left():
+        outcomes = crew.run(
+            *world("shm.meeting.after_proof", victim, "attach late", meeting() if victim == 0 else "")
+        )
+    check(outcomes, victim)
+
+
 AT_THE_STORE = ["shm.meeting.after_create", "shm.meeting.after_proof"]
 
 

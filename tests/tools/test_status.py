@@ -197,10 +197,29 @@ def test_ranks_that_have_not_met_yet_are_listed(tmp_path):
     program = "import os\nif os.environ['RANK'] == '3':\n    while True: pass\n" + BEGIN
     with job(tmp_path, program):
         end, ours = time.monotonic() + DEADLINE, {}
-        while time.monotonic() < end and ours != {"0": False, "1": False, "2": False, "3": True}:
+        while time.monotonic() < end and ours != {"0": True, "1": True, "2": True, "3": False}:
             outside = [each for each in look()["in_no_group"] if str(tmp_path) in each["command"]]
-            ours = {each["rank"]: each["cores"] > 0.15 for each in outside}
-    assert ours == {"0": False, "1": False, "2": False, "3": True}, outside
+            ours = {each["rank"]: each["joining_for"] is not None for each in outside}
+    assert ours == {"0": True, "1": True, "2": True, "3": False}, outside
+
+
+def test_a_rank_that_nobody_has_launched_is_listed_while_it_joins(tmp_path):
+    path = tmp_path / "alone.py"
+    path.write_text(
+        "import sys\nimport fastcoll as dist\n"
+        "dist.init_process_group('tcp', f'file://{sys.argv[1]}', 60, 2, int(sys.argv[2]))\nsys.stdin.readline()\n"
+    )
+    command = [sys.executable, str(path), str(tmp_path / "meet")]
+    with subprocess.Popen([*command, "1"], stdin=subprocess.PIPE) as first:
+        ours, end = [], time.monotonic() + DEADLINE
+        while time.monotonic() < end and not ours:
+            ours = [each for each in look()["in_no_group"] if each["pid"] == first.pid]
+        with subprocess.Popen([*command, "0"], stdin=subprocess.PIPE) as other:
+            while time.monotonic() < end and ours:
+                ours = [each for each in look()["in_no_group"] if each["pid"] == first.pid]
+            assert first.pid in [rank["pid"] for job in look()["jobs"] for rank in job["ranks"]]
+            for rank in (first, other):
+                rank.stdin.close()
 
 
 def test_what_people_see(tmp_path):

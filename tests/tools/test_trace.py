@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -421,9 +422,12 @@ def test_a_users_own_handler_of_sigquit_stays(tmp_path: Path) -> None:
     assert mine.reasons[0].why == "SIGQUIT"
 
 
-def test_nothing_to_read_is_said(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_and_nothing_to_read_are_said(tmp_path: Path) -> None:
+    (tmp_path / "rank-0-of-2.here.7.json").write_text("{")
+    (tmp_path / "rank-1-of-2.here.8.json").write_text('{"format": 0}')
     done = subprocess.run(
         [sys.executable, "-m", "fastcoll", "trace", str(tmp_path)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
+    assert re.findall(r"rank-(.)-of-2.here.*cannot be read", done.stderr) == ["0", "1"]
     assert "no rank has left a file" in done.stderr
