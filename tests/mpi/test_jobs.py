@@ -93,8 +93,11 @@ def compiled(folder: Path) -> None:
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_conformance_suite(python: Path, ranks: int) -> None:
-    options = ["-q", "--color=no", "-W", "error", *results_in(f"mpi-{python.parents[1].name}-{ranks}")]
-    status, output = run(python, ranks, "tests/mpi/rank.py", *options, *SUITE)
+    """Of four ranks with one library: who sends what is fastcoll's, and the same with the other one."""
+    library = python.parents[1].name
+    options = ["-q", "--color=no", "-W", "error", *results_in(f"mpi-{library}-{ranks}")]
+    suite = CASES if (library, ranks) == ("openmpi", 4) else SUITE
+    status, output = run(python, ranks, "tests/mpi/rank.py", *options, *suite)
     expect_passed(30, status, output)
 
 
