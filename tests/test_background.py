@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from apart import ELSEWHERE, TESTS, environment
 
-TESTS = {
+CASES = {
     "a rank that is interrupted": (
-        "tests/faults/test_waiting.py::test_ctrl_c_ends_a_blocked_call_soon",
+        "faults/test_waiting.py::test_ctrl_c_ends_a_blocked_call_soon",
         "recv",
         1,
     ),
     "a launcher that gets signals": (
-        "tests/launch/test_launcher.py",
+        "launch/test_launcher.py",
         "signals_are_passed_on or second_signal",
         5,
     ),
-    "a shell that is interrupted": ("tests/launch/test_run.py", "ctrl_c", 1),
+    "a shell that is interrupted": ("launch/test_run.py", "ctrl_c", 1),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", TESTS)
+@pytest.mark.parametrize("what", CASES)
 def test_tests_of_signals_pass_in_the_background(what: str) -> None:
-    test, chosen, count = TESTS[what]
+    test, chosen, count = CASES[what]
     ignoring = ["setsid", "nohup", "bash", "-c", "trap '' INT HUP QUIT; exec \"$@\"", "bash"]
     done = subprocess.run(
-        [*ignoring, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, test],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300,
+        [*ignoring, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, TESTS / test],
+        cwd=ELSEWHERE, env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert f"{count} passed" in done.stdout

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from apart import ELSEWHERE, TESTS, environment
 from results import results_in
 
-TESTS = Path(__file__).parents[1]
 SUITE = ("conformance", "test_p2p.py", "gpu/test_several.py")
 
 
 def suite(*options: str) -> str:
     """Run it; what pytest printed."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "NUMBA_ENABLE_CUDASIM": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu.on_fakes", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *results_in("simulated"), *options, *(str(TESTS / name) for name in SUITE)],
-        env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=300,
+        env=environment(NUMBA_ENABLE_CUDASIM="1"), cwd=ELSEWHERE, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     return done.stdout

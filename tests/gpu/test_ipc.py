@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+from apart import ELSEWHERE, TESTS, environment
 
 from fastcoll.core import signature
 from fastcoll.gpu.ipc.schedules import is_one_shot
 from fastcoll.kernels.cuda import page as at
-
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
     "chosen", ["not n3 and not n4", pytest.param("n3 or n4", marks=pytest.mark.long)], ids=["2", "3 and 4"]
 )
 def test_the_carrier_on_simulated_kernels(chosen: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "NUMBA_ENABLE_CUDASIM": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
     done = subprocess.run(
         [*command, *(str(TESTS / "gpu" / name) for name in ("simulated_ipc.py", "simulated_ipc_failures.py"))],
-        env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=300,
+        env=environment(NUMBA_ENABLE_CUDASIM="1"), cwd=ELSEWHERE, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 20
