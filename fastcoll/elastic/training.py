@@ -8,9 +8,10 @@ all ranks (`WorldChange`). Before a rank comes out of the function's last turn, 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -24,7 +25,7 @@ from ..api.newcomers import JobEndedError, Lobby
 from ..api.recovery import shrink
 from ..api.world import destroy_process_group, init_process_group, join_as_newcomer
 from ..core.operands import whole
-from ..errors import GroupError, StoreError, UsageError
+from ..errors import AbortedError, FastcollError, GroupError, MismatchError, StoreError, UsageError
 from .growth import Attempt, NotGrownError, grow
 from .state import State
 
@@ -37,6 +38,7 @@ _LOOK_SECONDS = 1.0  # between two looks for newcomers
 _ASKED_SECONDS = 0.05  # after newcomers were asked whether they are there
 _STORE_SECONDS = 2.0  # until the store must answer, for which all wait
 _MOST_AT_ONCE = 1000
+_numbers = itertools.count(1)  # of the runs of this process
 
 
 class WorldChange(BaseException):
@@ -154,7 +156,7 @@ class _Run:
     """One call of an elastic function on this rank."""
 
     def __init__(self, state: State, terms: _Terms) -> None:
-        self._state, self._terms = state, terms
+        self._state, self._terms, self._number = state, terms, next(_numbers)
         self._address: str = config.get("FASTCOLL_ELASTIC") if terms.store is None else terms.store
         self._has_state, self._grows = False, False
         self._size = self._restarts = 0  # ranks when the state was last the same on all; restarts so far
@@ -210,17 +212,33 @@ class _Run:
 
     def _agree(self) -> None:
         """Have the state of the rank that is there longest, of those that have one: ranks are in order of their age."""
-        mine = np.array([self._has_state, bool(self._address), self._size, self._restarts], np.int64)
+        mine = [self._has_state, bool(self._address), self._size, self._restarts, self._number]
         size = groups.world.size
-        rows = np.empty(4 * size, np.int64)
-        all_gather_single(rows, mine)
-        has_state, finds, sizes, restarts = rows.reshape(size, 4).T.tolist()
+        rows = np.empty((size, len(mine)), np.int64)
+        try:
+            all_gather_single(rows.reshape(-1), np.array(mine, np.int64))
+        except MismatchError as error:
+            if not self._has_state or size <= self._size:
+                raise
+            raise self._strangers(range(self._size, size), str(error)) from None
+        has_state, finds, sizes, restarts, numbers = rows.T.tolist()
         source = has_state.index(max(has_state))
+        if others := [rank for rank, number in enumerate(numbers) if number != numbers[source]]:
+            where = (
+                f"these are in run {numbers[others[0]]} of their program, and not in run {numbers[source]}"
+            )
+            raise self._strangers(others, where)
         self._state.sync(source)
         self._has_state, self._grows = True, all(finds)
         before, self._size, self._restarts = sizes[source], size, restarts[source]
         if before not in (0, size) and self._terms.on_change is not None:
             self._terms.on_change(before, size)
+
+    def _strangers(self, ranks: Sequence[int], what: str) -> FastcollError:
+        """What ends the turn when newcomers are not where all others are: they leave, and the others go on."""
+        if groups.world.rank not in ranks:
+            return AbortedError(f"newcomers cannot take part: {what}", ranks)
+        return UsageError(f"this newcomer is not where the ranks of the job are: {what}")
 
     def _shrink(self, error: GroupError) -> None:
         """Go on with those that are left, from the last commit."""

@@ -137,7 +137,7 @@ class Generations:
         if not self._counts(key, generation):
             return
         if self.restarts >= self.rules.max_restarts:
-            self.over(code, text)
+            self.over(1, text)  # torchrun's exit code, whatever the rank's was
             return
         self.restarts += 1
         self._not_before = now + self._pauses.after(now - self._started)

@@ -21,8 +21,9 @@ _ENDPOINT_PORT = 29400  # torch's, for --rdzv_endpoint
 _ABOUT = """Start a program once per rank, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
 MASTER_ADDR, MASTER_PORT and what else torchrun sets in its environment."""
 _CODES = """exit code: 0, that of the first rank that failed, or 128+n if signal n ended that rank or the
-launcher. The other ranks get SIGTERM then, and SIGKILL when the grace is over. Options may be spelled with
-- instead of _. torchrun's variables PET_... are read as defaults."""
+launcher; in a job with generations 1 if a rank failed, as torchrun's. The other ranks get SIGTERM then, and
+SIGKILL when the grace is over. Options may be spelled with - instead of _. torchrun's variables PET_... are
+read as defaults."""
 _CONF = ("is_host", "join_timeout", "last_call_timeout")
 _REFUSED = {
     "start_method": "ranks are always fresh processes, made by fork and exec",

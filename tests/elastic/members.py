@@ -44,6 +44,8 @@ class Course:
             the how manieth time.
         node: this process takes itself for one on that node.
         apart: no other process sees whether this one lives, as on another machine.
+        early: a collective is called before `run`.
+        runs: other ones before this one.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +56,8 @@ class Course:
     at: tuple[str, str, int] | None = None
     node: int | None = None
     apart: bool = False
+    early: bool = False
+    runs: int = 0
 
 
 def expected(steps: int) -> int:
@@ -86,6 +90,10 @@ def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict
     place = {} if rank < 0 else {"init_method": url, "rank": rank, "world_size": n}
     if place or not by_run:
         dist.init_process_group(course.backend, timeout=30.0, **place)
+    if course.early:
+        dist.barrier()
+    for _ in range(course.runs):
+        elastic.run(lambda state: None)(elastic.State(step=0))
     with dist.TCPStore("127.0.0.1", int(address.rpartition(":")[2]), timeout=30) as board:
         state: Any = elastic.State(
             w=np.zeros(1, np.int64), step=0, enough=False, sampler=elastic.Sampler(N, BATCH, seed=5)

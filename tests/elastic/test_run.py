@@ -171,6 +171,22 @@ def test_a_newcomer_that_dies_or_hangs_costs_a_moment(place: str, how: str) -> N
     assert {result["size"] for result in results} == {3}
 
 
+@pytest.mark.parametrize(
+    ("runs", "early", "said"),
+    [(0, True, "MismatchError"), (1, False, "these are in run 1 of their program, and not in run 2")],
+)
+def test_a_newcomer_that_is_elsewhere_in_its_program_leaves(runs: int, early: bool, said: str) -> None:
+    course = Course({}, "shm", 10**9, 0.001, runs=runs)
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(2, course)
+        crowd.has_joined(0)
+        assert said in crowd.end_of(crowd.newcomer(replace(course, runs=0, early=early))).error
+        wait_for(lambda: crowd.store.get("size") == b"2")
+        crowd.store.set("enough", "")
+        results = [check(crowd.end_of(number)) for number in (0, 1)]
+    assert {result["size"] for result in results} == {2}
+
+
 def test_a_newcomer_that_does_not_fit_keeps_nobody_out() -> None:
     course = Course({}, "shm", 10**9, 0.001, node=0)
     with crew.nothing_left(), Crowd() as crowd:

@@ -85,7 +85,7 @@ def test_failures_beyond_the_last_restart_end_the_job() -> None:
     job.failed("b", 0, 3, "rank 2 failed", 70.0)
     job.failed("c", 0, 4, "rank 3 failed", 70.0)
     job.tick(1e6)
-    assert taken(job) == [Over(3, "rank 2 failed")]
+    assert taken(job) == [Over(1, "rank 2 failed")]
 
 
 def test_quick_failures_are_followed_by_pauses() -> None:
