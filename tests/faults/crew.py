@@ -140,10 +140,12 @@ class _World:
                 for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True))
             ]
         except AssertionError as error:
-            for process in self._processes:
-                if process.is_alive():
-                    os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(0.5)
+            alive = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
+            for rank in alive:
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            late = time.monotonic() + 5
+            while time.monotonic() < late and not all(self._stacks(rank).stat().st_size for rank in alive):
+                time.sleep(0.1)
             texts = [f"-- rank {rank}\n{self._stacks(rank).read_text()}" for rank in range(self._n)]
             raise AssertionError(f"{error}\n" + "\n".join(texts)) from None
 

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from rpc import autograd_programs as programs
-from rpc import autograd_victims as victims
 from together import together
 
 import fastcoll
 from fastcoll import rpc
 from fastcoll.errors import UsageError
 from fastcoll.rpc import autograd
+from rpc import autograd_programs as programs
+from rpc import autograd_victims as victims
 
 
 @pytest.fixture(autouse=True)

@@ -418,14 +418,19 @@ print("ended")
 """
 
 
+def run_elsewhere(code: str) -> subprocess.CompletedProcess[str]:
+    """Run a program away from the sources: it would import them in place of an installed package, and compile."""
+    return subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=60)
+
+
 def test_arrays_may_be_freed_after_everything_else() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60)
+    done = run_elsewhere(AT_THE_END)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 
 def test_nothing_is_left_of_a_killed_process() -> None:
     code = AT_THE_END + "import os, signal; x = np.ones(1 << 20); os.kill(os.getpid(), signal.SIGKILL)"
     before = shm_names()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_elsewhere(code)
     assert done.returncode == -signal.SIGKILL
     assert shm_names() == before
