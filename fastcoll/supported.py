@@ -21,6 +21,7 @@ TESTED = {
     "Numba": (OLDEST["Numba"], (0, 68)),
     "torch": ((2, 13), (2, 15)),
     "mpi4py": ((4, 1), (4, 1)),
+    "JAX": ((0, 10), (0, 10)),
 }
 """The oldest and the newest version of each that tests have run with. Nothing for GPUs is here: no GPU was at hand."""
 
@@ -73,6 +74,18 @@ def check_version(package: str, version: str) -> None:
         needed = ".".join(map(str, oldest))
         raise ImportError(
             f"fastcoll needs {package} {needed} or later, and this is {version.split()[0]}; install a newer one"
+        )
+
+
+def check_range(package: str, version: str) -> None:
+    """Raise ImportError where the tests have not run with a package, whose inside is used: it may be older or newer."""
+    oldest, newest = TESTED[package]
+    if not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
+        first, last = (".".join(map(str, each)) for each in (oldest, newest))
+        tested = f"{first} to {last}" if first != last else last
+        raise ImportError(
+            f"fastcoll uses parts of {package} that change between releases, and was tested with {tested}; this is "
+            f"{version}: pip install '{package.lower()}=={last}.*', or a newer fastcoll"
         )
 
 

@@ -34,7 +34,7 @@ LAYERS = (
     ("__init__",),
     ("launch",),
     ("elastic", "rpc"),
-    ("testing", "torch", "bench"),
+    ("testing", "torch", "jax", "bench"),
     ("warmup",),
     ("tools",),
     ("__main__",),

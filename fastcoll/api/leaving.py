@@ -43,6 +43,9 @@ def leave(
     in_order = error is None or (isinstance(error, SystemExit) and not error.code)
     waiting = [group for group in groups if in_order and group.may_wait()]
     try:
+        for each in waiting:
+            if each.before_leaving is not None:
+                each.before_leaving()
         _complete(waiting)
     finally:
         close(groups, last_words(error)) if let_go is None else let_go()

@@ -57,6 +57,7 @@ class ProcessGroup:
         gate: who may run a call now.
         monitor: which of the others live.
         at_the_end: what is to be done first as the group ends here, in no time.
+        before_leaving: what to do before the group is left in order; it may block.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -68,6 +69,7 @@ class ProcessGroup:
         self._device_carrier: DeviceCarrier | None = None
         self._turn_to_make = threading.Lock()
         self.at_the_end: list[Callable[[], None]] = []
+        self.before_leaving: Callable[[], None] | None = None
 
         def stop() -> None:  # the monitor has found, or been told, that the group has failed
             gate.failure = backend.monitor.failure

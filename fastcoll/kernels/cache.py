@@ -43,6 +43,7 @@ _OTHER_ROOMS = {
     "elastic",
     "gpu",
     "hybrid",
+    "jax",
     "launch",
     "rpc",
     "testing",

@@ -1,0 +1,229 @@
+"""Collectives inside JAX programs on CPUs: under jit, grad, vmap, scan, cond and checkpoint, through XLA's FFI.
+
+>>> import fastcoll, fastcoll.jax as fj
+>>> fastcoll.init_process_group()
+>>> y = jax.jit(lambda x: fj.all_reduce(x * 2))(x)
+
+All ranks make the same calls in the same order, as everywhere in fastcoll. Nothing is changed in place: a call returns
+a new array. What all functions share is explained by `all_reduce`; docs/jax.md has derivatives, errors and tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# isort: off
+from . import tested  # noqa: F401 - refuses releases whose inside is another one
+import jax
+import jax.numpy as jnp
+
+from ..api.groups import Group, NonMember, entered, group_rank
+from ..core.operands import checked_tag
+from ..core.reduce_op import ReduceOp
+from ..errors import ArrayError, UsageError
+from .primitive import call
+from .sites import Site
+# isort: on
+
+__all__ = ["all_reduce", "reduce", "scan", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
+__all__ += ["send", "recv", "sendrecv", "barrier", "create_token"]
+
+
+def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
+    """Reduce an array over all ranks; every rank gets the result, with the same bits.
+
+    Args:
+        x: same dtype and number of elements on all ranks; bool, integers, floats or complex.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        group: from `new_group`; None is the world of when the program runs. The first call on a group, traced or not,
+            is collective among its ranks: it makes a group of JAX's own.
+        token: None: JAX orders this call among all others without a token. Or what `create_token` or the call before
+            has returned: faster, and ordered by that alone.
+
+    Returns:
+        A new array like `x`; with a token `(array, token)`.
+
+    Raises:
+        UsageError: a wrong argument, when it is traced. The shapes of JAX's arrays are known by then.
+        NotInitializedError: there is no world, or the group was destroyed.
+        jax.errors.JaxRuntimeError: what went wrong when the program ran, with the text of fastcoll's error, where its
+            results are waited for: ranks whose calls differ, a rank that died or did not come in time. Where JAX runs
+            the program at once it is a ValueError.
+
+    Example:
+        >>> jax.jit(fj.all_reduce)(jnp.ones(3))  # two ranks: Array([2., 2., 2.])
+    """
+    return _called(_site("all_reduce", group, token, op=_checked(op)), [x], token)
+
+
+def reduce(x: Any, dst: int, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
+    """Reduce an array over all ranks to rank `dst`; the others get their `x` back.
+
+    Args:
+        x, op, group, token, and what it returns and raises: as for `all_reduce`.
+        dst: a global rank.
+    """
+    return _called(_site("reduce", group, token, op=_checked(op), dst=dst), [x], token)
+
+
+def scan(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
+    """Inclusive prefix reduction: rank r gets the reduction over ranks 0..r.
+
+    Args:
+        x, op, group, token, and what it returns and raises: as for `all_reduce`.
+    """
+    return _called(_site("scan", group, token, op=_checked(op)), [x], token)
+
+
+def broadcast(x: Any, src: int, *, group: Group = None, token: Any = None) -> Any:
+    """Every rank gets the array of rank `src`.
+
+    Args:
+        x: same dtype and number of elements on all ranks; its content counts on `src` alone.
+        src: a global rank.
+        group, token, and what it returns and raises: as for `all_reduce`.
+    """
+    return _called(_site("broadcast", group, token, src=src), [x], token)
+
+
+def all_gather(x: Any, *, group: Group = None, token: Any = None) -> Any:
+    """Every rank gets the arrays of all, stacked: rank r's is `[r]` of the result.
+
+    Args:
+        x: same dtype and shape on all ranks.
+        group, token, and what it raises: as for `all_reduce`.
+
+    Returns:
+        An array of shape `(world_size, *x.shape)`; with a token `(array, token)`.
+    """
+    return _called(_site("all_gather", group, token), [x], token)
+
+
+def reduce_scatter(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
+    """Reduce an array over all ranks; rank r gets `[r]` of the result.
+
+    Args:
+        x: of shape `(world_size, ...)`, the same on all ranks.
+        op, group, token, and what it raises: as for `all_reduce`.
+
+    Returns:
+        An array of shape `x.shape[1:]`; with a token `(array, token)`.
+    """
+    return _called(_site("reduce_scatter", group, token, op=_checked(op)), [_rows(x, group)], token)
+
+
+def all_to_all(x: Any, *, group: Group = None, token: Any = None) -> Any:
+    """`x[p]` of rank r becomes `[r]` of the result of rank p.
+
+    Args:
+        x: of shape `(world_size, ...)`, the same on all ranks.
+        group, token, and what it returns and raises: as for `all_reduce`.
+    """
+    return _called(_site("all_to_all", group, token), [_rows(x, group)], token)
+
+
+def send(x: Any, dst: int, tag: int = 0, *, group: Group = None, token: Any = None) -> Any:
+    """Send an array to rank `dst`, which receives it by `recv` of this module, in its own program.
+
+    Args:
+        x: any shape; the receiver's has the same dtype and number of elements.
+        dst: a global rank.
+        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+        group, token, and what it raises: as for `all_reduce`.
+
+    Returns:
+        None; with a token the token.
+    """
+    return _called(_site("send", group, token, dst=dst, tag=checked_tag(tag)), [x], token)
+
+
+def recv(like: Any, src: int, tag: int = 0, *, group: Group = None, token: Any = None) -> Any:
+    """Receive an array from rank `src`.
+
+    Args:
+        like: has the shape and the dtype of what comes; its content does not count.
+        src: a global rank.
+        tag, group, token, and what it returns and raises: as for `send` and `all_reduce`.
+    """
+    return _called(_site("recv", group, token, src=src, tag=checked_tag(tag)), [like], token)
+
+
+def sendrecv(
+    x: Any, like: Any, dst: int, src: int, tag: int = 0, *, group: Group = None, token: Any = None
+) -> Any:
+    """Send `x` to rank `dst` and receive what rank `src` sends, at the same time; either may be this rank.
+
+    Args:
+        x, dst: as for `send`.
+        like, src: as for `recv`.
+        tag, group, token, and what it returns and raises: as for `send` and `all_reduce`.
+    """
+    return _called(_site("sendrecv", group, token, dst=dst, src=src, tag=checked_tag(tag)), [x, like], token)
+
+
+def barrier(*, group: Group = None, token: Any = None) -> Any:
+    """Wait until every rank's program is here.
+
+    Args:
+        group, token, and what it raises: as for `all_reduce`.
+
+    Returns:
+        None; with a token the token.
+    """
+    return _called(_site("barrier", group, token), [], token)
+
+
+def create_token() -> Any:
+    """A token, to begin a chain of calls with: each call with it is behind the call that returned it.
+
+    It is an array, and goes in and out of programs and loops as any other. Calls of a program that are not in one
+    chain run in no order that ranks agree on: begin one chain a program, and hand each call what the last returned.
+    """
+    return jnp.zeros((), jnp.uint32)
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------
+
+
+def _site(kind: str, group: Group, token: Any, **ranks: Any) -> Site:
+    if isinstance(group, NonMember):
+        raise UsageError(f"{kind}: this process is not in the group; call it on the group's ranks alone")
+    found = entered(group)
+    for name in {"dst", "src"} & ranks.keys():
+        ranks[name] = found.checked_rank(name, group_rank(found, name, ranks[name], None))
+    return Site(kind, group, found.size, token=token is not None, **ranks)
+
+
+def _checked(op: Any) -> ReduceOp:
+    if not isinstance(op, ReduceOp):
+        raise UsageError(f"op is {op!r}; give one of fastcoll.ReduceOp, e.g. ReduceOp.SUM")
+    return op
+
+
+def _rows(x: Any, group: Group) -> Any:
+    size, shape = entered(group).size, jnp.shape(x)
+    if not shape or shape[0] != size:
+        raise ArrayError(f"x is of shape {shape}; give one of shape ({size}, ...), an item for each rank")
+    return x
+
+
+def _called(site: Site, arrays: list[Any], token: Any) -> Any:
+    """The array, the token, both or None."""
+    arrays = [jnp.asarray(x) for x in arrays]
+    for x in arrays:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            raise ArrayError(f"{site.kind}: the array is of {x.dtype}; give jax.random.key_data(x)")
+        if x.dtype.name.endswith(("int2", "int4", "float4_e2m1fn")):
+            raise ArrayError(
+                f"{site.kind}: the array is of {x.dtype}, less than a byte; give x.astype('int8')"
+            )
+    if token is not None:
+        token = jnp.asarray(token)
+        if token.shape != () or token.dtype != jnp.uint32:
+            raise UsageError(
+                f"{site.kind}: token is an array of {token.dtype} and shape {token.shape}; give what create_token() or "
+                "the call before has returned"
+            )
+        arrays.append(token)
+    results = call(site, *arrays)
+    return tuple(results) if len(results) == 2 else results[0] if results else None

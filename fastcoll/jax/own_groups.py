@@ -1,0 +1,88 @@
+"""The groups that JAX's calls go over: a copy of each group that is used in a program.
+
+JAX runs programs later than it is called, so its calls and those of Python come in no order that all ranks agree on:
+each have a group of their own. A copy is made when its group is first used while JAX traces, on the thread that asked
+for it. The world's is made anew for each world. A copy is left with the group that it copies, and programs that are
+under way are waited for first, as asynchronous calls are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+from weakref import WeakKeyDictionary
+
+import jax
+
+from ..api.backends import load
+from ..api.groups import Group, entered, groups
+from ..api.leaving import ExitHook, close
+from ..api.world import current_job, destroy_process_group
+from ..core.group import ProcessGroup
+from ..core.monitor import last_words
+from ..errors import GroupError, UsageError
+
+_copies: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def copy_of(group: Group) -> ProcessGroup:
+    """The group of JAX's own with the ranks of this one; collective among them at its first use.
+
+    Raises:
+        UsageError: this process is not in the group, or it is a group without a world.
+        NotInitializedError: there is no world, or the group was destroyed.
+    """
+    job, original = current_job(), entered(group)
+    with _making:
+        if original in _copies:
+            return _copies[original]
+        if original in groups.standalone:
+            raise UsageError(
+                f"the group {original.name} was made by group_from_store; JAX's calls need a second group of the same "
+                "ranks, which is made in the store of init_process_group: use that, and new_group"
+            )
+        choice, ranks = groups.backends[original], original.ranks
+        doing = f"the first call of fastcoll.jax on the group {original.name}"
+        with job.making(ranks, doing, counted=original is groups.world):
+            place = f"jax/{original.name}"
+            made = job.make_group(f"{original.name} (JAX)", place, ranks, original.timeout, load(choice))
+        groups.add(made, choice)
+        made.before_leaving = settle
+        if original is not groups.world:
+            original.before_leaving = partial(destroy_process_group, made)
+        _copies[original] = made
+        _leave_at_exit()
+        return made
+
+
+_fences: list[Callable[[], None]] = []
+
+
+def settle_by(fence: Callable[[], None]) -> None:
+    """`fence`: runs a program, behind all that JAX was given before, and waits for it."""
+    _fences[:] = [fence]
+
+
+def settle() -> None:
+    """Wait for all programs that this process has given to JAX. Their errors are for who looks at the results."""
+    with suppress(Exception):
+        jax.effects_barrier()
+    for fence in _fences:
+        with suppress(Exception):
+            fence()
+
+
+@cache
+def _leave_at_exit() -> None:
+    """Once a process: before JAX clears its backends, which is later since it was imported earlier."""
+
+    def at_exit(error: BaseException | None) -> GroupError | None:
+        if error is not None:  # nothing is waited for: the calls that are under way end with an error
+            close(list(_copies.values()), last_words(error))
+        settle()
+        return None
+
+    ExitHook(at_exit).set()

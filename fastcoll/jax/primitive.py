@@ -1,0 +1,194 @@
+"""The primitive of JAX behind all calls, and what JAX's transformations make of it.
+
+Without a token a call has an *ordered effect*: JAX runs all calls of a thread's programs in the order in which Python
+made them, by tokens of its own. With one, the token is an array that goes in and comes out, so the order is that of the
+data; XLA must neither drop nor merge such calls, but JAX knows of no effect, and starts programs by its fast way.
+
+Derivatives follow mpi4jax: the transpose of an all_reduce by SUM is the identity, and that of the transpose is the
+all_reduce. It is right where all ranks work out one loss from the sum: each rank then has the whole derivative of that
+loss by what it gave. all_to_all and sendrecv send back; other calls have derivatives forward alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core, dispatch, effects
+from jax._src.interpreters import partial_eval
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..core.reduce_op import ReduceOp
+from ..errors import UsageError
+from ..kernels.call_frames import IN_PLACE
+from . import xla_frames
+from .own_groups import copy_of
+from .sites import KINDS, Site, number_of
+
+
+class Order(effects.Effect):  # type: ignore[misc]
+    """The effect of calls without a token."""
+
+    def __str__(self) -> str:
+        return "fastcoll"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Order
+
+    def __hash__(self) -> int:
+        return hash(Order)
+
+
+_ORDER = Order()
+for _kinds in (
+    effects.lowerable_effects,
+    effects.ordered_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
+    _kinds.add_type(Order)
+
+call_p = Primitive("fastcoll")
+call_p.multiple_results = True
+call_p.def_impl(partial(dispatch.apply_primitive, call_p))
+
+
+def call(site: Site, *arrays: Any) -> list[Any]:
+    """Trace or do a call."""
+    xla_frames.ready()
+    copy_of(site.group)
+    results: list[Any] = call_p.bind(*arrays, site=site)
+    return results
+
+
+def _shapes(*ins: Any, site: Site) -> tuple[list[Any], set[Order]]:
+    kind = KINDS[site.kind]
+    outs = []
+    if kind.shape:
+        like = ins[-1 - site.token]  # of sendrecv what is received, else all there is
+        outs = [core.ShapedArray(kind.shape(like.shape, site.size), like.dtype)]
+    if site.token:
+        outs.append(ins[-1])
+    return outs, set() if site.token or site.tangent or site.transposed else {_ORDER}
+
+
+call_p.def_effectful_abstract_eval(_shapes)
+
+
+def _lower(ctx: Any, *ins: Any, site: Site) -> Sequence[Any]:
+    if site.transposed:
+        return ins
+    if site.tangent:
+        raise NotImplementedError(
+            f"{site}: a call with a token has no derivative forward (jvp, jacfwd); leave the token out"
+        )
+    dtypes = tuple(np.dtype(aval.dtype) for aval in ctx.avals_in)
+    number = np.int64(number_of(site, dtypes))
+    aliases = {0: 0} if KINDS[site.kind].form == IN_PLACE else {}
+    if site.token:
+        aliases[len(ins) - 1] = len(ctx.avals_out) - 1
+        lowering = jax.ffi.ffi_lowering(
+            xla_frames.TARGET, has_side_effect=True, operand_output_aliases=aliases
+        )
+        results: Sequence[Any] = lowering(ctx, *ins, site=number)
+        return results
+    lowering = jax.ffi.ffi_lowering(xla_frames.TARGET, has_side_effect=True, operand_output_aliases=aliases)
+    avals_in, avals_out = ((*avals, core.abstract_token) for avals in (ctx.avals_in, ctx.avals_out))
+    inner = ctx.replace(avals_in=avals_in, avals_out=avals_out)
+    *results, after = lowering(inner, *ins, ctx.tokens_in.get(_ORDER), site=number)
+    ctx.set_tokens_out(mlir.TokenSet({_ORDER: after}))
+    return results
+
+
+mlir.register_lowering(call_p, _lower, platform="cpu")
+
+
+def _keep(used: list[bool], call: Any) -> tuple[list[bool], Any]:
+    """A call with a token happens, even if nobody uses what it returns."""
+    kept = call.params["site"].token or any(used) or bool(call.effects)
+    return [kept] * len(call.invars), call if kept else None
+
+
+partial_eval.dce_rules[call_p] = _keep
+
+
+# ---- vmap ---------------------------------------------------------------------------------------------------
+
+
+def _batch(ins: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[list[Any], list[int | None]]:
+    """One call for the whole batch, which comes first on all ranks, after a dimension that counts ranks."""
+    kind = KINDS[site.kind]
+    place_in, place_out = map(int, kind.rows)
+    arrays, sizes = list(ins), {x.shape[d] for x, d in zip(ins, dims, strict=True) if d is not None}
+    if site.token and dims[-1] is not None:
+        raise UsageError(
+            f"{site}: the token is mapped by vmap; give one token for the whole batch (in_axes=None)"
+        )
+    for k in range(len(ins) - site.token):
+        if dims[k] is None:  # of sendrecv's two
+            arrays[k] = jnp.broadcast_to(ins[k], (*sizes, *ins[k].shape))
+        else:
+            arrays[k] = jnp.moveaxis(ins[k], dims[k], place_in)
+    outs = call_p.bind(*arrays, site=site)
+    return outs, [place_out] * bool(kind.shape) + [None] * site.token
+
+
+batching.primitive_batchers[call_p] = _batch
+
+
+# ---- derivatives --------------------------------------------------------------------------------------------
+
+
+def _jvp(ins: Sequence[Any], tangents: Sequence[Any], *, site: Site) -> tuple[list[Any], list[Any]]:
+    outs = call_p.bind(*ins, site=site)
+    nothing = [ad.Zero(core.typeof(out).to_tangent_aval()) for out in outs]
+    given = tangents[: len(ins) - site.token]
+    if all(type(t) is ad.Zero for t in given):
+        return outs, nothing
+    averages = site.op == ReduceOp.AVG
+    if not KINDS[site.kind].linear or not (site.op in (None, ReduceOp.SUM) or averages):
+        raise NotImplementedError(f"{site} has no derivative; of reductions SUM and AVG have one")
+    if site.token and site.kind != "all_reduce":
+        raise NotImplementedError(
+            f"{site}: with a token only all_reduce has a derivative; leave the token out"
+        )
+    if averages:
+        site = replace(site, op=ReduceOp.SUM)
+    if site.token:  # only its transpose can run, which needs no order
+        site = replace(site, tangent=True, token=False)
+    moved = call_p.bind(*map(ad.instantiate_zeros, given), site=site)
+    if averages:
+        moved = [t / site.size for t in moved]
+    return outs, [*moved, *nothing[1:]]
+
+
+def _transpose(cotangents: Sequence[Any], *ins: Any, site: Site) -> list[Any]:
+    back = {
+        "all_reduce": replace(site, transposed=not site.transposed),
+        "all_to_all": site,
+        "sendrecv": replace(site, dst=site.src, src=site.dst),
+    }
+    if site.kind not in back:
+        raise NotImplementedError(
+            f"{site} has a derivative forward alone (jvp, jacfwd); in reverse there is none"
+        )
+    (ct,) = cotangents
+    zeros = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in ins]
+    if type(ct) is ad.Zero:
+        return zeros
+    if site.kind == "sendrecv":  # the second array says only what is received
+        like = ins[0].aval
+        return [*call_p.bind(ct, jnp.zeros(like.shape, like.dtype), site=back[site.kind]), *zeros[1:]]
+    results: list[Any] = call_p.bind(ct, site=back[site.kind])
+    return results
+
+
+ad.primitive_jvps[call_p] = _jvp
+ad.primitive_transposes[call_p] = _transpose

@@ -1,0 +1,108 @@
+"""A call as data: what a place in a traced program asks for, what its arrays are, and how a group carries it out.
+
+JAX traces a call once and runs it often, so all of this is worked out while it traces. A compiled program names the
+call by a number: JAX may keep programs on disk, where an address or an object would mean nothing to the next process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.group import ProcessGroup
+from ..core.reduce_op import ReduceOp
+from ..kernels.call_frames import APART, GIVEN, IN_PLACE, NO_ARRAY, TAKEN
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One call: the arguments that are no arrays.
+
+    `group` is the user's (None: the world of when it runs), of `size` ranks, and `dst` and `src` are ranks in it. Where
+    `token` is set, a token is the last array that goes in and comes out, and orders the call; without, JAX orders it by
+    an effect. A `tangent` is never run: its transpose is. `transposed` is an all_reduce that does nothing.
+    """
+
+    kind: str
+    group: ProcessGroup | None
+    size: int
+    op: ReduceOp | None = None
+    dst: int = 0
+    src: int = 0
+    tag: int = 0
+    token: bool = False
+    tangent: bool = False
+    transposed: bool = False
+
+    def __repr__(self) -> str:
+        what = f"{self.kind} {self.op.name}" if self.op else self.kind
+        return f"{what} transposed" if self.transposed else what
+
+
+class Kind(NamedTuple):
+    """What the calls of one name have in common.
+
+    Attributes:
+        run: carries it out on a group: (group, site, arrays in, array out).
+        shape: of what comes out, of (shape in, size of the group); None: nothing comes out.
+        rows: whether the first dimension of what goes in, and of what comes out, counts ranks.
+        form: which arrays the door gets (kernels/call_frames.py); None: there is no door for it.
+        linear: whether the result is a linear function of what goes in (of reductions: of sums alone).
+    """
+
+    run: Callable[[ProcessGroup, Any, list[Array], Any], object]
+    shape: Callable[[Shape, int], Shape] | None = lambda shape, size: shape
+    rows: tuple[bool, bool] = (False, False)
+    form: int | None = None
+    linear: bool = False
+
+
+def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None:
+    work = group.isend(ins[0], site.dst, site.tag)
+    group.recv(out, site.src, site.tag)
+    work.wait()
+
+
+# fmt: off
+KINDS = {
+    "all_reduce": Kind(lambda g, s, ins, out: g.all_reduce(out, s.op), form=IN_PLACE, linear=True),
+    "reduce": Kind(lambda g, s, ins, out: g.reduce(out, s.dst, s.op), form=IN_PLACE),
+    "scan": Kind(lambda g, s, ins, out: g.scan(out, s.op), form=IN_PLACE, linear=True),
+    "broadcast": Kind(lambda g, s, ins, out: g.broadcast(out, s.src), form=IN_PLACE, linear=True),
+    "all_gather": Kind(lambda g, s, ins, out: g.all_gather_single(out, ins[0]),
+                       lambda shape, size: (size, *shape), (False, True), APART, linear=True),
+    "reduce_scatter": Kind(lambda g, s, ins, out: g.reduce_scatter_single(out, ins[0], s.op),
+                           lambda shape, size: shape[1:], (True, False), APART, linear=True),
+    "all_to_all": Kind(lambda g, s, ins, out: g.all_to_all_single(out, ins[0]),
+                       rows=(True, True), form=APART, linear=True),
+    "send": Kind(lambda g, s, ins, out: g.send(ins[0], s.dst, s.tag), None, form=GIVEN),
+    "recv": Kind(lambda g, s, ins, out: g.recv(out, s.src, s.tag), form=TAKEN),
+    "sendrecv": Kind(_sendrecv, linear=True),
+    "barrier": Kind(lambda g, s, ins, out: g.barrier(), None, form=NO_ARRAY),
+}
+# fmt: on
+
+_numbers: dict[tuple[Site, tuple[Any, ...]], int] = {}
+_numbered: list[tuple[Site, tuple[Any, ...]]] = []
+_numbering = threading.Lock()
+
+
+def number_of(site: Site, dtypes: tuple[Any, ...]) -> int:
+    """The number of a call on arrays of these dtypes: the same each time, in this process."""
+    with _numbering:
+        number = _numbers.setdefault((site, dtypes), len(_numbered))
+        if number == len(_numbered):
+            _numbered.append((site, dtypes))
+        return number
+
+
+def site_of(number: int) -> tuple[Site, tuple[Any, ...]]:
+    """The call, and the dtypes of what goes in."""
+    return _numbered[number]

@@ -1,0 +1,12 @@
+"""Which releases of JAX there may be. Importing this module, before all others here, refuses the rest by name."""
+
+from __future__ import annotations
+
+from ..supported import check_range
+
+try:
+    from jax import __version__
+except ImportError as error:
+    raise ImportError("fastcoll.jax needs JAX: pip install 'fastcoll[jax]'") from error
+
+check_range("JAX", __version__)

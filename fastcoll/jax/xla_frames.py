@@ -1,0 +1,220 @@
+"""What Python does for XLA: it answers what the handler (kernels/call_frames.py) leaves to it, and reports errors.
+
+What goes wrong becomes an error of XLA, with a code that says of what kind, and the text; JAX raises it where the
+program's results are waited for. A call that Python has carried out once gets a line for the handler, which calls the
+group's door then. `ready` compares the layout of frames with what a first program of known arrays brings.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import threading
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+
+from ..compiled.rows import call_word, message_word, row, take_error
+from ..core import signature
+from ..core.group import ProcessGroup
+from ..errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    GroupError,
+    NotInitializedError,
+    UnavailableError,
+    UsageError,
+)
+from ..kernels import call_frames as f
+from ..kernels.doors import RECV, SEND
+from . import own_groups
+from .sites import KINDS, Array, Site, site_of
+
+TARGET = "fastcoll"
+"""The handler's name in programs; its one attribute is `site`, the number of the call."""
+PROBE = -1
+"""The number of no call: the handler looks at the frame alone."""
+
+# Offsets in bytes.
+_EXTENSION_TYPE, _NEXT, _METADATA = 8, 16, 24
+_VERSION, _TRAITS = 24, 32  # of the metadata
+_API_MINOR, _ERROR_CREATE = 36, 48  # of the api
+_IS_METADATA, _EXECUTE = 1, 3
+
+_CODES: dict[type[BaseException], int] = {
+    KeyboardInterrupt: 1,  # CANCELLED
+    UsageError: 3,  # INVALID_ARGUMENT
+    CollectiveTimeoutError: 4,  # DEADLINE_EXCEEDED
+    NotInitializedError: 9,  # FAILED_PRECONDITION
+    AbortedError: 10,  # ABORTED
+    GroupError: 14,  # UNAVAILABLE
+    BaseException: 13,  # INTERNAL
+}
+
+
+def _word(address: int) -> int:
+    return ctypes.c_int64.from_address(address).value
+
+
+def _half(address: int) -> int:
+    return ctypes.c_int32.from_address(address).value
+
+
+def _answer(frame: int) -> int | None:
+    """What the handler calls for what it cannot do: returns None, or the address of an error."""
+    if _is_query(frame):
+        return None
+    try:
+        if error := take_error():  # of the door, which the handler has called
+            raise error
+        number = _word(_word(_word(_word(frame + f.ATTRS + f.VALUES)) + f.SCALAR))
+        if number == PROBE:
+            _found[:] = _look(frame)
+            return None
+        site, dtypes = site_of(number)
+        arguments, results = _word(frame + f.ARGS + f.POINTERS), _word(frame + f.RETS + f.POINTERS)
+        ins = [_array(_word(arguments + 8 * k), dtype) for k, dtype in enumerate(dtypes)]
+        # What comes out is like the last array that goes in, but for the token.
+        out = _array(_word(results), dtypes[-1 - site.token]) if KINDS[site.kind].shape else None
+        group = own_groups.copy_of(site.group)
+        if group.size != site.size:
+            raise UsageError(
+                f"{site} was traced in a world of {site.size} ranks, and this one has {group.size}; call "
+                "jax.clear_caches() when the world has changed, so that JAX traces its functions again"
+            )
+        carry_out(group, site, ins, out)
+        with suppress(UsageError):  # what no call word says stays Python's
+            _write_line(number, group, site, dtypes)
+        return None
+    except BaseException as error:
+        return _failed(frame, error)
+
+
+_HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+_c_answer = _HANDLER(_answer)
+
+
+def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any, ...]) -> None:
+    """Have the handler do this call from now on, until the group ends: then it is Python's again."""
+    form = KINDS[site.kind].form
+    if form is None or number >= f.MOST or group.gate.closed:
+        return
+    line, messages = f.LINES[1 + number], {"send": SEND, "recv": RECV}
+    if site.kind in messages:
+        line[f.OP], line[f.CALL] = messages[site.kind], message_word(site.tag, dtypes[0])
+    else:
+        line[f.OP] = signature.code_of(site.kind)
+        barrier = form == f.NO_ARRAY
+        line[f.CALL] = signature.encode(site.kind) if barrier else call_word(site.kind, dtypes[0], site.op)
+    line[f.PEER] = site.src if site.kind in ("recv", "broadcast") else site.dst
+    line[f.ITEM] = dtypes[0].itemsize if dtypes else 0
+    line[f.BLOCKS] = group.size if KINDS[site.kind].rows[0] else 1
+    line[f.FORM] = form
+    line[f.ROW] = row(group)  # last: then the rest counts
+    group.at_the_end.append(partial(line.__setitem__, f.ROW, 0))
+
+
+def carry_out(group: ProcessGroup, site: Site, ins: list[Array], out: Array | None) -> None:
+    """Do what a site says."""
+    kind = KINDS[site.kind]
+    if kind.form == f.IN_PLACE and out is not None and out.ctypes.data != ins[0].ctypes.data:
+        np.copyto(out, ins[0])
+    kind.run(group, site, ins, out)
+
+
+def _shape(buffer: int) -> tuple[int, ...]:
+    dims = _word(buffer + f.DIMS)
+    return tuple(_word(dims + 8 * k) for k in range(_word(buffer + f.NDIM)))
+
+
+def _array(buffer: int, dtype: Any) -> Array:
+    """A buffer as an array, which is valid as long as the handler runs."""
+    shape = _shape(buffer)
+    room = (ctypes.c_char * max(1, int(np.prod(shape)) * dtype.itemsize)).from_address(_word(buffer + f.DATA))
+    return np.ndarray(shape, dtype, room)
+
+
+def _is_query(frame: int) -> bool:
+    """Whether XLA asks which version of its interface the handler is for; it gets its own, of which nothing is new."""
+    extension, api = _word(frame + f.EXTENSION), _word(frame + f.API)
+    while extension:
+        if _half(extension + _EXTENSION_TYPE) == _IS_METADATA:
+            metadata = _word(extension + _METADATA)
+            ctypes.c_int32.from_address(metadata + _VERSION).value = 0
+            ctypes.c_int32.from_address(metadata + _VERSION + 4).value = _half(api + _API_MINOR)
+            ctypes.c_int32.from_address(metadata + _TRAITS).value = 0
+            return True
+        extension = _word(extension + _NEXT)
+    return False
+
+
+class _ErrorArguments(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("message", ctypes.c_char_p),
+        ("code", ctypes.c_int32),
+    )
+
+
+def _failed(frame: int, error: BaseException) -> int:
+    """XLA's error for one of Python's."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        _thread.interrupt_main()  # raised again where JAX returns
+    code = next(_CODES[kind] for kind in type(error).__mro__ if kind in _CODES)
+    text = f"{type(error).__module__}.{type(error).__name__}: {error}".encode()
+    arguments = _ErrorArguments(28, None, text, code)
+    create = _HANDLER(_word(_word(frame + f.API) + _ERROR_CREATE))
+    made: int = create(ctypes.addressof(arguments))
+    return made
+
+
+# ---- the self-test ------------------------------------------------------------------------------------------
+
+_found: list[Any] = []
+_PROBED = np.arange(6, dtype=np.int16).reshape(2, 3)
+_EXPECTED = [168, 40, 40, 48, 48, 48, _EXECUTE, 1, 1, 1, b"site", 3, 1, (2, 3), (5, 7, 1), [0, 1, 2, 3, 4, 5]]
+
+
+def _look(frame: int) -> list[Any]:
+    """What the frame of the first program says of itself, its parts and arrays."""
+    args, rets, attrs = (frame + place for place in (f.ARGS, f.RETS, f.ATTRS))
+    x, y = _word(_word(args + f.POINTERS)), _word(_word(rets + f.POINTERS))
+    sizes = [_word(part) for part in (frame, args, rets, attrs, x, y)]
+    counts = [_word(part + f.COUNT) for part in (args, rets, attrs)]
+    name = _word(_word(attrs + f.NAMES))
+    called = ctypes.string_at(_word(name), _word(name + 8))
+    dtypes = [_half(x + f.DTYPE), _half(y + f.DTYPE)]
+    content = _array(x, np.dtype(np.int16)).ravel().tolist()
+    return [*sizes, _half(frame + f.STAGE), *counts, called, *dtypes, _shape(x), _shape(y), content]
+
+
+@cache
+def ready() -> None:
+    """Give XLA the handler, once a process, and see that frames are laid out as this file says.
+
+    Raises:
+        UnavailableError: they are not.
+    """
+    f.LINES[0, 0] = ctypes.cast(_c_answer, ctypes.c_void_p).value or 0
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_HANDLER(f.handler_address())), platform="cpu")
+    cpu = jax.devices("cpu")[0]
+    probe = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((5, 7, 1), np.bool_), has_side_effect=True)
+    program = jax.jit(lambda x: probe(x, site=np.int64(PROBE)))
+
+    def look() -> None:
+        program(jax.device_put(_PROBED, cpu)).block_until_ready()
+
+    own_groups.settle_by(look)
+    thread = threading.Thread(target=look)  # where nothing is being traced
+    thread.start()
+    thread.join()
+    if _found != _EXPECTED:
+        raise UnavailableError(
+            f"jaxlib {jaxlib.__version__} does not lay out call frames as fastcoll.jax expects: {_found}, and not "
+            f"{_EXPECTED}; use jaxlib from PyPI or conda-forge"
+        )

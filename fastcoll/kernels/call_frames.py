@@ -1,0 +1,115 @@
+"""XLA's call frames: how a compiled program of JAX calls into this package (xla/ffi/api/c_api.h, version 0).
+
+XLA calls one C function, `handle`, for all calls. A call has a number, the one attribute in the frame, and a line of
+words in `LINES`, that Python fills (jax/xla_frames.py) once it has carried the call out itself:
+
+    ROW       address of the group's row (doors.py); 0: the call is Python's
+    OP, CALL, PEER    the door's arguments
+    ITEM      bytes of an element, divided into as many blocks as BLOCKS says
+    FORM      which of the arrays in the frame the door gets: one of the forms below
+
+What has no line, or cannot be done, is for the C function ANSWER, which gets the frame. Offsets are in bytes:
+
+    XLA_FFI_CallFrame   size, extension, api, context, stage, args (5 words), rets (5 words), attrs (6 words), future
+    args, rets          size, extension, count, types, pointers to buffers
+    attrs               size, extension, count, types, pointers to names, pointers to values; sorted by name
+    XLA_FFI_Buffer      size, extension, dtype (32 bits), data, number of dimensions, pointer to dimensions
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from . import llvm
+from .copy import copy
+from .doors import DOOR, RAISED
+from .jit import c_function, inlined, instruction
+from .machine_code import OWN_SYMBOLS
+from .primitives import address_of, load_acquire, load_word, word_at
+
+EXTENSION, API, STAGE, ARGS, RETS, ATTRS = 8, 16, 32, 40, 80, 120
+COUNT, POINTERS = 16, 32  # of args and rets
+NAMES, VALUES = 32, 40  # of attrs
+DTYPE, DATA, NDIM, DIMS = 16, 24, 32, 40
+SCALAR = 8  # of a value
+
+ROW, OP, CALL, PEER, ITEM, BLOCKS, FORM, _SPARE = range(8)
+IN_PLACE, APART, GIVEN, TAKEN, NO_ARRAY = range(5)
+"""What comes out, after a copy of what goes in; both; what goes in; what comes out; none."""
+
+MOST = 1 << 14
+"""Calls that get lines; those with larger numbers are Python's. The pages of those that are not used take no memory."""
+LINES = np.zeros((1 + MOST, 8), np.int64)
+"""The line of call k is LINES[1 + k]; the first word of LINES[0] is the address of ANSWER."""
+_SYMBOL = "fastcoll.lines"
+OWN_SYMBOLS[_SYMBOL] = address_of(LINES)
+
+
+@instruction("int64")
+def _lines(builder):
+    return builder.ptrtoint(llvm.function(builder, _SYMBOL, llvm.VOID), llvm.WORD)
+
+
+@instruction("int64")
+def _answer(builder, function, frame):
+    kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD])
+    return builder.call(llvm.pointer(builder, function, kind), [frame])
+
+
+@instruction("int64")
+def _enter(builder, door, row, op, data, out, nbytes, call, peer):
+    kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD] * 7)
+    return builder.call(llvm.pointer(builder, door, kind), [row, op, data, out, nbytes, call, peer])
+
+
+@inlined
+def _buffer(arguments):
+    """The first buffer."""
+    return word_at(word_at(arguments + POINTERS))
+
+
+@inlined
+def _number(frame):
+    """The number of the call."""
+    return word_at(word_at(word_at(word_at(frame + ATTRS + VALUES)) + SCALAR))
+
+
+def handle(frame):
+    """Carry a call out; what it returns, and the frame, are XLA's: 0, or the address of an error."""
+    lines = _lines()
+    if word_at(frame + EXTENSION) != 0:
+        return _answer(word_at(lines), frame)
+    number = _number(frame)
+    if number < 0 or number >= MOST:
+        return _answer(word_at(lines), frame)
+    line = lines + 64 * (1 + number)
+    row = load_acquire(line)
+    if row == 0:
+        return _answer(word_at(lines), frame)
+    form = load_word(line, FORM)
+    data, out, nbytes = 0, 0, 0
+    if form != NO_ARRAY:
+        x = _buffer(frame + (RETS if form == TAKEN else ARGS))
+        data, nbytes = word_at(x + DATA), load_word(line, ITEM)
+        for k in range(word_at(x + NDIM)):
+            nbytes *= load_word(word_at(x + DIMS), k)
+        nbytes //= load_word(line, BLOCKS)
+    if form == APART:
+        out = word_at(_buffer(frame + RETS) + DATA)
+    elif form == IN_PLACE:
+        given, data = data, word_at(_buffer(frame + RETS) + DATA)
+        if given != data:
+            copy(data, given, nbytes)
+    door = load_word(row, DOOR)
+    done = _enter(
+        door, row, load_word(line, OP), data, out, nbytes, load_word(line, CALL), load_word(line, PEER)
+    )
+    return _answer(word_at(lines), frame) if done == RAISED else 0
+
+
+@cache
+def handler_address() -> int:
+    """The address of `handle`, compiled or loaded."""
+    return c_function(handle, "int64(int64)", "calls from JAX")

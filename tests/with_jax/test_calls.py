@@ -1,0 +1,213 @@
+"""Every call from JAX against NumPy: eagerly, jitted and with a token, all dtypes and reductions, groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracle import assert_same, reduced, values
+
+import fastcoll as dist
+
+DTYPES = "bool int8 uint16 int32 float16 bfloat16 float32 complex64".split()
+WAYS = ("eager", "jit", "token")
+
+
+@pytest.fixture
+def jax():
+    return pytest.importorskip("jax", reason="pip install jax")
+
+
+def do(jax, way, function, *arrays, **how):
+    """The result of a call of fastcoll.jax in one of the ways, as NumPy's array; twice, by Python and by the door."""
+    import fastcoll.jax as fj
+
+    if way == "token":
+
+        def program(*xs):
+            found = function(*xs, token=fj.create_token(), **how)
+            return found[0] if isinstance(found, tuple) else found
+
+    else:
+
+        def program(*xs):
+            return function(*xs, **how)
+
+    program = program if way == "eager" else jax.jit(program)
+    results = [program(*map(jax.numpy.asarray, arrays)) for _ in range(2)]
+    if results[0] is None:
+        return None
+    first, second = map(np.asarray, results)
+    assert first.tobytes() == second.tobytes()
+    return first
+
+
+@pytest.mark.ranks(1, 2, 3, timeout=120)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_call(rank, world_size, jax, way):
+    import fastcoll.jax as fj
+
+    n, last = world_size, world_size - 1
+    right, left = (rank + 1) % n, (rank - 1) % n
+    for count in (1, 5000) if way == "jit" else (5,):
+        inputs = [values(r, count, np.dtype(np.float32), 1) for r in range(n)]
+        wholes = [values(r, n * count, np.dtype(np.float32), 2).reshape(n, count) for r in range(n)]
+        mine = inputs[rank]
+        assert_same(do(jax, way, fj.all_reduce, mine), reduced(inputs, dist.ReduceOp.SUM), "all_reduce")
+        found = do(jax, way, fj.reduce, mine, dst=last)
+        assert_same(found, reduced(inputs, dist.ReduceOp.SUM) if rank == last else mine, "reduce")
+        assert_same(do(jax, way, fj.scan, mine), reduced(inputs[: rank + 1], dist.ReduceOp.SUM), "scan")
+        assert_same(do(jax, way, fj.broadcast, mine, src=last), inputs[last], "broadcast")
+        assert_same(do(jax, way, fj.all_gather, mine), np.stack(inputs), "all_gather")
+        found = do(jax, way, fj.reduce_scatter, wholes[rank])
+        assert_same(found, reduced(wholes, dist.ReduceOp.SUM)[rank], "reduce_scatter")
+        found = do(jax, way, fj.all_to_all, wholes[rank])
+        assert_same(found, np.stack([whole[rank] for whole in wholes]), "all_to_all")
+        found = do(jax, way, fj.sendrecv, mine, mine, dst=right, src=left, tag=3)
+        assert_same(found, inputs[left], "sendrecv")
+        if n > 1 and rank == 0:
+            do(jax, way, fj.send, mine, dst=1)
+        elif rank == 1:
+            assert_same(do(jax, way, fj.recv, np.zeros_like(mine), src=0), inputs[0], "recv")
+        do(jax, way, fj.barrier)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_every_dtype_and_reduction(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    ops = [getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BXOR")]
+    for name in DTYPES:
+        dtype = jax.numpy.dtype(name)
+        inputs = [values(r, 5, dtype, 1) for r in range(2)]
+        kind = jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+        own = (
+            ops[:3]
+            if "complex" in name
+            else ops[:5]
+            if kind
+            else ops[:1] + ops[2:]
+            if name == "bool"
+            else ops
+        )
+        found = jax.jit(lambda x, own=own: [fj.all_reduce(x, op) for op in own])(inputs[rank])
+        for op, y in zip(own, found, strict=True):
+            assert y.dtype == dtype
+            assert_same(np.asarray(y), reduced(inputs, op), (name, op))
+        assert_same(do(jax, "jit", fj.all_gather, inputs[rank]), np.stack(inputs), name)
+    larger = dist.ReduceOp.custom(lambda a, b: a if abs(a) >= abs(b) else b, "larger")
+    x = np.float32([-3, 2]) if rank else np.float32([1, -4])
+    assert_same(do(jax, "jit", fj.all_reduce, x, op=larger), np.float32([-3, -4]), "custom")
+    scaled = do(jax, "jit", fj.all_reduce, np.float32([1, 2]), op=dist.ReduceOp.PREMUL_SUM(0.5))
+    assert_same(scaled, np.float32([1, 2]), "PREMUL_SUM")
+    with jax.enable_x64(True):
+        for name in ("int64", "float64", "complex128"):
+            inputs = [values(r, 5, np.dtype(name), 1) for r in range(2)]
+            found = do(jax, "jit", fj.all_reduce, inputs[rank])
+            assert_same(found, reduced(inputs, dist.ReduceOp.SUM), name)
+    for shape in ((), (0,), (2, 0), (2, 3, 4)):
+        assert do(jax, "jit", fj.all_reduce, np.ones(shape, np.float32)).shape == shape
+        assert do(jax, "jit", fj.all_gather, np.ones(shape, np.float32)).shape == (2, *shape)
+
+
+@pytest.mark.ranks(3, timeout=120)
+def test_groups_and_who_is_outside(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(dist.UsageError, match="this process is not in the group"):
+            fj.all_reduce(np.ones(2), group=group)
+    else:
+        x = np.float32([rank, 5])
+        assert_same(do(jax, "jit", fj.all_reduce, x, group=group), np.float32([2, 10]), "all_reduce")
+        assert_same(do(jax, "token", fj.broadcast, x, src=2, group=group), np.float32([2, 5]), "broadcast")
+        with pytest.raises(dist.UsageError, match="global rank 1 is not in the group"):
+            fj.broadcast(x, src=1, group=group)
+        jitted = jax.jit(lambda x: fj.all_reduce(x, group=group))
+        jitted(x)
+        dist.destroy_process_group(group)
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="was destroyed"):
+            jitted(x).block_until_ready()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_calls_of_python_may_overtake(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    slow = jax.jit(
+        lambda x: fj.all_reduce(
+            jax.lax.fori_loop(0, 100_000, lambda _, v: v + 1.0, x), token=fj.create_token()
+        )[0]
+    )
+    y = slow(np.float32(rank))
+    dist.barrier()
+    z = np.ones(1, np.float32)
+    dist.all_reduce(z)
+    assert float(y) == 200_001.0
+    assert z[0] == 2
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_derivatives_and_batches(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    x = np.float32([1, 2]) + rank
+    total = np.float32([3, 5])
+
+    def loss(x):
+        return (fj.all_reduce(x) ** 3).sum()
+
+    def with_token(x):
+        return (fj.all_reduce(x, token=fj.create_token())[0] ** 3).sum()
+
+    def averaged(x):
+        return (fj.all_reduce(x, dist.ReduceOp.AVG) ** 2).sum()
+
+    def looped(x):
+        return jax.lax.scan(lambda c, _: (fj.all_reduce(c) / 2, None), x, length=3)[0].sum()
+
+    for grad in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        assert_same(np.asarray(grad(loss)(x)), 3 * total**2, "grad")
+        assert_same(np.asarray(grad(with_token)(x)), 3 * total**2, "grad with a token")
+        assert_same(np.asarray(grad(jax.checkpoint(loss))(x)), 3 * total**2, "checkpoint")
+        assert_same(np.asarray(grad(averaged)(x)), total / 2, "AVG")
+        assert_same(np.asarray(grad(looped)(x)), np.float32([0.125, 0.125]), "scan")
+    y, t = jax.jit(lambda x: jax.jvp(fj.all_reduce, (x,), (x,)))(x)
+    assert_same(np.asarray(y), total, "jvp")
+    assert_same(np.asarray(t), total, "jvp")
+    assert_same(np.asarray(jax.jacfwd(fj.all_reduce)(x)), 2 * np.eye(2, dtype=np.float32), "jacfwd")
+    assert_same(np.asarray(jax.jacrev(fj.all_reduce)(x)), np.eye(2, dtype=np.float32), "jacrev")
+    (back,) = jax.linear_transpose(fj.all_reduce, x)(x)
+    assert_same(np.asarray(back), x, "transpose")
+    (again,) = jax.linear_transpose(lambda c: jax.linear_transpose(fj.all_reduce, x)(c)[0], x)(x)
+    assert_same(np.asarray(again), total, "transpose of the transpose")
+    sent = jax.grad(lambda x: ((rank + 1) * fj.sendrecv(x, x, 1 - rank, 1 - rank)).sum())(x)
+    assert_same(np.asarray(sent), np.full(2, 2.0 - rank, np.float32), "sendrecv")
+    sent = jax.grad(lambda x: ((rank + 1) * fj.all_to_all(x)).sum())(x)
+    assert_same(np.asarray(sent), np.float32([1, 2]), "all_to_all")
+    for function, text in (
+        (lambda x: fj.all_reduce(x, dist.ReduceOp.MAX).sum(), "of reductions SUM and AVG"),
+        (lambda x: fj.all_gather(x).sum(), "has a derivative forward alone"),
+        (lambda x: fj.scan(x, token=fj.create_token())[0].sum(), "leave the token out"),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            jax.grad(function)(x)
+    with pytest.raises(NotImplementedError, match="no derivative forward"):
+        jax.jacfwd(with_token)(x)
+
+    batch = np.arange(12, dtype=np.float32).reshape(2, 2, 3) + rank
+    for axis in range(3):
+        moved = np.moveaxis(batch, axis, 0)
+        alike = jax.jit(jax.vmap(fj.all_reduce, axis))(batch)
+        assert_same(np.asarray(alike), 2 * moved + 1 - 2 * rank, "vmap of all_reduce")
+        both = np.stack([moved - rank, moved - rank + 1])
+        found = jax.vmap(fj.all_gather, axis)(batch)
+        assert_same(np.asarray(found), np.moveaxis(both, 0, 1), "vmap of all_gather")
+    rows = np.moveaxis(batch, 2, 0)
+    found = jax.vmap(fj.reduce_scatter, 2)(batch)
+    assert_same(np.asarray(found), (2 * rows + 1 - 2 * rank)[:, rank], "vmap of reduce_scatter")
+    found = jax.vmap(fj.all_to_all, 2)(batch)
+    sent = np.stack([rows[:, rank] - rank + r for r in range(2)], 1)
+    assert_same(np.asarray(found), sent, "vmap of all_to_all")
+    chosen = jax.jit(lambda x: jax.lax.cond(x[0] > -1, fj.all_reduce, lambda x: x, x))(x)
+    assert_same(np.asarray(chosen), total, "cond")

@@ -1,0 +1,269 @@
+"""What goes wrong in JAX's programs: wrong calls, ranks that differ, die or are late, Ctrl-C, a program's end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+import fastcoll as dist
+
+SECONDS = 90  # for a process that imports JAX, on a machine with more to do
+
+
+@pytest.fixture
+def jax():
+    return pytest.importorskip("jax", reason="pip install jax")
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_wrong_calls(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    token = fj.create_token()
+    cases = (
+        (lambda x: fj.all_reduce(x, "sum"), dist.UsageError, "op is 'sum'"),
+        (lambda x: fj.broadcast(x, src=2), dist.UsageError, "src is 2; the group WORLD has ranks 0..1"),
+        (lambda x: fj.send(x, dst=1 - rank, tag=-1), dist.UsageError, "tag is -1"),
+        (lambda x: fj.all_reduce(x, group="all"), dist.UsageError, "group is 'all'"),
+        (lambda x: fj.reduce_scatter(x), dist.ArrayError, r"shape \(3,\); give one of shape \(2, ...\)"),
+        (lambda x: fj.all_to_all(x[0]), dist.ArrayError, r"x is of shape \(\)"),
+        (lambda x: fj.all_gather(jax.random.key(1)), dist.ArrayError, "jax.random.key_data"),
+        (lambda x: fj.all_gather(x.astype("int4")), dist.ArrayError, "less than a byte"),
+        (lambda x: fj.all_reduce(x, token=x), dist.UsageError, "token is an array of float32"),
+        (
+            lambda x: jax.vmap(lambda t: fj.all_reduce(x, token=t)[0])(token[None]),
+            dist.UsageError,
+            "in_axes=None",
+        ),
+    )
+    for wrong, kind, text in cases:
+        for way in (lambda f: f, jax.jit):
+            with pytest.raises(kind, match=text):
+                way(wrong)(jax.numpy.ones(3))
+    assert float(fj.all_reduce(jax.numpy.float32(1))) == 2
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("with_token", [False, True])
+def test_calls_that_differ(rank, world_size, jax, with_token):
+    import fastcoll.jax as fj
+
+    def total(x):
+        return fj.all_reduce(x, token=fj.create_token())[0] if with_token else fj.all_reduce(x)
+
+    jitted = jax.jit(total)
+    for _ in range(2):
+        with pytest.raises(
+            (jax.errors.JaxRuntimeError, ValueError),
+            match=r"INVALID_ARGUMENT: .*MismatchError: the ranks' calls",
+        ):
+            jitted(jax.numpy.ones(3 + rank)).block_until_ready()
+        assert jitted(jax.numpy.ones(2)).tolist() == [2, 2]
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_rank_that_does_not_come(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    group = dist.new_group(timeout=0.5)
+    jitted = jax.jit(lambda x: fj.all_reduce(x, group=group))
+    assert float(jitted(np.float32(1))) == 2
+    if rank == 0:
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"DEADLINE_EXCEEDED: .*rank 1"):
+            jitted(np.float32(1)).block_until_ready()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_group_is_left_behind_programs_that_are_under_way(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    group = dist.new_group()
+    slow = jax.jit(
+        lambda x: fj.all_reduce(jax.lax.fori_loop(0, 300_000, lambda _, v: v + 1.0, x), group=group)
+    )
+    slow(np.float32(rank))
+    y = slow(np.float32(rank))
+    slow(np.float32(rank))  # nobody holds the result
+    dist.destroy_process_group(group)
+    assert float(y) == 600_001
+
+
+def script(tmp_path, text):
+    """Two processes that run a script, with `fj`, `jax`, `dist`, `rank` and `x`."""
+    head = f"""
+        import os, signal, sys
+        import jax
+        import fastcoll as dist
+        dist.init_process_group(init_method="file://{tmp_path}/store", rank=int(sys.argv[1]), world_size=2, timeout=60)
+        import fastcoll.jax as fj
+        rank = dist.get_rank()
+        x = jax.numpy.ones(3) + rank
+        total = jax.jit(lambda x: fj.all_reduce(x, token=fj.create_token())[0])
+        ordered = jax.jit(fj.all_reduce)
+        total(x).block_until_ready(), ordered(x).block_until_ready()
+        print("ready", flush=True)
+    """
+    code = textwrap.dedent(head) + textwrap.dedent(text)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen([sys.executable, "-c", code, str(rank)], **options) for rank in range(2)]
+
+
+def ends(processes):
+    """(exit code, output, errors) of each."""
+    told = []
+    for process in processes:
+        try:
+            out, errors = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            for each in processes:
+                each.kill()
+            raise
+        told.append((process.returncode, out.replace("ready\n", ""), errors))
+    return told
+
+
+def test_the_end_of_a_program_waits_for_what_is_under_way(tmp_path):
+    pytest.importorskip("jax", reason="pip install jax")
+    text = """
+        slow = jax.jit(lambda x: fj.all_reduce(jax.lax.fori_loop(0, 3_000_000, lambda _, v: v + 1.0, x[0])))
+        late = jax.jit(lambda x: fj.all_reduce(x * 2, token=fj.create_token())[0])
+        late(x), late(x).block_until_ready()
+        for _ in range(3 * rank):
+            slow(x), late(x), late(x)
+        if rank == 0:
+            for _ in range(3):
+                slow(x).block_until_ready()
+                late(x).block_until_ready()
+                last = late(x).block_until_ready()
+            print(last.tolist())
+    """
+    (first, second) = ends(script(tmp_path, text))
+    assert first == (0, "[6.0, 6.0, 6.0]\n", "")
+    assert second == (0, "", "")
+
+
+def test_an_error_ends_a_rank_while_programs_are_under_way(tmp_path):
+    pytest.importorskip("jax", reason="pip install jax")
+    text = """
+        y = total(x)
+        if rank == 1:
+            y.block_until_ready()
+            ordered(x), total(x)
+            raise ValueError("the end")
+        try:
+            y.block_until_ready()
+            sys.stdin.readline()  # until rank 1 has gone
+            total(x).block_until_ready()
+            for _ in range(3):
+                ordered(x).block_until_ready()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            print(error)
+    """
+    (first, second) = ends(script(tmp_path, text))
+    assert first[0] == 0, first
+    assert "ValueError: the end" in first[1], first
+    assert second[0] == 1, second
+    assert second[2].rstrip().endswith("ValueError: the end"), second
+
+
+@pytest.mark.parametrize("way", ["total", "ordered"])
+def test_a_killed_rank(tmp_path, way):
+    pytest.importorskip("jax", reason="pip install jax")
+    text = f"""
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            try:
+                {way}(x).block_until_ready()
+            except (jax.errors.JaxRuntimeError, ValueError) as error:
+                print(error)
+    """
+    (first, second) = ends(script(tmp_path, text))
+    assert second[0] == -signal.SIGKILL
+    lines = first[1].splitlines()
+    assert first[0] == 0, first
+    assert len(lines) == 2, first
+    for line in lines:
+        assert re.match(r"UNAVAILABLE: fastcoll.errors.PeerDiedError: .*rank 1", line), first
+
+
+def test_ctrl_c_where_jax_runs_programs_on_the_caller_s_thread(tmp_path):
+    pytest.importorskip("jax", reason="pip install jax")
+    text = """
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        if rank == 0:
+            try:
+                print("waiting", flush=True)
+                total(x).block_until_ready()
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            os._exit(0)
+        sys.stdin.readline()
+    """
+    processes = script(tmp_path, text)
+    first, second = processes
+    while first.stdout.readline() != "waiting\n":
+        assert first.poll() is None
+    while first.poll() is None:  # it may not have come to the call yet
+        first.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    second.kill()
+    (one, _) = ends(processes)
+    assert one[:2] == (0, "interrupted\n"), one
+
+
+def test_other_releases_are_refused_by_name(monkeypatch):
+    jax = pytest.importorskip("jax", reason="pip install jax")
+    for release in ("0.9.2", "0.11.0"):
+        code = f"import jax; jax.__version__ = {release!r}\ntry: import fastcoll.jax\nexcept ImportError as e: print(e)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+        assert f"this is {release}: pip install 'jax==0.10.*', or a newer fastcoll" in done.stdout, done
+    assert jax.__version__.startswith("0.10.")
+
+
+@pytest.mark.ranks(1)
+def test_another_layout_of_frames_is_refused(jax, monkeypatch):
+    from fastcoll.jax import xla_frames
+
+    xla_frames.ready.cache_clear()
+    monkeypatch.setattr(xla_frames, "_EXPECTED", [176, *xla_frames._EXPECTED[1:]])
+    with pytest.raises(dist.UnavailableError, match="does not lay out call frames as"):
+        xla_frames.ready()
+    monkeypatch.undo()
+    xla_frames.ready()
+
+
+def test_programs_that_jax_keeps_on_disk(tmp_path):
+    pytest.importorskip("jax", reason="pip install jax")
+    code = """if True:
+        import sys, jax
+        jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        import fastcoll as dist, fastcoll.jax as fj
+        hits = []
+        jax.monitoring.register_event_listener(lambda name, **_: "cache_hits" in name and hits.append(name))
+        with dist.world():
+            f = jax.jit(lambda x: fj.all_gather(fj.all_reduce(x, token=fj.create_token())[0] + 1))
+            for _ in range(2):
+                print(f(jax.numpy.arange(3.0)).tolist())
+            print(len(hits) > 0)
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
+        for _ in range(2)
+    ]
+    for done, hit in zip(runs, ("False", "True"), strict=True):
+        assert done.stdout.splitlines() == ["[[1.0, 2.0, 3.0]]"] * 2 + [hit], done
