@@ -33,6 +33,7 @@ callers have used). It is blank as its group ends; who calls the door then gets 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -45,7 +46,8 @@ from ..core import signature
 from ..core.group import ProcessGroup
 from ..core.operands import Array
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, CUSTOM, MAX, MIN, NAMES, PREMUL_SUM, PRODUCT, SUM, ReduceOp
-from ..errors import UsageError
+from ..core.status import LATER
+from ..errors import NotInitializedError, UsageError
 from ..interop.dtypes import NUMPY
 from ..kernels import doors as d
 from ..kernels.primitives import address_of
@@ -61,6 +63,14 @@ _errors: dict[int, BaseException] = {}
 _dtypes: dict[int, np.dtype[Any]] = {}
 _ops: dict[int, ReduceOp] = {}
 _custom: list[ReduceOp] = []
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # who had it is not in this process
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # ---- what a call word says ------------------------------------------------------------------------------
@@ -106,6 +116,12 @@ def message_word(tag: int, dtype: np.dtype[Any]) -> int:
     return word
 
 
+def learn(dtype: np.dtype[Any]) -> None:
+    """Know a dtype from now on, in words of collectives and messages."""
+    call_word("broadcast", dtype)
+    message_word(0, dtype)
+
+
 def _keep(known: dict[int, Any], code: int, value: Any) -> None:
     if known.setdefault(code, value) != value:
         raise UsageError(
@@ -126,11 +142,12 @@ def _op_in(word: int) -> ReduceOp:
     code, number = word >> signature.OP_SHIFT & 0xFFFF, word >> signature.ROOT_SHIFT & 0xFFFF
     if code < CUSTOM:
         return _ops[code]
-    if not number:
+    found = _custom[number - 1 : number] if number else [op for op in _custom if op.code == code]
+    if len(found) != 1:
         raise UsageError(
             "this process does not know the custom operation in the compiled code; pass it as an argument"
         )
-    return _custom[number - 1]
+    return found[0]
 
 
 # ---- rows ---------------------------------------------------------------------------------------------
@@ -152,8 +169,10 @@ class _Row:
         if self.group() is group or group.gate.closed:
             return
         self.group = weakref.ref(group, lambda _: self.clear())
-        ranks = np.array(group.ranks, np.int64)
-        self.memory = ranks
+        ranks, ways = np.array(group.ranks, np.int64), group.backend.ways
+        self.memory = ranks, ways and ways.memory
+        if ways is not None:
+            self.words[d.CONTEXT], self.words[d.MAILBOX] = ways.context, ways.mailbox
         if group.ranks != tuple(range(group.size)):
             self.words[d.RANKS] = address_of(ranks)
         self.words[d.RANK], self.words[d.SIZE] = group.rank, group.size
@@ -232,14 +251,19 @@ class _Asked:
     def __init__(self, question: _Question, group: ProcessGroup) -> None:
         self._question, self._size = question, group.size
         self.is_root = question.peer == group.rank
-        self.peer = question.peer
+        self.peer, self.nbytes, self.call = question.peer, question.nbytes, question.call
+        self.reduces = question.op < d.SEND and question.call >> signature.OP_SHIFT & 0xFFFF != 0
 
-    def _array(self, address: int, blocks: int) -> Array:
+    @property
+    def dtype(self) -> np.dtype[Any]:
         q = self._question
         code = q.call & _DTYPE_MASK if q.op >= d.SEND else _dtype_in(q.call)
         if code not in _dtypes:
             raise UsageError("this process does not know the dtype in the compiled code; compile it anew")
-        return _memory(address, blocks * q.nbytes, _dtypes[code])
+        return _dtypes[code]
+
+    def _array(self, address: int, blocks: int) -> Array:
+        return _memory(address, blocks * self._question.nbytes, self.dtype)
 
     @property
     def x(self) -> Array:
@@ -288,6 +312,19 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
 }
 """How a group's method is called for an operation."""
 
+
+def _refuse(group: ProcessGroup, asked: _Asked) -> None:
+    """Of an operation whose second array does not fit."""
+    name = signature.OPERATIONS[asked.call]
+    with group.preparing(name):
+        raise UsageError(
+            f"{name} inside compiled code: the array with a block for each rank has {asked.nbytes} elements; expected "
+            f"{asked.peer}, as many blocks as there are ranks, {group.size}"
+        )
+
+
+_METHODS[signature.REFUSED] = "", _refuse
+
 _ROOTED = {
     "broadcast": "src",
     "scatter": "src",
@@ -298,6 +335,11 @@ _ROOTED = {
 }
 
 
+def _group_of(question: _Question, number: int) -> ProcessGroup | None:
+    """The group that is asked; where its way came back early, the one whose way that was."""
+    return groups.world if number == WORLD and question.code == LATER else _rows[number].group()
+
+
 def _answer(address: int) -> int:
     """What the door returns, for the question at an address."""
     question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
@@ -306,23 +348,34 @@ def _answer(address: int) -> int:
     if number == NOBODY:
         member_of(_NON_MEMBER, name)
         return 0
-    group = groups.world if number == WORLD else _rows[number].group()
+    group = _group_of(question, number)
     if group is None:
-        raise UsageError(f"{name}: the group was destroyed; make a new one")
+        raise NotInitializedError(f"{name}: the group was destroyed; make a new one")
     if question.peer >= FOREIGN:  # which raises
         group_rank(group, _ROOTED[name], question.peer - FOREIGN, None)
-    asked = _Asked(question, group)
-    if number == WORLD and isinstance(group, ProcessGroup):
-        with _lock:
+    asked, ways = _Asked(question, group), group.backend.ways
+    if question.code != LATER and ways is not None:
+        return ways.go_on(question.code, question.op, question[2:7], lambda: asked.x)
+    result = method(group, asked) or 0
+    with _lock:
+        if number == WORLD:
             _rows[WORLD].fill(group)
-    return method(group, asked) or 0
+        if ways is not None and name and _rows[number].group() is group:
+            given = None if name == "barrier" else asked.dtype, asked.op if asked.reduces else None
+            _rows[number].words[d.WAYS + question.op] = ways.open(question.op, question.call, *given)
+    return result
 
 
 _NON_MEMBER = NonMember()
 
 
 def _torn(address: int) -> None:
-    """An exception has left `_answer`; it is in ERRORS."""
+    """An exception has left `_answer`; it is in ERRORS. Where the way came back early its call may be half-way."""
+    question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
+    number = ctypes.c_int64.from_address(question.row + 8 * d.NUMBER).value
+    group = _group_of(question, number)
+    if question.code != LATER and group is not None and group.backend.ways is not None:
+        group.backend.ways.torn(question.op, _errors[threading.get_ident()])
 
 
 for _name in NUMPY:

@@ -18,6 +18,7 @@ from ..interop.arrays import Adopted, Array
 from .gate import Gate
 from .monitor import Monitor
 from .operation import COMPOSITIONS, Call, Operation
+from .reduce_op import ReduceOp
 from .work import Work
 
 if TYPE_CHECKING:
@@ -146,6 +147,34 @@ def memory_of(x: Array) -> SymmetricMemory | None:
     return base if isinstance(base, SymmetricMemory) else None
 
 
+class Ways(ABC):
+    """How compiled callers call a group's operations without Python; see kernels/doors.py for ways and operations."""
+
+    context: int  # the handle of the ways of collectives
+    mailbox: int  # and of messages
+    memory: Any  # what the handles lead to
+
+    @abstractmethod
+    def open(self, op: int, call: int, dtype: np.dtype[Any] | None, reduce_op: ReduceOp | None) -> int:
+        """The address of an operation's way, which knows the caller's word `call` from now on; 0: there is none."""
+
+    @abstractmethod
+    def go_on(self, code: int, op: int, words: tuple[int, ...], x: Callable[[], Array]) -> int:
+        """Go on with a call whose way came back with `code`, neither DONE nor LATER; blocks, and raises as the method.
+
+        Args:
+            words: what the way was given behind the handle.
+            x: makes the array at its `data`.
+
+        Returns:
+            The group rank of the sender, of a receive; else 0.
+        """
+
+    @abstractmethod
+    def torn(self, op: int, error: BaseException) -> None:
+        """As `go_on` was about to begin or to return, a signal's handler has raised: fail what is half-way."""
+
+
 class Backend(ABC):
     """What carries operations on contiguous ndarrays out, in one group."""
 
@@ -158,6 +187,8 @@ class Backend(ABC):
     gate: Gate
     monitor: Monitor
     messages: HostMessages
+    ways: Ways | None = None
+    """For compiled callers; None: all their calls go the way of Python's."""
 
     @abstractmethod
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:

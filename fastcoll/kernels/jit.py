@@ -167,14 +167,16 @@ def locked_entry(function: Callable[..., Any]) -> Entry:
     return Entry(function, locked=True)
 
 
-def c_function(function: Callable[..., Any], signature: str, what: str) -> int:
+def c_function(function: Callable[..., Any], signature: str, what: str, failing: bool = False) -> int:
     """The address of a function for C, compiled or loaded at once; it stays valid until the process ends.
 
     Args:
         function: of a module, without a closure.
         signature: with Numba's names of types.
         what: its name for people.
+        failing: it comes by failpoints.
     """
+    variant = f"{signature} with failpoints" if failing and has_failpoints() else signature
 
     def compile() -> bytes:
         from . import compiling
@@ -182,4 +184,4 @@ def c_function(function: Callable[..., Any], signature: str, what: str) -> int:
         return compiling.c_function(function, signature)
 
     with _compiling:
-        return load(KernelCache(function, what, signature).code(compile))
+        return load(KernelCache(function, what, variant).code(compile))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from ..rendezvous import Store
 from . import arena, known, learned, movement, reductions, ring_kernels, rounds, symmetric
 from . import context_layout as words
 from .context import HANDED_OVER, Context, Report, What, changed, kept, patience, words_for
+from .doors import ShmWays
 from .fast import Fast
 from .head_start import HeadStart, refuses
 from .lanes import Lanes
@@ -123,6 +124,11 @@ class ShmBackend(Backend):
             busy=lambda: self.context[words.BUSY] != 0 or bool(self._symmetric.waits),
         )
         gate.queue.count_in(self.context.words[words.PENDING : words.PENDING + 1])
+
+    @cached_property
+    def ways(self) -> ShmWays | None:  # type: ignore[override]  # made when it is first asked for
+        """None where the record has where calls come from, which compiled callers cannot say."""
+        return None if self._record.keeps_sites else ShmWays(self)
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
         return Fast(group, self).table()

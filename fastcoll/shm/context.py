@@ -25,7 +25,7 @@ from . import context_layout as at
 from .layout import COMBINED, CONTROL, ONE_SHOT_LIMIT, WAYS, Layout
 from .reach import MAPS, READS
 from .segment import Segment
-from .validate import MEMO_PROBES, memo_place
+from .validate import BY_CALL, MEMO_PROBES, memo_place
 
 BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
 
@@ -156,9 +156,16 @@ class Context:
 
         The memo goes by identity, so it keeps the objects alive.
         """
+        self._kept.append((dtype, op))
+        self._remember((id(dtype), 0 if op is None else id(op), operation), what)
+
+    def remember_call(self, operation: int, call: int, what: What) -> None:
+        """The same by a word that doors are given, for ever."""
+        self._remember((call, BY_CALL, operation), what)
+
+    def _remember(self, key: tuple[int, int, int], what: What) -> None:
         with self._memo_lock:
-            self._kept.append((dtype, op, what))
-            key = (id(dtype), 0 if op is None else id(op), operation)
+            self._kept.append(what)
             for probe in range(MEMO_PROBES):
                 start = at.MEMO + at.MEMO_WORDS * memo_place.py_func(*key, probe)
                 entry = self.words[start : start + at.MEMO_WORDS]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..kernels.jit import inlined, kernel, locked_entry
-from ..kernels.primitives import balance, load_word, store_word
+from ..kernels.primitives import balance, load_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from . import context_layout as at
 from . import layout, single_copy
@@ -37,21 +37,27 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     here = load_word(c, at.RANK) == root
     if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, 0 if here else WRITEABLE):
         return r.give_up(h)
-    nbytes, call = v.nbytes_of(x, what), load_word(what, v.CALL) | root << signature.ROOT_SHIFT
-    r.begin(h, _BROADCAST, nbytes, 0, single_copy.kind_of(c, v.data_of(x), nbytes))
+    data, nbytes = v.data_of(x), v.nbytes_of(x, what)
+    return take_gil(release_gil(), run_broadcast(h, c, data, nbytes, what, root))
+
+
+@inlined
+def run_broadcast(h, c, data, nbytes, what, root):
+    """The call whose context is taken; so are all that begin with `run`: without the GIL, for entries and doors."""
+    call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
+    r.begin(h, _BROADCAST, nbytes, 0, single_copy.kind_of(c, data, nbytes))
     if is_direct(r.ways_at(c)):
         v.list_none(c, at.TAKES)
         v.list_none(c, at.GIVES)
-        if here:
-            v.list_same(c, at.GIVES, v.data_of(x), nbytes)
+        if load_word(c, at.RANK) == root:
+            v.list_same(c, at.GIVES, data, nbytes)
         else:
-            store_word(r.table(c, at.TAKES), root, v.data_of(x))
-            store_word(r.table(c, at.TAKES + 1), root, nbytes)
-        return take_gil(release_gil(), single_copy.exchange(c, call, nbytes, 0, 0))
+            v.list_one(c, at.TAKES, root, data, nbytes)
+        return single_copy.exchange(c, call, nbytes, 0, 0)
     if is_divided(r.ways_at(c)):
-        return take_gil(release_gil(), divide(c, what, call, nbytes, 0))
+        return divide(c, what, call, nbytes, 0)
     start, nbytes = part_of(c, what, nbytes)
-    return take_gil(release_gil(), _broadcast(c, v.data_of(x) + start, nbytes, call, root))
+    return _broadcast(c, data + start, nbytes, call, root)
 
 
 @kernel
@@ -102,7 +108,7 @@ def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
     v.list_same(c, at.GIVES, v.data_of(x), nbytes)
     if not _own_fits(c) or not v.are_apart(c, h, v.data_of(x), nbytes, at.TAKES, True):
         return r.give_up(h)
-    return _exchange(c, h, _ALL_GATHER, what, 0, 0)
+    return take_gil(release_gil(), run_exchange(h, c, _ALL_GATHER, what, 0))
 
 
 @inlined
@@ -133,15 +139,14 @@ def _rooted(h, operation, x, holder, root, one, many):
         return r.give_up(h)
     data, nbytes = v.data_of(x), v.nbytes_of(x, what)
     v.list_none(c, one)
-    store_word(r.table(c, one), root, data)
-    store_word(r.table(c, one + 1), root, nbytes)
+    v.list_one(c, one, root, data, nbytes)
     if not here:
         v.list_none(c, many)
     else:
         fits = v.list_blocks(c, h, many, holder, x, what, WRITEABLE - flags) and _own_fits(c)
         if not fits or not v.are_apart(c, h, data, nbytes, many, True):
             return r.give_up(h)
-    return _exchange(c, h, operation, what, 1 if one == at.GIVES else load_word(c, at.SIZE) - 1, root)
+    return take_gil(release_gil(), run_exchange(h, c, operation, what, root))
 
 
 @locked_entry
@@ -175,7 +180,7 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
         given, nbytes = load_word(r.table(c, at.GIVES), peer), load_word(r.table(c, at.GIVES + 1), peer)
         if not v.are_apart(c, h, given, nbytes, at.TAKES, False):
             return r.give_up(h)
-    return _exchange(c, h, _ALL_TO_ALL, what, load_word(c, at.SIZE) - 1, 0)
+    return take_gil(release_gil(), run_exchange(h, c, _ALL_TO_ALL, what, 0))
 
 
 @inlined
@@ -193,12 +198,17 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
 
 
 @inlined
-def _exchange(c, h, operation, what, spread, root):
+def run_exchange(h, c, operation, what, root):
     """Copy what the tables give to what the tables take; all sizes are free.
 
     `spread` pieces share a slot: 0 when a rank sends all the same, 1 when it sends to one rank only, else the number
     of other ranks.
     """
+    spread = load_word(c, at.SIZE) - 1
+    if operation == _ALL_GATHER:
+        spread = 0
+    elif operation == _GATHER:
+        spread = 1
     nbytes = _largest(c) * load_word(c, at.SIZE)
     kind = 0
     if nbytes >= load_word(c, at.DIRECT_FROM):
@@ -207,11 +217,6 @@ def _exchange(c, h, operation, what, spread, root):
             kind = takes
     r.begin(h, operation, nbytes, 0, kind)
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
-    return take_gil(release_gil(), _run_exchange(c, what, call, spread))
-
-
-@inlined
-def _run_exchange(c, what, call, spread):
     if is_direct(r.ways_at(c)):
         return single_copy.exchange(c, call, _largest(c), _balance_of(c), spread)
     if is_divided(r.ways_at(c)):

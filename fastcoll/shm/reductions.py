@@ -57,10 +57,16 @@ def barrier(handle: Index, call: Index) -> int:
     c = r.take(h)
     if c == 0:
         return LATER
+    return run_barrier(h, c, integer(call))
+
+
+@inlined
+def run_barrier(h, c, call):
+    """The call whose context is taken; so are all that begin with `run`: without the GIL, for entries and doors."""
     r.begin(h, 0, 0, 0, 0)
     if r.may_write(c, 1):
-        r.publish(c, integer(call), 0, 0)
-    waited = r.meet(c, integer(call), 0, 0)
+        r.publish(c, call, 0, 0)
+    waited = r.meet(c, call, 0, 0)
     if waited != DONE:
         return waited
     r.close_round(c, 1)
@@ -165,17 +171,22 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     what = v.description(c, h, _ALL_REDUCE, x, object_at(op))
     if what == 0 or not v.is_plain(c, h, x, WRITEABLE):
         return r.give_up(h)
-    data, nbytes, call = v.data_of(x), v.nbytes_of(x, what), load_word(what, v.CALL)
-    size = load_word(c, at.SIZE)
+    data, nbytes = v.data_of(x), v.nbytes_of(x, what)
+    return take_gil(release_gil(), run_all_reduce(h, c, data, nbytes, what))
+
+
+@inlined
+def run_all_reduce(h, c, data, nbytes, what):
+    call, size = load_word(what, v.CALL), load_word(c, at.SIZE)
     if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
         row = find_row(c, data, nbytes)
         if row != 0:
             r.begin(h, _ALL_REDUCE, 0, 0, 0)
-            return take_gil(release_gil(), all_reduce_in_place(c, data, nbytes, what, call, row))
+            return all_reduce_in_place(c, data, nbytes, what, call, row)
     r.begin(h, _ALL_REDUCE, nbytes, load_word(what, v.ITEMSIZE), single_copy.kind_of(c, data, nbytes))
     if is_direct(r.ways_at(c)):
-        return take_gil(release_gil(), single_copy.all_reduce(c, data, nbytes, what, call))
-    return take_gil(release_gil(), _reduce_arrays(c, data, data, nbytes, what, call, size, True))
+        return single_copy.all_reduce(c, data, nbytes, what, call)
+    return _reduce_arrays(c, data, data, nbytes, what, call, size, True)
 
 
 @locked_entry
@@ -191,12 +202,17 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
     if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, WRITEABLE if here else 0):
         return r.give_up(h)
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
+    return take_gil(release_gil(), run_reduce(h, c, out, data, nbytes, what, root))
+
+
+@inlined
+def run_reduce(h, c, out, data, nbytes, what, root):
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
-    last = load_word(c, at.SIZE) if here else 0
+    last = load_word(c, at.SIZE) if load_word(c, at.RANK) == root else 0
     r.begin(h, _REDUCE, nbytes, load_word(what, v.ITEMSIZE), single_copy.kind_of(c, data, nbytes))
     if is_direct(r.ways_at(c)):
-        return take_gil(release_gil(), single_copy.reduce(c, out, data, nbytes, what, call, root))
-    return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, last, True))
+        return single_copy.reduce(c, out, data, nbytes, what, call, root)
+    return _reduce_arrays(c, out, data, nbytes, what, call, last, True)
 
 
 @locked_entry
@@ -212,10 +228,14 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
     if what == 0 or not v.is_plain(c, h, x, WRITEABLE):
         return r.give_up(h)
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
-    call = load_word(what, v.CALL)
-    last = load_word(c, at.RANK) + (0 if integer(exclusive) else 1)
+    return take_gil(release_gil(), run_scan(h, c, out, data, nbytes, what, operation))
+
+
+@inlined
+def run_scan(h, c, out, data, nbytes, what, operation):
+    last = load_word(c, at.RANK) + (0 if operation == _EXSCAN else 1)
     r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE), 0)
-    return take_gil(release_gil(), _reduce_arrays(c, out, data, nbytes, what, call, last, False))
+    return _reduce_arrays(c, out, data, nbytes, what, load_word(what, v.CALL), last, False)
 
 
 @locked_entry
@@ -238,19 +258,22 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
     own = load_word(r.table(c, at.GIVES + 1), load_word(c, at.RANK))
     if nbytes != own or not v.are_apart(c, h, data, nbytes, at.GIVES, True):
         return r.give_up(h)
-    longest = v.largest_of(c, at.GIVES)
+    return take_gil(release_gil(), run_reduce_scatter(h, c, data, nbytes, what))
+
+
+@inlined
+def run_reduce_scatter(h, c, data, nbytes, what):
+    """Of the blocks in the table GIVES."""
+    longest, call = v.largest_of(c, at.GIVES), load_word(what, v.CALL)
     kind = single_copy.kind_of_blocks(c, at.GIVES) if longest >= load_word(c, at.DIRECT_FROM) else 0
     r.begin(h, _REDUCE_SCATTER, longest, load_word(what, v.ITEMSIZE), kind)
     if is_direct(r.ways_at(c)):
-        call = load_word(what, v.CALL)
-        return take_gil(
-            release_gil(), single_copy.reduce_scatter(c, data, nbytes, _shape_of_blocks(c), what, call)
-        )
+        return single_copy.reduce_scatter(c, data, nbytes, _shape_of_blocks(c), what, call)
     if is_divided(r.ways_at(c)):
-        return take_gil(release_gil(), divide(c, what, load_word(what, v.CALL), _shape_of_blocks(c), 0))
+        return divide(c, what, call, _shape_of_blocks(c), 0)
     start, _ = part_of(c, what, nbytes)
     narrow(c, at.GIVES, what)
-    return take_gil(release_gil(), _reduce_scatter(c, data + start, what))
+    return _reduce_scatter(c, data + start, what)
 
 
 @kernel

@@ -165,8 +165,38 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
     nbytes, kind = _message(m, x, integer(word), integer(size), 0)
     if nbytes < 0 or not _is_peer(m, peer):
         return _let_go(m, LATER)
-    status = take_gil(release_gil(), _send(m, _channel(m, peer), data_of(x), nbytes, kind))
+    return take_gil(release_gil(), _run_send(m, peer, data_of(x), nbytes, kind))
+
+
+@inlined
+def _run_send(m, peer, data, nbytes, kind):
+    """A send that has the rings."""
+    status = _send(m, _channel(m, peer), data, nbytes, kind)
     return _let_go(m, DONE) if status == DONE else status
+
+
+def send_way(m, data, out, nbytes, kind, peer):
+    """`send` for compiled callers, as kernels/doors.py has it."""
+    if not _is_kind(kind) or _is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
+        return LATER
+    if not _is_peer(m, peer):
+        return _let_go(m, LATER)
+    return _run_send(m, peer, data, nbytes, kind)
+
+
+def receive_way(m, data, out, nbytes, kind, source):
+    """`receive` for compiled callers."""
+    if not _is_kind(kind) or _is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
+        return LATER
+    if not (source == ANY or _is_peer(m, source)):
+        return _let_go(m, LATER)
+    return _run_receive(m, source, data, nbytes, kind)
+
+
+@inlined
+def _is_kind(kind):
+    """Whether a caller's kind has a tag that users may give."""
+    return 0 <= kind >> DTYPE_BITS <= LARGEST_TAG
 
 
 @kernel
@@ -206,13 +236,19 @@ def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Ind
     nbytes, kind = _message(m, x, integer(word), integer(size), WRITEABLE)
     if nbytes < 0 or not (source == ANY or _is_peer(m, source)):
         return _let_go(m, LATER)
+    return take_gil(release_gil(), _run_receive(m, source, data_of(x), nbytes, kind))
+
+
+@inlined
+def _run_receive(m, source, data, nbytes, kind):
+    """A receive that has the rings."""
     if source == ANY:
-        event = take_gil(release_gil(), _advance(m, True, True))
+        event = _advance(m, True, True)
         if event == NO_EVENT:
             return AGAIN
         store_word(m, r.SOURCE, event // EVENTS + 1)
     peer = load_word(m, r.SOURCE) - 1 if source == ANY else source
-    status = take_gil(release_gil(), _receive(m, _channel(m, peer), data_of(x), nbytes, kind))
+    status = _receive(m, _channel(m, peer), data, nbytes, kind)
     if status != DONE:
         return status
     store_word(m, r.SOURCE, 0)

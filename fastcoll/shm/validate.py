@@ -21,6 +21,9 @@ from . import rounds as r
 CALL, REDUCER, CODE, ITEMSIZE = range(4)
 NO_MESSAGE = -1  # bytes, in a table, where two ranks have nothing for each other
 MEMO_PROBES = 8  # places where a description may be
+BY_CALL = (
+    1  # in the place of a reduce operation's address: the other key is a caller's word, not a dtype's address
+)
 
 
 @inlined
@@ -47,6 +50,14 @@ def description(c, handle, operation, x, op):
     if word_at(x + py.TYPE) != load_word(c, at.NDARRAY):
         return 0
     return _recall(c, operation, word_at(x + py.DESCR), op)
+
+
+@inlined
+def description_by_call(c, handle, operation, call):
+    """The same of a call by its word, which doors are given; see compiled/rows.py."""
+    if handle & r.PREPARED:
+        return load_word(c, at.GIVEN)
+    return _recall(c, operation, call, BY_CALL)
 
 
 @inlined
@@ -116,9 +127,7 @@ def list_blocks(c, handle, which, holder, like, what, flags):
     nbytes = nbytes_of(holder, what)
     if half_word_at(holder + py.NDIM) == 0 or word_at(word_at(holder + py.SHAPE)) % size != 0:
         return False
-    for peer in range(size):
-        store_word(r.table(c, which), peer, data_of(holder) + peer * (nbytes // size))
-        store_word(r.table(c, which + 1), peer, nbytes // size)
+    list_parts(c, which, data_of(holder), nbytes // size)
     return True
 
 
@@ -157,11 +166,24 @@ def list_none(c, which):
 
 
 @inlined
+def list_one(c, which, peer, address, nbytes):
+    """Fill a rank's place in the tables."""
+    store_word(r.table(c, which), peer, address)
+    store_word(r.table(c, which + 1), peer, nbytes)
+
+
+@inlined
+def list_parts(c, which, address, nbytes):
+    """Fill the tables: blocks of nbytes, one after the other."""
+    for peer in range(load_word(c, at.SIZE)):
+        list_one(c, which, peer, address + peer * nbytes, nbytes)
+
+
+@inlined
 def list_same(c, which, address, nbytes):
     """Fill the tables: the same for every rank."""
     for peer in range(load_word(c, at.SIZE)):
-        store_word(r.table(c, which), peer, address)
-        store_word(r.table(c, which + 1), peer, nbytes)
+        list_one(c, which, peer, address, nbytes)
 
 
 @inlined

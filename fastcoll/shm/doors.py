@@ -1,0 +1,215 @@
+"""The ways of shared memory for compiled callers: C functions as kernels/doors.py has them, beside the entries.
+
+A way takes the context, finds the call's description by the caller's word, which Python has told it once (`learn`), and
+runs what the entry of the same operation runs: so failpoints, the record, the autotuner's choices, lanes, symmetric and
+shared arrays are the entry's. A call that comes back early is gone on with as an entry's is, by calling the way again:
+`_Way` has an entry's face. A way is compiled, or loaded, when its operation is first called so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core import signature
+from ..core.backend import Ways
+from ..core.operands import Array
+from ..core.reduce_op import ReduceOp
+from ..core.status import DONE, LATER
+from ..kernels.doors import RECV, SEND
+from ..kernels.jit import c_function, inlined
+from ..kernels.primitives import load_word
+from ..p2p.pipe import ANY
+from ..p2p.transfers import tag_of
+from . import context_layout as at
+from . import reductions as red
+from . import rounds as r
+from . import validate as v
+from .movement import run_broadcast, run_exchange
+from .ring_kernels import receive_way, send_way
+
+if TYPE_CHECKING:
+    from .backend import ShmBackend
+
+_ALL_REDUCE = signature.code_of("all_reduce")
+_REDUCE = signature.code_of("reduce")
+_SCAN = signature.code_of("scan")
+_EXSCAN = signature.code_of("exscan")
+_REDUCE_SCATTER = signature.code_of("reduce_scatter")
+_BROADCAST = signature.code_of("broadcast")
+_ALL_GATHER = signature.code_of("all_gather")
+_GATHER = signature.code_of("gather")
+_SCATTER = signature.code_of("scatter")
+_ALL_TO_ALL = signature.code_of("all_to_all")
+
+
+@inlined
+def _begin(h, operation, call, root):
+    """The context and the call's description; 0 and 0: that cannot be now, or Python has to say more."""
+    c = r.take(h)
+    if c == 0:
+        return 0, 0
+    what = v.description_by_call(c, h, operation, call)
+    if what == 0 or not v.is_rank(c, root):
+        r.give_up(h)
+        return 0, 0
+    return c, what
+
+
+def barrier_way(h, data, out, nbytes, call, peer):
+    c = r.take(h)
+    return LATER if c == 0 else red.run_barrier(h, c, call)
+
+
+def all_reduce_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _ALL_REDUCE, call, 0)
+    return LATER if c == 0 else red.run_all_reduce(h, c, data, nbytes, what)
+
+
+def reduce_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _REDUCE, call, peer)
+    return LATER if c == 0 else red.run_reduce(h, c, data, data, nbytes, what, peer)
+
+
+def scan_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _SCAN, call, 0)
+    return LATER if c == 0 else red.run_scan(h, c, data, data, nbytes, what, _SCAN)
+
+
+def exscan_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _EXSCAN, call, 0)
+    return LATER if c == 0 else red.run_scan(h, c, data, data, nbytes, what, _EXSCAN)
+
+
+def broadcast_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _BROADCAST, call, peer)
+    return LATER if c == 0 else run_broadcast(h, c, data, nbytes, what, peer)
+
+
+def reduce_scatter_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _REDUCE_SCATTER, call, 0)
+    if c == 0:
+        return LATER
+    v.list_parts(c, at.GIVES, data, nbytes)
+    if not v.are_apart(c, h, out, nbytes, at.GIVES, True):
+        return r.give_up(h)
+    return red.run_reduce_scatter(h, c, out, nbytes, what)
+
+
+def all_gather_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _ALL_GATHER, call, 0)
+    if c == 0:
+        return LATER
+    v.list_parts(c, at.TAKES, out, nbytes)
+    if not v.are_apart(c, h, data, nbytes, at.TAKES, True):
+        return r.give_up(h)
+    v.list_same(c, at.GIVES, data, nbytes)
+    return run_exchange(h, c, _ALL_GATHER, what, 0)
+
+
+def gather_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _GATHER, call, peer)
+    if c == 0:
+        return LATER
+    v.list_none(c, at.GIVES)
+    v.list_none(c, at.TAKES)
+    v.list_one(c, at.GIVES, peer, data, nbytes)
+    if load_word(c, at.RANK) == peer:
+        v.list_parts(c, at.TAKES, out, nbytes)
+        if not v.are_apart(c, h, data, nbytes, at.TAKES, True):
+            return r.give_up(h)
+    return run_exchange(h, c, _GATHER, what, peer)
+
+
+def scatter_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _SCATTER, call, peer)
+    if c == 0:
+        return LATER
+    v.list_none(c, at.GIVES)
+    v.list_none(c, at.TAKES)
+    v.list_one(c, at.TAKES, peer, out, nbytes)
+    if load_word(c, at.RANK) == peer:
+        v.list_parts(c, at.GIVES, data, nbytes)
+        if not v.are_apart(c, h, out, nbytes, at.GIVES, True):
+            return r.give_up(h)
+    return run_exchange(h, c, _SCATTER, what, peer)
+
+
+def all_to_all_way(h, data, out, nbytes, call, peer):
+    c, what = _begin(h, _ALL_TO_ALL, call, 0)
+    if c == 0:
+        return LATER
+    v.list_parts(c, at.GIVES, data, nbytes)
+    v.list_parts(c, at.TAKES, out, nbytes)
+    if not v.are_apart(c, h, data, nbytes * load_word(c, at.SIZE), at.TAKES, False):
+        return r.give_up(h)
+    return run_exchange(h, c, _ALL_TO_ALL, what, 0)
+
+
+_FUNCTIONS: dict[int, Callable[..., Any]] = {
+    signature.code_of("barrier"): barrier_way, _ALL_REDUCE: all_reduce_way, _REDUCE: reduce_way, _SCAN: scan_way,
+    _EXSCAN: exscan_way, _BROADCAST: broadcast_way, _REDUCE_SCATTER: reduce_scatter_way, _ALL_GATHER: all_gather_way,
+    _GATHER: gather_way, _SCATTER: scatter_way, _ALL_TO_ALL: all_to_all_way, SEND: send_way, RECV: receive_way,
+}  # fmt: skip
+_WORDS = ("int64",) * 6
+
+
+class _Way:
+    """A way as Python goes on with it: what `ShmBackend.resume` and lanes know of an entry."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__.removesuffix("_way")
+        signature = f"int64({', '.join(_WORDS)})"
+        self.address = c_function(function, signature, f"{self.name} for compiled callers", failing=True)
+        self.call = ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + len(_WORDS)))(self.address)
+
+
+_made: dict[int, Any] = {}
+
+
+class ShmWays(Ways):
+    """The ways of one group."""
+
+    def __init__(self, backend: ShmBackend) -> None:
+        self._backend = backend
+        context, pipe = backend.context, backend.pipe
+        self.context, self.mailbox = context.address, pipe.address
+        self.memory = context.words, pipe.table, pipe.rows
+        self._known: set[int] = set()
+
+    def open(self, op: int, call: int, dtype: np.dtype[Any] | None, reduce_op: ReduceOp | None) -> int:
+        if op not in _made:
+            _made[op] = _Way(_FUNCTIONS[op])
+        if dtype is not None and op < SEND and call not in self._known:
+            self._known.add(call)
+            pieces = max(1, self._backend.gate.size - 1) if op == _REDUCE_SCATTER else 1
+            what = self._backend.what(signature.OPERATIONS[op], dtype, reduce_op, pieces=pieces)
+            self._backend.context.remember_call(op, call, what)
+        return _made[op].address
+
+    def go_on(self, code: int, op: int, words: tuple[int, ...], x: Callable[[], Array]) -> int:
+        backend, peer = self._backend, words[-1]
+        if op >= SEND:
+            try:
+                messages, tag = backend.messages, tag_of(words[-2])
+                if op == RECV:
+                    return messages.resume_receive(code, x(), None if peer == ANY else peer, tag)
+                messages.resume_send(code, x(), peer, tag)
+            except BaseException as error:
+                self.torn(op, error)
+                raise
+            return DONE
+        try:
+            backend.resume(code, _made[op], *words)
+        except BaseException as error:
+            backend.torn(_made[op], error)
+        return DONE
+
+    def torn(self, op: int, error: BaseException) -> None:
+        if op >= SEND:
+            self._backend.messages.torn(error, "recv" if op == RECV else "send")
+        elif self._backend.context.is_mine():
+            self._backend.torn(_made[op], error)
