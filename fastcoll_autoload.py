@@ -1,16 +1,22 @@
-"""What `import torch` runs where fastcoll is installed: torch.distributed learns the name of the backend `fastcoll`.
+"""What torch and Numba run where fastcoll is installed.
 
-torch 2.5 and later load the entry point `torch.backends` as they are imported, in every process, spawned children and
-other people's workers included. So this is beside the package, which takes a tenth of a second to import and is
-imported with the first group. An exception would break `import torch` for everybody: a warning says instead what is
-wrong.
+By `import torch` torch.distributed learns the name of the backend `fastcoll`: torch 2.5 and later load the entry point
+`torch.backends` as they are imported, in every process, spawned children and other people's workers included. So this
+is beside the package, which takes a tenth of a second to import and is imported with the first group. An exception
+would break `import torch` for everybody: a warning says instead what is wrong.
+
+Numba runs the entry point `numba_extensions` before it compiles, or loads, the first function of a process. So that
+this costs nothing where fastcoll is not used, its types and functions are registered as Numba meets the first of them.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from typing import Any
+
+_NJIT = "fastcoll.compiled.njit"
 
 
 def register() -> None:
@@ -31,3 +37,25 @@ def _create(options: Any, pg_options: Any) -> Any:
 
     register()
     return create(options, pg_options)
+
+
+def register_numba() -> None:
+    """Have Numba know fastcoll's functions, groups and reduce operations when it is asked for one."""
+    from numba.extending import typeof_impl
+
+    def watch(kind: type) -> None:
+        """Of what Numba has no type of its own for, and of classes."""
+        plain = typeof_impl.dispatch(kind)
+
+        def typeof(value: Any, context: Any) -> Any:
+            module = getattr(value, "__module__", None)
+            if _NJIT not in sys.modules and isinstance(module, str) and module.startswith("fastcoll."):
+                import fastcoll.compiled.njit  # noqa: F401 - which registers them
+
+                return typeof_impl.dispatch(type(value))(value, context)
+            return plain(value, context)
+
+        typeof_impl.register(kind)(typeof)
+
+    watch(object)
+    watch(type)

@@ -43,8 +43,8 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A module that only some rooms or files may import.
 KEPT = {
-    "numba": ("kernels", "launch", "testing"),  # the latter take the cloudpickle that is in it
-    "llvmlite": ("kernels",),
+    "numba": ("kernels", "compiled", "launch", "testing"),  # the latter take the cloudpickle that is in it
+    "llvmlite": ("kernels", "compiled"),
     "posix_ipc": ("shm",),
     "socket": ("net", "rendezvous", "rpc"),
     "pickle": ("api/objects.py", "rpc/wire.py", "rpc/tensor_buffers.py"),

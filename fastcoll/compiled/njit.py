@@ -1,0 +1,442 @@
+"""fastcoll's functions inside numba.njit: the same names and arguments, in nopython code.
+
+Each overload looks at the arguments' types, refuses by TypingError what cannot be, and returns what is compiled: pack
+arrays that are not contiguous, call the door (kernels/doors.py), and raise what that has kept. What only a running
+program can see, such as sizes that do not fit, is refused by the door too (REFUSED), so that the peers are told.
+
+Importing this registers the overloads. Numba does so by an entry point, as it first meets a function or an object of
+fastcoll (fastcoll_autoload.py), so neither `import numba` nor `import fastcoll` pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.core.errors import TypingError
+from numba.extending import overload, register_jitable
+from numba.np.numpy_support import as_dtype
+
+from ..api import collectives, groups, p2p
+from ..core import signature
+from ..core.reduce_op import ReduceOp
+from ..errors import UsageError
+from ..kernels import doors as d
+from ..p2p.pipe import ANY
+from ..p2p.transfers import DTYPE_BITS
+from . import rows
+from .numba_types import Raised, call_door, integer_of, is_none, know_dtype, op_word_of, refresh, row_of, word
+
+_OP_SHIFT, _FOREIGN = signature.OP_SHIFT, rows.FOREIGN
+_SIZE, _RANK, _RANKS = d.SIZE, d.RANK, d.RANKS
+_SEND, _RECV, _REFUSED = d.SEND, d.RECV, signature.REFUSED
+_BARRIER = signature.code_of("barrier")
+_BARRIER_WORD = signature.encode("barrier")
+_SUM = ReduceOp.SUM
+
+
+# ---- what all of them share -------------------------------------------------------------------------------
+
+
+@register_jitable
+def _row(group):
+    row = row_of(group)
+    if row == 0:
+        raise ImportError("fastcoll cannot be used; what was printed says why")
+    return row
+
+
+@register_jitable
+def _done(found):
+    if found < 0:
+        raise Raised
+    return found
+
+
+@register_jitable
+def _size(row):
+    """How many ranks there are; -1 outside the group."""
+    if word(row, _SIZE) == 0:
+        _done(call_door(row, 0, None, None, 0, 0, 0))
+    return word(row, _SIZE)
+
+
+@register_jitable
+def _expect(row, code, count, expected):
+    """Refuse a call whose second array has `count` elements, and not as many as `expected`."""
+    if count != expected and word(row, _SIZE) > 0:
+        _done(call_door(row, _REFUSED, None, None, count, code, expected))
+
+
+@register_jitable
+def _local(row, rank):
+    """A global rank as a rank in the group."""
+    ranks = word(row, _RANKS)
+    if ranks == 0:
+        return rank
+    for k in range(word(row, _SIZE)):
+        if word(ranks, k) == rank:
+            return k
+    return _FOREIGN + rank
+
+
+@register_jitable
+def _global(row, rank):
+    """And the other way round; -1 outside the group."""
+    if word(row, _SIZE) < 0:
+        return -1
+    return rank if word(row, _RANKS) == 0 else word(word(row, _RANKS), rank)
+
+
+@register_jitable
+def _as_it_is(x):
+    return x
+
+
+@register_jitable
+def _leave(to, x):
+    pass
+
+
+@register_jitable
+def _packed(x):
+    return np.ascontiguousarray(x)
+
+
+@register_jitable
+def _copied(x):
+    return x.copy()
+
+
+@register_jitable
+def _put(to, x):
+    to[...] = x
+
+
+def _packing(x: types.Array) -> tuple[Any, Any]:
+    """What makes an array's memory contiguous and aligned, and what writes that back."""
+    if x.layout == "C":
+        return (_as_it_is, _leave) if x.aligned else (_copied, _put)
+    return _packed, _put
+
+
+def _array(x: Any, name: str, writes: bool) -> Any:
+    """An argument's dtype, if the argument is an array; NumPy's."""
+    if not isinstance(x, types.Array):
+        raise TypingError(f"{name} is of type {x}; inside njit fastcoll takes arrays")
+    if writes and not x.mutable:
+        raise TypingError(f"{name} is a read-only array, and is written to")
+    return as_dtype(x.dtype)
+
+
+def _called(name: str, x: Any, async_op: Any, writes: bool = True, what: str = "tensor") -> tuple[int, int]:
+    """An operation's code, and its call word without the reduce operation."""
+    _waits(async_op)
+    dtype = _array(x, what, writes)
+    return signature.code_of(name), _known(lambda: rows.call_word(name, dtype))
+
+
+def _known(make: Callable[[], int]) -> int:
+    try:
+        return make()
+    except UsageError as error:
+        raise TypingError(str(error)) from None
+
+
+def _waits(async_op: Any) -> None:
+    value = getattr(async_op, "value", getattr(async_op, "literal_value", async_op))
+    if value is not False:
+        raise TypingError(
+            "async_op inside njit: calls there return when they are done; call it outside for a Work"
+        )
+
+
+def _one_of(what: str, rank: Any, group_rank: Any, default: bool = False) -> bool:
+    """Whether the rank in the group is given, of torch's pair of arguments."""
+    if not is_none(rank) and not is_none(group_rank):
+        raise TypingError(f"{what} and group_{what} are both given; give one of them")
+    if is_none(rank) and is_none(group_rank) and not default:
+        raise TypingError(f"{what} is missing; give {what} (a global rank) or group_{what} (a group rank)")
+    for each in (rank, group_rank):
+        kind = types.unliteral(each) if isinstance(each, types.Type) else types.int64
+        if not is_none(each) and not isinstance(kind, types.Integer | types.Omitted):
+            raise TypingError(f"{what} is of type {each}; give a rank as an integer")
+    return not is_none(group_rank)
+
+
+@register_jitable
+def _other(row, rank, group_rank, by_group):
+    return integer_of(group_rank) if by_group else _local(row, integer_of(rank))
+
+
+def _alike(x: Any, y: Any, name: str, other: str) -> None:
+    if isinstance(y, types.Array) and x.dtype != y.dtype:
+        raise TypingError(f"{name} is {x.dtype}, {other} is {y.dtype}; they must be the same")
+
+
+# ---- reductions -------------------------------------------------------------------------------------------
+
+
+def _in_place(name: str, tensor: Any, async_op: Any) -> Any:
+    code, base = _called(name, tensor, async_op)
+    pack, put = _packing(tensor)
+
+    def impl(tensor, op=_SUM, group=None, async_op=False):
+        know_dtype(tensor)
+        x = pack(tensor)
+        call = base | op_word_of(op) << _OP_SHIFT
+        _done(call_door(_row(group), code, x, None, x.size * x.itemsize, call, 0))
+        put(tensor, x)
+
+    return impl
+
+
+@overload(collectives.all_reduce)
+def _all_reduce(tensor, op=_SUM, group=None, async_op=False):
+    return _in_place("all_reduce", tensor, async_op)
+
+
+@overload(collectives.scan)
+def _scan(tensor, op=_SUM, group=None, async_op=False):
+    return _in_place("scan", tensor, async_op)
+
+
+@overload(collectives.exscan)
+def _exscan(tensor, op=_SUM, group=None, async_op=False):
+    return _in_place("exscan", tensor, async_op)
+
+
+@overload(collectives.reduce)
+def _reduce(tensor, dst=None, op=_SUM, group=None, async_op=False, group_dst=None):
+    code, base = _called("reduce", tensor, async_op)
+    by_group = _one_of("dst", dst, group_dst)
+    pack, put = _packing(tensor)
+
+    def impl(tensor, dst=None, op=_SUM, group=None, async_op=False, group_dst=None):
+        know_dtype(tensor)
+        row, x = _row(group), pack(tensor)
+        call = base | op_word_of(op) << _OP_SHIFT
+        _done(call_door(row, code, x, None, x.size * x.itemsize, call, _other(row, dst, group_dst, by_group)))
+        put(tensor, x)
+
+    return impl
+
+
+@overload(collectives.reduce_scatter_tensor)
+def _reduce_scatter_tensor(output, input, op=_SUM, group=None, async_op=False):
+    code, base = _called("reduce_scatter", output, async_op, what="output")
+    _array(input, "input", False)
+    _alike(output, input, "output", "input")
+    (pack, put), (pack_input, _) = _packing(output), _packing(input)
+
+    def impl(output, input, op=_SUM, group=None, async_op=False):
+        know_dtype(output)
+        row, x, out = _row(group), pack_input(input), pack(output)
+        _expect(row, code, x.size, _size(row) * out.size)
+        call = base | op_word_of(op) << _OP_SHIFT
+        _done(call_door(row, code, x, out, out.size * out.itemsize, call, 0))
+        put(output, out)
+
+    return impl
+
+
+# ---- movement ---------------------------------------------------------------------------------------------
+
+
+@overload(collectives.broadcast)
+def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    code, base = _called("broadcast", tensor, async_op)
+    by_group = _one_of("src", src, group_src)
+    pack, put = _packing(tensor)
+
+    def impl(tensor, src=None, group=None, async_op=False, group_src=None):
+        know_dtype(tensor)
+        row, x = _row(group), pack(tensor)
+        _done(call_door(row, code, x, None, x.size * x.itemsize, base, _other(row, src, group_src, by_group)))
+        put(tensor, x)
+
+    return impl
+
+
+@overload(collectives.all_gather_into_tensor)
+def _all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
+    code, base = _called("all_gather", output_tensor, async_op, what="output_tensor")
+    _array(input_tensor, "input_tensor", False)
+    _alike(output_tensor, input_tensor, "output_tensor", "input_tensor")
+    (pack, put), (pack_input, _) = _packing(output_tensor), _packing(input_tensor)
+
+    def impl(output_tensor, input_tensor, group=None, async_op=False):
+        know_dtype(output_tensor)
+        row, x, out = _row(group), pack_input(input_tensor), pack(output_tensor)
+        _expect(row, code, out.size, _size(row) * x.size)
+        _done(call_door(row, code, x, out, x.size * x.itemsize, base, 0))
+        put(output_tensor, out)
+
+    return impl
+
+
+@overload(collectives.gather_single)
+def _gather_single(tensor, gather_tensor=None, dst=None, group=None, async_op=False, group_dst=None):
+    code, base = _called("gather", tensor, async_op, writes=False)
+    by_group, is_given = _one_of("dst", dst, group_dst, True), not is_none(gather_tensor)
+    pack_input, _ = _packing(tensor)
+    if not is_given:
+
+        def alone(tensor, gather_tensor=None, dst=None, group=None, async_op=False, group_dst=None):
+            know_dtype(tensor)
+            row, x = _row(group), pack_input(tensor)
+            size, root = _size(row), _other(row, dst, group_dst, by_group)
+            _expect(row, code, 0, (size if root == word(row, _RANK) else 0) * max(1, x.size))
+            _done(call_door(row, code, x, None, x.size * x.itemsize, base, root))
+
+        return alone
+    _array(gather_tensor, "gather_tensor", True)
+    _alike(tensor, gather_tensor, "tensor", "gather_tensor")
+    pack, put = _packing(gather_tensor)
+
+    def impl(tensor, gather_tensor=None, dst=None, group=None, async_op=False, group_dst=None):
+        know_dtype(tensor)
+        row, x, out = _row(group), pack_input(tensor), pack(gather_tensor)
+        size, root = _size(row), _other(row, dst, group_dst, by_group)
+        _expect(row, code, out.size, size * x.size if root == word(row, _RANK) else out.size)
+        _done(call_door(row, code, x, out, x.size * x.itemsize, base, root))
+        if root == word(row, _RANK):
+            put(gather_tensor, out)
+
+    return impl
+
+
+@overload(collectives.scatter_single)
+def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=False, group_src=None):
+    code, base = _called("scatter", tensor, async_op)
+    by_group, is_given = _one_of("src", src, group_src, True), not is_none(scatter_tensor)
+    pack, put = _packing(tensor)
+    if not is_given:
+
+        def alone(tensor, scatter_tensor=None, src=None, group=None, async_op=False, group_src=None):
+            know_dtype(tensor)
+            row, out = _row(group), pack(tensor)
+            size, root = _size(row), _other(row, src, group_src, by_group)
+            _expect(row, code, 0, (size if root == word(row, _RANK) else 0) * max(1, out.size))
+            _done(call_door(row, code, None, out, out.size * out.itemsize, base, root))
+            put(tensor, out)
+
+        return alone
+    _array(scatter_tensor, "scatter_tensor", False)
+    _alike(tensor, scatter_tensor, "tensor", "scatter_tensor")
+    pack_input, _ = _packing(scatter_tensor)
+
+    def impl(tensor, scatter_tensor=None, src=None, group=None, async_op=False, group_src=None):
+        know_dtype(tensor)
+        row, out, x = _row(group), pack(tensor), pack_input(scatter_tensor)
+        size, root = _size(row), _other(row, src, group_src, by_group)
+        _expect(row, code, x.size, size * out.size if root == word(row, _RANK) else x.size)
+        _done(call_door(row, code, x, out, out.size * out.itemsize, base, root))
+        put(tensor, out)
+
+    return impl
+
+
+@overload(collectives.all_to_all_single)
+def _all_to_all_single(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    code, base = _called("all_to_all", output, async_op, what="output")
+    _array(input, "input", False)
+    _alike(output, input, "output", "input")
+    if not (is_none(output_split_sizes) and is_none(input_split_sizes)):
+        raise TypingError(
+            "split sizes inside njit: all_to_all_single takes equal parts there; call it outside"
+        )
+    if output.ndim == 0 or input.ndim == 0:
+        raise TypingError(
+            "all_to_all_single divides arrays along their first dimension; give arrays that have one"
+        )
+    (pack, put), (pack_input, _) = _packing(output), _packing(input)
+
+    def impl(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+        know_dtype(output)
+        row, x, out = _row(group), pack_input(input), pack(output)
+        size = max(1, _size(row))
+        _expect(row, code, out.size, x.size)
+        _expect(row, code, len(out), len(out) // size * size)
+        _done(call_door(row, code, x, out, x.size // size * x.itemsize, base, 0))
+        put(output, out)
+
+    return impl
+
+
+# ---- barrier, messages, questions ---------------------------------------------------------------------------
+
+
+@overload(collectives.barrier)
+def _barrier(group=None, async_op=False, device_ids=None, timeout=None):
+    _waits(async_op)
+    if not (is_none(device_ids) and is_none(timeout)):
+        raise TypingError(
+            "barrier inside njit takes neither device_ids nor a timeout; the group's own timeout holds"
+        )
+
+    def impl(group=None, async_op=False, device_ids=None, timeout=None):
+        _done(call_door(_row(group), _BARRIER, None, None, 0, _BARRIER_WORD, 0))
+
+    return impl
+
+
+def _message(tensor: Any, writes: bool) -> int:
+    dtype = _array(tensor, "tensor", writes)
+    return _known(lambda: rows.message_word(0, dtype))
+
+
+@overload(p2p.send)
+def _send(tensor, dst=None, group=None, tag=0, group_dst=None):
+    kind, by_group = _message(tensor, False), _one_of("dst", dst, group_dst)
+    pack, _ = _packing(tensor)
+
+    def impl(tensor, dst=None, group=None, tag=0, group_dst=None):
+        know_dtype(tensor)
+        row, x = _row(group), pack(tensor)
+        peer = _other(row, dst, group_dst, by_group)
+        _done(call_door(row, _SEND, x, None, x.size * x.itemsize, kind | tag << DTYPE_BITS, peer))
+
+    return impl
+
+
+@overload(p2p.recv)
+def _recv(tensor, src=None, group=None, tag=0, group_src=None):
+    kind, by_group = _message(tensor, True), _one_of("src", src, group_src, True)
+    any_rank = is_none(src) and is_none(group_src)
+    pack, put = _packing(tensor)
+
+    def impl(tensor, src=None, group=None, tag=0, group_src=None):
+        know_dtype(tensor)
+        row, x = _row(group), pack(tensor)
+        peer = ANY if any_rank else _other(row, src, group_src, by_group)
+        found = _done(call_door(row, _RECV, x, None, x.size * x.itemsize, kind | tag << DTYPE_BITS, peer))
+        put(tensor, x)
+        return _global(row, found)
+
+    return impl
+
+
+@overload(groups.get_rank)
+def _get_rank(group=None):
+    def impl(group=None):
+        row = _row(group)
+        _size(row)
+        return word(row, _RANK)
+
+    return impl
+
+
+@overload(groups.get_world_size)
+def _get_world_size(group=None):
+    def impl(group=None):
+        return _size(_row(group))
+
+    return impl
+
+
+refresh()

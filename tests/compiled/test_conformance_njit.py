@@ -1,0 +1,115 @@
+"""The conformance suite through numba.njit: its tests run with functions that call fastcoll's from compiled code."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numba
+import numpy as np
+import oracle
+import pytest
+from conformance import test_moves, test_point_to_point, test_reductions
+
+import fastcoll as dist
+import fastcoll.compiled.njit
+
+DTYPES = [np.dtype(name) for name in ("int8", "bool", "float32", "complex128")]
+MOVABLE = [*DTYPES, np.dtype([("value", "f4"), ("index", "i8")])]
+SUM = dist.ReduceOp.SUM
+
+
+@numba.njit(cache=True)
+def all_reduce(x, op):
+    dist.all_reduce(x, op)
+
+
+@numba.njit(cache=True)
+def reduce(x, dst, op):
+    dist.reduce(x, dst, op)
+
+
+@numba.njit(cache=True)
+def scan(x, op):
+    dist.scan(x, op)
+
+
+@numba.njit(cache=True)
+def exscan(x, op):
+    dist.exscan(x, op)
+
+
+@numba.njit(cache=True)
+def reduce_scatter_single(out, x, op):
+    dist.reduce_scatter_single(out, x, op)
+
+
+@numba.njit(cache=True)
+def broadcast(x, src):
+    dist.broadcast(x, src)
+
+
+@numba.njit(cache=True)
+def gather_single(x, out, dst):
+    dist.gather_single(x, out, dst)
+
+
+@numba.njit(cache=True)
+def scatter_single(out, x, src):
+    dist.scatter_single(out, x, src)
+
+
+@numba.njit(cache=True)
+def all_to_all_single(out, x):
+    dist.all_to_all_single(out, x)
+
+
+@numba.njit(cache=True)
+def send(x, dst, tag):
+    dist.send(x, dst, tag=tag)
+
+
+@numba.njit(cache=True)
+def recv(x, src, tag):
+    return dist.recv(x, src, tag=tag)
+
+
+COMPILED: dict[str, Any] = {
+    "all_reduce": lambda x, op=SUM: all_reduce(x, op),
+    "reduce": lambda x, dst, op=SUM: reduce(x, dst, op),
+    "scan": lambda x, op=SUM: scan(x, op),
+    "exscan": lambda x, op=SUM: exscan(x, op),
+    "reduce_scatter_single": lambda out, x, op=SUM: reduce_scatter_single(out, x, op),
+    "broadcast": lambda x, src: broadcast(x, src),
+    "gather_single": lambda x, out, dst: gather_single(x, out, dst),
+    "scatter_single": lambda out, x, src: scatter_single(out, x, src),
+    "all_to_all_single": lambda out, x: all_to_all_single(out, x),
+    "send": lambda x, dst, tag=0: send(x, dst, tag),
+    "recv": lambda x, src=None, tag=0: recv(x, src, tag),
+}
+
+TESTS = [
+    (test_reductions, "test_all_reduce"),
+    (test_reductions, "test_reduce"),
+    (test_reductions, "test_scan_and_exscan"),
+    (test_reductions, "test_reduce_scatter_single"),
+    (test_moves, "test_broadcast"),
+    (test_moves, "test_gather_and_scatter_of_one_array"),
+    (test_point_to_point, "test_ring_of_every_dtype"),
+    (test_point_to_point, "test_tags_are_matched_and_one_tag_never_overtakes"),
+    (test_point_to_point, "test_any_source_returns_the_sender"),
+    (test_point_to_point, "test_strided_arrays"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), TESTS, ids=[name for _, name in TESTS])
+@pytest.mark.ranks(2, 3)
+def test_as_outside(rank, world_size, module, name):
+    names = {each: getattr(dist, each) for each in dist.__all__}
+    with (
+        patch.object(module, "dist", SimpleNamespace(**{**names, **COMPILED})),
+        patch.object(oracle, "DTYPES", DTYPES),
+        patch.object(oracle, "MOVABLE", MOVABLE),
+    ):
+        getattr(module, name)(rank, world_size)
