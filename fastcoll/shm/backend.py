@@ -37,8 +37,8 @@ from ..p2p.transfers import kind_of
 from ..rendezvous import Store
 from . import arena, known, learned, movement, reductions, ring_kernels, rounds, symmetric
 from . import context_layout as words
+from .callers import ShmWays
 from .context import HANDED_OVER, Context, Report, What, changed, kept, patience, words_for
-from .doors import ShmWays
 from .fast import Fast
 from .head_start import HeadStart, refuses
 from .lanes import Lanes
