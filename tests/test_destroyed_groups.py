@@ -42,7 +42,7 @@ def cycle(world_size: int, number: int) -> None:
 
 @pytest.mark.ranks(3, init=False, timeout=300)
 @pytest.mark.parametrize("cycles", [60, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ["tcp", "file"])
+@pytest.mark.parametrize("way", ["tcp", pytest.param("file", marks=pytest.mark.long)])
 def test_nothing_of_destroyed_groups_stays(rank, world_size, tmp_path, way, cycles):
     url = f"file://{tmp_path}/store" if way == "file" else None
     with dist.world("auto", url, rank=rank if url else -1, world_size=world_size if url else -1):

@@ -40,6 +40,7 @@ def test_digits_learns_the_same_with_any_number_of_ranks(tmp_path):
         np.testing.assert_allclose(weights[ranks], weights[None], rtol=0, atol=1e-5)
 
 
+@pytest.mark.long  # tests/elastic kills and replaces ranks, too
 def test_elastic_digits_learns_the_same_whoever_is_killed(tmp_path):
     def learn(*words, **launch):
         told, *changes = run("elastic_digits.py", *words, "--epochs", 5, "--save", file, **launch)
@@ -66,6 +67,7 @@ def test_the_tour_is_the_program_of_its_page():
     assert run("tour.py", ranks=2) == [f"I am rank {rank} of 2, on the backend shm" for rank in (0, 1)]
 
 
+@pytest.mark.long  # kernels/test_custom.py has reductions of the user
 def test_argmax():
     lines = run("argmax.py", ranks=4)
     assert len(lines) == 5

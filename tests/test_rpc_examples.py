@@ -66,6 +66,7 @@ def test_every_program_is_tested():
     assert {path.name for path in FOLDER.glob("*.py")} - shared == tested
 
 
+@pytest.mark.long  # rpc/ tests what it uses, and another program is run
 def test_the_agent_learns_to_balance():
     steps = [float(line.split()[-2]) for line in run("reinforce.py")[0]]
     assert len(steps) == 6
@@ -73,6 +74,7 @@ def test_the_agent_learns_to_balance():
     assert steps[-1] > 140
 
 
+@pytest.mark.long  # rpc/ tests what it uses, and another program is run
 def test_late_gradients_teach_as_well():
     (line,) = run("parameter_server.py")[0]
     assert line.startswith("880 updates by 2 trainers")  # 20 epochs of 22 batches each
@@ -95,6 +97,7 @@ def test_batched_updates_are_those_of_one_process(load):
     assert lines[0] == ["120 classifications of 3 images"]
 
 
+@pytest.mark.long  # rpc/ tests what it uses, and another program is run
 @needs_torch
 def test_the_split_network_is_that_of_one_process(load):
     import torch
@@ -117,6 +120,7 @@ def test_the_split_network_is_that_of_one_process(load):
     assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
 
 
+@pytest.mark.long  # rpc/ tests what it uses, and another program is run
 @needs_torch
 def test_the_pipeline_is_that_of_one_process(load):
     from torch import nn
@@ -139,6 +143,7 @@ def test_the_pipeline_is_that_of_one_process(load):
     assert accuracy(lines) == pytest.approx(100 * right, abs=0.06)
 
 
+@pytest.mark.long  # rpc/ tests what it uses, and another program is run
 @needs_torch
 def test_ddp_beside_rpc_is_one_process(load):
     import torch

@@ -83,6 +83,8 @@ def code_on_the_disk() -> None:
         reducer(ReduceOp.SUM, np.dtype(dtype))
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
+@pytest.mark.parametrize(
+    "backend", ["shm", *(pytest.param(other, marks=pytest.mark.long) for other in ("tcp", "auto"))]
+)
 def test_ranks_run_every_operation_without_numba_and_then_compile_a_users_function(tmp_path, backend):
     assert run(tmp_path, backend, 2) == {"imported:\n"}

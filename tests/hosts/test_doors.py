@@ -63,7 +63,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("hosts", "ranks"), [(1, 4), (4, 1), pytest.param(4, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("hosts", "ranks"), [(1, 4), *(pytest.param(4, ranks, marks=pytest.mark.long) for ranks in (1, 2))]
+)
 def test_every_door_of_a_running_job(
     join_hosts: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, ranks: int
 ) -> None:

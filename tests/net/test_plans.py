@@ -37,7 +37,7 @@ def test_ordered_calls_of_few_ranks_reduce_in_one_pass(operation):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("size", [17, 24, 32, 64])
+@pytest.mark.parametrize("size", [17, 24, 32, pytest.param(64, marks=pytest.mark.long)])
 def test_many_ranks(operation, size):
     for count in (1, 3 if operation in PARTS else 100):
         case = Case(operation, size, count, root=size // 3, limits=MANY)

@@ -385,7 +385,7 @@ print("done")
 # tcp:// with a multicast address
 
 
-@pytest.fixture(params=["v4", "v6"])
+@pytest.fixture(params=["v4", pytest.param("v6", marks=pytest.mark.long)])
 def group(request: pytest.FixtureRequest) -> str:
     """The URL of a group of our own, which the kernel lets us join."""
     return group_of(request.param)
@@ -591,7 +591,7 @@ def test_who_is_late_in_a_file_is_warned_of_and_named(late, how: str, missing: s
     assert re.search(f"meets 3 processes: {missing} did not come within", error)
 
 
-@pytest.mark.parametrize("version", ["v4", "v6"])
+@pytest.mark.parametrize("version", [pytest.param("v4", marks=pytest.mark.long), "v6"])
 def test_who_is_late_by_multicast_is_warned_of(late, version: str) -> None:
     if version not in late:
         group_of(version)  # skips

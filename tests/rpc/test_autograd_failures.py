@@ -5,7 +5,7 @@ from faults import crew
 from rpc import autograd_victims as victims
 
 
-@pytest.mark.parametrize("victim", ["w1", "w2"])
+@pytest.mark.parametrize("victim", ["w1", pytest.param("w2", marks=pytest.mark.long)])
 def test_a_worker_that_dies_in_backward_is_named(victim):
     with crew.nothing_left():
         first = crew.run(victims.one_dies_in_backward, 3, victim)[0]

@@ -237,7 +237,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+LONG = ("who got it passes it on and dies", "two die")  # 5 s each, the others less than 1
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in PROGRAMS]
+)
 def test_every_schedule(name: str) -> None:
     assert Model(**PROGRAMS[name]).explore() > 200
 

@@ -135,9 +135,12 @@ HANGS = {
     ),
     "a message": (UNSENT, [1], ["rank 1 (pid "], "; it runs its own code"),
 }
+LONG = ("a lock", "a message")
 
 
-@pytest.mark.parametrize("hang", HANGS)
+@pytest.mark.parametrize(
+    "hang", [pytest.param(hang, marks=pytest.mark.long) if hang in LONG else hang for hang in HANGS]
+)
 def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
     program, culprits, texts, more = HANGS[hang]
 
@@ -156,6 +159,7 @@ def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
         assert f"kill -CONT {rank['pid']}" in verdict["next"]
 
 
+@pytest.mark.long
 def test_the_culprit_over_tcp_is_named_too(tmp_path):
     program = BEGIN.replace("auto", "tcp") + STOPPED.replace(
         "dist.all_reduce(x)", "dist.all_reduce(np.ones(1 << 16))"

@@ -189,6 +189,9 @@ dist.destroy_process_group()
 """
 
 
+BACKENDS = ["shm", pytest.param("tcp", marks=pytest.mark.long)]
+
+
 def job(tmp_path: Path, kind: str, backend: str = "shm", ranks: int = 3, **env: str) -> Path:
     program, folder = tmp_path / "program.py", tmp_path / "traces"
     program.write_text(PROGRAM)
@@ -213,7 +216,7 @@ def told(folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     said = told(job(tmp_path, "skip", backend, FASTCOLL_TRACE_SITES="1"))
     assert (
@@ -224,7 +227,7 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     assert "program.py:16." in said
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_in_a_loop(tmp_path: Path, backend: str) -> None:
     said = told(job(tmp_path, "loop", backend))
     assert "Ranks 0, 1 waited" in said
@@ -242,7 +245,7 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
     assert "its process was stopped (SIGSTOP)" in said
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_died(tmp_path: Path, backend: str) -> None:
     said = told(job(tmp_path, "die", backend))
     assert "rank 2" in said.splitlines()[0]
