@@ -58,9 +58,9 @@ def one_way(me: Rank, tag: int) -> None:
             assert [to.tolist() for to in got] == [[number + n] * 2 for n in range(4)]
 
 
-def run(make: type[World], seed: int, *programs: Any) -> None:
+def run(make: type[World], seed: int, *programs: Any, timeout: float = 30) -> None:
     """Two ranks, on each a thread for each program, with a tag of its own."""
-    world, errors = make(2, timeout=30), []
+    world, errors = make(2, timeout=timeout), []
 
     def guarded(program: Any, me: Rank, tag: int) -> None:
         try:
@@ -126,7 +126,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str, fa
 
     def is_found(seed: int) -> bool:
         try:
-            run(RingWorld, seed, exchanges, one_way)
+            run(RingWorld, seed, exchanges, one_way, timeout=5)  # which some faults take
         except Exception:
             return True
         return False
