@@ -2,6 +2,7 @@
 
 import pytest
 from faults import crew
+
 from rpc import autograd_victims as victims
 
 

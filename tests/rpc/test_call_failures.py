@@ -6,7 +6,8 @@ import socket
 
 import pytest
 from faults import crew
-from rpc import victims
+
+from . import victims
 
 
 def test_a_worker_that_dies_is_named_to_all_its_callers_and_others_go_on() -> None:
