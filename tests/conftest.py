@@ -37,6 +37,7 @@ SKIPPED_IN_CI = {
     "this Numba has no CUDA simulator": "numba-cuda has one, and these need minutes: pytest -m gpu",
     r"needs Numba's simulator \(NUMBA_ENABLE_CUDASIM=1\)": "minutes: pytest -m gpu",
     "no streams": "a test for GPU arrays whose parameters have a case of host arrays",
+    "frameworks are not installed": "a later step of .ci/run has them, and runs these tests",
     "NCCL is not installed": "a later step of .ci/run has it, and runs these tests",
     r"\d+ ranks need more than \d+ hosts": "the steps on four hosts take the worlds that fit",
     "no IPv6 here": "containers often have none",

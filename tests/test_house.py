@@ -13,6 +13,7 @@ TREES = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.p
 OF_OTHERS = {
     "_ARRAY_API", "_exit", "_fields", "_replace", "_asdict", "_make", "_C", "_cache", "_codegen", "_data_layout",
     "_addressof", "_world", "_ActionsContainer", "_FrameAction", "_FrameExecStrategy",
+    "_internal_kv_get", "_internal_kv_put", "_internal_kv_del",
     "_functions", "_backward_cls", "_backward_hooks", "_sequence_nr", "_set_sequence_nr",
 }  # fmt: skip
 """Private names of Python's own and of other libraries, which have no public ones for it."""

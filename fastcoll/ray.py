@@ -1,0 +1,160 @@
+"""The backend "fastcoll" of ray.util.collective, for arrays and CPU tensors. Importing this registers it.
+
+>>> import fastcoll.ray
+>>> ray.util.collective.init_collective_group(2, rank, "fastcoll", "gradients")
+
+Ray looks for the backend in the driver and in every actor; fastcoll itself does not need torch. The ranks meet in a
+store that rank 0 serves until all have come; its address is in Ray's key-value store that long.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+from . import config
+from .api.standalone import group_from_store
+from .api.world import destroy_process_group
+from .core.group import ProcessGroup
+from .core.reduce_op import ReduceOp
+from .errors import NotInitializedError, StoreTimeoutError, UnavailableError
+from .rendezvous import HashStore
+from .rendezvous.tcp_store import TCPStore
+from .rendezvous.waiting import LateWarning
+
+if find_spec("ray") is None:
+    raise UnavailableError("fastcoll.ray needs Ray, which is not installed: pip install 'fastcoll[ray]'")
+
+import ray
+from ray.experimental import internal_kv
+from ray.util.collective.backend_registry import register_collective_backend
+from ray.util.collective.collective_group.base_collective_group import BaseGroup
+
+_POLL_SECONDS = 0.01
+_CONNECT_SECONDS = 5.0  # then the address may be that of a rank 0 that was killed before it could withdraw it
+
+
+@functools.cache
+def register() -> None:
+    """Register the backend with Ray; once is enough, and importing this module does it.
+
+    As the runtime environment's `worker_process_setup_hook="fastcoll.ray.register"` it does so in every worker.
+    """
+    register_collective_backend("fastcoll", FastcollGroup)
+
+
+class FastcollGroup(BaseGroup):  # type: ignore[misc]
+    """What Ray's collectives call, on the group `fastcoll`, whose methods' errors it raises; all calls block.
+
+    Ray gives each array in a list of one, and a list of arrays in one of one: a process with several GPUs, which has
+    longer lists, has an NCCL group. Making the group is collective and takes FASTCOLL_TIMEOUT seconds at most.
+    """
+
+    def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+        super().__init__(world_size, rank, group_name)
+        self.fastcoll = _meet(world_size, rank, group_name)
+
+    @classmethod
+    def backend(cls) -> str:
+        return "FASTCOLL"
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        return True
+
+    def destroy_group(self) -> None:
+        """Leave the group; twice is fine."""
+        with suppress(NotInitializedError):
+            destroy_process_group(self.fastcoll)
+
+    def allreduce(self, tensor: Any, allreduce_options: Any = None) -> None:
+        self.fastcoll.all_reduce(_only("allreduce", tensor), _op(allreduce_options))
+
+    def reduce(self, tensor: Any, reduce_options: Any = None) -> None:
+        root = getattr(reduce_options, "root_rank", 0)
+        self.fastcoll.reduce(_only("reduce", tensor), root, _op(reduce_options))
+
+    def broadcast(self, tensor: Any, broadcast_options: Any = None) -> None:
+        self.fastcoll.broadcast(_only("broadcast", tensor), getattr(broadcast_options, "root_rank", 0))
+
+    def allgather(self, tensor_list: Any, tensor: Any, allgather_options: Any = None) -> None:
+        self.fastcoll.all_gather(_only("allgather", tensor_list), _only("allgather", tensor))
+
+    def reducescatter(self, tensor: Any, tensor_list: Any, reducescatter_options: Any = None) -> None:
+        out, blocks = _only("reducescatter", tensor), _only("reducescatter", tensor_list)
+        self.fastcoll.reduce_scatter(out, blocks, _op(reducescatter_options))
+
+    def barrier(self, barrier_options: Any = None) -> None:
+        self.fastcoll.barrier()
+
+    def send(self, tensor: Any, send_options: Any) -> None:
+        _refuse_places("send", send_options)
+        self.fastcoll.send(_only("send", tensor), send_options.dst_rank)
+
+    def recv(self, tensor: Any, recv_options: Any) -> None:
+        _refuse_places("recv", recv_options)
+        self.fastcoll.recv(_only("recv", tensor), recv_options.src_rank)
+
+
+def _only(name: str, given: Any) -> Any:
+    if len(given) != 1:
+        raise UnavailableError(
+            f"{name}_multigpu: a process has {len(given)} arrays, but one in a group of fastcoll; make a group with "
+            "the backend 'nccl', or give each GPU an actor"
+        )
+    return given[0]
+
+
+def _op(options: Any) -> ReduceOp:
+    """fastcoll's operation of the same name."""
+    return ReduceOp.SUM if options is None else getattr(ReduceOp, options.reduceOp.name)
+
+
+def _refuse_places(name: str, options: Any) -> None:
+    """What send_multigpu and recv_multigpu say beside the rank."""
+    if any(getattr(options, each, 0) for each in ("dst_gpu_index", "src_gpu_index", "n_elements")):
+        raise UnavailableError(
+            f"{name}_multigpu: a group of fastcoll knows neither GPUs of a rank nor n_elements; give a part of the "
+            f"array to {name}"
+        )
+
+
+def _meet(size: int, rank: int, name: str) -> ProcessGroup:
+    """Make the group over a store of rank 0's; who waits here waits for others that are still to come."""
+    timeout = config.get("FASTCOLL_TIMEOUT")
+    if size == 1:
+        return group_from_store(HashStore(), 0, 1, timeout, name)
+    key = f"fastcoll_collective_group_{name}"
+    if rank:
+        with _store_at(key, rank, size, timeout) as store:
+            return group_from_store(store, rank, size, timeout, name)
+    host = ray.util.get_node_ip_address()
+    with TCPStore(host, 0, is_master=True, timeout=timeout) as store:
+        try:
+            internal_kv._internal_kv_put(key, f"{host} {store.port}", overwrite=True)
+            group = group_from_store(store, rank, size, timeout, name)
+        finally:
+            internal_kv._internal_kv_del(key)
+        store.close(linger=timeout)
+        return group
+
+
+def _store_at(key: str, rank: int, size: int, timeout: float) -> TCPStore:
+    """Connect to the store whose address is, or will be, under this key of Ray's."""
+    end, late = time.monotonic() + timeout, LateWarning()
+    while (left := end - time.monotonic()) > 0:
+        if found := internal_kv._internal_kv_get(key):
+            host, port = found.decode().split()
+            with suppress(StoreTimeoutError):
+                store = TCPStore(host, int(port), timeout=min(left, _CONNECT_SECONDS))
+                store.set_timeout(left)
+                return store
+        late.look(f"joining as rank {rank} of {size}", lambda: "rank 0")
+        time.sleep(_POLL_SECONDS)
+    raise StoreTimeoutError(f"joining as rank {rank} of {size}: rank 0 did not come within {timeout:.3g} s")
+
+
+register()

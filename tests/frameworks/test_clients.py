@@ -1,0 +1,122 @@
+"""Frameworks run as they are: the losses are Gloo's, and what ends one rank is seen by the others.
+
+Each needs seconds to be imported, so few programs run many checks. They have an environment of their own in .ci/run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fastcoll.launch.nodes import free_port
+
+HERE = Path(__file__).parent
+DEADLINE = 280.0
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    missing = [name for name in packages if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"frameworks are not installed: {', '.join(missing)}")
+
+
+def start(environment: Mapping[str, str], *command: str | Path) -> subprocess.Popen[str]:
+    """A program in a process group of its own."""
+    common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, **common, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(program: subprocess.Popen[str]) -> str:
+    """What the program said, which must have ended well; one that does not end is killed with all that it started."""
+    try:
+        said, _ = program.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        os.killpg(program.pid, signal.SIGKILL)
+        said, _ = program.communicate()
+    assert program.returncode == 0, said
+    return said
+
+
+@needs("accelerate", "deepspeed", "lightning", "torchmetrics", "transformers")
+def test_frameworks_have_the_losses_of_gloo(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint, torchmetrics, Accelerate, transformers' Trainer, Lightning, DeepSpeed ZeRO 0-3."""
+    results: dict[str, list[dict[str, dict[str, object]]]] = {}
+    for default in ("", "gloo"):
+        ports = [str(free_port()) for _ in range(6)]
+        ranks = []
+        for rank in ("0", "1"):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            place |= {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0", "FASTCOLL_TORCH_DEFAULT": default}
+            ranks.append(start(place, HERE / "two_ranks.py", tmp_path / f"{default}-{rank}.json", *ports))
+        for each in ranks:
+            end(each)
+        results[default] = [json.loads((tmp_path / f"{default}-{rank}.json").read_text()) for rank in (0, 1)]
+    for ours, gloo in zip(results["gloo"], results[""], strict=True):
+        assert len(ours) == 6
+        for name in ours:
+            assert (ours[name]["group"], gloo[name]["group"]) == ("FastcollProcessGroup", "ProcessGroup"), (
+                name
+            )
+            assert ours[name]["values"] == pytest.approx(gloo[name]["values"], rel=1e-6), name
+
+
+@needs("accelerate")  # torch alone is there in other environments, too, where this takes half a minute
+@pytest.mark.parametrize("how", ["exception", "SIGKILL", "exit"])
+def test_torchrun_starts_ranks_anew(how: str) -> None:
+    default = {"FASTCOLL_TORCH_DEFAULT": "gloo"}
+    said = end(start(default, *TORCHRUN, "--max-restarts", "1", HERE / "restarted.py", how))
+    assert said.count("start 1: FastcollProcessGroup [4.0, 4.0]") == 2, said
+
+
+@needs("ray")
+def test_ray_actors_and_ray_train(tmp_path: Path) -> None:
+    said = end(start({}, HERE / "ray_program.py", tmp_path))
+    assert "actors did it" in said, said
+    assert "trainers did it" in said, said
+
+
+@needs("torchft")
+def test_torchft_makes_groups_anew() -> None:
+    assert "quorums did it" in end(start({}, HERE / "quorums.py"))
+
+
+@needs("distributed")
+def test_dask_workers_are_ranks_and_their_threads_are_not(tmp_path: Path) -> None:
+    assert "Dask did it" in end(start({}, HERE / "dask_program.py", tmp_path))
+
+
+@needs("ipykernel", "jupyter_client")
+def test_a_notebook_starts_ranks() -> None:
+    said = end(start({}, HERE / "notebook_program.py"))
+    assert "[3.0, 3.0]" in said, said
+
+
+@needs("xdist")
+def test_pytest_xdist_runs_tests_that_have_ranks(tmp_path: Path) -> None:
+    (tmp_path / "test_sums.py").write_text(
+        "import numpy as np, pytest, fastcoll\n"
+        "@pytest.mark.ranks(2)\n"
+        "@pytest.mark.parametrize('n', range(4))\n"
+        "def test_sum(rank, n):\n"
+        "    x = np.full(n, rank + 1.0)\n"
+        "    fastcoll.all_reduce(x)\n"
+        "    assert (x == 3).all()\n"
+    )
+    said = end(start({}, "-m", "pytest", "-n", "2", "-q", "--rootdir", tmp_path, tmp_path))
+    assert re.search(r"\b4 passed", said), said

@@ -1,0 +1,189 @@
+"""One rank of a program that trains with each framework as its users do, and names no backend but "gloo".
+
+Writes the losses, and the class of the group that served them, to a file. Which backend it is, the environment says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def data(rank: int = 0) -> TensorDataset:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1 + rank))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def checkpoints() -> list[float]:
+    """torch.distributed.checkpoint of a model that FSDP2 has cut into parts, into a folder, and back."""
+    from torch.distributed import checkpoint
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    net, other = (
+        fully_shard(model()),
+        fully_shard(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))),
+    )
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    checkpoint.save(net.state_dict(), checkpoint_id=folder[0])
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=folder[0])
+    other.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+    return [p.full_tensor().sum().item() for p in other.parameters()]
+
+
+def torchmetrics() -> list[float]:
+    """Metrics whose states are sums, and lists of unequal lengths."""
+    from torchmetrics import CatMetric, MeanSquaredError
+    from torchmetrics.classification import MulticlassAccuracy
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    error, accuracy, everything = MeanSquaredError(), MulticlassAccuracy(3), CatMetric()
+    x, y = data(rank).tensors
+    error.update(x[:, :1], y)
+    accuracy.update(x[:, :3], y[:, 0].long() % 3)
+    everything.update(x[: 5 + rank, 0])
+    values = everything.compute()
+    assert len(values) == 11
+    return [error.compute().item(), accuracy.compute().item(), *values.tolist()]
+
+
+def accelerate() -> list[float]:
+    """Its own test of training, too, which compares with training in one process."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    run = Accelerator(cpu=True)
+    net = model()
+    net, step, batches = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(data(), 8))
+    losses = []
+    for x, y in batches:
+        step.zero_grad()
+        loss = nn.functional.mse_loss(net(x), y)
+        run.backward(loss)
+        step.step()
+        losses += run.gather(loss.detach()[None]).tolist()
+    from accelerate.test_utils.scripts import test_ops
+
+    for test in (
+        test_ops.test_gather,
+        test_ops.test_gather_object,
+        test_ops.test_broadcast,
+        test_ops.test_pad_across_processes,
+        test_ops.test_reduce_sum,
+        test_ops.test_reduce_mean,
+    ):
+        test(run.state)
+    AcceleratorState._reset_state(True)
+    return losses
+
+
+def trainer() -> list[float]:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+    set_seed(0)
+    net = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=32))
+    ids = torch.randint(0, 64, (32, 32), generator=torch.Generator().manual_seed(0))
+    args = TrainingArguments(
+        tempfile.mkdtemp(), use_cpu=True, per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1,
+        report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    run = Trainer(net, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    run.train()
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def lightning() -> list[float]:
+    import lightning
+
+    losses = []
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            x, y = batch
+            loss = nn.functional.mse_loss(self.net(x), y)
+            self.log("loss", loss, sync_dist=True)
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    run = lightning.Trainer(
+        accelerator="cpu", strategy="ddp", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    run.fit(Net(), DataLoader(data(), 8))
+    return [*losses, run.callback_metrics["loss"].item()]
+
+
+def deepspeed() -> list[float]:
+    """ZeRO 0 to 3; its own kernel for inference would be compiled here, and is left out."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    x, y = data(dist.get_rank()).tensors
+    losses = []
+    for stage in range(4):
+        config = {
+            "train_micro_batch_size_per_gpu": 8,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        }
+        net = model()
+        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+        for _ in range(4):
+            loss = nn.functional.mse_loss(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+    return losses
+
+
+CHECKS: list[Callable[[], list[float]]] = [
+    checkpoints,
+    torchmetrics,
+    accelerate,
+    trainer,
+    lightning,
+    deepspeed,
+]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results, *ports = sys.argv[1:]
+    said = {}
+    launched = dict(os.environ)
+    for check, port in zip(CHECKS, ports, strict=True):  # each joins anew, and so at a port of its own
+        os.environ.update(launched, MASTER_PORT=port)  # Lightning removes what it has read
+        values = check()
+        said[check.__name__] = {"group": type(dist.group.WORLD).__name__, "values": values}
+        Path(results).write_text(json.dumps(said))
+        dist.destroy_process_group()
