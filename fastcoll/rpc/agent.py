@@ -164,7 +164,7 @@ class Agent:
 
         `timeout`: seconds; 0: without limit; None or less: the default. `doing`: what it is, for messages: a text or a
         function. `waits`: the caller waits for the future at once. Buffers of arrays must stay as they are until the
-        future is done.
+        future is done; where its time was up before all was sent, what is sent of them later is not looked at.
         """
         if self._closed is not None:
             raise anew(self._closed)
@@ -180,10 +180,9 @@ class Agent:
         call = Call(future, kind, context, deadline, limit, doing, buffers)
         number = next(self._numbers)
         self._count(kind, 1, 0)
-        if deadline < self._due:
-            self._wake_clock(deadline)
         if to is self.me:
             self._own[number] = call
+            self._watch_time(deadline)
             received = wire.copied(MessageType.CALL, kind, number, pickled, buffers, context)
             self.readers.run(partial(self._serve, None, received))
             return future
@@ -193,9 +192,10 @@ class Agent:
             future.complete(None, error)
             return future
         link.pending[number] = call
+        self._watch_time(deadline)
         future.lead = link.lead
         try:
-            link.send(MessageType.CALL, kind, number, pickled, buffers, context)
+            link.send(MessageType.CALL, kind, number, pickled, buffers, context, deadline)
         except OSError:
             self._lost(link)
         if link.is_closed and link.pending.pop(number, None):
@@ -457,6 +457,11 @@ class Agent:
             callback(until)
 
     # ---- time -----------------------------------------------------------------------------------------------
+
+    def _watch_time(self, deadline: float) -> None:
+        """A call is in its table: the clock looks there after `_due`, so it sees the call or is woken here."""
+        if deadline < self._due:
+            self._wake_clock(deadline)
 
     def _wake_clock(self, due: float) -> None:
         with self._clock_wakes:

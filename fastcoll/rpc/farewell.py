@@ -123,9 +123,9 @@ class Rounds:
 
     def _late(self) -> str:
         missing = ", ".join(worker.name for worker in self._agent.workers if worker.id not in self._told)
-        if missing and self._told:
-            return f"{missing} did not call shutdown, or still waits for a call"
-        return self._serving or "all have called shutdown"
+        if missing:
+            missing += " did not call shutdown, or still waits for a call"
+        return "; ".join(filter(None, [self._serving, missing]))
 
     def _died(self, _: int, error: FastcollError) -> None:
         with self._lock:

@@ -14,12 +14,13 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
+from ..core.work import ENDLESS
 from .readers import Readers, Task
 from .slots import Ring
 from .wire import Assembler, MessageType, Received, pieces
@@ -87,9 +88,17 @@ class Link:
         pickled: bytes,
         buffers: Sequence[memoryview] = (),
         context: bytes = b"",
+        until: float = ENDLESS,
     ) -> None:
-        """Send a message, and wait until the kernel has all of it; OSError: the other side is gone."""
-        with self._sending:
+        """Send a message, and wait until the kernel has all of it; OSError: the other side is gone.
+
+        At the time `until` a thread of the readers goes on with it: no other message can go before it is whole.
+        """
+        if not self._sending.acquire(timeout=max(until - monotonic(), 0.0)):
+            self._go_on(partial(self.send, message, kind, call, pickled, buffers, context))
+            return
+        goes_on = False
+        try:
             ring = self.ring
             start, behind = pieces(message, kind, call, pickled, buffers, context, ring is not None)
             sent = 0
@@ -97,16 +106,48 @@ class Link:
                 sent = self._socket.send(start)
             if sent == len(start) and not behind:
                 return
+            steps = self._steps(memoryview(start)[sent:], behind, ring)
             try:
-                self._send_rest(memoryview(start)[sent:])
-                for buffer in behind:
-                    if ring is None:
-                        self._send_rest(buffer)
-                    else:
-                        ring.put(buffer, self._look)
+                goes_on = not self._follow(steps, until)
             except BaseException:
                 self.shut()  # the other side has a part of a message
                 raise
+        finally:
+            if not goes_on:
+                self._sending.release()
+        if goes_on:
+            self._go_on(partial(self._finish, steps))
+
+    def _go_on(self, sending: Task) -> None:
+        """Have a thread of the readers send."""
+
+        def send() -> None:
+            try:
+                sending()
+            except OSError:
+                self.ended()
+
+        self._readers.run(send)
+
+    def _finish(self, steps: Iterator[None]) -> None:
+        try:
+            self._follow(steps, ENDLESS)
+        finally:
+            self._sending.release()
+
+    def _follow(self, steps: Iterator[None], until: float) -> bool:
+        """Do all steps; False: it is late, and some are left."""
+        for _ in steps:
+            self._look()
+            if monotonic() > until:
+                return False
+        return True
+
+    def _steps(self, start: memoryview, behind: Sequence[memoryview], ring: Ring | None) -> Iterator[None]:
+        """Send what is left of a message; yields when it has waited for a while."""
+        yield from self._send_rest(start)
+        for buffer in behind:
+            yield from self._send_rest(buffer) if ring is None else ring.put(buffer)
 
     def say_goodbye(self, farewell: str) -> None:
         """Tell the other side how this one leaves, unless a message is stuck on its way there."""
@@ -117,7 +158,7 @@ class Link:
             finally:
                 self._sending.release()
 
-    def _send_rest(self, left: memoryview) -> None:
+    def _send_rest(self, left: memoryview) -> Iterator[None]:
         while left.nbytes:
             try:
                 left = left[self._socket.send(left) :]
@@ -125,7 +166,7 @@ class Link:
                 poller = select.poll()
                 poller.register(self._fileno, select.POLLOUT)
                 poller.poll(1000 * _LOOK_SECONDS)
-                self._look()
+                yield
 
     def _look(self) -> None:
         """Raise when waiting for the other side is in vain."""
@@ -204,7 +245,8 @@ class Link:
 
     def _take_buffer(self, buffer: memoryview) -> None:
         assert self.ring is not None, "both sides have it"
-        self.ring.take(buffer, self._look)
+        for _ in self.ring.take(buffer):
+            self._look()
 
     def lead(self, future: Future[Any], until: float) -> None:
         """Read answers until that of `future` has come, or the time `until`; return if another thread reads."""

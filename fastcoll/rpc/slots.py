@@ -16,7 +16,7 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -69,34 +69,34 @@ class Ring:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def put(self, buffer: memoryview, look: Callable[[], None]) -> None:
-        """Give the other side a buffer; `look`, called at least every 50 ms while waiting, may raise."""
+    def put(self, buffer: memoryview) -> Iterator[None]:
+        """Give the other side a buffer; yields every 50 ms while it waits for room, to be given up or gone on with."""
         words, (written, read, slots) = self._words, self._out
         source = np.frombuffer(buffer, np.uint8)
         count = words[written]
         for at in range(0, source.size, _SLOT):
             if count - words[read] >= _SLOTS:
-                _await(lambda count=count: count - words[read] < _SLOTS, look)  # type: ignore[misc]
+                yield from _await(lambda count=count: count - words[read] < _SLOTS)  # type: ignore[misc]
             piece = source[at : at + _SLOT]
             np.copyto(slots[count % _SLOTS][: piece.size], piece)
             count += 1
             words[written] = count
 
-    def take(self, buffer: memoryview, look: Callable[[], None]) -> None:
+    def take(self, buffer: memoryview) -> Iterator[None]:
         """Fill a buffer with what the other side puts; as `put`."""
         words, (written, read, slots) = self._words, self._in
         target = np.frombuffer(buffer, np.uint8)
         count = words[read]
         for at in range(0, target.size, _SLOT):
             if words[written] == count:
-                _await(lambda count=count: words[written] != count, look)  # type: ignore[misc]
+                yield from _await(lambda count=count: words[written] != count)  # type: ignore[misc]
             piece = target[at : at + _SLOT]
             np.copyto(piece, slots[count % _SLOTS][: piece.size])
             count += 1
             words[read] = count
 
 
-def _await(is_there: Callable[[], bool], look: Callable[[], None]) -> None:
+def _await(is_there: Callable[[], bool]) -> Iterator[None]:
     started = looked = time.monotonic()
     while not is_there():
         now = time.monotonic()
@@ -104,4 +104,4 @@ def _await(is_there: Callable[[], bool], look: Callable[[], None]) -> None:
             time.sleep(50e-6)
         if now - looked > _LOOK_SECONDS:
             looked = now
-            look()
+            yield

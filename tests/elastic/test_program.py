@@ -19,7 +19,9 @@ def test_the_program_of_the_page(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     command, *shown = re.findall(r"^(?:\$ python -m fastcoll.*|\[\w.*\] .*)$", page, re.MULTILINE)
     (tmp_path / "program.py").write_text(
-        block.replace("epoch < 40", "epoch < 40 or dist.get_world_size() < 4")
+        block.replace("epoch < 40", "epoch < 40 or dist.get_world_size() < 4").replace(
+            "0.01)  #", "0.002)  #"
+        )
     )
     words = command.removeprefix("$ python ").split()
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, cwd=tmp_path)

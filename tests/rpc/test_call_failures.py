@@ -51,7 +51,9 @@ def test_ctrl_c_in_a_shutdown_ends_the_calls_of_others() -> None:
 
 @pytest.mark.parametrize("doing", ["default", "timeout"])
 def test_a_call_that_never_ends_holds_a_shutdown_up_for_a_while(doing: str) -> None:
-    found = [outcome.result or outcome.error for outcome in crew.run(victims.shutdown_waits, 3, doing)]
+    outcomes = crew.run(victims.shutdown_waits, 3, doing)
+    assert all(outcome.result for outcome in outcomes), [outcome.error for outcome in outcomes]
+    found = [outcome.result for outcome in outcomes]
     for kind, text, used, waited in found:
         assert kind in ("RpcTimeoutError", "AbortedError")  # the other, where another one left first
         assert kind == "AbortedError" or "w1 is in the call of never by w0" in text
@@ -89,4 +91,4 @@ def test_workers_that_do_not_fit_are_told() -> None:
     sizes, ranks = crew.run_together([(victims.other_sizes, 2), (victims.same_rank, 2)])
     assert any("world size" in outcome.error and "UsageError" in outcome.kinds for outcome in sizes)
     assert all(outcome.error for outcome in sizes)
-    assert all("rank 0 is claimed by two processes" in outcome.error for outcome in ranks)
+    assert all("rank 0 is claimed by two processes" in outcome.error for outcome in ranks), ranks

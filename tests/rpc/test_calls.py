@@ -6,6 +6,7 @@ import math
 import operator
 import os
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import pytest
 
 import fastcoll
 from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UsageError, rpc
+from fastcoll.core.processes import Member
+from fastcoll.rpc.agent import Agent
 from fastcoll.rpc.wire import INLINE
 
 SLOT = 256 << 10
@@ -215,6 +218,25 @@ def test_time_limits(worker: int, world_size: int) -> None:
     assert time.monotonic() - began < LIMIT / 2
     rpc.rpc_sync(to, let_go, args=(2,), timeout=0)  # 0: without limit; the late answers are dropped
     assert rpc.rpc_sync(to, operator.add, args=(1, 2)) == 3
+
+
+def test_a_time_that_is_up_before_the_worker_is_reached() -> None:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+
+    def dial(_: int) -> socket.socket:
+        time.sleep(0.2)
+        return near
+
+    workers = [rpc.WorkerInfo("near", 0), rpc.WorkerInfo("far", 1)]
+    agent = Agent(workers, [Member.here(rank, 2, "auto") for rank in range(2)], 0, dial, 60.0, 2)
+    agent.on(1, lambda *_: None)
+    try:
+        with pytest.raises(RpcTimeoutError, match=r"not answered within 0.05 s"):
+            agent.call("far", 1, None, timeout=0.05).wait(LIMIT)
+    finally:
+        agent.close("left", AbortedError("over"))
+        far.close()
 
 
 @rpc.functions.async_execution

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import fastcoll
 from fastcoll import rpc
 
@@ -112,6 +114,10 @@ def one_is_stopped(rank: int, n: int, url: str) -> Any:
     pid = rpc.rpc_sync("w1", os.getpid)
     stopped = rpc.rpc_async("w1", stop, timeout=0.3)
     found = said(stopped)
+    # More than the kernel takes, twice: one is under way for ever, and the other one behind it.
+    stuck = [said(rpc.rpc_async("w1", len, args=(bytearray(64 << 20),), timeout=0.3)) for _ in range(2)]
+    arrays = [said(rpc.rpc_async("w1", len, args=(np.ones(1 << 22),), timeout=0.3)) for _ in range(2)]
+    assert {kind for kind, *_ in stuck + arrays} == {"RpcTimeoutError"}
     go_on(pid)
     works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
     rpc.rpc_sync("w1", end)
