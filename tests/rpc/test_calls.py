@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -32,16 +33,26 @@ kept: list[Any] = []
 @pytest.fixture
 def worker(rank: int) -> Iterator[int]:
     """This rank as a worker among all; what was open or ran before is all that is after."""
-    open_before, threads_before = os.listdir("/proc/self/fd"), threading.active_count()
+    open_before, threads_before = descriptors(), threading.active_count()
     released.clear()
     rpc.init_rpc(f"w{rank}")
     yield rank
     if rpc.agent._current is not None:
         rpc.shutdown(timeout=LIMIT)
     until = time.monotonic() + LIMIT
-    while threading.active_count() > threads_before or len(os.listdir("/proc/self/fd")) > len(open_before):
-        assert time.monotonic() < until, (threading.enumerate(), os.listdir("/proc/self/fd"), open_before)
+    while threading.active_count() > threads_before or len(descriptors()) > len(open_before):
+        left = set(descriptors().items()) - set(open_before.items())
+        assert time.monotonic() < until, f"{threading.enumerate()}, {left}"
         time.sleep(0.01)
+
+
+def descriptors() -> dict[str, str]:
+    """What is open here, but for those by which the job sees its ranks' ends."""
+    found = {}
+    for each in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing
+            found[each] = os.readlink(f"/proc/self/fd/{each}")
+    return {each: what for each, what in found.items() if "pidfd" not in what}
 
 
 def next_of(rank: int, world_size: int) -> str:
