@@ -439,4 +439,26 @@ def _get_world_size(group=None):
     return impl
 
 
+# ---- what is for outside ------------------------------------------------------------------------------------
+
+_INSTEAD = {
+    collectives.all_gather: "all_gather_into_tensor, which takes one array with a block for each rank",
+    collectives.gather: "gather_single, which takes one array with a block for each rank",
+    collectives.scatter: "scatter_single, which takes one array with a block for each rank",
+    collectives.reduce_scatter: "reduce_scatter_tensor, which takes one array with a block for each rank",
+    collectives.all_to_all: "all_to_all_single, which takes one array with a block for each rank",
+    p2p.isend: "send, or isend outside",
+    p2p.irecv: "recv, or irecv outside",
+}
+
+
+def _refuse(function: Any, instead: str) -> None:
+    @overload(function)
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise TypingError(f"{function.__name__} cannot be called inside njit; use {instead}")
+
+
+for _function, _instead in _INSTEAD.items():
+    _refuse(_function, _instead)
+
 refresh()

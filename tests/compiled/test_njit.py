@@ -196,6 +196,8 @@ def refusals():
         "src and group_src are both given": lambda: dist.broadcast(np.ones(1), 0, group_src=0),
         "they must be the same": lambda: dist.all_gather_into_tensor(np.ones(4), y),
         "split sizes inside njit": lambda: dist.all_to_all_single(np.ones(4), x, [2, 2]),
+        "use all_gather_into_tensor": lambda: dist.all_gather((x, x), np.ones(4)),
+        "use send, or isend outside": lambda: dist.isend(x, dst=0),
         "nor a timeout": lambda: dist.barrier(timeout=3.0),
     }
 
