@@ -104,7 +104,7 @@ TESTS = [
 
 
 @pytest.mark.parametrize(("module", "name"), TESTS, ids=[name for _, name in TESTS])
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, timeout=180)
 def test_as_outside(rank, world_size, module, name):
     names = {each: getattr(dist, each) for each in dist.__all__}
     with (

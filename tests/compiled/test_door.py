@@ -41,7 +41,7 @@ def collective(name, x, out=None, op=None, peer=0, blocks=False, **how):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.ranks(*WORLDS)
+@pytest.mark.ranks(*WORLDS, timeout=180)  # the first one has all ways compiled
 def test_every_operation(rank, world_size, kind):
     how = {"kind": KINDS[kind]}
     for dtype, count in ((np.dtype(np.float64), 3), (np.dtype(np.int16), 5000)):

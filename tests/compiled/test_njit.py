@@ -87,7 +87,7 @@ def everything(x, whole, group):
     return rank, size, bad
 
 
-@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.ranks(2, 3, 5, timeout=180)
 def test_every_function_and_groups_as_arguments(rank, world_size):
     x = np.full(3, rank + 1.0)
     for _ in range(3):
