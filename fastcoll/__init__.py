@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 # isort: off
 # fmt: off
-from . import supported, symmetric  # noqa: F401 - the first refuses what the others cannot run on
+from . import supported, symmetric, traced  # noqa: F401 - the first refuses what the others cannot run on
 from ._version import __version__
 from .api.backends import (
     Backend, BackendConfig, is_available, is_backend_available, is_gloo_available, is_mpi_available,
@@ -83,6 +83,8 @@ __all__ += ["UnavailableError", "RendezvousError", "StoreError", "StoreTimeoutEr
 __all__ += ["ResourceError", "GroupError", "PeerDiedError", "CollectiveTimeoutError", "AbortedError"]
 __all__ += ["RpcError", "RpcTimeoutError", "RemoteError"]
 __all__ += ["DistError", "DistBackendError", "DistNetworkError", "DistStoreError"]
+
+traced.mark(globals())
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ OF_OTHERS = {
     "_ARRAY_API", "_exit", "_fields", "_replace", "_asdict", "_make", "_C", "_cache", "_codegen", "_data_layout",
     "_addressof", "_world", "_ActionsContainer", "_FrameAction", "_FrameExecStrategy",
     "_internal_kv_get", "_internal_kv_put", "_internal_kv_del",
+    "_is_profiler_enabled", "_EffectType", "_register_effectful_op", "_rendezvous_handlers",
     "_functions", "_backward_cls", "_backward_hooks", "_sequence_nr", "_set_sequence_nr",
 }  # fmt: skip
 """Private names of Python's own and of other libraries, which have no public ones for it."""

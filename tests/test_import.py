@@ -36,7 +36,7 @@ LAYERS = (
     ("elastic", "rpc"),
     ("testing", "torch", "jax", "bench", "ray"),
     ("torchft",),
-    ("warmup",),
+    ("warmup", "traced"),
     ("tools",),
     ("__main__",),
 )

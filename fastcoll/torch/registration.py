@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -37,7 +38,7 @@ def register() -> None:
     if not hasattr(dist, "gather_single"):  # came together with torch's own look at groups in Python
         _kept.append(torch.library.Library("_c10d_functional", "IMPL", "CPU"))
         _kept[0].impl("all_gather_into_tensor_out", _all_gather_into_tensor_out)
-    _run_uncompiled()
+    run_uncompiled(_methods_of_groups())
     # A list: torch 2.13 takes a text for a list of one-letter devices.
     dist.Backend.register_backend("fastcoll", create, extended_api=True, devices=["cpu"])
     if default := config.get("FASTCOLL_TORCH_DEFAULT"):
@@ -91,8 +92,8 @@ def _all_gather_into_tensor_out(
     return out
 
 
-def _run_uncompiled() -> None:
-    """Let Dynamo skip our methods, and all that these call.
+def run_uncompiled(methods: Iterable[object]) -> None:
+    """Let Dynamo skip what of these are functions, and all that they call.
 
     It would compile them as it compiles the function around them, and refuses to look at a process group's members; so
     they run as they are where it could not put a call into a graph. Dynamo itself, seconds of import, is not loaded for
@@ -106,7 +107,12 @@ def _run_uncompiled() -> None:
         set_strategy = eval_frame.set_code_exec_strategy
     except (ImportError, AttributeError):  # up to 2.6, or changed by then
         return
+    for method in methods:
+        if isinstance(method, FunctionType):
+            set_strategy(method.__code__, skip_all)
+
+
+def _methods_of_groups() -> Iterator[object]:
     for base in {*FastcollProcessGroup.__mro__, *PendingWork.__mro__}:
-        for method in vars(base).values() if base.__module__.startswith(__package__) else ():
-            if isinstance(method, FunctionType):
-                set_strategy(method.__code__, skip_all)
+        if base.__module__.startswith(__package__):
+            yield from vars(base).values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,15 @@ pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorc
 
 HERE = Path(__file__).parent
 DEADLINE = 240.0
+MPIEXEC = "import os, sys; os.execv(sys.argv[1], ['mpiexec', '-n', '2', sys.executable, *sys.argv[2:]])"
+GLOO = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1) + dist.get_rank()
+dist.all_reduce(x)
+dist.destroy_process_group()
+print(x.item())
+"""
 
 
 def start(*command: str | Path) -> subprocess.Popen[str]:
@@ -107,6 +117,26 @@ def test_programs_that_import_torch_alone_have_the_backend() -> None:
         assert said.count(f"{told} FastcollProcessGroup FastcollProcessGroup [6.0, 6.0, 6.0]") == 2, said
 
 
+def test_ranks_of_mpiexec_and_srun_meet_by_env() -> None:
+    """Where the variables that torch reads are missing, also over Gloo."""
+    if (mpiexec := shutil.which("mpiexec")) is None:
+        pytest.skip("there is no mpiexec on the PATH")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTCOLL_TORCH_DEFAULT", "")
+        code, said = end(start("-c", MPIEXEC, mpiexec, HERE / "by_default.py", "fastcoll"))
+        assert code == 0, said
+        assert said.count("fastcoll FastcollProcessGroup FastcollProcessGroup [6.0, 6.0, 6.0]") == 2, said
+        tasks = {"SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"}
+        for name, value in tasks.items():
+            patch.setenv(name, value)
+        ranks = []
+        for rank in range(2):
+            patch.setenv("SLURM_PROCID", str(rank))
+            ranks.append(start("-c", GLOO))
+        ends = [end(rank) for rank in ranks]
+    assert ends == [(0, "3.0\n")] * 2
+
+
 def test_importing_torch_outlives_a_wrong_setting() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTCOLL_TORCH_DEFAULT", "nccl")
@@ -114,3 +144,8 @@ def test_importing_torch_outlives_a_wrong_setting() -> None:
     assert code == 0, said
     assert "torch has no backend fastcoll: UsageError: FASTCOLL_TORCH_DEFAULT='nccl'" in said
     assert said.endswith("1.0\n")
+
+
+def test_functions_of_fastcoll_are_compiled_without_a_break() -> None:
+    code, said = end(start("-m", "fastcoll.launch", "-n", "2", HERE / "compiled_ranks.py"))
+    assert code == 0, said

@@ -1,0 +1,303 @@
+"""fastcoll's functions in graphs of torch.compile: operators of torch, and the functions that put them there.
+
+Dynamo traces the functions at the end of this file in the place of the public ones (traced.py). Each operator takes the
+arrays that its call writes into and those that it reads alone, and gives new ones, which are copied back: Inductor
+and the functionalization before it then see every read and write. All of them have one ordered effect. So no pass takes
+one out or moves it before another, which would be a deadlock where the ranks' graphs differ.
+
+Derivatives are those of torch's functional collectives, where the derivative of a sum over ranks is the sum of the
+ranks' derivatives; torch has them for SUM alone, and so have these but for AVG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+from ..api import collectives, multigpu, objects, p2p
+from ..api.groups import NonMember, group_rank, groups
+from ..core.group import ProcessGroup
+from ..core.reduce_op import ReduceOp
+from ..core.work import Work
+from ..errors import UnavailableError, UsageError
+from .registration import run_uncompiled
+
+Tensors: TypeAlias = list[torch.Tensor]
+_Call: TypeAlias = Callable[[ProcessGroup, Any, Any, Any, Any], object]
+
+
+def _splits(n: Sequence[int]) -> Sequence[Any]:
+    half = len(n) // 2
+    return (n[:half], n[half:]) if n else (None, None)
+
+
+# What each operator does with the tensors that it writes into, those that it reads, a ReduceOp and numbers: a root, a
+# peer and a tag, or the sizes of parts.
+_CALLS: dict[str, _Call] = {
+    "all_reduce": lambda g, outs, given, op, n: g.all_reduce(outs[0] if len(outs) == 1 else outs, op),
+    "all_reduce_coalesced": lambda g, outs, given, op, n: g.all_reduce_coalesced(outs, op),
+    "broadcast": lambda g, outs, given, op, n: g.broadcast(outs[0] if len(outs) == 1 else outs, n[0]),
+    "reduce": lambda g, outs, given, op, n: g.reduce((outs or given)[0], n[0], op),
+    "scan": lambda g, outs, given, op, n: g.scan(outs[0], op),
+    "exscan": lambda g, outs, given, op, n: g.exscan(outs[0], op),
+    "all_gather": lambda g, outs, given, op, n: g.all_gather(outs, given[0]),
+    "all_gather_single": lambda g, outs, given, op, n: g.all_gather_single(outs[0], given[0]),
+    "gather": lambda g, outs, given, op, n: g.gather(given[0], outs or None, n[0]),
+    "gather_single": lambda g, outs, given, op, n: g.gather_single(given[0], (outs or [None])[0], n[0]),
+    "scatter": lambda g, outs, given, op, n: g.scatter(outs[0], given or None, n[0]),
+    "scatter_single": lambda g, outs, given, op, n: g.scatter_single(outs[0], (given or [None])[0], n[0]),
+    "reduce_scatter": lambda g, outs, given, op, n: g.reduce_scatter(outs[0], given, op),
+    "reduce_scatter_single": lambda g, outs, given, op, n: g.reduce_scatter_single(outs[0], given[0], op),
+    "all_to_all": lambda g, outs, given, op, n: g.all_to_all(outs, given),
+    "all_to_all_single": lambda g, outs, given, op, n: g.all_to_all_single(outs[0], given[0], *_splits(n)),
+    "send": lambda g, outs, given, op, n: g.send(given[0], n[0], n[1]),
+    "recv": lambda g, outs, given, op, n: g.recv(outs[0], n[0], n[1]),
+    "barrier": lambda g, outs, given, op, n: g.barrier(),
+}
+_IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "scan", "exscan")
+_SCHEMA = "(Tensor[] outs, Tensor[] given, str op, SymInt[] n, str group) -> Tensor[]"
+
+
+def _operator(kind: str) -> Any:
+    return getattr(torch.ops.fastcoll, kind)
+
+
+def _group(name: str) -> ProcessGroup:
+    """By name, as graphs outlive groups and are kept in files; "" is the world of the time."""
+    if not name:
+        return groups.world
+    found = [group for group in (*groups.backends, *groups.standalone) if group.name == name]
+    if len(found) != 1:
+        raise UsageError(
+            f"a compiled function uses the group {name!r}, and {len(found)} groups here have that name; give "
+            + ("each a name of its own" if found else "it a group that is not destroyed")
+        )
+    return found[0]
+
+
+def _define(library: torch.library.Library, kind: str, call: _Call) -> None:
+    name, in_place, contiguous = f"fastcoll::{kind}", kind in _IN_PLACE, torch.contiguous_format
+
+    def run(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str) -> Tensors:
+        found = _group(group)
+        empty, clone = torch.empty_like, torch.clone
+        results = [(clone if in_place else empty)(out, memory_format=contiguous) for out in outs]
+        call(found, results, given, getattr(ReduceOp, op), n)
+        return results
+
+    def fake(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str) -> Tensors:
+        return [torch.empty_like(out, memory_format=contiguous) for out in outs]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        outs, given, ctx.op, ctx.n, ctx.group = inputs
+        ctx.outs, ctx.given = len(outs), [x.shape for x in given]
+
+    def derive(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
+        grads = [grad.contiguous() for grad in grads]
+        of_outs: Sequence[Any] = [None] * ctx.outs
+        of_given: Sequence[Any] = [grads[0].new_empty(shape) for shape in ctx.given] if grads else []
+        if in_place:
+            of_outs = _derive_in_place(kind, grads, ctx.op, ctx.n, ctx.group)
+        else:
+            of_given = _derive_moved(kind, of_given, grads, ctx.op, ctx.n, ctx.group)
+        return of_outs, of_given, None, None if ctx.n else [], None  # as torch takes empty lists for trees
+
+    library.define(kind + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(kind, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=library)
+    torch.library.register_autograd(name, derive, setup_context=keep, lib=library)
+    _register_effectful_op(_operator(kind).default, _EffectType.ORDERED)
+
+
+def _derive_in_place(kind: str, grads: Tensors, op: str, n: Sequence[int], group: str) -> Tensors:
+    if kind.startswith("all_reduce") and op in ("SUM", "AVG"):
+        reduced: Tensors = _operator(kind)(grads, [], op, [], group)
+        return reduced
+    if kind == "broadcast" and len(grads) == 1:
+        if _group(group).rank == n[0]:
+            return list(_operator("reduce")(grads, [], "SUM", n, group))
+        _operator("reduce")([], grads, "SUM", n, group)
+        return [torch.zeros_like(grad) for grad in grads]
+    _refuse(kind, op)
+
+
+def _derive_moved(
+    kind: str, like: Sequence[Any], grads: Tensors, op: str, n: Sequence[int], group: str
+) -> Sequence[Any]:
+    if kind in ("all_gather", "all_gather_single"):
+        found = _operator(kind.replace("all_gather", "reduce_scatter"))(like, grads, "SUM", [], group)
+    elif kind in ("reduce_scatter", "reduce_scatter_single") and op in ("SUM", "AVG"):
+        found = _operator(kind.replace("reduce_scatter", "all_gather"))(like, grads, "SUM", [], group)
+        if op == "AVG":
+            found = [grad / _group(group).size for grad in found]
+    elif kind in ("all_to_all", "all_to_all_single"):
+        half = len(n) // 2
+        found = _operator(kind)(like, grads, "SUM", [*n[half:], *n[:half]], group)
+    else:
+        _refuse(kind, op)
+    return list(found)
+
+
+def _refuse(kind: str, op: str) -> NoReturn:
+    raise UnavailableError(
+        f"fastcoll.{kind} (op={op}) has no derivative in a compiled function; call it on x.detach(), or under "
+        "torch.no_grad()"
+    )
+
+
+_library = torch.library.Library("fastcoll", "DEF")
+for _kind, _call in _CALLS.items():
+    _define(_library, _kind, _call)
+
+
+# ---- what Dynamo traces --------------------------------------------------------------------------------------
+
+
+def _outside(reason: str) -> Callable[..., NoReturn]:
+    """What ends a graph, with the reason: the whole call is then made as outside of a compiled function."""
+
+    def outside(*args: Any) -> NoReturn:
+        raise UnavailableError(reason)
+
+    vars(outside).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    return outside
+
+
+_no_operator = _outside(
+    "this call of fastcoll cannot be in a graph; make it outside of the compiled function"
+)
+_no_work = _outside(
+    "a call of fastcoll with async_op=True cannot be in a graph, which has no Work; leave that out"
+)
+_no_function = _outside(
+    "fastcoll's ReduceOp.custom and PREMUL_SUM cannot be in a graph; multiply first and use SUM, or make the call "
+    "outside of the compiled function"
+)
+_no_shape = _outside(
+    "what fastcoll would return is known to other ranks alone; give all_gather a list of tensors, and recv a src"
+)
+_no_timeout = _outside(
+    "a barrier of fastcoll with a timeout or device_ids cannot be in a graph; leave them out"
+)
+
+
+def _put(kind: str, outs: Any, given: Any, said: dict[str, Any], n: Any = ()) -> Any:
+    """Call an operator, and copy its results back; `said` are the arguments of the public function."""
+    group, op = said["group"], said.get("op")
+    if said.get("async_op"):
+        return _no_work()
+    if op is not None and (op.function is not None or op.factor is not None):
+        return _no_function()
+    if isinstance(group, NonMember):
+        return None
+    name = "" if group is None else group.name
+    results = _operator(kind)(list(outs), list(given), "SUM" if op is None else op.name, list(n), name)
+    for out, result in zip(outs, results, strict=True):
+        out.copy_(result)
+    return None
+
+
+def _root(said: dict[str, Any], what: str, default: int | None = None) -> list[int]:
+    group = said["group"]
+    if isinstance(group, NonMember):
+        return [0]
+    return [group_rank(_group_of(said), what, said[what], said["group_" + what], default)]
+
+
+def _group_of(said: dict[str, Any]) -> Any:
+    return groups.world if said["group"] is None else said["group"]
+
+
+def _each(tree: Any) -> list[Any]:
+    """The tensors of a tree; of a dict by its keys, since two ranks may have put them in in another order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = [tree[key] for key in sorted(tree)]
+    return [leaf for part in tree or () for leaf in _each(part)]
+
+
+def _reduce(said: dict[str, Any]) -> Any:
+    root, x = _root(said, "dst"), [said["tensor"]]
+    outs, given = (x, []) if _group_of(said).rank == root[0] else ([], x)
+    return _put("reduce", outs, given, said, root)
+
+
+def _all_gather(said: dict[str, Any]) -> Any:
+    if said["tensor"] is None:
+        return _no_shape()
+    return _put("all_gather", said["tensor_list"], [said["tensor"]], said)
+
+
+def _all_to_all_single(said: dict[str, Any]) -> Any:
+    out, x = said["output"], said["input"]
+    outs, ins = said["output_split_sizes"], said["input_split_sizes"]
+    n: list[int] = []
+    if outs is not None or ins is not None:
+        parts = len(outs or ins)
+        n = [*(outs or [out.shape[0] // parts] * parts), *(ins or [x.shape[0] // parts] * parts)]
+    return _put("all_to_all_single", [out], [x], said, n)
+
+
+def _barrier(said: dict[str, Any]) -> Any:
+    if said["device_ids"] is not None or said["timeout"] is not None:
+        return _no_timeout()
+    return _put("barrier", (), [torch.empty(0)], said)  # Inductor asks the tensors for a device
+
+
+def _recv(said: dict[str, Any]) -> Any:
+    if said["src"] is None and said["group_src"] is None:
+        return _no_shape()
+    root = _root(said, "src")
+    _put("recv", [said["tensor"]], (), said, [*root, said["tag"] or 0])
+    return -1 if isinstance(said["group"], NonMember) else _group_of(said).ranks[root[0]]
+
+
+_TRACED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "all_reduce": lambda a: _put("all_reduce", _each(a["tensor"]), (), a),
+    "all_reduce_coalesced": lambda a: _put("all_reduce_coalesced", a["tensors"], (), a),
+    "broadcast": lambda a: _put("broadcast", _each(a["tensor"]), (), a, _root(a, "src")),
+    "reduce": _reduce,
+    "scan": lambda a: _put("scan", [a["tensor"]], (), a),
+    "exscan": lambda a: _put("exscan", [a["tensor"]], (), a),
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": lambda a: _put(
+        "all_gather_single", [a["output_tensor"]], [a["input_tensor"]], a
+    ),
+    "gather": lambda a: _put("gather", _each(a["gather_list"]), [a["tensor"]], a, _root(a, "dst", 0)),
+    "gather_single": lambda a: _put(
+        "gather_single", _each(a["gather_tensor"]), [a["tensor"]], a, _root(a, "dst", 0)
+    ),
+    "scatter": lambda a: _put("scatter", [a["tensor"]], _each(a["scatter_list"]), a, _root(a, "src", 0)),
+    "scatter_single": lambda a: _put(
+        "scatter_single", [a["tensor"]], _each(a["scatter_tensor"]), a, _root(a, "src", 0)
+    ),
+    "reduce_scatter": lambda a: _put("reduce_scatter", [a["output"]], a["input_list"], a),
+    "reduce_scatter_tensor": lambda a: _put("reduce_scatter_single", [a["output"]], [a["input"]], a),
+    "all_to_all": lambda a: _put("all_to_all", a["output_tensor_list"], a["input_tensor_list"], a),
+    "all_to_all_single": _all_to_all_single,
+    "barrier": _barrier,
+    "send": lambda a: _put("send", (), [a["tensor"]], a, [*_root(a, "dst"), a["tag"] or 0]),
+    "recv": _recv,
+}
+_PLACES = (collectives, multigpu, objects, p2p, ProcessGroup, Work)
+_NAMES: dict[str, tuple[str, ...]] = {}
+"""The names of the arguments of what is traced."""
+
+for _place in _PLACES:
+    run_uncompiled(vars(_place).values())  # where one ends a graph, and is called as it is
+    for _name in _TRACED.keys() & vars(_place).keys() if _place in (collectives, p2p) else ():
+        _code = vars(_place)[_name].__code__
+        _NAMES[_name] = _code.co_varnames[: _code.co_argcount]
+
+
+def trace(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What Dynamo traces of a call of the public function `name`."""
+    names = _NAMES.get(name, ())
+    if name not in _TRACED or len(args) > len(names) or any(each not in names for each in named):
+        return _no_operator()
+    said = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | named
+    return _TRACED[name](said)

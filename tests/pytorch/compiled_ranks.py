@@ -1,0 +1,238 @@
+"""Two ranks of fastcoll's own functions in compiled functions, against the same calls outside of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves
+
+import fastcoll as dist
+from fastcoll import ReduceOp
+from fastcoll.errors import UsageError
+
+SIZE = 2
+RANK = 0  # set by main
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def every_function(x: torch.Tensor, group: Any) -> Any:
+    """Calls with and without a group, by position and by name; none has the arguments of another."""
+    y = x * 2
+    dist.all_reduce(y)
+    dist.all_reduce(y, ReduceOp.MAX, group=group)
+    dist.all_reduce(y.t(), op=ReduceOp.AVG)
+    dist.barrier(group)
+    mine = x + dist.get_rank()
+    dist.broadcast(mine, 1)
+    dist.broadcast(y, group_src=0, group=group)
+    dist.reduce(mine, 0)
+    dist.scan(y)
+    dist.exscan(y, ReduceOp.PRODUCT, group)
+    outs = [torch.zeros_like(y) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(outs, y)
+    stacked = torch.empty(SIZE, *y.shape)
+    dist.all_gather_single(stacked, y + mine)
+    dist.gather(y, outs if RANK == 0 else None)
+    at_1 = torch.zeros_like(stacked)
+    dist.gather_single(y, at_1 if RANK == 1 else None, dst=1, group=group)
+    dist.scatter(mine, outs if RANK == 0 else None)
+    dist.scatter_single(y, stacked if RANK == 1 else None, src=1)
+    part = torch.empty_like(y)
+    dist.reduce_scatter(part, [y, mine])
+    dist.reduce_scatter_tensor(part, stacked + part, ReduceOp.AVG)
+    dist.all_to_all(outs, [part, y])
+    swapped = torch.empty_like(stacked)
+    dist.all_to_all_single(swapped, stacked)
+    rows = torch.arange(6.0) + RANK
+    mixed, split = torch.empty(6), [[2, 4], [4, 2]][RANK]
+    dist.all_to_all_single(mixed, rows, split, split, group=group)
+    received = torch.empty(3)
+    if RANK == 0:
+        dist.send(mixed[::2], 1)
+        sender = dist.recv(received, group=group, group_src=1, tag=7)
+    else:
+        sender = dist.recv(received, src=0)
+        dist.send(received + 1, group_dst=0, group=group, tag=7)
+    tree = {"b": torch.ones(2) * RANK, "a": [torch.ones(1, dtype=torch.float64)]}
+    dist.all_reduce(tree)
+    dist.broadcast([rows, tree["b"]], 1)
+    dist.all_reduce_coalesced([part, at_1])
+    return y, mine, outs, stacked, at_1, part, swapped, mixed, received, sender, rows, tree
+
+
+def check_values(group: Any) -> None:
+    x = torch.arange(9.0).view(3, 3) + RANK
+    traced = compiled(every_function)
+    for _ in range(2):
+        expected = every_function(x.clone(), group)
+        assert_close(tree_leaves(traced(x, group)), tree_leaves(expected), rtol=0, atol=0)
+
+
+def check_inputs_that_are_written() -> None:
+    """Arguments of the compiled function, dtypes and layouts among them."""
+
+    @compiled
+    def reduce(x: torch.Tensor) -> None:
+        dist.all_reduce(x)
+
+    for dtype in (torch.bfloat16, torch.int64, torch.complex64):
+        x = torch.ones(4, 6, dtype=dtype)
+        reduce(x.t()[1:5:2])
+        changed = torch.ones(4, 6, dtype=dtype)
+        changed.t()[1:5:2] = SIZE
+        assert_close(x, changed)
+
+
+def weights(rank: int, n: int) -> torch.Tensor:
+    return torch.arange(n) + 1.0 + rank
+
+
+def derivative(call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Of the sum of all ranks' weighted results."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        y = call(x * 1)
+        return (y * weights(RANK, y.numel()).view(y.shape)).sum()
+
+    x = (torch.arange(4.0) + RANK).requires_grad_()
+    compiled(loss)(x).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def check_derivatives() -> None:
+    def of_all(n: int) -> torch.Tensor:
+        return torch.stack([weights(rank, n) for rank in range(SIZE)])
+
+    def reduced(op: ReduceOp) -> Callable[[torch.Tensor], torch.Tensor]:
+        def call(y: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(y, op)
+            return y
+
+        return call
+
+    def broadcast(y: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(y, 1)
+        return y
+
+    def gathered(y: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(8)
+        dist.all_gather_single(out, y)
+        return out
+
+    def listed(y: torch.Tensor) -> torch.Tensor:
+        outs = [torch.empty(4), torch.empty(4)]
+        dist.all_gather(outs, y)
+        return torch.cat(outs)
+
+    def scattered(y: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(2)
+        dist.reduce_scatter_tensor(out, y, ReduceOp.AVG)
+        return out
+
+    def exchanged(y: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(4)
+        dist.all_to_all_single(out, y)
+        return out
+
+    ours = slice(4 * RANK, 4 * RANK + 4)
+    swapped = of_all(4).view(SIZE, SIZE, 2).transpose(0, 1).reshape(SIZE, 4)
+    assert_close(derivative(reduced(ReduceOp.SUM)), of_all(4).sum(0))
+    assert_close(derivative(reduced(ReduceOp.AVG)), of_all(4).sum(0) / SIZE)
+    assert_close(derivative(broadcast), of_all(4).sum(0) if RANK == 1 else torch.zeros(4))
+    assert_close(derivative(gathered), of_all(8).sum(0)[ours])
+    assert_close(derivative(listed), of_all(8).sum(0)[ours])
+    assert_close(derivative(scattered), of_all(2).flatten() / SIZE)
+    assert_close(derivative(exchanged), swapped[RANK])
+    with pytest.raises(Exception, match=r"all_reduce \(op=MAX\) has no derivative"):
+        derivative(reduced(ReduceOp.MAX))
+
+
+def check_unused_results_and_outsiders(alone: Any) -> None:
+    """Rank 0's call is compiled, and nobody uses its result; rank 1's is not. Rank 1 is outside of `alone`."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        unused = x + 1
+        dist.all_reduce(unused)
+        dist.barrier()
+        return x * 2
+
+    (compiled(call) if RANK == 0 else call)(torch.ones(3))
+    x = torch.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        @compiled
+        def reduce(x: torch.Tensor) -> None:
+            dist.all_reduce(x, group=alone)
+            dist.broadcast(x, 0, group=alone)
+
+        reduce(x)
+    assert x.tolist() == [1, 1]
+
+
+def check_what_cannot_be_in_a_graph() -> None:
+    largest = ReduceOp.custom(max)
+
+    def later(x: torch.Tensor) -> torch.Tensor:
+        y = x + RANK
+        dist.all_reduce(y, async_op=True).wait()
+        return y
+
+    def custom(x: torch.Tensor) -> torch.Tensor:
+        y = x + RANK
+        dist.all_reduce(y, largest)
+        return y
+
+    def objects(x: torch.Tensor) -> torch.Tensor:
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, RANK)
+        return x + found[1]
+
+    for call, text in (
+        (later, "which has no Work"),
+        (custom, "PREMUL_SUM"),
+        (objects, "outside of the compiled"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Unsupported, match=text):
+            compiled(call)(torch.ones(3))
+        torch._dynamo.reset()
+        assert_close(torch.compile(call, backend="aot_eager")(torch.ones(3)), call(torch.ones(3)))
+
+
+def main() -> None:
+    global RANK
+    torch.set_num_threads(1)
+    dist.init_process_group(timeout=60)
+    RANK = dist.get_rank()
+    group, alone = dist.new_group([0, 1]), dist.new_group([0])
+    check_values(group)
+    check_inputs_that_are_written()
+    check_derivatives()
+    check_unused_results_and_outsiders(alone)
+    check_what_cannot_be_in_a_graph()
+
+    @compiled
+    def reduce(x: torch.Tensor) -> None:
+        dist.all_reduce(x, group=group)
+
+    reduce(torch.ones(1))
+    dist.destroy_process_group(group)
+    with pytest.raises(UsageError, match="0 groups here have that name"):
+        reduce(torch.ones(1))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
