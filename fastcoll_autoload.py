@@ -1,6 +1,7 @@
 """What torch and Numba run where fastcoll is installed.
 
-By `import torch` torch.distributed learns the name of the backend `fastcoll`: torch 2.5 and later load the entry point
+By `import torch` torch.distributed learns the name of the backend `fastcoll`, and how ranks find one another that
+mpiexec or srun has started: torch 2.5 and later load the entry point
 `torch.backends` as they are imported, in every process, spawned children and other people's workers included. So this
 is beside the package, which takes a tenth of a second to import and is imported with the first group. An exception
 would break `import torch` for everybody: a warning says instead what is wrong.
@@ -17,6 +18,8 @@ import warnings
 from typing import Any
 
 _NJIT = "fastcoll.compiled.njit"
+_READ = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def register() -> None:
@@ -28,6 +31,8 @@ def register() -> None:
             import fastcoll.torch  # noqa: F401 - which does both
         elif dist.is_available():
             dist.Backend.register_backend("fastcoll", _create, extended_api=True, devices=["cpu"])
+        if dist.is_available():
+            _know_launchers()
     except Exception as error:
         warnings.warn(f"torch has no backend fastcoll: {type(error).__name__}: {error}", stacklevel=2)
 
@@ -59,3 +64,19 @@ def register_numba() -> None:
 
     watch(object)
     watch(type)
+
+
+def _know_launchers() -> None:
+    """Where torch's env:// lacks one of its variables, and would raise, let fastcoll read those of the launcher."""
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    of_torch = handlers["env"]
+
+    def env(url: str, **named: Any) -> Any:
+        lacks = any(not os.environ.get(name) and f"{name.lower()}=" not in url for name in _READ)
+        if not lacks or os.environ.keys().isdisjoint(_LAUNCHERS):
+            return of_torch(url, **named)
+        from fastcoll.torch.launchers import meet
+
+        return meet(url, of_torch, **named)
+
+    handlers["env"] = env
