@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack
+from torch.autograd import profiler
 
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
@@ -16,6 +17,7 @@ from ..errors import UnavailableError, UsageError
 from .work import DoneWork, PendingWork
 
 Tensors = list[torch.Tensor]
+_T = TypeVar("_T")
 
 # By torch's ReduceOp, which is what options hold: its members (RedOpType) do not equal it from their side.
 _OPS: dict[Any, ReduceOp] = {
@@ -75,9 +77,23 @@ def _show(name: str) -> None:
                 mode.__torch_dispatch__(_Collective(name), ())
 
 
+def recorded(call: Callable[..., _T]) -> Callable[..., _T]:
+    """The call as an event of torch's profiler; of what is asynchronous, the start alone."""
+    if not profiler._is_profiler_enabled:
+        return call
+
+    def event(*args: Any, **options: Any) -> _T:
+        with profiler.record_function(f"fastcoll:{getattr(call, '__name__', 'call')}"):
+            return call(*args, **options)
+
+    return event
+
+
 def run(name: str, opts: Any, tensors: Tensors, call: Callable[..., Work | None], *args: Any) -> DoneWork:
     """One operation, which torch's dispatcher has by `name`; its results are in `tensors`."""
     _show(name)
+    if profiler._is_profiler_enabled:
+        call = recorded(call)
     limit = limit_of(opts)
     if is_async(opts):
         work = started(call, args)
@@ -95,6 +111,7 @@ def run_each(
 ) -> DoneWork:
     """Several operations of one kind that are one to torch."""
     _show(name)
+    call = recorded(call)
     work = PendingWork([started(call, args) for args in calls], tensors, limit_of(opts))
     if not is_async(opts):
         work.wait()

@@ -147,9 +147,10 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def barrier(self, *short: Any, **named: Any) -> DoneWork:
         opts = c.options(c10d.BarrierOptions, short, **named)
         # The timeout is the barrier's own here, not that of waiting for it.
+        barrier = c.recorded(self.fastcoll.barrier)
         if c.is_async(opts):
-            return PendingWork([c.started(self.fastcoll.barrier, (), timeout=c.limit_of(opts))], [])
-        self.fastcoll.barrier(timeout=c.limit_of(opts))
+            return PendingWork([c.started(barrier, (), timeout=c.limit_of(opts))], [])
+        barrier(timeout=c.limit_of(opts))
         return DoneWork([])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -162,13 +163,13 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # ---- point to point ---------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> PendingWork:
-        return PendingWork([self.fastcoll.isend(c.only("tensors", tensors), dst, tag)], tensors)
+        return PendingWork([c.recorded(self.fastcoll.isend)(c.only("tensors", tensors), dst, tag)], tensors)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> PendingWork:
-        return PendingWork([self.fastcoll.irecv(c.only("tensors", tensors), src, tag)], tensors)
+        return PendingWork([c.recorded(self.fastcoll.irecv)(c.only("tensors", tensors), src, tag)], tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PendingWork:
-        return PendingWork([self.fastcoll.irecv(c.only("tensors", tensors), None, tag)], tensors)
+        return PendingWork([c.recorded(self.fastcoll.irecv)(c.only("tensors", tensors), None, tag)], tensors)
 
     # ---- life -------------------------------------------------------------------------------------
 

@@ -267,6 +267,18 @@ def wrong_calls_are_refused_at_once() -> None:
     dist.barrier(pair.OURS)
 
 
+def the_profiler_names_the_calls() -> None:
+    x, outs = torch.ones(2), torch.empty(2 * size())
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(x, group=pair.OURS)
+        dist.all_gather_into_tensor(outs, x, pair.OURS, async_op=True).wait()
+        dist.barrier(pair.OURS)
+    dist.all_reduce(x, group=pair.OURS)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    named = {name: count for name, count in counts.items() if name.startswith("fastcoll:")}
+    assert named == {"fastcoll:all_reduce": 1, "fastcoll:all_gather_single": 1, "fastcoll:barrier": 1}, counts
+
+
 CHECKS = (
     all_reduce_of_every_dtype_and_operation,
     dtypes_that_gloo_refuses,
@@ -285,4 +297,5 @@ CHECKS = (
     calls_that_are_counted,
     functional_gathers_into_a_given_tensor,
     wrong_calls_are_refused_at_once,
+    the_profiler_names_the_calls,
 )
