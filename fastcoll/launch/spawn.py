@@ -213,6 +213,12 @@ def _check(fn: Callable[..., object], args: Any, nprocs: int, start_method: str)
             f"spawn: {name} cannot be imported by a fresh interpreter; define it at the top level of its "
             "module, or give start_method='fork'"
         )
+    module = getattr(fn, "__module__", "")
+    if start_method != "fork" and module == "__main__" and not hasattr(sys.modules[module], "__file__"):
+        raise UsageError(
+            f"spawn: {name} is of a notebook or an interactive session, which a fresh interpreter cannot import; use "
+            "fastcoll.run, which takes functions by value, or put it into a module and import it from there"
+        )
 
 
 def _child(

@@ -177,3 +177,11 @@ def test_the_processes_die_with_their_parent(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(arguments: dict[str, object], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         spawn(**{"fn": write, **arguments})  # type: ignore[arg-type]
+
+
+def test_functions_of_an_interactive_session_are_refused_with_what_to_do() -> None:
+    """As of a notebook: `__main__` is no file that ranks could import."""
+    code = "import fastcoll\ndef main(rank): pass\nfastcoll.spawn(main, nprocs=2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "UsageError: spawn: main is of a notebook or an interactive session" in done.stderr
+    assert "use fastcoll.run" in done.stderr
