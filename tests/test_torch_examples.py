@@ -73,6 +73,14 @@ def test_torchrun_starts_it_too(printed):
     assert "test accuracy" in under_torchrun
 
 
+def test_a_compiled_step_learns_as_one_that_is_not_compiled():
+    script = EXAMPLES / "compiled" / "train_step.py"
+    compiled, plain = (run(LAUNCH, script, "--epochs", "3", *words) for words in ([], ["--compiler", "none"]))
+    assert losses(compiled) == pytest.approx(losses(plain), rel=0, abs=1e-5)
+    assert losses(compiled)[-1] < 0.6 * losses(compiled)[0]
+    assert "test accuracy" in compiled
+
+
 def test_fsdp2_keeps_a_share_on_each_rank(printed):
     kept, total = re.search(
         r"rank 0 keeps ([\d,]+) of ([\d,]+)", printed["torch_fsdp2.py", "fastcoll"]
