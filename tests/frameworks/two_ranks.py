@@ -67,7 +67,7 @@ def torchmetrics() -> list[float]:
 
 
 def accelerate() -> list[float]:
-    """Its own test of training, too, which compares with training in one process."""
+    """Six of its own tests of operations, too."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
