@@ -236,6 +236,10 @@ class Agent:
             if kind != UNCOUNTED
         ]
 
+    def answers(self, kind: int) -> bool:
+        """Whether there are calls of a kind here whose answers have not been sent yet."""
+        return any(each == kind for _, each, _ in list(self._serving.values()))
+
     def _under_way(self) -> list[tuple[WorkerInfo, Call]]:
         tables = [(self.me, self._own), *((link.worker, link.pending) for link in list(self._out.values()))]
         return [(to, call) for to, table in tables for call in list(table.values())]
@@ -372,9 +376,9 @@ class Agent:
     def _answer(self, link: Link | None, received: Received, message: MessageType, result: Any) -> None:
         worker = link.worker if link else self.me
         pickled, buffers = wire.dumps(result, worker)
-        self._serving.pop((worker.id, received.call), None)
         self._count(received.kind, 0, 1)
         if link is None:
+            self._serving.pop((worker.id, received.call), None)
             if call := self._own.pop(received.call, None):
                 self._answered(call, self.me, wire.copied(message, 0, received.call, pickled, buffers, b""))
             return
@@ -382,6 +386,7 @@ class Agent:
             link.send(message, 0, received.call, pickled, buffers)
         except OSError:
             self._lost(link)
+        self._serving.pop((worker.id, received.call), None)
 
     # ---- ends -----------------------------------------------------------------------------------------------
 

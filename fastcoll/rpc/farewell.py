@@ -56,6 +56,9 @@ class Rounds:
             self._await_all(until)
             self._agent.run_shutdown_callbacks(until)
             self._await_all(until)
+            end = time.monotonic() + _ASK_SECONDS
+            while self._agent.answers(ROUND) and time.monotonic() < end:
+                time.sleep(_PAUSE_SECONDS)  # worker 0 leaves when all others have been told
         except (
             AbortedError
         ) as error:  # who has seen a death first may have left, and its own error is the cause
@@ -102,8 +105,8 @@ class Rounds:
                 return answer
             all_told, self._told = self._told, {}
             over, error = self._is_over([each for each, _ in all_told.values()]), self._overdue()
-        for rank in sorted(all_told, reverse=True):  # worker 0 may leave when all others have been told
-            all_told[rank][1].complete(over, None if over else error)
+        for _told, each in all_told.values():
+            each.complete(over, None if over else error)
         return answer
 
     def _is_over(self, all_told: Sequence[_Told]) -> bool:
