@@ -7,7 +7,6 @@ group's door then. `ready` compares the layout of frames with what a first progr
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import threading
 from contextlib import suppress
@@ -66,9 +65,9 @@ def _half(address: int) -> int:
 
 def _answer(frame: int) -> int | None:
     """What the handler calls for what it cannot do: returns None, or the address of an error."""
-    if _is_query(frame):
-        return None
     try:
+        if _is_query(frame):
+            return None
         if error := take_error():  # of the door, which the handler has called
             raise error
         number = _word(_word(_word(_word(frame + f.ATTRS + f.VALUES)) + f.SCALAR))
@@ -163,8 +162,6 @@ class _ErrorArguments(ctypes.Structure):
 
 def _failed(frame: int, error: BaseException) -> int:
     """XLA's error for one of Python's."""
-    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-        _thread.interrupt_main()  # raised again where JAX returns
     code = next(_CODES[kind] for kind in type(error).__mro__ if kind in _CODES)
     text = f"{type(error).__module__}.{type(error).__name__}: {error}".encode()
     arguments = _ErrorArguments(28, None, text, code)
