@@ -63,17 +63,17 @@ def _half(address: int) -> int:
     return ctypes.c_int32.from_address(address).value
 
 
-def _answer(frame: int) -> int | None:
-    """What the handler calls for what it cannot do: returns None, or the address of an error."""
+def _answer(frame: int) -> int:
+    """What the handler calls for what it cannot do: returns 0, or the address of an error."""
     try:
         if _is_query(frame):
-            return None
+            return 0
         if error := take_error():  # of the door, which the handler has called
             raise error
         number = _word(_word(_word(_word(frame + f.ATTRS + f.VALUES)) + f.SCALAR))
         if number == PROBE:
             _found[:] = _look(frame)
-            return None
+            return 0
         site, dtypes = site_of(number)
         arguments, results = _word(frame + f.ARGS + f.POINTERS), _word(frame + f.RETS + f.POINTERS)
         ins = [_array(_word(arguments + 8 * k), dtype) for k, dtype in enumerate(dtypes)]
@@ -88,13 +88,20 @@ def _answer(frame: int) -> int | None:
         carry_out(group, site, ins, out)
         with suppress(UsageError):  # what no call word says stays Python's
             _write_line(number, group, site, dtypes)
-        return None
+        return 0
     except BaseException as error:
         return _failed(frame, error)
 
 
+_errors: dict[int, BaseException] = {}
+
+
+def _torn(frame: int) -> int:
+    """What the handler calls when an exception has left `_answer`, or this."""
+    return _failed(frame, _errors.pop(threading.get_ident()))
+
+
 _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-_c_answer = _HANDLER(_answer)
 
 
 def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any, ...]) -> None:
@@ -197,7 +204,7 @@ def ready() -> None:
     Raises:
         UnavailableError: they are not.
     """
-    f.LINES[0, 0] = ctypes.cast(_c_answer, ctypes.c_void_p).value or 0
+    f.LINES[0, : f.ERRORS + 1] = id(_answer), id(_torn), id(_errors)
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_HANDLER(f.handler_address())), platform="cpu")
     cpu = jax.devices("cpu")[0]
     probe = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((5, 7, 1), np.bool_), has_side_effect=True)

@@ -8,7 +8,7 @@ words in `LINES`, that Python fills (jax/xla_frames.py) once it has carried the 
     ITEM      bytes of an element, divided into as many blocks as BLOCKS says
     FORM      which of the arrays in the frame the door gets: one of the forms below
 
-What has no line, or cannot be done, is for the C function ANSWER, which gets the frame. Offsets are in bytes:
+What has no line, or cannot be done, is for Python's function ASK, which gets the frame. Offsets are in bytes:
 
     XLA_FFI_CallFrame   size, extension, api, context, stage, args (5 words), rets (5 words), attrs (6 words), future
     args, rets          size, extension, count, types, pointers to buffers
@@ -24,8 +24,19 @@ import numpy as np
 
 from . import llvm
 from .copy import copy
-from .doors import DOOR, RAISED
-from .jit import c_function, inlined, instruction
+from .doors import (
+    DOOR,
+    RAISED,
+    call_with,
+    drop,
+    ensure,
+    keep_error,
+    new_integer,
+    own_words,
+    release,
+    value_of,
+)
+from .jit import c_function, inlined, instruction, kernel
 from .machine_code import OWN_SYMBOLS
 from .primitives import address_of, load_acquire, load_word, word_at
 
@@ -42,7 +53,8 @@ IN_PLACE, APART, GIVEN, TAKEN, NO_ARRAY = range(5)
 MOST = 1 << 14
 """Calls that get lines; those with larger numbers are Python's. The pages of those that are not used take no memory."""
 LINES = np.zeros((1 + MOST, 8), np.int64)
-"""The line of call k is LINES[1 + k]; the first word of LINES[0] is the address of ANSWER."""
+"""The line of call k is LINES[1 + k]. LINES[0] is Python's: ASK, TORN for what ASK raises, and a dict of it, ERRORS."""
+ASK, TORN, ERRORS = range(3)
 _SYMBOL = "fastcoll.lines"
 OWN_SYMBOLS[_SYMBOL] = address_of(LINES)
 
@@ -53,15 +65,29 @@ def _lines(builder):
 
 
 @instruction("int64")
-def _answer(builder, function, frame):
-    kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD])
-    return builder.call(llvm.pointer(builder, function, kind), [frame])
-
-
-@instruction("int64")
 def _enter(builder, door, row, op, data, out, nbytes, call, peer):
     kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD] * 7)
     return builder.call(llvm.pointer(builder, door, kind), [row, op, data, out, nbytes, call, peer])
+
+
+@kernel
+def _ask(lines, frame):
+    """What Python makes of a frame: 0, or the address of an error.
+
+    A signal's handler may raise before a function's first line, or after its last: that is no answer to XLA, which
+    would take the result as it is. So TORN makes an error of it, and of what interrupts that.
+    """
+    state, room = ensure(), own_words()
+    given = new_integer(frame)
+    answer = call_with(load_word(lines, ASK), given)
+    while answer == 0:
+        keep_error(load_word(lines, ERRORS), room)
+        answer = call_with(load_word(lines, TORN), given)
+    value = value_of(answer)
+    drop(answer)
+    drop(given)
+    release(state)
+    return value
 
 
 @inlined
@@ -80,14 +106,14 @@ def handle(frame):
     """Carry a call out; what it returns, and the frame, are XLA's: 0, or the address of an error."""
     lines = _lines()
     if word_at(frame + EXTENSION) != 0:
-        return _answer(word_at(lines), frame)
+        return _ask(lines, frame)
     number = _number(frame)
     if number < 0 or number >= MOST:
-        return _answer(word_at(lines), frame)
+        return _ask(lines, frame)
     line = lines + 64 * (1 + number)
     row = load_acquire(line)
     if row == 0:
-        return _answer(word_at(lines), frame)
+        return _ask(lines, frame)
     form = load_word(line, FORM)
     data, out, nbytes = 0, 0, 0
     if form != NO_ARRAY:
@@ -106,7 +132,7 @@ def handle(frame):
     done = _enter(
         door, row, load_word(line, OP), data, out, nbytes, load_word(line, CALL), load_word(line, PEER)
     )
-    return _answer(word_at(lines), frame) if done == RAISED else 0
+    return _ask(lines, frame) if done == RAISED else 0
 
 
 @cache

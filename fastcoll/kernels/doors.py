@@ -45,12 +45,12 @@ assert len(OPERATIONS) <= SEND
 _has_gil = external("PyGILState_Check", "int32()")
 _leave = external("PyEval_SaveThread", "int64()")
 _return = external("PyEval_RestoreThread", "void(int64)")
-_ensure = external("PyGILState_Ensure", "int32()")
-_release = external("PyGILState_Release", "void(int32)")
-_call_with = external("PyObject_CallOneArg", "int64(int64, int64)")
-_drop = external("Py_DecRef", "void(int64)")
-_new_integer = external("PyLong_FromLongLong", "int64(int64)")
-_value_of = external("PyLong_AsLongLong", "int64(int64)")
+ensure = external("PyGILState_Ensure", "int32()")
+release = external("PyGILState_Release", "void(int32)")
+call_with = external("PyObject_CallOneArg", "int64(int64, int64)")
+drop = external("Py_DecRef", "void(int64)")
+new_integer = external("PyLong_FromLongLong", "int64(int64)")
+value_of = external("PyLong_AsLongLong", "int64(int64)")
 _fetch = external("PyErr_Fetch", "void(int64, int64, int64)")
 _normalize = external("PyErr_NormalizeException", "void(int64, int64, int64)")
 _set_traceback = external("PyException_SetTraceback", "int32(int64, int64)")
@@ -58,8 +58,8 @@ _set_item = external("PyDict_SetItem", "int32(int64, int64, int64)")
 
 
 @instruction("int64")
-def _words(builder):
-    """The address of some words of this function's own."""
+def own_words(builder):
+    """The address of some words of this function's own: room for a question, or for an exception."""
     with builder.goto_entry_block():
         place = builder.alloca(llvm.ir.ArrayType(llvm.WORD, QUESTION_WORDS + 3))
     return builder.ptrtoint(place, llvm.WORD)
@@ -72,20 +72,20 @@ def _go(builder, way, handle, data, out, nbytes, call, peer):
 
 
 @inlined
-def _keep_error(row, question):
-    """Put the exception that is under way into ERRORS; nothing of this runs Python code, where a signal could come."""
-    kind = question + 8 * QUESTION_WORDS
+def keep_error(errors, words):
+    """Put the exception that is under way into a dict; nothing of this runs Python code, where a signal could come."""
+    kind = words + 8 * QUESTION_WORDS
     error, trace = kind + 8, kind + 16
     _fetch(kind, error, trace)
     _normalize(kind, error, trace)
     if load_word(trace, 0) != 0:
         _set_traceback(load_word(error, 0), load_word(trace, 0))
-        _drop(load_word(trace, 0))
-    thread = _new_integer(this_thread())
-    _set_item(load_word(row, ERRORS), thread, load_word(error, 0))
-    _drop(thread)
-    _drop(load_word(error, 0))
-    _drop(load_word(kind, 0))
+        drop(load_word(trace, 0))
+    thread = new_integer(this_thread())
+    _set_item(errors, thread, load_word(error, 0))
+    drop(thread)
+    drop(load_word(error, 0))
+    drop(load_word(kind, 0))
 
 
 @kernel
@@ -95,22 +95,22 @@ def _ask(row, question):
     A signal's handler may raise before the function's first line, or after its last: so what it raised is taken here,
     and the group is told of it by a second call (TORN), which raises what is right for the caller.
     """
-    state = _ensure()
-    given = _new_integer(question)
-    answer = _call_with(load_word(row, ASK), given)
+    state = ensure()
+    given = new_integer(question)
+    answer = call_with(load_word(row, ASK), given)
     if answer == 0:
-        _keep_error(row, question)
-        answer = _call_with(load_word(row, TORN), given)
+        keep_error(load_word(row, ERRORS), question)
+        answer = call_with(load_word(row, TORN), given)
         if answer == 0:
-            _keep_error(row, question)
+            keep_error(load_word(row, ERRORS), question)
         else:
-            _drop(answer)
+            drop(answer)
         value = RAISED
     else:
-        value = _value_of(answer)
-        _drop(answer)
-    _drop(given)
-    _release(state)
+        value = value_of(answer)
+        drop(answer)
+    drop(given)
+    release(state)
     return value
 
 
@@ -125,7 +125,7 @@ def door(row, op, data, out, nbytes, call, peer):
             _return(thread)
         if code <= DONE:
             return -1 - code if code < DONE else DONE
-    question = _words()
+    question = own_words()
     store_word(question, 0, row)
     store_word(question, 1, op)
     store_word(question, 2, data)

@@ -1,4 +1,4 @@
-"""What goes wrong in JAX's programs: wrong calls, ranks that differ, die or are late, a program's end."""
+"""What goes wrong in JAX's programs: wrong calls, ranks that differ, die or are late, Ctrl-C, a program's end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -197,6 +198,38 @@ def test_a_killed_rank(tmp_path, way):
     assert len(lines) == 2, first
     for line in lines:
         assert re.match(r"UNAVAILABLE: fastcoll.errors.PeerDiedError: .*rank 1", line), first
+
+
+def test_ctrl_c_where_jax_runs_programs_on_the_caller_s_thread(tmp_path):
+    pytest.importorskip("jax", reason="pip install jax")
+    text = """
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+        def interrupt(*_):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            raise KeyboardInterrupt("by a signal")
+
+        if rank == 0:
+            signal.signal(signal.SIGINT, interrupt)
+            try:
+                print("waiting", flush=True)
+                total(x).block_until_ready()
+            except (KeyboardInterrupt, ValueError, jax.errors.JaxRuntimeError) as error:
+                text = f"{type(error).__name__}: {error}"
+                print("interrupted" if "KeyboardInterrupt" in text else text, flush=True)
+            os._exit(0)
+        sys.stdin.readline()
+    """
+    processes = script(tmp_path, text)
+    first, second = processes
+    while first.stdout.readline() != "waiting\n":
+        assert first.poll() is None
+    while first.poll() is None:  # it may not have come to the call yet
+        first.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    second.kill()
+    (one, _) = ends(processes)
+    assert one[:2] == (0, "interrupted\n"), one
 
 
 def test_other_releases_are_refused_by_name(monkeypatch):
