@@ -16,6 +16,7 @@ import fastcoll
 from fastcoll.bench import command
 
 BENCH = [sys.executable, "-m", "fastcoll.bench"]
+SOURCES = Path(__file__).parents[3]  # an installed package has no studies
 
 TORCH = """
 __version__ = "0"
@@ -65,7 +66,7 @@ def temporary(monkeypatch, tmp_path):
 
 
 def run(*words):
-    return subprocess.run([*BENCH, *words], capture_output=True, text=True, timeout=180)
+    return subprocess.run([*BENCH, *words], cwd=SOURCES, capture_output=True, text=True, timeout=180)
 
 
 @pytest.mark.long
@@ -154,7 +155,9 @@ def test_a_peer_without_the_operation_is_left_out(gloo):
 def test_an_interrupted_comparison_leaves_nothing(gloo, number, temporary):
     hang = "import time\ndef all_reduce(x, *rest):\n    time.sleep(1000)\n"
     words = ["all_reduce", "--vs", "gloo", *gloo(hang), "--sizes", "8", "--rounds", "1"]
-    process = subprocess.Popen([*BENCH, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*BENCH, *words], cwd=SOURCES, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     ranks = wait_for_ranks(temporary, '{"begins": 0}', "gloo", process)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
