@@ -49,6 +49,18 @@ SKIPPED_IN_CI = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def elsewhere(tmp_path_factory):
+    """Be away from the sources, which `python -m` and `python -c` in tests would find before an installed package.
+
+    Their kernels have another place in the cache, and would be compiled once more.
+    """
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)
+
+
 @pytest.fixture(autouse=True)
 def nobody_speaks():
     """What a test that meets others in this process leaves: the rank at the beginning of what is logged."""
