@@ -537,3 +537,24 @@ def test_ctrl_c_ends_a_wait_and_the_group_goes_on(rank, world_size):
     symmetric.signal(x, 0)
     symmetric.wait(x, 0)
     dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_who_attaches_after_the_others_have_given_up_hears_that(rank, world_size, monkeypatch):
+    group, attach = dist.new_group(timeout=0.5), Segment.attach
+
+    def late(name, layout):
+        while os.path.exists(f"/dev/shm/{name}"):
+            time.sleep(0.01)
+        return attach(name, layout)
+
+    monkeypatch.setattr(Segment, "attach", late)
+    with pytest.raises(dist.GroupError) as caught:
+        symmetric.zeros(3, group=group)
+    if rank == 0:
+        assert isinstance(caught.value, CollectiveTimeoutError)
+        assert caught.value.ranks == (1,)
+    else:
+        assert "rank 0" in str(caught.value)
+        assert "failed the group: " in str(caught.value)
+    dist.barrier()

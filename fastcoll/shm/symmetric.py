@@ -239,6 +239,10 @@ class SymmetricArrays:
                         segment = (shared.Segment.create if maker else shared.Segment.attach)(name, layout)
                         failpoints.reach("shm.symmetric.after_segment")
                     except (errors.ResourceError, OSError) as refused:
+                        # Who gives up removes the name, and has failed the group before.
+                        if (failure := self.monitor.verdict((), f"making {label}")) is not None:
+                            self.fail(failure)
+                            raise failure from None
                         error = f"{label}: {refused}"
                 for peer, said in zip(ranks, exchange(error), strict=True):
                     if said:
