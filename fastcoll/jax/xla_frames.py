@@ -68,8 +68,6 @@ def _answer(frame: int) -> int:
     try:
         if _is_query(frame):
             return 0
-        if error := take_error():  # of the door, which the handler has called
-            raise error
         number = _word(_word(_word(_word(frame + f.ATTRS + f.VALUES)) + f.SCALAR))
         if number == PROBE:
             _found[:] = _look(frame)
@@ -93,11 +91,18 @@ def _answer(frame: int) -> int:
         return _failed(frame, error)
 
 
+def _told(frame: int) -> int:
+    """What the handler calls when the door has raised."""
+    error = take_error()
+    assert error is not None
+    return _failed(frame, error)
+
+
 _errors: dict[int, BaseException] = {}
 
 
 def _torn(frame: int) -> int:
-    """What the handler calls when an exception has left `_answer`, or this."""
+    """What the handler calls when an exception has left one of these functions."""
     return _failed(frame, _errors.pop(threading.get_ident()))
 
 
@@ -204,7 +209,7 @@ def ready() -> None:
     Raises:
         UnavailableError: they are not.
     """
-    f.LINES[0, : f.ERRORS + 1] = id(_answer), id(_torn), id(_errors)
+    f.LINES[0, : f.ERRORS + 1] = id(_answer), id(_told), id(_torn), id(_errors)
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_HANDLER(f.handler_address())), platform="cpu")
     cpu = jax.devices("cpu")[0]
     probe = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((5, 7, 1), np.bool_), has_side_effect=True)

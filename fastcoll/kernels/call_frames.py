@@ -8,7 +8,8 @@ words in `LINES`, that Python fills (jax/xla_frames.py) once it has carried the 
     ITEM      bytes of an element, divided into as many blocks as BLOCKS says
     FORM      which of the arrays in the frame the door gets: one of the forms below
 
-What has no line, or cannot be done, is for Python's function ASK, which gets the frame. Offsets are in bytes:
+What has no line is for Python's function ASK, which gets the frame; TOLD gets it where the door has kept an exception,
+TORN where one of them has raised. Offsets are in bytes:
 
     XLA_FFI_CallFrame   size, extension, api, context, stage, args (5 words), rets (5 words), attrs (6 words), future
     args, rets          size, extension, count, types, pointers to buffers
@@ -53,8 +54,8 @@ IN_PLACE, APART, GIVEN, TAKEN, NO_ARRAY = range(5)
 MOST = 1 << 14
 """Calls that get lines; those with larger numbers are Python's. The pages of those that are not used take no memory."""
 LINES = np.zeros((1 + MOST, 8), np.int64)
-"""The line of call k is LINES[1 + k]. LINES[0] is Python's: ASK, TORN for what ASK raises, and a dict of it, ERRORS."""
-ASK, TORN, ERRORS = range(3)
+"""The line of call k is LINES[1 + k]. LINES[0] is of Python: functions for ASK, TOLD and TORN, and a dict, ERRORS."""
+ASK, TOLD, TORN, ERRORS = range(4)
 _SYMBOL = "fastcoll.lines"
 OWN_SYMBOLS[_SYMBOL] = address_of(LINES)
 
@@ -71,15 +72,15 @@ def _enter(builder, door, row, op, data, out, nbytes, call, peer):
 
 
 @kernel
-def _ask(lines, frame):
-    """What Python makes of a frame: 0, or the address of an error.
+def _ask(lines, which, frame):
+    """What one of Python's functions makes of a frame: 0, or the address of an error.
 
     A signal's handler may raise before a function's first line, or after its last: that is no answer to XLA, which
     would take the result as it is. So TORN makes an error of it, and of what interrupts that.
     """
     state, room = ensure(), own_words()
     given = new_integer(frame)
-    answer = call_with(load_word(lines, ASK), given)
+    answer = call_with(load_word(lines, which), given)
     while answer == 0:
         keep_error(load_word(lines, ERRORS), room)
         answer = call_with(load_word(lines, TORN), given)
@@ -106,14 +107,14 @@ def handle(frame):
     """Carry a call out; what it returns, and the frame, are XLA's: 0, or the address of an error."""
     lines = _lines()
     if word_at(frame + EXTENSION) != 0:
-        return _ask(lines, frame)
+        return _ask(lines, ASK, frame)
     number = _number(frame)
     if number < 0 or number >= MOST:
-        return _ask(lines, frame)
+        return _ask(lines, ASK, frame)
     line = lines + 64 * (1 + number)
     row = load_acquire(line)
     if row == 0:
-        return _ask(lines, frame)
+        return _ask(lines, ASK, frame)
     form = load_word(line, FORM)
     data, out, nbytes = 0, 0, 0
     if form != NO_ARRAY:
@@ -132,7 +133,7 @@ def handle(frame):
     done = _enter(
         door, row, load_word(line, OP), data, out, nbytes, load_word(line, CALL), load_word(line, PEER)
     )
-    return _ask(lines, frame) if done == RAISED else 0
+    return _ask(lines, TOLD, frame) if done == RAISED else 0
 
 
 @cache

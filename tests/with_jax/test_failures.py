@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 
+import numba
 import numpy as np
 import pytest
 
@@ -49,6 +50,24 @@ def test_wrong_calls(rank, world_size, jax):
             with pytest.raises(kind, match=text):
                 way(wrong)(jax.numpy.ones(3))
     assert float(fj.all_reduce(jax.numpy.float32(1))) == 2
+
+
+@pytest.mark.ranks(1, timeout=120)
+def test_what_compiled_code_has_caught_is_no_error_of_a_later_program(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    @numba.njit
+    def caught(x):
+        try:
+            dist.send(x, 5)
+        except Exception:
+            return True
+        return False
+
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # on the thread that has caught it
+    assert caught(np.ones(1))
+    assert float(fj.all_reduce(jax.numpy.float32(3))) == 3
+    jax.config.update("jax_cpu_enable_async_dispatch", True)
 
 
 @pytest.mark.ranks(2, timeout=120)
