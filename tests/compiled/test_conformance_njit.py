@@ -98,8 +98,8 @@ TESTS = [
     (test_moves, "test_gather_and_scatter_of_one_array"),
     (test_point_to_point, "test_ring_of_every_dtype"),
     (test_point_to_point, "test_any_source_returns_the_sender"),
-    (test_point_to_point, "test_strided_arrays"),
 ]
+BY_TWO = ["test_tags_are_matched_and_one_tag_never_overtakes", "test_strided_arrays"]
 
 
 @pytest.mark.parametrize(("module", "name"), TESTS, ids=[name for _, name in TESTS])
@@ -108,9 +108,10 @@ def test_as_outside(rank, world_size, module, name):
     run(rank, world_size, module, name)
 
 
+@pytest.mark.parametrize("name", BY_TWO)
 @pytest.mark.ranks(2, timeout=180)
-def test_tags(rank, world_size):
-    run(rank, world_size, test_point_to_point, "test_tags_are_matched_and_one_tag_never_overtakes")
+def test_messages_of_two(rank, world_size, name):
+    run(rank, world_size, test_point_to_point, name)
 
 
 def run(rank, world_size, module, name):

@@ -84,5 +84,5 @@ def test_the_variables_of_torchrun_are_set(ends: dict[str, subprocess.CompletedP
 @pytest.mark.parametrize("launcher", RUNS)
 def test_without_a_restart_left_the_job_fails(tmp_path: Path, launcher: str) -> None:
     done = run(launcher, tmp_path, 2, 3)
-    assert done.returncode == {"torchrun": 1, "fastcoll": 3}[launcher], done.stderr
+    assert done.returncode == 1, done.stderr
     assert done.stdout.count("restart 2") == 2
