@@ -30,6 +30,7 @@ import fastcoll as dist
 from fastcoll.bench.results import describe, machine
 
 CALLS, STEPS = 2000, 200
+COLUMNS = ("njit, nogil", "njit", "from Python", "numba-mpi")
 POINTS = 64
 
 
@@ -235,33 +236,55 @@ def main() -> int:
                 if done.returncode:
                     sys.exit(f"{side}: {done.stderr}")
                 times[side].append([float(text) for text in file.read_text().split()])
-    text = page(given, {side: np.min(rounds, axis=0) for side, rounds in times.items()})
-    print(text)
+    names = {"fastcoll": list(of_fastcoll()), "numba-mpi": [f"{case}|numba-mpi" for case in CASES]}
+    found = {
+        name: us
+        for side, rounds in times.items()
+        for name, us in zip(names[side], np.min(rounds, axis=0), strict=True)
+    }
+    text = page(given, found)
     if given.results:
-        Path(given.results, f"{date.today()}-compiled-callers.md").write_text(text + "\n")
+        stem = f"{date.today()}-compiled-callers"
+        plot(found, Path(given.results, f"{stem}.png"))
+        Path(given.results, f"{stem}.md").write_text(f"{text}\n\n![the table as bars]({stem}.png)\n")
+    print(text)
     return 0
 
 
-def page(given: Any, least: dict[str, Any]) -> str:
-    names = {"fastcoll": list(of_fastcoll())}
-    if "numba-mpi" in least:
-        names["numba-mpi"] = [f"{case}|numba-mpi" for case in CASES]
-    found = {name: us for side, us in least.items() for name, us in zip(names[side], us, strict=True)}
-    columns = ["njit, nogil", "njit", "from Python", "numba-mpi"]
+def page(given: Any, found: dict[str, float]) -> str:
     lines = [
         "# Calls from compiled code\n",
         f"- Machine: {describe(machine(len(os.sched_getaffinity(0))))}",
         "- Two ranks; microseconds a call, by the slowest rank; the least of all turns",
         f"- Command: `python bench/compiled_callers.py --rounds {given.rounds} --turns {given.turns}`\n",
-        f"| | {' | '.join(columns)} | numba-mpi / njit, nogil |",
-        "|---|" + "--:|" * (len(columns) + 1),
+        f"| | {' | '.join(COLUMNS)} | numba-mpi / njit, nogil |",
+        "|---|" + "--:|" * (len(COLUMNS) + 1),
     ]
     for case in CASES:
-        row = [found.get(f"{case}|{column}") for column in columns]
+        row = [found.get(f"{case}|{column}") for column in COLUMNS]
         ratio = row[-1] / row[0] if row[-1] else None
         cells = ["–" if us is None else f"{us:.3f}" for us in row]
         lines.append(f"| {case} | {' | '.join(cells)} | {'–' if ratio is None else f'{ratio:.1f}'} |")
     return "\n".join(lines)
+
+
+def plot(found: dict[str, float], path: Path) -> None:
+    """A panel a case, a bar a column."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3 * len(CASES), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(CASES))
+    for case, panel in zip(CASES, panels, strict=True):
+        shown = [column for column in COLUMNS if f"{case}|{column}" in found]
+        bars = panel.bar(shown, [found[f"{case}|{column}"] for column in shown], color="tab:blue")
+        if "numba-mpi" in shown:
+            bars[-1].set_color("tab:orange")
+        panel.bar_label(bars, fmt="%.2f", fontsize=8)
+        panel.set_title(case, fontsize=10)
+        panel.tick_params(axis="x", rotation=30, labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("µs a call (a step)")
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":
