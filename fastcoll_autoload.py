@@ -1,10 +1,10 @@
 """What torch and Numba run where fastcoll is installed.
 
 By `import torch` torch.distributed learns the name of the backend `fastcoll`, and how ranks find one another that
-mpiexec or srun has started: torch 2.5 and later load the entry point
-`torch.backends` as they are imported, in every process, spawned children and other people's workers included. So this
-is beside the package, which takes a tenth of a second to import and is imported with the first group. An exception
-would break `import torch` for everybody: a warning says instead what is wrong.
+mpiexec or srun has started: torch 2.5 and later load the entry point `torch.backends` as they are imported, in every
+process, spawned children and other people's workers included. So this is beside the package, which takes a tenth of a
+second to import and is imported with the first group. An exception would break `import torch` for everybody: a warning
+says instead what is wrong.
 
 Numba runs the entry point `numba_extensions` before it compiles, or loads, the first function of a process. So that
 this costs nothing where fastcoll is not used, its types and functions are registered as Numba meets the first of them.
@@ -18,6 +18,8 @@ import warnings
 from typing import Any
 
 _NJIT = "fastcoll.compiled.njit"
+# Where the public functions and types are; the kernels, which Numba compiles, too, are elsewhere.
+_TYPED = ("fastcoll.api.", "fastcoll.core.group", "fastcoll.core.reduce_op")
 _READ = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 
@@ -54,7 +56,7 @@ def register_numba() -> None:
 
         def typeof(value: Any, context: Any) -> Any:
             module = getattr(value, "__module__", None)
-            if _NJIT not in sys.modules and isinstance(module, str) and module.startswith("fastcoll."):
+            if _NJIT not in sys.modules and isinstance(module, str) and module.startswith(_TYPED):
                 import fastcoll.compiled.njit  # noqa: F401 - which registers them
 
                 return typeof_impl.dispatch(type(value))(value, context)
