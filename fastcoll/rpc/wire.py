@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -273,24 +273,26 @@ class Assembler:
     """Messages out of what a connection brings: `space` is where the next bytes go, `came` is told how many there are.
 
     Small messages come many at a time into one buffer, and are copied out of it. Of a larger one the rest of the body,
-    and each large buffer, are received where they stay; `take` fills one from shared memory.
+    and each large buffer, are received where they stay; `take` fills one from shared memory, of which the message
+    before may have told: nothing of a message is looked at before the caller of `came` is done with the one before.
     """
 
     def __init__(self, take: Callable[[memoryview], None], nbytes: int = 64 << 10) -> None:
         self._take = take
         self._buffer = memoryview(bytearray(nbytes))
         self._start = self._end = 0
-        self._found: list[Received] = []
         self._steps = self._run()
-        self.space: memoryview = next(self._steps)
+        self.space = cast(memoryview, next(self._steps))
 
-    def came(self, nbytes: int) -> list[Received]:
-        """So many bytes have come into `space`; the messages that are whole now."""
-        self.space = self._steps.send(nbytes)
-        found, self._found = self._found, []
-        return found
+    def came(self, nbytes: int) -> Iterator[Received]:
+        """So many bytes have come into `space`; the messages that are whole now, all of which are to be taken."""
+        found = self._steps.send(nbytes)
+        while isinstance(found, Received):
+            yield found
+            found = self._steps.send(0)
+        self.space = found
 
-    def _run(self) -> Generator[memoryview, int, None]:
+    def _run(self) -> Generator[memoryview | Received, int, None]:
         while True:
             while self._end - self._start < HEADER.size:
                 left = self._end - self._start
@@ -305,7 +307,7 @@ class Assembler:
             body = memoryview(bytearray(nbytes))
             yield from self._fill(body)
             if not nbuffers and not ncontext:
-                self._found.append(Received(MessageType(message), kind, call, b"", body, ()))
+                yield Received(MessageType(message), kind, call, b"", body, ())
                 continue
             sizes = struct.unpack_from(f"<{nbuffers}Q", body)
             at = 8 * nbuffers + ncontext
@@ -322,7 +324,7 @@ class Assembler:
                         self._take(buffers[-1])
                     else:
                         yield from self._fill(buffers[-1])
-            self._found.append(Received(MessageType(message), kind, call, context, pickled, buffers))
+            yield Received(MessageType(message), kind, call, context, pickled, buffers)
 
     def _fill(self, target: memoryview) -> Generator[memoryview, int, None]:
         """Fill `target`, first with what is in the buffer."""

@@ -56,6 +56,23 @@ def test_messages_are_whole_however_they_are_split(most: int, by_ring: bool) -> 
                 assert got[name].flags.writeable
 
 
+def test_a_message_is_taken_before_the_next_one_is_looked_at() -> None:
+    """The large buffers of an answer come through memory that the message just ahead of it has told of."""
+    large = np.arange(wire.INLINE, dtype=np.int64)
+    pickled, buffers = wire.dumps(large, TO)
+    start, behind = wire.pieces(wire.MessageType.RESULT, 0, 1, pickled, buffers, by_ring=True)
+    data = wire.pieces(wire.MessageType.RING, 0, 1, b"")[0] + start
+    memory = []
+    assembler = wire.Assembler(lambda buffer: buffer.__setitem__(slice(None), memory[0]))
+    assembler.space[: len(data)] = data
+    for message in assembler.came(len(data)):
+        if message.message == wire.MessageType.RING:
+            memory += behind
+        else:
+            assert (wire.loads(message) == large).all()
+    assert message.message == wire.MessageType.RESULT
+
+
 def test_what_cannot_be_pickled_is_named() -> None:
     with pytest.raises(UsageError, match=r"what goes to w1 \(rank 1\) cannot be pickled: .*lambda"):
         wire.dumps(lambda: None, TO)
