@@ -203,7 +203,10 @@ def _setup_of(config: pytest.Config) -> Setup:
     sent = {
         name: value for name, value in vars(config.option).items() if name not in hidden and _is_plain(value)
     }
-    return Setup([*args, *config.args], sent)
+    paths = config.args
+    if not config.getoption("pyargs"):  # a test or a fixture may have changed the directory
+        paths = [str(config.invocation_params.dir / path) for path in paths]
+    return Setup([*args, *paths], sent)
 
 
 def _is_plain(value: object) -> bool:

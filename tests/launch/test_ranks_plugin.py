@@ -441,6 +441,28 @@ def test_a_rank_that_cannot_import_the_test_shows_why(inner: InnerRun) -> None:
     inner.said("test_not_twice").fnmatch_lines(["all 2 ranks:*", "E*RuntimeError: not importable twice"])
 
 
+def test_ranks_start_though_the_directory_has_changed(tmp_path: Path) -> None:
+    files = {
+        "sub/conftest.py": """
+import os, pytest
+pytest_plugins = ["pytester"]
+@pytest.fixture(scope="session", autouse=True)
+def elsewhere(tmp_path_factory):
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+""",
+        "sub/test_away.py": """
+import pytest
+def test_here():
+    pass
+
+@pytest.mark.ranks(2, init=False, fresh=True)
+def test_away(rank):
+    pass
+""",
+    }
+    assert InnerRun(tmp_path, files, "sub").outcomes("sub/test_away.py") == {"passed": 2}
+
+
 def test_a_worker_that_cannot_start_shows_why(tmp_path: Path) -> None:
     text = "import pytest\n@pytest.mark.ranks(2, init=False)\ndef test_it():\n    pass\n"
     alone = InnerRun(tmp_path, {"conftest.py": IN_A_WORKER, "test_it.py": text})
