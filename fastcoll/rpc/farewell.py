@@ -71,6 +71,8 @@ class Rounds:
     def _await_all(self, until: float) -> None:
         pause = _PAUSE_SECONDS
         while not self._round(until):
+            if time.monotonic() > until:  # a round may be faster than any time that is left for it
+                raise RpcTimeoutError("calls are still under way")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
