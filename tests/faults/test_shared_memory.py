@@ -32,6 +32,20 @@ print("RESULT", fastcoll.shared_arrays.contains(np.ones(1 << 18, np.float32)))
 """
 
 
+OF_TWO_USERS = """
+import sys
+import numpy as np, fastcoll as dist
+dist.init_process_group("shm", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=60)
+for n in (1, 1000, 1 << 18):  # the last one is read where it is, if the other process may be read
+    x, both = np.full(n, dist.get_rank() + 1, np.float32), np.empty(2 * n, np.float32)
+    dist.all_gather_into_tensor(both, x)
+    assert (both == np.repeat([1, 2], n)).all()
+    dist.all_reduce(x)
+    assert (x == 3).all()
+dist.destroy_process_group()
+"""
+
+
 def run_in_small_shm(tmp_path, size: str, program: str = PROGRAM) -> list[str]:
     """The program's results in a mount namespace whose /dev/shm has `size`, and what it warns of."""
     return run_behind(tmp_path, f"mount -t tmpfs -o size={size} tmpfs /dev/shm", program)
@@ -84,3 +98,14 @@ def test_shared_arrays_beyond_what_there_is_are_ordinary_ones(tmp_path):
     assert "--shm-size" in warning
     assert arrays == "RESULT 14 True"  # and a sixteenth is left for others
     assert afterwards == "RESULT True"
+
+
+def test_ranks_in_different_user_namespaces(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make a user namespace wherever one can be made")
+    program = [sys.executable, "-c", OF_TWO_USERS, f"file://{tmp_path}/meeting"]
+    with (
+        subprocess.Popen([*program, "0"]) as outside,
+        subprocess.Popen(["unshare", "--user", "--map-root-user", *program, "1"]) as inside,
+    ):
+        assert (outside.wait(120), inside.wait(120)) == (0, 0)
