@@ -16,17 +16,19 @@ from typing import Any
 from . import tested  # noqa: F401 - refuses releases whose inside is another one
 import jax
 import jax.numpy as jnp
+from jax._src import dispatch
 
 from ..api.groups import Group, NonMember, entered, group_rank
 from ..core.operands import checked_tag
 from ..core.reduce_op import ReduceOp
 from ..errors import ArrayError, UsageError
+from .own_groups import wait_for_effects
 from .primitive import call
 from .sites import Site
 # isort: on
 
 __all__ = ["all_reduce", "reduce", "scan", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
-__all__ += ["send", "recv", "sendrecv", "barrier", "create_token"]
+__all__ += ["send", "recv", "sendrecv", "barrier", "create_token", "clear_errors"]
 
 
 def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
@@ -180,6 +182,16 @@ def create_token() -> Any:
     chain run in no order that ranks agree on: begin one chain a program, and hand each call what the last returned.
     """
     return jnp.zeros((), jnp.uint32)
+
+
+def clear_errors() -> None:
+    """Go on after an error of a call without a token: wait for all such calls of this thread, and forget their errors.
+
+    Where JAX orders calls, what comes behind a failed one on the same thread does not run and has the same error, for
+    ever. After a MismatchError, which leaves the group usable, call this on all ranks, between the programs.
+    """
+    wait_for_effects()
+    dispatch.runtime_tokens.clear()
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------

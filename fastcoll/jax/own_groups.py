@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache, partial
 from weakref import WeakKeyDictionary
 
-import jax
+from jax._src import dispatch
 
 from ..api.backends import load
 from ..api.groups import Group, entered, groups
@@ -66,10 +66,17 @@ def settle_by(fence: Callable[[], None]) -> None:
     _fences[:] = [fence]
 
 
+def wait_for_effects() -> None:
+    """Wait for this thread's programs with effects. As `jax.effects_barrier`, but for all of them where one failed."""
+    last = dispatch.runtime_tokens
+    for token in (*last.current_tokens.values(), *last.output_runtime_tokens.values()):
+        with suppress(Exception):
+            token.block_until_ready()
+
+
 def settle() -> None:
     """Wait for all programs that this process has given to JAX. Their errors are for who looks at the results."""
-    with suppress(Exception):
-        jax.effects_barrier()
+    wait_for_effects()
     for fence in _fences:
         with suppress(Exception):
             fence()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from ..core.group import ProcessGroup
 from ..core.reduce_op import ReduceOp
+from ..errors import FastcollError
 from ..kernels.call_frames import APART, GIVEN, IN_PLACE, NO_ARRAY, TAKEN
 
 Array = np.ndarray[Any, Any]
@@ -65,9 +67,14 @@ class Kind(NamedTuple):
 
 
 def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None:
-    work = group.isend(ins[0], site.dst, site.tag)
-    group.recv(out, site.src, site.tag)
-    work.wait()
+    sent = group.isend(ins[0], site.dst, site.tag)
+    try:
+        group.recv(out, site.src, site.tag)
+    except BaseException:
+        with suppress(FastcollError):  # the error of the receive counts
+            sent.wait()
+        raise
+    sent.wait()
 
 
 # fmt: off
