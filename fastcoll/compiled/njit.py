@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 from numba import types
 from numba.core.errors import TypingError
+from numba.core.registry import cpu_target
 from numba.extending import overload, register_jitable
 from numba.np.numpy_support import as_dtype
 
 from ..api import collectives, groups, p2p
 from ..core import signature
+from ..core.operands import LARGEST_TAG
 from ..core.reduce_op import ReduceOp
 from ..errors import UsageError
 from ..kernels import doors as d
@@ -31,8 +33,9 @@ from .numba_types import Raised, call_door, integer_of, is_none, know_dtype, op_
 
 _OP_SHIFT, _FOREIGN = signature.OP_SHIFT, rows.FOREIGN
 _SIZE, _RANK, _RANKS = d.SIZE, d.RANK, d.RANKS
-_SEND, _RECV, _REFUSED = d.SEND, d.RECV, signature.REFUSED
-_BARRIER = signature.code_of("barrier")
+_SPLIT, _SEND, _RECV, _REFUSED, _SPLITS = d.SPLIT, d.SEND, d.RECV, signature.REFUSED, rows.SPLITS
+_TAGS = LARGEST_TAG + 1
+_BARRIER, _ALL_TO_ALL = signature.code_of("barrier"), signature.code_of("all_to_all")
 _BARRIER_WORD = signature.encode("barrier")
 _SUM = ReduceOp.SUM
 
@@ -146,10 +149,21 @@ def _known(make: Callable[[], int]) -> int:
 
 
 def _waits(async_op: Any) -> None:
+    _outside_prange()
     value = getattr(async_op, "value", getattr(async_op, "literal_value", async_op))
     if value is not False:
         raise TypingError(
             "async_op inside njit: calls there return when they are done; call it outside for a Work"
+        )
+
+
+def _outside_prange() -> None:
+    """Refuse a call in the body of a parallel loop, which Numba compiles as a function of its own."""
+    frames = cpu_target.typing_context.callstack
+    if any(frame.func_id.func_name.startswith("__numba_parfor_gufunc") for frame in frames):
+        raise TypingError(
+            "a call inside numba.prange: ranks must make the same calls in the same order, which threads do not; call "
+            "it outside the loop"
         )
 
 
@@ -339,6 +353,34 @@ def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=
     return impl
 
 
+@register_jitable
+def _split(row, table, sizes, rows, nbytes):
+    """Write the bytes of each block into the table; refuse split sizes that do not fit."""
+    total, fits, width = np.int64(0), len(sizes) == len(table), nbytes // max(1, rows)
+    if fits:
+        for k in range(len(table)):
+            size = np.int64(sizes[k])
+            fits &= 0 <= size <= rows
+            total += size
+            table[k] = size * width
+    if not (fits and total == rows) and word(row, _SIZE) > 0:
+        _done(call_door(row, _REFUSED, None, None, total, _ALL_TO_ALL | _SPLITS, rows))
+
+
+@register_jitable
+def _split_equally(row, table, sizes, rows, nbytes):
+    _split(row, table, np.full(len(table), rows // len(table)), rows, nbytes)
+
+
+def _splitting(sizes: Any) -> Any:
+    """What fills a table by split sizes of this type."""
+    if is_none(sizes):
+        return _split_equally
+    if not isinstance(getattr(sizes, "dtype", None), types.Integer) or getattr(sizes, "ndim", 1) != 1:
+        raise TypingError(f"split sizes are of type {sizes}; give a tuple, a list or an array of integers")
+    return _split
+
+
 @overload(collectives.all_to_all_single)
 def _all_to_all_single(
     output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
@@ -346,15 +388,25 @@ def _all_to_all_single(
     code, base = _called("all_to_all", output, async_op, what="output")
     _array(input, "input", False)
     _alike(output, input, "output", "input")
-    if not (is_none(output_split_sizes) and is_none(input_split_sizes)):
-        raise TypingError(
-            "split sizes inside njit: all_to_all_single takes equal parts there; call it outside"
-        )
     if output.ndim == 0 or input.ndim == 0:
         raise TypingError(
             "all_to_all_single divides arrays along their first dimension; give arrays that have one"
         )
     (pack, put), (pack_input, _) = _packing(output), _packing(input)
+    if not (is_none(output_split_sizes) and is_none(input_split_sizes)):
+        outputs, inputs = _splitting(output_split_sizes), _splitting(input_split_sizes)
+
+        def split(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+            know_dtype(output)
+            row, x, out = _row(group), pack_input(input), pack(output)
+            size = max(1, _size(row))
+            table = np.empty(2 * size, np.int64)
+            inputs(row, table[:size], input_split_sizes, len(x), x.size * x.itemsize)
+            outputs(row, table[size:], output_split_sizes, len(out), out.size * out.itemsize)
+            _done(call_door(row, _SPLIT, x, out, table, base, 0))
+            put(output, out)
+
+        return split
 
     def impl(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
         know_dtype(output)
@@ -386,8 +438,15 @@ def _barrier(group=None, async_op=False, device_ids=None, timeout=None):
 
 
 def _message(tensor: Any, writes: bool) -> int:
+    _outside_prange()
     dtype = _array(tensor, "tensor", writes)
     return _known(lambda: rows.message_word(0, dtype))
+
+
+@register_jitable
+def _kind(kind, tag):
+    """A message's word; a tag that does not fit into it becomes one that is wrong as well."""
+    return kind | max(-1, min(tag, _TAGS)) << DTYPE_BITS
 
 
 @overload(p2p.send)
@@ -399,7 +458,7 @@ def _send(tensor, dst=None, group=None, tag=0, group_dst=None):
         know_dtype(tensor)
         row, x = _row(group), pack(tensor)
         peer = _other(row, dst, group_dst, by_group)
-        _done(call_door(row, _SEND, x, None, x.size * x.itemsize, kind | tag << DTYPE_BITS, peer))
+        _done(call_door(row, _SEND, x, None, x.size * x.itemsize, _kind(kind, tag), peer))
 
     return impl
 
@@ -414,7 +473,7 @@ def _recv(tensor, src=None, group=None, tag=0, group_src=None):
         know_dtype(tensor)
         row, x = _row(group), pack(tensor)
         peer = ANY if any_rank else _other(row, src, group_src, by_group)
-        found = _done(call_door(row, _RECV, x, None, x.size * x.itemsize, kind | tag << DTYPE_BITS, peer))
+        found = _done(call_door(row, _RECV, x, None, x.size * x.itemsize, _kind(kind, tag), peer))
         put(tensor, x)
         return _global(row, found)
 

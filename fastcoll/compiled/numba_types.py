@@ -47,6 +47,7 @@ LAYOUT = zlib.crc32(
             d.SIZE,
             d.RANKS,
             d.DOOR,
+            d.SPLIT,
             d.SEND,
             d.RECV,
             signature.OPERATIONS,
@@ -207,14 +208,18 @@ def _unbox_group(kind: Any, value: Any, c: Any) -> NativeValue:
 # ---- rows and the door, in compiled code ------------------------------------------------------------------
 
 
-def _world_row(module: ir.Module) -> ir.GlobalVariable:
-    """Where a library of code keeps the address of the world's row: 0 until its first call in a process."""
-    name = "fastcoll.world_row"
+def _word_of_library(module: ir.Module, name: str) -> ir.GlobalVariable:
+    """Where a library of code keeps a word: 0 until its first call in a process."""
     if name in module.globals:
         return module.globals[name]
     place = ir.GlobalVariable(module, WORD, name)
     place.linkage, place.initializer = "linkonce_odr", WORD(0)
     return place
+
+
+def _world_row(module: ir.Module) -> ir.GlobalVariable:
+    """The address of the world's row."""
+    return _word_of_library(module, "fastcoll.world_row")
 
 
 def _finder(module: ir.Module) -> ir.Function:
@@ -281,24 +286,24 @@ def word(typing_context, address, index):
 
 @intrinsic
 def call_door(typing_context, row, op, data, out, nbytes, call, peer):
-    """Call the door. `data` and `out` are arrays, which so live until it returns, or None."""
+    """Call the door. `data`, `out`, `nbytes` may be arrays, which so live until it returns; the first two None."""
 
     def emit(context, builder, made, args):
         def address(kind: Any, value: Any) -> Any:
             if not isinstance(kind, types.Array):
-                return WORD(0)
+                return value if isinstance(kind, types.Integer) else WORD(0)
             array = context.make_array(kind)(context, builder, value)
             return builder.ptrtoint(array.data, WORD)
 
-        row, op, data, out, *rest = args
-        place = builder.add(row, WORD(8 * d.DOOR))
+        place = builder.add(args[0], WORD(8 * d.DOOR))
         door = builder.load(builder.inttoptr(place, WORD.as_pointer()))
         kind = ir.FunctionType(WORD, [WORD] * 7).as_pointer()
-        given = [row, op, address(made.args[2], data), address(made.args[3], out), *rest]
+        given = list(map(address, made.args, args))
         return builder.call(builder.inttoptr(door, kind), given)
 
     number = types.int64
-    return number(number, number, data, out, number, number, number), emit
+    size = nbytes if isinstance(nbytes, types.Array) else number
+    return number(number, number, data, out, size, number, number), emit
 
 
 @intrinsic
@@ -332,11 +337,20 @@ def know_dtype(typing_context, array):
     numpys = as_dtype(array.dtype)
 
     def emit(context, builder, made, args):
-        if numpys.name not in NUMPY:
+        if numpys.name in NUMPY:
+            return context.get_dummy_value()
+        known = _word_of_library(builder.module, f"fastcoll.knows.{zlib.crc32(repr(numpys).encode())}")
+        with builder.if_then(builder.icmp_signed("==", builder.load(known), WORD(0)), likely=False):
             python = context.get_python_api(builder)
             state = python.gil_ensure()
             learn = python.unserialize(python.serialize_object(partial(rows.learn, numpys)))
-            python.decref(python.call_function_objargs(learn, ()))
+            answer = python.call_function_objargs(learn, ())
+            with builder.if_else(cgutils.is_null(builder, answer)) as (failed, done):
+                with failed:
+                    python.err_write_unraisable(learn)
+                with done:
+                    builder.store(WORD(1), known)
+                    python.decref(answer)
             python.decref(learn)
             python.gil_release(state)
         return context.get_dummy_value()

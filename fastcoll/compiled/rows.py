@@ -4,7 +4,7 @@ A compiled caller gets the address of a row (`row`) and calls the C function who
 
     int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
-    op               of `code_of` (core/signature.py), or SEND, RECV
+    op               of `code_of` (core/signature.py), or SPLIT, SEND, RECV
     data, out        addresses of contiguous, aligned memory, which belongs to the call until it returns; `nbytes` is
                      what a rank contributes or gets: one block where there is a block for each rank:
 
@@ -12,6 +12,8 @@ A compiled caller gets the address of a row (`row`) and calls the C function who
         all_gather, gather       data: a block      out: a block for each rank (gather: on the root alone)
         reduce_scatter, scatter  data: a block for each rank (scatter: on the root alone)      out: a block
         all_to_all               data and out: a block for each rank; they share no memory
+        SPLIT                    the same with blocks of any sizes; nbytes: address of as many words as there are ranks
+                                 with the bytes of those in data, and as many for out
         SEND, RECV               data: the message
         barrier                  nothing
 
@@ -27,7 +29,9 @@ way of its own for an operation, or the way comes back early, `_answer` wraps th
 group's method.
 
 A row keeps nothing alive but its own words, which stay for the life of the process (344 bytes a group that compiled
-callers have used). It is blank as its group ends; who calls the door then gets the error that the method raises.
+callers have used). It is blank as its group ends; who calls the door then gets the error that the method raises. What
+RAISED ends early may have been queued behind asynchronous operations, and be under way still: so the memory must not be
+freed then. Numba frees none that a function holds as it raises.
 """
 
 from __future__ import annotations
@@ -36,7 +40,10 @@ import ctypes
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,8 +64,11 @@ from ..p2p.transfers import DTYPE_BITS, kind_of
 FOREIGN = 1 << 40
 """Added to a global rank in the place of a group rank."""
 
+SPLITS = 1 << 8
+"""In the word of a refused call: its split sizes are wrong."""
+
 _DTYPE_MASK = (1 << DTYPE_BITS) - 1
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may call compiled code, too
 _errors: dict[int, BaseException] = {}
 _dtypes: dict[int, np.dtype[Any]] = {}
 _ops: dict[int, ReduceOp] = {}
@@ -67,7 +77,9 @@ _custom: list[ReduceOp] = []
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # who had it is not in this process
+    _lock = threading.RLock()  # who had it is not in this process
+    for world in _rows[:1]:
+        world.clear()  # this process may get a world of its own
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -156,19 +168,19 @@ def _op_in(word: int) -> ReduceOp:
 class _Row:
     """The row of one group, or of whichever is the world; `memory`: what its words lead to."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, door: int) -> None:
         self.words = np.zeros(d.ROW_WORDS, np.int64)
         self.address = address_of(self.words)
         self.group: Callable[[], ProcessGroup | None] = lambda: None
         self.memory: Any = None
-        self.words[d.NUMBER], self.words[d.ERRORS] = number, id(_errors)
+        self.words[d.NUMBER], self.words[d.DOOR], self.words[d.ERRORS] = number, door, id(_errors)
         self.words[d.ASK], self.words[d.TORN] = id(_answer), id(_torn)
 
     def fill(self, group: ProcessGroup) -> None:
         """Tell what there is of the group from now on; with `_lock`."""
         if self.group() is group or group.gate.closed:
             return
-        self.group = weakref.ref(group, lambda _: self.clear())
+        self.clear()
         ranks, ways = np.array(group.ranks, np.int64), group.backend.ways
         self.memory = ranks, ways and ways.memory
         if ways is not None:
@@ -176,15 +188,27 @@ class _Row:
         if group.ranks != tuple(range(group.size)):
             self.words[d.RANKS] = address_of(ranks)
         self.words[d.RANK], self.words[d.SIZE] = group.rank, group.size
-        group.at_the_end.append(self.clear)
+        self.group = weakref.ref(group, self._ended)
+        group.at_the_end.append(partial(self._ended, self.group))
+
+    def _ended(self, group: Callable[[], ProcessGroup | None]) -> None:
+        if self.group is group:
+            self.clear()
 
     def clear(self) -> None:
-        """The group has ended. A way that is just being called needs the memory: it stays until it is filled anew."""
+        """There is no group any more."""
         self.group = lambda: None
         self.words[d.WAYS :] = 0
         for word in (d.SIZE, d.RANK, d.RANKS, d.CONTEXT, d.MAILBOX):
             self.words[word] = 0
+        if self.memory is not None:
+            _left_behind.append(self.memory)
+            self.memory = None
 
+
+_left_behind: deque[Any] = deque(maxlen=32)
+"""What rows of ended groups led to (61 KiB each): a thread may be about to use what it has just read in a row. A way
+that is called then sees that the group has ended. Such a thread would have to wait while 32 groups end."""
 
 _rows: list[_Row] = []
 _numbers: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -199,10 +223,9 @@ def row(group: Group) -> int:
     """
     with _lock:
         if not _rows:
-            _rows.extend(map(_Row, (WORLD, NOBODY)))
-            _rows[NOBODY].words[d.RANK] = _rows[NOBODY].words[d.SIZE] = -1
-            for made in _rows:
-                made.words[d.DOOR] = d.door_address()
+            world, nobody = (_Row(number, d.door_address()) for number in (WORLD, NOBODY))
+            nobody.words[d.RANK] = nobody.words[d.SIZE] = -1
+            _rows.extend((world, nobody))
         if group is None:
             return _rows[WORLD].address
         if isinstance(group, NonMember):
@@ -213,10 +236,11 @@ def row(group: Group) -> int:
             )
         number = _numbers.get(group)
         if number is None:
-            number = _numbers[group] = len(_rows)
-            _rows.append(_Row(number))
-            _rows[number].words[d.DOOR] = _rows[WORLD].words[d.DOOR]
-            _rows[number].fill(group)
+            number = len(_rows)
+            made = _Row(number, d.door_address())
+            made.fill(group)
+            _rows.append(made)
+            _numbers[group] = number  # last, as Ctrl-C may come before
         return _rows[number].address
 
 
@@ -282,6 +306,18 @@ class _Asked:
         return self._array(self._question.out, self._size)
 
     @property
+    def split(self) -> tuple[list[Array], list[Array]]:
+        """What comes out and what goes in, in blocks."""
+        q, n = self._question, self._size
+        sizes = list((ctypes.c_int64 * (2 * n)).from_address(q.nbytes))
+
+        def blocks(address: int, sizes: list[int]) -> list[Array]:
+            starts = accumulate(sizes, initial=address)
+            return [_memory(start, size, self.dtype) for start, size in zip(starts, sizes, strict=False)]
+
+        return blocks(q.out, sizes[n:]), blocks(q.data, sizes[:n])
+
+    @property
     def op(self) -> ReduceOp:
         return _op_in(self._question.call)
 
@@ -292,6 +328,7 @@ class _Asked:
 
 _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
     0: ("", lambda g, a: None),
+    d.SPLIT: ("all_to_all", lambda g, a: g.all_to_all(*a.split)),
     d.SEND: ("send", lambda g, a: g.send(a.x, a.peer, a.tag)),
     d.RECV: ("recv", lambda g, a: g.recv(a.x, None if a.peer == ANY else a.peer, a.tag)),
 } | {
@@ -315,8 +352,13 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
 
 def _refuse(group: ProcessGroup, asked: _Asked) -> None:
     """Of an operation whose second array does not fit."""
-    name = signature.OPERATIONS[asked.call]
+    name = signature.OPERATIONS[asked.call & 0xFF]
     with group.preparing(name):
+        if asked.call & SPLITS:
+            raise UsageError(
+                f"{name} inside compiled code: split sizes must be {group.size} numbers >= 0 that add up to the "
+                f"{asked.peer} rows of their array; here are {asked.nbytes} rows in all"
+            )
         raise UsageError(
             f"{name} inside compiled code: the array with a block for each rank has {asked.nbytes} elements; expected "
             f"{asked.peer}, as many blocks as there are ranks, {group.size}"
@@ -350,8 +392,8 @@ def _answer(address: int) -> int:
         return 0
     group = _group_of(question, number)
     if group is None:
-        raise NotInitializedError(f"{name}: the group was destroyed; make a new one")
-    if question.peer >= FOREIGN:  # which raises
+        raise NotInitializedError(f"{name or 'get_rank'}: the group was destroyed; make a new one")
+    if question.peer >= FOREIGN // 2:  # which raises
         group_rank(group, _ROOTED[name], question.peer - FOREIGN, None)
     asked, ways = _Asked(question, group), group.backend.ways
     if question.code != LATER and ways is not None:
@@ -360,9 +402,12 @@ def _answer(address: int) -> int:
     with _lock:
         if number == WORLD:
             _rows[WORLD].fill(group)
-        if ways is not None and name and _rows[number].group() is group:
-            given = None if name == "barrier" else asked.dtype, asked.op if asked.reduces else None
-            _rows[number].words[d.WAYS + question.op] = ways.open(question.op, question.call, *given)
+    if ways is not None and name:
+        given = None if name == "barrier" else asked.dtype, asked.op if asked.reduces else None
+        way = ways.open(question.op, question.call, *given)  # which may compile it
+        with _lock:
+            if _rows[number].group() is group:
+                _rows[number].words[d.WAYS + question.op] = way
     return result
 
 

@@ -33,14 +33,14 @@ from .jit import c_function, external, inlined, instruction, kernel
 from .primitives import load_acquire, load_word, store_word, this_thread
 
 CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, WAYS = range(11)
-SEND, RECV = 30, 31  # operations besides those of core/signature.py
+SPLIT, SEND, RECV = 29, 30, 31  # operations besides those of core/signature.py
 ROW_WORDS = WAYS + RECV + 1
 RAISED = -1  # what the door returns for an exception, which is kept
 
 # The words of a question to Python: the door's arguments, the status so far, and room for the three of an exception.
 QUESTION_WORDS = 8
 
-assert len(OPERATIONS) <= SEND
+assert len(OPERATIONS) <= SPLIT
 
 _has_gil = external("PyGILState_Check", "int32()")
 _leave = external("PyEval_SaveThread", "int64()")

@@ -19,7 +19,7 @@ from ..core.backend import Ways
 from ..core.operands import Array
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
-from ..kernels.doors import RECV, SEND
+from ..kernels.doors import RECV, SEND, SPLIT
 from ..kernels.jit import c_function, inlined
 from ..kernels.primitives import load_word
 from ..p2p.pipe import ANY
@@ -149,10 +149,34 @@ def all_to_all_way(h, data, out, nbytes, call, peer):
     return run_exchange(h, c, _ALL_TO_ALL, what, 0)
 
 
+@inlined
+def _list_split(c, which, address, sizes):
+    """Fill the tables: blocks of these sizes, one after the other; how many bytes they have."""
+    nbytes = 0
+    for peer in range(load_word(c, at.SIZE)):
+        v.list_one(c, which, peer, address + nbytes, load_word(sizes, peer))
+        nbytes += load_word(sizes, peer)
+    return nbytes
+
+
+def all_to_all_split_way(h, data, out, sizes, call, peer):
+    c, what = _begin(h, _ALL_TO_ALL, call, 0)
+    if c == 0:
+        return LATER
+    rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
+    nbytes = _list_split(c, at.GIVES, data, sizes)
+    _list_split(c, at.TAKES, out, sizes + 8 * size)
+    own_fits = load_word(sizes, rank) == load_word(sizes, size + rank)
+    if not own_fits or not v.are_apart(c, h, data, nbytes, at.TAKES, False):
+        return r.give_up(h)
+    return run_exchange(h, c, _ALL_TO_ALL, what, 0)
+
+
 _FUNCTIONS: dict[int, Callable[..., Any]] = {
     signature.code_of("barrier"): barrier_way, _ALL_REDUCE: all_reduce_way, _REDUCE: reduce_way, _SCAN: scan_way,
     _EXSCAN: exscan_way, _BROADCAST: broadcast_way, _REDUCE_SCATTER: reduce_scatter_way, _ALL_GATHER: all_gather_way,
-    _GATHER: gather_way, _SCATTER: scatter_way, _ALL_TO_ALL: all_to_all_way, SEND: send_way, RECV: receive_way,
+    _GATHER: gather_way, _SCATTER: scatter_way, _ALL_TO_ALL: all_to_all_way,
+    SPLIT: all_to_all_split_way, SEND: send_way, RECV: receive_way,
 }  # fmt: skip
 _WORDS = ("int64",) * 6
 
@@ -185,9 +209,10 @@ class ShmWays(Ways):
             _made[op] = _Way(_FUNCTIONS[op])
         if dtype is not None and op < SEND and call not in self._known:
             self._known.add(call)
-            pieces = max(1, self._backend.gate.size - 1) if op == _REDUCE_SCATTER else 1
-            what = self._backend.what(signature.OPERATIONS[op], dtype, reduce_op, pieces=pieces)
-            self._backend.context.remember_call(op, call, what)
+            code = call & 0xFF
+            pieces = max(1, self._backend.gate.size - 1) if code == _REDUCE_SCATTER else 1
+            what = self._backend.what(signature.OPERATIONS[code], dtype, reduce_op, pieces=pieces)
+            self._backend.context.remember_call(code, call, what)
         return _made[op].address
 
     def go_on(self, code: int, op: int, words: tuple[int, ...], x: Callable[[], Array]) -> int:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -120,6 +121,27 @@ def test_groups_and_who_is_outside(rank, world_size):
     assert row[d.SIZE] == 0
     with pytest.raises((dist.NotInitializedError, dist.UsageError), match="was destroyed"):
         collective("all_reduce", x, op=dist.ReduceOp.SUM, group=group)
+
+
+@pytest.mark.ranks(2)
+def test_a_row_is_blank_when_its_own_group_ends(rank, world_size):
+    """A new world may be known before the old one has ended."""
+    old, new = dist.new_group(), dist.new_group()
+    row = t._Row(99, 0)
+    row.fill(old)
+    row.fill(new)
+    dist.destroy_process_group(old)
+    assert row.words[d.SIZE] == 2
+    dist.destroy_process_group(new)
+    assert row.words[d.SIZE] == 0
+
+
+def test_ctrl_c_while_the_door_is_compiled_leaves_no_row_without_one():
+    with patch.object(t, "_rows", []):
+        with patch.object(d, "door_address", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            t.row(None)
+        row = (ctypes.c_int64 * d.ROW_WORDS).from_address(t.row(None))
+        assert row[d.DOOR] == d.door_address()
 
 
 @pytest.mark.ranks(2)

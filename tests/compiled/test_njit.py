@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import numba
@@ -149,8 +150,39 @@ def test_senders_and_receivers_are_global_ranks(rank, world_size):
         elif rank == 2:
             give(x, 1, group)
     if rank == 1:
-        with pytest.raises(dist.UsageError, match="global rank 0 is not in the group"):
-            give(x, 0, group)
+        for outside in (0, -1):
+            with pytest.raises(dist.UsageError, match=f"global rank {outside} is not in the group"):
+                give(x, outside, group)
+
+
+@numba.njit(cache=True)
+def tagged(x, tag):
+    dist.send(x, 0, tag=tag)
+
+
+@pytest.mark.ranks(1)
+def test_tags_that_no_word_has_are_refused(rank, world_size):
+    for tag in (-1, 1 << 31, 1 << 42, 1 << 62):
+        with pytest.raises(dist.UsageError, match="tags are integers from 0 to"):
+            tagged(np.ones(1), tag)
+
+
+@numba.njit
+def place():
+    return dist.get_rank(), dist.get_world_size()
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_child_of_fork_has_a_world_of_its_own(rank, world_size, tmp_path):
+    assert place() == (rank, 2)
+    child = os.fork()
+    if child == 0:
+        with ExitStack() as stack:
+            stack.callback(os._exit, 1)
+            dist.init_process_group(init_method=f"file://{tmp_path}/{rank}", rank=0, world_size=1)
+            os._exit(0 if place() == (0, 1) else 2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert place() == (rank, 2)
 
 
 @pytest.mark.ranks(2)
@@ -195,7 +227,8 @@ def refusals():
         "src is missing": lambda: dist.broadcast(np.ones(1)),
         "src and group_src are both given": lambda: dist.broadcast(np.ones(1), 0, group_src=0),
         "they must be the same": lambda: dist.all_gather_into_tensor(np.ones(4), y),
-        "split sizes inside njit": lambda: dist.all_to_all_single(np.ones(4), x, [2, 2]),
+        "split sizes are of type": lambda: dist.all_to_all_single(np.ones(4), x, (2.0, 2.0)),
+        "use reduce_scatter_tensor": lambda: dist.reduce_scatter(np.ones(4), [x]),
         "use all_gather_into_tensor": lambda: dist.all_gather((x, x), np.ones(4)),
         "use send, or isend outside": lambda: dist.isend(x, dst=0),
         "nor a timeout": lambda: dist.barrier(timeout=3.0),
@@ -207,6 +240,57 @@ def test_what_cannot_be_compiled_says_why(rank, world_size):
     for reason, call in refusals().items():
         with pytest.raises(TypingError, match=reason):
             numba.njit(call)()
+
+
+@numba.njit(parallel=True)
+def in_parallel(x, inside):
+    for i in numba.prange(len(x)):
+        x[i] = dist.get_rank()  # which is nobody else's matter
+        if inside is not None:
+            dist.barrier()
+    total(x)
+
+
+@pytest.mark.ranks(1)
+def test_calls_in_parallel_loops_are_refused(rank, world_size):
+    in_parallel(np.ones(2), None)
+    with pytest.raises(TypingError, match=r"a call inside numba\.prange"):
+        in_parallel(np.ones(2), 1)
+
+
+@numba.njit(cache=True)
+def divide(out, x, of_out, of_x):
+    dist.all_to_all_single(out, x, of_out, of_x)
+
+
+@pytest.mark.ranks(2, 3)
+def test_split_sizes(rank, world_size):
+    ranks = range(world_size)
+    given, taken = [rank + 2 * other for other in ranks], [other + 2 * rank for other in ranks]  # 0 once
+    for tail, dtype in (((), np.float64), ((2,), np.int8)):
+        x = np.concatenate([np.full((n, *tail), 10 * rank + to, dtype) for to, n in enumerate(given)])
+        want = np.concatenate([np.full((n, *tail), 10 * to + rank, dtype) for to, n in enumerate(taken)])
+        for kind in (tuple, np.array):
+            for _ in range(2):  # by Python at first, and then by its way
+                out = np.zeros_like(want)
+                divide(out, x, kind(taken), kind(given))
+                assert_same(out, want, (kind, tail))
+        out = np.zeros_like(want)
+        if rank:
+            divide(out, x, np.array(taken), np.array(given))
+        else:
+            dist.all_to_all_single(out, x, taken, given)
+        assert_same(out, want, tail)
+    x, out, even = np.arange(2.0 * world_size), np.zeros(2 * world_size), (2,) * world_size
+    divide(out, x, None, even)
+    assert_same(out, np.tile(x[2 * rank : 2 * rank + 2], world_size), "equal parts")
+    for sizes in ((1,) * world_size, (2,) * (world_size + 1), (-2, 4 + 2 * (world_size - 2), *even[2:])):
+        with pytest.raises(dist.UsageError, match=rf"split sizes must be {world_size} numbers >= 0"):
+            divide(out, x, even, sizes)
+    odd = (3 - rank, 1 + rank, *even[2:]) if rank < 2 else even
+    with pytest.raises(dist.UsageError, match=r"must have the same dtype and number of elements"):
+        divide(out, x, even, odd)
+    divide(out, x, even, even)
 
 
 @numba.njit(cache=True)
