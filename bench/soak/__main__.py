@@ -33,6 +33,7 @@ SOAKS = {
     "stops": Soak(12, 100, "stops for less than the timeout, and a tenth as many for good"),
     "starving": Soak(15, 600, "seconds"),
     "strangers": Soak(20_000, 1_000_000, "connections"),
+    "signals": Soak(8, 300, "launchers"),
     "churn": Soak(20, 1800, "seconds"),
     "history": Soak(5, 3000, "seconds"),
     "schedules": Soak(1000, 100_000, "calls", schedules.JITTER),

@@ -34,12 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with the arguments `argv` (default: those of this process); returns its exit code."""
     options, job = read(argv)
     logs: Path | None = options.log_dir
-    if options.made_log_dir:
-        say(f"output that goes to files is in {logs}")
-    if single := job.single_threaded(os.environ):
-        say(f"{' and '.join(single)} set to 1, as {job.local_size} ranks share this node")
-    adopt_orphans()
     with received() as signals:
+        if options.made_log_dir:
+            say(f"output that goes to files is in {logs}")
+        if single := job.single_threaded(os.environ):
+            say(f"{' and '.join(single)} set to 1, as {job.local_size} ranks share this node")
+        adopt_orphans()
         supervise = partial(
             Supervisor,
             grace=options.grace,

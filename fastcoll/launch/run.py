@@ -103,7 +103,7 @@ def run(
             followed=lambda rank: isinstance(told := _read(files[1 + rank.rank]), _Raised) and told.follows,
         )
         supervisor.run()
-        return _results(supervisor.ranks, files[1:], supervisor.first.rank if supervisor.first else 0)
+        return _results(supervisor.ranks, files[1:], supervisor.first.rank if supervisor.first else None)
 
 
 def _is_importable(module: ModuleType) -> bool:
@@ -113,7 +113,7 @@ def _is_importable(module: ModuleType) -> bool:
     return any(place and str(module.__file__).startswith(place) for place in places)
 
 
-def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int) -> list[Any]:
+def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int | None) -> list[Any]:
     """Every rank's result, or the error of the one at fault: the first that failed, but not because of another one."""
     told = [_read(outcome) for outcome in outcomes]
     order = sorted(range(len(told)), key=lambda rank: (rank != first, rank))
@@ -122,9 +122,10 @@ def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int) 
             if isinstance(outcome := told[rank], _Raised) and outcome.follows is follower:
                 raise ProcessRaisedError(rank, ranks[rank].process.pid, outcome.text) from outcome.error
         for rank in order:
-            process = ranks[rank].process
-            # The others were ended because of the first.
-            if told[rank] is None and (rank == first or process.returncode == 0):
+            process, outcome = ranks[rank].process, told[rank]
+            # The others were ended because of the first, which may have failed behind its result.
+            failed = rank == first and not isinstance(outcome, _Raised)
+            if failed or (outcome is None and process.returncode == 0):
                 raise ProcessExitedError(rank, process.pid, process.returncode)
     return [outcome[0] for outcome in told]
 

@@ -7,6 +7,7 @@ its own. What outlives its rank is adopted and killed at the end, so nothing is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -42,8 +43,10 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 TICK_SECONDS = 0.1
 _INTERRUPTED_SECONDS = 0.5  # for ranks of a guest to end by themselves after Ctrl-C, before they are killed
 _LEFTOVER_SECONDS = 1.0  # for what outlives its rank to end by itself, such as multiprocessing's tracker
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")  # progress bars end theirs with a carriage return
 _READ_BYTES = 64 << 10
+_PIPE_BYTES = 1 << 20  # that a pipe holds at most (/proc/sys/fs/pipe-max-size)
+_LOOK_MILLISECONDS = 100  # between looks at signals, while nobody reads the output
+_STANDSTILL_SECONDS = 1.0
 _LONGEST_LINE = 1 << 20  # a longer one is cut, so that output without line ends takes no more memory
 _REMEMBERED = 40  # lines
 _MOST_SHOWN = 8  # ranks that failed besides the first
@@ -84,9 +87,10 @@ class Relay:
             return True
         if self._log is not None:
             self._log.write(data)
-        text = self._partial + data
-        lines = _LINE.findall(text)
-        self._partial = text[sum(map(len, lines)) :]
+        lines = (self._partial + data).splitlines(
+            keepends=True
+        )  # progress bars end theirs with a carriage return
+        self._partial = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
         if len(self._partial) > _LONGEST_LINE:
             lines.append(self._partial + b"\n")
             self._partial = b""
@@ -94,22 +98,28 @@ class Relay:
         return bool(data)
 
     def pump_all(self) -> None:
-        """Pass on all that is there now."""
-        while _wait(self.source, select.POLLIN, 0) and self.pump():
-            pass
+        """Pass on all that is there now; what a rank has left running may write on for ever."""
+        for _ in range(_PIPE_BYTES // _READ_BYTES):
+            if self.source < 0 or not _wait(self.source, select.POLLIN, 0) or not self.pump():
+                return
 
     def finish(self) -> None:
-        """Pass on what is left, with a last line that has no end, and close; nobody writes any more."""
-        self.pump_all()
-        if self._partial:
-            self._write([self._partial + b"\n"])
-        os.close(self.source)
-        if self._log is not None:
-            self._log.close()
+        """Pass on what is left, with a last line that has no end, and close. Twice is fine."""
+        if self.source < 0:
+            return
+        try:
+            self.pump_all()
+            if self._partial:
+                self._write([self._partial + b"\n"])
+        finally:
+            os.close(self.source)
+            self.source = -1
+            if self._log is not None:
+                self._log.close()
 
     def last_lines(self) -> str:
-        """The end of what was passed on."""
-        return b"".join(self._last).decode(errors="replace")
+        """The end of what was read."""
+        return b"".join([*self._last, self._partial]).decode(errors="replace")
 
     def _write(self, lines: list[bytes]) -> None:
         if lines:
@@ -135,54 +145,60 @@ class RankProcess:
         self.name = f"newcomer {newcomer}" if newcomer else f"rank {self.rank}"
         label = f"new {newcomer}" if newcomer else str(self.rank)
         tether = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
-        # Of which nothing is left, whatever is killed.
-        self._error = os.memfd_create("fastcoll-error")
-        error = {"TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{self._error}"}
-        out, out_end = os.pipe()
-        err, err_end = os.pipe()
-        try:
+        self._said = b""
+        relays: list[Relay] = []
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
+            # Of which nothing is left, whatever is killed.
+            self._error = os.memfd_create("fastcoll-error")
+            undo.callback(os.close, self._error)
+            error = {"TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{self._error}"}
+            ends = []
+            for name, sink in zip(("stdout", "stderr"), sinks, strict=True):
+                way = outputs.way(local_rank, name)
+                file = logs / f"{self.name.replace(' ', '-')}.{name}" if logs and way.to_file else None
+                log = file.open("wb") if file else None
+                source, end = os.pipe()
+                ends.append(end)
+                theirs.callback(os.close, end)
+                start = f"[{label}] ".encode() if prefix else b""
+                relays.append(Relay(source, sink if way.to_console else _nowhere, start, log))
+                undo.callback(relays[-1].finish)
+            self.out, self.err = relays
             self.process = subprocess.Popen(
                 [*tether, *job.command(local_rank)],
                 stdin=None if local_rank == 0 and not newcomer else subprocess.DEVNULL,
-                stdout=out_end,
-                stderr=err_end,
+                stdout=ends[0],
+                stderr=ends[1],
                 env={**job.environment(local_rank, os.environ, self.is_newcomer), **error},
                 pass_fds=job.descriptors,
                 start_new_session=True,
             )
-        except BaseException:
-            for file in (out, err, self._error):
-                os.close(file)
-            raise
-        finally:
-            os.close(out_end)
-            os.close(err_end)
+            undo.callback(self.process.wait)
+            undo.callback(self.process.kill)
+            self.pidfd = os.pidfd_open(self.process.pid)
+            undo.pop_all()
 
-        def relay(source: int, sink: Sink, name: str) -> Relay:
-            way = outputs.way(local_rank, name)
-            log = (
-                (logs / f"{self.name.replace(' ', '-')}.{name}").open("wb") if logs and way.to_file else None
-            )
-            start = f"[{label}] ".encode() if prefix else b""
-            return Relay(source, sink if way.to_console else _nowhere, start, log)
-
-        self.out, self.err = relay(out, sinks[0], "stdout"), relay(err, sinks[1], "stderr")
-        self.pidfd = os.pidfd_open(self.process.pid)
+    def reap(self) -> int:
+        """Its exit code, as soon as it has ended."""
+        code = self.process.wait()
+        self._said = os.pread(self._error, _LONGEST_LINE, 0)
+        for file in (self.pidfd, self._error):
+            os.close(file)
+        return code
 
     def last_words(self) -> str:
         """The traceback in its error file, where it has left one as torch's `record` does; else its last lines."""
         try:
-            said = json.loads(os.pread(self._error, _LONGEST_LINE, 0))["message"]
+            said = json.loads(self._said)["message"]
             return str(said if isinstance(said, str) else said["extraInfo"]["py_callstack"])
         except (ValueError, KeyError, TypeError):
             return self.err.last_lines()
 
     def close(self) -> None:
-        """Forget the rank, which has ended, with what its streams still hold passed on."""
+        """Pass on what its streams still hold, and let go of them."""
         for relay in (self.out, self.err):
             with contextlib.suppress(BrokenPipeError):
                 relay.finish()
-        os.close(self._error)
 
 
 class Supervisor:
@@ -223,9 +239,10 @@ class Supervisor:
         self.ranks: list[RankProcess] = []
         self.first: RankProcess | None = None
         self._sinks = sinks or (
-            partial(write_all, sys.stdout.fileno()),
-            partial(write_all, sys.stderr.fileno()),
+            partial(self._put, sys.stdout.fileno()),
+            partial(self._put, sys.stderr.fileno()),
         )
+        self._unread: set[int] = set()  # descriptors whose reader is gone
         self._followed = followed or (lambda rank: follows(rank.last_words()))
         self._job, self._grace, self._prefix, self._logs, self._nodes = job, grace, prefix, logs, nodes
         self._is_guest = is_guest
@@ -257,9 +274,6 @@ class Supervisor:
                 self._start(local_rank)
             failpoints.reach("launch.after_start")
             self._watch()
-        except BrokenPipeError:  # nobody reads our output any more
-            self._exit_code = 128 + signal.SIGPIPE
-            self._tell_nodes_of_end(signal.SIGPIPE)
         finally:
             self._end()
         return self._exit_code
@@ -277,11 +291,28 @@ class Supervisor:
     def _pump(self, relay: Relay) -> None:
         if not relay.pump():
             self._selector.unregister(relay.source)
+            relay.finish()
+
+    def _put(self, descriptor: int, data: bytes) -> None:
+        """Write to one of this process's descriptors; a reader that is gone is as a signal to this launcher."""
+        if descriptor in self._unread:
+            return
+        try:
+            write_all(descriptor, data, self._has_to_act)
+        except BrokenPipeError:
+            self._unread.add(descriptor)
+            self._signals.append(signal.SIGPIPE)
+
+    def _elsewhere(self) -> Failure | None:
+        return self._nodes.failure() if self._nodes else None
+
+    def _has_to_act(self) -> bool:
+        return bool(self._signals) or self._kill_at is not None or self._elsewhere() is not None
 
     def _reap(self, rank: RankProcess) -> None:
-        code = rank.process.wait()
         self._selector.unregister(rank.pidfd)
         self._running.discard(rank)
+        code = rank.reap()
         if code == 0 or self._kill_at is not None:
             return
         rank.err.pump_all()
@@ -307,7 +338,10 @@ class Supervisor:
             said += f"; newcomer {self._restarts} of {self._max_restarts} " + (
                 f"comes in {pause:g} s" if pause else "comes"
             )
-        say(said)
+        self._say(said)
+
+    def _say(self, text: str) -> None:
+        self._sinks[1](_line(text))
 
     def _start_newcomers(self) -> None:
         """Start those whose time has come, unless the others are ending."""
@@ -317,15 +351,15 @@ class Supervisor:
             try:
                 self._start(*first[1:])
             except OSError as error:
-                say(f"newcomer {first[2]} cannot be started: {error.strerror or error}")
+                self._say(f"newcomer {first[2]} cannot be started: {error.strerror or error}")
 
     def _watch(self) -> None:
         while self._running or self._failed:
             for key, _ in self._selector.select(self._tick):
                 key.data()
-            if self._nodes and self._kill_at is None and (elsewhere := self._nodes.failure()):
+            if self._kill_at is None and (elsewhere := self._elsewhere()):
                 self._failed = None
-                say(f"{'on another node ' if elsewhere.code else ''}{elsewhere.text}")
+                self._say(f"{'on another node ' if elsewhere.code else ''}{elsewhere.text}")
                 self._ask_to_end(signal.SIGTERM, elsewhere.code)
             self._start_newcomers()
             nobody_else = not self._running and self._nodes is None
@@ -347,14 +381,19 @@ class Supervisor:
             said = f"{where} failed first: {lifeline.describe_exit(code)}"
             if self._nodes is not None:
                 self._nodes.tell(Failure(exit_code, said))
-            say(f"{said}{_quoted(rank)}")
+            self._say(f"{said}{_quoted(rank)}")
             for other in [other for other in self._others_failed if other is not rank][:_MOST_SHOWN]:
                 how = lifeline.describe_exit(other.process.returncode)
-                say(f"{other.name} (pid {other.process.pid}) failed, too: {how}{_quoted(other)}")
+                self._say(f"{other.name} (pid {other.process.pid}) failed, too: {how}{_quoted(other)}")
         self._ask_to_end(signal.SIGTERM, exit_code)
 
     def _pass_on(self, number: int) -> None:
+        if number == signal.SIGPIPE and self._kill_at is not None:  # as of tee, which Ctrl-C has ended, too
+            return
         self._tell_nodes_of_end(number)
+        if number == signal.SIGPIPE:  # Python's ranks ignore it
+            self._ask_to_end(signal.SIGTERM, 128 + number)
+            return
         if self._hurries:  # the second request
             self._kill_at = 0.0
             return
@@ -394,11 +433,15 @@ class Supervisor:
         finally:
             failpoints.reach("launch.before_end")
             self._signal_running(signal.SIGKILL)
-            for rank in self.ranks:
-                rank.process.wait()
-                os.close(rank.pidfd)
+            for rank in self._running:
+                rank.reap()
             if not self._is_guest:
                 self._end_leftovers()
+            # All ranks may have ended in the moment in which they made a segment.
+            if any(Path("/dev/shm").glob("fastcoll-*")):
+                from ..shm.segment import sweep  # with NumPy, and mostly in vain
+
+                sweep()
             self._selector.close()
             for rank in self.ranks:
                 rank.close()
@@ -452,19 +495,36 @@ def _nowhere(data: bytes) -> None:
 
 def say(text: str) -> None:
     """Write a line of the launcher's own on stderr, or BrokenPipeError."""
-    write_all(sys.stderr.fileno(), f"fastcoll.launch: {text}\n".encode(errors="replace"))
+    write_all(sys.stderr.fileno(), _line(text))
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`, or BrokenPipeError. Not by a buffer, which would still hold it when the reader has gone."""
+def _line(text: str) -> bytes:
+    return f"fastcoll.launch: {text}\n".encode(errors="replace")
+
+
+def write_all(descriptor: int, data: bytes, hurries: Callable[[], bool] = lambda: False) -> None:
+    """Write all of `data`, or BrokenPipeError where nobody reads it: its reader, or its terminal, has gone, or stands
+    still for a second while this launcher `hurries`. Not by a buffer, which would still hold it then.
+    """
+    end = math.inf
     while data:
+        if not _wait(descriptor, select.POLLOUT, _LOOK_MILLISECONDS):
+            end = min(end, time.monotonic() + _STANDSTILL_SECONDS) if hurries() else math.inf
+            if time.monotonic() >= end:
+                raise BrokenPipeError(errno.EPIPE, "nobody reads")
+            continue
         try:
-            data = data[os.write(descriptor, data) :]
+            # A pipe that can be written to takes so much at once: a longer write would wait, and no signal end it.
+            data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
         except BlockingIOError:  # another program has made the terminal nonblocking
-            _wait(descriptor, select.POLLOUT, None)
+            pass
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise BrokenPipeError(errno.EPIPE, "the terminal has gone") from error
 
 
-def _wait(descriptor: int, event: int, milliseconds: int | None) -> bool:
+def _wait(descriptor: int, event: int, milliseconds: int) -> bool:
     poll = select.poll()  # select() refuses descriptors above 1023
     poll.register(descriptor, event)
     return bool(poll.poll(milliseconds))

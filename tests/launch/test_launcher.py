@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import select
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from fastcoll.testing.worker import shm_names
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 COMMAND = [sys.executable, "-m", "fastcoll.launch"]
@@ -276,6 +279,24 @@ def test_a_second_signal_kills_at_once(script: Callable[[str], None]) -> None:
     assert all(map(has_ended, ranks))
 
 
+def test_a_segment_whose_makers_all_end_is_removed(
+    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTCOLL_FAILPOINT", "shm.meeting.after_create:stop")
+    before = shm_names()
+    script("import fastcoll\nprint(os.getpid())\nfastcoll.init_process_group('shm')")
+    process, ranks = started("--grace=0")
+    end = time.monotonic() + 30
+    while shm_names() <= before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(shm_names() - before) == 1
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert all(map(has_ended, ranks))
+    assert shm_names() <= before
+
+
 def test_ranks_die_with_a_killed_launcher(script: Callable[[str], None]) -> None:
     script("print(os.getpid())\ntime.sleep(1000)")
     process, ranks = started()
@@ -292,6 +313,61 @@ def test_a_reader_that_goes_away_ends_the_job(script: Callable[[str], None]) -> 
     assert process.wait(20) == 128 + signal.SIGPIPE
     assert process.stderr is not None
     process.stderr.close()
+    assert all(map(has_ended, ranks))
+
+
+def wait_for_files(*names: str) -> None:
+    end = time.monotonic() + 30
+    while not all(Path(name).exists() for name in names):
+        assert time.monotonic() < end, names
+        time.sleep(0.01)
+
+
+SAVE = """
+def save(*_):
+    print("this is written where nobody reads it")
+    time.sleep(0.3)  # so long it goes on behind that
+    open(f"saved-{rank}", "w")
+    sys.exit()
+signal.signal(signal.SIGHUP, save)
+open(f"here-{rank}", "w")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("goes", ["reader", "terminal"])
+def test_ranks_keep_their_grace_when_what_they_write_to_goes_with_the_signal(
+    script: Callable[[str], None], goes: str
+) -> None:
+    """As the `tee` of a pipe does at Ctrl-C, and a terminal that is closed."""
+    script(SAVE)
+    theirs, ours = os.pipe() if goes == "reader" else pty.openpty()
+    with subprocess.Popen([*COMMAND, "-n2", "script.py"], stdout=ours, stderr=subprocess.DEVNULL) as process:
+        os.close(ours)
+        wait_for_files("here-0", "here-1")
+        os.close(theirs)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(20) == 128 + signal.SIGHUP
+    assert sorted(path.name for path in Path().glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+def test_a_signal_ends_ranks_whose_output_nobody_reads(script: Callable[[str], None]) -> None:
+    script(
+        "os.set_blocking(1, False)\nprint(os.getpid())\nsys.stdout.flush()\n"
+        "last = time.monotonic()\n"
+        "while time.monotonic() < last + 0.3:\n"
+        "    try:\n        os.write(1, b'more\\n' * 800)\n        last = time.monotonic()\n"
+        "    except BlockingIOError: time.sleep(0.01)\n"
+        "open(f'full-{rank}', 'w')\ntime.sleep(1000)"
+    )
+    process, ranks = started()
+    wait_for_files("full-0", "full-1")
+    try:
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
     assert all(map(has_ended, ranks))
 
 

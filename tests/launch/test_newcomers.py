@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll.launch.nodes import Job
 from fastcoll.launch.pauses import Pauses
+from fastcoll.launch.supervisor import Supervisor
 
 COMMAND = [sys.executable, "-m", "fastcoll.launch"]
 HEAD = """
@@ -83,6 +86,26 @@ while store.add("ended", 0) < 2:
     done = launch(tmp_path, text, "-n2", "--min_ranks=1", "--max-restarts=9")
     assert done.returncode == 0, done.stderr
     assert "newcomer 3" not in done.stderr
+
+
+def test_a_launcher_that_replaces_many_keeps_nothing_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pauses, "after", lambda *_: 0.0)
+    monkeypatch.chdir(tmp_path)
+    program = 'if [ "$LOCAL_RANK" = 1 ]; then exit 3; fi; until [ -e go ]; do sleep 0.01; done'
+    job = Job(("sh", "-c", program), 2, 1, 0, "127.0.0.1", 1)
+    descriptors: list[int] = []
+
+    def hear(data: bytes) -> None:
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+        if b"newcomer" not in data.partition(b"; ")[2]:
+            Path("go").touch()
+
+    supervisor = Supervisor(job, 0, sinks=(hear, hear), is_guest=True, min_ranks=1, max_restarts=20)
+    assert supervisor.run() == 0
+    assert len(descriptors) == 21
+    assert max(descriptors) <= descriptors[0] + 4  # each has had four
 
 
 @pytest.mark.parametrize("lives", [[1.0] * 9, [1.0, 1.0, 1.0, 100.0, 1.0, 1.0]])

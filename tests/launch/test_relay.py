@@ -76,5 +76,20 @@ def test_very_long_lines_are_cut(stream: Stream, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_last_lines_are_remembered(stream: Stream) -> None:
-    stream.write(b"".join(b"%d\n" % number for number in range(100)))
-    assert stream.relay.last_lines() == "".join(f"{number}\n" for number in range(60, 100))
+    stream.write(b"".join(b"%d\n" % number for number in range(100)) + b"the last")
+    assert stream.relay.last_lines() == "".join(f"{number}\n" for number in range(60, 100)) + "the last"
+
+
+def test_a_source_that_never_ends_is_left() -> None:
+    """As of a program that a rank has left running, and that writes on."""
+
+    def take(data: bytes) -> None:
+        nonlocal passed
+        passed += len(data)
+        assert passed < 1 << 25
+
+    passed = 0
+    endless = Relay(os.open("/dev/zero", os.O_RDONLY), take, b"", None)
+    endless.finish()
+    endless.finish()
+    assert passed

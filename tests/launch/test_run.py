@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
 import io
 import os
 import select
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
+from fastcoll.launch.lifeline import children_of
 from fastcoll.launch.spawn import ProcessExitedError, ProcessRaisedError
 from fastcoll.testing.worker import shm_names
 
@@ -71,6 +74,30 @@ def test_the_cause_is_raised_and_not_what_followed_from_it() -> None:
         with pytest.raises(ProcessExitedError) as exited:
             dist.run(fail, 2, (how,))
         assert (exited.value.rank, exited.value.exit_code) == (1, code)
+
+
+@pytest.mark.parametrize("others", ["done", "at work"])
+def test_a_rank_that_fails_behind_its_result_is_named(others: str) -> None:
+    def fail_at_exit() -> None:
+        if dist.get_rank() == 1:
+            atexit.register(os._exit, 3)
+        elif others == "at work":
+            time.sleep(1000)
+
+    with pytest.raises(ProcessExitedError) as exited:
+        dist.run(fail_at_exit, 2)
+    assert (exited.value.rank, exited.value.exit_code) == (1, 3)
+
+
+def test_a_rank_that_cannot_be_watched_is_not_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    children, descriptors = children_of(os.getpid()), os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        dist.run(lambda: None, 2)
+    assert (children_of(os.getpid()), os.listdir("/proc/self/fd")) == (children, descriptors)
 
 
 @pytest.mark.parametrize(

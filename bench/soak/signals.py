@@ -1,0 +1,107 @@
+"""A launcher gets a signal, or two, at a random moment: all it has started ends, it says so, and nothing is left.
+
+Its ranks meet, start a process each that would go on for ever, and reduce and print without an end. The signal comes
+before they are started, while they meet, or while they work; the launcher is plain, or one that starts ranks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from fastcoll.launch.nodes import free_port
+from fastcoll.testing.worker import shm_names
+
+from .report import Report, percentile
+
+_RANKS = 3
+_PROGRAM = """
+import subprocess, sys
+import numpy as np
+import fastcoll as dist
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+dist.init_process_group(sys.argv[1])
+x = np.ones(100_000)
+while True:
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    print("here", flush=True)
+"""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_END_SECONDS = 8.0  # the grace, then leftovers; a full machine beside it
+
+
+def run(amount: int, seed: int) -> Report:
+    """So many launchers."""
+    report, dice = Report(), random.Random(seed)
+    took, early = list[float](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        program.write_text(_PROGRAM)
+        for number in range(amount):
+            command, signals = _draw(dice, str(program))
+            case = f"{' '.join(command[3:-2])} {command[-1]}, {'+'.join(each.name for each in signals)}"
+            mark, before = f"SOAK-{os.getpid()}-{number}-", shm_names()
+            with tempfile.TemporaryFile() as output:
+                launcher = subprocess.Popen(
+                    command, env={**os.environ, "SOAK": mark}, stdout=output, stderr=output
+                )
+                _let_it_come(output.fileno(), dice)
+                for each in signals:
+                    launcher.send_signal(each)
+                began = time.monotonic()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    launcher.wait(4 * _END_SECONDS)
+                took.append(time.monotonic() - began)
+                ran = b"fastcoll.launch: " in os.pread(output.fileno(), 4096, 0)
+            first, code = signals[0], launcher.poll()
+            early += not ran
+            is_python = not ran and code in (-first, 1)  # before the launcher has its handlers
+            if code != 128 + first and not is_python:
+                report.fail(f"{case}: exit code {code}")
+            if took[-1] > _END_SECONDS:
+                report.fail(f"{case}: ended after {took[-1]:.1f} s")
+            if left := _left(mark):
+                report.fail(f"{case}: {left} are left")
+            if names := shm_names() - before:
+                report.fail(f"{case}: {names} in shared memory are left")
+            launcher.kill()
+            launcher.wait()
+    report.done = f"{amount} launchers, {early} of them before they ran"
+    report.figures = {"ended after (p50, longest)": f"{percentile(took, 0.5):.2f}, {max(took):.2f} s"}
+    return report
+
+
+def _let_it_come(output: int, dice: random.Random) -> None:
+    """Until a random moment: before the launcher runs, while it starts ranks and they meet, or while they work."""
+    lines = dice.choice([0, 1, 1, 2])  # the first one is the launcher's own
+    end = time.monotonic() + 60
+    while os.pread(output, 4096, 0).count(b"\n") < lines and time.monotonic() < end:
+        time.sleep(0.001)
+    time.sleep(dice.uniform(0, 1.0 if lines == 1 else 0.1))
+
+
+def _draw(dice: random.Random, program: str) -> tuple[list[str], list[signal.Signals]]:
+    """A launcher's command, and the signals that it gets."""
+    nodes = [f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--nnodes=1:2", "--rdzv_conf=last_call_timeout=0"]
+    again = dice.choice(
+        [[], ["--max_restarts=3"], ["--min_ranks=1", "--max_restarts=3"], ["--rdzv_backend=c10d", *nodes]]
+    )
+    command = [sys.executable, "-m", "fastcoll.launch", "-n", str(_RANKS), *again, program]
+    return [*command, dice.choice(["shm", "tcp"])], [dice.choice(_SIGNALS)] * dice.choice([1, 1, 2])
+
+
+def _left(mark: str) -> list[str]:
+    """The processes of a job that live, by the mark in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if mark.encode() in (process / "environ").read_bytes():  # a zombie has none
+                found.append((process / "cmdline").read_text().replace("\0", " ")[:60])
+    return found
