@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +73,20 @@ def test_a_message_is_taken_before_the_next_one_is_looked_at() -> None:
         else:
             assert (wire.loads(message) == large).all()
     assert message.message == wire.MessageType.RESULT
+
+
+@pytest.mark.parametrize("by_ring", [False, True])
+def test_a_message_that_was_taken_is_kept_nowhere(by_ring: bool) -> None:
+    pickled, buffers = wire.dumps(np.zeros(wire.INLINE), TO)
+    start, behind = wire.pieces(wire.MessageType.RESULT, 0, 1, pickled, buffers, by_ring=by_ring)
+    data = memoryview(start if by_ring else start + bytes(behind[0]))
+    assembler, taken = wire.Assembler(lambda buffer: None), list[weakref.ref[Any]]()
+    while data:
+        nbytes = min(len(data), assembler.space.nbytes)
+        assembler.space[:nbytes] = data[:nbytes]
+        data = data[nbytes:]
+        taken += [weakref.ref(message.buffers[0]) for message in assembler.came(nbytes)]
+    assert [each() for each in taken] == [None]
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
