@@ -232,7 +232,7 @@ def test_time_limits(rank: int) -> None:
                 with pytest.raises(RpcTimeoutError):
                     rref.to_here(timeout=0.05)
             with pytest.raises(RpcTimeoutError):
-                late.to_here()
+                late._made.wait(LIMIT)
             with pytest.raises(RpcTimeoutError, match=r"remote\(\) timed out"):
                 late.to_here()
             rpc.rpc_sync("w1", go_on)
