@@ -32,7 +32,7 @@ from ..errors import (
 from . import wire
 from .futures import Future, anew
 from .link import Link
-from .readers import Readers, Task
+from .readers import HANG_UP, READ, Readers, Task
 from .wire import MessageType, Received
 
 _log = logging.getLogger("fastcoll")
@@ -83,7 +83,7 @@ class Agent:
 
     Args:
         members: the processes of the workers.
-        dial: makes a connection to a worker; RendezvousError: it cannot be reached.
+        dial: makes a connection to a worker until a time; RendezvousError, PeerDiedError, RpcTimeoutError: it does not.
         timeout: seconds that a call may take where it says nothing else.
         spare: how many threads stay when nothing is to be done.
     """
@@ -93,7 +93,7 @@ class Agent:
         workers: Sequence[WorkerInfo],
         members: Sequence[Member],
         rank: int,
-        dial: Callable[[int], Any],
+        dial: Callable[[int, float], Any],
         timeout: float,
         spare: int,
     ) -> None:
@@ -171,53 +171,55 @@ class Agent:
         to = self.find(worker)
         limit = self.timeout if timeout is None else seconds(timeout, 0.0)
         limit = (self.timeout if limit < 0 else limit) or ENDLESS
+        future: Future[Any] = Future()
+        future.deadline = deadline = time.monotonic() + limit
+        try:  # first: what is pickled is sure to be sent
+            link = None if to is self.me else self._link(to, deadline)
+        except FastcollError as error:  # it cannot be reached, or is gone
+            future.complete(None, error.with_traceback(None))  # which leads to the arguments
+            return future
         context = wire.context_for(to) if self._handlers[kind][1] else b""
         pickled, buffers = wire.dumps(payload, to)
         if doing is None and isinstance(payload, tuple):
             doing = payload[0]
-        future: Future[Any] = Future()
-        future.deadline = deadline = time.monotonic() + limit
         call = Call(future, kind, context, deadline, limit, doing, buffers)
         number = next(self._numbers)
         self._count(kind, 1, 0)
-        if to is self.me:
+        if link is None:
             self._own[number] = call
             self._watch_time(deadline)
             received = wire.copied(MessageType.CALL, kind, number, pickled, buffers, context)
             self.readers.run(partial(self._serve, None, received))
             return future
-        try:
-            link = self._link(to)
-        except FastcollError as error:  # it cannot be reached, or is gone
-            future.complete(None, error)
-            return future
         link.pending[number] = call
         self._watch_time(deadline)
-        future.lead = link.lead
+        future.lead = partial(link.lead, number)
         try:
             link.send(MessageType.CALL, kind, number, pickled, buffers, context, deadline)
         except OSError:
             self._lost(link)
         if link.is_closed and link.pending.pop(number, None):
             future.complete(None, self._why(link))
-        elif not waits and not link.is_armed:
+        elif not waits and link.armed < READ:
             self.readers.arm_later(link)
         return future
 
     def tell(self, worker: Worker, kind: int, payload: object) -> None:
         """As `call` without an answer, in order with the other tells and calls to that worker; lost if it is gone."""
         to = self.find(worker)
+        try:
+            link = None if to is self.me else self._link(to)
+        except FastcollError:
+            return
         pickled, buffers = wire.dumps(payload, to)
         self._count(kind, 1, 0)
-        if to is self.me:
+        if link is None:
             self._handle(None, wire.copied(MessageType.TELL, kind, 0, pickled, buffers, b""))
             return
-        with suppress(FastcollError):
-            link = self._link(to)
-            try:
-                link.send(MessageType.TELL, kind, 0, pickled, buffers)
-            except OSError:
-                self._lost(link)
+        try:
+            link.send(MessageType.TELL, kind, 0, pickled, buffers)
+        except OSError:
+            self._lost(link)
 
     def futures(self, except_kind: int) -> list[Future[Any]]:
         """Of the calls from here that are under way, but for those of one kind."""
@@ -259,38 +261,51 @@ class Agent:
         """Of a worker that did not leave in order, if one is known."""
         return next((anew(error) for error in self._gone.values() if isinstance(error, PeerDiedError)), None)
 
-    def connect(self, worker: WorkerInfo) -> None:
+    def connect(self, worker: WorkerInfo, until: float = ENDLESS) -> None:
         """Have a connection to a worker, so that its death is seen; PeerDiedError: it is gone."""
-        self._link(worker)
+        self._link(worker, until)
 
     # ---- calling --------------------------------------------------------------------------------------------
 
-    def _link(self, to: WorkerInfo) -> Link:
+    def _link(self, to: WorkerInfo, until: float = ENDLESS) -> Link:
         link = self._out.get(to.id)
         if link is not None and not link.is_closed:
             return link
-        with self._dialing[to.id]:
+        dialing = self._dialing[to.id]
+        if not dialing.acquire(timeout=max(until - time.monotonic(), 0.0)):
+            raise RpcTimeoutError(f"worker {to.name} was not reached in time")
+        try:
             if (error := self._gone.get(to.id)) is not None:
                 raise anew(error)
-            if to.id not in self._out:
-                link = Link(self._dial(to.id), to, True, self.readers, self._received, self._lost)
-                self._out[to.id] = link
-                self.readers.watch(link, armed=False)
-                member, own = self.members[to.id], self.members[self.me.id]
-                if member.same_node(own) and in_sight(member):
-                    with suppress(OSError):
-                        link.offer_ring()
-            return self._out[to.id]
+            if link := self._out.get(to.id):
+                return link
+            link = Link(self._dial(to.id, until), to, True, self.readers, self._received, self._lost)
+            if not self._adopt(link):
+                raise AbortedError("rpc was shut down")
+            member, own = self.members[to.id], self.members[self.me.id]
+            if member.same_node(own) and in_sight(member):
+                with suppress(OSError):
+                    link.offer_ring()
+            return link
+        finally:
+            dialing.release()
 
     def take_over(self, connection: Any, rank: int) -> None:
         """Serve a connection that another worker has dialed."""
-        link = Link(connection, self.workers[rank], False, self.readers, self._received, self._lost)
+        self._adopt(Link(connection, self.workers[rank], False, self.readers, self._received, self._lost))
+
+    def _adopt(self, link: Link) -> bool:
+        """Use a new link; False: `close` came first."""
         with self._lock:
             if self._closed is not None:
                 link.close()
-                return
-            self._in.add(link)
-        self.readers.watch(link, armed=True)
+                return False
+            if link.dialed:
+                self._out[link.worker.id] = link
+            else:
+                self._in.add(link)
+            self.readers.watch(link, HANG_UP if link.dialed else READ)
+        return True
 
     # ---- what comes -----------------------------------------------------------------------------------------
 
@@ -328,6 +343,8 @@ class Agent:
         except BaseException as error:
             # The traceback leads to frames that wait for the future: a circle, which would keep the call's arguments.
             call.future.complete(None, error.with_traceback(None))
+            if isinstance(error, KeyboardInterrupt):  # it may have come in another call's answer
+                raise
             return
         call.future.complete(None, _rebuilt(worker, *result))
 
@@ -357,7 +374,13 @@ class Agent:
         except BaseException as error:
             self._raised(link, received, error)
             return
-        result.add_done_callback(partial(self._answer_later, link, received))
+        answer = partial(
+            self._answer_later, link, received._replace(pickled=b"", buffers=())
+        )  # which may be large
+        if link is None:  # a callback of the caller may wait for other callbacks of `result`
+            result.add_done_callback(lambda done: self.readers.run(partial(answer, done)))
+        else:
+            result.add_done_callback(answer)
 
     def _answer_later(self, link: Link | None, received: Received, done: Future[Any]) -> None:
         worker = link.worker if link else self.me
@@ -413,7 +436,8 @@ class Agent:
                 doing = _described(call.kind, call.doing)
                 self._fail(call, type(error)(f"{error}; {doing} is lost", [worker.id]))
         if is_first:
-            if (out := self._out.get(worker.id)) and out is not link:
+            out = self._out.get(worker.id)
+            if out is not None and link.said_goodbye is None:  # else its end comes, behind its last answers
                 out.shut()
             for callback in self._death_callbacks:
                 callback(worker.id, error)

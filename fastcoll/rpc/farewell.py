@@ -52,7 +52,7 @@ class Rounds:
         until = time.monotonic() + (limit or ENDLESS)
         try:
             for worker in self._agent.workers[1:] if self._agent.me.id == 0 else ():
-                self._agent.connect(worker)
+                self._agent.connect(worker, until)
             self._await_all(until)
             self._agent.run_shutdown_callbacks(until)
             self._await_all(until)

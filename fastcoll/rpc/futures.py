@@ -44,7 +44,7 @@ class Future(Generic[T]):
         self._once = [True]  # who pops it completes the future
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[Future[T]], Any]] = []
-        self.lead: Callable[[Future[Any], float], None] | None = None  # helps it to come, until a time
+        self.lead: Callable[[float], None] | None = None  # helps it to come, until a time
         self.deadline = ENDLESS
 
     def done(self) -> bool:
@@ -137,7 +137,7 @@ class Future(Generic[T]):
         until = time.monotonic() + limit
         before_blocking()
         if self.lead is not None:
-            self.lead(self, min(until, self.deadline))
+            self.lead(min(until, self.deadline))
             if self._is_done:
                 return True
         lock = threading.Lock()

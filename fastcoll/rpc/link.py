@@ -4,7 +4,7 @@ Any thread sends, one after the other, each message whole. Who holds `reading` r
 a thread that waits for an answer, if there is one: nobody else has to be woken for it then. Else the readers' threads
 do, which are told to (`arm`) while answers are expected. No answer stays unread: a caller first enters its call into
 `pending` and then looks whether somebody reads; who has read first releases `reading` and then looks into `pending`
-(`look_after`); so one of them sees the other, and arms the link.
+(`look_after`); so one of them sees the other, and arms the link. Nobody takes that back but who reads next.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..core.work import ENDLESS
-from .readers import Readers, Task
+from .readers import HANG_UP, READ, Readers, Task
 from .slots import Ring
 from .wire import Assembler, MessageType, Received, pieces
 
 if TYPE_CHECKING:
     from .agent import WorkerInfo
-    from .futures import Future
 
 _log = logging.getLogger("fastcoll")
 _LOOK_SECONDS = 0.1
+_CLOSE_SECONDS = 2.0
 _SILENT_MILLISECONDS = 8000  # as long as a connection without data under way is probed
 _RETRANSMITS = 3  # these take 1.4 s: after a long silence, what was just sent may not be answered yet
 _INFO = struct.Struct("@2xB21xI28xI")  # struct tcp_info: retransmits, unacked, last_ack_recv
@@ -63,7 +63,8 @@ class Link:
         self.pending: dict[int, Any] = {}
         self.abandoned: set[int] = set()
         self.said_goodbye: str | None = None
-        self.is_closed = self.is_lost = self.is_armed = False
+        self.is_closed = self.is_lost = self._is_broken = False
+        self.armed = 0
         self.reading = threading.Lock()
         self.ring: Ring | None = None
         self._offered: Ring | None = None
@@ -219,45 +220,49 @@ class Link:
     def take(self) -> list[Task] | None:
         """What is to be done for the messages that have come, without waiting for more; with `reading`.
 
-        None: the other side has ended.
+        None: the other side has ended, or what it sends cannot be read any more.
         """
         tasks: list[Task] = []
-        while True:
-            space = self._assembler.space
-            try:
+        if self._is_broken:
+            return None
+        try:
+            while not tasks:
+                space = self._assembler.space
                 nbytes = self._socket.recv_into(space)
-            except BlockingIOError:
-                return tasks
-            except OSError:
-                return tasks or None
-            if not nbytes:
-                return tasks or None
-            try:
-                found = map(self._received, self._assembler.came(nbytes))
-                tasks += [task for task in found if task is not None]
-            except ConnectionError:
-                return None
-            except Exception:
+                if not nbytes:
+                    return None
+                tasks.extend(filter(None, map(self._received, self._assembler.came(nbytes))))
+                if nbytes < space.nbytes:
+                    break
+        except BlockingIOError:
+            pass
+        except BaseException as error:
+            self._is_broken = True  # a part of a message is lost; those before it are not
+            self.shut()
+            if not isinstance(error, Exception):  # Ctrl-C
+                for task in tasks:
+                    self._readers.run(task)
+                raise
+            if not isinstance(error, OSError):
                 _log.exception("what came from %s cannot be read; the connection is given up", self.worker)
-                return None
-            if tasks or nbytes < space.nbytes:
-                return tasks
+            return tasks or None
+        return tasks
 
     def _take_buffer(self, buffer: memoryview) -> None:
         assert self.ring is not None, "both sides have it"
         for _ in self.ring.take(buffer):
             self._look()
 
-    def lead(self, future: Future[Any], until: float) -> None:
-        """Read answers until that of `future` has come, or the time `until`; return if another thread reads."""
+    def lead(self, number: int, until: float) -> None:
+        """Read until the answer of a call is taken, or the time `until`; return if another thread reads."""
         try:
-            while not future.done() and monotonic() < until:
-                if not self.reading.acquire(blocking=False):
-                    return
+            while monotonic() < until and self.reading.acquire(blocking=False):
                 try:
-                    if self.is_armed:
-                        self._readers.arm(self, False)
-                    tasks = self.take() if self._await(future, until) else []
+                    if number not in self.pending:
+                        return  # who has taken the answer completes the call's future
+                    if self.armed == READ:
+                        self._readers.disarm(self)
+                    tasks = self.take() if self._await(until) else []
                 finally:
                     self.reading.release()
                 if tasks is None:
@@ -270,7 +275,7 @@ class Link:
         finally:
             self.look_after()
 
-    def _await(self, future: Future[Any], until: float) -> bool:
+    def _await(self, until: float) -> bool:
         """Wait until there is something to read; False: not for now."""
         poll = self._poller.poll
         if (seconds := self._readers.spin_seconds) > 0:
@@ -281,9 +286,10 @@ class Link:
         return bool(poll(1000 * min(_LOOK_SECONDS, max(until - monotonic(), 0.0)) + 0.5))
 
     def look_after(self) -> None:
-        """Have the readers read if answers are expected and nobody else does."""
-        if (self.pending or self.abandoned) and not self.is_armed and not self.reading.locked():
-            self._readers.arm(self)
+        """Unless somebody reads, have the readers do so if answers are expected, else see the other side's end."""
+        events = READ if self.pending or self.abandoned else HANG_UP
+        if self.armed < events and not self.reading.locked():
+            self._readers.arm(self, events)
 
     def ended(self) -> None:
         self._ended(self)
@@ -299,8 +305,12 @@ class Link:
     def close(self) -> None:
         """Close it, once nobody reads or sends any more."""
         self.shut()
-        with self._sending, self.reading:
+        # A Ctrl-C between two statements may have left a lock locked.
+        had = [lock for lock in (self._sending, self.reading) if lock.acquire(timeout=_CLOSE_SECONDS)]
+        if len(had) == 2:
             self.close_inherited()
+        for lock in had:
+            lock.release()
 
     def close_inherited(self) -> None:
         """Close the descriptors."""

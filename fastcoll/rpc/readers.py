@@ -27,8 +27,8 @@ from typing import Protocol
 
 _log = logging.getLogger("fastcoll")
 Task = Callable[[], object]
-_READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
-_HANG_UP = select.EPOLLRDHUP | select.EPOLLONESHOT
+HANG_UP = select.EPOLLRDHUP | select.EPOLLONESHOT
+READ = select.EPOLLIN | HANG_UP
 # A wake-up takes 15 us here, a round of this loop 0.6 (virtual machine on an AMD EPYC of family 26).
 SPIN_SECONDS = 50e-6
 _TURN_NANOSECONDS = 1_000_000
@@ -40,7 +40,9 @@ class Source(Protocol):
     """What is read: a connection."""
 
     reading: threading.Lock  # held by who reads
-    is_armed: bool
+    armed: (
+        int  # READ, HANG_UP, or 0 where the kernel has told of it; the kernel may know of more, never of less
+    )
     dialed: bool  # only answers come
 
     def fileno(self) -> int: ...
@@ -52,7 +54,7 @@ class Source(Protocol):
         """Read without waiting, with `reading`: the calls to handle; None: it has ended."""
 
     def look_after(self) -> None:
-        """Arm it if answers are expected and nobody reads."""
+        """Unless somebody reads, arm it: to be read if answers are expected, else to see its end."""
 
     def ended(self) -> None:
         """It has ended; called without `reading`."""
@@ -105,7 +107,7 @@ class Readers:
         self._sources: dict[int, Source] = {}
         self._turns: set[Turn] = set()
         self._spare = max(spare, 2)
-        self._lock = threading.Lock()
+        self._lock, self._arming = threading.Lock(), threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
         self._begun = self._seen = 0  # tasks; as the timer has seen it
@@ -113,21 +115,32 @@ class Readers:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timer: int = _libc.timerfd_create(1, os.O_NONBLOCK | os.O_CLOEXEC)
         for descriptor in (self._wake, self._timer):
-            self._epoll.register(descriptor, _READ)
+            self._epoll.register(descriptor, READ)
         for _ in range(2):
             self._start()
 
-    def watch(self, source: Source, armed: bool) -> None:
-        """Take a source over: read what comes if `armed`, else see only that it ends."""
+    def watch(self, source: Source, events: int) -> None:
+        """Take a source over: READ what comes, or see only that it ends, with a HANG_UP."""
         self._sources[source.fileno()] = source
-        source.is_armed = armed
-        self._epoll.register(source.fileno(), _READ if armed else _HANG_UP)
+        source.armed = events
+        self._epoll.register(source.fileno(), events)
 
-    def arm(self, source: Source, armed: bool = True) -> None:
-        """Have the threads read what comes, or see only that it ends."""
-        source.is_armed = armed
+    def arm(self, source: Source, events: int = READ) -> None:
+        """Have the threads read what comes, or at least see that it ends."""
+        with self._arming:
+            if source.armed < events:
+                self._modify(source, events)
+
+    def disarm(self, source: Source) -> None:
+        """This thread reads, and looks after the source then; have the others see only that it ends."""
+        with self._arming:
+            if source.armed == READ:
+                self._modify(source, HANG_UP)
+
+    def _modify(self, source: Source, events: int) -> None:
+        source.armed = events
         with suppress(OSError, ValueError):  # closed meanwhile
-            self._epoll.modify(source.fileno(), _READ if armed else _HANG_UP)
+            self._epoll.modify(source.fileno(), events)
 
     def forget(self, source: Source) -> None:
         descriptor = source.fileno()
@@ -248,11 +261,11 @@ class Readers:
         with suppress(BlockingIOError):
             os.read(descriptor, 8)
         with suppress(OSError, ValueError):
-            self._epoll.modify(descriptor, _READ)
+            self._epoll.modify(descriptor, READ)
 
     def _read(self, source: Source) -> None:
         """A turn at a source."""
-        source.is_armed = False
+        source.armed = 0
         if source.dialed:
             self._read_answers(source)
             return
@@ -277,8 +290,6 @@ class Readers:
             source.ended()
             return
         source.look_after()
-        if not source.is_armed:
-            self.arm(source, False)
         self._tasks.extend(tasks)
 
     def _start_timer(self) -> None:

@@ -52,19 +52,20 @@ class Ring:
 
     def __init__(self, descriptor: int, first: bool) -> None:
         self._descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, _NBYTES)
-        self._words = memoryview(self._memory)[:_WORDS].cast("Q")
-        slots = [
-            np.frombuffer(self._memory, np.uint8, _SLOT, _WORDS + slot * _SLOT) for slot in range(2 * _SLOTS)
-        ]
+        try:
+            memory = mmap.mmap(descriptor, _NBYTES)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._words = memoryview(memory)[:_WORDS].cast("Q")
+        slots = [np.frombuffer(memory, np.uint8, _SLOT, _WORDS + slot * _SLOT) for slot in range(2 * _SLOTS)]
         ways = ((8, 16, slots[:_SLOTS]), (24, 32, slots[_SLOTS:]))
         self._out, self._in = ways if first else ways[::-1]
 
     def close(self) -> None:
-        """Unmap it; only when nobody copies."""
+        """Unmap it, once no traceback has the frame of a `put` or `take` any more; only when nobody copies."""
         self._out = self._in = (0, 0, [])
         self._words.release()
-        self._memory.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

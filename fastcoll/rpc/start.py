@@ -28,7 +28,7 @@ from ..core.monitor import last_words
 from ..core.operands import positive_seconds, whole
 from ..core.processes import Member, forget, gone_among
 from ..core.work import Timeout, seconds
-from ..errors import AbortedError, PeerDiedError, UnavailableError, UsageError
+from ..errors import AbortedError, PeerDiedError, RpcTimeoutError, UnavailableError, UsageError
 from ..net.tcp.dials import Dial, dial_all
 from ..net.tcp.listener import Roster, gather
 from ..rendezvous import PrefixStore, Store
@@ -190,9 +190,9 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         _check_names(names, members)
         workers = [WorkerInfo(each, number) for number, each in enumerate(names)]
 
-        def dial(to: int) -> Any:
+        def dial(to: int, until: float) -> Any:
             joined.wait(limit)
-            return _dialed(rosters[0], members, workers[to])
+            return _dialed(rosters[0], members, workers[to], until)
 
         agent = Agent(workers, members, found.rank, dial, options.rpc_timeout, options.num_worker_threads)
         undo.callback(agent.close, "left", AbortedError("init_rpc failed"))
@@ -250,7 +250,7 @@ def _check_names(names: Sequence[str], members: Sequence[Member]) -> None:
             )
 
 
-def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo) -> Any:
+def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo, until: float) -> Any:
     """A connection to a worker; PeerDiedError: it is gone."""
     place, member = roster.places[to.id], members[to.id]
     dial = Dial(
@@ -258,6 +258,8 @@ def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo) -> Any:
     )
 
     def look() -> None:
+        if time.monotonic() > until:
+            raise RpcTimeoutError(f"worker {to.name}, {member}, was not reached in time: {dial.reason}")
         since = dial.refused_since
         late = since is not None and time.monotonic() - since > _LISTEN_SECONDS
         if late or gone_among([member]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 from faults import crew
@@ -32,8 +33,9 @@ def test_a_worker_that_dies_is_named_to_all_its_callers_and_others_go_on() -> No
         assert threads <= 3, "the readers have ended"
 
 
-def test_a_stopped_worker_is_late_and_answers_when_it_goes_on() -> None:
-    first = crew.run(victims.one_is_stopped, 2)[0]
+@pytest.mark.parametrize("how", [victims.one_is_stopped, victims.one_stops_unreached])
+def test_a_stopped_worker_is_late_and_answers_when_it_goes_on(how: Any) -> None:
+    first = crew.run(how, 2)[0]
     assert first.result, first.error
     (kind, text, *_), works = first.result
     assert (kind, works) == ("RpcTimeoutError", 3), text

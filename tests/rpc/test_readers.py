@@ -4,18 +4,17 @@ import select
 import socket
 import threading
 
-from fastcoll.rpc.readers import Readers
+from fastcoll.rpc.readers import HANG_UP, READ, Readers
 
 
 class Pair:
     """A source of one-byte messages, each a call that `handle` is to answer."""
 
-    dialed = False
-
-    def __init__(self, handle):
+    def __init__(self, handle, dialed=False):
+        self.dialed = dialed
         self.near, self._far = socket.socketpair()
         self._far.setblocking(False)
-        self.reading, self.is_armed, self._handle = threading.Lock(), False, handle
+        self.reading, self.armed, self._handle = threading.Lock(), 0, handle
 
     def fileno(self):
         return self._far.fileno()
@@ -61,7 +60,7 @@ def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
             super()._clear(descriptor)
 
     readers, source = Slow(2, False), Pair(handle)
-    readers.watch(source, armed=True)
+    readers.watch(source, READ)
     try:
         source.near.send(b"w")
         assert came.wait(20)
@@ -69,6 +68,30 @@ def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
         assert over.wait(10)
     finally:
         free.set()
+        readers.forget(source)
+        readers.close(10)
+        source.close()
+
+
+def test_a_call_that_is_made_while_the_answer_before_is_seen_to_is_answered():
+    over = threading.Event()
+
+    class Late(Readers):
+        """Another thread makes a call just before this one has nothing more to read."""
+
+        def arm(self, source, events=READ):
+            if events == HANG_UP:
+                super().arm(source, READ)
+            super().arm(source, events)
+
+    readers = Late(2, False)
+    source = Pair(lambda message: over.set() if message == b"2" else source.near.send(b"2"), dialed=True)
+    source.look_after = lambda: readers.arm(source, HANG_UP)
+    readers.watch(source, READ)
+    try:
+        source.near.send(b"1")
+        assert over.wait(10)
+    finally:
         readers.forget(source)
         readers.close(10)
         source.close()

@@ -125,6 +125,21 @@ def one_is_stopped(rank: int, n: int, url: str) -> Any:
     return found, works
 
 
+def one_stops_unreached(rank: int, n: int, url: str) -> Any:
+    """w1 is stopped before w0 first calls it."""
+    join(rank, n, url)
+    if rank == 1:
+        return wait_for_the_end()
+    pid = rpc.agent.current_agent().members[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    found = said(rpc.rpc_async("w1", hold, timeout=0.3))
+    go_on(pid)
+    works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
+    rpc.rpc_sync("w1", end)
+    rpc.shutdown(graceful=False)
+    return found, works
+
+
 def ctrl_c_in_shutdown(rank: int, n: int, url: str) -> Any:
     """w1 waits in shutdown, and is interrupted; w0 has a call open there, and waits for it."""
     join(rank, n, url)

@@ -1,0 +1,80 @@
+"""Links: what one end of a connection does at moments that the other end chooses."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fastcoll.rpc.agent import WorkerInfo
+from fastcoll.rpc.link import Link
+from fastcoll.rpc.readers import Readers
+from fastcoll.rpc.slots import Ring
+from fastcoll.rpc.wire import HEADER, MessageType, pieces
+
+LIMIT = 30.0
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Link, socket.socket, list[Any]]]:
+    """A link on which calls are made, the other end of its connection, and the answers that were completed."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    readers, answered = Readers(2, False), list[Any]()
+    link = Link(
+        near,
+        WorkerInfo("w1", 1),
+        True,
+        readers,
+        lambda link, received: lambda: answered.append(link.pending.pop(received.call)),
+        lambda link: None,
+    )
+    yield link, far, answered
+    readers.close(LIMIT)
+    link.close()
+    far.close()
+
+
+def test_who_waits_for_an_answer_that_another_thread_has_taken_does_not_read(ends: Any) -> None:
+    link = ends[0]
+    link.pending[1] = "first"
+    began = time.monotonic()
+    link.lead(2, began + LIMIT)
+    assert time.monotonic() < began + LIMIT
+    assert not link.reading.locked()
+
+
+def test_what_comes_before_a_message_that_cannot_be_read_is_not_lost(ends: Any) -> None:
+    link, far, answered = ends
+    link.pending[1] = "first"
+    far.send(pieces(MessageType.RESULT, 0, 1, b"x")[0] + HEADER.pack(0, 2, 0, 0, 0, 99, 0, 0))
+    with link.reading:
+        (task,) = link.take()
+        task()
+        assert answered == ["first"]
+        assert link.take() is None
+
+
+def test_a_link_is_closed_though_an_interrupt_has_left_a_lock_of_it_locked(
+    ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastcoll.rpc.link._CLOSE_SECONDS", 0.05)
+    link = ends[0]
+    link.reading.acquire()
+    closing = threading.Thread(target=link.close)
+    closing.start()
+    closing.join(LIMIT)
+    assert not closing.is_alive()
+    link.reading.release()
+
+
+def test_shared_memory_is_closed_while_a_traceback_has_a_message_that_was_under_way() -> None:
+    ring, _ = Ring.offer()
+    stuck = ring.put(memoryview(bytes(4 << 20)))
+    next(stuck)
+    ring.close()
+    ring.close()
