@@ -34,7 +34,7 @@ while True:
     print("here", flush=True)
 """
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_END_SECONDS = 8.0  # the grace, then leftovers; a full machine beside it
+_END_SECONDS = 10.0  # of which 5 are the grace, and 2 for what ranks have left; the rest for a full machine
 
 
 def run(amount: int, seed: int) -> Report:
