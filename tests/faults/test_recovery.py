@@ -28,7 +28,8 @@ def test_killed_until_one_is_left(backend: str, n: int, seed: int) -> None:
     with crew.nothing_left():
         outcomes = crew.run(recovery_victims.kill_until_one_is_left, n, backend, order, deadline=60)
     (last,) = set(range(n)) - set(order)
-    assert [outcomes[victim].exitcode for victim in order] == [-9] * (n - 1)
+    said = [outcome.error for outcome in outcomes]
+    assert [outcomes[victim].exitcode for victim in order] == [-9] * (n - 1), said
     result = outcomes[last].result
     assert result is not None, outcomes[last].error
     assert result["kept"] == [last] * 3
