@@ -300,34 +300,33 @@ class Assembler:
                     self._buffer[:left] = bytes(self._buffer[self._start : self._end])
                     self._start, self._end = 0, left
                 self._end += yield self._buffer[self._end :]
-            yield (yield from self._message())  # which is kept nowhere here
-
-    def _message(self) -> Generator[memoryview, int, Received]:
-        """The message whose header is in the buffer."""
-        nbytes, call, npickled, ncontext, nbuffers, message, kind, by_ring = HEADER.unpack_from(
-            self._buffer, self._start
-        )
-        self._start += HEADER.size
-        body = memoryview(bytearray(nbytes))
-        yield from self._fill(body)
-        if not nbuffers and not ncontext:
-            return Received(MessageType(message), kind, call, b"", body, ())
-        sizes = struct.unpack_from(f"<{nbuffers}Q", body)
-        at = 8 * nbuffers + ncontext
-        context, pickled = bytes(body[8 * nbuffers : at]), body[at : at + npickled]
-        at, buffers = at + npickled, []
-        for size in sizes:
-            if size <= INLINE:
-                at += -at % _ALIGNED
-                buffers.append(body[at : at + size])
-                at += size
-            else:
-                buffers.append(memoryview(np.empty(size, np.uint8).data))
-                if by_ring:
-                    self._take(buffers[-1])
+            nbytes, call, npickled, ncontext, nbuffers, message, kind, by_ring = HEADER.unpack_from(
+                self._buffer, self._start
+            )
+            self._start += HEADER.size
+            body = memoryview(bytearray(nbytes))
+            yield from self._fill(body)
+            if not nbuffers and not ncontext:
+                yield Received(MessageType(message), kind, call, b"", body, ())
+                del body  # what was taken is kept nowhere here
+                continue
+            sizes = struct.unpack_from(f"<{nbuffers}Q", body)
+            at = 8 * nbuffers + ncontext
+            context, pickled = bytes(body[8 * nbuffers : at]), body[at : at + npickled]
+            at, buffers = at + npickled, []
+            for size in sizes:
+                if size <= INLINE:
+                    at += -at % _ALIGNED
+                    buffers.append(body[at : at + size])
+                    at += size
                 else:
-                    yield from self._fill(buffers[-1])
-        return Received(MessageType(message), kind, call, context, pickled, buffers)
+                    buffers.append(memoryview(np.empty(size, np.uint8).data))
+                    if by_ring:
+                        self._take(buffers[-1])
+                    else:
+                        yield from self._fill(buffers[-1])
+            yield Received(MessageType(message), kind, call, context, pickled, buffers)
+            del body, pickled, buffers
 
     def _fill(self, target: memoryview) -> Generator[memoryview, int, None]:
         """Fill `target`, first with what is in the buffer."""
