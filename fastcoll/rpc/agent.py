@@ -275,7 +275,7 @@ class Agent:
         if not dialing.acquire(timeout=max(until - time.monotonic(), 0.0)):
             raise RpcTimeoutError(f"worker {to.name} was not reached in time")
         try:
-            if (error := self._gone.get(to.id)) is not None:
+            if (error := self._closed or self._gone.get(to.id)) is not None:
                 raise anew(error)
             if link := self._out.get(to.id):
                 return link

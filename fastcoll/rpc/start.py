@@ -169,14 +169,15 @@ class _Running:
             return
         _Running.it = None
         _exit_hook.take_back()
-        set_current(None)
         with ExitStack() as steps:
             if self._found.job is not None:
                 steps.callback(forget, self._found.members)
                 steps.callback(self._found.job.leave, _EXIT_SECONDS)
             steps.callback(self._roster.leave)
-            steps.callback(self.agent.close, farewell, AbortedError("rpc was shut down"))
             steps.callback(self.references.close)
+            steps.callback(set_current, None)
+            # First: what others still call must not find half of a worker here.
+            steps.callback(self.agent.close, farewell, AbortedError("rpc was shut down"))
 
 
 def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Running:

@@ -81,6 +81,14 @@ def test_ctrl_c_in_a_call_ends_the_waiting_and_nothing_else() -> None:
     assert first.result == 3, first.error
 
 
+def test_calls_to_a_worker_that_is_leaving_hear_that() -> None:
+    first = crew.run(victims.one_leaves_slowly, 2)[0]
+    assert first.result, first.error
+    kind, text = first.result
+    assert kind == "AbortedError", text
+    assert "left" in text
+
+
 def test_a_worker_whose_program_ends_says_so() -> None:
     first = crew.run(victims.one_ends_without_shutdown, 2)[0]
     assert first.result, first.error

@@ -187,6 +187,30 @@ def one_ends_without_shutdown(rank: int, n: int, url: str) -> Any:
     return found
 
 
+class Slow:
+    """Its end takes a while."""
+
+    def __del__(self) -> None:
+        time.sleep(0.3)
+
+
+def one_leaves_slowly(rank: int, n: int, url: str) -> Any:
+    """w1 leaves while w0 calls it all the time."""
+    join(rank, n, url)
+    if rank == 1:
+        rref = rpc.RRef(Slow())
+        wait_for_the_end()
+        return rref.owner_name()
+    rpc.rpc_sync("w1", end)
+    try:
+        while rpc.rpc_sync("w1", rpc.get_worker_info).name == "w1":
+            pass
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    rpc.shutdown(graceful=False)
+    return found
+
+
 @rpc.functions.async_execution
 def never() -> Any:
     return rpc.Future()
