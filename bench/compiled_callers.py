@@ -11,20 +11,17 @@ rank. The stencil is the loop of examples/compiled/heat.py.
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from datetime import date
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numba
 import numpy as np
+from compiled_pages import Times, beside, save
 
 import fastcoll as dist
 from fastcoll.bench.results import describe, machine
@@ -189,21 +186,27 @@ def measured(sides: dict[str, Callable[..., Any]], rounds: int, meet: Callable[[
 
 def run_fastcoll(file: str, rounds: int) -> None:
     dist.init_process_group()
-    mine = np.array(measured(of_fastcoll(), rounds, dist.barrier))
+    sides = of_fastcoll()
+    mine = np.array(measured(sides, rounds, dist.barrier))
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        Path(file).write_text(" ".join(map(str, mine)))
+        tell(file, sides, mine)
     dist.destroy_process_group()
 
 
 def run_numba_mpi(file: str, rounds: int) -> None:
     import numba_mpi as mpi
 
-    mine = np.array(measured(of_numba_mpi(), rounds, mpi.barrier))
+    sides = of_numba_mpi()
+    mine = np.array(measured(sides, rounds, mpi.barrier))
     slowest = mine.copy()
     mpi.allreduce(mine, slowest, operator=mpi.Operator.MAX)
     if mpi.rank() == 0:
-        Path(file).write_text(" ".join(map(str, slowest)))
+        tell(file, sides, slowest)
+
+
+def tell(file: str, sides: dict[str, Callable[..., Any]], times: Any) -> None:
+    Path(file).write_text(json.dumps(dict(zip(sides, times.tolist(), strict=True))))
 
 
 def main() -> int:
@@ -212,7 +215,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=3, help="of processes, of each library (default 3)")
     parser.add_argument("--turns", type=int, default=20, help="of each side in a round (default 20)")
-    parser.add_argument("--results", help="a folder for the page")
+    parser.add_argument("--results", help="a folder for the page and its picture")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--file", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -220,38 +223,17 @@ def main() -> int:
         (run_fastcoll if given.side == "fastcoll" else run_numba_mpi)(given.file, given.turns)
         return 0
     os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    here = [str(Path(__file__).resolve()), "--turns", str(given.turns)]
-    python = Path(sys.executable)
-    launchers = {"fastcoll": [sys.executable, "-m", "fastcoll.launch", "-n", "2"]}
-    mpiexec = shutil.which("mpiexec", path=f"{python.parent}:{os.environ.get('PATH', '')}")
-    if find_spec("numba_mpi") and mpiexec:
-        launchers["numba-mpi"] = [mpiexec, "-n", "2", sys.executable]
-    times: dict[str, list[list[float]]] = {side: [] for side in launchers}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(given.rounds):
-            for side, words in launchers.items():
-                file = Path(folder) / f"{side}{turn}"
-                command = [*words, *here, "--side", side, "--file", str(file)]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    sys.exit(f"{side}: {done.stderr}")
-                times[side].append([float(text) for text in file.read_text().split()])
-    names = {"fastcoll": list(of_fastcoll()), "numba-mpi": [f"{case}|numba-mpi" for case in CASES]}
-    found = {
-        name: us
-        for side, rounds in times.items()
-        for name, us in zip(names[side], np.min(rounds, axis=0), strict=True)
+    found = beside(__file__, "numba_mpi", given.rounds, ["--turns", str(given.turns)])
+    panels = {
+        case: {column: found[f"{case}|{column}"] for column in COLUMNS if f"{case}|{column}" in found}
+        for case in CASES
     }
-    text = page(given, found)
-    if given.results:
-        stem = f"{date.today()}-compiled-callers"
-        plot(found, Path(given.results, f"{stem}.png"))
-        Path(given.results, f"{stem}.md").write_text(f"{text}\n\n![the table as bars]({stem}.png)\n")
-    print(text)
+    unit, others = "µs a call (a step)", ["numba-mpi"]
+    save(given.results, "compiled-callers", page(given, found), panels, unit, others)
     return 0
 
 
-def page(given: Any, found: dict[str, float]) -> str:
+def page(given: Any, found: Times) -> str:
     lines = [
         "# Calls from compiled code\n",
         f"- Machine: {describe(machine(len(os.sched_getaffinity(0))))}",
@@ -266,25 +248,6 @@ def page(given: Any, found: dict[str, float]) -> str:
         cells = ["–" if us is None else f"{us:.3f}" for us in row]
         lines.append(f"| {case} | {' | '.join(cells)} | {'–' if ratio is None else f'{ratio:.1f}'} |")
     return "\n".join(lines)
-
-
-def plot(found: dict[str, float], path: Path) -> None:
-    """A panel a case, a bar a column."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3 * len(CASES), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(CASES))
-    for case, panel in zip(CASES, panels, strict=True):
-        shown = [column for column in COLUMNS if f"{case}|{column}" in found]
-        bars = panel.bar(shown, [found[f"{case}|{column}"] for column in shown], color="tab:blue")
-        if "numba-mpi" in shown:
-            bars[-1].set_color("tab:orange")
-        panel.bar_label(bars, fmt="%.2f", fontsize=8)
-        panel.set_title(case, fontsize=10)
-        panel.tick_params(axis="x", rotation=30, labelsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("µs a call (a step)")
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

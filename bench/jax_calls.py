@@ -1,133 +1,192 @@
 """What a collective costs inside JAX's programs: fastcoll.jax with a token and without, io_callback, and mpi4jax.
 
     python bench/jax_calls.py                           # two ranks, less than a minute; prints a page
-    mpiexec -n 2 python bench/jax_calls.py --mpi4jax    # its row, where it can be built: it needs an MPI's mpicc
+    python bench/jax_calls.py --results bench/results
 
 Two ranks, 8 bytes (two float32). "One call" is a jitted function whose result is waited for; "each of 1,000" a call in
-`fori_loop`. Nobody is pinned, as XLA's threads would be as well. All ways are measured in turn, in each of several
-rounds; a time is the slower rank's, and the smallest counts.
+`fori_loop`; the steps are those of examples/compiled/logistic_regression.py, whose all_reduce is each side's. Nobody is
+pinned, as XLA's threads would be as well. fastcoll's sides are called in turn in the same two processes; mpi4jax, where
+it is installed with an MPI and its mpiexec, in two processes under that between their rounds. A time is the slower
+rank's, and the smallest of all turns counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.experimental
 import numpy as np
+from compiled_pages import Times, beside, save
 
 import fastcoll as dist
+import fastcoll.jax as fj
 from fastcoll.bench.results import describe, machine
 
-LOOP, CALLS, ROUNDS = 1000, 50, 15
+LOOP, CALLS = 1000, 50
+CASES = ("one jitted call", "each of 1,000 in `fori_loop`", "a step of logistic regression")
+NOTHING, TOKEN, ORDERED, ASKED = (
+    "no collective",
+    "fastcoll.jax, token",
+    "fastcoll.jax",
+    "io_callback, ordered",
+)
+MPI4JAX = "mpi4jax"
+SIDES = (NOTHING, TOKEN, ORDERED, ASKED, MPI4JAX)
 
-Program = Callable[[Any, Any], tuple[Any, Any]]
+Reduce = Callable[[Any, Any], Any]
+Program = tuple[Callable[[], Any], int, int]
+"""What is called, how often in a turn, and how many calls it stands for."""
 
 
-def ways() -> dict[str, Program]:
-    """One call in each way: (array, token) in and out."""
-    import fastcoll.jax as fj
+# ---- sides: how each reduces an array, by MAX or SUM, without a token ----------------------------------------
+
+
+def asked(x: Any, op: Any) -> Any:
+    """By Python; a derivative goes past it as through fastcoll's, and mpi4jax's, sum."""
 
     def ask(x: Any) -> Any:
         y = np.array(x)
-        dist.all_reduce(y, dist.ReduceOp.MAX)
+        dist.all_reduce(y, op)
         return y
 
-    def called_back(x: Any, token: Any) -> tuple[Any, Any]:
-        return jax.experimental.io_callback(
-            ask, jax.ShapeDtypeStruct(x.shape, x.dtype), x, ordered=True
-        ), token
-
-    return {
-        "no collective": lambda x, token: (jax.numpy.maximum(x, token), token),
-        "fastcoll.jax, with a token": lambda x, token: fj.all_reduce(x, dist.ReduceOp.MAX, token=token),
-        "fastcoll.jax, without": lambda x, token: (fj.all_reduce(x, dist.ReduceOp.MAX), token),
-        "io_callback(ordered=True) around fastcoll's": called_back,
-    }
+    still = jax.lax.stop_gradient(x)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x + (jax.experimental.io_callback(ask, like, still, ordered=True) - still)
 
 
-def mpi4jax_ways() -> dict[str, Program]:
-    """As `ways`."""
+def of_mpi4jax(x: Any, op: Any) -> Any:
     import mpi4jax
     from mpi4py import MPI
 
-    return {"mpi4jax": lambda x, token: (mpi4jax.allreduce(x, op=MPI.MAX), token)}
+    return mpi4jax.allreduce(x, op=MPI.SUM if op == dist.ReduceOp.SUM else MPI.MAX)
 
 
-def measure(
-    programs: dict[str, Program], barrier: Callable[[], Any], slowest: Callable[[float], float]
-) -> dict[str, tuple[float, float]]:
-    """Microseconds of one call, and of each of 1,000."""
-    x, token = jax.numpy.ones(2), jax.numpy.zeros((), jax.numpy.uint32)
-    cases = {}
-    for name, program in programs.items():
-
-        def loop(x: Any, token: Any, program: Program = program) -> Any:
-            return jax.lax.fori_loop(0, LOOP, lambda _, both: program(*both), (x, token))
-
-        cases[name] = (jax.jit(program), CALLS, 1), (jax.jit(loop), 1, LOOP)
-    best = {name: [float("inf")] * 2 for name in cases}
-    for number in range(ROUNDS + 1):
-        for name, pair in cases.items():
-            for k, (jitted, calls, each) in enumerate(pair):
-                barrier()
-                began = perf_counter()
-                for _ in range(calls):
-                    jax.block_until_ready(jitted(x, token))
-                taken = slowest((perf_counter() - began) / calls / each * 1e6)
-                if number:  # the first compiles
-                    best[name][k] = min(best[name][k], taken)
-    return {name: (one, many) for name, (one, many) in best.items()}
+# ---- cases --------------------------------------------------------------------------------------------------
 
 
-def rank_of_fastcoll(rank: int, folder: str) -> None:
-    dist.init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=2)
-
-    def slowest(seconds: float) -> float:
-        taken = np.array([seconds])
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return float(taken[0])
-
-    found = measure(ways(), dist.barrier, slowest)
-    if rank == 0:
-        print_page(found)
-    dist.destroy_process_group()
+def calls(call: Callable[[Any, Any], Any]) -> list[Program]:
+    """One call, and a loop of them; `call` is (array, token) to both."""
+    x, token = jax.numpy.ones(2), fj.create_token()
+    one = jax.jit(call)
+    many = jax.jit(lambda *both: jax.lax.fori_loop(0, LOOP, lambda _, both: call(*both), both))
+    return [(lambda: one(x, token), CALLS, 1), (lambda: many(x, token), 1, LOOP)]
 
 
-def print_page(found: dict[str, tuple[float, float]]) -> None:
-    print("# Collectives inside JAX's programs\n")
-    print(f"{describe(machine(len(os.sched_getaffinity(0))))}; JAX {jax.__version__}\n")
-    print(f"`{Path(sys.argv[0]).name}`: two ranks, `all_reduce` of 8 B, us\n")
-    print(
-        "| | one jitted call | over one without a collective | each of 1,000 in `fori_loop` |\n|---|--:|--:|--:|"
-    )
-    nothing = found.get("no collective", (0.0, 0.0))[0]
-    for name, (one, many) in found.items():
-        over = f"{one - nothing:.1f}" if nothing and name != "no collective" else ""
-        print(f"| {name} | {one:.1f} | {over} | {many:.2f} |")
+def training(reduce: Reduce, rank: int, steps: int = 300) -> Program:
+    """The example's program, with another all_reduce."""
+    path = Path(__file__).parents[1] / "examples" / "compiled" / "logistic_regression.py"
+    spec = spec_from_file_location("example", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example: Any = module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.fj = SimpleNamespace(all_reduce=lambda x: reduce(x, dist.ReduceOp.SUM))
+    example.dist = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 2)
+    x, odd, total = example.my_images()
+    w, rates = jax.numpy.zeros(x.shape[1]), jax.numpy.full(steps, 1.0)
+    return lambda: example.train(w, x, odd, total, rates), 1, steps
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mpi4jax", action="store_true", help="measure it, under mpiexec")
-    if parser.parse_args().mpi4jax:
+def programs(rank: int, side: str) -> dict[str, Program]:
+    """By f"{case}|{side}"."""
+    highest = dist.ReduceOp.MAX
+
+    def without(reduce: Reduce) -> Callable[[Any, Any], Any]:
+        return lambda x, token: (reduce(x, highest), token)
+
+    made = {MPI4JAX: [*calls(without(of_mpi4jax)), training(of_mpi4jax, rank)]} if side == MPI4JAX else {
+        NOTHING: calls(lambda x, token: (jax.numpy.maximum(x, token), token)),
+        TOKEN: calls(lambda x, token: fj.all_reduce(x, highest, token=token)),
+        ORDERED: [*calls(without(fj.all_reduce)), training(fj.all_reduce, rank)],
+        ASKED: [*calls(without(asked)), training(asked, rank)],
+    }  # fmt: skip
+    return {
+        f"{case}|{name}": each for name, row in made.items() for case, each in zip(CASES, row, strict=False)
+    }
+
+
+# ---- measuring ----------------------------------------------------------------------------------------------
+
+
+def measured(cases: dict[str, Program], turns: int, meet: Callable[[], Any]) -> Times:
+    """Microseconds a call."""
+    best = dict.fromkeys(cases, float("inf"))
+    for turn in range(turns + 1):
+        for name, (program, repeated, each) in cases.items():
+            meet()
+            began = perf_counter()
+            for _ in range(repeated):
+                jax.block_until_ready(program())
+            if turn:  # the first compiles
+                best[name] = min(best[name], (perf_counter() - began) / repeated / each * 1e6)
+    return best
+
+
+def run_side(side: str, file: str, turns: int) -> None:
+    if side == MPI4JAX:
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
-        found = measure(mpi4jax_ways(), world.barrier, lambda taken: world.allreduce(taken, MPI.MAX))
-        if world.rank == 0:
-            print_page(found)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        dist.spawn(rank_of_fastcoll, (folder,), nprocs=2)
+        rank, found = world.rank, measured(programs(world.rank, side), turns, world.barrier)
+        everybody = world.allgather(found)
+    else:
+        dist.init_process_group()
+        rank, everybody = dist.get_rank(), [{}, {}]
+        dist.all_gather_object(everybody, measured(programs(rank, side), turns, dist.barrier))
+    if rank == 0:
+        slowest = {name: max(found[name] for found in everybody) for name in everybody[0]}
+        Path(file).write_text(json.dumps(slowest))
+    if side != MPI4JAX:
+        dist.destroy_process_group()
+
+
+def page(given: argparse.Namespace, found: Times) -> str:
+    lines = [
+        "# Collectives inside JAX's programs\n",
+        f"- Machine: {describe(machine(len(os.sched_getaffinity(0))))}; JAX {jax.__version__}",
+        "- Two ranks; `all_reduce` of 8 B, and of 4 B and 260 B in the example; microseconds, by the slower rank",
+        f"- Command: `python bench/jax_calls.py --rounds {given.rounds} --turns {given.turns}`\n",
+        f"| | {CASES[0]} | over one without a collective | {' | '.join(CASES[1:])} |",
+        "|---|" + "--:|" * (len(CASES) + 1),
+    ]
+    for side in SIDES:
+        times = [found.get(f"{case}|{side}") for case in CASES]
+        over = None if times[0] is None or side == NOTHING else times[0] - found[f"{CASES[0]}|{NOTHING}"]
+        cells = ["–" if us is None else f"{us:.2f}" for us in (times[0], over, *times[1:])]
+        lines.append(f"| {side} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="of processes, of each library (default 2)")
+    parser.add_argument("--turns", type=int, default=12, help="of each side in a round (default 12)")
+    parser.add_argument("--results", help="a folder for the page and its picture")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--file", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.side:
+        run_side(given.side, given.file, given.turns)
+        return 0
+    found = beside(__file__, MPI4JAX, given.rounds, ["--turns", str(given.turns)])
+    panels = {
+        case: {side: found[f"{case}|{side}"] for side in SIDES if f"{case}|{side}" in found} for case in CASES
+    }
+    save(given.results, "jax-calls", page(given, found), panels, "µs a call (a step)", [ASKED, MPI4JAX])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

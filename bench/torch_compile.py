@@ -2,6 +2,7 @@
 
     python bench/torch_compile.py                                  # the page, with Inductor where there is a compiler
     python bench/torch_compile.py --batches 32,256 --seconds 2 --compiler aot_eager
+    python bench/torch_compile.py --results bench/results
 
 Forward, backward, the average of the gradients over the ranks and SGD are one function of a multilayer perceptron (784,
 512, 512, 10: 2.7 MB of gradients), compiled with fullgraph=True; gradients travel as one tensor on every side.
@@ -25,6 +26,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from compiled_pages import Times, save
 from versus.pinning import pin
 
 from fastcoll import spawn
@@ -42,16 +44,23 @@ def main() -> int:
     parser.add_argument("--batches", default="16,64", help="samples of a rank in a step")
     parser.add_argument("--seconds", type=float, default=6.0, help="that all sides of a batch are timed for")
     parser.add_argument("--compiler", default="inductor" if inductor else "aot_eager")
+    parser.add_argument("--results", help="a folder for the page and its picture")
     options = parser.parse_args()
     batches = [int(batch) for batch in options.batches.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         spawn(rank_main, (options.ranks, batches, options.seconds, options.compiler, folder), options.ranks)
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.ranks)]
-    print("\n".join(page(ranks, batches, options)))
+    times = [
+        {side: max(median(rank[index][side]) for rank in ranks) * 1e3 for side in SIDES}
+        for index in range(len(batches))
+    ]
+    panels = {f"{batch} samples a rank": each for batch, each in zip(batches, times, strict=True)}
+    text = "\n".join(page(times, batches, options))
+    save(options.results, "torch-compile", text, panels, "ms a step", ["Gloo"])
     return 0
 
 
-def page(ranks: list[Any], batches: list[int], options: argparse.Namespace) -> list[str]:
+def page(times: list[Times], batches: list[int], options: argparse.Namespace) -> list[str]:
     cores = len(os.sched_getaffinity(0))
     lines = [
         "# A training step compiled by torch.compile",
@@ -66,10 +75,9 @@ def page(ranks: list[Any], batches: list[int], options: argparse.Namespace) -> l
         f"| batch a rank | {' | '.join(SIDES)} | Gloo / fastcoll | Gloo / fastcoll, communication |",
         "|--:|" + "--:|" * (len(SIDES) + 2),
     ]
-    for index, batch in enumerate(batches):
-        times = [max(median(rank[index][side]) for rank in ranks) * 1e3 for side in SIDES]
-        alone, gloo, _, ours, _ = times
-        cells = [str(batch), *(f"{time:.2f}" for time in times), f"{gloo / ours:.2f}"]
+    for batch, each in zip(batches, times, strict=True):
+        alone, gloo, _, ours, _ = (each[side] for side in SIDES)
+        cells = [str(batch), *(f"{each[side]:.2f}" for side in SIDES), f"{gloo / ours:.2f}"]
         lines.append(f"| {' | '.join(cells)} | {(gloo - alone) / max(ours - alone, 1e-3):.1f} |")
     lines += [
         "",

@@ -1,0 +1,69 @@
+"""What the studies of compiled callers share: sides in processes of their own, a page, and a picture of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+
+Times = dict[str, float]
+
+
+def beside(script: str, library: str, rounds: int, options: Sequence[str] = ()) -> Times:
+    """Run a script's sides in turn, each in two processes: the least time of each name that they tell.
+
+    A side is `script *options --side NAME --file FILE`, "fastcoll" or the library's, which runs under an MPI's mpiexec
+    where both are installed. Its rank 0 writes a JSON object of names and times into the file.
+    """
+    here = [str(Path(script).resolve()), *options]
+    launchers = {"fastcoll": [sys.executable, "-m", "fastcoll.launch", "-n", "2"]}
+    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+    if find_spec(library) and mpiexec:
+        launchers[library] = [mpiexec, "-n", "2", sys.executable]
+    found: Times = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            for side, words in launchers.items():
+                file = Path(folder) / f"{side}{turn}"
+                command = [*words, *here, "--side", side, "--file", str(file)]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    sys.exit(f"{side}: {done.stderr}")
+                for name, time in json.loads(file.read_text()).items():
+                    found[name] = min(time, found.get(name, time))
+    return found
+
+
+def save(
+    folder: str | None, name: str, text: str, panels: Mapping[str, Times], unit: str, others: Sequence[str]
+) -> None:
+    """Print a page, and write it with its picture where there is a folder: a panel each, a bar for each side."""
+    if folder:
+        stem = f"{date.today()}-{name}"
+        plot(panels, unit, others, Path(folder, f"{stem}.png"))
+        Path(folder, f"{stem}.md").write_text(f"{text}\n\n![the table as bars]({stem}.png)\n")
+    print(text)
+
+
+def plot(panels: Mapping[str, Times], unit: str, others: Sequence[str], path: Path) -> None:
+    """The sides of `others` have another colour."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3 * max(2, len(panels)), 3.2), layout="constrained")
+    for panel, (title, times) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        colours = ["tab:orange" if side in others else "tab:blue" for side in times]
+        bars = panel.bar(list(times), list(times.values()), color=colours)
+        panel.bar_label(bars, fmt="%.2f", fontsize=8)
+        panel.set_title(title, fontsize=10)
+        panel.set_ylabel(unit)
+        panel.tick_params(axis="x", rotation=30, labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
