@@ -2,8 +2,9 @@
 
 Dynamo traces the functions at the end of this file in the place of the public ones (traced.py). Each operator takes the
 arrays that its call writes into and those that it reads alone, and gives new ones, which are copied back: Inductor
-and the functionalization before it then see every read and write. All of them have one ordered effect. So no pass takes
-one out or moves it before another, which would be a deadlock where the ranks' graphs differ.
+and the functionalization before it then see every read and write. Where nobody reads the old content, Inductor puts a
+twin in its place that writes into the arrays. All have one ordered effect. So no pass takes one out or moves it before
+another, which would be a deadlock where the ranks' graphs differ.
 
 Derivatives are those of torch's functional collectives, where the derivative of a sum over ranks is the sum of the
 ranks' derivatives; torch has them for SUM alone, and so have these but for AVG.
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._inductor.fx_passes.reinplace import InplaceableOp, inplaceable_ops
 
 from ..api import collectives, multigpu, objects, p2p
 from ..api.groups import NonMember, group_rank, groups
@@ -59,6 +61,8 @@ _CALLS: dict[str, _Call] = {
 }
 _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "scan", "exscan")
 _SCHEMA = "(Tensor[] outs, Tensor[] given, str op, SymInt[] n, str group) -> Tensor[]"
+
+_SCHEMA_IN_PLACE = _SCHEMA.replace("Tensor[] outs", "Tensor(a!)[] outs").replace("-> Tensor[]", "-> ()")
 
 
 def _operator(kind: str) -> Any:
@@ -148,9 +152,25 @@ def _refuse(kind: str, op: str) -> NoReturn:
     )
 
 
+def _define_in_place(library: torch.library.Library, kind: str, call: _Call) -> None:
+    """Define the twin that writes into `outs`, for Inductor's pass, which has a case for operators with effects."""
+
+    def run(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str) -> None:
+        call(_group(group), outs, given, getattr(ReduceOp, op), n)
+
+    library.define(f"{kind}_{_SCHEMA_IN_PLACE}", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(f"{kind}_", run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastcoll::{kind}_", lambda outs, given, op, n, group: None, lib=library)
+    in_place = _operator(f"{kind}_").default
+    _register_effectful_op(in_place, _EffectType.ORDERED)
+    inplaceable_ops[_operator(kind).default] = InplaceableOp(in_place, 0)
+
+
 _library = torch.library.Library("fastcoll", "DEF")
 for _kind, _call in _CALLS.items():
     _define(_library, _kind, _call)
+    if _kind in _IN_PLACE:
+        _define_in_place(_library, _kind, _call)
 
 
 # ---- what Dynamo traces --------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.exc import Unsupported
+from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
@@ -90,6 +93,28 @@ def check_inputs_that_are_written() -> None:
         changed = torch.ones(4, 6, dtype=dtype)
         changed.t()[1:5:2] = SIZE
         assert_close(x, changed)
+
+
+def check_that_inductor_writes_where_nobody_reads() -> None:
+    """What is read later, or is no whole array, is copied; what is written in place is so outside as well."""
+
+    def call(x: torch.Tensor) -> Any:
+        y, z, part, twice = x * 2, x * 3, x * 4, x * 5
+        dist.all_reduce({"y": y, "z": z}, ReduceOp.AVG)
+        dist.all_reduce(x)
+        dist.all_reduce(part[1:])
+        seen = twice.view(-1)
+        dist.all_reduce(twice)
+        dist.broadcast(z, 1)
+        return y, z, part, seen, x + 1
+
+    if shutil.which("g++") is None:
+        return
+    mine, expected = (torch.arange(6.0).view(2, 3) + RANK for _ in range(2))
+    found, code = run_and_get_code(torch.compile(call, fullgraph=True), mine)
+    assert_close((*found, mine), (*call(expected), expected), rtol=0, atol=0)
+    text = "".join(code)
+    assert re.findall(r"fastcoll\.(\w+)\.default\(\[buf\d+, buf\d+\]", text) == ["all_reduce_"], text
 
 
 def weights(rank: int, n: int) -> torch.Tensor:
@@ -218,6 +243,7 @@ def main() -> None:
     group, alone = dist.new_group([0, 1]), dist.new_group([0])
     check_values(group)
     check_inputs_that_are_written()
+    check_that_inductor_writes_where_nobody_reads()
     check_derivatives()
     check_unused_results_and_outsiders(alone)
     check_what_cannot_be_in_a_graph()
