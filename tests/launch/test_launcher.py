@@ -297,6 +297,28 @@ def test_a_segment_whose_makers_all_end_is_removed(
     assert shm_names() <= before
 
 
+# Ctrl-C in a callback, of which Python prints exceptions and goes on: import makes such for every module.
+INTERRUPTED = """
+import runpy, signal, sys, weakref
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "fastcoll.launch.command":
+            it = type("It", (), {})()
+            self.callback = weakref.ref(it, lambda _: signal.raise_signal(signal.SIGINT))
+
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = ["script.py"]
+runpy.run_module("fastcoll.launch", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_the_launcher_is_imported_counts(script: Callable[[str], None]) -> None:
+    script("print('here')")
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
+
+
 def test_ranks_die_with_a_killed_launcher(script: Callable[[str], None]) -> None:
     script("print(os.getpid())\ntime.sleep(1000)")
     process, ranks = started()
