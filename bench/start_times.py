@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from fastcoll.bench.command import count_ranks, make_parser
@@ -65,16 +66,15 @@ def run(ranks: int, times: int = 10) -> None:
 
 def _start(ranks: int) -> list[float]:
     """Seconds of each of STEPS, the slowest rank's."""
-    with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder, ExitStack() as started:
         meeting = str(Path(folder) / "meeting")
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", _RANK, json.dumps([time.monotonic(), rank, ranks, meeting])],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
+        processes = []
+        for rank in range(ranks):
+            given = json.dumps([time.monotonic(), rank, ranks, meeting])
+            command = [sys.executable, "-c", _RANK, given]
+            process = started.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            started.callback(process.kill)  # where it is not waited for, as after Ctrl-C
+            processes.append(process)
         texts = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise UsageError("a rank could not start; it has said why")

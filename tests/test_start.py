@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -62,15 +63,13 @@ dist.destroy_process_group()
 
 def run(folder, backend: str, size: int) -> set[str]:
     """What each rank of a job says."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOB, str(folder / "meeting"), backend, str(rank), str(size)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    with ExitStack() as started:
+        ranks = []
+        for rank in range(size):
+            command = [sys.executable, "-c", JOB, str(folder / "meeting"), backend, str(rank), str(size)]
+            ranks.append(started.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
+            started.callback(ranks[-1].kill)
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size
     return set(said)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 import start_times
 
@@ -16,3 +18,19 @@ def test_the_benchmark_tells_each_step_of_the_slowest_rank(capsys):
     assert all(time > 0 for time in times.values())
     for part in ("interpreter", "import", "init_process_group"):
         assert times[part] < times["all three"]
+
+
+def test_an_interrupted_benchmark_leaves_no_rank(monkeypatch):
+    class Started(subprocess.Popen):
+        def communicate(self, *args, **options):
+            raise KeyboardInterrupt
+
+        def __enter__(self):
+            ranks.append(self)
+            return super().__enter__()
+
+    ranks = []
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with pytest.raises(KeyboardInterrupt):
+        start_times.run(2, times=1)
+    assert [rank.returncode is None for rank in ranks] == [False, False]
