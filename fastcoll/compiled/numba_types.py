@@ -285,21 +285,47 @@ def word(typing_context, address, index):
 
 
 @intrinsic
+def place_of(typing_context, array):
+    """The address of an array's data, and of what owns it."""
+
+    def emit(context, builder, made, args):
+        given = context.make_array(made.args[0])(context, builder, args[0])
+        words = [builder.ptrtoint(part, WORD) for part in (given.data, given.meminfo)]
+        return context.make_tuple(builder, made.return_type, words)
+
+    return _PLACE(array), emit
+
+
+_PLACE = types.UniTuple(types.int64, 2)
+
+
+@intrinsic
 def call_door(typing_context, row, op, data, out, nbytes, call, peer):
-    """Call the door. `data`, `out`, `nbytes` may be arrays, which so live until it returns; the first two None."""
+    """Call the door. `data`, `out`: an array, which so lives until it returns, a place, or None; `nbytes` may be one.
+
+    Where the door raises, the operation may be under way still, so what owns a place is never freed; Numba does the
+    same with arrays that a function holds as it raises.
+    """
 
     def emit(context, builder, made, args):
         def address(kind: Any, value: Any) -> Any:
-            if not isinstance(kind, types.Array):
-                return value if isinstance(kind, types.Integer) else WORD(0)
-            array = context.make_array(kind)(context, builder, value)
-            return builder.ptrtoint(array.data, WORD)
+            if isinstance(kind, types.Array):
+                return builder.ptrtoint(context.make_array(kind)(context, builder, value).data, WORD)
+            if kind == _PLACE:
+                return builder.extract_value(value, 0)
+            return value if isinstance(kind, types.Integer) else WORD(0)
 
         place = builder.add(args[0], WORD(8 * d.DOOR))
         door = builder.load(builder.inttoptr(place, WORD.as_pointer()))
         kind = ir.FunctionType(WORD, [WORD] * 7).as_pointer()
-        given = list(map(address, made.args, args))
-        return builder.call(builder.inttoptr(door, kind), given)
+        found = builder.call(builder.inttoptr(door, kind), list(map(address, made.args, args)))
+        with builder.if_then(builder.icmp_signed("<", found, WORD(0)), likely=False):
+            hold = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), [_POINTER]), "NRT_incref"
+            )
+            for value in (value for kind, value in zip(made.args, args, strict=True) if kind == _PLACE):
+                builder.call(hold, [builder.inttoptr(builder.extract_value(value, 1), _POINTER)])
+        return found
 
     number = types.int64
     size = nbytes if isinstance(nbytes, types.Array) else number

@@ -31,7 +31,7 @@ group's method.
 A row keeps nothing alive but its own words, which stay for the life of the process (344 bytes a group that compiled
 callers have used). It is blank as its group ends; who calls the door then gets the error that the method raises. What
 RAISED ends early may have been queued behind asynchronous operations, and be under way still: so the memory must not be
-freed then. Numba frees none that a function holds as it raises.
+freed then.
 """
 
 from __future__ import annotations

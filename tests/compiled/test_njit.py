@@ -263,7 +263,7 @@ def divide(out, x, of_out, of_x):
     dist.all_to_all_single(out, x, of_out, of_x)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, timeout=180)  # the first one has a way compiled
 def test_split_sizes(rank, world_size):
     ranks = range(world_size)
     given, taken = [rank + 2 * other for other in ranks], [other + 2 * rank for other in ranks]  # 0 once
