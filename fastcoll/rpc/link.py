@@ -95,26 +95,28 @@ class Link:
 
         At the time `until` a thread of the readers goes on with it: no other message can go before it is whole.
         """
-        if not self._sending.acquire(timeout=max(until - monotonic(), 0.0)):
-            self._go_on(partial(self.send, message, kind, call, pickled, buffers, context))
-            return
-        goes_on = False
+        goes_on, held = False, list[bool]()
         try:
+            # A Ctrl-C that comes meanwhile is raised before the lock is acquired, or when `held` says so.
+            held.extend(map(self._sending.acquire, (True,), (max(until - monotonic(), 0.0),)))
+            if not held[0]:
+                self._go_on(partial(self.send, message, kind, call, pickled, buffers, context))
+                return
             ring = self.ring
             start, behind = pieces(message, kind, call, pickled, buffers, context, ring is not None)
-            sent = 0
-            with suppress(BlockingIOError):
-                sent = self._socket.send(start)
-            if sent == len(start) and not behind:
-                return
-            steps = self._steps(memoryview(start)[sent:], behind, ring)
             try:
+                sent = 0
+                with suppress(BlockingIOError):
+                    sent = self._socket.send(start)
+                if sent == len(start) and not behind:
+                    return
+                steps = self._steps(memoryview(start)[sent:], behind, ring)
                 goes_on = not self._follow(steps, until)
             except BaseException:
-                self.shut()  # the other side has a part of a message
+                self.shut()  # the other side may have a part of a message
                 raise
         finally:
-            if not goes_on:
+            if held == [True] and not goes_on:
                 self._sending.release()
         if goes_on:
             self._go_on(partial(self._finish, steps))

@@ -138,9 +138,10 @@ class Readers:
                 self._modify(source, HANG_UP)
 
     def _modify(self, source: Source, events: int) -> None:
-        source.armed = events
+        descriptor = source.fileno()
         with suppress(OSError, ValueError):  # closed meanwhile
-            self._epoll.modify(source.fileno(), events)
+            source.armed = events
+            self._epoll.modify(descriptor, events)
 
     def forget(self, source: Source) -> None:
         descriptor = source.fileno()

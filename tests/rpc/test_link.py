@@ -24,6 +24,7 @@ def ends() -> Iterator[tuple[Link, socket.socket, list[Any]]]:
     """A link on which calls are made, the other end of its connection, and the answers that were completed."""
     near, far = socket.socketpair()
     near.setblocking(False)
+    far.settimeout(LIMIT)
     readers, answered = Readers(2, False), list[Any]()
     link = Link(
         near,
@@ -57,6 +58,30 @@ def test_what_comes_before_a_message_that_cannot_be_read_is_not_lost(ends: Any) 
         task()
         assert answered == ["first"]
         assert link.take() is None
+
+
+class Interrupted:
+    """A socket: a Ctrl-C comes when it has sent."""
+
+    def __init__(self, near: socket.socket) -> None:
+        self._near = near
+
+    def send(self, data: bytes) -> int:
+        self._near.send(data)
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._near, name)
+
+
+def test_a_connection_is_given_up_when_an_interrupt_comes_within_a_message(ends: Any) -> None:
+    link, far, _ = ends
+    link._socket = Interrupted(link._socket)
+    with pytest.raises(KeyboardInterrupt):
+        link.send(MessageType.CALL, 1, 1, b"x", [memoryview(bytes(1 << 20))])
+    assert far.recv(1 << 10)
+    assert not far.recv(1), "it is open, and the rest never comes"
+    assert not link._sending.locked()
 
 
 def test_a_link_is_closed_though_an_interrupt_has_left_a_lock_of_it_locked(
