@@ -35,6 +35,7 @@ def worker(rank: int) -> Iterator[int]:
     """This rank as a worker among all; what was open or ran before is all that is after."""
     open_before, threads_before = descriptors(), threading.active_count()
     released.clear()
+    kept.clear()  # before others can call
     rpc.init_rpc(f"w{rank}")
     yield rank
     if rpc.agent._current is not None:
@@ -366,7 +367,6 @@ def keep_later(to: str, depth: int) -> None:
 
 @pytest.mark.ranks(3)
 def test_a_graceful_shutdown_waits_for_calls_of_calls(worker: int, world_size: int) -> None:
-    kept.clear()
     to = next_of(worker, world_size)
     future = rpc.rpc_async(to, keep_later, args=(f"w{worker}", 5))
     rpc.shutdown(timeout=LIMIT)
