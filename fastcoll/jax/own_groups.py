@@ -36,6 +36,9 @@ def copy_of(group: Group) -> ProcessGroup:
         NotInitializedError: there is no world, or the group was destroyed.
     """
     job, original = current_job(), entered(group)
+    # Without the lock: whoever has it may wait for ranks that wait for a program that is here on its way to its call.
+    if original in _copies:
+        return _copies[original]
     with _making:
         if original in _copies:
             return _copies[original]

@@ -125,8 +125,11 @@ def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any,
     line[f.ITEM] = dtypes[0].itemsize if dtypes else 0
     line[f.BLOCKS] = group.size if KINDS[site.kind].rows[0] else 1
     line[f.FORM] = form
-    line[f.ROW] = row(group)  # last: then the rest counts
+    # Where another thread ends the group meanwhile, either it finds this or the end is seen below.
     group.at_the_end.append(partial(line.__setitem__, f.ROW, 0))
+    line[f.ROW] = row(group)  # last: then the rest counts
+    if group.gate.closed:
+        line[f.ROW] = 0
 
 
 def carry_out(group: ProcessGroup, site: Site, ins: list[Array], out: Array | None) -> None:
@@ -202,13 +205,21 @@ def _look(frame: int) -> list[Any]:
     return [*sizes, _half(frame + f.STAGE), *counts, called, *dtypes, _shape(x), _shape(y), content]
 
 
-@cache
+_preparing = threading.Lock()
+
+
 def ready() -> None:
     """Give XLA the handler, once a process, and see that frames are laid out as this file says.
 
     Raises:
         UnavailableError: they are not.
     """
+    with _preparing:  # two threads may trace their first calls at the same time
+        _prepare()
+
+
+@cache
+def _prepare() -> None:
     f.LINES[0, : f.ERRORS + 1] = id(_answer), id(_told), id(_torn), id(_errors)
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_HANDLER(f.handler_address())), platform="cpu")
     cpu = jax.devices("cpu")[0]

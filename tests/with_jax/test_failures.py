@@ -119,6 +119,21 @@ def test_a_group_is_left_behind_programs_that_are_under_way(rank, world_size, ja
     assert float(y) == 600_001
 
 
+@pytest.mark.ranks(2, timeout=120)
+def test_a_program_goes_on_while_another_thread_makes_a_group(rank, world_size, jax):
+    """Rank 0 begins to make it before its first program is at its call, and rank 1 when that is through."""
+    import fastcoll.jax as fj
+
+    group = dist.new_group()
+    fj.barrier()
+    slow = jax.jit(lambda x: fj.all_reduce(jax.lax.fori_loop(0, 500, lambda _, v: v + 1.0, x)))
+    y = slow(np.full(400_000, rank, np.float32))  # JAX runs smaller programs at once
+    if rank == 1:
+        y.block_until_ready()
+    fj.barrier(group=group)
+    assert float(y[0]) == 1001
+
+
 def script(tmp_path, text):
     """Two processes that run a script, with `fj`, `jax`, `dist`, `rank` and `x`."""
     head = f"""
@@ -264,7 +279,7 @@ def test_other_releases_are_refused_by_name(monkeypatch):
 def test_another_layout_of_frames_is_refused(jax, monkeypatch):
     from fastcoll.jax import xla_frames
 
-    xla_frames.ready.cache_clear()
+    xla_frames._prepare.cache_clear()
     monkeypatch.setattr(xla_frames, "_EXPECTED", [176, *xla_frames._EXPECTED[1:]])
     with pytest.raises(dist.UnavailableError, match="does not lay out call frames as"):
         xla_frames.ready()
