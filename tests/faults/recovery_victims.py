@@ -49,12 +49,12 @@ def kill_until_one_is_left(rank: int, n: int, url: str, backend: str, order: lis
         if victim == rank:
             time.sleep(random.random() * 0.002)
             _die()
-        failed = _work()
+        old, failed = dist.group.WORLD, _work()
         world = dist.shrink()
         took.append(time.monotonic() - failed)
         left.remove(victim)
         assert world is dist.group.WORLD
-        assert dist.get_world_size() == len(left)
+        assert dist.get_world_size() == len(left), (left, world.monitor.members, old.monitor.failure)
         assert dist.get_rank() == left.index(rank)
         everybody = np.zeros(len(left), np.int64)
         dist.all_gather_into_tensor(everybody, kept[:1].astype(np.int64))
