@@ -15,6 +15,8 @@ from conformance import test_moves, test_point_to_point, test_reductions
 import fastcoll as dist
 import fastcoll.compiled.njit
 
+pytestmark = pytest.mark.long  # test_door.py and test_njit.py call every function
+
 DTYPES = [np.dtype(name) for name in ("int8", "bool", "float32", "complex128")]
 MOVABLE = [*DTYPES, np.dtype([("value", "f4"), ("index", "i8")])]
 SUM = dist.ReduceOp.SUM

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 HEAT = Path(__file__).parents[2] / "examples" / "compiled" / "heat.py"
 
@@ -18,6 +19,7 @@ def solve(ranks, file):
     return np.load(file)
 
 
+@pytest.mark.long  # test_njit.py calls what it uses
 def test_the_plate_is_the_same_with_any_number_of_ranks(tmp_path):
     plate = solve(1, tmp_path / "1.npy")
     hot = np.vstack([np.ones(32), plate, np.zeros(32)])

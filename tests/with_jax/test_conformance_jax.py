@@ -29,6 +29,8 @@ import fastcoll as dist
 jax = pytest.importorskip("jax", reason="pip install jax")
 fj = pytest.importorskip("fastcoll.jax")
 
+pytestmark = pytest.mark.long  # test_calls.py and test_failures.py call every function
+
 SUM = dist.ReduceOp.SUM
 # A program is compiled for each dtype, operation and length, in 14 ms: few lengths, and all dtypes in one test alone.
 COUNTS = (0, 31, 1009)

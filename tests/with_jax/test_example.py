@@ -13,6 +13,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "compiled" / "logistic_regression.py"
 
 
+@pytest.mark.long  # test_calls.py has derivatives through collectives
 def test_logistic_regression_finds_the_same_with_any_number_of_ranks(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     weights = {}
