@@ -1,5 +1,6 @@
 """A rank is stopped (SIGSTOP): for half the timeout nobody takes it for dead, and for good all name it at the timeout.
 
+Of messages only the two at their ends know, so the first whose time is up may name one that waits for it.
 Worlds are kept for many short stops, several worlds at once, since they mostly wait. A rank that is continued after the
 others have given up has an error in its next call, and no result.
 """
@@ -99,10 +100,13 @@ def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> 
     lates = []
     for world, number in zip(worlds, chosen, strict=True):
         deadline = time.monotonic() + 4 * TIMEOUT
-        for rank, child in enumerate(world.ranks):
-            if rank == number:
-                continue
-            end = world.fleet.reap(child, deadline)
+        ends = {
+            rank: world.fleet.reap(child, deadline)
+            for rank, child in enumerate(world.ranks)
+            if rank != number
+        }
+        texts = {rank: end.said.get("text", "") for rank, end in ends.items() if end.said}
+        for rank, end in ends.items():
             if end.said is None:
                 report.fail(
                     f"for good, {world}, rank {rank}: {'hung' if end.hung else 'failed'}: {end.error}"
@@ -114,10 +118,7 @@ def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> 
             early = (
                 said["raised"] - said["began"] < TIMEOUT - 0.05 and said["kind"] == "CollectiveTimeoutError"
             )
-            named = (
-                number in said["ranks"]
-                and f"rank {number} (pid {world.ranks[number].pid} on " in said["text"]
-            )
+            named = _names(number, f"rank {number} (pid {world.ranks[number].pid} on ", said, texts)
             if said["wrong"] is not None or not named or late > SLACK or early:
                 report.fail(f"for good, {world}, rank {number} stopped, rank {rank}, {late:+.2f} s: {said}")
             lates.append(late)
@@ -127,6 +128,17 @@ def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> 
         if end.said is None or end.said["wrong"] is not None or not end.said["kind"]:
             report.fail(f"for good, {world}: the stopped rank {number} afterwards: {end}")
     return lates
+
+
+def _names(number: int, words: str, said: dict[str, Any], texts: dict[int, str]) -> bool:
+    """Whether an error names rank `number`, or, of a message, one that by its own error waits for it, and so on."""
+    named, heard = set(said["ranks"]), [said["text"]]
+    if re.search("recv from|send to", said["text"]):
+        for _ in texts:
+            heard += [texts[rank] for rank in named if rank in texts]
+            waits = r"(?:waiting for|recv from|send to) rank (\d+) \(pid"
+            named |= {int(rank) for text in heard[1:] for rank in re.findall(waits, text)}
+    return number in named and any(words in text for text in heard)
 
 
 def work(fleet: Fleet, rank: int, backend: str, n: int) -> dict[str, Any]:
