@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 
 Times = dict[str, float]
 
@@ -62,8 +63,10 @@ def plot(panels: Mapping[str, Times], unit: str, others: Sequence[str], path: Pa
         colours = ["tab:orange" if side in others else "tab:blue" for side in times]
         bars = panel.bar(list(times), list(times.values()), color=colours)
         panel.bar_label(bars, fmt="%.2f", fontsize=8)
-        panel.set_title(title, fontsize=10)
+        panel.set_title(fill(title, 26), fontsize=10)
         panel.set_ylabel(unit)
-        panel.tick_params(axis="x", rotation=30, labelsize=8)
+        panel.set_xticks(
+            range(len(times)), times, fontsize=8, rotation=30, ha="right", rotation_mode="anchor"
+        )
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
