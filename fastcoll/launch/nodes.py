@@ -51,6 +51,7 @@ _OVER = "null"  # in the place of a failure: node 0's ranks have ended well
 _GONE = "ended without a word, or is out of reach"
 _CONNECT_SECONDS = 600.0  # for node 0's launcher to be started
 _TRY_SECONDS = 2.0  # of them at a time: so long goes a thread on that is to end
+_FIRST_SECONDS = 2.0  # that ranks wait for their launcher to meet the others
 _LOOK_SECONDS = 5.0  # a wait for the key; the server answers at its end
 _LAST_SECONDS = 5.0  # for a failure to reach the others, as this launcher ends
 _POLL_SECONDS = 0.05
@@ -209,6 +210,7 @@ class Nodes:
         self._told: Failure | None = None
         self._known: Failure | None = None
         self._closed = False
+        self._has_met = threading.Event()  # or cannot
         self._thread = threading.Thread(target=self._follow, name="fastcoll-nodes", daemon=True)
 
     def __enter__(self) -> Nodes:
@@ -216,6 +218,7 @@ class Nodes:
         if self._rank == 0:
             self._open()
         self._thread.start()
+        self._has_met.wait(_FIRST_SECONDS)  # a death before that is seen by nobody
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
@@ -288,13 +291,15 @@ class Nodes:
         """Wait for the first failure; ends with it, or when node 0's launcher or this one ends."""
         if self._rank != 0:
             self._open()
-        if (store := self._store) is None:
-            return
         with contextlib.ExitStack() as leaving:
+            leaving.callback(self._has_met.set)
+            if (store := self._store) is None:
+                return
             try:
                 if self._rank != 0:
                     leaving.callback(store.close)  # node 0's waits for that
                     leaving.callback(store.bequeath(_FAILED, _text(self._end(_GONE))))
+                self._has_met.set()
                 store.add(_CAME, 1)
                 self._known = self._await_news(store)
             except ConnectionError:  # the store is gone, and did not say that the job is over
