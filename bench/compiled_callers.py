@@ -10,10 +10,10 @@ rank. The stencil is the loop of examples/compiled/heat.py.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +21,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from compiled_pages import Times, beside, save
+from compiled_pages import Times, beside, read_options, save
 
 import fastcoll as dist
 from fastcoll.bench.results import describe, machine
@@ -210,15 +210,7 @@ def tell(file: str, sides: dict[str, Callable[..., Any]], times: Any) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="of processes, of each library (default 3)")
-    parser.add_argument("--turns", type=int, default=20, help="of each side in a round (default 20)")
-    parser.add_argument("--results", help="a folder for the page and its picture")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--file", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = read_options(__doc__, 3, 20)
     if given.side:
         (run_fastcoll if given.side == "fastcoll" else run_numba_mpi)(given.file, given.turns)
         return 0
@@ -233,7 +225,7 @@ def main() -> int:
     return 0
 
 
-def page(given: Any, found: Times) -> str:
+def page(given: Namespace, found: Times) -> str:
     lines = [
         "# Calls from compiled code\n",
         f"- Machine: {describe(machine(len(os.sched_getaffinity(0))))}",

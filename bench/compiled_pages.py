@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -14,6 +15,23 @@ from pathlib import Path
 from textwrap import fill
 
 Times = dict[str, float]
+
+
+def read_options(description: str | None, rounds: int, turns: int) -> argparse.Namespace:
+    """Those of a script whose sides `beside` runs: rounds, turns, results; and, of a side, side and file."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="of processes, of each library (default %(default)s)"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=turns, help="of each side in a round (default %(default)s)"
+    )
+    parser.add_argument("--results", help="a folder for the page and its picture")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--file", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def beside(script: str, library: str, rounds: int, options: Sequence[str] = ()) -> Times:

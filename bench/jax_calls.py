@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.experimental
 import numpy as np
-from compiled_pages import Times, beside, save
+from compiled_pages import Times, beside, read_options, save
 
 import fastcoll as dist
 import fastcoll.jax as fj
@@ -168,15 +168,7 @@ def page(given: argparse.Namespace, found: Times) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=2, help="of processes, of each library (default 2)")
-    parser.add_argument("--turns", type=int, default=12, help="of each side in a round (default 12)")
-    parser.add_argument("--results", help="a folder for the page and its picture")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--file", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = read_options(__doc__, 2, 12)
     if given.side:
         run_side(given.side, given.file, given.turns)
         return 0
