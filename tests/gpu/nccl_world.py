@@ -162,6 +162,8 @@ class Ranks:
         self.meeting = Meeting(size)
         self.groups = [ThreadGroup(self.meeting, rank, timeout) for rank in range(size)]
         self._kept: list[Array] = []  # the fake knows a GPU by addresses, which no other array may get
+        # Ranks are processes, which share no default stream: one's would wait for another's collective.
+        self._streams = [gpu.new_stream(0) for _ in range(size)] if gpu.devices < size else []
         for group in self.groups:
             group.serve_gpus(NcclCarrier)
 
@@ -189,11 +191,15 @@ class Ranks:
         if self.gpu.devices > 1 and host.size:
             start = host if host.flags.c_contiguous else host.base
             self.gpu.place(start, rank)
+        if stream is None and self._streams:
+            stream = self._streams[rank]
         return FakeArray(host, stream)
 
     def close(self) -> None:
         """Close the groups, as ranks do, together."""
         self.attempt(lambda rank, group: group.close())
+        for stream in self._streams:
+            self.gpu.end_stream(stream)
 
 
 @contextmanager
