@@ -355,7 +355,7 @@ except dist.UsageError as error:
 @pytest.mark.ranks(2)
 def test_a_process_that_comes_late_as_a_second_rank_1_is_refused(rank: int) -> None:
     if rank == 1:
-        late = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=20)
+        late = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=50)
         assert (
             f"rank 1 is claimed by two processes, pid {os.getpid()} on {os.uname().nodename}" in late.stdout
         ), late

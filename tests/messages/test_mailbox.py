@@ -491,7 +491,7 @@ def test_a_blocked_call_sees_a_failed_group(worlds) -> None:
     thread.start()
     until(me.is_blocked)
     peer.vigil.fail(AbortedError("out of luck"))
-    thread.join(5)
+    thread.join(DEADLINE)
     assert "rank 1" in str(failure[0])
     assert "out of luck" in str(failure[0])
 
@@ -502,7 +502,7 @@ def test_abort_ends_what_is_under_way(worlds) -> None:
     me.vigil.fail(AbortedError("enough"))
     me.mailbox.abort()
     with pytest.raises(AbortedError, match="enough"):
-        work.wait(5)
+        work.wait(DEADLINE)
 
 
 @pytest.mark.parametrize("pending", [False, True])
@@ -571,7 +571,7 @@ def test_close_ends_pending_operations(worlds) -> None:
     me.mailbox.close(None)
     me.mailbox.close(None)
     with pytest.raises(AbortedError, match="destroyed"):
-        work.wait(5)
+        work.wait(DEADLINE)
     with pytest.raises(NotInitializedError):
         me.isend(np.zeros(1), 1)
     peer.mailbox.close(AbortedError("over"))
@@ -591,5 +591,5 @@ def test_close_ends_a_blocked_call(worlds) -> None:
     thread.start()
     until(me.is_blocked)
     me.mailbox.close(None)
-    thread.join(5)
+    thread.join(DEADLINE)
     assert "destroyed" in str(failure[0])

@@ -211,12 +211,13 @@ def test_slow_openers_are_given_up(monkeypatch, listener) -> None:
 
 def test_a_proof_that_came_while_the_listener_was_starved_is_in_time(monkeypatch, listener, arrived) -> None:
     """Who has sent it takes the connection for made: dropping it would look like a death."""
-    monkeypatch.setattr(listening, "OPENING_SECONDS", 0.3)
-    asleep = threading.Event()
+    asleep, sent = threading.Event(), threading.Event()
 
     def starve(connection: socket.socket, host: str) -> None:
         asleep.set()
-        time.sleep(0.6)  # past the other one's deadline
+        assert sent.wait(10)
+        (pending,) = listener._pending.values()
+        pending.deadline = time.monotonic()  # it has slept past that
         connection.close()
 
     dialing = Dialing(SEATS[0], 1, Kind.DATA, 0)
@@ -229,6 +230,7 @@ def test_a_proof_that_came_while_the_listener_was_starved_is_in_time(monkeypatch
         with connect(listener):
             assert asleep.wait(10)
             late.sendall(proof)
+            sent.set()
             wait_until(lambda: arrived)
 
 

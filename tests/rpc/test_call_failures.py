@@ -18,7 +18,7 @@ def test_a_worker_that_dies_is_named_to_all_its_callers_and_others_go_on() -> No
     assert dead.exitcode == -9
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.result, outcome.error
-        errors, again, works, ends, threads = outcome.result
+        errors, again, works, ends = outcome.result
         who = f"worker w1, rank 1 (pid {dead.pid} on {socket.gethostname()}), died"
         for kind, text, ranks, when in [*errors, again]:
             assert (kind, ranks) == ("PeerDiedError", (1,)), text
@@ -30,7 +30,6 @@ def test_a_worker_that_dies_is_named_to_all_its_callers_and_others_go_on() -> No
         }
         assert works == 3
         assert who in ends
-        assert threads <= 3, "the readers have ended"
 
 
 @pytest.mark.parametrize("how", [victims.one_is_stopped, victims.one_stops_unreached])
@@ -43,8 +42,7 @@ def test_a_stopped_worker_is_late_and_answers_when_it_goes_on(how: Any) -> None:
 
 def test_ctrl_c_in_a_shutdown_ends_the_calls_of_others() -> None:
     first, second = crew.run(victims.ctrl_c_in_shutdown, 2)
-    assert second.result, second.error
-    assert second.result[0] == "interrupted"
+    assert second.result == "interrupted", second.error
     assert first.result, first.error
     kind, text, ranks, _ = first.result
     assert (kind, ranks) == ("AbortedError", (1,))
@@ -57,11 +55,11 @@ def test_a_call_that_never_ends_holds_a_shutdown_up_for_a_while(doing: str) -> N
     assert all(outcome.result for outcome in outcomes), [outcome.error for outcome in outcomes]
     found = [outcome.result for outcome in outcomes]
     for kind, text, used, waited in found:
-        assert kind in ("RpcTimeoutError", "AbortedError")  # the other, where another one left first
-        assert kind == "AbortedError" or "w1 is in the call of never by w0" in text
-        assert 0.9 < waited < 10
+        assert kind in ("RpcTimeoutError", "AbortedError"), text  # the other, where another one left first
+        assert 0.9 < waited < 10 or (kind == "AbortedError" and waited < 10)
         assert used < 0.1 + 0.1 * waited, "the pauses grow"
-    assert any(kind == "RpcTimeoutError" for kind, *_ in found)
+    told = [text for kind, text, *_ in found if kind == "RpcTimeoutError"]
+    assert any("w1 is in the call of never by w0" in text for text in told), told  # who is first has asked w0
 
 
 def test_a_shutdown_names_who_does_not_come() -> None:

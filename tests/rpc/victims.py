@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,11 @@ def end() -> None:
     over.set()
 
 
+def let_end(worker: str) -> None:
+    with suppress(fastcoll.AbortedError):  # it may have left before it answers
+        rpc.rpc_sync(worker, end)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -57,17 +64,34 @@ def stop() -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
-def go_on(pid: int) -> None:
-    """Let a process go on that stops, as soon as it has stopped: on a busy machine that may still be ahead."""
+def until(what: Callable[[], bool], otherwise: str) -> None:
     end = time.monotonic() + LIMIT
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < end, "it does not stop"
+    while not what():
+        assert time.monotonic() < end, otherwise
         time.sleep(0.01)
+
+
+def await_stopped(pid: int) -> None:
+    """Wait until a process that was told to stop has stopped: on a busy machine that may still be ahead."""
+    stat = Path(f"/proc/{pid}/stat")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop")
+
+
+def go_on(pid: int) -> None:
+    """Let a process go on that stops, as soon as it has stopped."""
+    await_stopped(pid)
     os.kill(pid, signal.SIGCONT)
 
 
 def interrupt() -> None:
+    """Ctrl-C, once the main thread waits for an answer: one within a message would end the connection as well."""
+    until(main_thread_waits, "the main thread waits for no answer")
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def main_thread_waits() -> bool:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return (frame.f_globals["__name__"], frame.f_code.co_name) == ("fastcoll.rpc.link", "_await")
 
 
 def said(future: Any) -> tuple[str, str, tuple[int, ...], float]:
@@ -97,14 +121,15 @@ def one_dies(rank: int, n: int, url: str) -> Any:
     errors = [said(calls[0] if rank else rpc.rpc_async("w1", die)), *map(said, calls)]
     again = said(rpc.rpc_async("w1", hold))
     works = rpc.rpc_sync(other, operator.add, args=(1, 2))
-    rpc.rpc_sync(other, end)
+    let_end(other)
     assert over.wait(LIMIT)
     ends: Any = None
     try:
         rpc.shutdown(timeout=LIMIT)
     except fastcoll.PeerDiedError as error:
         ends = str(error)
-    return errors, again, works, ends, threading.active_count()
+    until(lambda: threading.active_count() <= 3, "the readers do not end")
+    return errors, again, works, ends
 
 
 def one_is_stopped(rank: int, n: int, url: str) -> Any:
@@ -114,13 +139,14 @@ def one_is_stopped(rank: int, n: int, url: str) -> Any:
     pid = rpc.rpc_sync("w1", os.getpid)
     stopped = rpc.rpc_async("w1", stop, timeout=0.3)
     found = said(stopped)
+    await_stopped(pid)
     # More than the kernel takes, twice: one is under way for ever, and the other one behind it.
     stuck = [said(rpc.rpc_async("w1", len, args=(bytearray(64 << 20),), timeout=0.3)) for _ in range(2)]
     arrays = [said(rpc.rpc_async("w1", len, args=(np.ones(1 << 22),), timeout=0.3)) for _ in range(2)]
     assert {kind for kind, *_ in stuck + arrays} == {"RpcTimeoutError"}
     go_on(pid)
     works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
-    rpc.rpc_sync("w1", end)
+    let_end("w1")
     rpc.shutdown(graceful=False)
     return found, works
 
@@ -135,7 +161,7 @@ def one_stops_unreached(rank: int, n: int, url: str) -> Any:
     found = said(rpc.rpc_async("w1", hold, timeout=0.3))
     go_on(pid)
     works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
-    rpc.rpc_sync("w1", end)
+    let_end("w1")
     rpc.shutdown(graceful=False)
     return found, works
 
@@ -148,7 +174,7 @@ def ctrl_c_in_shutdown(rank: int, n: int, url: str) -> Any:
             joined.set()
             rpc.shutdown()
         except KeyboardInterrupt:
-            return "interrupted", threading.active_count()
+            return "interrupted"
     assert rpc.rpc_sync("w1", await_joined)
     call = rpc.rpc_async("w1", hold)
     rpc.rpc_sync("w1", await_held)
@@ -164,14 +190,15 @@ def ctrl_c_in_a_call(rank: int, n: int, url: str) -> Any:
     join(rank, n, url)
     if rank == 1:
         return wait_for_the_end()
-    timer = threading.Timer(0.3, interrupt)
-    timer.start()
+    rpc.rpc_sync("w1", operator.add, args=(1, 2))  # nothing but answers comes from now on
+    interrupter = threading.Thread(target=interrupt)
     try:
+        interrupter.start()
         rpc.rpc_sync("w1", hold)
     except KeyboardInterrupt:
         works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
-    rpc.rpc_sync("w1", end)
-    timer.join()
+    let_end("w1")
+    interrupter.join()
     rpc.shutdown(graceful=False)
     return works
 
@@ -201,7 +228,7 @@ def one_leaves_slowly(rank: int, n: int, url: str) -> Any:
         rref = rpc.RRef(Slow())
         wait_for_the_end()
         return rref.owner_name()
-    rpc.rpc_sync("w1", end)
+    let_end("w1")
     try:
         while rpc.rpc_sync("w1", rpc.get_worker_info).name == "w1":
             pass
@@ -213,6 +240,7 @@ def one_leaves_slowly(rank: int, n: int, url: str) -> Any:
 
 @rpc.functions.async_execution
 def never() -> Any:
+    held.release()
     return rpc.Future()
 
 
@@ -221,7 +249,14 @@ def shutdown_waits(rank: int, n: int, url: str, doing: str) -> Any:
     options = rpc.RpcBackendOptions(init_method=url, rpc_timeout=1.0 if doing == "default" else 60.0)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     if rank == 0:
+        rpc.rpc_sync(
+            "w1", operator.add, args=(1, 2), timeout=LIMIT
+        )  # what is called now reaches it in any case
         assert said(rpc.rpc_async("w1", never, timeout=0.05))[0] == "RpcTimeoutError"
+        rpc.rpc_sync("w1", await_held, timeout=LIMIT)
+        for other in range(n):
+            rpc.rpc_sync(other, end, timeout=LIMIT)
+    assert over.wait(LIMIT)
     used, began = time.process_time(), time.monotonic()
     error = ended_by(None if doing == "default" else 1.0)
     return *error, time.process_time() - used, time.monotonic() - began
