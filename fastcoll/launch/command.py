@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from .._version import __version__
 from ..errors import FastcollError
 from ..rendezvous import HashStore
+from .console import Console
 from .gathering import Gathering, agree, open_store
 from .generations import Node, Rules
 from .lifeline import adopt_orphans
 from .nodes import Job, Nodes, default_port, free_port
 from .options import read
 from .restarts import Restarts
-from .supervisor import Supervisor, received, say
+from .supervisor import Supervisor
 
 if TYPE_CHECKING:
     from ..rendezvous import TCPStore
@@ -34,22 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with the arguments `argv` (default: those of this process); returns its exit code."""
     options, job = read(argv)
     logs: Path | None = options.log_dir
-    with received() as signals:
+    with Console() as console:
         if options.made_log_dir:
-            say(f"output that goes to files is in {logs}")
+            console.say(f"output that goes to files is in {logs}")
         if single := job.single_threaded(os.environ):
-            say(f"{' and '.join(single)} set to 1, as {job.local_size} ranks share this node")
+            console.say(f"{' and '.join(single)} set to 1, as {job.local_size} ranks share this node")
         adopt_orphans()
         supervise = partial(
             Supervisor,
             grace=options.grace,
             prefix=not options.no_prefix,
-            signals=signals,
+            console=console,
             tick=options.monitor_interval,
             outputs=options.outputs,
         )
         if options.has_generations:
-            return _run_generations(options, job, logs, supervise, signals)
+            return _run_generations(options, job, logs, supervise, console)
         return _run_once(options, job, logs, supervise)
 
 
@@ -79,7 +80,7 @@ def _run_generations(
     job: Job,
     logs: Path | None,
     supervise: Callable[..., Supervisor],
-    signals: list[int],
+    console: Console,
 ) -> int:
     """Run sets of ranks, until one ends well or there may be no more."""
     is_static = options.rdzv_backend == "static"
@@ -89,18 +90,18 @@ def _run_generations(
         options.rdzv_conf.get("join_timeout", _JOIN_SECONDS), options.grace + _END_SECONDS, is_static,
     )  # fmt: skip
     try:
-        store, leads, address = _meet(options, job, rules, signals)
+        store, leads, address = _meet(options, job, rules, console.signals)
     except FastcollError as error:
-        if signals:
-            return 128 + signals[0]
-        say(f"the nodes' launchers cannot meet: {error}")
+        if console.signals:
+            return 128 + console.signals[0]
+        console.say(f"the nodes' launchers cannot meet: {error}")
         return 1
     place = job.node_rank if is_static else None
     key = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(8)}"
     node = Node(key, os.uname().nodename, job.local_size, options.role, address, 0, place)
     port = (lambda: job.master_port) if is_static and options.master_port else free_port
     with Gathering(store, node, port, rules, leads, options.monitor_interval) as gathering:
-        return Restarts(gathering, job, supervise, logs, signals, options.monitor_interval).run()
+        return Restarts(gathering, job, supervise, logs, console, options.monitor_interval).run()
 
 
 def _meet(

@@ -11,10 +11,11 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from .console import HANDLED
 from .lifeline import GRACE_SECONDS
 from .nodes import Job, free_port
 from .outputs import Outputs, parse
-from .supervisor import HANDLED, TICK_SECONDS
+from .supervisor import TICK_SECONDS
 
 _MANY_NODES_PORT = 29500  # torch's, when the nodes must agree on a port without having talked
 _ENDPOINT_PORT = 29400  # torch's, for --rdzv_endpoint

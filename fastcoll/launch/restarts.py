@@ -6,16 +6,17 @@ The main thread starts and watches ranks, as only it may: they end with it. Sign
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from .console import Console
 from .gathering import Gathering, secret_of
 from .generations import End, Over, Start, share_of
 from .nodes import Failure, Job, left
-from .supervisor import Supervisor, say
+from .supervisor import Supervisor
 
 
 class _Generation:
@@ -46,7 +47,6 @@ class Restarts:
     Args:
         job: this node's share, whatever the generation.
         supervise: makes the supervisor of one generation of its share, `logs` and `nodes`.
-        signals: those received and not yet acted on.
     """
 
     def __init__(
@@ -55,24 +55,19 @@ class Restarts:
         job: Job,
         supervise: Callable[..., Supervisor],
         logs: Path | None,
-        signals: list[int],
+        console: Console,
         tick: float,
     ) -> None:
         self._gathering, self._job, self._supervise, self._logs = gathering, job, supervise, logs
-        self._signals, self._tick = signals, tick
+        self._console, self._signals, self._tick = console, console.signals, tick
+        self._say = partial(console.say, has_to_act=lambda: gathering.failure() is not None)
         self._mine: Start | None = None  # the generation that ran here last
         self._known = ""  # why it ended, as has been said
         self._waits = False  # whether the job runs without this node
 
     def run(self) -> int:
         """The exit code: that of what ended the job, 0 when all ranks have ended well."""
-        try:
-            self._gathering.ready()
-            return self._obey()
-        except BrokenPipeError:  # nobody reads our output any more
-            return 128 + signal.SIGPIPE
-
-    def _obey(self) -> int:
+        self._gathering.ready()
         while True:
             if self._signals:
                 number = self._signals.pop(0)
@@ -88,7 +83,7 @@ class Restarts:
                     self._gathering.ready()
             elif isinstance(order, Over) and order.only in ("", self._gathering.key):
                 if order.text not in ("", self._known):
-                    say(order.text)
+                    self._console.say(order.text, lambda: True)
                 return order.code
             elif order is None:
                 time.sleep(self._tick)
@@ -98,7 +93,7 @@ class Restarts:
         share = share_of(order.members, self._gathering.key)
         if share is None:
             if not self._waits:
-                say(f"generation {order.generation} runs without this node, which waits for a place")
+                self._say(f"generation {order.generation} runs without this node, which waits for a place")
             self._waits = True
             return 0
         self._waits = False
@@ -122,7 +117,7 @@ class Restarts:
             logs = logs / f"generation-{order.generation}"
             logs.mkdir(exist_ok=True)
         if order.generation:
-            say(
+            self._say(
                 f"generation {order.generation} starts: {share.world_size} ranks on {len(order.members)} "
                 f"node{'s' * (len(order.members) > 1)}, {order.restarts} of "
                 f"{self._job.told['TORCHELASTIC_MAX_RESTARTS']} restarts used"
@@ -134,7 +129,7 @@ class Restarts:
             code, interrupted = supervisor.run(), supervisor.interrupted
         except OSError as error:  # there is no room for a process, or for what it writes
             text = f"the ranks on {os.uname().nodename} cannot be run: {error.strerror or error}"
-            say(text)
+            self._say(text)
             link.tell(Failure(1, text))
         self._known = link.known
         if code == 0 and not link.has_failed:

@@ -7,7 +7,6 @@ its own. What outlives its rank is adopted and killed at the end, so nothing is 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -27,6 +26,7 @@ from typing import BinaryIO, Protocol
 from .. import config, failpoints
 from ..core import dump
 from . import lifeline
+from .console import Console, is_ready
 from .nodes import Failure, Job, left
 from .outputs import Outputs
 from .pauses import Pauses
@@ -39,14 +39,11 @@ _FOLLOWED = re.compile(
     r"^fastcoll\.errors\.(?:GroupError|PeerDiedError|CollectiveTimeoutError|AbortedError)\b", re.MULTILINE
 )
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 TICK_SECONDS = 0.1
 _INTERRUPTED_SECONDS = 0.5  # for ranks of a guest to end by themselves after Ctrl-C, before they are killed
 _LEFTOVER_SECONDS = 1.0  # for what outlives its rank to end by itself, such as multiprocessing's tracker
 _READ_BYTES = 64 << 10
 _PIPE_BYTES = 1 << 20  # that a pipe holds at most (/proc/sys/fs/pipe-max-size)
-_LOOK_MILLISECONDS = 100  # between looks at signals, while nobody reads the output
-_STANDSTILL_SECONDS = 1.0
 _LONGEST_LINE = 1 << 20  # a longer one is cut, so that output without line ends takes no more memory
 _REMEMBERED = 40  # lines
 _MOST_SHOWN = 8  # ranks that failed besides the first
@@ -100,7 +97,7 @@ class Relay:
     def pump_all(self) -> None:
         """Pass on all that is there now; what a rank has left running may write on for ever."""
         for _ in range(_PIPE_BYTES // _READ_BYTES):
-            if self.source < 0 or not _wait(self.source, select.POLLIN, 0) or not self.pump():
+            if self.source < 0 or not is_ready(self.source, select.POLLIN, 0) or not self.pump():
                 return
 
     def finish(self) -> None:
@@ -207,9 +204,9 @@ class Supervisor:
     Args:
         logs: a directory for one file per rank and stream.
         nodes: the launchers of the other nodes.
-        signals: those received and not yet acted on, which others add to (`received`).
+        console: hears of signals, and takes what ranks write, and what is said of them.
         tick: seconds until a signal, or another node's failure, is acted on.
-        sinks: take what ranks write to stdout and stderr; None: this process's descriptors do.
+        sinks: take what ranks write to stdout and stderr; None: the console does.
         is_guest: it lives in a process of the user's: it leaves other children alone, and is silent.
         followed: whether a rank that has failed did so because of another one; None: its last lines tell.
         min_ranks: a rank that fails ends the others only where fewer than so many are left; None: in any case.
@@ -232,17 +229,17 @@ class Supervisor:
         followed: Callable[[RankProcess], bool] | None = None,
         min_ranks: int | None = None,
         max_restarts: int = 0,
-        signals: list[int] | None = None,
+        console: Console | None = None,
         tick: float = TICK_SECONDS,
         outputs: Outputs | None = None,
     ) -> None:
         self.ranks: list[RankProcess] = []
         self.first: RankProcess | None = None
-        self._sinks = sinks or (
-            partial(self._put, sys.stdout.fileno()),
-            partial(self._put, sys.stderr.fileno()),
-        )
-        self._unread: set[int] = set()  # descriptors whose reader is gone
+        self._console = console or Console()
+        self._signals = self._console.signals
+        self._say = partial(self._console.say, has_to_act=self._has_to_act)
+        write = partial(self._console.write, has_to_act=self._has_to_act)
+        self._sinks = sinks or (partial(write, sys.__stdout__), partial(write, sys.__stderr__))
         self._followed = followed or (lambda rank: follows(rank.last_words()))
         self._job, self._grace, self._prefix, self._logs, self._nodes = job, grace, prefix, logs, nodes
         self._is_guest = is_guest
@@ -253,7 +250,6 @@ class Supervisor:
         self._restarts = 0
         self._not_ours = set(lifeline.children_of(os.getpid()))
         self._selector = selectors.DefaultSelector()
-        self._signals = [] if signals is None else signals
         self._tick, self._outputs = tick, outputs or Outputs(to_files=logs is not None)
         self.interrupted = 0
         self._others_failed: list[RankProcess] = []  # by themselves, besides the first
@@ -293,21 +289,11 @@ class Supervisor:
             self._selector.unregister(relay.source)
             relay.finish()
 
-    def _put(self, descriptor: int, data: bytes) -> None:
-        """Write to one of this process's descriptors; a reader that is gone is as a signal to this launcher."""
-        if descriptor in self._unread:
-            return
-        try:
-            write_all(descriptor, data, self._has_to_act)
-        except BrokenPipeError:
-            self._unread.add(descriptor)
-            self._signals.append(signal.SIGPIPE)
-
     def _elsewhere(self) -> Failure | None:
         return self._nodes.failure() if self._nodes else None
 
     def _has_to_act(self) -> bool:
-        return bool(self._signals) or self._kill_at is not None or self._elsewhere() is not None
+        return self._kill_at is not None or self._elsewhere() is not None
 
     def _reap(self, rank: RankProcess) -> None:
         self._selector.unregister(rank.pidfd)
@@ -339,9 +325,6 @@ class Supervisor:
                 f"comes in {pause:g} s" if pause else "comes"
             )
         self._say(said)
-
-    def _say(self, text: str) -> None:
-        self._sinks[1](_line(text))
 
     def _start_newcomers(self) -> None:
         """Start those whose time has come, unless the others are ending."""
@@ -456,26 +439,9 @@ class Supervisor:
                     os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
             if waited >= 2 * _LEFTOVER_SECONDS:
-                sys.stderr.write(
-                    f"fastcoll.launch: SIGKILL has not ended {sorted(children)}, look at them with ps\n"
-                )
+                self._say(f"SIGKILL has not ended {sorted(children)}, look at them with ps")
                 return
             time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def received() -> Iterator[list[int]]:
-    """The signals that the launcher has received and not yet acted on, added to as they come."""
-    signals: list[int] = []
-    before = {number: signal.getsignal(number) for number in HANDLED}
-    try:
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:  # as under nohup
-                signal.signal(number, lambda got, _: signals.append(got))
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _quoted(rank: RankProcess) -> str:
@@ -491,40 +457,3 @@ def follows(lines: str) -> bool:
 
 def _nowhere(data: bytes) -> None:
     """Where what is for a file only goes."""
-
-
-def say(text: str) -> None:
-    """Write a line of the launcher's own on stderr, or BrokenPipeError."""
-    write_all(sys.stderr.fileno(), _line(text))
-
-
-def _line(text: str) -> bytes:
-    return f"fastcoll.launch: {text}\n".encode(errors="replace")
-
-
-def write_all(descriptor: int, data: bytes, hurries: Callable[[], bool] = lambda: False) -> None:
-    """Write all of `data`, or BrokenPipeError where nobody reads it: its reader, or its terminal, has gone, or stands
-    still for a second while this launcher `hurries`. Not by a buffer, which would still hold it then.
-    """
-    end = math.inf
-    while data:
-        if not _wait(descriptor, select.POLLOUT, _LOOK_MILLISECONDS):
-            end = min(end, time.monotonic() + _STANDSTILL_SECONDS) if hurries() else math.inf
-            if time.monotonic() >= end:
-                raise BrokenPipeError(errno.EPIPE, "nobody reads")
-            continue
-        try:
-            # A pipe that can be written to takes so much at once: a longer write would wait, and no signal end it.
-            data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
-        except BlockingIOError:  # another program has made the terminal nonblocking
-            pass
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            raise BrokenPipeError(errno.EPIPE, "the terminal has gone") from error
-
-
-def _wait(descriptor: int, event: int, milliseconds: int) -> bool:
-    poll = select.poll()  # select() refuses descriptors above 1023
-    poll.register(descriptor, event)
-    return bool(poll.poll(milliseconds))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll.launch.console import Console
 from fastcoll.launch.nodes import Job
 from fastcoll.launch.pauses import Pauses
 from fastcoll.launch.supervisor import Supervisor
@@ -97,12 +98,13 @@ def test_a_launcher_that_replaces_many_keeps_nothing_of_them(
     job = Job(("sh", "-c", program), 2, 1, 0, "127.0.0.1", 1)
     descriptors: list[int] = []
 
-    def hear(data: bytes) -> None:
-        descriptors.append(len(os.listdir("/proc/self/fd")))
-        if b"newcomer" not in data.partition(b"; ")[2]:
-            Path("go").touch()
+    class Hearing(Console):
+        def say(self, text: str, has_to_act: object = None) -> None:
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+            if "newcomer" not in text.partition("; ")[2]:
+                Path("go").touch()
 
-    supervisor = Supervisor(job, 0, sinks=(hear, hear), is_guest=True, min_ranks=1, max_restarts=20)
+    supervisor = Supervisor(job, 0, console=Hearing(), is_guest=True, min_ranks=1, max_restarts=20)
     assert supervisor.run() == 0
     assert len(descriptors) == 21
     assert max(descriptors) <= descriptors[0] + 4  # each has had four

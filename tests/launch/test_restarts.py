@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll.launch.console import Console
 from fastcoll.launch.gathering import Gathering
 from fastcoll.launch.generations import Node, Rules
 from fastcoll.launch.nodes import Job, free_port
@@ -159,6 +160,32 @@ def test_signals_while_ranks_run_and_in_a_pause(
     assert has_ended(pid)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_while_nobody_reads_what_is_said_of_a_restart(
+    script: Callable[[str], None], number: signal.Signals
+) -> None:
+    """stderr is a pipe that is full from the start. The folder is made just before the restart is told."""
+    script("if restarts == 0: sys.exit(1)\ntime.sleep(600)")
+    unread, full = os.pipe()
+    os.set_blocking(full, False)
+    with ExitStack() as stack:
+        stack.callback(os.close, unread)
+        stack.callback(os.close, full)
+        while select.select([], [full], [], 0)[1]:
+            os.write(full, bytes(select.PIPE_BUF))
+        os.set_blocking(full, True)
+        process = stack.enter_context(
+            subprocess.Popen([*COMMAND, "--max-restarts=1", "--log-dir=logs", "script.py"], stderr=full)
+        )
+        stack.callback(process.kill)
+        deadline = time.monotonic() + 60
+        while not Path("logs/generation-1").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+
+
 def test_nodes_join_and_leave(script: Callable[[str], None], start: Start) -> None:
     script(STAY)
     options = c10d(free_port())
@@ -285,7 +312,7 @@ def test_ranks_for_which_there_is_no_room_count_as_failed(capfd: pytest.CaptureF
     told = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "1"}
     job = Job(("program",), 1, 1, 0, "127.0.0.1", 1234, told=told)
     with Gathering(HashStore(), node, lambda: 1234, rules, leads=True, tick=0.01) as gathering:
-        assert Restarts(gathering, job, refuse, None, [], 0.01).run() == 1
+        assert Restarts(gathering, job, refuse, None, Console(), 0.01).run() == 1
     assert capfd.readouterr().err.count("cannot be run: Resource temporarily unavailable") == 2
 
 
