@@ -86,9 +86,14 @@ def test_values_there_and_back(worker: int, world_size: int) -> None:
     assert (got == fortran).all()
 
 
+@pytest.fixture
+def torch() -> Any:
+    """Imported before others can call: two threads that import torch at the same time find half of it."""
+    return pytest.importorskip("torch")
+
+
 @pytest.mark.ranks(2)
-def test_tensors_there_and_back(worker: int, world_size: int) -> None:
-    torch = pytest.importorskip("torch")
+def test_tensors_there_and_back(torch: Any, worker: int, world_size: int) -> None:
     for count in (0, 3, 1 << 18):
         x = torch.arange(count, dtype=torch.bfloat16)
         assert torch.equal(rpc.rpc_sync(next_of(worker, world_size), back, args=(x,))[0][0], x)
