@@ -119,6 +119,7 @@ class Agent:
         self._own: dict[int, Call] = {}  # calls to this worker
         self._serving: dict[object, tuple[WorkerInfo, int, object]] = {}  # calls that are not answered yet
         self._closed: FastcollError | None = None
+        self._farewell = ""  # since it is closed
         self._death_callbacks: list[Callable[[int, FastcollError], None]] = []
         self._shutdown_callbacks: list[Callable[[float], None]] = []
         self._due = ENDLESS
@@ -298,6 +299,7 @@ class Agent:
         """Use a new link; False: `close` came first."""
         with self._lock:
             if self._closed is not None:
+                link.say_goodbye(self._farewell)
                 link.close()
                 return False
             if link.dialed:
@@ -425,8 +427,9 @@ class Agent:
                 return
             link.is_lost = True
         self.readers.forget(link)
-        link.close()
+        link.shut()
         error = self._why(link)
+        link.close()
         with self._lock:
             is_first = worker.id not in self._announced
             self._announced.add(worker.id)
@@ -443,7 +446,12 @@ class Agent:
                 callback(worker.id, error)
 
     def _why(self, link: Link) -> FastcollError:
-        """Why a link has ended: the same for all links of a worker."""
+        """Why a link has ended, which is shut: the same for all links of a worker."""
+        if (
+            self._closed is None and link.said_goodbye is None
+        ):  # who sends may see the end before it has been read
+            for task in link.take_rest():
+                self.readers.run(task)
         worker, member = link.worker, self.members[link.worker.id]
         if self._closed is not None:
             error: FastcollError = self._closed
@@ -459,7 +467,7 @@ class Agent:
         with self._lock:
             if self._closed is not None:
                 return
-            self._closed = error
+            self._closed, self._farewell = error, farewell
             links = [*self._out.values(), *self._in]
         for link in links:
             link.say_goodbye(farewell)

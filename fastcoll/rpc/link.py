@@ -250,6 +250,17 @@ class Link:
             return tasks or None
         return tasks
 
+    def take_rest(self) -> list[Task]:
+        """What is to be done for the messages that came before the end."""
+        tasks: list[Task] = []
+        if self.reading.acquire(timeout=_CLOSE_SECONDS):
+            try:
+                while more := self.take():
+                    tasks.extend(more)
+            finally:
+                self.reading.release()
+        return tasks
+
     def _take_buffer(self, buffer: memoryview) -> None:
         assert self.ring is not None, "both sides have it"
         for _ in self.ring.take(buffer):

@@ -20,7 +20,7 @@ import fastcoll
 from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UsageError, rpc
 from fastcoll.core.processes import Member
 from fastcoll.rpc.agent import Agent
-from fastcoll.rpc.wire import INLINE
+from fastcoll.rpc.wire import INLINE, MessageType, pieces
 
 SLOT = 256 << 10
 LIMIT = 30.0  # seconds that nothing here takes on a quiet machine
@@ -254,6 +254,30 @@ def test_a_time_that_is_up_before_the_worker_is_reached() -> None:
     finally:
         agent.close("left", AbortedError("over"))
         far.close()
+
+
+def test_who_sends_and_sees_the_end_first_learns_how_the_worker_left() -> None:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    workers = [rpc.WorkerInfo("near", 0), rpc.WorkerInfo("far", 1)]
+    agent = Agent(workers, [Member.here(rank, 2, "auto") for rank in range(2)], 0, lambda *_: near, 60.0, 2)
+    agent.on(1, lambda *_: None)
+    try:
+        calls = [agent.call("far", 1, None)]
+        link = agent._out[1]
+        with link.reading:  # none of the threads reads what comes
+            far.sendall(pieces(MessageType.GOODBYE, 0, 0, b"left")[0])
+            far.close()
+            until = time.monotonic() + LIMIT
+            while link.armed:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        calls.append(agent.call("far", 1, None))
+        for call in calls:
+            with pytest.raises(AbortedError, match=r"worker far, .* left"):
+                call.wait(LIMIT)
+    finally:
+        agent.close("left", AbortedError("over"))
 
 
 @rpc.functions.async_execution
