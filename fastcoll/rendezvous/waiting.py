@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from .. import config
@@ -77,10 +78,13 @@ def fetch_for(
         except StoreError as error:
             raise_if_dying(members, doing, error)
             raise
-        # After the look: what a process tells before it ends is the better reason.
+        # After the look: what a process tells before it ends is the better reason, and what it brings is none.
         if between is not None:
             between()
         if died is not None:
+            with suppress(StoreError):  # gone with the process
+                if store.check(keys):
+                    continue
             raise died
         late.look(doing, missing)
         if left <= longest:

@@ -347,16 +347,20 @@ def _choose(size: int) -> Layout:
 def _await_all(
     late: Callable[[], list[int]], do: str, members: Sequence[Member], meeting: GroupMeeting, timeout: float
 ) -> None:
-    """Wait until no rank is `late` to do something, and from time to time look for trouble."""
-    next_look = time.monotonic() + _LOOK_SECONDS
+    """Wait until no rank is `late` to do something, and from time to time look for trouble.
+
+    A death counts only if ranks are late still: what the dead did before may be all that this one has waited for.
+    """
+    next_look, dead = time.monotonic() + _LOOK_SECONDS, list[Member]()
     while missing := [members[r].rank for r in late()]:
+        if dead:
+            raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
         time.sleep(0.0002)
         if time.monotonic() < next_look:
             continue
         next_look = time.monotonic() + _LOOK_SECONDS
         meeting.look()
-        if dead := gone_among(members):
-            raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
+        dead = gone_among(members)
         if not meeting.left():
             who = f"rank {', '.join(map(str, missing))} did not {do} within {timeout:g} s"
             raise CollectiveTimeoutError(f"{_DOING}: {who}", missing)

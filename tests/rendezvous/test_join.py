@@ -19,7 +19,7 @@ import pytest
 from fastcoll import config
 from fastcoll.core.processes import Member
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore, serving
+from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore, serving, waiting
 from fastcoll.rendezvous.join import join
 from fastcoll.rendezvous.waiting import fetch_for
 
@@ -292,6 +292,16 @@ def test_fetch_for_sees_a_member_die(processes) -> None:
     assert time.monotonic() - started < 8
     assert caught.value.ranks == (2,)
     killer.join()
+
+
+def test_fetch_for_has_what_a_member_did_before_it_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As this process waited for a core, or else for the store."""
+    member = Member.here(1, 2, "shm")
+    monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "gone_among", lambda _: [member])
+    with HashStore() as store:
+        got = fetch_for(store, ["a"], [member], 20, "testing", lambda: store.set("a", "last"))
+    assert got == [b"last"]
 
 
 def start_time(pid: int) -> int:

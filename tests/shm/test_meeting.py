@@ -1,4 +1,4 @@
-"""How much memory the members of a group agree on, and what is said where there is too little."""
+"""How much memory the members of a group agree on, what is said where there is too little, and whose death ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import config
-from fastcoll.errors import ResourceError
+from fastcoll.core.processes import Member
+from fastcoll.errors import PeerDiedError, ResourceError
+from fastcoll.rendezvous import HashStore
+from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.shm import segment
 
 
@@ -34,6 +37,28 @@ def test_the_cure_is_for_what_is_too_small(
     with pytest.raises(ResourceError, match=cure) as caught:
         segment._choose(2)
     assert no_cure not in str(caught.value)
+
+
+@pytest.mark.parametrize("late", [[[1], []], [[1], [1]]])
+def test_a_death_counts_only_if_a_rank_is_late_still(
+    late: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may do its part, be through with the meeting and end while another one waits for a core."""
+    members = [Member.here(rank, 2, "shm") for rank in range(2)]
+    monkeypatch.setattr(segment, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(segment, "gone_among", lambda _: members[1:])
+    looks = iter(late)
+    with HashStore() as store:
+        meeting = GroupMeeting(store, members, 0, 20.0, "testing")
+
+        def wait() -> None:
+            segment._await_all(lambda: next(looks), "attach", members, meeting, 20.0)
+
+        if late[-1]:
+            with pytest.raises(PeerDiedError, match=r"rank 1 \(.*\) died while making a group"):
+                wait()
+        else:
+            wait()
 
 
 @pytest.mark.ranks(3)
