@@ -202,7 +202,7 @@ class Watcher:
     """Looks after the Works of one carrier, oldest first, as their stream ends them.
 
     Args:
-        timeout: seconds that a Work may take once those before it have ended.
+        timeout: tells how many seconds a Work may take once those before it have ended.
         look: why waiting is in vain, or None; gets the oldest Work's description. An error that a Work may still
             outrun counts when it is seen twice.
         fail: fails the group, and with it all outstanding Works by `break_off`.
@@ -211,7 +211,7 @@ class Watcher:
     def __init__(
         self,
         name: str,
-        timeout: float,
+        timeout: Callable[[], float],
         look: Callable[[str], GroupError | None],
         fail: Callable[[GroupError], None],
     ) -> None:
@@ -323,9 +323,9 @@ class Watcher:
     def _judge(self, work: StreamWork, now: float, suspect: StreamWork | None) -> StreamWork | None:
         """Fail the group if the Work cannot end; the Work if it is to be seen so once more."""
         found = self._look(work.describe)
-        if found is None and now - work.began >= self._timeout:
+        if found is None and now - work.began >= (limit := self._timeout()):
             found = CollectiveTimeoutError(
-                f"{work.describe} is not complete after {self._timeout:g} s: a rank has not called it or has called "
+                f"{work.describe} is not complete after {limit:g} s: a rank has not called it or has called "
                 "something else, or a GPU is busy"
             )
         elif found is not None and suspect is not work:

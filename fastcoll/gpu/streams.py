@@ -205,7 +205,7 @@ class StreamCarrier(DeviceCarrier):
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.runtime = runtime()
-        self.watcher = Watcher(group.name, group.timeout, self.look, self.fail)
+        self.watcher = Watcher(group.name, lambda: group.timeout, self.look, self.fail)
         self.lane: Own | None = None  # its stream on its GPU, once there is one
         self.broken = False  # whether the group has failed, and what runs on the GPU was ended
         self._lane_lock = threading.Lock()

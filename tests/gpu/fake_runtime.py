@@ -141,7 +141,8 @@ class FakeRuntime:
 
     def place(self, x: Array, device: int) -> None:
         """Say that the memory of `x` belongs to a GPU other than number 0."""
-        self._places.append((x.ctypes.data, x.ctypes.data + x.nbytes, device))
+        # An array without elements has an address, too, which nothing else has while it lives.
+        self._places.append((x.ctypes.data, x.ctypes.data + max(x.nbytes, 1), device))
 
     def left(self) -> list[str]:
         """What was made and not given back."""

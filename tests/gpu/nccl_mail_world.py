@@ -37,6 +37,9 @@ class MailBackend(ThreadBackend):
     def fail(self, error: GroupError) -> None:
         Backend.fail(self, error)
 
+    def limit(self, seconds: float) -> None:
+        Backend.limit(self, seconds)
+
     def close(self, reason: GroupError | None) -> None:
         self.monitor.leave()
         self.messages.close(reason)

@@ -133,6 +133,9 @@ class ThreadBackend(Backend):
             self.gate.failure = self.meeting.failures[0] if self.meeting.failures else error
             self.meeting.fail(self.gate.failure)
 
+    def limit(self, seconds: float) -> None:
+        self.gate.timeout = seconds
+
     def close(self, reason: GroupError | None) -> None: ...
     def disown(self, error: GroupError) -> None: ...
 
@@ -185,10 +188,15 @@ class Ranks:
 
         return together(*[lambda rank=rank: on(rank) for rank in range(self.size)])
 
+    def give_up_after(self, seconds: float) -> None:
+        """The timeout from now on, of what is under way, too: what must succeed before it has longer."""
+        for group in self.groups:
+            group.timeout = seconds
+
     def array(self, rank: int, host: Array, stream: int | None = None) -> FakeArray:
         """The memory of `host`, on the rank's GPU."""
         self._kept.append(host if host.base is None else host.base)
-        if self.gpu.devices > 1 and host.size:
+        if self.gpu.devices > 1 and (host.size or host.base is None):
             start = host if host.flags.c_contiguous else host.base
             self.gpu.place(start, rank)
         if stream is None and self._streams:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages.worlds import until
+from together import together
 
 from fastcoll import ReduceOp
 from fastcoll.core.operation import Operation
@@ -59,9 +61,17 @@ def test_a_peer_that_dies_while_the_communicator_is_made_is_named() -> None:
 
 
 def test_a_communicator_that_never_gets_ready_runs_into_the_groups_timeout() -> None:
-    with world(2, timeout=0.2) as ranks:
+    def does(rank: int, group: ThreadGroup) -> None:
+        group.all_reduce(ones(ranks, rank))
+
+    def gives_up() -> None:
+        until(lambda: len(ranks.nccl.comms) == 2)
+        ranks.give_up_after(0.2)
+
+    with world(2) as ranks:
         ranks.nccl.absent = {1}
-        for error in ranks.attempt(lambda rank, group: group.all_reduce(ones(ranks, rank))):
+        errors, _ = together(lambda: ranks.attempt(does), gives_up)
+        for error in errors:
             assert isinstance(error, CollectiveTimeoutError)
             assert "making a communicator: NCCL was not through within 0.2 s" in str(error)
 
@@ -99,12 +109,13 @@ def test_a_lost_peer_is_named() -> None:
 
 
 def test_a_call_that_nobody_joins_runs_into_the_groups_timeout() -> None:
-    with world(2, timeout=0.3) as ranks:
+    with world(2) as ranks:
         meet(ranks)
         work = alone(ranks)
         with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0.01 s"):
             work.wait(timeout=0.01)
         assert ranks.groups[0].failure is None
+        ranks.give_up_after(0.3)
         assert_ends(work, CollectiveTimeoutError, "not complete after 0.3 s: a rank has not called it")
         assert isinstance(ranks.groups[0].failure, CollectiveTimeoutError)
 
@@ -137,8 +148,9 @@ def test_destroying_waits_for_what_is_under_way() -> None:
 
 
 def test_destroying_with_a_call_that_nobody_joins_ends_in_time() -> None:
-    with world(2, timeout=0.3) as ranks:
+    with world(2) as ranks:
         meet(ranks)
+        ranks.give_up_after(0.3)
         work = alone(ranks)
         started = time.monotonic()
         ranks.groups[0].close()
@@ -229,11 +241,12 @@ def test_sizes_that_do_not_fit_are_named() -> None:
 
 
 def test_a_call_that_was_left_out_is_found_at_the_next_new_one() -> None:
-    with world(2, timeout=0.3) as ranks:
+    with world(2) as ranks:
         meet(ranks)
         work = alone(ranks)
         texts = both(ranks, *[lambda group, r=r: group.broadcast(ones(ranks, r), 0) for r in range(2)])
         assert "is rank 0 its call 3, rank 1 its call 2: a rank has left out a call before" in texts[0]
+        ranks.give_up_after(0.3)
         assert_ends(work, CollectiveTimeoutError, "not complete")
 
 

@@ -294,7 +294,8 @@ def test_arrays_that_cannot_be_used_are_refused():
 
 def test_an_array_that_never_gets_ready_ends_by_the_timeout(prompt_gpu):
     fake, stuck = prompt_gpu, threading.Event()
-    with staged(2, timeout=0.5) as made:
+    with staged(2) as made:
+        made[0].timeout = 0.5  # the other one waits for this rank
         xs = [np.ones(3), np.ones(3)]
         stream = fake.new_stream(0)
         fake.queue("kernel", stream, stuck.wait)

@@ -228,7 +228,9 @@ def test_the_watching_thread_ends(prompt: Ranks, monkeypatch: pytest.MonkeyPatch
 def test_a_work_may_outrun_the_death_of_a_peer() -> None:
     """What was queued before a peer died may still end; only what has not by the next look is in vain."""
     failed: list[GroupError] = []
-    watcher = stream_work.Watcher("g", 10.0, lambda doing: AbortedError(f"{doing} is in vain"), failed.append)
+    watcher = stream_work.Watcher(
+        "g", lambda: 10.0, lambda doing: AbortedError(f"{doing} is in vain"), failed.append
+    )
     work, other = StreamWork("one", Own(FakeRuntime(), 0), ()), StreamWork("two", Own(FakeRuntime(), 0), ())
     suspect = watcher._judge(work, work.began, None)
     assert watcher._judge(other, other.began, suspect) is other
@@ -275,7 +277,7 @@ def test_the_watcher_is_not_kept_by_who_orders_a_full_stream(monkeypatch: pytest
 def test_a_gpu_is_chosen_by_the_watcher() -> None:
     gpu = FakeRuntime(devices=2)
     own, failed = Own(gpu, 1), []
-    watcher = stream_work.Watcher("g", 10.0, lambda doing: None, failed.append)
+    watcher = stream_work.Watcher("g", lambda: 10.0, lambda doing: None, failed.append)
     work, event = StreamWork("one", own, ()), own.event()
     with gpu.on(1):
         gpu.record(event, own.stream)

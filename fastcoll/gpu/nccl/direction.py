@@ -105,7 +105,7 @@ class Direction:
         self._device = carrier.lane.device
         self._comm: Communicator | None = None
         self._lane: Own | None = None
-        self._watcher = Watcher(name, group.timeout, self._look, carrier.fail)
+        self._watcher = Watcher(name, lambda: group.timeout, self._look, carrier.fail)
         self._jobs = ProgressQueue(name)
         self._ending: Work | None = None
 
