@@ -196,7 +196,12 @@ class Footprint:
 
     @staticmethod
     def now() -> Footprint:
-        threads = {thread.ident or 0: thread.name for thread in threading.enumerate()}
+        # A dummy stands for a thread of C++, as XLA's, that has called Python once; it is nobody's to end.
+        threads = {
+            thread.ident or 0: thread.name
+            for thread in threading.enumerate()
+            if type(thread).__name__ != "_DummyThread"
+        }
         files = {}
         arena = sys.modules.get("fastcoll.shm.arena")
         kept = {str(arena.descriptor())} if arena else set()  # as long as the process

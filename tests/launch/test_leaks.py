@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import subprocess
 import threading
@@ -40,6 +41,21 @@ def test_each_kind_is_named() -> None:
     thread.join()
     assert [line for line in grown if "pipe" not in line] == expected
     assert before.growth() == []
+
+
+def test_a_thread_that_python_has_not_started_is_nobodys() -> None:
+    before, seen, stop = Footprint.now(), threading.Event(), threading.Event()
+
+    def as_xla() -> None:
+        threading.current_thread()  # which enters it among Python's, for good
+        seen.set()
+        stop.wait(20)
+
+    _thread.start_new_thread(as_xla, ())
+    assert seen.wait(20)
+    assert any(thread.name.startswith("Dummy-") for thread in threading.enumerate())
+    assert before.growth() == []
+    stop.set()
 
 
 def test_a_descriptor_that_changes_hands_is_new() -> None:
