@@ -60,7 +60,7 @@ def _interrupt_held_up(other: int, interrupted: threading.Event) -> None:
     os.kill(other, signal.SIGCONT)
 
 
-def _await_all(paths: list[Path]) -> None:
+def await_all(paths: list[Path]) -> None:
     end = time.monotonic() + 20
     while not all(path.exists() for path in paths) and time.monotonic() < end:
         time.sleep(0.01)
@@ -85,7 +85,7 @@ def stop_for_good(rank: int, n: int, url: str, backend: str, count: int, timeout
         if rank < n - 1:
             given_up[rank].touch()
         if rank == 0:
-            _await_all(given_up)
+            await_all(given_up)
             os.kill(last, signal.SIGCONT)
         return {"kind": type(error).__name__, "error": str(error), "ranks": error.ranks}
     raise AssertionError("nobody was stopped")

@@ -7,6 +7,8 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,18 @@ import numpy as np
 import fastcoll as dist
 from fastcoll import GroupError
 from fastcoll.api.world import current_job
+from fastcoll.testing.worker import clock_at_work
 from faults import net_victims
 
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _meet() -> None:
+    """Come as far as all others. Who is through may die, or shrink, while others are on their way out: these fail."""
+    with suppress(GroupError):
+        dist.barrier()
 
 
 def _work(group: Any = None) -> float:
@@ -43,6 +52,7 @@ def _join(rank: int, n: int, url: str, backend: str, timeout: float = 30.0) -> N
 def kill_until_one_is_left(rank: int, n: int, url: str, backend: str, order: list[int]) -> dict[str, Any]:
     """One after the other dies, named by its first rank; the last one returns how long each `shrink` took."""
     _join(rank, n, url, backend)
+    _meet()
     took, left = [], sorted(range(n))
     kept = np.full(3, rank)  # what a program has in memory
     for victim in order:
@@ -59,6 +69,7 @@ def kill_until_one_is_left(rank: int, n: int, url: str, backend: str, order: lis
         everybody = np.zeros(len(left), np.int64)
         dist.all_gather_into_tensor(everybody, kept[:1].astype(np.int64))
         assert everybody.tolist() == left
+        _meet()
     pair = dist.new_group()  # the store is that of the first one left
     assert dist.get_world_size(pair) == len(left)
     dist.destroy_process_group()
@@ -70,7 +81,7 @@ def die_while_shrinking(
 ) -> dict[str, Any]:
     """The last rank dies; others die so many seconds after they have begun to shrink. Who is left has one group."""
     _join(rank, n, url, backend)
-    dist.barrier()
+    _meet()
     if rank == n - 1:
         _die()
     _work()
@@ -99,7 +110,7 @@ def shrink_a_part(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
     _join(rank, n, url, backend)
     even, odd = (dist.new_group(range(k, n, 2)) for k in range(2))
     mine = (even, odd)[rank % 2]
-    dist.barrier(mine)
+    _meet()
     if rank == 1:
         _die()
     if rank % 2:
@@ -123,11 +134,13 @@ def shrink_a_part(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
 def shrink_without_a_death(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
     """Rank 0 shrinks a group in which the others wait; nobody has died, so all are left."""
     _join(rank, n, url, backend)
-    dist.barrier()
     said = ""
-    if rank:
+    if rank == 0:
+        _meet()
+    else:
         try:
-            dist.barrier()
+            for _ in range(2):
+                dist.barrier()
         except GroupError as error:
             said = str(error)
     dist.shrink()
@@ -140,21 +153,24 @@ def shrink_without_a_death(rank: int, n: int, url: str, backend: str) -> dict[st
 def shrink_beside_a_stopped_rank(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
     """The last rank is stopped, so it neither comes nor is dead."""
     _join(rank, n, url, backend)
-    pids = np.zeros(n, np.int64)
-    dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
+    here = [Path(f"{url.removeprefix('file://')}-here-{other}") for other in range(n)]
+    here[rank].touch()
     if rank == n - 1:
         time.sleep(30)
+    net_victims.await_all(here)
+    last = dist.group.WORLD.monitor.members[-1].pid
     dist.abort(reason="a test")
     if rank == 0:
-        os.kill(int(pids[-1]), signal.SIGSTOP)
-    began = time.monotonic()
+        os.kill(last, signal.SIGSTOP)
+    began, at_work = time.monotonic(), clock_at_work()
     try:
         dist.shrink(timeout=3 if rank == 0 else 2)  # rank 0 serves
     except dist.CollectiveTimeoutError as error:
-        return {"ranks": error.ranks, "said": str(error), "after": time.monotonic() - began}
+        took = time.monotonic() - began, clock_at_work() - at_work
+        return {"ranks": error.ranks, "said": str(error), "took": took}
     finally:
         if rank == 0:
-            os.kill(int(pids[-1]), signal.SIGKILL)
+            os.kill(last, signal.SIGKILL)
     raise AssertionError("it was left out")
 
 
@@ -162,14 +178,22 @@ def interrupt_shrinking(rank: int, n: int, url: str, backend: str) -> dict[str, 
     """Rank 0 shrinks and nobody else does; Ctrl-C ends that."""
     _join(rank, n, url, backend)
     dist.barrier()
+    interrupted = Path(url.removeprefix("file://") + "-interrupted")
     if rank:
         _work()
-        time.sleep(1.5)
+        net_victims.await_all([interrupted])
         return {}
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
+    sent: list[float] = []
+
+    def interrupt_this() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.5, interrupt_this).start()
     try:
         dist.shrink()
     except KeyboardInterrupt:
-        return {"after": time.monotonic() - began}
+        return {"after": time.monotonic() - sent[0]}
+    finally:
+        interrupted.touch()
     raise AssertionError("nobody was interrupted")

@@ -56,7 +56,7 @@ def test_a_rank_may_die_when_its_part_is_done(rank, world_size):
 
 
 TRAIN = """
-import json, os, sys
+import contextlib, json, os, sys
 import numpy as np
 import fastcoll as dist
 from fastcoll.api import backends
@@ -67,7 +67,8 @@ rank = next((rank for rank in range(1, 7) if os.fork() == 0), 0)
 dist.init_process_group(backend, f"file://{store}", timeout=40, rank=rank, world_size=7)
 groups = [dist.new_group([0, peer]) for peer in range(1, 7)]
 last = dist.new_group([0, 1])
-dist.barrier()
+with contextlib.suppress(dist.PeerDiedError):  # rank 5 may be out, and gone, before others are out
+    dist.barrier()
 
 def load(line):
     raise ValueError("bad data")

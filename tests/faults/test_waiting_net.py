@@ -13,7 +13,7 @@ from faults import crew, net_victims, victims
 def outcomes() -> dict[str, list[crew.Outcome]]:
     """Of the worlds whose ranks mostly sleep, at once."""
     worlds = {
-        "late": (victims.wait_for_late_rank, 3, 0.5, "tcp"),
+        "late": (victims.wait_for_late_rank, 3, 1.2, "tcp"),
         "stopped": (victims.stop_and_continue, 2, 1.0, "tcp"),
     }
     return dict(zip(worlds, crew.run_together(list(worlds.values())), strict=True))
@@ -28,7 +28,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
         assert str(late.pid) in outcome.result
         assert "call 1" in outcome.result
         assert outcome.result.startswith("CollectiveTimeoutError")
-        assert "0.5 s" in outcome.result
+        assert "1.2 s" in outcome.result
 
 
 def test_a_rank_that_stops_is_named_by_all_at_the_timeout() -> None:

@@ -33,10 +33,11 @@ def die():
 
 dist.init_process_group(timeout=60)
 print("here", flush=True)
-if dist.get_rank() == int(sys.argv[1]):
-    threading.Timer(0.5, die).start()
 x = np.ones(1_000_003, "f4")
 try:
+    dist.barrier()  # the others have started, too
+    if dist.get_rank() == int(sys.argv[1]):
+        threading.Timer(0.5, die).start()
     while True:
         dist.all_reduce(x)
 except dist.GroupError as error:
@@ -98,11 +99,13 @@ def test_a_killed_rank_is_named_on_all_hosts(join_hosts: Join, tmp_path: Path) -
 
 
 MAKE = """
-import json, os, signal, sys, time
+import contextlib, json, os, signal, sys, time
 import fastcoll as dist
 
 dist.init_process_group(timeout=60)
 print("here", flush=True)
+with contextlib.suppress(dist.PeerDiedError):
+    dist.barrier()  # the others have started, too, and may be on their way out when one dies
 if dist.get_rank() == int(sys.argv[1]):
     os.kill(os.getpid(), signal.SIGKILL)
 started = time.monotonic()
