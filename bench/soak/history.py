@@ -26,7 +26,7 @@ CLIENTS, KEYS = 8, 3
 HISTORY_SECONDS = 10
 _ERA_SECONDS = 0.5
 _WAIT_SECONDS = 0.02  # of get and wait for a key that is not there
-_PATIENCE_SECONDS = 5.0  # of all else, which may wait for a stopped client's lock
+_PATIENCE_SECONDS = 15.0  # of all else, which may wait for the lock of one that is stopped or starved
 _WORDS = [b"1", b"2", b"37"]  # numbers, so that add always has one
 
 
@@ -99,7 +99,7 @@ def _history(
                 clients[place].signal(signal.SIGCONT)
                 paused += 1
         for client in clients:
-            end = fleet.reap(client, begin + seconds + 20.0)
+            end = fleet.reap(client, begin + seconds + 2 * _PATIENCE_SECONDS)
             if end.code:
                 raise AssertionError(f"a client failed: {end}")
         events: dict[str, list[Event]] = defaultdict(list)
