@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with the arguments `argv` (default: those of this process); returns its exit code."""
     options, job = read(argv)
     logs: Path | None = options.log_dir
-    with Console() as console:
+    with Console(options.signals_to_handle) as console:
         if options.made_log_dir:
             console.say(f"output that goes to files is in {logs}")
         if single := job.single_threaded(os.environ):

@@ -14,10 +14,10 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_MILLISECONDS = 100  # between looks for something to act on, while nobody reads
 _STANDSTILL_SECONDS = 1.0
 
@@ -29,17 +29,21 @@ class Console:
     write waits for one second: what a reader that stands still has not taken by then is lost, and so is what follows
     until it reads again.
 
+    Args:
+        handled: the signals that it takes.
+
     Attributes:
         signals: those received and not yet acted on, added to as they come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handled: Sequence[signal.Signals] = HANDLED) -> None:
+        self._handled = handled
         self.signals: list[int] = []
         self._still: set[int] = set()  # descriptors whose reader has stood still
         self._leaving = contextlib.ExitStack()
 
     def __enter__(self) -> Console:
-        for number in HANDLED:
+        for number in self._handled:
             before = signal.getsignal(number)
             if before != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, lambda got, _: self.signals.append(got))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 import tempfile
 import uuid
@@ -32,7 +33,6 @@ _REFUSED = {
     "event_log_handler": "there are no events; the launcher writes what happens to stderr",
     "logs_specs": "it names a class of torch's; --log_dir, --redirects and --tee say where output goes",
     "numa_binding": "start the program under numactl, with --no_python",
-    "signals_to_handle": "the launcher passes on SIGTERM, SIGINT, SIGHUP and SIGQUIT",
     "virtual_local_rank": "set CUDA_VISIBLE_DEVICES in the program from LOCAL_RANK",
     "duplicate_stdout_filters": "filter the files that --tee writes",
     "duplicate_stderr_filters": "filter the files that --tee writes",
@@ -46,9 +46,13 @@ def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Job]:
     """
     parser = _parser()
     options = parser.parse_args(argv)
+    if options.rdzv_backend == "c10d" and options.rdzv_endpoint and options.rdzv_endpoint[1] == 0:
+        options.standalone = True  # torchrun's way to run several jobs of one node on a machine
     if options.standalone:
-        options.rdzv_backend, options.rdzv_id, options.rdzv_endpoint = "c10d", str(uuid.uuid4()), None
+        options.rdzv_backend, options.rdzv_endpoint = "c10d", None
     is_elastic = options.rdzv_backend == "c10d" and not options.standalone
+    if options.rdzv_id is None:
+        options.rdzv_id = "none" if is_elastic or options.nnodes[1] > 1 else str(uuid.uuid4())
     options.has_generations = is_elastic or (options.max_restarts > 0 and options.min_ranks is None)
     _check_rendezvous(parser, options, is_elastic)
     job = _job(parser, options, is_elastic)
@@ -62,7 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     def add(name: str, *others: str, group: argparse._ActionsContainer = parser, **rest: object) -> None:
-        given = os.environ.get(f"PET_{name.upper()}")
+        words = [
+            name,
+            *(other[2:] for other in others if other.startswith("--")),
+        ]  # torchrun's may be one of them
+        given = next(filter(None, (os.environ.get(f"PET_{word.upper()}") for word in words)), None)
         if given is not None:
             rest["default"] = given == "1" if rest.get("action") == "store_true" else given
         spellings = dict.fromkeys([*others, f"--{name}", f"--{name.replace('_', '-')}"])
@@ -86,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     add("rdzv_endpoint", type=_endpoint, metavar="HOST[:PORT]",
         help=f"where they meet, an address of the node whose launcher leads the job (c10d: port {_ENDPOINT_PORT} by "
              "default); with static: another way to write --master_addr and --master_port")  # fmt: skip
-    add("rdzv_id", default="none", metavar="ID", help="the job's name, the same on all nodes (default none)")
+    add("rdzv_id", metavar="ID",
+        help="the job's name, the same on all nodes (default none; of one node: one of its own)")  # fmt: skip
     add("rdzv_conf", type=_conf, default="", metavar="KEY=VALUE,...",
         help="last_call_timeout: seconds for more nodes than MIN to come (default 30); join_timeout: for MIN nodes to "
              "come (default 600); is_host: whether this launcher leads (default: if it can)")  # fmt: skip
@@ -124,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     add("no_prefix", action="store_true", help="pass output on without [rank] before each line")
     add("grace", "--shutdown_timeout", "--shutdown-timeout", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS",
         help=f"between asking ranks to end and killing them (default {GRACE_SECONDS:g})")  # fmt: skip
+    add("signals_to_handle", type=_signals, default=",".join(number.name for number in HANDLED), metavar="NAMES",
+        help="signals that end the job when the launcher gets them: it passes them on to the ranks, which have the "
+             "grace to end by themselves (default %(default)s)")  # fmt: skip
     add("module", "-m", action="store_true", help="the program is a module, as in python -m")
     for name, why in _REFUSED.items():
         add(name, action=_Refused, const=why, nargs="?", help=argparse.SUPPRESS)
@@ -165,7 +177,7 @@ def _endpoint(text: str) -> tuple[str, int | None]:
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
         host, port = text, ""
-    if (port or (colon and not text.endswith("]"))) and not (port.isdecimal() and 0 < int(port) < 65536):
+    if (port or (colon and not text.endswith("]"))) and not (port.isdecimal() and int(port) < 65536):
         raise argparse.ArgumentTypeError(f"give HOST or HOST:PORT, not {text!r}")
     return host.strip("[]") or "localhost", int(port) if port else None
 
@@ -177,6 +189,16 @@ def _conf(text: str) -> dict[str, float]:
         if key not in _CONF:
             raise argparse.ArgumentTypeError(f"{key!r} is none of {', '.join(_CONF)}")
         found[key] = _seconds({"true": "1", "false": "0"}.get(value.lower(), value))
+    return found
+
+
+def _signals(text: str) -> tuple[signal.Signals, ...]:
+    try:
+        found = tuple(signal.Signals[name.strip()] for name in text.split(","))
+    except KeyError as error:
+        raise argparse.ArgumentTypeError(f"{error} is no signal; give names, as SIGTERM,SIGUSR1") from None
+    if {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD} & {*found}:
+        raise argparse.ArgumentTypeError(f"SIGKILL, SIGSTOP and SIGCHLD cannot be among them, as in {text!r}")
     return found
 
 
@@ -209,7 +231,7 @@ def _check_rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespa
         why = "there is no etcd here" if options.rdzv_backend.startswith("etcd") else "it is not known"
         parser.error(f"--rdzv_backend {options.rdzv_backend} is refused: {why}; give c10d or static")
     if options.standalone and most > 1:
-        parser.error(f"--standalone is for one node, --nnodes says {most}")
+        parser.error(f"--standalone is for one node, as is port 0 of --rdzv_endpoint; --nnodes says {most}")
     if least != most and not is_elastic:
         parser.error(
             f"--nnodes {least}:{most} needs --rdzv_backend c10d: with static the nodes cannot change"
@@ -267,7 +289,9 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
         options.nproc_per_node,
         nodes,
         options.node_rank,
-        options.master_addr or "127.0.0.1",
+        (options.master_addr or "127.0.0.1").strip(
+            "[]"
+        ),  # an IPv6 address is written in brackets, as for torchrun
         port,
         tuple(options.args),
         options.pass_local_rank,
@@ -277,7 +301,7 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # torch's rank 0 serves its store itself
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in HANDLED),
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in options.signals_to_handle),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         },
     )

@@ -399,7 +399,10 @@ def test_a_signal_ends_ranks_whose_output_nobody_reads(script: Callable[[str], N
         (["-n0", "script.py"], "give a number from 1 up, auto or cpu, not '0'"),
         (["--nnodes=0", "script.py"], "give a number from 1 up, or MIN:MAX, not '0'"),
         (["--nnodes=2", "script.py"], "--master_addr is needed for 2 nodes"),
-        (["--nnodes=2", "--standalone", "script.py"], "--standalone is for one node, --nnodes says 2"),
+        (
+            ["--nnodes=2", "--standalone", "script.py"],
+            "--standalone is for one node, as is port 0 of --rdzv_endpoint; --nnodes says 2",
+        ),
         (["--node_rank=1", "script.py"], "--node_rank must be from 0 to 0, got 1"),
         (["--master_port=70000", "script.py"], "--master_port must be from 1 to 65535, got 70000"),
         (["--nodes_port=70000", "script.py"], "--nodes_port must be from 0 to 65535, got 70000"),

@@ -406,6 +406,12 @@ def test_tracebacks_of_all_that_failed_the_first_one_first(
         (["--rdzv-backend=x"], "--rdzv_backend x is refused: it is not known; give c10d or static"),
         (["--start-method=fork"], "--start-method is refused: ranks are always fresh processes"),
         (["--numa_binding", "node"], "--numa_binding is refused: start the program under numactl"),
+        (["--signals-to-handle=SIGX"], "'SIGX' is no signal; give names, as SIGTERM,SIGUSR1"),
+        (["--signals-to-handle=SIGKILL"], "SIGKILL, SIGSTOP and SIGCHLD cannot be among them"),
+        (
+            ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nnodes=2"],
+            "is for one node, as is port 0",
+        ),
         (["--nnodes=1:2"], "--nnodes 1:2 needs --rdzv_backend c10d"),
         (["--nnodes=3:2"], "give a number from 1 up, or MIN:MAX, not '3:2'"),
         (["--max-restarts=-1"], "give a whole number from 0 up, not '-1'"),
@@ -432,7 +438,12 @@ def test_torchruns_variables_are_defaults(
     from fastcoll.launch.options import read
 
     script("")
-    for name, value in {"NNODES": "2:4", "RDZV_BACKEND": "c10d", "RDZV_ENDPOINT": "[::1]"}.items():
+    for name, value in {
+        "NNODES": "2:4",
+        "RDZV_BACKEND": "c10d",
+        "RDZV_ENDPOINT": "[::1]",
+        "SHUTDOWN_TIMEOUT": "7",
+    }.items():
         monkeypatch.setenv(f"PET_{name}", value)
     options, job = read(["--max-restarts", "3", "script.py"])
     assert (options.nnodes, options.rdzv_endpoint, job.told["TORCHELASTIC_MAX_RESTARTS"]) == (
@@ -440,3 +451,48 @@ def test_torchruns_variables_are_defaults(
         ("::1", 29400),
         "3",
     )
+    assert (job.told["TORCHELASTIC_RUN_ID"], options.grace) == ("none", 7.0)
+
+
+def test_a_job_of_one_node_has_a_name_of_its_own(script: Callable[[str], None]) -> None:
+    """As with torchrun, where programs name what they save by it."""
+    from fastcoll.launch.options import read
+
+    script("")
+    names = [
+        read([*given, "script.py"])[1].told["TORCHELASTIC_RUN_ID"] for given in ([], [], ["--rdzv-id=x"])
+    ]
+    assert len({*names}) == 3
+    assert names[2] == "x"
+
+
+def test_brackets_of_an_ipv6_address_are_for_the_option_alone(script: Callable[[str], None]) -> None:
+    """As with torchrun."""
+    from fastcoll.launch.options import read
+
+    script("")
+    assert read(["--master-addr=[::1]", "script.py"])[1].master_addr == "::1"
+
+
+def test_port_0_is_a_job_of_its_own(script: Callable[[str], None], start: Start) -> None:
+    """Torchrun's way to have several jobs of one node on a machine; each may start anew."""
+    script("here(restarts)\nif restarts == 0: sys.exit(1)")
+    process = start("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=1")
+    assert [next_line(process)[2] for _ in range(2)] == ["0", "1"]
+    assert end(process)[0] == 0
+
+
+def test_a_further_signal_is_passed_on_and_ends_the_job(
+    script: Callable[[str], None], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR1")
+    script(
+        "signal.signal(signal.SIGUSR1, lambda *_: (here('saved'), os._exit(0)))\n"
+        "here(os.environ['TORCHELASTIC_SIGNALS_TO_HANDLE'])\ntime.sleep(600)"
+    )
+    process = start()
+    _, pid, names = next_line(process)
+    assert names == "SIGTERM,SIGUSR1"
+    process.send_signal(signal.SIGUSR1)
+    assert next_line(process) == ["here", pid, "saved"]
+    assert end(process)[0] == 128 + signal.SIGUSR1
