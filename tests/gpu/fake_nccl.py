@@ -248,9 +248,11 @@ class FakeNccl:
                 begin()
             for _, finish in works:
                 finish()
-            comm.under_way -= 1
+            with self._changed:
+                comm.under_way -= 1
 
-        comm.under_way += 1
+        with self._changed:
+            comm.under_way += 1
         self.gpu.queue("nccl", stream, run)
         return IN_PROGRESS
 
