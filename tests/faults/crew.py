@@ -48,6 +48,7 @@ _MESSAGE = r"\b(send to|recv from) rank"
 _CALLS = {
     "send_recv": _MESSAGE,
     "batch_isend_irecv": _MESSAGE,
+    "irecv": _MESSAGE,
     "put": r"\bsymmetric\.",
     "symmetric_all_reduce": r"\ball_reduce\(.*, call \d+ of group",
 }

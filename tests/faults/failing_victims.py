@@ -35,6 +35,8 @@ def work_until_failpoint(
 ) -> dict[str, Any]:
     """Repeat `op`, on a group that has no other calls; returns what the survivor saw, and when.
 
+    In the call that fails, the time that this rank had no core does not count.
+
     Args:
         failpoint: the victim's; all ranks', where it names a rank.
         how: the backend, or a key of HOW.
@@ -49,10 +51,17 @@ def work_until_failpoint(
         for turn in range(10_000):
             if turn == 1:  # by now the kernels are there
                 after()
+            waited = _without_core()
             victims.STEPS[op](count, rank, n)
     except GroupError as error:
-        return {"raised": time.monotonic(), **_survived(error, op, count, rank, n, others)}
+        raised = time.monotonic() - (_without_core() - waited)
+        return {"raised": raised, **_survived(error, op, count, rank, n, others)}
     raise AssertionError("the victim did not die")
+
+
+def _without_core() -> float:
+    """Seconds that this thread has waited for a core so far."""
+    return time.monotonic() - clock_at_work()
 
 
 def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others: Any) -> dict[str, Any]:

@@ -25,7 +25,8 @@ OPERATIONS = [
 LARGE = [op for op in OPERATIONS if op != "barrier"]
 MESSAGES = {
     "send_recv": ["send.enter", "send.after_done", "recv.enter", "recv.after_done", "message.before_ack"],
-    "batch_isend_irecv": ["isend.after_post", "irecv.after_post", "message.piece_sent", "message.before_ack"],
+    "batch_isend_irecv": ["isend.after_post", "message.piece_sent", "message.before_ack"],
+    "irecv": ["irecv.after_post"],  # where the message has not come: of rank 0, for sure
     "put": ["symmetric.after_put", "symmetric.before_signal", "symmetric.after_segment"],
 }
 # Who reads the others' arrays.

@@ -19,7 +19,8 @@ PHASES = {
 }
 MESSAGES = {
     "send_recv": ["send.enter", "send.after_done", "recv.enter", "recv.after_done", "message.before_ack"],
-    "batch_isend_irecv": ["isend.after_post", "irecv.after_post", "message.piece_sent", "message.before_ack"],
+    "batch_isend_irecv": ["isend.after_post", "message.piece_sent", "message.before_ack"],
+    "irecv": ["irecv.after_post"],  # where the message has not come: of rank 0, for sure
 }
 # Where, and who is killed: of the nodes with ranks 0 and 1, and 2 and 3.
 ON_NODES = {

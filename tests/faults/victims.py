@@ -31,6 +31,16 @@ def _ring(count: int, rank: int, n: int) -> None:
         work.wait()
 
 
+def _await_token(count: int, rank: int, n: int) -> None:
+    """A token that goes once around, from rank 0, which has posted its receive before the token can come."""
+    x, y = np.ones(count, "f4"), np.zeros(count, "f4")
+    receive = dist.irecv(y, (rank - 1) % n)
+    if rank:
+        receive.wait()
+    dist.isend(x, (rank + 1) % n).wait()
+    receive.wait()
+
+
 def _pass_on(count: int, rank: int, n: int) -> None:
     """A token that goes once around, by blocking calls."""
     x = np.ones(count, "f4")
@@ -70,6 +80,7 @@ STEPS: dict[str, Step] = {
     "all_to_all": lambda c, r, n: dist.all_to_all(_blocks(c, n, r), _blocks(c, n, r)),
     "barrier": lambda c, r, n: dist.barrier(),
     "batch_isend_irecv": _ring,
+    "irecv": _await_token,
     "send_recv": _pass_on,
     "put": _put_on,
     "symmetric_all_reduce": _reduce_symmetric,
