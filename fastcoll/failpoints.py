@@ -88,6 +88,7 @@ PLACES = {
     "mpi.OPERATION.enter": "a call that is the first of its kind on this rank, or large, is about to begin",
     "mpi.OPERATION.after_meeting": "such a call has met, and no data has moved",
     "mpi.OPERATION.before_done": "its data has moved, and the call has not returned",
+    "launch.before_will": "a launcher has reached node 0's, which would not learn yet of its death",
     "launch.after_start": "the launcher has started its ranks; `#RANK` does not count here, nor at its end",
     "launch.before_end": "it is about to end, with all that is left of its ranks",
     "start.enter": "`init_process_group` has checked its arguments; no rank is known, so `#RANK` does not count here",

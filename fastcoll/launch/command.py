@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import config, failpoints
 from .._version import __version__
 from ..errors import FastcollError
 from ..rendezvous import HashStore
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with the arguments `argv` (default: those of this process); returns its exit code."""
     options, job = read(argv)
     logs: Path | None = options.log_dir
+    failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
     with Console(options.signals_to_handle) as console:
         if options.made_log_dir:
             console.say(f"output that goes to files is in {logs}")

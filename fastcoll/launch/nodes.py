@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import failpoints
 from ..errors import FastcollError, ResourceError, StoreError, StoreTimeoutError
 from ..rendezvous.detect import port_beside
 from .generations import Share
@@ -298,6 +299,7 @@ class Nodes:
             try:
                 if self._rank != 0:
                     leaving.callback(store.close)  # node 0's waits for that
+                    failpoints.reach("launch.before_will")
                     leaving.callback(store.bequeath(_FAILED, _text(self._end(_GONE))))
                 self._has_met.set()
                 store.add(_CAME, 1)

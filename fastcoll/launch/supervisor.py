@@ -263,8 +263,6 @@ class Supervisor:
         """Start the ranks and return when all are gone: 0, the exit code of the first rank that failed on any node
         (128+n for signal n), or 128+n when signal n ended the launcher.
         """
-        if not self._is_guest:
-            failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
         try:
             for local_rank in range(self._job.local_size):
                 self._start(local_rank)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -84,6 +88,30 @@ def test_what_is_in_the_way_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         "fastcoll.launch: the nodes' launchers cannot meet, so a failure elsewhere does not end"
     )
     assert "192.0.2.1:1234" in text
+
+
+# Its ranks may wait for long: two seconds are the promise, and might be over before a loaded machine has connected.
+LAUNCHER = """
+import sys
+from fastcoll.launch import command, nodes
+nodes._FIRST_SECONDS = 60.0
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+def test_a_launcher_that_is_killed_as_its_ranks_have_started_is_missed() -> None:
+    """Its last will is late: it would be killed before that if its ranks did not wait for it."""
+    port = free_port()
+    program = [f"--nodes_port={port}", "--no-python", "sleep", "600"]
+    where = ["--nnodes=2", "--node_rank=1", "--master_addr=127.0.0.1"]
+    env = {**os.environ, "FASTCOLL_FAILPOINT": "launch.before_will:delay=1, launch.after_start:kill"}
+    with Nodes(2, 0, "127.0.0.1", port) as node:
+        killed = subprocess.run([sys.executable, "-c", LAUNCHER, *where, *program], env=env, timeout=60)
+        assert killed.returncode == -signal.SIGKILL
+        failure = known(node)
+    assert failure is not None
+    assert "the launcher of node 1 (pid" in failure.text
+    assert "ended without a word" in failure.text
 
 
 def test_ports_of_jobs_that_count_up_stay_apart() -> None:
