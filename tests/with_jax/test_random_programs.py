@@ -1,7 +1,8 @@
 """Random programs of calls that do not depend on one another: each meets its own on the other rank, in program order.
 
 Nothing but the order tells two all_reduces of one shape apart: where they change places, the results are those of other
-calls.
+calls. JAX runs a program of fewer than 1,000 floating-point operations (XLA's `flop_count`) on the thread that calls it,
+and one part after the other where all arrays have less than 512 bytes: each program has a large one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 PROGRAMS, RUNS = 20, 25  # in each of the two ways: 1,000 in all
-SHAPES = ((), (3,), (2, 2))
+LARGE = (40, 30)
+SHAPES = ((), (3,), (2, 2), LARGE)
 NAMES = ("all_reduce", "all_reduce", "all_reduce", "scan", "broadcast", "all_gather", "sendrecv", "barrier")
 
 
@@ -50,10 +52,11 @@ def test_random_programs(rank, world_size, way):
 
     for seed in range(PROGRAMS):
         both, own = np.random.default_rng(seed), np.random.default_rng([seed, rank])
-        calls = [(str(both.choice(NAMES)), SHAPES[both.integers(3)]) for _ in range(both.integers(2, 7))]
+        calls = [(str(both.choice(NAMES)), SHAPES[both.integers(4)]) for _ in range(both.integers(1, 6))]
+        calls.insert(both.integers(len(calls) + 1), ("all_reduce", LARGE))
         jitted, waiting = jax.jit(functools.partial(program, calls=calls)), []
         for run in range(RUNS):
-            delays = [int(delay) for delay in own.integers(0, 3, len(calls)) * 2000]
+            delays = [int(delay) for delay in own.integers(0, 3, len(calls)) * 500]
             waiting.append((run, jitted(inputs(calls, run, rank), delays)))
             if len(waiting) < 4 and both.integers(2) and run < RUNS - 1:
                 continue  # JAX gets the next one before anybody has waited for this one
