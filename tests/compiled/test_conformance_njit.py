@@ -77,6 +77,13 @@ def recv(x, src, tag):
     return dist.recv(x, src, tag=tag)
 
 
+def one_by_one(posted):
+    """`batch_isend_irecv` of a send and a receive around a ring: rank 0 sends first."""
+    for op in posted if dist.get_rank() == 0 else posted[::-1]:
+        (send if op.op is dist.isend else recv)(op.tensor, op.peer, 0)
+    return []
+
+
 COMPILED: dict[str, Any] = {
     "all_reduce": lambda x, op=SUM: all_reduce(x, op),
     "reduce": lambda x, dst, op=SUM: reduce(x, dst, op),
@@ -89,6 +96,7 @@ COMPILED: dict[str, Any] = {
     "all_to_all_single": lambda out, x: all_to_all_single(out, x),
     "send": lambda x, dst, tag=0: send(x, dst, tag),
     "recv": lambda x, src=None, tag=0: recv(x, src, tag),
+    "batch_isend_irecv": one_by_one,
 }
 
 TESTS = [
