@@ -12,8 +12,9 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reduced = "to reduce, a,b,... or all (default: float32); moving takes any dtype"
     add("--dtypes", default="float32", help=reduced)
     add("--ops", help="operations, a,b,... (default: all); a dtype's reductions are compiled together")
+    add("--njit", action="store_true", help="also what functions of Numba's njit and programs of JAX call")
     add("-j", "--processes", type=positive(int), default=min(4, cores), help="default: one a core, 4 at most")
     given = parser.parse_args(arguments)
     logger = logging.getLogger("fastcoll")
@@ -56,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = known if given.ops is None else given.ops.split(",")
         if unknown := set(wanted) - set(known):
             raise UsageError(f"there is no operation {min(unknown)!r}; known: {', '.join(known)}")
-        _warm_up([*(name for name in known if name in wanted), *reductions], given.processes)
+        called = _for_compiled_callers() if given.njit else ()
+        _warm_up([*(name for name in known if name in wanted), *reductions, *called], given.processes)
     except FastcollError as error:
         parser.error(str(error))
     finally:
@@ -70,6 +73,16 @@ def all_entries() -> dict[str, Entry]:
     from .shm.backend import ENTRIES as SHM
 
     return {entry.name: entry for entry in SHM} | {f"tcp.{entry.name}": entry for entry in NET}
+
+
+def _for_compiled_callers() -> dict[str, Callable[[], object]]:
+    """What makes each of the functions that compiled callers call."""
+    from .kernels.call_frames import handler_address
+    from .kernels.doors import door_address
+    from .shm.callers import WAYS, way
+
+    ways: dict[str, Callable[[], object]] = {f"njit.{name}": partial(way, op) for op, name in WAYS.items()}
+    return {"njit.door": door_address, "jax.door": handler_address} | ways
 
 
 def _warm_up(todo: Sequence[str], processes: int) -> None:
@@ -97,6 +110,8 @@ def _make(name: str) -> _Made:
         reducer(ReduceOp.SUM, parse_dtype(name.removeprefix(_REDUCTIONS)))
     elif name == _SHARED_ARRAYS:
         functions()
+    elif (make := _for_compiled_callers().get(name)) is not None:
+        make()
     else:
         all_entries()[name].compile()
     return _Made(name, time.perf_counter() - began, KernelCache.compiled > before)

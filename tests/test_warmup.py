@@ -13,8 +13,10 @@ import pytest
 import fastcoll
 from fastcoll import warmup
 from fastcoll.interop.dtypes import parse_dtype
+from fastcoll.kernels.jit import NJIT
 from fastcoll.net.tcp import entries as net
 from fastcoll.shm import backend as shm
+from fastcoll.shm import callers
 
 PACKAGE = Path(fastcoll.__file__).parent
 
@@ -53,6 +55,28 @@ def test_every_entry_is_in_the_list():
         )
     )
     assert found == sorted(entry.name for entry in (*shm.ENTRIES, *net.ENTRIES))
+
+
+def test_what_compiled_callers_call_is_compiled_where_it_is_asked_for(monkeypatch, tmp_path):
+    todo: list[set[str]] = []
+    monkeypatch.setattr(warmup, "_warm_up", lambda names, processes: todo.append(set(names)))
+    for arguments in ([], NJIT.split()):
+        assert warmup.main(arguments) == 0
+    assert todo[1] - todo[0] == {"njit.door", "jax.door", *(f"njit.{name}" for name in callers.WAYS.values())}
+    where = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and any(isinstance(x, ast.Name) and x.id == "NJIT" for x in node.args)
+    }
+    assert where == {"kernels/doors.py", "kernels/call_frames.py", "shm/callers.py"}
+    code = "from fastcoll import warmup; print([warmup._make(name).new for name in ('njit.door', 'njit.barrier')])"
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for new in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True, env=env
+        )
+        assert done.stdout.split("\n")[0] == str([new, new])
 
 
 @pytest.mark.parametrize(("option", "word"), [("--ops", "all_reduced"), ("--dtypes", "float31")])

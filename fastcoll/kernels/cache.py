@@ -130,6 +130,7 @@ class KernelCache:
     Args:
         what: its name for people.
         signature: which of its signatures or variants is meant, if it has several.
+        option: what `python -m fastcoll.warmup` is given to compile it ahead.
 
     Attributes:
         source: the file that the function is in.
@@ -138,8 +139,11 @@ class KernelCache:
     compiled: ClassVar[int] = 0
     """How many were compiled in this process."""
 
-    def __init__(self, function: Callable[..., Any], what: str, signature: str = "") -> None:
+    def __init__(
+        self, function: Callable[..., Any], what: str, signature: str = "", option: str = ""
+    ) -> None:
         self._what = what
+        self._hint = f" (kept on disk; python -m fastcoll.warmup{option} does it ahead)"
         self.source = function.__code__.co_filename
         made_for = _hash(_platform(), signature.encode())
         name = f"{function.__qualname__}-{function.__code__.co_firstlineno}-{made_for[:4].hex()}"
@@ -170,7 +174,7 @@ class KernelCache:
         try:
             found = self._found()
             if found is None:
-                found = self._compiled(compile, " (kept on disk; python -m fastcoll.warmup does it ahead)")
+                found = self._compiled(compile, self._hint)
                 self._keep(folder, found)
             return found
         finally:

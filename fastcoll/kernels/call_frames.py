@@ -37,7 +37,7 @@ from .doors import (
     release,
     value_of,
 )
-from .jit import c_function, inlined, instruction, kernel
+from .jit import NJIT, c_function, inlined, instruction, kernel
 from .machine_code import OWN_SYMBOLS
 from .primitives import address_of, load_acquire, load_word, word_at
 
@@ -139,4 +139,4 @@ def handle(frame):
 @cache
 def handler_address() -> int:
     """The address of `handle`, compiled or loaded."""
-    return c_function(handle, "int64(int64)", "calls from JAX")
+    return c_function(handle, "int64(int64)", "calls from JAX", NJIT)

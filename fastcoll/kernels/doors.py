@@ -29,7 +29,7 @@ from functools import cache
 from ..core.signature import OPERATIONS
 from ..core.status import DONE, LATER
 from . import llvm
-from .jit import c_function, external, inlined, instruction, kernel
+from .jit import NJIT, c_function, external, inlined, instruction, kernel
 from .primitives import load_acquire, load_word, store_word, this_thread
 
 CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, WAYS = range(11)
@@ -140,4 +140,4 @@ def door(row, op, data, out, nbytes, call, peer):
 @cache
 def door_address() -> int:
     """The address of `door`, compiled or loaded."""
-    return c_function(door, f"int64({', '.join(['int64'] * 7)})", "the door")
+    return c_function(door, f"int64({', '.join(['int64'] * 7)})", "the door", NJIT)

@@ -167,13 +167,20 @@ def locked_entry(function: Callable[..., Any]) -> Entry:
     return Entry(function, locked=True)
 
 
-def c_function(function: Callable[..., Any], signature: str, what: str, failing: bool = False) -> int:
+NJIT = " --njit"
+"""The option of `python -m fastcoll.warmup` for what compiled callers call."""
+
+
+def c_function(
+    function: Callable[..., Any], signature: str, what: str, option: str = "", failing: bool = False
+) -> int:
     """The address of a function for C, compiled or loaded at once; it stays valid until the process ends.
 
     Args:
         function: of a module, without a closure.
         signature: with Numba's names of types.
         what: its name for people.
+        option: as of `KernelCache`.
         failing: it comes by failpoints.
     """
     variant = f"{signature} with failpoints" if failing and has_failpoints() else signature
@@ -184,4 +191,4 @@ def c_function(function: Callable[..., Any], signature: str, what: str, failing:
         return compiling.c_function(function, signature)
 
     with _compiling:
-        return load(KernelCache(function, what, variant).code(compile))
+        return load(KernelCache(function, what, variant, option).code(compile))

@@ -71,7 +71,7 @@ def _reduce(op, dst, srcs, n, count):
 
 @cache
 def _compile(dtype: str) -> int:
-    return c_function(_reduce, reducer_signature(dtype), f"reductions of {dtype}")
+    return c_function(_reduce, reducer_signature(dtype), f"reductions of {dtype}", f" --dtypes {dtype}")
 
 
 def reducer_signature(dtype: str) -> str:

@@ -20,7 +20,7 @@ from ..core.operands import Array
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
 from ..kernels.doors import RECV, SEND, SPLIT
-from ..kernels.jit import c_function, inlined
+from ..kernels.jit import NJIT, c_function, inlined
 from ..kernels.primitives import load_word
 from ..p2p.pipe import ANY
 from ..p2p.transfers import tag_of
@@ -179,19 +179,30 @@ _FUNCTIONS: dict[int, Callable[..., Any]] = {
     SPLIT: all_to_all_split_way, SEND: send_way, RECV: receive_way,
 }  # fmt: skip
 _WORDS = ("int64",) * 6
+WAYS = {op: function.__name__.removesuffix("_way") for op, function in _FUNCTIONS.items()}
+"""The ways' names, by what the door calls their operations."""
 
 
 class _Way:
     """A way as Python goes on with it: what `ShmBackend.resume` and lanes know of an entry."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.name = function.__name__.removesuffix("_way")
+    def __init__(self, op: int) -> None:
+        self.name = WAYS[op]
         signature = f"int64({', '.join(_WORDS)})"
-        self.address = c_function(function, signature, f"{self.name} for compiled callers", failing=True)
+        self.address = c_function(
+            _FUNCTIONS[op], signature, f"{self.name} for compiled callers", NJIT, failing=True
+        )
         self.call = ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + len(_WORDS)))(self.address)
 
 
 _made: dict[int, Any] = {}
+
+
+def way(op: int) -> Any:
+    """The way of an operation, compiled or loaded."""
+    if op not in _made:
+        _made[op] = _Way(op)
+    return _made[op]
 
 
 class ShmWays(Ways):
@@ -205,15 +216,14 @@ class ShmWays(Ways):
         self._known: set[int] = set()
 
     def open(self, op: int, call: int, dtype: np.dtype[Any] | None, reduce_op: ReduceOp | None) -> int:
-        if op not in _made:
-            _made[op] = _Way(_FUNCTIONS[op])
+        address = way(op).address
         if dtype is not None and op < SEND and call not in self._known:
             self._known.add(call)
             code = call & 0xFF
             pieces = max(1, self._backend.gate.size - 1) if code == _REDUCE_SCATTER else 1
             what = self._backend.what(signature.OPERATIONS[code], dtype, reduce_op, pieces=pieces)
             self._backend.context.remember_call(code, call, what)
-        return _made[op].address
+        return address
 
     def go_on(self, code: int, op: int, words: tuple[int, ...], x: Callable[[], Array]) -> int:
         backend, peer = self._backend, words[-1]
