@@ -174,7 +174,7 @@ class _Row:
         self.group: Callable[[], ProcessGroup | None] = lambda: None
         self.memory: Any = None
         self.words[d.NUMBER], self.words[d.DOOR], self.words[d.ERRORS] = number, door, id(_errors)
-        self.words[d.ASK], self.words[d.TORN] = id(_answer), id(_torn)
+        self.words[d.ASK], self.words[d.TORN], self.words[d.AGAIN] = id(_answer), id(_torn), id(_again)
 
     def fill(self, group: ProcessGroup) -> None:
         """Tell what there is of the group from now on; with `_lock`."""
@@ -247,6 +247,19 @@ def row(group: Group) -> int:
 def take_error() -> BaseException | None:
     """The exception for which the door has returned RAISED to this thread; once."""
     return _errors.pop(threading.get_ident(), None)
+
+
+class _Again:
+    """Of `_errors`, what its thread's compiled code must not end: Ctrl-C, and what else is no Exception."""
+
+    def __bool__(self) -> bool:
+        """False; or raises that, whoever is first to do so: this or who calls `take_error`."""
+        if isinstance(_errors.get(threading.get_ident(), Exception()), Exception):
+            return False
+        raise _errors.pop(threading.get_ident())
+
+
+_again = _Again()
 
 
 # ---- what no way can do -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ A group has a *row*, a table of words in memory that stays where it is and is ne
     DOOR           address of `door`
     ASK, TORN      Python's functions that do what no way can, and that are told of an exception
     ERRORS         a dict of what they raised, by thread
+    AGAIN          an object whose truth raises what is in ERRORS, if no handler of compiled code may end that
     WAYS + op      of each operation the address of a *way*, a C function that does the plain case of it alone; 0: none
 
     int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
@@ -32,7 +33,7 @@ from . import llvm
 from .jit import NJIT, c_function, external, inlined, instruction, kernel
 from .primitives import load_acquire, load_word, store_word, this_thread
 
-CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, WAYS = range(11)
+CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, AGAIN, WAYS = range(12)
 SPLIT, SEND, RECV = 29, 30, 31  # operations besides those of core/signature.py
 ROW_WORDS = WAYS + RECV + 1
 RAISED = -1  # what the door returns for an exception, which is kept
@@ -54,6 +55,7 @@ value_of = external("PyLong_AsLongLong", "int64(int64)")
 _fetch = external("PyErr_Fetch", "void(int64, int64, int64)")
 _normalize = external("PyErr_NormalizeException", "void(int64, int64, int64)")
 _set_traceback = external("PyException_SetTraceback", "int32(int64, int64)")
+_add_pending = external("Py_AddPendingCall", "int32(int64, int64)")
 _set_item = external("PyDict_SetItem", "int32(int64, int64, int64)")
 
 
@@ -88,12 +90,22 @@ def keep_error(errors, words):
     drop(load_word(kind, 0))
 
 
+@instruction("int64")
+def _truth(builder):
+    """The address of what asks an object for its truth, as a pending call: -1, if that raises an exception."""
+    function = llvm.function(builder, "PyObject_IsTrue", llvm.HALF_WORD, llvm.BYTE.as_pointer())
+    return builder.ptrtoint(function, llvm.WORD)
+
+
 @kernel
 def _ask(row, question):
     """What Python's function makes of the question: a number from 0 on, or RAISED.
 
     A signal's handler may raise before the function's first line, or after its last: so what it raised is taken here,
     and the group is told of it by a second call (TORN), which raises what is right for the caller.
+
+    The caller may catch it, and Numba knows no handler but `except Exception`: so Python's main thread looks at it once
+    more (AGAIN) as it runs Python code next, where the caller returns at the latest.
     """
     state = ensure()
     given = new_integer(question)
@@ -105,6 +117,7 @@ def _ask(row, question):
             keep_error(load_word(row, ERRORS), question)
         else:
             drop(answer)
+        _add_pending(_truth(), load_word(row, AGAIN))
         value = RAISED
     else:
         value = value_of(answer)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from oracle import assert_same
 
 import fastcoll as dist
 import fastcoll.compiled.njit
+from fastcoll.compiled import rows
 
 ReduceOp = dist.ReduceOp
 ROOT = Path(dist.__file__).parents[1]
@@ -335,16 +337,55 @@ def test_a_late_peer_ends_a_call_by_its_deadline(rank, world_size):
     dist.barrier()
 
 
+@numba.njit
+def total_after(begun, x):
+    begun[0] = 1
+    dist.all_reduce(x)
+
+
+@numba.njit
+def caught_after(begun, x):
+    """How many of two calls raised."""
+    begun[0], raised = 1, 0
+    for _ in range(2):
+        try:
+            dist.all_reduce(x)
+        except Exception:
+            raised += 1
+    return raised
+
+
+def interrupt(begun, number):
+    """Send this process a signal when compiled code has begun, and lets other threads run: it waits in its call."""
+    while not begun[0]:
+        time.sleep(0.001)
+    os.kill(os.getpid(), number)
+
+
+def stop(number, frame):
+    sys.exit(f"by signal {number}")
+
+
 @pytest.mark.ranks(2, fresh=True)
-def test_ctrl_c_ends_a_call_and_other_threads_run_meanwhile(rank, world_size):
-    total(np.ones(1))
-    total(np.ones(1))
+@pytest.mark.parametrize("function", [total_after, caught_after], ids=["uncaught", "caught"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "exit"])
+def test_ctrl_c_ends_a_call_and_is_raised_once_whoever_catches_it(rank, world_size, function, number):
+    begun = np.zeros(1)
+    for _ in range(2):
+        function(begun, np.ones(1))
     if rank == 0:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()  # a thread that needs the lock
-        with pytest.raises(KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, stop)
+        begun[0] = 0
+        thread = threading.Thread(target=interrupt, args=(begun, number))
+        thread.start()
+        with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt):
+            function(begun, np.ones(1))
+        thread.join()
+        with pytest.raises(dist.GroupError):
             total(np.ones(1))
+        assert rows.take_error() is None
     else:
-        with pytest.raises(dist.GroupError, match="KeyboardInterrupt"):
+        with pytest.raises(dist.GroupError, match="SystemExit|KeyboardInterrupt"):
             dist.recv(np.ones(1), 0)
 
 
