@@ -385,7 +385,7 @@ def test_ctrl_c_ends_a_call_and_is_raised_once_whoever_catches_it(rank, world_si
             total(np.ones(1))
         assert rows.take_error() is None
     else:
-        with pytest.raises(dist.GroupError, match="SystemExit|KeyboardInterrupt"):
+        with pytest.raises(dist.GroupError, match=r"SystemExit|KeyboardInterrupt"):
             dist.recv(np.ones(1), 0)
 
 

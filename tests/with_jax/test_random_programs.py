@@ -1,8 +1,8 @@
 """Random programs of calls that do not depend on one another: each meets its own on the other rank, in program order.
 
 Nothing but the order tells two all_reduces of one shape apart: where they change places, the results are those of other
-calls. JAX runs a program of fewer than 1,000 floating-point operations (XLA's `flop_count`) on the thread that calls it,
-and one part after the other where all arrays have less than 512 bytes: each program has a large one.
+calls. JAX runs a program of fewer than 1,000 floating-point operations (XLA's `flop_count`) on the thread that calls
+it, and one part after the other where all arrays have less than 512 bytes: each program has a large one.
 """
 
 from __future__ import annotations
