@@ -34,8 +34,11 @@ kept: list[Any] = []
 def worker(rank: int) -> Iterator[int]:
     """This rank as a worker among all; what was open or ran before is all that is after."""
     open_before, threads_before = descriptors(), threading.active_count()
-    released.clear()
-    kept.clear()  # before others can call
+    released.clear()  # before others can call
+    calls_out.clear()
+    kept.clear()
+    while inside.acquire(blocking=False):
+        pass
     rpc.init_rpc(f"w{rank}")
     yield rank
     if rpc.agent._current is not None:
@@ -226,6 +229,7 @@ def test_exceptions_come_back(worker: int, world_size: int) -> None:
 @pytest.mark.ranks(1, 2)
 def test_time_limits(worker: int, world_size: int) -> None:
     to = next_of(worker, world_size)
+    rpc.rpc_sync(to, rpc.get_worker_info)  # what is called now reaches it, however short the time
     began = time.monotonic()
     late = rpc.rpc_async(to, hold, timeout=0.05)
     with pytest.raises(RpcTimeoutError, match=r"timed out: the call of hold was not answered within 0.05 s"):
@@ -373,6 +377,7 @@ def test_a_callback_of_a_late_call_may_call_and_be_late_itself(worker: int, worl
             rpc.rpc_sync(to, hold, timeout=0.05)
         seen.set()
 
+    rpc.rpc_sync(to, rpc.get_worker_info)  # what is called now reaches it, however short the time
     rpc.rpc_async(to, hold, timeout=0.05).add_done_callback(follow)
     assert seen.wait(LIMIT)
     rpc.rpc_sync(to, let_go, args=(2,))
