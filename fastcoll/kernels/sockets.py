@@ -15,7 +15,12 @@ CLOSED = -(1 << 20)  # below every -errno
 
 READABLE, WRITABLE = 0x1, 0x4  # POLLIN, POLLOUT
 
-_NOT_NOW = (errno.EAGAIN, errno.EINTR)
+_NOT_NOW = (
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+)  # the last two: the kernel is short of memory
 _FLAGS = 0x4040  # MSG_DONTWAIT | MSG_NOSIGNAL
 
 # What `send_both` needs, of zeros at first: a msghdr, by words, of which the others stay 0, and two iovecs.
@@ -33,8 +38,9 @@ _errno_location = external("__errno_location", "int64()")
 def failure():
     """What a transfer that returned -1 stands for: 0 to try later, else -errno."""
     number = half_word_at(_errno_location())
-    if number == _NOT_NOW[0] or number == _NOT_NOW[1]:
-        return 0
+    for later in _NOT_NOW:
+        if number == later:
+            return 0
     return -number
 
 

@@ -58,6 +58,8 @@ def listen(host: str, port: int) -> socket.socket:
             return listener
         except OSError as error:
             listener.close()
+            if error.errno == errno.EADDRINUSE and port == 0:
+                raise no_port(f"the store cannot listen on {host}") from error
             if error.errno == errno.EADDRINUSE:
                 holder = port_holder(port) or "a process that cannot be seen from here"
                 raise ResourceError(
@@ -71,6 +73,34 @@ def listen(host: str, port: int) -> socket.socket:
         f"the store cannot listen on {where}: that is no address of this machine ({socket.gethostname()}), where "
         "rank 0 runs; give an address of the machine of rank 0"
     ) from refused
+
+
+def no_port(what: str) -> ResourceError:
+    """The error for want of a port that the kernel may give out."""
+    ports = "the kernel gives out"
+    with suppress(OSError), open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        ports = "from {} to {}".format(*file.read().split())
+    return ResourceError(
+        f"{what}: no port is free on {os.uname().nodename}, of those {ports} (net.ipv4.ip_local_port_range); end what "
+        "uses them, or widen that range"
+    )
+
+
+# For so long a connection is tried again that finds no port: others end meanwhile.
+PORTLESS_SECONDS = 2.0
+
+
+def portless(error: OSError, where: str) -> ResourceError | None:
+    """The error of a connection to `where` that failed for want of a port; None: it failed for another reason."""
+    if error.errno != errno.EADDRNOTAVAIL:
+        return None
+    # A family without an address fails alike; a port for any address is in no range that others use up.
+    with socket.socket() as other:
+        try:
+            other.bind(("", 0))
+        except OSError:
+            return no_port(f"cannot connect to {where}")
+    return None
 
 
 def probe(connection: socket.socket, after: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from . import frames
-from .address import CURE, probe, resolve, shown
+from .address import CURE, PORTLESS_SECONDS, portless, probe, resolve, shown
 from .opening import GROUP_SIZE, Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
 from .secret import SAME_SECRET, job_secret, source
 from .serving import acquire, release
@@ -315,10 +315,11 @@ def connect(host: str, port: int, secret: bytes, timeout: float, was_there: bool
         LostError: nothing listens at the place of a store that `was_there`.
         StoreTimeoutError: nothing listens there.
         StoreError: something else listens there, or the secrets do not match.
-        ResourceError: the server may not open as many file descriptors as there are ranks.
+        ResourceError: the server may not open as many file descriptors as there are ranks, or this host has no port
+            for a connection.
     """
     where = shown(host, port)
-    deadline, full_since = time.monotonic() + timeout, float("inf")
+    deadline, full_since, portless_since = time.monotonic() + timeout, float("inf"), float("inf")
     late = LateWarning()
     reason: OSError | None = None
     for _ in tries(timeout, 0.01, 0.25):
@@ -340,6 +341,10 @@ def connect(host: str, port: int, secret: bytes, timeout: float, was_there: bool
                 f"the store at {where} takes no more connections: the process that serves it (rank 0) has reached its "
                 f"limit of file descriptors; {CURE}"
             ) from reason
+        lacking = reason and portless(reason, f"the store at {where}")
+        portless_since = min(portless_since, time.monotonic()) if lacking else float("inf")
+        if lacking and time.monotonic() - portless_since >= min(PORTLESS_SECONDS, timeout):
+            raise lacking from reason
         late.look(f"connecting to the store at {where}", lambda: "rank 0, which serves it")
     assert reason is not None, "it was tried at least once"
     raise StoreTimeoutError(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ...errors import RendezvousError
-from ...rendezvous.address import shown
+from ...rendezvous.address import PORTLESS_SECONDS, portless, shown
 from ...rendezvous.opening import Dialing, Endpoint, Kind, OpeningError, RefusedError
 from .interfaces import Interface, family_of, tune
 
@@ -32,6 +32,7 @@ class Dial:
     Attributes:
         connection: the socket, once `is_done`.
         reason: why the last try failed.
+        does_not_fit: another process is at the peer's address, or one of another version or secret.
         refused_since: when the first of the last tries was, at which nothing listened there; None: others failed.
     """
 
@@ -48,7 +49,7 @@ class Dial:
         self.where = f"{shown(*target)} from {source}"
         self.reason = "no answer"
         self.refused_since: float | None = None
-        self.is_done = False
+        self.is_done = self.does_not_fit = False
         self.waits_for: Wish = 0.0
         self._socket: socket.socket | None = None
         self._steps = self._tries(lambda: Dialing(endpoint, peer, kind, stream), source, target)
@@ -59,7 +60,7 @@ class Dial:
         return self._socket
 
     def step(self) -> None:
-        """Go as far as possible without blocking; RendezvousError: the peer does not fit, do not try again."""
+        """Go as far as possible without blocking; RendezvousError, ResourceError: as `dial_all`, do not try again."""
         self.waits_for = next(self._steps, 0.0)
 
     def close(self) -> None:
@@ -71,21 +72,27 @@ class Dial:
     def _tries(
         self, begin: Callable[[], Dialing], source: Interface, target: tuple[str, int]
     ) -> Iterator[Wish]:
-        pause = RETRY_FIRST
+        pause, portless_since = RETRY_FIRST, float("inf")
         while True:
+            lacking = None
             try:
                 yield from self._try(begin(), source, target)
                 self.is_done = True
                 return
             except RefusedError as error:
                 self.close()
+                self.does_not_fit = True
                 raise RendezvousError(f"the rank at {self.where} cannot be joined: {error}") from error
             except OpeningError as error:
                 self.reason, refused = str(error), False
             except OSError as error:
                 self.reason, refused = error.strerror or str(error), error.errno == errno.ECONNREFUSED
+                lacking = portless(error, self.where)
             self.close()
             now = time.monotonic()
+            portless_since = min(portless_since, now) if lacking else float("inf")
+            if lacking and now - portless_since >= PORTLESS_SECONDS:
+                raise lacking
             self.refused_since = (self.refused_since or now) if refused else None
             while time.monotonic() < now + pause:
                 yield now + pause
@@ -121,7 +128,8 @@ def dial_all(
 ) -> None:
     """Bring all connections about, and let `stands` take each over as soon as it stands.
 
-    `look`, called at least every 50 ms, may raise, which ends the others. RendezvousError: a peer does not fit.
+    `look`, called at least every 50 ms, may raise, which ends the others. RendezvousError: a peer does not fit;
+    ResourceError: this host has no port for it.
     """
     looked = time.monotonic()
     waiting = list(dials)
@@ -134,13 +142,7 @@ def dial_all(
                     stands(dial)
             if not waiting:
                 return
-            poller, until = select.poll(), time.monotonic() + LOOK_SECONDS
-            for dial in waiting:
-                if isinstance(dial.waits_for, tuple):
-                    poller.register(*dial.waits_for)
-                else:
-                    until = min(until, dial.waits_for)
-            poller.poll(1000 * max(until - time.monotonic(), 0.0) + 0.5)
+            _wait_for(waiting, time.monotonic() + LOOK_SECONDS)
             if time.monotonic() - looked >= LOOK_SECONDS:
                 look()
                 looked = time.monotonic()
@@ -148,3 +150,23 @@ def dial_all(
         for dial in waiting:
             dial.close()
         raise
+
+
+def dial_until(dial: Dial, end: float) -> bool:
+    """Go on with one connection until it stands, or until `end`; whether it stands. RendezvousError: as `dial_all`."""
+    while True:
+        dial.step()
+        if dial.is_done or time.monotonic() >= end:
+            return dial.is_done
+        _wait_for([dial], end)
+
+
+def _wait_for(dials: Sequence[Dial], end: float) -> None:
+    """Until one of them can be gone on with, or until `end`."""
+    poller = select.poll()
+    for dial in dials:
+        if isinstance(dial.waits_for, tuple):
+            poller.register(*dial.waits_for)
+        else:
+            end = min(end, dial.waits_for)
+    poller.poll(1000 * max(end - time.monotonic(), 0.0) + 0.5)

@@ -29,7 +29,7 @@ from ...config import MOST_STREAMS
 from ...core.processes import Member
 from ...errors import RendezvousError, ResourceError, StoreError, UsageError
 from ...rendezvous import serving
-from ...rendezvous.address import shown
+from ...rendezvous.address import no_port, shown
 from ...rendezvous.assemble import GroupMeeting, loads
 from ...rendezvous.opening import (
     GROUP_SIZE,
@@ -202,6 +202,8 @@ def _listen(interface: Interface) -> socket.socket:
             warn_if_open(shown(interface.address, listening.getsockname()[1]))
             return listening
     assert refused is not None, "a range has a port"
+    if refused.errno == errno.EADDRINUSE and not ports[0]:
+        raise no_port(f"cannot listen on {interface}") from refused
     where = f"ports {ports[0]}-{ports[-1]} of {interface}" if ports[0] else str(interface)
     raise ResourceError(
         f"cannot listen on {where}: {os.strerror(refused.errno or 0)}; choose with FASTCOLL_SOCKET_IFNAME and "

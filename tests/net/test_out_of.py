@@ -1,0 +1,77 @@
+"""What a host may be out of: ports for listening and dialing, and memory for what is sent."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hosts.network import Network
+
+WITHOUT_PORTS = """
+import contextlib, socket, sys, threading
+from fastcoll.errors import ResourceError
+from fastcoll.net.tcp import dials
+from fastcoll.net.tcp.interfaces import Interface
+from fastcoll.net.tcp.listener import Listener
+from fastcoll.rendezvous import TCPStore, tcp_store
+from fastcoll.rendezvous.opening import Endpoint, Kind
+
+here = sys.argv[1]
+with open("/proc/sys/net/ipv4/ip_local_port_range", "w") as file:
+    file.write("40000 40001")
+store = TCPStore(here, 5000, is_master=True, timeout=60)  # its own client has one port
+with contextlib.ExitStack() as stack:
+    taken = stack.enter_context(socket.create_server((here, 0)))
+
+    def dial():
+        made = dials.Dial(Endpoint(bytes(16), 0, 2, b"", False), 1, Kind.DATA, 0, Interface("eth0", here), (here, 5000))
+        dials.dial_all([made], lambda: None)
+
+    dials.PORTLESS_SECONDS = tcp_store.PORTLESS_SECONDS = 0.2
+    for what in (
+        lambda: TCPStore(here, 0, is_master=True, timeout=60),
+        lambda: Listener([Interface("eth0", here)]),
+        lambda: TCPStore(here, 5000, timeout=60),
+        dial,
+    ):
+        try:
+            what()
+        except ResourceError as error:
+            print(error)
+    dials.PORTLESS_SECONDS = tcp_store.PORTLESS_SECONDS = 60  # until the port is free, however long that takes
+    threading.Timer(0.5, taken.close).start()
+    with TCPStore(here, 5000, timeout=60) as client:
+        client.set("went", "on")
+    print(store.get("went").decode())
+"""
+
+
+def test_who_finds_no_port_says_so(join_hosts: Callable[..., Network]) -> None:
+    (host,) = join_hosts(1)
+    env = [f"PYTHONPATH={':'.join(sys.path)}", "FASTCOLL_SECRET=of this test"]
+    said = host.namespace.run("env", *env, sys.executable, "-c", WITHOUT_PORTS, host.address).splitlines()
+    why = "no port is free on host0, of those from 40000 to 40001 (net.ipv4.ip_local_port_range); end what uses them"
+    assert [line.partition(":")[0] for line in said] == [
+        f"the store cannot listen on {host.address}",
+        f"cannot listen on {host.address} (eth0)",
+        f"cannot connect to the store at {host.address}",
+        f"cannot connect to {host.address}",
+        "on",
+    ]
+    assert all(why in line for line in said[:-1])
+
+
+def test_a_kernel_that_is_short_of_memory_is_waited_for() -> None:
+    program = Path(__file__).with_name("short_of_memory.py")
+    words = [sys.executable, "-m", "fastcoll.launch", "-n", "2", str(program)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    if "seccomp" in done.stderr:
+        pytest.skip(f"seccomp hands no calls to another thread here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    failed = re.search(r"rank 1: (\d+) failed", done.stdout)
+    assert failed, done.stdout + done.stderr
+    assert int(failed[1]) > 10
