@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -518,3 +519,31 @@ def test_members_far_away_count_as_alive_until_their_connection_ends() -> None:
     assert isinstance(died_of(made[0]), PeerDiedError)
     made[0].close()
     processes.forget(members)
+
+
+def test_who_leaves_lets_what_it_has_sent_arrive_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another host, where the data may be late and the word that it has left is not."""
+    monkeypatch.setattr(mesh_module, "_ARRIVE_SECONDS", 60.0)
+    here, there = crew(2)
+    made = make_all(2, members=[here, elsewhere(there)])
+    a, b = made
+    one, other = together(lambda: a.data(1), lambda: b.data(0))
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(one, bytes(1 << 16))
+    leaving = threading.Thread(target=a.monitor.leave)
+    leaving.start()
+    leaving.join(0.2)
+    assert leaving.is_alive()
+    assert not b.monitor.has_left(0)
+    while leaving.is_alive():
+        with contextlib.suppress(BlockingIOError):
+            os.read(other, 1 << 20)
+        leaving.join(0.001)
+    end = time.monotonic() + 20
+    while not b.monitor.has_left(0):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    b.monitor.leave()
+    for mesh in made:
+        mesh.close()

@@ -163,6 +163,8 @@ class TcpBackend(Backend):
         deadline = time.monotonic() + limit
         late: set[int] = set()
         peers = {*self.context.met, *prepared.peers}
+        missing = [peer for peer in sorted(peers) if (self.context.fds[peer] < 0).any()]
+        self._mesh.dial_data(missing, limit)
         # First to those that this rank dials: they may not be in the call yet, and must not time out waiting for it.
         for peer in sorted(peers, key=lambda peer: (peer < self.gate.rank, peer)):
             for stream in range(self.context.streams):

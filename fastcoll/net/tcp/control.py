@@ -27,7 +27,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Monitor
@@ -207,12 +207,26 @@ class NetMonitor(Monitor):
     def __init__(self, members: Sequence[Member], rank: int, control: Control) -> None:
         super().__init__(members, rank)
         self._control = control
+        self.let_arrive: Callable[[], None] = lambda: None  # called before this rank says that it leaves
         self._broken: dict[int, str] = {}
         self._taken: tuple[GroupError, Notice] | None = None  # our failure that a notice led to
 
     def lost(self, rank: int, how: str) -> None:
         """A data or mail connection with a group rank broke; a verdict unless that rank has left or failed."""
         self._broken.setdefault(rank, how)
+
+    def start_to_leave(self) -> None:
+        self.let_arrive()
+        super().start_to_leave()
+
+    def leave(self) -> None:
+        self.let_arrive()
+        super().leave()
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank takes nothing more: it has left, failed or been lost."""
+        self._control.look()
+        return self._state(rank) in (LEFT, FAILED) or rank in {**self._broken, **self._control.lost}
 
     def lost_processes(self) -> list[Member]:
         """For `processes.gone_among`."""

@@ -11,12 +11,15 @@ by a byte that it stands, before which the higher one does not use it.
 
 from __future__ import annotations
 
+import fcntl
 import select
 import socket
+import struct
+import termios
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 from ...core.monitor import Wait
 from ...core.processes import Member, witnesses
@@ -26,16 +29,31 @@ from ...rendezvous import Store
 from ...rendezvous.assemble import GroupMeeting
 from ...rendezvous.opening import Kind, Opening
 from .control import Control, NetMonitor
-from .dials import LOOK_SECONDS, RETRY_FIRST, RETRY_MOST, Dial, dial_all
+from .dials import LOOK_SECONDS, RETRY_FIRST, RETRY_MOST, Dial, dial_all, dial_until
 from .listener import Roster, gather
 
 ALL_CONTROL = 32
 # A rank tells where it listens when it does, until it lets go of the group, of which it tells too.
 _REFUSED_SECONDS = 2.0
 
+# How long who leaves waits for acknowledgements: that of a lost packet takes 0.2 s or more, and a peer that is stopped
+# with its buffers full gives none.
+_ARRIVE_SECONDS, _ARRIVE_LOOK_SECONDS = 5.0, 0.001
+
+Key = tuple[Kind, int, int]
+"""A connection by its kind, peer and stream."""
 OnMail = Callable[[int, socket.socket], None]
 """Takes the connection with a group rank for messages; on the listener's thread, must not block."""
 _STANDS = b"\1"  # what the lower rank says of a connection for messages that the higher one has dialed
+
+
+def _under_way(connection: socket.socket) -> bool:
+    """Whether some of what was sent is not acknowledged."""
+    try:
+        left: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+    except (OSError, ValueError):  # closed
+        return False
+    return left > 0
 
 
 def control_peers(rank: int, size: int) -> list[int]:
@@ -72,16 +90,18 @@ class Mesh:
         self._name, self._members, self._timeout = name, list(members), timeout
         self._control = Control(self.size)
         self.monitor = NetMonitor(members, rank, self._control)
+        self.monitor.let_arrive = self._let_arrive
         self._roster: Roster | None = None
-        self._made: dict[tuple[Kind, int, int], socket.socket] = {}  # by kind, peer and stream
+        self._made: dict[Key, socket.socket] = {}
         self._dialing_mail: set[int] = set()  # higher peers
         self._on_mail: OnMail = lambda peer, connection: None
         self._sought: list[socket.socket] = []  # of ranks that seek one another (refuge.py)
+        self._seeking: dict[int, Dial] = {}  # by peer
         self._on_seek: Callable[[socket.socket], None] = lambda connection: None
         self._changed = threading.Condition()
         self._dialing = threading.Lock()
         self._between: Callable[[], None] = lambda: None  # what else to look at while waiting
-        self._closed = False
+        self._is_made = self._closed = False
 
     @property
     def streams(self) -> int:
@@ -96,6 +116,25 @@ class Mesh:
             GroupError: the peer died, left or did not come in time, or what answers at its address does not fit.
         """
         return self._connection(Kind.DATA, peer, stream, timeout).fileno()
+
+    def dial_data(self, peers: Sequence[int], timeout: float) -> None:
+        """Make, all at one time, the data connections with these peers that this rank dials; as `data`."""
+        streams = range(self.streams)
+        keys = [(Kind.DATA, peer, stream) for peer in peers if peer > self.rank for stream in streams]
+        if not (keys := [key for key in keys if key not in self._made]):
+            return
+        reach("tcp.connection.enter")
+        dialed = list(dict.fromkeys(peer for _, peer, _ in keys))
+        more = f" and {len(dialed) - 1} more" if len(dialed) > 1 else ""
+        doing = f"making a data connection with {self.monitor.name(dialed[0])}{more}"
+
+        def late() -> list[int]:
+            return [peer for peer in dialed if any(key[1] == peer and key not in self._made for key in keys)]
+
+        wait = Wait(self.monitor, doing, late, timeout)
+        with self._alone(wait):
+            self._dial_control([peer for peer in dialed if peer not in self._control.peers], wait)
+            self._dial([key for key in keys if key not in self._made], wait)
 
     def mail(self, peer: int) -> socket.socket:
         """The connection for messages with `peer`, made unless either has done so; as `data`, but by one rank alone."""
@@ -121,20 +160,21 @@ class Mesh:
         """A connection on which `peer` answers where survivors meet (refuge.py); also when the group has failed.
 
         Raises:
-            TimeoutError: it does not stand by the deadline.
+            TimeoutError: it does not stand by the deadline; the next call goes on with it.
             ConnectionRefusedError: the peer's process has ended.
             RendezvousError: the peer has closed the group.
         """
-        dial = self._new_dial(peer, Kind.REFUGE, 0)
-
-        def look() -> None:
-            if dial.refused_since is not None:
+        dial = self._seeking.setdefault(peer, self._new_dial(peer, Kind.REFUGE, 0))
+        try:
+            stands = dial_until(dial, deadline)
+            if not stands and dial.refused_since is not None:
                 raise ConnectionRefusedError(dial.where)
-            if time.monotonic() > deadline:
-                raise TimeoutError(dial.where)
-
-        dial_all([dial], look)
-        self._sought.append(dial.connection)
+        except BaseException:
+            self._seeking.pop(peer).close()
+            raise
+        if not stands:
+            raise TimeoutError(dial.where)
+        self._sought.append(self._seeking.pop(peer).connection)
         return dial.connection
 
     def close(self) -> None:
@@ -147,8 +187,8 @@ class Mesh:
             self._changed.notify_all()
         witnesses.discard(self.monitor)
         with ExitStack() as steps:
-            for connection in self._connections():
-                steps.callback(connection.close)
+            for each in self._connections():
+                steps.callback(each.close)
             steps.callback(self._control.close)
             if self._roster is not None:
                 steps.callback(self._roster.leave)
@@ -156,12 +196,28 @@ class Mesh:
     def disown(self) -> None:
         """In a child of fork: close the copies of all connections, which stay the parent's."""
         self._closed = True
-        for connection in self._connections():
-            connection.close()
+        for each in self._connections():
+            each.close()
         self._control.close_inherited()
 
-    def _connections(self) -> list[socket.socket]:
-        return [*self._made.values(), *self._sought]
+    def _let_arrive(self) -> None:
+        """Wait until the peers' hosts have what this rank has sent them.
+
+        On a slow or lossy network that it leaves, which goes another way, may come first, and a peer would miss data
+        that is under way. Within one network nothing is lost, and acknowledging may take 40 ms.
+        """
+        end, me = time.monotonic() + _ARRIVE_SECONDS, self._members[self.rank]
+        waiting = list(self._made.items()) if self.monitor.failure is None else []
+        waiting = [(key, each) for key, each in waiting if not self._members[key[1]].same_network(me)]
+        while waiting and time.monotonic() < end:
+            waiting = [
+                (key, each) for key, each in waiting if _under_way(each) and not self.monitor.is_gone(key[1])
+            ]
+            if waiting:
+                time.sleep(_ARRIVE_LOOK_SECONDS)
+
+    def _connections(self) -> list[socket.socket | Dial]:
+        return [*self._made.values(), *self._sought, *self._seeking.values()]
 
     # ---- making -----------------------------------------------------------------------------------------
 
@@ -184,6 +240,7 @@ class Mesh:
                 self._await(lambda: not unconnected(), wait)
                 reach("tcp.meeting.after_connect")
                 self._between = lambda: None  # the store need not be there any more
+                self._is_made = True
         except BaseException as error:
             here = self.monitor.name(self.rank)
             why = f"{here} could not make the group {self._name}: {error or type(error).__name__}"
@@ -221,7 +278,7 @@ class Mesh:
         def look() -> None:
             for dial in dials:
                 since = dial.refused_since
-                if since is not None and time.monotonic() - since > _REFUSED_SECONDS:
+                if not dial.is_done and since is not None and time.monotonic() - since > _REFUSED_SECONDS:
                     self.monitor.lost(dial.peer, f"nothing listens at {dial.where} any more")
             self._look(wait)
 
@@ -231,6 +288,11 @@ class Mesh:
             late = [dial for dial in dials if not dial.is_done]
             names = "; ".join(f"{self.monitor.name(d.peer)} at {d.where}: {d.reason}" for d in late[:4])
             raise CollectiveTimeoutError(f"{error} ({names})", error.ranks) from error
+        except RendezvousError as error:
+            peer = next((dial.peer for dial in dials if dial.does_not_fit), None)
+            if peer is None or not self._is_made:  # the others of the meeting are told of it as it is
+                raise
+            raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
 
     def _connection(self, kind: Kind, peer: int, stream: int, timeout: float | None) -> socket.socket:
         """The connection of this kind with a peer, made unless it or another thread has done so."""
@@ -246,31 +308,34 @@ class Mesh:
             self._await(lambda: key in self._made, wait)
             wait.over()
             return self._made[key]
-        while not self._dialing.acquire(timeout=LOOK_SECONDS):
-            self._look(wait)
-        try:
+        with self._alone(wait):
             if key not in self._made:
                 if peer not in self._control.peers:
                     self._dial_control([peer], wait)  # its end is seen there
                 if kind is Kind.DATA:
-                    self._dial(key, wait)
+                    self._dial([key], wait)
                 elif self.rank < peer:
                     self._dial_mail_up(key, wait)
                 else:
                     self._dial_mail_down(key, wait)
+        return self._made[key]
+
+    @contextmanager
+    def _alone(self, wait: Wait) -> Iterator[None]:
+        """While this thread dials, no other does."""
+        while not self._dialing.acquire(timeout=LOOK_SECONDS):
+            self._look(wait)
+        try:
+            yield
             wait.over()
-            return self._made[key]
-        except RendezvousError as error:
-            raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
         finally:
             self._dialing.release()
 
-    def _dial(self, key: tuple[Kind, int, int], wait: Wait) -> None:
-        kind, peer, stream = key
-        new = self._new_dial(peer, kind, stream)
-        self._bring_about([new], wait, lambda dial: self._made.update({key: dial.connection}))
+    def _dial(self, keys: Sequence[Key], wait: Wait) -> None:
+        dials = {self._new_dial(peer, kind, stream): (kind, peer, stream) for kind, peer, stream in keys}
+        self._bring_about([*dials], wait, lambda dial: self._made.update({dials[dial]: dial.connection}))
 
-    def _dial_mail_up(self, key: tuple[Kind, int, int], wait: Wait) -> None:
+    def _dial_mail_up(self, key: Key, wait: Wait) -> None:
         """Dial a higher rank, whose own connection is turned away meanwhile; unless it has come."""
         peer = key[1]
         with self._changed:
@@ -278,11 +343,11 @@ class Mesh:
                 return
             self._dialing_mail.add(peer)
         try:
-            self._dial(key, wait)
+            self._dial([key], wait)
         finally:
             self._dialing_mail.discard(peer)
 
-    def _dial_mail_down(self, key: tuple[Kind, int, int], wait: Wait) -> None:
+    def _dial_mail_down(self, key: Key, wait: Wait) -> None:
         """Dial a lower rank until the connection stands, or that of the lower rank has come."""
         pause = RETRY_FIRST
         while key not in self._made:
@@ -304,7 +369,7 @@ class Mesh:
             pause = min(2 * pause, RETRY_MOST)
             self._look(wait)
 
-    def _stands(self, connection: socket.socket, key: tuple[Kind, int, int], wait: Wait) -> bool:
+    def _stands(self, connection: socket.socket, key: Key, wait: Wait) -> bool:
         """Whether the lower rank uses the connection that this one has dialed."""
         poller = select.poll()
         poller.register(connection, select.POLLIN)

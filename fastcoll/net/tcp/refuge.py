@@ -17,7 +17,7 @@ from ...errors import RendezvousError
 from .mesh import Mesh
 
 _PORT = struct.Struct("!I")
-_SEEK_SECONDS = 0.05
+_SEEK_SECONDS = 0.05  # at one time: a connection that takes longer is gone on with the next time
 
 
 class TcpRefuge(Refuge):

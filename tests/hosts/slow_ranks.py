@@ -1,0 +1,149 @@
+"""What a rank does over a slow network: a program that tells, a JSON object a line, how far it is and what it saw.
+
+python slow_ranks.py all              each kind of call once or more, against NumPy
+python slow_ranks.py calls FILE       all_reduce until FILE exists, and tells when each began and ended
+python slow_ranks.py shrink VICTIM    that rank kills itself; the others shrink, and call on
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+import fastcoll as dist
+
+LIMIT = 60.0
+COUNTS = (1, 1000, 131_072)  # of float64: 8 B to 1 MiB
+
+
+def tell(**said: Any) -> None:
+    """Print a line."""
+    print(json.dumps({"at": time.monotonic(), **said}), flush=True)
+
+
+def values(rank: int, count: int, seed: int = 0) -> np.ndarray:
+    """Whole numbers, whose sums are exact, other ones on each rank."""
+    return np.random.default_rng(1000 * seed + rank).integers(-1000, 1000, count).astype(np.float64)
+
+
+def check(got: np.ndarray, expected: Any, what: object) -> None:
+    """Say which call was wrong."""
+    np.testing.assert_array_equal(got, expected, err_msg=str(what))
+
+
+def collectives(rank: int, size: int) -> None:
+    """A dozen, from 8 B to 1 MiB."""
+    for seed, count in enumerate(COUNTS):
+        everybody = [values(each, count, seed) for each in range(size)]
+        x = everybody[rank].copy()
+        dist.all_reduce(x)
+        check(x, sum(everybody), ("all_reduce", count))
+        x = everybody[rank].copy()
+        dist.broadcast(x, seed % size)
+        check(x, everybody[seed % size], ("broadcast", count))
+    parts = [np.empty(5000) for _ in range(size)]
+    dist.all_gather(parts, values(rank, 5000))
+    check(np.array(parts), [values(each, 5000) for each in range(size)], "all_gather")
+    mine = np.empty(3000)
+    dist.reduce_scatter(mine, list(values(rank, 3000 * size).reshape(size, 3000)))
+    check(mine, sum(values(each, 3000 * size) for each in range(size)).reshape(size, 3000)[rank], "scattered")
+    given = np.arange(size * 4000.0) + rank
+    taken = np.empty_like(given)
+    dist.all_to_all_single(taken, given)
+    expected = [np.arange(4000 * rank, 4000.0 * (rank + 1)) + each for each in range(size)]
+    check(taken, np.concatenate(expected), "all_to_all")
+    dist.barrier()
+
+
+def messages(rank: int, size: int) -> None:
+    """Around a ring, small and large, blocking and posted."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for count in (1, 100_000):
+        got = np.empty(count)
+        sending = dist.isend(values(rank, count), right)
+        dist.recv(got, left)
+        sending.wait()
+        check(got, values(left, count), ("recv", count))
+
+
+def groups(rank: int, size: int) -> None:
+    """Groups of all that each rank leaves as soon as it has its result, which may still be on its way to others."""
+    for count in (100, 101, 102):
+        group = dist.new_group()
+        x = values(rank, count)
+        dist.all_reduce(x, group=group)
+        check(x, sum(values(each, count) for each in range(size)), "new_group")
+        dist.destroy_process_group(group)
+
+
+def calls(rank: int, size: int) -> None:
+    """Remote calls, small and large, to all."""
+    from fastcoll import rpc
+
+    rpc.init_rpc(f"w{rank}")
+    for to in range(size):
+        for count in (3, 20_000):
+            check(rpc.rpc_sync(to, operator.neg, args=(values(rank, count),)), -values(rank, count), "rpc")
+    rpc.shutdown(timeout=LIMIT)
+
+
+def do_all() -> None:
+    """See the top of the file; tells the seconds of each part."""
+    for part in (collectives, messages, groups, calls):
+        began = time.monotonic()
+        part(dist.get_rank(), dist.get_world_size())
+        tell(part=part.__name__, seconds=time.monotonic() - began)
+
+
+def call_until(file: str) -> None:
+    """See the top of the file. Rank 0 decides, and tells the others by what it adds."""
+    x, number = np.ones(1000), 0
+    try:
+        while x[0] > 0:
+            number += 1
+            x[:] = 1.0 if dist.get_rank() or not os.path.exists(file) else -1000.0
+            dist.all_reduce(x)
+            assert x[0] in (dist.get_world_size(), dist.get_world_size() - 1001), x[0]
+            tell(call=number)
+    except dist.GroupError as error:
+        tell(error=type(error).__name__, ranks=error.ranks, text=str(error))
+        os._exit(0)
+
+
+def shrink(victim: str) -> None:
+    """See the top of the file."""
+    x = np.ones(1000)
+    dist.all_reduce(x)
+    if dist.get_rank() == int(victim):
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            dist.all_reduce(x)
+    except dist.PeerDiedError as error:
+        tell(died=error.ranks)
+    began = time.monotonic()
+    dist.shrink()
+    tell(shrunk=dist.get_world_size(), seconds=time.monotonic() - began)
+    collectives(dist.get_rank(), dist.get_world_size())
+
+
+def main(what: str, *words: str) -> None:
+    """See the top of the file."""
+    began = time.monotonic()
+    dist.init_process_group(timeout=LIMIT)
+    tell(here=dist.get_rank(), seconds=time.monotonic() - began)
+    {"all": do_all, "calls": call_until, "shrink": shrink}[what](*words)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    tell(left=True, seconds=time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
