@@ -14,7 +14,7 @@ import fastcoll as dist
 from faults import crew, recovery_victims
 
 ON_A_NODE, BETWEEN_HOSTS = 1.0, 3.0
-"""Seconds from an error to the new group, of the fastest: what waits for a core takes longer."""
+"""Seconds from an error to the new group; what the rank itself waits for a core does not count."""
 BACKENDS = {"shm": ON_A_NODE, "tcp": BETWEEN_HOSTS, "auto": BETWEEN_HOSTS}
 
 
@@ -33,7 +33,7 @@ def test_killed_until_one_is_left(backend: str, n: int, seed: int) -> None:
     result = outcomes[last].result
     assert result is not None, outcomes[last].error
     assert result["kept"] == [last] * 3
-    assert min(result["took"]) < BACKENDS[backend], result
+    assert max(result["took"]) < BACKENDS[backend], result
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
