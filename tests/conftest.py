@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -63,6 +65,15 @@ def elsewhere(tmp_path_factory):
     os.chdir(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled(request, elsewhere):
+    """For `pytest` alone all cores compile first: under the tests one would, and the others wait."""
+    if _leaves_out(request.config):
+        for more in ({}, {"FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}):
+            command = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", "all"]
+            subprocess.run(command, env={**os.environ, **more}, stdout=subprocess.DEVNULL, check=True)
+
+
 @pytest.fixture(autouse=True)
 def nobody_speaks():
     """What a test that meets others in this process leaves: the rank at the beginning of what is logged."""
@@ -77,12 +88,17 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out what takes long, where tests are not chosen by a path, -k or -m: `pytest tests` runs it, too."""
-    chosen = any(word.startswith(("-k", "-m")) for word in config.invocation_params.args)
-    if chosen or config.args_source is not config.ArgsSource.TESTPATHS:
+    if not _leaves_out(config):
         return
     short = [item for item in items if not _is_long(item)]
     config.hook.pytest_deselected(items=[item for item in items if _is_long(item)])
     items[:] = short
+
+
+def _leaves_out(config):
+    """Whether tests that take long are left out: all are asked for, by no path, -k or -m."""
+    chosen = any(word.startswith(("-k", "-m")) for word in config.invocation_params.args)
+    return not chosen and config.args_source is config.ArgsSource.TESTPATHS
 
 
 def pytest_collection_finish():

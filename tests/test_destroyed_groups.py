@@ -40,6 +40,7 @@ def cycle(world_size: int, number: int) -> None:
         dist.destroy_process_group(group)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(3, init=False, timeout=300)
 @pytest.mark.parametrize("cycles", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["tcp", pytest.param("file", marks=pytest.mark.long)])

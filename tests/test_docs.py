@@ -90,6 +90,7 @@ def test_the_program_that_spawns(tmp_path):
     assert done.stdout == "both ranks have ended well\n", done.stderr
 
 
+@pytest.mark.long
 def test_the_tests_that_are_shown_pass(tmp_path):
     (tmp_path / "test_shown.py").write_text(program("testing.md"))
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", cwd=tmp_path)

@@ -126,6 +126,7 @@ def test_one_source_keeps_its_order_among_all(world: NodeWorld) -> None:
     assert all(work.wait(DEADLINE) for work in works)
 
 
+@pytest.mark.long
 def test_a_receive_from_any_rank_runs_into_its_deadline_and_sleeps_meanwhile() -> None:
     world = NodeWorld(3, timeout=1.5)
     before, started = time.thread_time(), time.monotonic()

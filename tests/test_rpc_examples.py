@@ -81,6 +81,7 @@ def test_late_gradients_teach_as_well():
     assert accuracy([line]) > 93
 
 
+@pytest.mark.long
 def test_batched_updates_are_those_of_one_process(load):
     lines = run("batched.py")
     batched = load("batched.py")

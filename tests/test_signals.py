@@ -70,6 +70,7 @@ def until_there(path):
         time.sleep(5e-3)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=30)
 @pytest.mark.parametrize("outer", ["short", "strided"])
 @pytest.mark.parametrize("inner", CALLS)

@@ -140,6 +140,7 @@ def test_arrays_of_unknown_sizes_are_gathered(rank: int, world_size: int, backen
     dist.destroy_process_group(group)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore")
 def test_arrays_of_torch_and_jax_come_back_as_such(rank: int) -> None:

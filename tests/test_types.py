@@ -30,6 +30,7 @@ def test_mypy(tmp_path: Path) -> None:
     check("mypy", *options, str(USER), cwd=ROOT)
 
 
+@pytest.mark.long
 def test_pyright(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(USER.read_text())
     settings = {

@@ -29,6 +29,7 @@ def run(*arguments: str, cache: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_what_was_compiled_is_there_the_next_time(tmp_path):
     first = run("--ops", "seize,retire", "-j", "2", cache=tmp_path)
     assert first.startswith("3 kernels: what is not on the disk is compiled, in 2 processes\n  1/3 seize ")
@@ -43,6 +44,7 @@ def test_what_was_compiled_is_there_the_next_time(tmp_path):
     assert "2 were there" in more
 
 
+@pytest.mark.long
 def test_every_entry_is_in_the_list():
     found = sorted(
         node.name

@@ -23,6 +23,7 @@ def run(command, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=180, **options)
 
 
+@pytest.mark.long
 def test_all_reduce_with_files(tmp_path):
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "plot")}
     files["plot"] = tmp_path / "out.png"
@@ -55,6 +56,7 @@ def test_all_reduce_with_files(tmp_path):
     assert files["plot"].stat().st_size > 10_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_every_operation_is_right(ranks, tmp_path):
     out = tmp_path / "out.json"
@@ -120,6 +122,7 @@ def test_mistakes_are_named(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_reduction_that_the_dtype_does_not_have():
     done = run([*BENCH, "all_reduce", "-e", "8", "-d", "float32", "-o", "band"])
     assert done.returncode == 2
@@ -157,6 +160,7 @@ def on_terminal(words, **environ):
     return process.wait(timeout=180), got.decode()
 
 
+@pytest.mark.long
 def test_terminal_shows_progress_above_whole_lines():
     code, text = on_terminal(["barrier", "broadcast", "-e", "8", "--iters", "3"], NO_COLOR="1")
     assert code == 0

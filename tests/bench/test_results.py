@@ -157,6 +157,7 @@ def test_csv(tmp_path):
     assert second["wrong"] == ""
 
 
+@pytest.mark.long
 def test_plot_is_a_picture(tmp_path):
     rows = [row(count=n) for n in (1, 10, 100)] + [row("broadcast", 10, redop="none"), row("barrier", 0)]
     draw(tmp_path / "out.png", run(*rows))

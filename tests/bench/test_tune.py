@@ -28,6 +28,7 @@ def test_the_limit_loses_least(one_shot, two_shot, limit):
     assert best_limit(rows) == limit
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_run_writes_what_it_has_found_out(tmp_path, ranks):
     path = tmp_path / "tuning.json"

@@ -90,6 +90,7 @@ def everything(x, whole, group):
     return rank, size, bad
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, 3, 5, timeout=180)
 def test_every_function_and_groups_as_arguments(rank, world_size):
     x = np.full(3, rank + 1.0)
@@ -174,7 +175,8 @@ def place():
     return dist.get_rank(), dist.get_world_size()
 
 
-@pytest.mark.ranks(2, fresh=True)
+@pytest.mark.long
+@pytest.mark.ranks(2, fresh=True, timeout=180)
 def test_a_child_of_fork_has_a_world_of_its_own(rank, world_size, tmp_path):
     assert place() == (rank, 2)
     child = os.fork()
@@ -187,6 +189,7 @@ def test_a_child_of_fork_has_a_world_of_its_own(rank, world_size, tmp_path):
     assert place() == (rank, 2)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2)
 def test_operations_of_users_and_records(rank, world_size):
     farther = ReduceOp.custom(lambda a, b: a if abs(a) > abs(b) else b, "farther")
@@ -265,6 +268,7 @@ def divide(out, x, of_out, of_x):
     dist.all_to_all_single(out, x, of_out, of_x)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, 3, timeout=180)  # the first one has a way compiled
 def test_split_sizes(rank, world_size):
     ranks = range(world_size)
@@ -327,7 +331,8 @@ def test_a_dead_peer_is_named(rank, world_size):
         total(np.ones(1))
 
 
-@pytest.mark.ranks(2, fresh=True)
+@pytest.mark.long
+@pytest.mark.ranks(2, fresh=True, timeout=180)
 def test_a_late_peer_ends_a_call_by_its_deadline(rank, world_size):
     group = dist.new_group(timeout=0.5)
     total(np.ones(1), ReduceOp.SUM, group)
@@ -366,7 +371,7 @@ def stop(number, frame):
     sys.exit(f"by signal {number}")
 
 
-@pytest.mark.ranks(2, fresh=True)
+@pytest.mark.ranks(2, fresh=True, timeout=180)
 @pytest.mark.parametrize("function", [total_after, caught_after], ids=["uncaught", "caught"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "exit"])
 def test_ctrl_c_ends_a_call_and_is_raised_once_whoever_catches_it(rank, world_size, function, number):
@@ -429,6 +434,7 @@ print(sum(f.stats.cache_hits.values()), sum(f.stats.cache_misses.values()))
 """
 
 
+@pytest.mark.long
 def test_code_is_kept_on_the_disk_until_the_file_changes(tmp_path):
     program = tmp_path / "program.py"
 

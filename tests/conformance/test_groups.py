@@ -55,6 +55,7 @@ def test_roots_are_global_ranks_or_group_ranks(rank, world_size):
         assert x[0] == 7
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2)
 def test_groups_leave_nothing_behind(rank, world_size):
     def footprint():
@@ -91,6 +92,7 @@ def test_groups_leave_nothing_behind(rank, world_size):
     assert mapped["segment"] <= 1  # the default group's, where it has one
 
 
+@pytest.mark.long
 @pytest.mark.ranks(3, 4, 5, timeout=60)
 def test_monitored_barrier_names_all_who_are_missing(rank, world_size, tmp_path):
     group = dist.new_group()

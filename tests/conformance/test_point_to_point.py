@@ -128,6 +128,7 @@ def test_strided_arrays(rank, world_size):
         assert not canvas[:, 1::2].any()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=60)
 def test_two_ranks_that_both_wait_in_send_are_told_so(rank, world_size):
     group = dist.new_group(timeout=3)

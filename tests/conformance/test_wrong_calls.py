@@ -245,6 +245,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_call_that_one_rank_refuses_is_told_on_all(rank, world_size, name):

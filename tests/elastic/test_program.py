@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hosts.network import Network
 from hosts.nodes import finish, launched, told
 
 from elastic.members import expected
 
 
+@pytest.mark.long
 def test_the_program_of_the_page(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -61,6 +63,7 @@ print("learnt", state.step, state.w[0], dist.get_world_size(), flush=True)
 """
 
 
+@pytest.mark.long
 def test_ranks_are_killed_and_replaced_on_four_hosts(
     join_hosts: Callable[..., Network], tmp_path: Path
 ) -> None:

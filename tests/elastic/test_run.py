@@ -60,6 +60,7 @@ def test_one_grows_to_four(backend: str) -> None:
     assert all("the job has ended before this newcomer could join it" in end.error for end in late)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "times"), [("auto", 20), pytest.param("shm", 100, marks=pytest.mark.long)]
 )
@@ -121,6 +122,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("moment", "rank"), [*((moment, 0) for moment in MOMENTS), *((moment, 2) for moment in list(MOMENTS)[1:])]
@@ -144,6 +146,7 @@ def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int, backen
     assert len({result["step"] for result in results}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "how"),
     [
@@ -246,6 +249,7 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         config.forget()
 
 
+@pytest.mark.long
 def test_without_the_store_nobody_comes_and_the_job_goes_on() -> None:
     course = Course({}, "shm", 12, 0.005, die={(60, 3): (1, "kill")})
     with crew.nothing_left(), Crowd() as crowd:

@@ -170,6 +170,7 @@ def test_what_cannot_be_kept_is_an_error() -> None:
         State(made=(x for x in range(3)))
 
 
+@pytest.mark.long
 @pytest.mark.ranks(3)
 def test_sync_takes_over_everything() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()

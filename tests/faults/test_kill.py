@@ -56,6 +56,7 @@ def test_killed_rank_of_a_long_call(op: str) -> None:
     see([die(op, f"shm.{op}.{place}", LONG, number % 3) for number, place in enumerate(places, first)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", MESSAGES)
 def test_killed_rank_of_a_short_message(op: str) -> None:
     see([die(op, f"shm.{place}", SHORT, number % 3) for number, place in enumerate(MESSAGES[op])])
@@ -105,6 +106,7 @@ def test_killed_rank_whose_arena_was_named_and_nobody_has_mapped(op: str) -> Non
     see([world], [(2,)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", LARGE)
 def test_killed_rank_of_a_call_that_lanes_share(op: str) -> None:
     """The lanes alone come by so often: the first call, which they do not share, has at most 31 chunks."""

@@ -55,12 +55,14 @@ def test_killed_rank_of_a_short_call(op: str) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", ["all_reduce", "broadcast", "all_gather", "reduce_scatter"])
 def test_killed_rank_of_a_long_call(op: str) -> None:
     places = ["mid_chunk@20", "after_meeting", "before_done"]
     see([die(op, f"tcp.{op}.{place}", LONG, number % 3, "tcp") for number, place in enumerate(places)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", MESSAGES)
 def test_killed_rank_of_a_short_message(op: str) -> None:
     see([die(op, f"tcp.{place}", SHORT, number % 3, "tcp") for number, place in enumerate(MESSAGES[op])])
@@ -75,6 +77,7 @@ def test_killed_rank_of_four() -> None:
     see([die("all_reduce", "tcp.all_reduce.mid_chunk@9", LONG, 3, "tcp", n=4)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", ON_NODES)
 def test_killed_rank_of_two_nodes(op: str) -> None:
     see([die(op, f"{place}@3", LONG, victim, "nodes", n=4) for place, victim in ON_NODES[op]])

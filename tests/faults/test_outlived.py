@@ -44,6 +44,7 @@ def test_a_rank_may_leave_when_its_part_is_done(rank, world_size):
     dist.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=40, fresh=True, may_die=(1,))
 def test_a_rank_may_die_when_its_part_is_done(rank, world_size):
     op = ReduceOp.custom(dawdle)
@@ -137,6 +138,7 @@ def test_who_waits_for_a_rank_that_has_left_reads_why(tmp_path: Path, backend: s
         assert re.match(pattern, line), (line, pattern)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, backend="tcp", timeout=40, fresh=True, may_die=(1,))
 @pytest.mark.parametrize("count", [8, 1 << 21])
 @pytest.mark.parametrize("case", ["alone", "more behind", "looked at late", "while it sends"])

@@ -49,6 +49,7 @@ def test_ranks_that_die_while_others_shrink(backend: str, victims: dict[int, flo
         assert outcome.result == {"sum": sum(2.0**each.rank for each in left)}, outcome.error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
 def test_a_part_shrinks_and_others_do_not_notice(backend: str) -> None:
     outcomes = crew.run(recovery_victims.shrink_a_part, 6, backend)
@@ -67,6 +68,7 @@ def test_a_group_that_has_not_failed_is_aborted_first(backend: str) -> None:
         assert not outcome.rank or "shrink() was called" in outcome.result["said"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_rank_that_neither_dies_nor_comes_is_named(backend: str) -> None:
     outcomes = crew.run(recovery_victims.shrink_beside_a_stopped_rank, 3, backend)
@@ -79,6 +81,7 @@ def test_a_rank_that_neither_dies_nor_comes_is_named(backend: str) -> None:
         assert at_work < limit + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_ctrl_c(backend: str) -> None:
     outcomes = crew.run(recovery_victims.interrupt_shrinking, 2, backend)

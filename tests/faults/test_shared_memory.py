@@ -65,6 +65,7 @@ def run_behind(tmp_path, mount: str, program: str = PROGRAM) -> list[str]:
     return results
 
 
+@pytest.mark.long
 def test_too_small_is_refused_with_sizes_and_the_cure_on_every_rank(tmp_path):
     for result in run_in_small_shm(tmp_path, "16k"):
         assert "RESULT 0" in result
@@ -79,6 +80,7 @@ WITHOUT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", WITHOUT)
 def test_none_or_one_that_cannot_be_written_is_said_with_the_cure_on_every_rank(tmp_path, how):
     mount, said = WITHOUT[how]

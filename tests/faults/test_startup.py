@@ -98,6 +98,7 @@ def meeting() -> str:
         return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["auto", "tcp"])
 @pytest.mark.parametrize("where", ENDING)
 def test_killed_while_leaving(where: str, how: str) -> None:

@@ -40,6 +40,7 @@ def test_a_stopped_rank_is_not_taken_for_dead():
     assert [outcome.result for outcome in outcomes()["stopped"]] == [2.0, 2.0], outcomes()["stopped"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["all_reduce", "recv", "send", "work", "destroy"])
 def test_ctrl_c_ends_a_blocked_call_soon(call):
     first, *others = crew.run(victims.interrupt, 3, call)

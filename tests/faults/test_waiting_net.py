@@ -31,6 +31,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
         assert "1.2 s" in outcome.result
 
 
+@pytest.mark.long
 def test_a_rank_that_stops_is_named_by_all_at_the_timeout() -> None:
     *others, last = crew.run(net_victims.stop_for_good, 3, "tcp", 3_000_000, 1.0)
     assert last.result is not None, last.error

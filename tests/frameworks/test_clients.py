@@ -107,6 +107,7 @@ def test_a_notebook_starts_ranks() -> None:
     assert "[3.0, 3.0]" in said, said
 
 
+@pytest.mark.long
 @needs("xdist")
 def test_pytest_xdist_runs_tests_that_have_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_sums.py").write_text(

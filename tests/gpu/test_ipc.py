@@ -16,6 +16,7 @@ from fastcoll.gpu.ipc.schedules import is_one_shot
 from fastcoll.kernels.cuda import page as at
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chosen", ["not n3 and not n4", pytest.param("n3 or n4", marks=pytest.mark.long)], ids=["2", "3 and 4"]
 )

@@ -63,6 +63,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hosts", "ranks"), [(1, 4), *(pytest.param(4, ranks, marks=pytest.mark.long) for ranks in (1, 2))]
 )

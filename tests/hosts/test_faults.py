@@ -117,6 +117,7 @@ except dist.PeerDiedError as error:
 """
 
 
+@pytest.mark.long
 def test_who_makes_a_group_and_who_leaves_knows_who_died_on_another_host(join_hosts: Join) -> None:
     """Its process is out of sight: only the connections of the default group tell."""
     victim = RANKS - 1

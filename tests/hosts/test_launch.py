@@ -184,6 +184,7 @@ def test_a_rank_that_is_killed_later_is_named_everywhere(
             assert re.search(r"rank 3 \(pid \d+ on host1\) failed first: signal SIGKILL", node.err)
 
 
+@pytest.mark.long
 def test_a_node_whose_ranks_end_well_leaves_the_others_alone(
     join_hosts: Join, script: Callable[[str], list[str]]
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_failure_on_a_host_that_is_out_of_reach_ends_that_host(
             assert [node.code for node in nodes] == codes, told(nodes)
 
 
+@pytest.mark.long
 def test_launchers_that_cannot_meet_go_on_and_say_so(
     join_hosts: Join, script: Callable[[str], list[str]]
 ) -> None:
@@ -245,6 +247,7 @@ def test_launchers_do_not_meet_when_told_so(join_hosts: Join, script: Callable[[
         assert (code, out.split()) == (0, ["[" + out[1] + "]"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_launcher_ends_the_ranks_of_all_hosts(
     join_hosts: Join, script: Callable[[str], list[str]], victim: int

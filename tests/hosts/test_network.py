@@ -66,6 +66,7 @@ def reaches(host: Host, address: str, attempts: int = 25) -> bool:
     return host.namespace.run(sys.executable, "-c", ASK, address, str(attempts)) == "True\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own_pids", [False, True])
 def test_hosts_reach_one_another_on_every_link(join_hosts: Join, own_pids: bool) -> None:
     one, two, three = join_hosts(3, links=2, own_pids=own_pids)

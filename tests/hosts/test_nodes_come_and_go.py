@@ -51,6 +51,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         yield start
 
 
+@pytest.mark.long
 def test_hosts_come_and_go(join_hosts: Join, begin: Begin, tmp_path: Path) -> None:
     """Four come one after another; one is killed, one leaves, one comes again; the others go on each time."""
     network = join_hosts(4, own_pids=True)
@@ -70,6 +71,7 @@ def test_hosts_come_and_go(join_hosts: Join, begin: Begin, tmp_path: Path) -> No
     assert re.search(r"the launcher on host2 \(pid \d+\) ended without a word", nodes[0].err), told(nodes)
 
 
+@pytest.mark.long
 def test_the_loss_of_the_host_that_leads_ends_the_job(join_hosts: Join, begin: Begin) -> None:
     network = join_hosts(2, own_pids=True)
     nodes = [begin(network, host, ["--nnodes=2"]) for host in network]

@@ -107,6 +107,7 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Use]]:
     return found | {"edited": first_uses(sources, 1)}
 
 
+@pytest.mark.long
 def test_one_process_compiles_and_the_others_load(uses):
     for dtype in range(2):
         assert sorted(use.hits[dtype] for use in uses["first"]) == [0, 1, 1]

@@ -42,6 +42,7 @@ LARGER = ReduceOp.custom(larger)
 DTYPES = ["?", "i1", "u8", "f4", "c8", "f2", ml_dtypes.bfloat16]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_dtype_in_rank_order_into_any_place(reduce, dtype):
     random = np.random.default_rng(2)
@@ -157,6 +158,7 @@ print(x.tolist())
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_again_and_again_does_not_spoil_compilations(tmp_path):
     """From Numba's first import on, at 20 ms and a little later each time."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from fastcoll.failpoints import number_of
 from fastcoll.kernels import compiling, machine_code
 from fastcoll.kernels.failing import reached
@@ -110,6 +112,7 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
+@pytest.mark.long
 def test_every_action_of_compiled_code():
     env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}
     done = subprocess.run(

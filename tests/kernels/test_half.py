@@ -76,6 +76,7 @@ def rounded(values: np.ndarray, round_, widen, width: int) -> np.ndarray:
     return converted(shuffled, round_, np.dtype("u2"), width)[: values.size]
 
 
+@pytest.mark.long
 @WIDTHS
 @pytest.mark.parametrize(("dtype", "widen", "round_"), CONVERSIONS)
 def test_every_bit_pattern_is_widened_and_comes_back(dtype, widen, round_, width):
@@ -90,6 +91,7 @@ def test_every_bit_pattern_is_widened_and_comes_back(dtype, widen, round_, width
     assert np.isnan(back[nan].view(dtype).astype(np.float32)).all()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @WIDTHS
 @pytest.mark.parametrize(("dtype", "widen", "round_"), CONVERSIONS)
@@ -104,6 +106,7 @@ def test_rounding_around_every_tie(dtype, widen, round_, width):
     np.testing.assert_array_equal(rounded(values, round_, widen, width), values.astype(dtype).view(np.uint16))
 
 
+@pytest.mark.long
 @WIDTHS
 @pytest.mark.parametrize(("dtype", "widen", "round_"), CONVERSIONS)
 def test_every_nan_becomes_the_same_nan(dtype, widen, round_, width):

@@ -37,6 +37,7 @@ def assert_in_vector_registers(library, instruction: str, lane: str) -> None:
     assert on_the_stack <= {"ptr", "i8*"}, "more than Numba's own pointer to an exception"
 
 
+@pytest.mark.long
 @needs_vectors
 @pytest.mark.parametrize("name", KINDS)
 def test_the_loops_are_vectorised(name):

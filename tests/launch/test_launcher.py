@@ -158,6 +158,7 @@ def test_the_cause_is_named_though_its_rank_ended_later(launch: Launch) -> None:
     assert done.stderr.count("failed first") == 1
 
 
+@pytest.mark.long
 def test_without_a_cause_the_failed_group_is_told(launch: Launch) -> None:
     done = launch(f"{FOLLOWING}time.sleep(1000)", "-n2", "script.py")
     assert done.returncode == 1
@@ -357,6 +358,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("goes", ["reader", "terminal"])
 def test_ranks_keep_their_grace_when_what_they_write_to_goes_with_the_signal(
     script: Callable[[str], None], goes: str
@@ -373,6 +375,7 @@ def test_ranks_keep_their_grace_when_what_they_write_to_goes_with_the_signal(
     assert sorted(path.name for path in Path().glob("saved-*")) == ["saved-0", "saved-1"]
 
 
+@pytest.mark.long
 def test_a_signal_ends_ranks_whose_output_nobody_reads(script: Callable[[str], None]) -> None:
     script(
         "os.set_blocking(1, False)\nprint(os.getpid())\nsys.stdout.flush()\n"

@@ -35,6 +35,7 @@ def launch(path: Path, text: str, *options: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_died_is_replaced(tmp_path: Path) -> None:
     text = """
 if is_new:
@@ -56,6 +57,7 @@ print(store.get("new"))
     assert (tmp_path / "logs" / "newcomer-1.stdout").read_text() == "False False 1\nb'1'\n"
 
 
+@pytest.mark.long
 def test_newcomers_that_fail_are_replaced_a_given_number_of_times(tmp_path: Path) -> None:
     text = """
 if local == "1":

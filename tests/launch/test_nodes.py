@@ -50,6 +50,7 @@ def test_nobody_fails_when_all_end_well(joined: list[Nodes]) -> None:
     assert [node.failure() for node in joined] == [None] * 3
 
 
+@pytest.mark.long
 def test_a_failure_reaches_a_node_that_starts_later() -> None:
     port = free_port()
     with ExitStack() as stack:
@@ -60,6 +61,7 @@ def test_a_failure_reaches_a_node_that_starts_later() -> None:
         assert known(later) == known(first) == FIRST
 
 
+@pytest.mark.long
 def test_a_launcher_that_never_met_node_0_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_TRY_SECONDS", 0.2)
     monkeypatch.setattr(job, "_LAST_SECONDS", 1.0)

@@ -84,6 +84,7 @@ def inner(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> InnerRun:
     return InnerRun(tmp_path_factory.mktemp("inner"), files)
 
 
+@pytest.mark.long
 def test_ranks_are_where_a_plugin_puts_them(inner: InnerRun) -> None:
     assert inner.outcomes("test_places.py") == {"passed": 4}
 

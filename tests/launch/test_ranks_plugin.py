@@ -463,6 +463,7 @@ def test_away(rank):
     assert InnerRun(tmp_path, files, "sub").outcomes("sub/test_away.py") == {"passed": 2}
 
 
+@pytest.mark.long
 def test_a_worker_that_cannot_start_shows_why(tmp_path: Path) -> None:
     text = "import pytest\n@pytest.mark.ranks(2, init=False)\ndef test_it():\n    pass\n"
     alone = InnerRun(tmp_path, {"conftest.py": IN_A_WORKER, "test_it.py": text})
@@ -497,6 +498,7 @@ def test_wrong_places_are_refused(inner: InnerRun) -> None:
     inner.said("TestIt.test_in_a_case").fnmatch_lines(["ranks is for functions and*unittest.TestCase"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_survives_pytest(pytester: pytest.Pytester, number: int) -> None:
     pytester.makepyfile(

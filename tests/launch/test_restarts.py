@@ -186,6 +186,7 @@ def test_signals_while_nobody_reads_what_is_said_of_a_restart(
         assert process.wait(20) == 128 + number
 
 
+@pytest.mark.long
 def test_nodes_join_and_leave(script: Callable[[str], None], start: Start) -> None:
     script(STAY)
     options = c10d(free_port())
@@ -340,6 +341,7 @@ stay()
 """
 
 
+@pytest.mark.long
 def test_a_rank_of_an_old_generation_is_not_let_in(script: Callable[[str], None], start: Start) -> None:
     """It was stopped, together with its launcher, and goes on when the next generation runs without it."""
     script(OLD)

@@ -62,6 +62,7 @@ def fail(how: str) -> None:
         sys.exit(0)
 
 
+@pytest.mark.long
 def test_the_cause_is_raised_and_not_what_followed_from_it() -> None:
     with pytest.raises(
         ProcessRaisedError, match=r"rank 1 \(pid \d+\) raised:(.|\n)*in fail(.|\n)*no data"
@@ -76,6 +77,7 @@ def test_the_cause_is_raised_and_not_what_followed_from_it() -> None:
         assert (exited.value.rank, exited.value.exit_code) == (1, code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others", ["done", "at work"])
 def test_a_rank_that_fails_behind_its_result_is_named(others: str) -> None:
     def fail_at_exit() -> None:

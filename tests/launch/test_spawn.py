@@ -115,6 +115,7 @@ def test_the_cause_is_named_though_its_rank_has_not_ended_yet(tmp_path: Path) ->
     assert info.value.rank == 1
 
 
+@pytest.mark.long
 def test_without_a_cause_the_failed_group_is_told() -> None:
     with pytest.raises(ProcessRaisedError, match="GroupError: rank 1 did not come"):
         spawn(fail, ("alone",), nprocs=2)

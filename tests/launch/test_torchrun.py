@@ -56,6 +56,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Compl
     return {launcher: run(launcher, tmp_path_factory.mktemp(launcher), 3, 3) for launcher in RUNS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", RUNS)
 def test_a_program_whose_ranks_fail_in_three_ways_ends_well(
     ends: dict[str, subprocess.CompletedProcess[str]], launcher: str

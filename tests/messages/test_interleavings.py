@@ -85,6 +85,7 @@ def run(make: type[World], seed: int, *programs: Any, timeout: float = 30) -> No
         raise errors[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "programs",

@@ -411,6 +411,7 @@ def test_a_posted_send_does_not_overtake_one_that_has_not_begun(worlds) -> None:
     worlds(2).run(first, second)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", [1, None])
 def test_a_silent_peer_runs_into_the_timeout(worlds, source: int | None) -> None:
     me, _ = worlds(2, timeout=0.2).ranks

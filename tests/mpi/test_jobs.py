@@ -130,6 +130,7 @@ rank = dist.get_rank()
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("swept")
 def test_a_world_of_one_needs_no_launcher(python: Path) -> None:
     code = (

@@ -128,6 +128,7 @@ def test_any_schedule_of_calls_that_match_or_not(data: st.DataObject) -> None:
         check(engines, rounds)
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_any_schedule_of_many_ranks(data: st.DataObject) -> None:
@@ -178,6 +179,7 @@ def _mostly_ahead(n: int, length: int, draw: random.Random) -> list[list[Call]]:
     return rounds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_ranks_that_run_ahead_until_their_records_are_used_again(n: int, seed: int) -> None:

@@ -85,6 +85,7 @@ def test_a_reset_in_the_middle_ends_the_call_on_both_sides() -> None:
 # ---- ranks that do not come ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("missing", [(0, 1), (1, 3), (2, 3)])
 def test_all_missing_ranks_are_named(missing: tuple[int, ...]) -> None:
     with groups(4) as made:
@@ -99,6 +100,7 @@ def test_all_missing_ranks_are_named(missing: tuple[int, ...]) -> None:
             assert "barrier(), call 2 " in str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("missing", [(0, 1), (1,), (1, 3), (3,)])
 def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...]) -> None:
     """It makes the connections. Who waits for one cannot tell whether ranks that it has dialed make the call."""

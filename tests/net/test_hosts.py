@@ -146,6 +146,7 @@ def test_an_unknown_interface_is_told_to_all(join_hosts: Join, ranks: Ranks) -> 
         assert "eth0 10.77.0.2" in each["error"]
 
 
+@pytest.mark.long
 def test_a_host_that_vanishes_is_named_by_every_survivor(join_hosts: Join, ranks: Ranks) -> None:
     network = join_hosts(3, own_pids=True)
     # The kernel gives a silent host up after 2.5 s instead of 8 s, with which tests/hosts/test_faults.py has it.
@@ -160,6 +161,7 @@ def test_a_host_that_vanishes_is_named_by_every_survivor(join_hosts: Join, ranks
         assert found["ranks"] == [2]
 
 
+@pytest.mark.long
 def test_packets_that_are_lost_in_one_direction_end_the_group_on_all_ranks(
     join_hosts: Join, ranks: Ranks
 ) -> None:

@@ -114,6 +114,7 @@ def test_answers_of_posted_receives_wait_for_space(worlds: Worlds) -> None:
     assert answers == b"".join(frame(TAKEN, nbytes=1, number=n + 1) for n in range(count))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nbytes", [0, 500, 8000])
 def test_both_fill_the_connection_before_either_receives(worlds: Worlds, nbytes: int) -> None:
     """Frames enter in part on both sides, and the answers to what is received meanwhile wait for them."""

@@ -85,6 +85,7 @@ def _refused(call: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [LAST_ALONE, pytest.param(PROCESSES, marks=pytest.mark.long)])
 def test_all_are_told_alike_what_does_not_match_and_who_is_late(n: int) -> None:
     outcomes = crew.run(refuse, n)
@@ -112,6 +113,7 @@ def meet_and_leave(rank: int, n: int, url: str) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_who_is_done_with_a_call_may_leave_before_others_have_heard_of_it() -> None:
     """Those to whom the slow rank passes nothing on go; it does not look to the others as if they missed them."""
     for outcome in crew.run(meet_and_leave, LAST_ALONE):

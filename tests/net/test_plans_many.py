@@ -59,6 +59,7 @@ def case_of(algorithm: Algorithm, size: int, count: int, **more) -> Case:
     return Case(algorithm.operation, size, count, flags=dict.fromkeys(algorithm.flags, True), **more)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.operation}-{a.name}")
 def test_an_algorithm_gives_the_result(algorithm):
     for size in range(algorithm.least, 18):

@@ -49,6 +49,7 @@ def promise(case):
     return IN_ORDER if case.flags["ordered"] or case.size <= 16 else ANY_ORDER
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operation", ALGORITHMS)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())

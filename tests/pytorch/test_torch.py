@@ -63,6 +63,7 @@ def check(results: Path, ranks: int, least: int, said: str) -> None:
         assert len(outcome) >= least, f"rank {rank} ended after {list(outcome)[-1]}\n{said}"
 
 
+@pytest.mark.long
 def test_every_operation_gives_what_gloo_gives(tmp_path: Path) -> None:
     """With torchrun, and without destroy_process_group."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
@@ -80,6 +81,7 @@ def test_models_train_as_over_gloo_and_faults_raise(tmp_path: Path) -> None:
 
 
 # What of it is the same for spawned ranks as for launched ones is in tests/launch/test_spawn.py.
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["launched", pytest.param("fastcoll.spawn", marks=pytest.mark.long)])
 def test_gloo_and_fastcoll_meet_at_one_address(how: str) -> None:
     """Whichever comes first, by env:// and tcp://, and again at the same port."""
@@ -98,6 +100,7 @@ def test_torchrun_starts_ranks_anew() -> None:
     assert said.count("after a restart: [2.0, 2.0] [2.0, 2.0]") == 2, said
 
 
+@pytest.mark.long
 def test_programs_that_import_torch_alone_have_the_backend() -> None:
     """By the entry point of the installed package; `get_backend` says what was asked for. All at once, to save time."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -117,6 +120,7 @@ def test_programs_that_import_torch_alone_have_the_backend() -> None:
         assert said.count(f"{told} FastcollProcessGroup FastcollProcessGroup [6.0, 6.0, 6.0]") == 2, said
 
 
+@pytest.mark.long
 def test_ranks_of_mpiexec_and_srun_meet_by_env() -> None:
     """Where the variables that torch reads are missing, also over Gloo."""
     if (mpiexec := shutil.which("mpiexec")) is None:
@@ -139,6 +143,7 @@ def test_ranks_of_mpiexec_and_srun_meet_by_env() -> None:
         assert said.endswith("3.0\n")
 
 
+@pytest.mark.long
 def test_importing_torch_outlives_a_wrong_setting() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTCOLL_TORCH_DEFAULT", "nccl")
@@ -148,6 +153,7 @@ def test_importing_torch_outlives_a_wrong_setting() -> None:
     assert said.endswith("1.0\n")
 
 
+@pytest.mark.long
 def test_functions_of_fastcoll_are_compiled_without_a_break() -> None:
     code, said = end(start("-m", "fastcoll.launch", "-n", "2", HERE / "compiled_ranks.py"))
     assert code == 0, said

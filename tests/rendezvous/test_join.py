@@ -186,6 +186,7 @@ def test_without_rank_0_it_is_rank_0_that_is_missing() -> None:
         join(store, 1, 3, "shm", 0.3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim: int) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True) as store:

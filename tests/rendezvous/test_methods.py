@@ -501,6 +501,7 @@ def test_multicast_gets_past_the_dead_and_the_stale(group_v4: str, processes) ->
         thread.join()
 
 
+@pytest.mark.long
 def test_multicast_one_too_many_is_left_over(three_for_two, lasting_processes) -> None:
     outputs = sorted(lasting_processes.outputs(three_for_two))
     assert [output.split()[0] for output in outputs] == ["0", "1", "StoreTimeoutError"]
@@ -569,6 +570,7 @@ def late(tmp_path_factory: pytest.TempPathFactory, lasting_processes) -> dict[st
     return dict(zip(waits, zip([rank.pid for rank in ranks], said, strict=True), strict=True))
 
 
+@pytest.mark.long
 def test_rank_0_that_is_late_is_warned_of(late) -> None:
     warning, error = late["rank 0"][1]
     assert re.fullmatch(

@@ -49,6 +49,7 @@ print(json.dumps([len(tally.joined), tally.messages]))
 """
 
 
+@pytest.mark.long
 def test_the_model_sends_what_real_ranks_send(study: ModuleType, processes) -> None:
     """Except for looks around, which depend on how long the machine takes."""
     joined, messages = json.loads(processes.outputs([processes.start(MEASURE, BENCH)])[0])

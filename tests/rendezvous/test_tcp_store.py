@@ -296,6 +296,7 @@ def test_a_server_that_came_after_the_lost_one_is_not_taken_for_it(processes) ->
                 client.add("n", 1)
 
 
+@pytest.mark.long
 def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.2)
     server = processes.start(SERVE, 0)

@@ -6,6 +6,7 @@ from faults import crew
 from rpc import autograd_victims as victims
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["w1", pytest.param("w2", marks=pytest.mark.long)])
 def test_a_worker_that_dies_in_backward_is_named(victim):
     with crew.nothing_left():
@@ -16,6 +17,7 @@ def test_a_worker_that_dies_in_backward_is_named(victim):
     assert first.result["again"] == [2.0, 2.0]
 
 
+@pytest.mark.long
 def test_contexts_of_a_dead_maker_end():
     outcomes = crew.run(victims.the_maker_dies, 2)
     assert outcomes[1].result == [1], outcomes[1].error

@@ -10,6 +10,7 @@ from fastcoll import rpc
 from fastcoll.rpc import autograd
 
 
+@pytest.mark.long
 @pytest.mark.ranks(1, init=False)
 @pytest.mark.parametrize("bucket_view", [False, True])
 def test_ddp_sees_the_gradients_of_a_context(bucket_view):

@@ -32,6 +32,7 @@ def test_a_worker_that_dies_is_named_to_all_its_callers_and_others_go_on() -> No
         assert who in ends
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [victims.one_is_stopped, victims.one_stops_unreached])
 def test_a_stopped_worker_is_late_and_answers_when_it_goes_on(how: Any) -> None:
     first = crew.run(how, 2)[0]
@@ -49,6 +50,7 @@ def test_ctrl_c_in_a_shutdown_ends_the_calls_of_others() -> None:
     assert "left: KeyboardInterrupt" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("doing", ["default", "timeout"])
 def test_a_call_that_never_ends_holds_a_shutdown_up_for_a_while(doing: str) -> None:
     outcomes = crew.run(victims.shutdown_waits, 3, doing)
@@ -62,6 +64,7 @@ def test_a_call_that_never_ends_holds_a_shutdown_up_for_a_while(doing: str) -> N
     assert any("w1 is in the call of never by w0" in text for text in told), told  # who is first has asked w0
 
 
+@pytest.mark.long
 def test_a_shutdown_names_who_does_not_come() -> None:
     first, second, third = crew.run(victims.absent, 3)
     assert second.result == "left", second.error

@@ -95,6 +95,7 @@ def torch() -> Any:
     return pytest.importorskip("torch")
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2)
 def test_tensors_there_and_back(torch: Any, worker: int, world_size: int) -> None:
     for count in (0, 3, 1 << 18):

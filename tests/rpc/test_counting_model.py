@@ -361,6 +361,7 @@ FAULTS: list[tuple[type[Ledger], str, str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ledger", "program", "found"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
 def test_the_model_finds(ledger: type[Ledger], program: str, found: str) -> None:
     with pytest.raises(AssertionError, match=found):

@@ -472,6 +472,7 @@ def hold(name: str) -> Any:
     return kept[0]
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, 3, fresh=True, may_die=[1])
 def test_what_a_dead_user_held_ends_within_two_seconds(rank: int, world_size: int, tmp_path: Path) -> None:
     death = tmp_path / "death"
@@ -492,6 +493,7 @@ def test_what_a_dead_user_held_ends_within_two_seconds(rank: int, world_size: in
             await_kept()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(3, fresh=True, may_die=[1])
 def test_who_passed_it_on_dies_and_the_value_stays(rank: int) -> None:
     with workers(rank, graceful=False):
@@ -546,6 +548,7 @@ def test_the_owner_dies_and_is_named(rank: int) -> None:
             assert may_go_on.wait(LIMIT)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(4, fresh=True, may_die=[3])
 @pytest.mark.parametrize("served", [pytest.param(1, marks=pytest.mark.long), 6, 15])  # the first: 8 s
 def test_a_worker_dies_while_rrefs_are_on_their_way_everywhere(

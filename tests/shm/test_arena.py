@@ -97,6 +97,7 @@ def check_tables() -> dict[int, tuple[int, int]]:
     return blocks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [0, 1 << 20, 1 << 30])
 def test_blocks_against_a_model(c: Functions, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is made, grown and freed: no two blocks touch, bytes stay, and what calloc gives is 0."""

@@ -121,6 +121,7 @@ def test_reduce_scatter_in_all_its_forms(rank, world_size, lanes):
         assert divided(group) == TURNS
 
 
+@pytest.mark.long
 @pytest.mark.ranks(1, 2, 4, timeout=60)
 @pytest.mark.parametrize(("lanes", "nbytes"), [(3, rounds.SMALLEST_DIVIDED), (2, autotune.LARGE)])
 def test_moves(rank, world_size, lanes, nbytes):
@@ -151,6 +152,7 @@ def test_moves(rank, world_size, lanes, nbytes):
         assert divided(group) == 5 * ways
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, 3, timeout=60)
 @pytest.mark.parametrize("dtype", ["i1", "f2", "c16"])
 def test_elements_of_other_sizes(rank, world_size, dtype):
@@ -217,6 +219,7 @@ def test_one_shot_and_two_shot(rank, world_size):
         assert divided(group) == 6
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, 3, timeout=60)
 def test_lists_of_arrays_packed_ones_and_other_threads(rank, world_size):
     """What Python prepares, and what goes through the progress thread."""
@@ -246,6 +249,7 @@ def test_lists_of_arrays_packed_ones_and_other_threads(rank, world_size):
         assert divided(group) > 6
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, 3, timeout=60)
 @pytest.mark.parametrize("sizes", [(LARGE, 5, 70), (EDGE, EDGE // 2 + 1, 1), (9 * EDGE, EDGE, 0)])
 def test_ranks_that_differ_in_whether_to_divide(rank, world_size, sizes):
@@ -370,6 +374,7 @@ def until_there(path):
         time.sleep(5e-3)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=30)
 def test_a_rank_that_is_late_in_a_divided_call_is_named_at_the_deadline(
     rank, world_size, monkeypatch, tmp_path
@@ -440,6 +445,7 @@ def test_closing_the_group_ends_a_divided_call_of_another_thread(rank, world_siz
         assert errors == [dist.AbortedError]
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, fresh=True, timeout=30)
 def test_ctrl_c_in_a_divided_call(rank, world_size, monkeypatch, tmp_path):
     with group_of(2) as group:

@@ -94,6 +94,7 @@ def check_that_nothing_is_kept(groups: int) -> None:
     assert grown < (1 << 20) + groups * (2 << 10), f"{grown} bytes"
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=60)
 def test_groups_made_and_destroyed_leave_nothing(rank: int, world_size: int) -> None:
     check_that_nothing_is_kept(60)

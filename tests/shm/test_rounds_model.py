@@ -360,6 +360,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GROUPED)
 def test_three_ranks_in_two_groups_every_schedule(name: str) -> None:
     assert Model(3, GROUPED[name], group=2).explore() > 1000

@@ -64,6 +64,7 @@ def test_arrays_of_several_pieces(rank, world_size):
         assert (x == y).all()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(9, timeout=60)
 def test_more_arrays_than_slots_to_wait_in(rank, world_size):
     with direct_group() as group:
@@ -154,6 +155,7 @@ def test_an_array_that_cannot_be_read_since_its_owner_has_failed_is_not_the_reas
         assert caught.value.ranks == (7,)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=60)
 def test_whoever_reads_too_late_does_not_take_what_is_there_for_the_result(rank, world_size):
     """Rank 1 is stopped while it reads; rank 0's time is up, and it makes something else of its array."""
@@ -302,6 +304,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_a_writer_that_was_stopped_in_the_middle_changes_nothing_after_the_call_has_failed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(STOPPED)

@@ -138,6 +138,7 @@ def test_closing_ends_the_calls_of_other_threads(rank, world_size):
     group.close()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=30)
 def test_calls_while_a_group_is_closed_and_made_again(rank, world_size):
     """A thread that goes on calling a group that is being closed gets an error, whenever that is."""

@@ -44,6 +44,7 @@ def test_an_unknown_command_is_refused_with_the_one_that_was_meant():
     assert "did you mean doctor?" in done.stderr
 
 
+@pytest.mark.long
 def test_the_launcher_and_the_benchmark_run_by_the_command(tmp_path):
     program = tmp_path / "hello.py"
     program.write_text("import os; print('rank', os.environ['RANK'])")

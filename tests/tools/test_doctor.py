@@ -52,6 +52,7 @@ def test_all_there_is_is_looked_at_and_this_machine_can_run_these_tests():
     assert peers["level"] == "ok"  # the tests of single_copy.py run here
 
 
+@pytest.mark.long
 def test_too_little_for_so_many_ranks_is_a_problem_with_its_cure():
     told, code = run("-n", "100000")
     assert code == 1
@@ -65,6 +66,7 @@ def test_too_little_for_so_many_ranks_is_a_problem_with_its_cure():
     assert code == 1
 
 
+@pytest.mark.long
 def test_a_setting_that_cannot_be_used_is_a_problem(tmp_path):
     told, code = run(FASTCOLL_LANES="9", FASTCOLL_LANE="1")
     problem, warning = about(told, "settings")
@@ -97,6 +99,7 @@ def test_a_package_that_is_missing_is_named_and_the_rest_is_looked_at():
     assert about(told, "loopback")
 
 
+@pytest.mark.long
 def test_kernels_that_are_not_there_are_compiled_by_whom_the_cure_says(tmp_path):
     told, code = run(NUMBA_CACHE_DIR=str(tmp_path))
     (code_found,) = about(told, "compiled code")

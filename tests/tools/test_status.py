@@ -170,6 +170,7 @@ def test_the_culprit_over_tcp_is_named_too(tmp_path):
     assert "it is stopped" in verdict["text"]
 
 
+@pytest.mark.long
 def test_a_stopped_job_is_shown_whole_and_goes_on(tmp_path):
     """All ranks stopped at once: nobody waits, none of them could say so."""
     with job(tmp_path, BEGIN + "for step in range(10**9): dist.all_reduce(x)") as until:
@@ -188,6 +189,7 @@ def test_a_stopped_job_is_shown_whole_and_goes_on(tmp_path):
         )
 
 
+@pytest.mark.long
 def test_a_rank_that_has_left_is_not_taken_for_a_dead_one(tmp_path):
     with job(tmp_path, BEGIN + ON_ITS_OWN) as until:
         found = until(lambda found: len(found["ranks"]) == 3)
@@ -195,6 +197,7 @@ def test_a_rank_that_has_left_is_not_taken_for_a_dead_one(tmp_path):
         assert found["unseen"][0]["pid"] in [each["pid"] for each in look()["in_no_group"]]
 
 
+@pytest.mark.long
 def test_ranks_that_have_not_met_yet_are_listed(tmp_path):
     """Rank 3 does not come, so no rank is in a group."""
     program = "import os\nif os.environ['RANK'] == '3':\n    while True: pass\n" + BEGIN
@@ -206,6 +209,7 @@ def test_ranks_that_have_not_met_yet_are_listed(tmp_path):
     assert ours == {"0": True, "1": True, "2": True, "3": False}, outside
 
 
+@pytest.mark.long
 def test_a_rank_that_nobody_has_launched_is_listed_while_it_joins(tmp_path):
     path = tmp_path / "alone.py"
     path.write_text(
@@ -225,6 +229,7 @@ def test_a_rank_that_nobody_has_launched_is_listed_while_it_joins(tmp_path):
                 rank.stdin.close()
 
 
+@pytest.mark.long
 def test_what_people_see(tmp_path):
     all_wait = "ranks 0, 1 and 3 have waited in for "
     with job(tmp_path, BEGIN + STOPPED) as until:

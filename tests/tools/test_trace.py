@@ -227,6 +227,7 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     assert "program.py:16." in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_in_a_loop(tmp_path: Path, backend: str) -> None:
     said = told(job(tmp_path, "loop", backend))
@@ -239,6 +240,7 @@ def test_a_rank_in_a_loop(tmp_path: Path, backend: str) -> None:
     assert "CollectiveTimeoutError" in said
 
 
+@pytest.mark.long
 def test_a_stopped_rank(tmp_path: Path) -> None:
     said = told(job(tmp_path, "stop"))
     assert "to which rank 2 never came" in said
@@ -252,11 +254,13 @@ def test_a_rank_that_died(tmp_path: Path, backend: str) -> None:
     assert "died" in said
 
 
+@pytest.mark.long
 def test_messages_that_wait_in_a_ring(tmp_path: Path) -> None:
     said = told(job(tmp_path, "recv"))
     assert "Ranks wait for one another in a ring: rank 0 for rank 1 (recv from rank 1" in said
 
 
+@pytest.mark.long
 def test_the_first_call_over_connections_that_are_not_there_yet(tmp_path: Path) -> None:
     """Ranks then wait for one another before the call."""
     program, folder = tmp_path / "program.py", tmp_path / "traces"
@@ -382,6 +386,7 @@ def test_who_could_have_dumped_and_has_not_is_not_waited_for(asked: subprocess.P
     core_dump.ask([asked.pid])
 
 
+@pytest.mark.long
 def test_no_secret_is_written(tmp_path: Path) -> None:
     secret = "tell-nobody-6d1f2a90"
     folder = job(tmp_path, "loop", "tcp", FASTCOLL_SECRET=secret)

@@ -122,6 +122,7 @@ def test_calls_of_python_may_overtake(rank, world_size, jax):
     assert z[0] == 2
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=120)
 def test_derivatives_and_batches(rank, world_size, jax):
     import fastcoll.jax as fj

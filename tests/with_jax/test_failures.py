@@ -188,6 +188,7 @@ def test_the_end_of_a_program_waits_for_what_is_under_way(tmp_path):
     assert "Traceback" not in first[2] + second[2]
 
 
+@pytest.mark.long
 def test_an_error_ends_a_rank_while_programs_are_under_way(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     text = """
@@ -212,6 +213,7 @@ def test_an_error_ends_a_rank_while_programs_are_under_way(tmp_path):
     assert second[2].rstrip().endswith("ValueError: the end"), second
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["total", "ordered"])
 def test_a_killed_rank(tmp_path, way):
     pytest.importorskip("jax", reason="pip install jax")
@@ -233,6 +235,7 @@ def test_a_killed_rank(tmp_path, way):
         assert re.match(r"UNAVAILABLE: fastcoll.errors.PeerDiedError: .*rank 1", line), first
 
 
+@pytest.mark.long
 def test_ctrl_c_where_jax_runs_programs_on_the_caller_s_thread(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     text = """
@@ -265,6 +268,7 @@ def test_ctrl_c_where_jax_runs_programs_on_the_caller_s_thread(tmp_path):
     assert one[:2] == (0, "interrupted\n"), one
 
 
+@pytest.mark.long
 def test_other_releases_are_refused_by_name(monkeypatch):
     jax = pytest.importorskip("jax", reason="pip install jax")
     for release in ("0.9.2", "0.11.0"):
@@ -286,6 +290,7 @@ def test_another_layout_of_frames_is_refused(jax, monkeypatch):
     xla_frames.ready()
 
 
+@pytest.mark.long
 def test_programs_that_jax_keeps_on_disk(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     code = """if True:

@@ -29,6 +29,7 @@ def inputs(calls, run, rank):
     return [np.full(shape, 1000.0 * run + 10 * k + rank, np.float32) for k, (_, shape) in enumerate(calls)]
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("way", ["ordered", "with a token"])
 def test_random_programs(rank, world_size, way):

@@ -138,12 +138,14 @@ def test_a_peer_with_wrong_results_fails(gloo):
     assert "broadcast of 8 bytes: 2 wrong elements on rank 1" in done.stderr
 
 
+@pytest.mark.long
 def test_no_peer_is_exit_code_2_with_the_cure(tmp_path):
     done = run("barrier", "--vs", "gloo", "--peer-python", "gloo=/bin/false")
     assert done.returncode == 2
     assert "install it with: python -m fastcoll.bench --vs gloo --install-peers" in done.stderr
 
 
+@pytest.mark.long
 def test_a_peer_without_the_operation_is_left_out(gloo):
     done = run("custom", "--vs", "gloo", *gloo())
     assert done.returncode == 2

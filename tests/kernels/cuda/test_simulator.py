@@ -26,6 +26,7 @@ def has_simulator() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in names)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_simulator(), reason="this Numba has no CUDA simulator; pip install numba-cuda")
 def test_the_kernels_on_the_simulator() -> None:
     done = run("-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", str(HERE), simulate=True)
