@@ -61,7 +61,7 @@ def run(ranks: int, times: int = 10) -> None:
     print(f"{ranks} ranks, {times} starts, milliseconds of the slowest rank")
     print(f"{'':20} {'median':>10} {'longest':>10}")
     for step, values in zip(STEPS, zip(*rows, strict=True), strict=True):
-        print(f"{step:20} {statistics.median(values) * 1e3:10.2f} {max(values) * 1e3:10.2f}")
+        print(f"{step:20} {statistics.median(values) * 1e3:10.4g} {max(values) * 1e3:10.4g}")
 
 
 def _start(ranks: int) -> list[float]:
