@@ -13,11 +13,15 @@ from typing import Any
 
 
 @contextmanager
-def shaken(files: Collection[str], seed: int) -> Iterator[None]:
-    """In this block, threads that begin let others run at random opcodes of the code in some files."""
-    chance = random.Random(seed)
+def shaken(files: Collection[str], seed: int, limit: float = 60.0) -> Iterator[None]:
+    """In this block, threads that begin let others run at random opcodes of the code in some files.
+
+    Those that are still in such code after `limit` seconds end with an AssertionError.
+    """
+    chance, end = random.Random(seed), time.monotonic() + limit
 
     def step(frame: FrameType, event: str, _: Any) -> Any:
+        assert time.monotonic() < end, f"it does not end within {limit:g} s"
         if chance.random() < 0.02:
             time.sleep(chance.choice([0, 0, 2e-4]))  # the others go on, by one step or by many
         return step

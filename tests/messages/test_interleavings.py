@@ -69,7 +69,7 @@ def run(make: type[World], seed: int, *programs: Any, timeout: float = 30) -> No
             errors.append(error)
 
     try:
-        with shaken(FILES, seed):
+        with shaken(FILES, seed, 2 * timeout):  # a fault may also have threads run for ever
             threads = [
                 threading.Thread(target=guarded, args=(program, me, tag))
                 for me in world.ranks
