@@ -446,12 +446,12 @@ def test_each_value_of_a_queue_goes_to_one_who_waits(full_store: Store, in_threa
     def take() -> list[bytes]:
         return [full_store.queue_pop("q") for _ in range(20)]
 
-    def give() -> list[bytes]:
+    def give(name: str) -> list[bytes]:
         for number in range(20):
-            full_store.queue_push("q", f"{threading.get_ident()} {number}")
-        return [f"{threading.get_ident()} {number}".encode() for number in range(20)]
+            full_store.queue_push("q", f"{name} {number}")
+        return [f"{name} {number}".encode() for number in range(20)]
 
-    *taken, one, two = in_threads(take, take, give, give)
+    *taken, one, two = in_threads(take, take, lambda: give("one"), lambda: give("two"))
     assert sorted(taken[0] + taken[1]) == sorted(one + two)
     for values in taken:
         for giver in (one, two):
