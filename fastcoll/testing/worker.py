@@ -5,7 +5,8 @@ work as in any test; each rank sets its fixtures up for itself, but tmp_path is 
 stdout and stderr go to a file of the parent's, which so has them even when this process is killed.
 
 What a test leaves behind is found by a Footprint before and after: threads, file descriptors, child processes. Whatever
-is new gets half a second to go away by itself, since threads and children end a moment after they were told to.
+is new gets two seconds to go away by itself, since threads and children end a moment after they were told to, which is
+a long one where they get no core.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..launch.lifeline import children_of, die_with_parent
 from .mark import WORKER_PLUGIN, RankResult, Setup, Task
 
 _SHM = Path("/dev/shm")
-_PATIENCE = 0.5
+_PATIENCE = 2.0
 _INTERVAL = 0.02
 
 
@@ -220,7 +221,7 @@ class Footprint:
 
 
 def lasting(look: Callable[[], list[str]]) -> list[str]:
-    """What `look` still finds after half a second and garbage collection."""
+    """What `look` still finds after two seconds and garbage collection."""
     found, end = look(), time.monotonic() + _PATIENCE
     if found:
         gc.collect()

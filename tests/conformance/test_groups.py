@@ -85,7 +85,10 @@ def test_groups_leave_nothing_behind(rank, world_size):
     before = footprint()
     for _ in range(20):
         once()
-    files, threads = footprint()
+    end = time.monotonic() + 10
+    while (left := footprint())[1] > before[1] and time.monotonic() < end:
+        time.sleep(0.01)  # the system's part of a thread ends a moment after Python's
+    files, threads = left
     assert files <= before[0]  # of the store's connections one may have gone
     assert threads <= before[1]
     assert segments() == mapped
@@ -106,7 +109,8 @@ def test_monitored_barrier_names_all_who_are_missing(rank, world_size, tmp_path)
             time.sleep(0.01)
     else:
         with pytest.raises((dist.CollectiveTimeoutError, dist.AbortedError)) as caught:
-            dist.monitored_barrier(group, timeout=0.5)
+            # Where several wait, each of them must have come when another one's time is up.
+            dist.monitored_barrier(group, timeout=0.5 if world_size == 3 else 2.0)
         (tmp_path / str(rank)).touch()
         assert set(caught.value.ranks) == missing
         assert all(f"rank {other} (pid" in str(caught.value) for other in missing), caught.value

@@ -139,8 +139,8 @@ def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> 
         os.kill(os.getpid(), signal.SIGINT)
 
     if rank == 0:
-        threading.Timer(0.3, interrupt_this).start()
         try:
+            threading.Timer(0.3, interrupt_this).start()
             waiting[call]()
         except KeyboardInterrupt:
             interrupted.touch()

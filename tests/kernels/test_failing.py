@@ -77,13 +77,17 @@ SCRIPT = textwrap.dedent("""
     assert [status_of(what) for what in ("kill", "exit", "exit=5", "stop")] == [-9, 1, 5, "stopped"]
     assert [status_of("kill@2"), status_of("kill#1")] == [99, 99]
 
-    arm("delay=0.05@2")
-    times = [time.monotonic()]
-    for _ in range(3):
-        passes.call()
-        times.append(time.monotonic())
-    first, second, third = (after - before for before, after in zip(times, times[1:]))
-    assert second >= 0.05 > max(first, third), times
+    def delays_the_second():
+        arm("delay=0.05@2")
+        times = [time.monotonic()]
+        for _ in range(3):
+            passes.call()
+            times.append(time.monotonic())
+        first, second, third = (after - before for before, after in zip(times, times[1:]))
+        assert second >= 0.05
+        return 0.05 > max(first, third)
+
+    assert any(delays_the_second() for _ in range(5))  # without a core the others take long, too
 
     arm("jitter=0.002")
     began = time.monotonic()

@@ -423,7 +423,7 @@ def test_a_silent_peer_runs_into_the_timeout(worlds, source: int | None) -> None
 
 
 def test_posted_operations_run_into_the_timeout(worlds) -> None:
-    me, peer = worlds(2, timeout=0.2).ranks
+    me, peer = worlds(2, timeout=1.0).ranks  # so that both are posted before the first one's time is up
     works = [me.isend(np.zeros(3 * RING), 1), me.irecv(np.zeros(1), 1)]
     for work in works:
         with pytest.raises(CollectiveTimeoutError, match=r"send to rank 1|recv from rank 1"):

@@ -302,18 +302,24 @@ def ticks_a_second():
 @pytest.mark.ranks(2)
 def test_the_time_of_a_mismatch_is_nobodys(rank, world_size):
     """Not that of the call before, which is learnt from when the next one begins."""
-    group, x = dist.new_group(), np.ones(300_000, "f4")
-    for _ in range(30):
-        group.all_reduce(x)
-    if rank == 1:
-        time.sleep(1.0)
-    with pytest.raises(dist.MismatchError):
-        group.all_reduce(x) if rank == 0 else group.broadcast(x, 0)
-    group.barrier()
-    longest = rows(group)[:, autotune.TIMES : autotune.AGAIN].max()
-    waited = 0.8 * ticks_a_second() * (1 << 20) / x.nbytes
-    group.close()
-    assert 0 < longest < waited / 8
+    x, found = np.ones(300_000, "f4"), [False] * world_size
+    for _ in range(5):  # a call that a rank begins, and then gets no core for long, takes as long
+        group = dist.new_group()
+        for _ in range(30):
+            group.all_reduce(x)
+        if rank == 1:
+            time.sleep(1.0)
+        with pytest.raises(dist.MismatchError):
+            group.all_reduce(x) if rank == 0 else group.broadcast(x, 0)
+        group.barrier()
+        longest = rows(group)[:, autotune.TIMES : autotune.AGAIN].max()
+        waited = 0.8 * ticks_a_second() * (1 << 20) / x.nbytes
+        group.close()
+        assert longest > 0
+        dist.all_gather_object(found, bool(longest < waited / 8))
+        if all(found):
+            return
+    raise AssertionError("it was learnt from")
 
 
 @pytest.mark.ranks(2)

@@ -25,12 +25,12 @@ LARGE = 2 * PIECE // 4 + 1009  # float32 of three pieces
 
 
 @contextmanager
-def direct_group(ways="direct", **options):
+def direct_group(ways="direct"):
     """A group of all ranks whose calls go these ways."""
     os.environ["FASTCOLL_SHM_WAYS"] = ways
     config.forget()
     try:
-        group = dist.new_group(**options)
+        group = dist.new_group()
     finally:
         del os.environ["FASTCOLL_SHM_WAYS"]
         config.forget()
@@ -163,7 +163,8 @@ def test_whoever_reads_too_late_does_not_take_what_is_there_for_the_result(rank,
     dist.all_gather_object(pids, os.getpid())
     x = np.full(64 << 20, 1.0 + rank, np.float32)
     for _ in range(20):
-        with direct_group(timeout=1.0) as group:
+        with direct_group() as group:
+            group.timeout = 1.0  # only now, as to meet may take longer
             stopped = threading.Event()
 
             def stop(group=group, stopped=stopped):
@@ -254,7 +255,8 @@ dist.all_gather_object(pids, os.getpid())
 with dist.shared_arrays():
     x = np.ones(16 << 20, np.float32)
 for _ in range(50):
-    group = dist.new_group(timeout=1.0)
+    group = dist.new_group()
+    group.timeout = 1.0  # only now, as to meet may take longer
     reach = group.backend._segment.reach(1)
     over = threading.Event()
     caught = False
