@@ -390,12 +390,12 @@ def find_others(
             if handled or not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
                 raise
         meeting.close()
+        late.look(f"starting at {init_method}", lambda: "rank 0 to leave the job before, which was there")
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"{init_method} leads to a job in which rank {meeting.rank} has started before; give this job an "
                 "address, port or file of its own"
             )
-        late.look(f"starting at {init_method}", lambda: "rank 0 to leave the job before, which was there")
         time.sleep(0.02)
 
 
