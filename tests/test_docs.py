@@ -46,7 +46,7 @@ def run(*words, cwd):
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, cwd=cwd)
 
 
-@pytest.mark.ranks(2, init=False)
+@pytest.mark.ranks(2, init=False, timeout=180)  # a page may compile what it shows
 @pytest.mark.parametrize("page", sorted(page for page in PAGES if page not in SPECIAL and program(page)))
 def test_the_blocks_of_a_page_are_a_program(page):
     exec(compile(program(page), page, "exec"), {"__name__": "__main__"})

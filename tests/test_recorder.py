@@ -176,9 +176,9 @@ def test_another_process_sees_who_is_late_while_a_rank_is_stopped() -> None:
         deadline = time.monotonic() + 30
         try:
             while True:
+                stopped = status_of(pids[1])[0] == b"T"  # and then its record changes no more
                 first, last = read(pids[0]), read(pids[1])
                 world = first.groups[0]
-                stopped = status_of(pids[1])[0] == b"T"
                 if stopped and world.under_way and world.late == 1:
                     break
                 assert time.monotonic() < deadline, (stopped, world)

@@ -429,7 +429,7 @@ def test_abort_and_destroy_end_a_wait(rank, world_size):
         waiter.start()
         while not dist.group.WORLD.gate.is_busy():
             pass
-        dist.barrier() if end == "destroy" else None
+        dist.barrier()  # both wait now
         if end == "abort":
             dist.group.WORLD.abort("enough")
         dist.destroy_process_group()
@@ -541,7 +541,7 @@ def test_ctrl_c_ends_a_wait_and_the_group_goes_on(rank, world_size):
 
 @pytest.mark.ranks(2)
 def test_who_attaches_after_the_others_have_given_up_hears_that(rank, world_size, monkeypatch):
-    group, attach = dist.new_group(timeout=0.5), Segment.attach
+    group, attach = dist.new_group(), Segment.attach
 
     def late(name, layout):
         while os.path.exists(f"/dev/shm/{name}"):
@@ -549,6 +549,8 @@ def test_who_attaches_after_the_others_have_given_up_hears_that(rank, world_size
         return attach(name, layout)
 
     monkeypatch.setattr(Segment, "attach", late)
+    if rank == 0:
+        group.timeout = 0.5
     with pytest.raises(dist.GroupError) as caught:
         symmetric.zeros(3, group=group)
     if rank == 0:

@@ -61,11 +61,15 @@ def test_ctrl_c_ends_a_wait_also_where_a_handler_restarts_system_calls() -> None
         threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]),
         threading.Timer(20, work.complete),
     ]
-    try:
+
+    def wait() -> None:
         for timer in timers:
             timer.start()
+        work.wait()
+
+    try:
         with pytest.raises(KeyboardInterrupt):
-            work.wait()
+            wait()
         assert not work.is_completed()
     finally:
         signal.siginterrupt(signal.SIGINT, True)

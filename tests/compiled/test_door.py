@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from unittest.mock import patch
 
 import numpy as np
@@ -188,14 +189,21 @@ def test_a_handler_runs_in_the_middle_of_a_call_and_what_it_raises_fails_the_gro
     def handler(*_):
         raise Stop
 
+    def send_when_it_waits():
+        while not dist.group.WORLD.gate.is_busy():
+            time.sleep(1e-3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
     x = np.ones(1)
     for _ in range(3):
         collective("all_reduce", x, op=dist.ReduceOp.SUM)
     if rank == 0:
         signal.signal(signal.SIGUSR1, handler)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        sender = threading.Thread(target=send_when_it_waits)
+        sender.start()
         with pytest.raises(Stop):
             collective("all_reduce", x, op=dist.ReduceOp.SUM)
+        sender.join()
     else:
         with pytest.raises(dist.GroupError, match=r"rank 0 .*interrupted by Stop"):
             dist.recv(x, 0)  # until the group has failed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 from distributed import Client, LocalCluster
@@ -24,6 +26,9 @@ def total(rank: int, port: int) -> float:
 
 def one_of_two(rank: int, path: str) -> str:
     """Of two threads that join in one process, one is refused, and the other waits for it in vain."""
+    Path(f"{path}-{rank}").touch()
+    while not Path(f"{path}-{1 - rank}").exists():
+        time.sleep(0.01)
     try:
         fastcoll.init_process_group(init_method=f"file://{path}", world_size=2, timeout=2)
     except UsageError as error:

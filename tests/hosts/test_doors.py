@@ -86,7 +86,7 @@ def test_every_door_of_a_running_job(
         await_line(crawlers, "crawling", [crawlers])
         (tmp_path / "record.json").write_text("[]")
         assert_refused(last, tmp_path / "record.json", doors(first))
-        assert (tmp_path / "record.begun").exists()
+        await_file(tmp_path / "record.begun")
         (tmp_path / "begin").touch()
         for node in nodes:
             for rank in range(node.host.index * ranks, (node.host.index + 1) * ranks):
@@ -137,6 +137,14 @@ def await_doors(host: Host, nodes: list[Node]) -> None:
     end = time.monotonic() + 60
     while len(doors(host)) < (1 if len(nodes) == 1 else 2):
         assert time.monotonic() < end, told(nodes)
+        time.sleep(0.02)
+
+
+def await_file(path: Path) -> None:
+    """Wait until it is there."""
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, path
         time.sleep(0.02)
 
 
