@@ -240,7 +240,7 @@ class SymmetricArrays:
                         failpoints.reach("shm.symmetric.after_segment")
                     except (errors.ResourceError, OSError) as refused:
                         # Who gives up removes the name, and has failed the group before.
-                        if (failure := self.monitor.verdict((), f"making {label}")) is not None:
+                        if (failure := self.monitor.verdict((), f"symmetric.empty of {label}")) is not None:
                             self.fail(failure)
                             raise failure from None
                         error = f"{label}: {refused}"
