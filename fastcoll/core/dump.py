@@ -14,6 +14,7 @@ import faulthandler
 import itertools
 import json
 import logging
+import math
 import os
 import signal
 import threading
@@ -177,14 +178,14 @@ def ask(pids: Sequence[int]) -> None:
 
     Stuck is who has slept or computed for half a second meanwhile: the time that it waits for a core does not count.
     """
-    before, asked = _files(), {pid: _Asked(pid) for pid in pids}
+    before, asked = _files(), {pid: Asked(pid) for pid in pids}
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGQUIT)
     end = time.monotonic() + _LONGEST_SECONDS
     while asked and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
-        stuck = {pid for pid, process in asked.items() if process.could_have()}
+        stuck = {pid for pid, process in asked.items() if process.seconds() >= _STUCK_SECONDS}
         files = _files()  # looked at later, as the last thing that one may have done is to write its own
         asked = {
             pid: process
@@ -193,20 +194,20 @@ def ask(pids: Sequence[int]) -> None:
         }
 
 
-class _Asked:
-    """A process that is to dump, and for how long it could."""
+class Asked:
+    """A process that is to handle a signal, and for how long it could: a wait for a core does not count."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._seconds = pid, 0.0
         self._at, self._computed = time.monotonic(), self._look()[1]
 
-    def could_have(self) -> bool:
-        """Whether it has had the time, or has ended. To be called often: as it is now it was since the last call."""
+    def seconds(self) -> float:
+        """For how long it could; inf: it has ended. To be called often: as it is now it was since the last call."""
         (state, computed), now = self._look(), time.monotonic()
         # A thread that can run, "R", has a core only while its process computes.
         self._seconds += computed - self._computed if state == b"R" else now - self._at
         self._at, self._computed = now, computed
-        return state in b"ZX" or self._seconds >= _STUCK_SECONDS
+        return math.inf if state in b"ZX" else self._seconds
 
     def _look(self) -> tuple[bytes, float]:
         """Its main thread's state, which runs Python's handlers, and the seconds that it has computed."""

@@ -28,7 +28,9 @@ _KEPT = 8  # workers kept between tests
 _START_SECONDS = 60.0
 _END_SECONDS = 2.0  # a worker that is told to end is killed after this
 _GRACE_SECONDS = 3.0  # the others may still report for so long once a rank has failed
-_STACKS_SECONDS = 1.0  # a stopped process does not write its stacks at all
+_STACKS_SECONDS = 1.0  # that a process has to write its stacks; a stopped one does not
+_WRITTEN_SECONDS = 0.05  # that it could have written on, and has not
+_LONGEST_SECONDS = 10.0  # for its stacks, where it gets no core
 _OUTPUT_BYTES = 64 << 10  # the end of what a rank printed is shown
 
 
@@ -81,12 +83,16 @@ class Worker:
 
     def stacks(self) -> str:
         """Where each of its threads is now."""
+        from ..core.dump import Asked  # with NumPy
+
+        asked, size, grown = Asked(self.process.pid), 0, 0.0
         self.process.send_signal(signal.SIGUSR1)
-        end, size = time.monotonic() + _STACKS_SECONDS, -1
-        while time.monotonic() < end:
-            time.sleep(0.05)
-            size, last = _size(self._stacks), size
-            if size == last > 0:
+        end = time.monotonic() + _LONGEST_SECONDS
+        while (had := asked.seconds()) < _STACKS_SECONDS and time.monotonic() < end:
+            time.sleep(0.01)
+            if (now := _size(self._stacks)) != size:
+                size, grown = now, had
+            elif size and had - grown >= _WRITTEN_SECONDS:
                 return frames_of_the_test(_text(self._stacks, 0))
         return "it does not say where it is (stopped, or in an uninterruptible system call)"
 

@@ -314,12 +314,12 @@ import os, time, pytest
 def wait_for_ever():
     time.sleep(1000)
 
-@pytest.mark.ranks(2, init=False, timeout=1.0)
+@pytest.mark.ranks(2, init=False, timeout=2.0)
 def test_late(rank):
     if rank == 1:
         wait_for_ever()
 
-@pytest.mark.ranks(1, init=False, timeout=1.0)
+@pytest.mark.ranks(1, init=False, timeout=2.0)
 def test_stopped(rank):
     os.kill(os.getpid(), 19)
 """,
@@ -331,13 +331,13 @@ def test_the_deadline_shows_where_each_rank_is(inner: InnerRun) -> None:
     late, stopped = inner.said("test_late"), inner.said("test_stopped")
     late.fnmatch_lines(
         [
-            "rank 1 of 2: did not finish within 1 s",
-            "Current thread (most recent call first):",
+            "rank 1 of 2: did not finish within 2 s",
+            "*hread (most recent call first):",  # the current one, unless another thread has got the signal
             "*line * in wait_for_ever",
             "*line * in test_late",
         ]
     )
-    stopped.fnmatch_lines(["rank 0 of 1: did not finish within 1 s", "it does not say where it is*"])
+    stopped.fnmatch_lines(["rank 0 of 1: did not finish within 2 s", "it does not say where it is*"])
     for said in (late, stopped):
         said.no_fnmatch_line("*pytest_pyfunc_call*")
 
