@@ -203,12 +203,19 @@ class _Run:
 
     def _turn(self, train: Callable[[], T]) -> T:
         self._agree()
+        if self._invites():
+            with suppress(StoreError):
+                self._lobby()  # open from here on, though an earlier run was over
         result = train()
         barrier()  # whoever is in the function needs the others, until it is through
-        if groups.world.rank == 0 and self._grows and self._address:
+        if self._invites():
             with suppress(StoreError):
                 self._lobby().shut()
         return result
+
+    def _invites(self) -> bool:
+        """Whether this rank is the one that takes newcomers in."""
+        return groups.world.rank == 0 and self._grows and bool(self._address)
 
     def _agree(self) -> None:
         """Have the state of the rank that is there longest, of those that have one: ranks are in order of their age."""
