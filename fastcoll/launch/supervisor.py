@@ -429,14 +429,15 @@ class Supervisor:
 
     def _end_leftovers(self) -> None:
         """End every process that this one has adopted."""
-        start = time.monotonic()
+        start, killed = time.monotonic(), math.inf
         while children := set(lifeline.children_of(os.getpid())) - self._not_ours:
-            waited = time.monotonic() - start
+            now = time.monotonic()
             for pid in children:
-                if waited >= _LEFTOVER_SECONDS:
+                if now - start >= _LEFTOVER_SECONDS:
                     os.kill(pid, signal.SIGKILL)
+                    killed = min(killed, now)
                 os.waitpid(pid, os.WNOHANG)
-            if waited >= 2 * _LEFTOVER_SECONDS:
+            if now - killed >= _LEFTOVER_SECONDS:
                 self._say(f"SIGKILL has not ended {sorted(children)}, look at them with ps")
                 return
             time.sleep(0.01)
