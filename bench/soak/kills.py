@@ -12,7 +12,6 @@ import os
 import random
 import re
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll import FastcollError, GroupError, config
+from fastcoll.launch.nodes import free_port
 from fastcoll.testing.worker import Footprint, clock_at_work, lasting, shm_names
 
 from .calls import CALLS, ONE_NODE
@@ -131,7 +131,7 @@ def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> li
     """
     names = shm_names()
     with Fleet() as fleet:
-        url = f"file://{fleet.folder}/meet" if case.number % 2 else f"tcp://127.0.0.1:{_free_port()}"
+        url = f"file://{fleet.folder}/meet" if case.number % 2 else f"tcp://127.0.0.1:{free_port()}"
         for rank in range(case.n):
             fleet.start(work, rank, case, url)
         everybody, victim = range(case.n), fleet.children[case.victim]
@@ -270,8 +270,3 @@ def _call_again(case: Case, rank: int, turn: int) -> dict[str, Any]:
             return {"again": "no error", "again_after": 0.0}
         took.append(clock_at_work() - since)
     return {"again": again, "again_after": min(took)}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

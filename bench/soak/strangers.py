@@ -68,9 +68,8 @@ def run(amount: int, seed: int) -> Report:
                 report.fail(
                     f"{who} got no further than from call {turns[place]:.0f} to {fleet.turns[place]:.0f}"
                 )
-        _await_closed(job, before)
         for name, child in job.items():
-            _judge(name, before[name], _held(child), report)
+            _judge(name, before[name], _settled(child, before[name]), report)
         fleet.marks[_STRANGER] = 1.0  # all end
         for name, child in {"the client": client, **job}.items():
             ended = fleet.reap(child, time.monotonic() + 20.0)
@@ -120,13 +119,15 @@ def _judge(name: str, before: _Held, after: _Held, report: Report) -> None:
         report.fail(f"{name} has more descriptors open: {after[1].items() - before[1].items()}")
 
 
-def _await_closed(job: dict[str, Child], before: dict[str, _Held]) -> None:
-    """Until what the stranger left half open is closed, 15 s at most: openings have 5 or 10 s."""
+def _settled(child: Child, before: _Held) -> _Held:
+    """What it holds at a moment without a new group, and when what the stranger left half open is closed.
+
+    That takes 15 s at most: openings have 5 or 10 s.
+    """
     end = time.monotonic() + 15.0
-    while time.monotonic() < end and any(
-        len(_held(child)[1]) > len(before[name][1]) for name, child in job.items()
-    ):
-        time.sleep(0.1)
+    while len((held := _held(child))[1]) > len(before[1]) and time.monotonic() < end:
+        time.sleep(0.01)
+    return held
 
 
 def _strange(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int) -> None:
