@@ -387,10 +387,12 @@ def test_tracebacks_of_all_that_failed_the_first_one_first(
     """As torch's `record` leaves them, and on stderr."""
     script(
         "import json\nfrom fastcoll.errors import PeerDiedError\nif rank == 0: stay('gone'); time.sleep(600)\n"
-        "if rank == 1: open('gone', 'w'); raise PeerDiedError('rank 2 is gone')\n"
-        "stay('gone')\n"
+        "if rank == 1:\n"
+        "    open('part', 'w').write(str(os.getpid())); os.rename('part', 'gone')\n"
+        "    raise PeerDiedError('rank 2 is gone')\n"
+        "stay('gone')\nwhile os.path.exists('/proc/' + open('gone').read()): time.sleep(0.01)\n"
         "error = {'message': {'message': 'x', 'extraInfo': {'py_callstack': 'in line 7', 'timestamp': '1'}}}\n"
-        "json.dump(error, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\ntime.sleep(0.3)\nos._exit(4)"
+        "json.dump(error, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\nos._exit(4)"
     )
     code, _, err = end(start("-n3"))
     assert code == 4

@@ -99,7 +99,8 @@ def test_a_rank_that_cannot_be_watched_is_not_left_running(monkeypatch: pytest.M
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         dist.run(lambda: None, 2)
-    assert (children_of(os.getpid()), os.listdir("/proc/self/fd")) == (children, descriptors)
+    assert {*children_of(os.getpid())} <= {*children}  # of an earlier test one may have ended since
+    assert {*os.listdir("/proc/self/fd")} <= {*descriptors}
 
 
 @pytest.mark.parametrize(

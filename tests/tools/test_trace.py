@@ -22,6 +22,7 @@ from fastcoll import config
 from fastcoll.core import dump as core_dump
 from fastcoll.core import signature
 from fastcoll.core.record import Call, GroupRecord, Peer, Record, Waiting, read
+from fastcoll.launch.nodes import free_port
 from fastcoll.tools import divergence
 from fastcoll.tools.dumps import Dump, Reason, load
 from fastcoll.tools.timeline import picture, timeline
@@ -178,6 +179,10 @@ if kind == "loop" and odd:
 if kind == "stop" and odd:
     os.kill(os.getpid(), signal.SIGSTOP)
 if kind == "die" and odd:
+    from fastcoll.core.record import read
+    others = [peer.pid for peer in read(os.getpid()).groups[0].members[:-1]]
+    while min(read(pid).groups[0].calls for pid in others) < 4:
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 if kind == "recv":
     dist.recv(x, (rank + 1) % size)
@@ -192,11 +197,11 @@ dist.destroy_process_group()
 BACKENDS = ["shm", pytest.param("tcp", marks=pytest.mark.long)]
 
 
-def job(tmp_path: Path, kind: str, backend: str = "shm", ranks: int = 3, **env: str) -> Path:
+def job(tmp_path: Path, kind: str, backend: str = "shm", *options: str, **env: str) -> Path:
     program, folder = tmp_path / "program.py", tmp_path / "traces"
     program.write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, "-m", "fastcoll.launch", "-n", str(ranks), str(program), kind, backend, "2"],
+        [sys.executable, "-m", "fastcoll.launch", "-n3", *options, str(program), kind, backend, "2"],
         env={**os.environ, "FASTCOLL_TRACE_DIR": str(folder), **env}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode != 0, done.stderr
@@ -223,7 +228,7 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
         "At call 4 of group 'WORLD' the ranks parted: rank 2 called all_reduce(float32, 10 elements, op=SUM) at"
         in said
     )
-    assert "program.py:31, where ranks 0, 1 called barrier() at" in said
+    assert "program.py:35, where ranks 0, 1 called barrier() at" in said
     assert "program.py:16." in said
 
 
@@ -249,9 +254,11 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_died(tmp_path: Path, backend: str) -> None:
-    said = told(job(tmp_path, "die", backend))
-    assert "rank 2" in said.splitlines()[0]
-    assert "died" in said
+    """It dies when the others wait for it, and these end by themselves: the launcher would end them at once."""
+    said = told(job(tmp_path, "die", backend, "--min_ranks=1")).splitlines()[0]
+    assert "Ranks 0, 1 waited" in said
+    assert "call 4 of group 'WORLD', to which rank 2 never came" in said
+    assert "Other ranks saw that rank 2 (pid " in said
 
 
 @pytest.mark.long
@@ -279,13 +286,13 @@ def test_the_first_call_over_connections_that_are_not_there_yet(tmp_path: Path) 
 def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_read_its_record(
     tmp_path: Path,
 ) -> None:
-    program, folder = tmp_path / "program.py", tmp_path / "traces"
+    program, folder, port = tmp_path / "program.py", tmp_path / "traces", free_port()
     program.write_text(PROGRAM)
     ranks = [
         subprocess.Popen(
             [sys.executable, str(program), "stuck", "shm", "60"], stdout=subprocess.PIPE, text=True,
             env={**os.environ, "FASTCOLL_TRACE_DIR": str(folder), "RANK": str(rank), "WORLD_SIZE": "2",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0" if rank < 0 else str(PORT)},
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -317,19 +324,6 @@ def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_re
         for rank in ranks:
             rank.kill()
             rank.communicate()
-
-
-PORT = 0
-
-
-@pytest.fixture(autouse=True)
-def _port() -> None:
-    import socket
-
-    global PORT
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        PORT = free.getsockname()[1]
 
 
 HANDLES_SIGQUIT = """
