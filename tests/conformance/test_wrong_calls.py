@@ -339,7 +339,10 @@ def test_a_call_that_a_callback_may_not_make_is_told(rank, world_size):
             ended.set()
 
     if rank == 1:
+        attached = threading.Event()  # on a Work that is complete by now it would be called here
+        dist.group.WORLD.gate.queue.submit("holding what follows", attached.wait)
         dist.barrier(async_op=True).add_done_callback(back)
+        attached.set()
         assert ended.wait(30)
     else:
         dist.barrier()

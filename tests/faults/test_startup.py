@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 
 import pytest
 
+from fastcoll.launch.nodes import free_port
 from faults import crew, failing_victims
 
 # Where, and which ranks come by: rank 0 creates the segment, the others attach to it.
@@ -94,8 +94,7 @@ def test_the_store_dies_with_rank_0_while_parts_of_a_group_are_made(where: str) 
 
 def meeting() -> str:
     """At rank 0, which serves the store then."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.mark.long
