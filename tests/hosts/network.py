@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +39,18 @@ def lacking() -> str | None:
     try_out = ["unshare", "--net", "--mount", "--uts", "ip", "link", "add", "name", "b", "type", "bridge"]
     done = subprocess.run(try_out, capture_output=True, text=True, check=False)
     return f"no namespaces with a bridge here: {done.stderr.strip()}" if done.returncode else None
+
+
+class Closing(contextlib.AbstractContextManager[Any]):
+    """What has a `close`, which the end of a `with` calls."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class _Namespace:
@@ -146,7 +159,7 @@ class Started:
             self.process.wait()
 
 
-class Network:
+class Network(Closing):
     """Hosts that reach one another, and nothing else.
 
     Args:
@@ -171,14 +184,6 @@ class Network:
     def _keep(self, namespace: _Namespace) -> _Namespace:
         self._undo.callback(namespace.close)
         return namespace
-
-    def __enter__(self) -> Network:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self.hosts)

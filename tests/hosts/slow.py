@@ -20,10 +20,9 @@ import struct
 import subprocess
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
-from hosts.network import Host, Network
+from hosts.network import Closing, Host, Network
 
 _CLONE_NEWNET, _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x40000000, 0x400454CA, 0x1001
 QUEUE_SECONDS = 0.5
@@ -41,7 +40,7 @@ def lacking() -> str | None:
     return None
 
 
-class SlowNetwork:
+class SlowNetwork(Closing):
     """The first link of a Network's hosts made slow, until `close`; then they reach nobody.
 
     Args:
@@ -69,14 +68,6 @@ class SlowNetwork:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> SlowNetwork:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def change(self, **settings: Any) -> dict[str, int]:
         """Change settings for the packets to come; how many were sent, lost, doubled and dropped from full queues."""
