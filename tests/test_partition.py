@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcoll.core import partition
@@ -19,6 +19,7 @@ def covers(spans: list[Span], total: int) -> bool:
     return [span.offset for span in spans] == ends[:-1] and ends[-1] == total
 
 
+@settings(deadline=None)
 @given(COUNTS, PARTS, UNITS)
 def test_even_parts_are_numpys(count: int, parts: int, unit: int) -> None:
     spans = partition.even(count * unit, parts, unit)
@@ -26,6 +27,7 @@ def test_even_parts_are_numpys(count: int, parts: int, unit: int) -> None:
     assert [span.nbytes // unit for span in spans] == [x.size for x in np.array_split(np.empty(count), parts)]
 
 
+@settings(deadline=None)
 @given(COUNTS, PARTS, UNITS)
 def test_parts_of_one_length(total: int, parts: int, unit: int) -> None:
     starts = [partition.start_of(total, parts, k, unit) for k in range(parts + 1)]
@@ -36,6 +38,7 @@ def test_parts_of_one_length(total: int, parts: int, unit: int) -> None:
     assert sum(0 < length < lengths[0] for length in lengths) <= 1
 
 
+@settings(deadline=None)
 @given(COUNTS, st.integers(1, 100))
 def test_segments(total: int, most: int) -> None:
     spans = partition.segments(total, most)
@@ -44,6 +47,7 @@ def test_segments(total: int, most: int) -> None:
     assert all(0 < span.nbytes <= most for span in spans)
 
 
+@settings(deadline=None)
 @given(st.lists(COUNTS, min_size=1, max_size=5), st.integers(1, 300), UNITS)
 def test_segments_of_blocks_go_together(counts: list[int], most: int, unit: int) -> None:
     borders = [0]

@@ -97,6 +97,7 @@ def test_no_message_is_not_an_empty_one() -> None:
     assert signature.balance(0, [-1, -1], []) == 0 != signature.balance(0, [-1, 0], [])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9), st.data())
 def test_shapes_tell_tables_apart(sizes, data):
     found = signature.shape_of(sizes)

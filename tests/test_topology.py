@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcoll.core.processes import Member, Topology
@@ -19,6 +19,7 @@ def topologies(homes: list[int]) -> list[Topology]:
     return [Topology(members, rank) for rank in range(len(homes))]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_every_rank_sees_the_same_nodes_and_its_own_place(homes: list[int]) -> None:
     views = topologies(homes)
@@ -33,6 +34,7 @@ def test_every_rank_sees_the_same_nodes_and_its_own_place(homes: list[int]) -> N
         assert nodes[view.node] == view.local
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_a_rail_has_one_rank_of_each_node_and_its_ranks_agree_on_it(homes: list[int]) -> None:
     views = topologies(homes)

@@ -1,7 +1,7 @@
 """Sizes as people write them, and the ranges between them."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcoll.bench.cases import format_size, parse_size, size_range
@@ -33,6 +33,7 @@ def test_refuses_what_is_no_size(text):
         parse_size(text)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 40))
 def test_format_is_read_back(nbytes):
     assert parse_size(format_size(nbytes)) == nbytes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcoll.core.monitor import FAILED, LEAVING, LEFT
 from fastcoll.net.tcp.control import MOST_RANKS, NOTICE_SIZE, TEXT_BYTES, Notice, NoticeError
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([LEFT, FAILED, LEAVING]),
     st.integers(0, 7),
@@ -32,6 +33,7 @@ def test_long_texts_and_many_ranks_are_cut() -> None:
     assert notice.text == "é" * (TEXT_BYTES // 2)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=NOTICE_SIZE, max_size=NOTICE_SIZE))
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(NoticeError):
