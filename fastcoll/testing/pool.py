@@ -31,6 +31,7 @@ _GRACE_SECONDS = 3.0  # the others may still report for so long once a rank has 
 _STACKS_SECONDS = 1.0  # that a process has to write its stacks; a stopped one does not
 _WRITTEN_SECONDS = 0.05  # that it could have written on, and has not
 _LONGEST_SECONDS = 10.0  # for its stacks, where it gets no core
+_LOOK_SECONDS = 1.0  # after which Ctrl-C is seen that another thread than the main one has got, or got before a wait
 _OUTPUT_BYTES = 64 << 10  # the end of what a rank printed is shown
 
 
@@ -196,7 +197,8 @@ class _Round:
 
     def play(self) -> list[RankResult]:
         while self._pending and (left := min(self._end, self._grace_end) - time.monotonic()) > 0:
-            ready = set(wait([one for worker in self._pending.values() for one in worker.waitables()], left))
+            waitables = [one for worker in self._pending.values() for one in worker.waitables()]
+            ready = set(wait(waitables, min(left, _LOOK_SECONDS)))
             for worker in list(self._pending.values()):
                 if ready.intersection(worker.waitables()):
                     self._note(worker, worker.receive() or self._death(worker))
