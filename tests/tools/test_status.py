@@ -144,14 +144,17 @@ LONG = ("a lock", "a message")
 def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
     program, culprits, texts, more = HANGS[hang]
 
-    def is_told(found: dict) -> bool:  # of each rank that waits, too: they came one after the other
-        return has_verdict(found) and all(text in found["verdicts"][0]["text"] for text in texts)
+    def is_told(found: dict) -> bool:
+        """Of each rank that waits, as they came one after the other, and when the culprit is where it stays."""
+        if not has_verdict(found):
+            return False
+        said = " ".join([found["verdicts"][0]["text"], *found["verdicts"][0]["more"]])
+        return more in said and all(text in found["verdicts"][0]["text"] for text in texts)
 
     with job(tmp_path, BEGIN + program) as until:
         found = until(is_told)
     (verdict,) = found["verdicts"]
     assert verdict["ranks"] == culprits
-    assert more in " ".join([verdict["text"], *verdict["more"]])
     assert verdict["next"]
     if hang == "a stopped rank":
         (rank,) = (each for each in found["ranks"] if each["rank"] == 2)
@@ -165,9 +168,9 @@ def test_the_culprit_over_tcp_is_named_too(tmp_path):
         "dist.all_reduce(x)", "dist.all_reduce(np.ones(1 << 16))"
     )
     with job(tmp_path, program) as until:  # others come to the call one after the other
-        found = until(lambda found: has_verdict(found) and found["verdicts"][0]["ranks"] == [2])
+        found = until(lambda found: has_verdict(found) and "it is stopped" in found["verdicts"][0]["text"])
     (verdict,) = found["verdicts"]
-    assert "it is stopped" in verdict["text"]
+    assert verdict["ranks"] == [2]
 
 
 @pytest.mark.long
@@ -222,18 +225,27 @@ def test_a_rank_that_nobody_has_launched_is_listed_while_it_joins(tmp_path):
         while time.monotonic() < end and not ours:
             ours = [each for each in look()["in_no_group"] if each["pid"] == first.pid]
         with subprocess.Popen([*command, "0"], stdin=subprocess.PIPE) as other:
-            while time.monotonic() < end and ours:
-                ours = [each for each in look()["in_no_group"] if each["pid"] == first.pid]
-            assert first.pid in [rank["pid"] for job in look()["jobs"] for rank in job["ranks"]]
+            joined = False
+            while time.monotonic() < end and not joined:
+                told = look()
+                joined = first.pid in [rank["pid"] for job in told["jobs"] for rank in job["ranks"]]
+            assert joined
+            assert first.pid not in [each["pid"] for each in told["in_no_group"]]
             for rank in (first, other):
                 rank.stdin.close()
 
 
 @pytest.mark.long
 def test_what_people_see(tmp_path):
-    all_wait = "ranks 0, 1 and 3 have waited in for "
+    all_wait, stopped = "ranks 0, 1 and 3 have waited in for ", "it is stopped"
+
+    def is_told(found: dict) -> bool:
+        return has_verdict(found) and all(
+            text in found["verdicts"][0]["text"] for text in (all_wait, stopped)
+        )
+
     with job(tmp_path, BEGIN + STOPPED) as until:
-        until(lambda found: has_verdict(found) and all_wait in found["verdicts"][0]["text"])
+        until(is_told)
         shown = subprocess.run(
             [sys.executable, "-m", "fastcoll", "status"], capture_output=True, text=True, timeout=60
         ).stdout

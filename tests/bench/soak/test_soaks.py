@@ -18,7 +18,7 @@ BENCH = Path(__file__).parents[3] / "bench"
 @pytest.mark.parametrize("name", SOAKS)
 def test_nothing_is_found(name: str) -> None:
     command = [sys.executable, "-m", "soak", name]
-    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"| {name} | "), done.stdout
 
