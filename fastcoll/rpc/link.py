@@ -63,7 +63,7 @@ class Link:
         self.pending: dict[int, Any] = {}
         self.abandoned: set[int] = set()
         self.said_goodbye: str | None = None
-        self.is_closed = self.is_lost = self._is_broken = False
+        self.is_closed = self.is_lost = self._is_broken = self._is_stuck = False
         self.armed = 0
         self.reading = threading.Lock()
         self.ring: Ring | None = None
@@ -141,9 +141,11 @@ class Link:
     def _follow(self, steps: Iterator[None], until: float) -> bool:
         """Do all steps; False: it is late, and some are left."""
         for _ in steps:
+            self._is_stuck = True
             self._look()
             if monotonic() > until:
                 return False
+        self._is_stuck = False
         return True
 
     def _steps(self, start: memoryview, behind: Sequence[memoryview], ring: Ring | None) -> Iterator[None]:
@@ -154,7 +156,11 @@ class Link:
 
     def say_goodbye(self, farewell: str) -> None:
         """Tell the other side how this one leaves, unless a message is stuck on its way there."""
-        if self._sending.acquire(timeout=_LOOK_SECONDS):
+        end = monotonic() + _CLOSE_SECONDS  # who sends may just lack a core
+        while not (has := self._sending.acquire(timeout=_LOOK_SECONDS)) and monotonic() < end:
+            if self._is_stuck:
+                break
+        if has:
             try:
                 with suppress(OSError):
                     self._socket.send(pieces(MessageType.GOODBYE, 0, 0, farewell.encode())[0])

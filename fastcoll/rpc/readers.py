@@ -139,20 +139,24 @@ class Readers:
 
     def _modify(self, source: Source, events: int) -> None:
         descriptor = source.fileno()
-        with suppress(OSError, ValueError):  # closed meanwhile
-            source.armed = events
-            self._epoll.modify(descriptor, events)
+        if self._sources.get(descriptor) is source:  # else its number may be another one's by now
+            with suppress(OSError, ValueError):  # closed meanwhile
+                source.armed = events
+                self._epoll.modify(descriptor, events)
 
     def forget(self, source: Source) -> None:
+        """See no more of a source, which is closed after that."""
         descriptor = source.fileno()
-        if self._sources.pop(descriptor, None) is not None:
-            with suppress(OSError, ValueError):
-                self._epoll.unregister(descriptor)
+        with self._arming:
+            if self._sources.get(descriptor) is source:
+                del self._sources[descriptor]
+                with suppress(OSError, ValueError):
+                    self._epoll.unregister(descriptor)
 
     def run(self, task: Task) -> None:
         """Have a thread run a task."""
         self._tasks.append(task)
-        if not self._wake_one():  # closed
+        if not self._wake_one() or self._is_closed:  # those that are left may all be in handlers
             self._work_off(None)
 
     def complete(self, tasks: Sequence[Task]) -> None:
@@ -187,7 +191,8 @@ class Readers:
     def close(self, timeout: float) -> None:
         """End the threads, when they have done what they do; waits for them at most `timeout` seconds.
 
-        The last one closes what is open.
+        The last one closes what is open. A thread of its own does what was left to them: all of them may be in
+        handlers. Who leaves a task sees the end behind that (`run`), or the task is seen here.
         """
         with self._lock:
             self._is_closed = True
@@ -196,6 +201,8 @@ class Readers:
         for thread in list(self._threads):
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(until - time.monotonic(), 0.0))
+        if self._tasks:
+            threading.Thread(target=self._work_off, args=(None,), name="fastcoll-rpc", daemon=True).start()
 
     def close_inherited(self) -> None:
         """In a child of fork, which has none of the threads."""

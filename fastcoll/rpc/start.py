@@ -42,6 +42,7 @@ from .references import References
 
 _DEFAULT_SECONDS = 60.0  # of torch
 _LISTEN_SECONDS = 2.0  # a worker at whose address nobody listens for so long is gone
+_DIALED_SECONDS = 2.0  # for a connection that another worker takes for made, while this one leaves
 _EXIT_SECONDS = 10.0
 
 
@@ -173,7 +174,8 @@ class _Running:
             if self._found.job is not None:
                 steps.callback(forget, self._found.members)
                 steps.callback(self._found.job.leave, _EXIT_SECONDS)
-            steps.callback(self._roster.leave)
+            # Who has just dialed is told, too, how this one leaves (`Agent.take_over`).
+            steps.callback(self._roster.leave, _DIALED_SECONDS)
             steps.callback(self.references.close)
             steps.callback(set_current, None)
             # First: what others still call must not find half of a worker here.

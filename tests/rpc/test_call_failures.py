@@ -90,6 +90,14 @@ def test_calls_to_a_worker_that_is_leaving_hear_that() -> None:
     assert "left" in text
 
 
+def test_who_has_just_dialed_a_worker_that_leaves_hears_that() -> None:
+    first, second = crew.run(victims.one_leaves_as_it_is_dialed, 2)
+    assert first.result == "left", first.error
+    assert second.result, second.error
+    kind, text, ranks, _ = second.result
+    assert (kind, ranks) == ("AbortedError", (0,)), text
+
+
 def test_a_worker_whose_program_ends_says_so() -> None:
     first = crew.run(victims.one_ends_without_shutdown, 2)[0]
     assert first.result, first.error

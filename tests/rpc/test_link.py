@@ -97,6 +97,19 @@ def test_a_link_is_closed_though_an_interrupt_has_left_a_lock_of_it_locked(
     link.reading.release()
 
 
+def test_a_goodbye_waits_for_a_thread_that_sends_and_is_late(
+    ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastcoll.rpc.link._CLOSE_SECONDS", LIMIT)
+    link, far, _ = ends
+    link._sending.acquire()
+    sent = threading.Timer(0.3, link._sending.release)
+    sent.start()
+    link.say_goodbye("left")
+    assert far.recv(1 << 10).endswith(b"left")
+    sent.join()
+
+
 def test_shared_memory_is_closed_while_a_traceback_has_a_message_that_was_under_way() -> None:
     ring, _ = Ring.offer()
     stuck = ring.put(memoryview(bytes(4 << 20)))

@@ -3,6 +3,7 @@
 import select
 import socket
 import threading
+import time
 
 from fastcoll.rpc.readers import HANG_UP, READ, Readers
 
@@ -94,4 +95,48 @@ def test_a_call_that_is_made_while_the_answer_before_is_seen_to_is_answered():
     finally:
         readers.forget(source)
         readers.close(10)
+        source.close()
+
+
+def test_what_is_left_when_only_threads_in_handlers_are_left_is_done():
+    free, done, late, first = threading.Event(), threading.Event(), threading.Event(), threading.Lock()
+
+    class Busy(Readers):
+        """One thread is in a handler, and the other one sees the end before it sees the last task."""
+
+        def _wait(self):
+            if first.acquire(blocking=False):
+                free.wait(20)
+            return not time.sleep(0.001)
+
+    readers = Busy(2, False)
+    try:
+        readers.run(done.set)
+        readers.close(0.2)
+        assert done.wait(10)
+        readers.run(late.set)
+        assert late.is_set()
+    finally:
+        free.set()
+        readers.close(10)
+
+
+def test_a_source_that_is_gone_does_not_change_the_one_that_has_its_number_now():
+    over = threading.Event()
+    readers, gone, source = Readers(2, False), Pair(None), Pair(lambda message: over.set())
+    here, gone._far = gone._far, source._far  # the kernel gives a number again
+    readers.watch(gone, READ)
+    readers.forget(gone)
+    readers.watch(source, READ)
+    try:
+        gone.armed = 0
+        readers.arm(gone, HANG_UP)
+        readers.forget(gone)
+        source.near.send(b"1")
+        assert over.wait(10)
+    finally:
+        readers.forget(source)
+        readers.close(10)
+        gone._far = here
+        gone.close()
         source.close()

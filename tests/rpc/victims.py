@@ -17,6 +17,7 @@ import numpy as np
 
 import fastcoll
 from fastcoll import rpc
+from fastcoll.net.tcp.listener import Listener
 
 LIMIT = 30.0
 over = threading.Event()
@@ -210,6 +211,31 @@ def one_ends_without_shutdown(rank: int, n: int, url: str) -> Any:
         assert held.acquire(timeout=LIMIT)
         return None
     found = said(rpc.rpc_async("w1", hold))
+    rpc.shutdown(graceful=False)
+    return found
+
+
+def one_leaves_as_it_is_dialed(rank: int, n: int, url: str) -> Any:
+    """w0 leaves while the thread that takes connections, one of which w1 takes for made, gets no core."""
+    serve = Listener.serve
+
+    def serve_late(listener: Listener, data: int, events: int) -> None:
+        pending = listener._pending.get(data)
+        if pending is not None and pending.answering.theirs is not None:
+            until(lambda: agent._closed is not None, "it does not leave")
+            time.sleep(0.2)
+        serve(listener, data, events)
+
+    join(rank, n, url)
+    agent = rpc.agent.current_agent()
+    if rank == 0:
+        Listener.serve = serve_late  # type: ignore[method-assign]
+        rpc.rpc_sync("w1", await_held)
+        rpc.shutdown(graceful=False)
+        return "left"
+    call = rpc.rpc_async("w0", hold)
+    held.release()
+    found = said(call)
     rpc.shutdown(graceful=False)
     return found
 

@@ -87,6 +87,12 @@ class Listener(serving.SocketServer):
         """Drop connections for this group from now on."""
         self._endpoints.pop((endpoint.group, endpoint.rank), None)
 
+    def opens_for(self, endpoint: Endpoint) -> bool:
+        """Whether a connection for this group was answered, so that its rank takes it for made, and is not handed
+        over yet. From any thread."""
+        openings = [pending.answering.theirs for pending in list(self._pending.values())]
+        return any(each and (each.group, each.peer) == (endpoint.group, endpoint.rank) for each in openings)
+
     def next_deadline(self) -> float | None:
         return next((pending.deadline for pending in self._pending.values()), None)  # the oldest one's
 
@@ -140,10 +146,10 @@ class Listener(serving.SocketServer):
             if not received:
                 raise OpeningError(answering.ended())
             if answer := answering.take(received):
-                _send(pending.socket, answer)
                 # The other end may be starved, and takes this connection for made once it has sent its proof.
                 pending.deadline = time.monotonic() + OPENING_SECONDS
                 self._pending[data] = self._pending.pop(data)  # the oldest deadline stays first
+                _send(pending.socket, answer)
         except BlockingIOError:
             return
         except (OpeningError, OSError) as error:
@@ -251,8 +257,11 @@ class Roster:
     streams: int
     listener: Listener
 
-    def leave(self) -> None:
-        """Accept no more connections for this group."""
+    def leave(self, patience: float = 0.0) -> None:
+        """Accept no more connections for this group, after at most so many seconds for those that are nearly made."""
+        until = time.monotonic() + patience
+        while self.listener.opens_for(self.endpoint) and time.monotonic() < until:
+            time.sleep(0.001)
         self.listener.leave(self.endpoint)
         release(self.listener)
 
