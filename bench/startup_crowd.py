@@ -46,7 +46,7 @@ class Tally:
     """What the clients of one process, or of all, have sent and received.
 
     Attributes:
-        messages: requests by operation, and "OPEN" for openings.
+        messages: requests by operation, "OPEN" for openings, and "TOLD" for who is missing, which late ranks need.
         sent, received: bytes on the wire without TCP's own.
         joined: seconds from the start until each rank had its default group.
         errors: what went wrong, by its text.
@@ -88,7 +88,8 @@ class _CountedConnection(tcp_store.TCPConnection):
 
     def ask(self, request: Request) -> Any:
         with _tally_lock:
-            _tally.messages[Op(request.op).name] += 1
+            told = request.op == Op.SET and request.keys[0].endswith(b"/missing")
+            _tally.messages["TOLD" if told else Op(request.op).name] += 1
         return super().ask(request)
 
     def send(self, data: bytes, deadline: float) -> None:

@@ -55,7 +55,7 @@ def test_the_model_sends_what_real_ranks_send(study: ModuleType, processes) -> N
     joined, messages = json.loads(processes.outputs([processes.start(MEASURE, BENCH)])[0])
     model = study.Simulation(12, costs(study)).run().messages
     assert joined == 12
-    looks = Counter({op: messages.get(op, 0) - model[op] for op in ("GET", "PEEK")})
+    looks = Counter({op: messages.get(op, 0) - model[op] for op in ("GET", "PEEK", "TOLD")})
     assert all(count >= 0 for count in looks.values())
     assert Counter(messages) - looks == model - Counter(PEEK=model["PEEK"])
 
