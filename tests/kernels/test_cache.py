@@ -83,7 +83,7 @@ def first_uses(sources: Path, processes: int) -> list[Use]:
     ]
     uses = []
     for process in running:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         one, two, greater, imported = map(int, out.split())
         uses.append(Use((one, two), greater, bool(imported), err.splitlines()))
