@@ -37,6 +37,20 @@ def defers_next(me: Rank) -> None:
     table(me)[words.MINDED] = 1
 
 
+def send_until_deferred(world: WireWorld, x: np.ndarray, got: np.ndarray) -> threading.Thread:
+    """The thread that sends x, whose answer is deferred. One that loses its core for long is answered at once."""
+    first, second = world.ranks
+    for _ in range(20):
+        sender = threading.Thread(target=first.send, args=(x, 1))
+        sender.start()
+        defers_next(second)
+        second.recv(got, 0)
+        if table(second)[words.DEFERRED] == 1:
+            return sender
+        sender.join(DEADLINE)
+    pytest.fail("no answer was deferred")
+
+
 def together(world: WireWorld, *programs: Callable[[Rank], None]) -> None:
     world.run(*programs)
 
@@ -56,16 +70,7 @@ def test_an_answer_travels_with_the_next_message(pair: WireWorld, nbytes: int) -
     first, second = pair.ranks
     x, y = pattern(nbytes, 1), pattern(nbytes, 2)
     got = [np.zeros(nbytes, "u1") for _ in range(2)]
-    for _ in range(20):  # where this thread loses its core for long, the answer does not wait for a message
-        sender = threading.Thread(target=first.send, args=(x, 1))
-        sender.start()
-        defers_next(second)
-        second.recv(got[1], 0)
-        if table(second)[words.DEFERRED] == 1:
-            break
-        sender.join(DEADLINE)
-    else:
-        pytest.fail("no answer was deferred")
+    sender = send_until_deferred(pair, x, got[1])
     assert sender.is_alive(), "a send was complete before its answer had been sent"
     replier = threading.Thread(target=second.send, args=(y, 0))
     replier.start()
@@ -88,11 +93,8 @@ ELSE = {
 @pytest.mark.parametrize("what", ELSE)
 def test_whatever_else_follows_the_answer_is_sent(pair: WireWorld, what: str) -> None:
     warm_up(pair)
-    first, second = pair.ranks
-    sender = threading.Thread(target=first.send, args=(np.ones(3), 1))
-    sender.start()
-    defers_next(second)
-    second.recv(np.zeros(3), 0)
+    second = pair.ranks[1]
+    sender = send_until_deferred(pair, np.ones(3), np.zeros(3))
     pipe_to(second, 0)[0].mind_answers()  # not before: it would end after 20 ms
     ELSE[what](second)
     sender.join(DEADLINE)

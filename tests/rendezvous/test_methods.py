@@ -461,7 +461,7 @@ def test_multicast_world_sizes_that_disagree(group: str, processes) -> None:
 
 def test_multicast_names_who_came(group: str, in_threads) -> None:
     def call() -> None:
-        meet(group, -1, 3, 0.8)
+        meet(group, -1, 3, 2.0)
 
     for error in in_threads(call, call):
         assert isinstance(error, StoreTimeoutError)
