@@ -328,7 +328,8 @@ if rank == 1:
         TCPStore("127.0.0.1", port_beside(int(open("port").read())), timeout=10)
         print("it was let in")
     except StoreError as error:
-        open("refused", "w").write(str(error))
+        open("why", "w").write(str(error))
+        os.rename("why", "refused")
     stay()
 here()
 if restarts == 0:
