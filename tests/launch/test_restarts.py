@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll import config
 from fastcoll.launch.console import Console
 from fastcoll.launch.gathering import Gathering
 from fastcoll.launch.generations import Node, Rules
@@ -38,13 +39,16 @@ STAY = "here(os.environ['WORLD_SIZE'])\nstay()"
 
 
 @pytest.fixture(autouse=True)
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Write script.py into the current directory."""
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("FASTCOLL_SECRET", "of this test")
+    config.forget()
     monkeypatch.chdir(tmp_path)
-    return lambda text: (tmp_path / "script.py").write_text(HEAD + text) and None
+    yield lambda text: (tmp_path / "script.py").write_text(HEAD + text) and None
+    monkeypatch.undo()
+    config.forget()
 
 
 Started = subprocess.Popen[str]
