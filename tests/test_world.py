@@ -251,9 +251,15 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
 
     load(parse_backend(None))  # or importing Numba would take all of the time
     monkeypatch.setattr("fastcoll.api.world.meet", meet_again)
-    with pytest.raises(RendezvousError, match="file:///x leads to a job in which rank 0 has started before"):
-        dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=0.3)
-    assert len(opened) > 1
+    text = "file:///x leads to a job in which rank 0 has started before"
+
+    def times_looked() -> int:
+        before = len(opened)
+        with pytest.raises(RendezvousError, match=text):
+            dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=0.3)
+        return len(opened) - before
+
+    assert any(times_looked() > 1 for _ in range(5))  # only once where it got no core for 0.3 s
     for store in opened:
         with pytest.raises(StoreError, match="closed"):
             store.set("key", "value")

@@ -145,7 +145,7 @@ def test_everything_is_right_over_a_slow_network(
 ) -> None:
     network = slowly(hosts, **settings)
     with running(network, each, "all") as nodes:
-        finish(nodes, 120)
+        finish(nodes, 300)
         assert [node.code for node in nodes] == [0] * len(nodes), told(nodes)
         assert all(said(node, "left") for node in nodes), told(nodes)
         assert not any("Error" in node.err or "died" in node.err for node in nodes), told(nodes)
@@ -153,7 +153,7 @@ def test_everything_is_right_over_a_slow_network(
 
 def test_survivors_shrink_over_a_slow_network(slowly: Callable[..., SlowNetwork]) -> None:
     with running(slowly(3, least=0.03, most=0.06), 1, "shrink", "0") as nodes:
-        finish(nodes, 120)
+        finish(nodes, 300)
         assert [node.code for node in nodes] == [-9, 0, 0], told(nodes)
         for node in nodes[1:]:
             assert [line["died"] for line in said(node, "died")] == [[0]], told(nodes)
