@@ -147,6 +147,8 @@ def start_and_leave(
 ) -> dict[str, Any]:
     """A job from its start to its end, in which the victim fails; what the survivor saw, and when.
 
+    In the step that fails, the time that this rank had no core does not count.
+
     Args:
         how: as in `work_until_failpoint`.
         meeting: where ranks meet, instead of `url`.
@@ -156,11 +158,14 @@ def start_and_leave(
     if rank == victim:
         arm(failpoint)
     try:
+        waited = _without_core()
         dist.init_process_group(backend, init_method=meeting or url, rank=rank, world_size=n, timeout=20)
+        waited = _without_core()
         dist.new_group(list(range(n)))
+        waited = _without_core()
         dist.barrier()
     except dist.FastcollError as error:
-        raised = time.monotonic()
+        raised = time.monotonic() - (_without_core() - waited)
         with contextlib.suppress(dist.FastcollError):
             dist.destroy_process_group()
         return {"raised": raised, "error": str(error)}
