@@ -85,13 +85,24 @@ def test_a_reset_in_the_middle_ends_the_call_on_both_sides() -> None:
 # ---- ranks that do not come ---------------------------------------------------------------------------
 
 
+def in_time(there: list[ProcessGroup]) -> list[object]:
+    """What these ranks are told who make a call at the same time, however late their threads begin."""
+    begun = threading.Barrier(len(there))
+
+    def call(group: ProcessGroup) -> None:
+        begun.wait(20)
+        group.monitored_barrier(timeout=0.5)
+
+    return everybody(there, call)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("missing", [(0, 1), (1, 3), (2, 3)])
 def test_all_missing_ranks_are_named(missing: tuple[int, ...]) -> None:
     with groups(4) as made:
         everybody(made, total)
         there = [group for group in made if group.rank not in missing]
-        errors = everybody(there, lambda group: group.monitored_barrier(timeout=0.5))
+        errors = in_time(there)
         assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
         for error in errors:
             assert isinstance(error, CollectiveTimeoutError | AbortedError), error
@@ -107,7 +118,7 @@ def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...]) -
     with groups(4, timeout=25) as made:
         started = time.monotonic()
         there = [group for group in made if group.rank not in missing]
-        errors = everybody(there, lambda group: group.monitored_barrier(timeout=0.5))
+        errors = in_time(there)
         assert time.monotonic() - started < 15
         for error in errors:
             assert isinstance(error, CollectiveTimeoutError | AbortedError), error
