@@ -15,12 +15,8 @@ CLOSED = -(1 << 20)  # below every -errno
 
 READABLE, WRITABLE = 0x1, 0x4  # POLLIN, POLLOUT
 
-_NOT_NOW = (
-    errno.EAGAIN,
-    errno.EINTR,
-    errno.ENOBUFS,
-    errno.ENOMEM,
-)  # the last two: the kernel is short of memory
+# The last two: the kernel is short of memory.
+_NOT_NOW = (errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM)
 _FLAGS = 0x4040  # MSG_DONTWAIT | MSG_NOSIGNAL
 
 # What `send_both` needs, of zeros at first: a msghdr, by words, of which the others stay 0, and two iovecs.

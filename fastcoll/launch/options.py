@@ -66,10 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     def add(name: str, *others: str, group: argparse._ActionsContainer = parser, **rest: object) -> None:
-        words = [
-            name,
-            *(other[2:] for other in others if other.startswith("--")),
-        ]  # torchrun's may be one of them
+        # torchrun's name may be one of the others.
+        words = [name, *(other[2:] for other in others if other.startswith("--"))]
         given = next(filter(None, (os.environ.get(f"PET_{word.upper()}") for word in words)), None)
         if given is not None:
             rest["default"] = given == "1" if rest.get("action") == "store_true" else given
@@ -289,9 +287,8 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
         options.nproc_per_node,
         nodes,
         options.node_rank,
-        (options.master_addr or "127.0.0.1").strip(
-            "[]"
-        ),  # an IPv6 address is written in brackets, as for torchrun
+        # An IPv6 address is written in brackets, as for torchrun.
+        (options.master_addr or "127.0.0.1").strip("[]"),
         port,
         tuple(options.args),
         options.pass_local_rank,

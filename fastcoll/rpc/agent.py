@@ -447,9 +447,8 @@ class Agent:
 
     def _why(self, link: Link) -> FastcollError:
         """Why a link has ended, which is shut: the same for all links of a worker."""
-        if (
-            self._closed is None and link.said_goodbye is None
-        ):  # who sends may see the end before it has been read
+        # Who sends may see the end before it has been read.
+        if self._closed is None and link.said_goodbye is None:
             for task in link.take_rest():
                 self.readers.run(task)
         worker, member = link.worker, self.members[link.worker.id]

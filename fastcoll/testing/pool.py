@@ -31,9 +31,7 @@ _GRACE_SECONDS = 3.0  # the others may still report for so long once a rank has 
 _STACKS_SECONDS = 1.0  # that a process has to write its stacks; a stopped one does not
 _WRITTEN_SECONDS = 0.05  # that it could have written on, and has not
 _LONGEST_SECONDS = 10.0  # for its stacks, where it gets no core
-_LOOK_SECONDS = (
-    1.0  # after which Ctrl-C is seen that another thread than the main one has got, or got before a wait
-)
+_LOOK_SECONDS = 1.0  # after which Ctrl-C is seen that another thread has got, or this one before a wait
 _OUTPUT_BYTES = 64 << 10  # the end of what a rank printed is shown
 
 
