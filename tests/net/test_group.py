@@ -91,7 +91,7 @@ def in_time(there: list[ProcessGroup]) -> list[object]:
 
     def call(group: ProcessGroup) -> None:
         begun.wait(20)
-        group.monitored_barrier(timeout=0.5)
+        group.monitored_barrier(timeout=1.0)
 
     return everybody(there, call)
 
