@@ -221,13 +221,9 @@ def _member(group: Group, name: str) -> ProcessGroup | None:
     """As `member_of`; refuses, on all ranks alike, a group of which anybody may be a member."""
     g = member_of(group, name)
     if g is not None and g.size > 1 and g.backend.name != "shm" and config.get("FASTCOLL_INSECURE"):
-        from ..rendezvous.secret import SAME_SECRET, job_secret
+        from ..rendezvous.secret import check_unpickling
 
-        if not job_secret():
-            raise UnavailableError(
-                f"{name} unpickles what the other ranks send, and with FASTCOLL_INSECURE=1 nobody has proven to be one "
-                f"of them in {g!r}; {SAME_SECRET}"
-            )
+        check_unpickling(f"{name} unpickles what the other ranks of {g!r} send")
     return g
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import config
-from ..errors import UsageError
+from ..errors import UnavailableError, UsageError
 
 _log = logging.getLogger("fastcoll")
 PROOF_SIZE = 32
@@ -80,6 +80,21 @@ def warn_if_open(where: str) -> None:
         "FASTCOLL_INSECURE=1: listening on %s without a secret, so whoever reaches that address may join the job",
         where,
     )
+
+
+def check_unpickling(doing: str) -> None:
+    """Refuse to unpickle what other processes send in a job without a secret: none has proven that it belongs there.
+
+    Args:
+        doing: what is refused, as the subject of the error's sentence.
+
+    Raises:
+        UnavailableError: FASTCOLL_INSECURE=1 leaves the secret out.
+    """
+    if not job_secret():
+        raise UnavailableError(
+            f"{doing}, and with FASTCOLL_INSECURE=1 nobody has proven to be one of them; {SAME_SECRET}"
+        )
 
 
 def _secret() -> _Secret:

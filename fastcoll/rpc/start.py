@@ -35,6 +35,7 @@ from ..rendezvous import PrefixStore, Store
 from ..rendezvous.assemble import GroupMeeting, assemble
 from ..rendezvous.join import join
 from ..rendezvous.opening import Kind, Opening
+from ..rendezvous.secret import check_unpickling
 from . import calls
 from .agent import Agent, WorkerInfo, current_agent, set_current
 from .farewell import Rounds
@@ -97,6 +98,7 @@ def init_rpc(
         UsageError: a wrong argument, a name or rank that two workers have, or another world size than others have.
         RendezvousError: the others did not come, or have another secret.
         PeerDiedError: a worker died before all had joined.
+        UnavailableError: the job has no secret (FASTCOLL_INSECURE=1), so anybody could run code here.
 
     Example:
         >>> rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
@@ -109,6 +111,7 @@ def init_rpc(
     if _Running.it is not None:
         raise UsageError("init_rpc was called before; call shutdown first")
     config.check()
+    check_unpickling("a worker runs the functions that other workers send")
     size = -1 if world_size is None else whole("world_size", world_size)
     _Running.it = _start(name, whole("rank", rank), size, options)
     _exit_hook.set()

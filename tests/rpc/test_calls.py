@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fastcoll
-from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UsageError, rpc
+from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UnavailableError, UsageError, config, rpc
 from fastcoll.core.processes import Member
 from fastcoll.rpc.agent import Agent
 from fastcoll.rpc.wire import INLINE, MessageType, pieces
@@ -483,3 +483,23 @@ def test_wrong_arguments_of_the_start(rank: int) -> None:
     info = pickle.loads(pickle.dumps(rpc.get_worker_info()))
     assert info == rpc.get_worker_info(f"w{rank}")
     rpc.shutdown(timeout=LIMIT)
+
+
+@pytest.mark.ranks(1)
+def test_nobody_is_a_worker_of_a_job_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
+    monkeypatch.delenv("FASTCOLL_SECRET_FILE", raising=False)
+    monkeypatch.setenv("FASTCOLL_INSECURE", "1")
+    config.forget()
+    try:
+        with pytest.raises(
+            UnavailableError, match=r"runs the functions .* FASTCOLL_INSECURE=1 .* give every rank"
+        ):
+            rpc.init_rpc("w0")
+        monkeypatch.setenv("FASTCOLL_SECRET", "one that all workers have")
+        config.forget()
+        rpc.init_rpc("w0")
+    finally:
+        if rpc.agent._current is not None:
+            rpc.shutdown(timeout=LIMIT)
+        config.forget()
