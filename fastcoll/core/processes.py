@@ -103,6 +103,11 @@ def this_process() -> ProcessId:
     )
 
 
+def network_here() -> str:
+    """The network namespace of this process, by a name that no other machine has."""
+    return f"{_boot_id()} {os.readlink('/proc/self/ns/net')}"
+
+
 def in_sight(process: ProcessId) -> bool:
     """Whether this process can tell if `process` lives: same boot, same pid namespace."""
     return process.boot_id == _boot_id() and process.pid_namespace == _pid_namespace()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import ipaddress
 import logging
 import os
@@ -11,7 +12,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
+from ..core.processes import network_here
 from ..errors import ResourceError, UsageError
+from .opening import NAME_SIZE, PLACE_SIZE
 
 logger = logging.getLogger("fastcoll")
 
@@ -141,6 +144,25 @@ def is_loopback(host: str) -> bool:
     """Whether nobody but this machine comes in at `host`."""
     address = ip_of(host)
     return host == "localhost" if address is None else address.is_loopback
+
+
+def place_of(address: str, port: int) -> bytes:
+    """What names an address and port in an opening: the same at both ends, unless something between translates it."""
+    ip = ip_of(address)
+    mapped = getattr(ip, "ipv4_mapped", None)  # of a dual-stack socket
+    return _digest(str(mapped or ip), port, PLACE_SIZE)
+
+
+def name_of(host: str, port: int) -> bytes:
+    """What names a store in an opening as it was given to this process: by any name of its machine, and its port."""
+    return _digest(host.lower(), port, NAME_SIZE)
+
+
+def _digest(host: str, port: int, size: int) -> bytes:
+    """Each machine has a loopback of its own, of the same addresses: there the machine counts as well."""
+    ip = ip_of(host)
+    is_own = is_loopback(host) or (ip is not None and ip.is_unspecified)
+    return hashlib.blake2b(f"{host} {port} {is_own and network_here()}".encode(), digest_size=size).digest()
 
 
 def _bindable(host: str) -> str:

@@ -6,17 +6,18 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     0       8      magic "FASTMESH"
     8       2      protocol version
     10      1      role: 1 dials, 2 answers
-    11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets do not match, 4 no more room
+    11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets do not match, 4 no more room,
+                   5 not the place that was dialed
     12      16     version of fastcoll, ASCII, filled up with zeros
     28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 refuge, 6 rpc
     29      1      1 when this side has a job secret, 0 with FASTCOLL_INSECURE=1 alone
     30      2      stream: the number of this connection among those of its kind
     32      16     group: drawn by its first member when the group is made, so it names the job as well; of a store
-                   its instance, and zeros from a client
+                   its instance, and from a client the name that it was given of the store
     48      4      the sender's rank in the group; of a store 0 is the server and 1 any client
     52      4      the rank that it means to talk to
     56      4      size of the group; of a store 2
-    60      20     zero
+    60      20     from a store's client, the address and port that it has dialed; else zero
     80      32     nonce, fresh for each connection
 
 The answering side's opening is followed by its proof and answered by the dialing side's: 32 bytes of
@@ -27,6 +28,10 @@ else is read before the proofs are right. This authenticates; it does not encryp
 
 Each side says how many bytes it `wants` next (0: it is through), takes what came, split in any way, and
 returns what is to be sent. Never more than one opening and one proof are held.
+
+No proof can be relayed to another job. A group's openings name it, and the job with it. A store's job is named by a
+secret that was given to it. The user's own secret opens all of the user's jobs: there the client's opening says where
+it dialed, and a server that is elsewhere, and was not given the same name, refuses it.
 """
 
 from __future__ import annotations
@@ -44,13 +49,15 @@ from .._version import __version__
 from .secret import PROOF_SIZE, SAME_SECRET, is_proof, proof
 
 MAGIC = b"FASTMESH"
-PROTOCOL = 3
+PROTOCOL = 4
 NONCE_SIZE = 32
-GROUP_SIZE = 16
+GROUP_SIZE = NAME_SIZE = 16
+PLACE_SIZE = 20
 TOKEN_SIZE = 16
 _FORMAT = struct.Struct("!8sHBB16sBBH16sIII20s32s")
 OPENING_SIZE = _FORMAT.size
 VERSION = __version__.encode()[:16]
+_NOWHERE = bytes(PLACE_SIZE)
 _SECRETS = f"its secret is another one; {SAME_SECRET}"
 
 
@@ -81,6 +88,7 @@ class Verdict(IntEnum):
     VERSION = 2
     SECRET = 3
     FULL = 4
+    PLACE = 5
 
 
 @dataclass(frozen=True)
@@ -111,26 +119,33 @@ class Opening(NamedTuple):
     rank: int
     peer: int
     size: int
+    place: bytes
     nonce: bytes
 
     @classmethod
     def of(
-        cls, endpoint: Endpoint, role: Role, kind: Kind, stream: int, peer: int, verdict: Verdict
+        cls,
+        endpoint: Endpoint,
+        role: Role,
+        kind: Kind,
+        stream: int,
+        peer: int,
+        verdict: Verdict,
+        place: bytes = _NOWHERE,
     ) -> Opening:
         """What a rank says to a peer."""
         named = (endpoint.group, endpoint.rank, peer, endpoint.size)
         nonce = os.urandom(NONCE_SIZE)
-        return cls(PROTOCOL, role, verdict, VERSION, kind, endpoint.has_secret, stream, *named, nonce)
+        return cls(PROTOCOL, role, verdict, VERSION, kind, endpoint.has_secret, stream, *named, place, nonce)
 
     def to_bytes(self) -> bytes:
-        *fields, nonce = self
-        return _FORMAT.pack(MAGIC, *fields, bytes(20), nonce)
+        return _FORMAT.pack(MAGIC, *self)
 
     @classmethod
     def from_bytes(cls, data: bytes, role: Role) -> Opening:
         """The opening of a side of `role`, or OpeningError; of another protocol's only verdict and version are read."""
-        magic, *fields, zero, nonce = _FORMAT.unpack(data)
-        found = cls._make((*fields, nonce))
+        magic, *fields = _FORMAT.unpack(data)
+        found = cls._make(fields)
         if magic != MAGIC or found.role != role or found.verdict not in tuple(Verdict):
             raise OpeningError(f"not the opening of a side that {role.name.lower()}: {data[:16]!r}")
         found = found._replace(role=role, verdict=Verdict(found.verdict), version=found.version.rstrip(b"\0"))
@@ -139,7 +154,8 @@ class Opening(NamedTuple):
         possible = (
             found.kind in tuple(Kind) and found.has_secret <= 1 and found.rank < found.size > found.peer
         )
-        if not possible or any(zero):
+        has_place = found.kind == Kind.STORE and role is Role.DIALS
+        if not possible or (any(found.place) and not has_place):
             raise OpeningError(f"an opening with a field that cannot be: {data[28:80]!r}")
         return found._replace(kind=Kind(found.kind), has_secret=bool(found.has_secret))
 
@@ -187,11 +203,16 @@ class Turned(OpeningError):
 
 
 class Dialing:
-    """The side that dials: the rank of `endpoint` dials the group rank `peer`, whose opening will be `theirs`."""
+    """The side that dials: the rank of `endpoint` dials the group rank `peer`, whose opening will be `theirs`.
 
-    def __init__(self, endpoint: Endpoint, peer: int, kind: Kind, stream: int) -> None:
+    `place`: of a store's client, where it has dialed (address.py).
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, peer: int, kind: Kind, stream: int, place: bytes = _NOWHERE
+    ) -> None:
         self._endpoint = endpoint
-        self._mine = Opening.of(endpoint, Role.DIALS, kind, stream, peer, Verdict.WELCOME)
+        self._mine = Opening.of(endpoint, Role.DIALS, kind, stream, peer, Verdict.WELCOME, place)
         self.opening = self._mine.to_bytes()
         self._buffer = b""
         self.theirs: Opening | None = None
@@ -226,6 +247,8 @@ class Dialing:
             )
         if theirs.verdict is Verdict.SECRET or theirs.has_secret != self._mine.has_secret:
             raise RefusedError(Verdict.SECRET, _SECRETS)
+        if theirs.verdict is Verdict.PLACE:
+            raise RefusedError(Verdict.PLACE, "it is not where this side has dialed")
         mine = self._mine
         group = theirs.group if mine.kind is Kind.STORE else mine.group
         expected = (mine.kind, mine.stream, group, mine.peer, mine.rank, mine.size)
@@ -237,11 +260,16 @@ class Dialing:
 class Answering:
     """The side that is dialed.
 
-    `find`: the endpoint that an opening is meant for; None: it is not here. `theirs` is that opening, once it has come.
+    `find`: the endpoint that an opening is meant for; None: it is not here. `is_here`: whether that was dialed here.
+    `theirs` is the other side's opening, once it has come.
     """
 
-    def __init__(self, find: Callable[[Opening], Endpoint | None]) -> None:
-        self._find = find
+    def __init__(
+        self,
+        find: Callable[[Opening], Endpoint | None],
+        is_here: Callable[[Opening], bool] = lambda theirs: True,
+    ) -> None:
+        self._find, self._is_here = find, is_here
         self._buffer = b""
         self._expected = b""
         self.theirs: Opening | None = None
@@ -276,6 +304,11 @@ class Answering:
         if theirs.has_secret != endpoint.has_secret:
             answer = theirs.answer(endpoint, Verdict.SECRET).to_bytes()
             raise Turned("it and this rank do not both have a secret", answer)
+        if not self._is_here(theirs):
+            answer = theirs.answer(endpoint, Verdict.PLACE).to_bytes()
+            raise Turned(
+                "it has dialed another address, so its connection was forwarded or relayed here", answer
+            )
         mine = theirs.answer(endpoint, Verdict.WELCOME).to_bytes()
         dialed, self._buffer, self.theirs = self._buffer, b"", theirs
         if not endpoint.key:

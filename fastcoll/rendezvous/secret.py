@@ -40,6 +40,7 @@ _warned = False
 class _Secret(NamedTuple):
     text: bytes
     source: str  # for messages
+    is_users: bool = False
 
 
 def job_secret() -> bytes:
@@ -54,6 +55,11 @@ def job_secret() -> bytes:
 def source() -> str:
     """Where this process's secret is from, for messages."""
     return _secret().source
+
+
+def is_users() -> bool:
+    """Whether the secret is the user's own or this machine's, which opens all of the user's jobs, not this one only."""
+    return _secret().is_users
 
 
 def proof(key: bytes, label: str, openings: Sequence[bytes]) -> bytes:
@@ -177,7 +183,7 @@ def _read_own(path: Path) -> _Secret:
         if why := _openness(os.fstat(fd)):
             raise _refused(path, why)
         if text := _content(fd):
-            return _Secret(text, f"the user's own, in {path}")
+            return _Secret(text, f"the user's own, in {path}", True)
         raise _refused(path, f"it holds no secret of 1 to {_MAX_FILE} bytes")
     finally:
         os.close(fd)

@@ -59,10 +59,12 @@ class StoreServer:
     carries out, and empties, `outbox` (peer, bytes to send) and `drops` (peer, reason), of connections to close.
     """
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, name: bytes = b"") -> None:
+        """`name`: what clients call this store (address.py), where the secret does not name the job; else empty."""
         self.outbox: list[tuple[int, bytes]] = []
         self.drops: list[tuple[int, str]] = []
         self._me = Endpoint(os.urandom(GROUP_SIZE), 0, 2, secret, bool(secret))
+        self._name = name
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
         # Those whose opening is under way, and those that have been answered and owe their proof; the oldest first.
@@ -75,10 +77,13 @@ class StoreServer:
         self._numbers = itertools.count()
         self._now = 0.0
 
-    def connect(self, peer: int, now: float) -> None:
-        """A connection was accepted; `peer` is any number not in use."""
-        me = self._me
-        answering = Answering(lambda at: me if at.kind is Kind.STORE and at.peer == me.rank else None)
+    def connect(self, peer: int, now: float, place: bytes = b"") -> None:
+        """A connection was accepted at `place` (address.py); `peer` is any number not in use."""
+        me, name = self._me, self._name
+        answering = Answering(
+            lambda at: me if at.kind is Kind.STORE and at.peer == me.rank else None,
+            lambda at: not name or at.place == place or at.group == name,
+        )
         if len(self._opening) + len(self._proving) >= MOST_OPENINGS:
             # A client that has been answered takes its connection for made as soon as it has sent its proof.
             self._drop(

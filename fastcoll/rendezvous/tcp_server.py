@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .address import CURE, adopt_listener, listen, probe, raise_limit, shown
-from .secret import warn_if_open
+from .address import CURE, adopt_listener, listen, name_of, place_of, probe, raise_limit, shown
+from .secret import is_users, warn_if_open
 from .serving import SocketServer
 from .store_protocol import StoreServer
 
@@ -43,7 +43,7 @@ class TCPServer(SocketServer):
         bound: str
         bound, self.port = listener.getsockname()[:2]
         warn_if_open(f"{shown(bound, self.port)} (the store)")
-        self._core = StoreServer(secret)
+        self._core = StoreServer(secret, name_of(host, self.port) if is_users() else b"")
         self._links: dict[int, _Link] = {}  # by descriptor
         # Given up for a moment where there is no other, to take a connection and refuse it.
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -53,10 +53,10 @@ class TCPServer(SocketServer):
     def accepted(self, connection: socket.socket, host: str) -> None:
         connection.setblocking(False)
         probe(connection, _PROBE_AFTER_SECONDS)
-        peer = connection.fileno()
+        peer, place = connection.fileno(), place_of(*connection.getsockname()[:2])
         self._links[peer] = _Link(connection, host)
         self.selector.register(connection, selectors.EVENT_READ, peer)
-        self._core.connect(peer, time.monotonic())
+        self._core.connect(peer, time.monotonic(), place)
         self._carry_out()
 
     def serve(self, data: int, events: int) -> None:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from . import frames
-from .address import CURE, PORTLESS_SECONDS, portless, probe, resolve, shown
-from .opening import GROUP_SIZE, Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
+from .address import CURE, PORTLESS_SECONDS, name_of, place_of, portless, probe, resolve, shown
+from .opening import Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
 from .secret import SAME_SECRET, job_secret, source
 from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, count_in, limit_of, tries
@@ -228,7 +228,7 @@ class TCPConnection:
 
     def __init__(self, connected: socket.socket, host: str, port: int) -> None:
         self._socket = connected
-        self._where = shown(host, port)
+        self._where, self._name = shown(host, port), name_of(host, port)
         self.instance = b""
         self.local_address = str(connected.getsockname()[0])
 
@@ -256,7 +256,11 @@ class TCPConnection:
 
     def open(self, secret: bytes, deadline: float) -> None:
         """Exchange the openings, and the proofs when there is a secret."""
-        dialing = Dialing(Endpoint(bytes(GROUP_SIZE), 1, 2, secret, bool(secret)), 0, Kind.STORE, 0)
+        try:
+            place = place_of(*self._socket.getpeername()[:2])
+        except OSError as error:  # it was reset
+            raise LostError(self._where) from error
+        dialing = Dialing(Endpoint(self._name, 1, 2, secret, bool(secret)), 0, Kind.STORE, 0, place)
         self.send(dialing.opening, deadline)
         try:
             while dialing.wants:
@@ -274,6 +278,12 @@ class TCPConnection:
             if error.verdict is Verdict.SECRET:
                 other = "another secret" if dialing.theirs.has_secret else "no secret"
                 why = f"has {other}, and this process has {source()}; {SAME_SECRET}"
+            if error.verdict is Verdict.PLACE:
+                why = (
+                    "has another address: a mapped port, a tunnel or a stranger forwards connections to it. The "
+                    f"secret, {source()}, opens all of your jobs, so it does not tell which one this is; give this job "
+                    "one of its own: on every rank the same FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
+                )
             raise StoreError(f"the store at {self._where} {why}") from error
         except OpeningError as error:
             raise StoreError(f"{self._where} answers, but is no fastcoll store: {error}") from error

@@ -17,7 +17,7 @@ from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.nodes import free_port
 from fastcoll.rendezvous import TCPStore, serving, store_protocol, tcp_store
-from fastcoll.rendezvous.address import listen, port_holder
+from fastcoll.rendezvous.address import listen, place_of, port_holder
 from fastcoll.rendezvous.frames import HEADER, encode_request
 from fastcoll.rendezvous.opening import OPENING_SIZE, Dialing, Endpoint, Kind, Opening, Role, Verdict, prove
 from fastcoll.rendezvous.secret import job_secret
@@ -44,7 +44,8 @@ def raw(master: TCPStore) -> socket.socket:
 
 
 def greet(connection: socket.socket) -> None:
-    dialing = Dialing(Endpoint(bytes(16), 1, 2, job_secret(), True), 0, Kind.STORE, 0)
+    place = place_of(*connection.getpeername())
+    dialing = Dialing(Endpoint(bytes(16), 1, 2, job_secret(), True), 0, Kind.STORE, 0, place)
     connection.sendall(dialing.opening)
     while dialing.wants:
         connection.sendall(dialing.take(receive(connection, dialing.wants)))
