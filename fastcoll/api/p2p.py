@@ -26,7 +26,7 @@ def send(
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+        tag: 0 to 2**31 - 1; a receive takes messages with its tag only, unless that is ANY_TAG.
 
     Raises:
         UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
@@ -49,7 +49,7 @@ def recv(
         tensor: dtype and number of elements of the message.
         src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
 
     Returns:
         The sender's global rank; -1 outside the group.
@@ -81,7 +81,7 @@ def isend(
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+        tag: 0 to 2**31 - 1; a receive takes messages with its tag only, unless that is ANY_TAG.
 
     Raises:
         UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
@@ -102,7 +102,7 @@ def irecv(
         tensor: dtype and number of elements of the message; leave it alone until `work.wait()` has returned.
         src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
 
     Raises:
         UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.

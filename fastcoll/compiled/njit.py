@@ -22,7 +22,7 @@ from numba.np.numpy_support import as_dtype
 
 from ..api import collectives, groups, p2p
 from ..core import signature
-from ..core.operands import LARGEST_TAG
+from ..core.operands import ANY_TAG, LARGEST_TAG
 from ..core.reduce_op import ReduceOp
 from ..errors import UsageError
 from ..kernels import doors as d
@@ -478,7 +478,7 @@ def _message(tensor: Any, writes: bool) -> int:
 @register_jitable
 def _kind(kind, tag):
     """A message's word; a tag that does not fit into it becomes one that is wrong as well."""
-    return kind | max(-1, min(tag, _TAGS)) << DTYPE_BITS
+    return kind | max(ANY_TAG - 1, min(tag, _TAGS)) << DTYPE_BITS
 
 
 @overload(p2p.send)

@@ -513,7 +513,7 @@ class ProcessGroup:
         """
         src = self.checked_src(src)
         x, messages = self._prepared(tensor, writable=True)
-        return messages.recv(x, src, checked_tag(tag))
+        return messages.recv(x, src, operands.checked_receive_tag(tag))
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
@@ -533,7 +533,7 @@ class ProcessGroup:
         """All of `irecv` but the posting, which the result does; `src` is checked."""
         x, messages = self._prepared(tensor, writable=True)
         post = self.post_receive if messages is self.messages else messages.irecv
-        return partial(post, x, src, checked_tag(tag))
+        return partial(post, x, src, operands.checked_receive_tag(tag))
 
     def _prepared(self, tensor: Any, *, writable: bool) -> tuple[Adopted, Messages]:
         """The array of a message, adopted, and what carries the message out."""

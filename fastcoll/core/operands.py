@@ -30,6 +30,8 @@ _FEW = 6  # arrays that are compared two by two, which takes 0.2 us each; to ask
 _MOST_WORK = 10_000  # candidates that NumPy looks at for whether two strided arrays share memory
 
 LARGEST_TAG = (1 << 31) - 1
+ANY_TAG = -1
+"""The tag of a receive that takes messages of every tag."""
 OBJECTS_TAG = LARGEST_TAG + 3
 """Of messages with objects: what they hold is unpickled, so no array that a user sends may come among them. The two
 before it are those of gpu/nccl/messages.py."""
@@ -83,13 +85,23 @@ def positive_seconds(timeout: Timeout, default: float) -> float:
 
 def checked_tag(tag: Any) -> int:
     """The tag, if it is one."""
+    number = _integer_tag(tag)
+    if not 0 <= number <= LARGEST_TAG:
+        which = " (ANY_TAG, which is for receives)" if number == ANY_TAG else ""
+        raise UsageError(f"tag is {number}{which}; tags are integers from 0 to 2**31 - 1")
+    return number
+
+
+def checked_receive_tag(tag: Any) -> int:
+    """The tag of a receive, if it is one, or ANY_TAG."""
+    return ANY_TAG if _integer_tag(tag) == ANY_TAG else checked_tag(tag)
+
+
+def _integer_tag(tag: Any) -> int:
     try:
-        number = operator.index(tag)
+        return operator.index(tag)
     except TypeError as error:
         raise UsageError(f"tag is {tag!r}; give an integer") from error
-    if not 0 <= number <= LARGEST_TAG:
-        raise UsageError(f"tag is {number}; tags are integers from 0 to 2**31 - 1")
-    return number
 
 
 # ---- arrays -------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Engine:
         self._refuse_nesting("recv")
         status = LATER
         try:
-            if src != self.rank and (src is not None or len(self._pipes) == 1):
+            if tag >= 0 and src != self.rank and (src is not None or len(self._pipes) == 1):
                 pipe, number = self._pipes[0], ANY
                 if src is not None:
                     pipe, number = self._routes[src]
@@ -629,7 +629,7 @@ class Engine:
 
     def _takes_short_cut(self, transfer: Transfer) -> bool:
         """Begin an operation by one compiled call, if it is one for that."""
-        if transfer.peer is None or transfer.peer == self.rank:
+        if transfer.peer is None or transfer.peer == self.rank or transfer.tag < 0:
             return False
         pipe, number = self._routes[transfer.peer]
         try:

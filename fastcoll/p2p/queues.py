@@ -1,17 +1,21 @@
 """Match queues, which receive gets which message: MPI's rules, as a data structure without any memory or clock.
 
-A receive matches the earliest message with its tag from its source, a message the earliest posted receive
-that wants it. What finds no partner is kept, in order: receives as *posted*, messages as *stored*.
+A receive matches the earliest message with its tag, or any tag of users', from its source, or any; a message the
+earliest posted receive that wants it. What finds no partner is kept, in order: receives as *posted*, messages as
+*stored*.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
+from ..core.operands import ANY_TAG, LARGEST_TAG
 from .transfers import Receive, Send, Transfer, tag_of
+
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -49,7 +53,7 @@ class Message:
 
 
 class MatchQueues:
-    """Receives without a message and messages without a receive.
+    """Receives without a message and messages without a receive, each with its place in the order of its kind.
 
     Attributes:
         stored: how many messages wait for a receive.
@@ -57,37 +61,60 @@ class MatchQueues:
 
     def __init__(self) -> None:
         self.stored = 0
-        self._receives: dict[int, list[Receive]] = {}
-        self._messages: dict[int, list[Message]] = {}
+        self._kept = 0  # receives and messages so far
+        self._receives: dict[int, list[tuple[int, Receive]]] = {}
+        self._messages: dict[int, list[tuple[int, Message]]] = {}
 
     def keeps(self, transfer: Transfer) -> bool:
         """Whether a receive, or the message of a send to oneself, has no partner yet. Any thread may ask."""
         if isinstance(transfer, Receive):
-            return transfer in self._receives.get(transfer.tag, ())
-        return any(message.sender is transfer for message in self._messages.get(transfer.tag, ()))
+            return any(receive is transfer for _, receive in self._receives.get(transfer.tag, ()))
+        return any(message.sender is transfer for _, message in self._messages.get(transfer.tag, ()))
 
     def post(self, receive: Receive) -> Message | None:
         """The message for a new receive; None: the receive is kept."""
-        waiting = self._messages.get(receive.tag, [])
-        for index, message in enumerate(waiting):
-            if receive.peer in (None, message.source):
-                del waiting[index]
-                if not waiting:
-                    del self._messages[receive.tag]
-                self.stored -= 1
-                return message
-        self._receives.setdefault(receive.tag, []).append(receive)
-        return None
+        message = self.find(receive.peer, receive.tag)
+        if message is None:
+            self._keep(self._receives, receive.tag, receive)
+        else:
+            _drop(self._messages, message.tag, message)
+            self.stored -= 1
+        return message
+
+    def find(self, peer: int | None, tag: int) -> Message | None:
+        """The earliest message from `peer` (None: any rank) with `tag`, which stays; None: there is none."""
+        tags = (tag,) if tag != ANY_TAG else tuple(other for other in self._messages if other <= LARGEST_TAG)
+        found: tuple[int, Message] | None = None
+        for each in tags:
+            for entry in self._messages.get(each, ()):
+                if peer is None or entry[1].source == peer:
+                    found = entry if found is None or entry[0] < found[0] else found
+                    break
+        return found and found[1]
 
     def arrive(self, message: Message) -> Receive | None:
         """The receive for a new message; None: the message is kept."""
-        posted = self._receives.get(message.tag, [])
-        for index, receive in enumerate(posted):
-            if receive.peer in (None, message.source):
-                del posted[index]
-                if not posted:
-                    del self._receives[message.tag]
-                return receive
-        self._messages.setdefault(message.tag, []).append(message)
-        self.stored += 1
-        return None
+        tag, found = message.tag, None
+        for each in (tag, ANY_TAG) if tag <= LARGEST_TAG else (tag,):
+            for entry in self._receives.get(each, ()):
+                if entry[1].peer in (None, message.source):
+                    found = entry if found is None or entry[0] < found[0] else found
+                    break
+        if found is None:
+            self._keep(self._messages, tag, message)
+            self.stored += 1
+            return None
+        _drop(self._receives, found[1].tag, found[1])
+        return found[1]
+
+    def _keep(self, kept: dict[int, list[tuple[int, _T]]], tag: int, one: _T) -> None:
+        self._kept += 1
+        kept.setdefault(tag, []).append((self._kept, one))
+
+
+def _drop(kept: dict[int, list[tuple[int, _T]]], tag: int, one: _T) -> None:
+    """Take out what is kept; without the last of a tag there is no list."""
+    entries = kept[tag]
+    del entries[next(index for index, entry in enumerate(entries) if entry[1] is one)]
+    if not entries:
+        del kept[tag]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..core import signature
 from ..core.monitor import Monitor, Wait
-from ..core.operands import OBJECTS_TAG
+from ..core.operands import ANY_TAG, OBJECTS_TAG
 from ..core.work import Work
 from ..errors import MismatchError
 from ..interop.adopted import Adopted
@@ -24,6 +24,7 @@ from ..kernels.primitives import address_of
 Array = NDArray[Any]
 
 DTYPE_BITS = 22
+_DTYPE_MASK = (1 << DTYPE_BITS) - 1
 
 LETTER = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (192,))])
 """Of messages that announce an array on a GPU, which goes by NCCL (gpu/nccl/messages.py). Users have no such dtype."""
@@ -35,13 +36,18 @@ def _dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def kind_of(tag: int, dtype: np.dtype[Any]) -> int:
-    """The word of a frame that must be equal on both sides: tag and dtype."""
+    """The word of a frame that says tag and dtype; a receive's with ANY_TAG is negative, and in no frame."""
     return tag << DTYPE_BITS | _dtype_code(dtype)
 
 
 def tag_of(kind: int) -> int:
     """The tag in a kind."""
     return kind >> DTYPE_BITS
+
+
+def tag_text(tag: int) -> str:
+    """A tag for people to read."""
+    return {OBJECTS_TAG: "objects", ANY_TAG: "any tag"}.get(tag) or f"tag {tag}"
 
 
 def contents(kind: int, nbytes: int) -> str:
@@ -54,7 +60,7 @@ def contents(kind: int, nbytes: int) -> str:
 
 
 def _is_on_gpu(kind: int) -> bool:
-    return kind & (1 << DTYPE_BITS) - 1 == _dtype_code(LETTER)
+    return kind & _DTYPE_MASK == _dtype_code(LETTER)
 
 
 def _dropped(kind: int, other: int) -> str:
@@ -70,6 +76,11 @@ def _dropped(kind: int, other: int) -> str:
 
 Held = tuple[int, int]
 """Kind and bytes of a message or an array."""
+
+
+def fits(array: Held, message: Held) -> bool:
+    """Whether an array can take a message whose tag is right: dtype and size agree."""
+    return (array[0] ^ message[0]) & _DTYPE_MASK == 0 and array[1] == message[1]
 
 
 def refused(doing: str, sender: str, message: Held, receiver: str, array: Held) -> MismatchError:
@@ -142,7 +153,7 @@ class Transfer(Work):
 
     @property
     def describe(self) -> str:  # type: ignore[override]
-        return f"{self.name}, objects" if self.tag == OBJECTS_TAG else f"{self.name}, tag {self.tag}"
+        return f"{self.name}, {tag_text(self.tag)}"
 
     @property
     def _forks(self) -> int:  # type: ignore[override]
@@ -150,7 +161,7 @@ class Transfer(Work):
 
     @property
     def kind(self) -> int:
-        """The word that must be equal on both sides."""
+        """Tag and dtype, as `kind_of` has them."""
         if self._kind < 0:
             self._kind = kind_of(self.tag, self.array.dtype)
         return self._kind
@@ -259,7 +270,7 @@ class Receive(Transfer):
 
     def fits(self, kind: int, nbytes: int) -> bool:
         """Whether a message has the dtype and size of the array."""
-        return self.kind == kind and self.nbytes == nbytes
+        return fits((self.kind, self.nbytes), (kind, nbytes))
 
     def misfit(self, source: int, kind: int, nbytes: int) -> MismatchError:
         """The message is something else."""

@@ -56,6 +56,21 @@ def test_tags_are_matched_and_one_tag_never_overtakes(rank, world_size):
                 assert got.tolist() == [tag, i]
 
 
+@pytest.mark.ranks(2, 4)
+def test_any_tag_takes_messages_of_a_rank_in_their_order(rank, world_size):
+    tags = (5, 0, 2**31 - 1, 5)
+    if rank:
+        works = [dist.isend(np.array([rank, n]), 0, tag=tag) for n, tag in enumerate(tags)]
+        assert all(work.wait() for work in works)
+        return
+    seen = dict.fromkeys(range(1, world_size), 0)
+    for turn in range(len(tags) * (world_size - 1)):
+        got = np.zeros(2, int)
+        source = dist.recv(got, tag=dist.ANY_TAG) if turn % 2 else dist.irecv(got, tag=-1).result()
+        assert got.tolist() == [source, seen[source]]
+        seen[source] += 1
+
+
 @pytest.mark.ranks(2, 3, 5)
 def test_any_source_returns_the_sender(rank, world_size):
     if rank:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastcoll.core.operands import ANY_TAG, LARGEST_TAG, OBJECTS_TAG
 from fastcoll.core.processes import Member
 from fastcoll.core.work import Work
 from fastcoll.errors import (
@@ -226,6 +227,59 @@ def test_receives_match_in_the_order_posted(worlds) -> None:
         world.ranks[0].send(np.array([n]), 1, 0)
     assert [work.result() for work in works] == [0, 0, 0, 0]
     assert [int(x[0]) for x in arrays] == [0, 1, 2, 3]
+
+
+def test_a_receive_of_any_tag_takes_the_earliest_message(worlds) -> None:
+    """Of its source; a posted receive with a tag comes first where it was posted first."""
+    world = worlds(2)
+    peer, me = world.ranks
+    tags = (4, 0, LARGEST_TAG, 4)
+    works = [peer.isend(np.array([n]), 1, tag) for n, tag in enumerate(tags)]
+    got = np.zeros(1, int)
+    for n in range(len(tags)):
+        assert me.recv(got, 0 if n % 2 else None, ANY_TAG) == 0
+        assert got[0] == n
+    posted = [(tag, np.zeros(1, int)) for tag in (1, ANY_TAG, 1, ANY_TAG)]
+    receives = [me.irecv(x, source, tag) for (tag, x), source in zip(posted, (0, 0, None, None), strict=True)]
+    works += [peer.isend(np.array([10 + n]), 1, tag) for n, tag in enumerate((1, 1, 2, 1))]
+    assert [receive.result() for receive in receives] == [0] * 4
+    assert [int(x[0]) for _, x in posted] == [10, 11, 13, 12]
+    assert all(work.wait(DEADLINE) for work in works)
+
+
+def test_an_armed_receive_leaves_other_tags_to_a_later_receive_of_any_tag(worlds) -> None:
+    world = worlds(2)
+    peer, me = world.ranks
+    armed, later = np.zeros(1, int), np.zeros(1, int)
+    receives = [me.irecv(armed, 0, 7), me.irecv(later, None, ANY_TAG)]
+    works = [peer.isend(np.array([tag]), 1, tag) for tag in (3, 7)]
+    assert all(work.wait(DEADLINE) for work in [*receives, *works])
+    assert (armed[0], later[0]) == (7, 3)
+
+
+def test_a_receive_of_any_tag_takes_no_message_of_the_library(worlds) -> None:
+    world = worlds(2)
+    peer, me = world.ranks
+    hidden = peer.isend(np.array([1]), 1, OBJECTS_TAG)
+    peer.isend(np.array([2]), 1, 5)
+    got = np.zeros(1, int)
+    me.recv(got, 0, ANY_TAG)
+    assert got[0] == 2
+    me.recv(got, 0, OBJECTS_TAG)
+    assert hidden.wait(DEADLINE)
+    assert got[0] == 1
+
+
+def test_any_tag_still_compares_dtypes(worlds) -> None:
+    def first(me: Rank) -> None:
+        with pytest.raises(MismatchError, match=r"rank 1.*tag 9.*float32, 4 elements.*int32, 4 elements"):
+            me.send(np.zeros(4, "f4"), 1, 9)
+
+    def second(me: Rank) -> None:
+        with pytest.raises(MismatchError, match=r"rank 0.*any tag.*int32, 4 elements.*float32, 4 elements"):
+            me.recv(np.zeros(4, "i4"), 0, ANY_TAG)
+
+    worlds(2).run(first, second)
 
 
 def test_from_any_serves_the_ranks_in_turn(worlds) -> None:

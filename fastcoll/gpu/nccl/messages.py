@@ -42,7 +42,7 @@ from ...core.operands import LARGEST_TAG
 from ...core.work import Work, refuse_to_block
 from ...errors import AbortedError, FastcollError, GroupError, UnavailableError
 from ...interop.arrays import Adopted, Array
-from ...p2p.transfers import LETTER, kind_of, refused, unfit
+from ...p2p.transfers import LETTER, fits, kind_of, refused, tag_text, unfit
 from ..device_array import DeviceArray, OnDevice
 from ..staged import StagedMessages
 from ..streams import StreamCarrier
@@ -121,7 +121,7 @@ class NcclMessages:
 
     def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
         source = "any rank" if src is None else self._name(src)
-        message, envelope = self._new(x, f"recv from {source}, tag {tag}", tag), blank()
+        message, envelope = self._new(x, f"recv from {source}, {tag_text(tag)}", tag), blank()
 
         def on_matched(work: Work) -> None:
             if (error := work.exception()) is not None:
@@ -266,7 +266,7 @@ class NcclMessages:
                 self._over(message, verdict, unfit, source, envelope)
 
     def _verdict(self, message: Message, envelope: Letter) -> int:
-        if (envelope.kind, envelope.nbytes) != message.held:
+        if not fits(message.held, (envelope.kind, envelope.nbytes)):
             return MISFIT
         if not envelope.nbytes:
             return NOTHING
