@@ -31,13 +31,14 @@ from .api.objects import (
     all_gather_object, broadcast_object_list, gather_object, recv_object_list, scatter_object_list,
     send_object_list,
 )
-from .api.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .api.p2p import P2POp, batch_isend_irecv, iprobe, irecv, isend, probe, recv, send
 from .api.shared_arrays import shared_arrays
 from .api.standalone import group_from_store
 from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from .api.world import destroy_process_group, get_node_local_rank, init_process_group, world
 from .core.dump import dump
 from .core.group import ProcessGroup
+from .core.message import Status
 from .core.operands import ANY_TAG
 from .core.reduce_op import ReduceOp, reduce_op
 from .core.work import Work
@@ -73,7 +74,7 @@ __all__ += ["gather_single", "gather_into_tensor", "scatter_single"]
 __all__ += ["all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "ReduceOp", "reduce_op"]
 __all__ += ["Work", "GradientReducer"]
 __all__ += ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv", "symmetric"]
-__all__ += ["ANY_TAG"]
+__all__ += ["ANY_TAG", "Status", "probe", "iprobe"]
 __all__ += ["shared_arrays"]
 __all__ += ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]
 __all__ += ["send_object_list", "recv_object_list"]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.group import ProcessGroup
-from ..core.operands import is_message
+from ..core.message import Status
+from ..core.operands import ANY_TAG, is_message
 from ..core.work import Timeout, Work
 from ..errors import UsageError
 from .groups import Group, group_rank, groups, member_of
@@ -115,6 +116,57 @@ def irecv(
         return None
     work = g.irecv(tensor, _sender(g, src, group_src), tag)
     return work if g is groups.world else _Received(work, g.ranks)
+
+
+def probe(
+    src: int | None = None, group: Group = None, tag: int = ANY_TAG, group_src: int | None = None
+) -> Status:
+    """Wait for a message that no receive has taken yet, and leave it there: the next `recv` of its kind takes it.
+
+    Args:
+        src, group_src: the sender, as a global rank or as a rank in the group; none: any.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+
+    Returns:
+        Its Status, with the sender's global rank. Outside the group one that nobody has filled.
+
+    Raises:
+        UsageError: a wrong argument; the group stays usable.
+        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+
+    Example:
+        >>> status = dist.probe()
+        >>> x = np.empty(status.count)
+        >>> dist.recv(x, status.source, tag=status.tag)
+    """
+    g = groups.world if group is None else member_of(group, "probe")
+    return Status() if g is None else _worldwide(g, g.probe(_sender(g, src, group_src), tag))
+
+
+def iprobe(
+    src: int | None = None, group: Group = None, tag: int = ANY_TAG, group_src: int | None = None
+) -> Status | None:
+    """What `probe` would find now, without waiting for it; None where there is none.
+
+    Args:
+        src, group_src: the sender, as a global rank or as a rank in the group; none: any.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+
+    Raises:
+        UsageError: a wrong argument; the group stays usable.
+        GroupError: the group has failed.
+    """
+    g = groups.world if group is None else member_of(group, "iprobe")
+    found = None if g is None else g.iprobe(_sender(g, src, group_src), tag)
+    return found and _worldwide(g, found)
+
+
+def _worldwide(g: Any, status: Status) -> Status:
+    """With a global rank instead of a group rank."""
+    status.source = g.ranks[status.source]
+    return status
 
 
 class P2POp:

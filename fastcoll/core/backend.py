@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import AbortedError, GroupError, UnavailableError
 from ..interop.arrays import Adopted, Array
 from .gate import Gate
+from .message import Status
 from .monitor import Monitor
 from .operation import COMPOSITIONS, Call, Operation
 from .reduce_op import ReduceOp
@@ -45,6 +46,12 @@ class HostMessages(Messages, Protocol):
     """Messages of a host backend, which its group asks more."""
 
     timeout: float  # seconds that a message may take
+
+    def probe(self, src: int | None, tag: int) -> Status:
+        """Wait for a message that a receive would take, and leave it there."""
+
+    def iprobe(self, src: int | None, tag: int) -> Status | None:
+        """What `probe` would find now, without waiting; None: there is none."""
 
     def is_entered(self) -> bool:
         """Whether this thread is in the middle of a message: then this is a signal handler."""

@@ -23,6 +23,7 @@ from ..errors import AbortedError, ArrayError, GroupError, MismatchError, UsageE
 from ..interop.arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
 from . import dump, operands, trees
 from .backend import Backend, DeviceCarrier, Messages, StreamCall
+from .message import Status
 from .monitor import last_words
 from .operands import OBJECTS_TAG, WORLD_OF_ONE, Array, apart, arrays_of, checked_tag, scaled
 from .operation import COMPOSITIONS, Call, Operation, then_split
@@ -534,6 +535,18 @@ class ProcessGroup:
         x, messages = self._prepared(tensor, writable=True)
         post = self.post_receive if messages is self.messages else messages.irecv
         return partial(post, x, src, operands.checked_receive_tag(tag))
+
+    def probe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status:
+        """Wait for a message from `src`, or any rank, that no receive has taken, and leave it; what it is."""
+        return self.messages.probe(*self._sought(src, tag))
+
+    def iprobe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status | None:
+        """What `probe` would find now; None: there is none."""
+        return self.messages.iprobe(*self._sought(src, tag))
+
+    def _sought(self, src: int | None, tag: int) -> tuple[int | None, int]:
+        self.gate.check_usable()
+        return self.checked_src(src), operands.checked_receive_tag(tag)
 
     def _prepared(self, tensor: Any, *, writable: bool) -> tuple[Adopted, Messages]:
         """The array of a message, adopted, and what carries the message out."""

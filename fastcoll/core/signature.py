@@ -103,6 +103,12 @@ def dtype_code(dtype: np.dtype[Any] | None) -> int:
     return _OTHER_DTYPE | checksum & 0x7F | (checksum >> 7 & _OTHER_BITS) << 8
 
 
+def itemsize_of(code: int) -> int:
+    """The bytes of an element, by a dtype's code; 0: it is not in the table."""
+    name = _DTYPES[code & 0xFF] if 0 < code & 0xFF < len(_DTYPES) else ""
+    return np.dtype(name.replace("bfloat16", "uint16")).itemsize if name else 0
+
+
 OBJECT_SIZES = np.dtype([("fastcoll: sizes of objects", np.int64)])
 OBJECT_BYTES = np.dtype([("fastcoll: bytes of objects", np.uint8)])
 """What collectives of objects move: no user's array matches it, and messages call it objects."""
@@ -129,8 +135,8 @@ def describe(call: int, shape: int) -> str:
         parts = [f"{shape // itemsize} objects" if several else "objects"]
     elif call & UNEVEN:
         del parts[1]
-    elif shape >= 0 and 0 < code < len(_DTYPES):
-        parts[1] = f"{shape // np.dtype(dtype.replace('bfloat16', 'uint16')).itemsize} elements"
+    elif shape >= 0 and (itemsize := itemsize_of(code)):
+        parts[1] = f"{shape // itemsize} elements"
     if operation in _REDUCING and (redop := call >> OP_SHIFT & 0xFFFF):
         parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
     if operation in _ROOTED:

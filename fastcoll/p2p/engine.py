@@ -27,6 +27,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from ..core.message import Status
 from ..core.monitor import Monitor
 from ..core.record import WAITS
 from ..core.status import DONE, LATER, REFUSED
@@ -35,7 +36,7 @@ from ..errors import AbortedError, FastcollError, GroupError, NotInitializedErro
 from ..interop.adopted import Adopted
 from .exchange import Exchange
 from .pipe import ANY, ARMED, EVENTS, NOT_MINE, NOTHING, Pipe
-from .transfers import Array, Receive, Send, Transfer, kind_of
+from .transfers import Array, Probe, Receive, Send, Transfer, kind_of
 
 _NAP = 1e-3  # seconds without progress after which the engine's thread drives
 _NAPS = 50  # of them without operations, before that thread sleeps
@@ -151,6 +152,20 @@ class Engine:
     def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
         """Post a receive; the Work's result is the sender."""
         return self._post(Receive(self, x.array, src, tag, x))
+
+    def probe(self, src: int | None, tag: int) -> Status:
+        """Wait for a message from `src`, or from any rank, that no receive has taken; the next such receive takes it.
+
+        Raises:
+            GroupError: a peer died, left or did not send in time.
+        """
+        status: Status = self._finish_blocking(Probe(self, src, tag, at_once=False), LATER)
+        return status
+
+    def iprobe(self, src: int | None, tag: int) -> Status | None:
+        """What `probe` would find now, after all that is here was looked at; None: there is none."""
+        status: Status | None = self._finish_blocking(Probe(self, src, tag, at_once=True), LATER)
+        return status
 
     # ---- short cuts that came back early ----------------------------------------------------------
 
@@ -372,10 +387,12 @@ class Engine:
                 raise
 
     def _admit_posts(self) -> None:
-        self._resting = False
         while self.inbox and self._is_ready(self.inbox[0]):
+            self._resting = False
             self._exchange.admit(self.inbox[0])
-            self.inbox.popleft()  # only now: `is_in_vain` looks at both without the turn
+            transfer = self.inbox.popleft()  # only now: `is_in_vain` looks at both without the turn
+            if isinstance(transfer, Probe) and transfer.at_once:
+                self._look_for(transfer)
         self._resting = True
 
     # ---- driving ----------------------------------------------------------------------------------
@@ -629,7 +646,7 @@ class Engine:
 
     def _takes_short_cut(self, transfer: Transfer) -> bool:
         """Begin an operation by one compiled call, if it is one for that."""
-        if transfer.peer is None or transfer.peer == self.rank or transfer.tag < 0:
+        if transfer.peer is None or transfer.peer == self.rank or not transfer.is_plain:
             return False
         pipe, number = self._routes[transfer.peer]
         try:
@@ -658,9 +675,21 @@ class Engine:
         self._stamp += 1
         self._exchange.admit(transfer)
         self._resting = True
-        if isinstance(transfer, Receive) or self._exchange.is_entering(transfer):
+        if isinstance(transfer, Probe) and transfer.at_once:
+            self._look_for(transfer)
+        elif isinstance(transfer, Receive) or self._exchange.is_entering(transfer):
             while not transfer.ended and self._advance(False):
                 pass
+
+    def _look_for(self, probe: Probe) -> None:
+        """Have a probe that does not wait find what is here, or end."""
+        self._resting = True
+        while not probe.ended and self._advance(False):
+            pass
+        self._resting = False
+        if not probe.ended:
+            self._exchange.end_probe(probe)
+        self._resting = True
 
     def _is_ready(self, transfer: Transfer) -> bool:
         """Whether the way to its peer is there."""

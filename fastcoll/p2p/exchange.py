@@ -5,6 +5,7 @@ admission to its end:
 
     send      queued -> entering the pipe -> unacked (-> GO -> its rest entering -> unacked) -> done or refused
     receive   posted -> matched, its message arriving (-> GO owed, its rest arriving) -> answered -> done
+    probe     posted -> done, its message stored
 
 What a pipe does not attach to a header (`eager`) goes from array to array and never needs memory of anybody. What a
 receiver has no array for it keeps: at most a `window` of each peer, since a sender that has so many bytes on the way
@@ -24,7 +25,7 @@ from ..kernels.primitives import address_of
 from . import pipe as events
 from .pipe import GO, MISFIT, TAKEN, Ack, Pipe
 from .queues import MatchQueues, Message
-from .transfers import Receive, Send, Transfer
+from .transfers import Probe, Receive, Send, Transfer, status_of
 
 _LARGEST = 1 << 62
 
@@ -35,7 +36,7 @@ class Peer:
     Attributes:
         pipe, number: the way to it.
         entering: the send whose message, or whose rest, enters the pipe.
-        interest: how many posted receives a message of it could match.
+        interest: how many posted receives and probes a message of it could match.
         armed: one of them which the pipe completes by itself; the first that was posted. The pipe may have its
             message already, and wait for space to answer it.
         is_bounded: whether the bytes that may be attached are counted.
@@ -81,6 +82,7 @@ class Exchange:
         self.ended: deque[tuple[Receive, int]] = deque()
         self._rank = rank
         self._queues = MatchQueues()
+        self._probes: list[Probe] = []
         self.on_event: list[Callable[[int], None]] = [self._on_entered] * events.EVENTS
         self.on_event[events.ACKED] = self._on_acked
         self.on_event[events.HEADER] = self._on_header
@@ -118,6 +120,12 @@ class Exchange:
             else:
                 self._note_stored()
                 self._give(message, transfer)
+        elif isinstance(transfer, Probe):
+            message = self._queues.find(transfer.peer, transfer.tag)
+            self._probes.append(transfer)
+            self._count(transfer, 1)
+            if message is not None:
+                self.end_probe(transfer, message)
         elif isinstance(transfer, Send):
             if transfer.peer == self._rank:
                 self._send_here(transfer)
@@ -265,9 +273,16 @@ class Exchange:
 
     # ---- receiving ---------------------------------------------------------------------------------
 
-    def _count(self, receive: Receive, change: int) -> None:
-        """A receive is posted, or matched."""
-        for rank in range(len(self.peers)) if receive.peer is None else (receive.peer,):
+    def end_probe(self, probe: Probe, message: Message | None = None) -> None:
+        """A probe has found a message, or does not wait for one."""
+        self._probes.remove(probe)
+        self._count(probe, -1)
+        del self.live[probe]
+        probe.complete(message and status_of(message.source, message.kind, message.nbytes))
+
+    def _count(self, wanting: Receive | Probe, change: int) -> None:
+        """A receive or a probe is posted, or has its message."""
+        for rank in range(len(self.peers)) if wanting.peer is None else (wanting.peer,):
             if rank != self._rank:
                 peer = self.peers[rank]
                 peer.interest += change
@@ -282,11 +297,14 @@ class Exchange:
             peer.pipe.disarm(peer.number)
         else:
             receive = self._queues.arrive(message)
-        if receive is None:
-            self._note_stored()
-        else:
+        if receive is not None:
             self._count(receive, -1)
-        return receive
+            return receive
+        self._note_stored()
+        for probe in list(self._probes):
+            if self._queues.find(probe.peer, probe.tag) is message:
+                self.end_probe(probe, message)
+        return None
 
     def _note_stored(self) -> None:
         for pipe in {peer.pipe for peer in self.peers}:

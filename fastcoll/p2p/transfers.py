@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import signature
+from ..core.message import Status
 from ..core.monitor import Monitor, Wait
 from ..core.operands import ANY_TAG, OBJECTS_TAG
 from ..core.work import Work
@@ -25,6 +26,8 @@ Array = NDArray[Any]
 
 DTYPE_BITS = 22
 _DTYPE_MASK = (1 << DTYPE_BITS) - 1
+
+_NO_ARRAY = np.empty(0, np.uint8)
 
 LETTER = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (192,))])
 """Of messages that announce an array on a GPU, which goes by NCCL (gpu/nccl/messages.py). Users have no such dtype."""
@@ -123,16 +126,18 @@ class Driver(Protocol):
 
 
 class Transfer(Work):
-    """A send or a receive under way. Equal only to itself.
+    """A send, a receive or a probe under way. Equal only to itself.
 
     Attributes:
         array: the caller's, or its packed copy.
         peer: the other group rank; None for a receive from any.
+        is_plain: a short cut of the pipe may begin it.
         posted: when, by time.monotonic.
         is_small: a short cut of the pipe has posted it.
         number: of such a send, its place among the messages to its peer; else 0.
     """
 
+    is_plain = True
     is_small = False
     number = 0
     outputs: list[Any] = []  # noqa: RUF012  (messages have none, and nobody adds any)
@@ -263,6 +268,8 @@ class Receive(Transfer):
     ) -> None:
         super().__init__(engine, array, peer, tag)
         self._adopted = adopted
+        if tag < 0:
+            self.is_plain = False
 
     @property
     def name(self) -> str:
@@ -294,3 +301,30 @@ class Receive(Transfer):
         """Give the caller what is owed to it."""
         if self._adopted is not None:
             self._adopted.finish()
+
+
+def status_of(source: int, kind: int, nbytes: int) -> Status:
+    """What a probe says of a message."""
+    status, itemsize = Status(), signature.itemsize_of(kind)
+    nbytes = -1 if _is_on_gpu(kind) else nbytes
+    status.fill(source, tag_of(kind), nbytes // itemsize if itemsize else -1, nbytes)
+    return status
+
+
+class Probe(Transfer):
+    """A look for a message from `peer`, or from any rank, whose result is its Status.
+
+    Attributes:
+        at_once: it does not wait; the result is None where there is none.
+    """
+
+    is_plain = False
+    needs_message = True
+
+    def __init__(self, engine: Driver, peer: int | None, tag: int, at_once: bool) -> None:
+        super().__init__(engine, _NO_ARRAY, peer, tag)
+        self.at_once = at_once
+
+    @property
+    def name(self) -> str:
+        return f"probe of {'any rank' if self.peer is None else self._engine.vigil.name(self.peer)}"

@@ -71,6 +71,45 @@ def test_any_tag_takes_messages_of_a_rank_in_their_order(rank, world_size):
         seen[source] += 1
 
 
+@pytest.mark.ranks(2, 4)
+def test_a_probe_says_what_to_receive(rank, world_size):
+    if rank:
+        works = [dist.isend(np.full(n, rank, "f4"), 0, tag=n) for n in (3, 0, 50_000)]
+        assert all(work.wait() for work in works)
+        return
+    with pytest.raises(dist.UsageError):
+        dist.iprobe(tag=-2)
+    for source in reversed(range(1, world_size)):
+        for tag in (50_000, None, None):
+            status = dist.probe(source) if tag is None else dist.probe(source, tag=tag)
+            found = status.source, status.tag, status.count, status.nbytes
+            assert found == (source, status.tag, status.tag, 4 * status.tag)
+            assert repr(dist.iprobe(source, tag=status.tag)) == repr(status)
+            x = np.zeros(status.count, "f4")
+            assert dist.recv(x, status.source, tag=status.tag) == source
+            assert (x == source).all()
+    assert dist.iprobe() is None
+
+
+@pytest.mark.ranks(4)
+def test_probes_on_a_group_say_global_ranks(rank, world_size):
+    group = dist.new_group([1, 3])
+    if rank == 3:
+        dist.send(np.zeros(2), 1, group=group)
+    elif rank == 1:
+        assert dist.probe(group=group).source == dist.probe(3, group=group).source == 3
+        found = dist.iprobe(group=group, group_src=1)
+        assert found is not None
+        assert found.source == 3
+        assert group.probe().source == 1
+        dist.recv(np.zeros(2), 3, group=group)
+    else:
+        with pytest.warns(UserWarning, match="probe on rank"):
+            assert dist.probe(group=group).source == -1
+        with pytest.warns(UserWarning, match="iprobe on rank"):
+            assert dist.iprobe(group=group) is None
+
+
 @pytest.mark.ranks(2, 3, 5)
 def test_any_source_returns_the_sender(rank, world_size):
     if rank:

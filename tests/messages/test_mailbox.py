@@ -282,6 +282,85 @@ def test_any_tag_still_compares_dtypes(worlds) -> None:
     worlds(2).run(first, second)
 
 
+# ---- probes
+
+
+@pytest.mark.parametrize("count", [0, 3, 100_003])
+def test_a_probe_finds_the_message_that_the_next_receive_takes(worlds, count: int) -> None:
+    world = worlds(2)
+    peer, me = world.ranks
+    assert me.iprobe() is None
+    works = [peer.isend(np.full(n, n, "f4"), 1, tag) for n, tag in ((count, 5), (2, 6))]
+    first, second = (0, 5, count, 4 * count), (0, 6, 2, 8)
+    assert me.probe() == me.probe(0, 5) == first
+    assert me.probe(None, 6) == second
+    assert me.iprobe(0) == first
+    assert me.iprobe(1) is None
+    assert me.iprobe(0, 7) is None
+    x, y = np.zeros(count, "f4"), np.zeros(2, "f4")
+    assert me.recv(x, 0, ANY_TAG) == 0
+    assert me.iprobe() == second
+    assert me.recv(y, 0, 6) == 0
+    assert me.iprobe() is None
+    assert (x == count).all()
+    assert (y == 2).all()
+    assert all(work.wait(DEADLINE) for work in works)
+
+
+def test_a_probe_waits_and_does_not_see_what_a_posted_receive_takes(worlds) -> None:
+    got = np.zeros(1)
+
+    def first(me: Rank) -> None:
+        me.recv(np.zeros(1), 1, 1)
+        me.send(np.full(1, 4.0), 1, 3)
+        me.send(np.full(2, 5.0), 1, 3)
+
+    def second(me: Rank) -> None:
+        posted = me.irecv(got, None, 3)
+        work = me.isend(np.zeros(1), 0, 1)
+        assert me.probe(0, 3) == (0, 3, 2, 16)
+        me.recv(np.zeros(2), 0, 3)
+        assert posted.wait(DEADLINE)
+        assert work.wait(DEADLINE)
+
+    worlds(2).run(first, second)
+    assert got[0] == 4
+
+
+def test_a_probe_finds_a_message_to_oneself_and_of_every_dtype(worlds) -> None:
+    (me,) = worlds(1).ranks
+    me.send(np.zeros(3, [("a", "i2"), ("b", "f8")]), 0, 1)
+    assert me.probe() == (0, 1, -1, 30)
+    assert me.iprobe(0, 1) == (0, 1, -1, 30)
+
+
+def test_iprobe_beside_a_thread_that_waits(worlds) -> None:
+    """That one drives the messages, and looks for the probe's."""
+    world = worlds(2)
+    peer, me = world.ranks
+    got = np.zeros(3)
+    blocked = threading.Thread(target=me.recv, args=(got, 0, 1))
+    blocked.start()
+    until(me.is_blocked)
+    assert me.iprobe(0, 2) is None
+    work = peer.isend(np.zeros(4), 1, 2)
+    until(lambda: me.iprobe(0, 2) == (0, 2, 4, 32))
+    assert blocked.is_alive()
+    me.recv(np.zeros(4), 0, 2)
+    peer.send(np.ones(3), 1, 1)
+    blocked.join(DEADLINE)
+    assert work.wait(DEADLINE)
+    assert got.tolist() == [1, 1, 1]
+
+
+def test_a_probe_of_a_rank_that_has_left_fails(worlds) -> None:
+    world = worlds(2)
+    peer, me = world.ranks
+    peer.vigil.leave()
+    with pytest.raises(AbortedError, match=r"rank 0 .*left the group; probe of rank 0 .*any tag"):
+        me.probe(0)
+
+
 def test_from_any_serves_the_ranks_in_turn(worlds) -> None:
     world, count = worlds(3), 40
     me, *others = world.ranks

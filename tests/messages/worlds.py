@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from fastcoll.core.message import Status
 from fastcoll.core.monitor import IN_ORDER, Monitor
+from fastcoll.core.operands import ANY_TAG
 from fastcoll.core.processes import Member, dead_among
 from fastcoll.core.work import Work
 from fastcoll.interop.arrays import adopt
@@ -49,6 +51,13 @@ class Rank:
     def irecv(self, x: Any, src: int | None = None, tag: int = 0) -> Work:
         return self.mailbox.irecv(adopt(x, writable=True), src, tag)
 
+    def probe(self, src: int | None = None, tag: int = ANY_TAG) -> tuple[int, ...]:
+        return _told(self.mailbox.probe(src, tag))
+
+    def iprobe(self, src: int | None = None, tag: int = ANY_TAG) -> tuple[int, ...] | None:
+        found = self.mailbox.iprobe(src, tag)
+        return found and _told(found)
+
     def await_on_the_way(self, dst: int, count: int) -> None:
         """Wait until so many messages have gone out to `dst`, without an ack."""
         peer = self.mailbox._exchange.peers[dst]
@@ -67,6 +76,10 @@ class Rank:
     def has_begun(self, dst: int) -> bool:
         """Whether a part of a message to `dst` has gone out."""
         return self.world.has_begun(self, dst)
+
+
+def _told(status: Status) -> tuple[int, ...]:
+    return status.source, status.tag, status.count, status.nbytes
 
 
 class World(ABC):
