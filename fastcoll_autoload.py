@@ -8,6 +8,7 @@ says instead what is wrong.
 
 Numba runs the entry point `numba_extensions` before it compiles, or loads, the first function of a process. So that
 this costs nothing where fastcoll is not used, its types and functions are registered as Numba meets the first of them.
+It also mends one table of Numba's, by which keyword arguments inside `try` lose their names (`keep_keywords`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _NJIT = "fastcoll.compiled.njit"
 # Where the public functions and types are; the kernels, which Numba compiles, too, are elsewhere.
 _TYPED = ("fastcoll.api.", "fastcoll.core.group", "fastcoll.core.reduce_op")
 _READ = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_FORGETFUL = ((3, 11), (3, 12))
+_NEVER_RAISE = frozenset(("LOAD_CONST", "NOP", "LOAD_DEREF", "PRECALL"))
 _LAUNCHERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
@@ -46,9 +49,26 @@ def _create(options: Any, pg_options: Any) -> Any:
     return create(options, pg_options)
 
 
+def keep_keywords() -> None:
+    """Have Numba keep the names of keyword arguments inside `try`, on Python 3.11 and 3.12.
+
+    There the names are an instruction (KW_NAMES) before that of the call. Inside `try` Numba begins a new block after
+    every instruction that is not in its table of those that never raise, and a block does not know the names that the
+    one before has read: `f(x, b=1)` is compiled as `f(x, 1)`, without an error. Numba 0.60 to 0.68 lack KW_NAMES in
+    that table, and CACHE, which stands between the two on 3.11. Any other table is left alone: compiled/keywords.py
+    refuses such calls of fastcoll where names are still lost.
+    """
+    from numba.core import byteflow
+
+    if sys.version_info[:2] in _FORGETFUL and getattr(byteflow, "_NO_RAISE_OPS", None) == _NEVER_RAISE:
+        byteflow._NO_RAISE_OPS = _NEVER_RAISE | {"KW_NAMES", "CACHE"}
+
+
 def register_numba() -> None:
     """Have Numba know fastcoll's functions, groups and reduce operations when it is asked for one."""
     from numba.extending import typeof_impl
+
+    keep_keywords()
 
     def watch(kind: type) -> None:
         """Of what Numba has no type of its own for, and of classes."""

@@ -29,6 +29,7 @@ from ..kernels import doors as d
 from ..p2p.pipe import ANY
 from ..p2p.transfers import DTYPE_BITS
 from . import rows
+from .keywords import refuse_lost
 from .numba_types import (
     Raised,
     call_door,
@@ -165,7 +166,7 @@ def _known(make: Callable[[], int]) -> int:
 
 
 def _waits(async_op: Any) -> None:
-    _outside_prange()
+    _callable_here()
     value = getattr(async_op, "value", getattr(async_op, "literal_value", async_op))
     if value is not False:
         raise TypingError(
@@ -173,9 +174,11 @@ def _waits(async_op: Any) -> None:
         )
 
 
-def _outside_prange() -> None:
-    """Refuse a call in the body of a parallel loop, which Numba compiles as a function of its own."""
+def _callable_here() -> None:
+    """Refuse lost keywords, and the body of a parallel loop, which Numba compiles as a function of its own."""
     frames = cpu_target.typing_context.callstack
+    if len(frames) > 0:
+        refuse_lost(frames[0].func_id.code)  # the caller's
     if any(frame.func_id.func_name.startswith("__numba_parfor_gufunc") for frame in frames):
         raise TypingError(
             "a call inside numba.prange: ranks must make the same calls in the same order, which threads do not; call "
@@ -470,7 +473,7 @@ def _barrier(group=None, async_op=False, device_ids=None, timeout=None):
 
 
 def _message(tensor: Any, writes: bool) -> int:
-    _outside_prange()
+    _callable_here()
     dtype = _array(tensor, "tensor", writes)
     return _known(lambda: rows.message_word(0, dtype))
 
