@@ -48,7 +48,10 @@ _leave = external("PyEval_SaveThread", "int64()")
 _return = external("PyEval_RestoreThread", "void(int64)")
 ensure = external("PyGILState_Ensure", "int32()")
 release = external("PyGILState_Release", "void(int32)")
-call_with = external("PyObject_CallOneArg", "int64(int64, int64)")
+_call = external("PyObject_CallObject", "int64(int64, int64)")
+_new_tuple = external("PyTuple_New", "int64(int64)")
+_set_element = external("PyTuple_SetItem", "int32(int64, int64, int64)")
+_keep = external("Py_IncRef", "void(int64)")
 drop = external("Py_DecRef", "void(int64)")
 new_integer = external("PyLong_FromLongLong", "int64(int64)")
 value_of = external("PyLong_AsLongLong", "int64(int64)")
@@ -71,6 +74,17 @@ def own_words(builder):
 def _go(builder, way, handle, data, out, nbytes, call, peer):
     kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD] * 6)
     return builder.call(llvm.pointer(builder, way, kind), [handle, data, out, nbytes, call, peer])
+
+
+@inlined
+def call_with(function, given):
+    """What a function of Python makes of an object: a new reference, or 0. (3.10 has no PyObject_CallOneArg.)"""
+    arguments = _new_tuple(1)
+    _keep(given)
+    _set_element(arguments, 0, given)
+    answer = _call(function, arguments)
+    drop(arguments)
+    return answer
 
 
 @inlined
