@@ -449,9 +449,11 @@ class ProcessGroup:
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
-        """`all_reduce` of several arrays of one dtype at the price of one."""
+        """`all_reduce` of several arrays of one dtype at the price of one; one that is there twice is reduced once."""
         with self.preparing("all_reduce_coalesced"):
-            owners = self._adopt_of_one_dtype(tensors, writable=True, what="tensors")
+            given = self._adopt_of_one_dtype(tensors, writable=True, what="tensors")
+            operands.check_apart(given, "tensors", once=True)
+            owners = operands.distinct(given)
             xs = arrays_of(owners)
             call = self.planned(Operation("all_reduce_coalesced", xs, xs, op))
         return self.run("all_reduce_coalesced", call, owners, async_op)
@@ -486,7 +488,7 @@ class ProcessGroup:
             raise UsageError(f"{what} is of type {type(tensors).__name__}; give a list of arrays")
         if not tensors:
             raise UsageError(f"{what} is empty; give at least one array")
-        xs = self.adopt_list(tensors, len(tensors), writable=writable, what=what)
+        xs = adopt_list(tensors, len(tensors), writable=writable, what=what, adopt=self.adopt)
         operands.check_dtypes(what, xs, xs[0].array)
         return xs
 

@@ -176,11 +176,20 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tupl
     return tuple(x.copy() if clash(k, x) else x for k, x in enumerate(inputs))
 
 
-def check_apart(outs: Sequence[Adopted], name: str, each: int = 0) -> None:
+def distinct(items: Sequence[Adopted]) -> list[Adopted]:
+    """Each array once, in order: the caller may give the same one several times where it gets one result."""
+    first: dict[tuple[Any, ...], Adopted] = {}
+    for k, item in enumerate(items):
+        first.setdefault(_whole_place(item.target, k), item)
+    return list(first.values())
+
+
+def check_apart(outs: Sequence[Adopted], name: str, each: int = 0, once: bool = False) -> None:
     """Refuse outputs two of which share memory: which result stays there would be a matter of chance.
 
-    `each`: how many arrays a list has, where `name` is a list of lists. A packed copy is looked at where it is written
-    back to; strided arrays on GPUs are not looked at.
+    `each`: how many arrays a list has, where `name` is a list of lists. `once`: the same array may be there several
+    times, as in `distinct`. A packed copy is looked at where it is written back to; strided arrays on GPUs are not
+    looked at.
     """
     on_host = all(type(out.target) is np.ndarray for out in outs)
     pairs = combinations([out.target for out in outs], 2)
@@ -193,7 +202,8 @@ def check_apart(outs: Sequence[Adopted], name: str, each: int = 0) -> None:
             continue
         open_ones = [(end, j) for end, j in open_ones if end > low]
         for _, j in open_ones:
-            if _share(outs[j].target, outs[k].target):
+            one, other = outs[j].target, outs[k].target
+            if _share(one, other) and not (once and _whole_place(one, j) == _whole_place(other, k)):
                 places = [f"[{i // each}][{i % each}]" if each else f"[{i}]" for i in sorted((j, k))]
                 raise ArrayError(
                     f"{name}{places[0]} and {name}{places[1]} share memory, and different results go to them; give "
@@ -212,6 +222,16 @@ def _extent(x: Any) -> tuple[int, int]:
         return low + sum(min(r, 0) for r in reach), low + sum(max(r, 0) for r in reach) + x.itemsize
     address = getattr(x, "address", 0)
     return address, address + getattr(x, "nbytes", 0)
+
+
+def _whole_place(x: Any, index: int) -> tuple[Any, ...]:
+    """What two arrays have in common if they are the same elements in the same order; `index`: of an empty one."""
+    if x.size == 0:
+        return (index,)
+    if not isinstance(x, np.ndarray):
+        return x.device, x.address, x.dtype, x.size
+    steps = () if x.flags.c_contiguous else (x.shape, x.strides)
+    return x.ctypes.data, x.dtype, x.size, *steps
 
 
 def _share(x: Any, y: Any) -> bool:

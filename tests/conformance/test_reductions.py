@@ -196,3 +196,16 @@ def test_coalesced(rank, world_size):
     swapped = [[np.zeros(3, ">i2") for _ in range(world_size)]]
     dist.all_gather_coalesced(swapped, [np.full(3, rank, ">i2")])
     assert [x[0] for x in swapped[0]] == list(range(world_size))
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_array_that_a_coalesced_call_has_twice_is_reduced_once(world_size):
+    """As by torch.distributed over Gloo."""
+    x, y, strided, empty = np.ones(3), np.ones(2), np.ones((2, 4))[:, ::2], np.ones(0)
+    for asynchronous in (False, True):
+        work = dist.all_reduce_coalesced(
+            [x, strided, y, x, x.reshape(3, 1), empty, strided, empty], async_op=asynchronous
+        )
+        if work is not None:
+            work.wait()
+    assert {*x, *y, *strided.ravel()} == {world_size**2}

@@ -475,7 +475,9 @@ def test_outputs_that_share_memory_are_refused(rank, world_size):
         r"tensor_list\[0\] and tensor_list\[1\]": lambda: dist.all_gather(shifted, np.ones(3)),
         r"tensor_list\[0\] and tensor_list\[1\] ": lambda: dist.all_gather(strided, x),
         "output_tensor_list.*share": lambda: dist.all_to_all(same, blocks),
-        "tensors.*share": lambda: dist.all_reduce_coalesced([x, y, x]),
+        r"tensors\[1\] and tensors\[3\] share": lambda: dist.all_reduce_coalesced(
+            [x, wide[:2], x, wide[1:3]]
+        ),
         r"_lists\[0\]\[(\d)\] and .*_lists\[1\]\[\1\]": lambda: dist.all_gather_coalesced(
             [others] * 2, [x, x]
         ),
@@ -495,5 +497,5 @@ def test_outputs_that_share_memory_are_refused(rank, world_size):
     many = np.zeros((20, 3))
     dist.all_reduce_coalesced([many[k] for k in np.random.default_rng(1).permutation(20)])
     with pytest.raises(ArrayError, match=r"tensors\[4\] and tensors\[19\] share"):
-        dist.all_reduce_coalesced([many[min(k, 19) if k != 4 else 19] for k in range(20)])
+        dist.all_reduce_coalesced([many[k] if k != 4 else many[19, 1:] for k in range(20)])
     dist.barrier()
