@@ -37,6 +37,22 @@ def test_ddp_sees_the_gradients_of_a_context(bucket_view):
     dist.destroy_process_group()
 
 
+@pytest.mark.long
+@pytest.mark.ranks(1, init=False)
+def test_a_sparse_gradient_goes_backward_in_a_process_that_has_a_group():
+    dist.init_process_group("fastcoll", store=dist.HashStore(), rank=0, world_size=1)
+    rpc.init_rpc("alone", rank=0, world_size=1)
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    with autograd.context() as context:
+        autograd.backward(context, [table(torch.tensor([3, 3])).sum()])
+        gradient = autograd.get_gradients(context)[table.weight]
+    assert gradient.is_sparse
+    assert gradient.to_dense().tolist() == [[0.0, 0.0]] * 3 + [[2.0, 2.0], [0.0, 0.0]]
+    assert table.weight.grad is None
+    rpc.shutdown(timeout=30)
+    dist.destroy_process_group()
+
+
 def doubled(state, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer() * 2)

@@ -23,10 +23,9 @@ def averaged(leaves: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         return list(gradients)
     with of_grad:
         found = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
-        with _set_aside(found), torch.enable_grad():
-            nodes = [leaf.view_as(leaf) for leaf in found]
-            if nodes:
-                torch.autograd.backward(nodes, [each for each in gradients if each is not None])
+        with _set_aside(found):
+            if found:  # from the leaves themselves: a view would reshape, which a sparse gradient cannot
+                torch.autograd.backward(found, [each for each in gradients if each is not None])
             after = iter([_own(leaf.grad) for leaf in found])
     return [None if gradient is None else next(after) for gradient in gradients]
 
