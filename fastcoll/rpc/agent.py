@@ -404,8 +404,8 @@ class Agent:
         self._count(received.kind, 0, 1)
         if link is None:
             self._serving.pop((worker.id, received.call), None)
-            if call := self._own.pop(received.call, None):
-                self._answered(call, self.me, wire.copied(message, 0, received.call, pickled, buffers, b""))
+            call = self._own.pop(received.call, None)  # None: its time was up; the answer may hold RRefs
+            self._answered(call, self.me, wire.copied(message, 0, received.call, pickled, buffers, b""))
             return
         try:
             link.send(message, 0, received.call, pickled, buffers)

@@ -364,6 +364,20 @@ def test_an_rref_in_a_message_that_does_not_come_through_keeps_nothing(rank: int
                 rpc.rpc_sync(owner, await_end, args=("kept",))
 
 
+@pytest.mark.ranks(1)
+def test_a_late_answer_of_a_call_to_oneself_keeps_no_value(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with workers(rank):
+        rref = rpc.RRef(Value("kept"))
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync("w0", after_all_waited_once, args=(rref,), timeout=0.05)
+        go_on_once()
+        del rref
+        await_end("kept")
+    assert not caplog.records
+
+
 def with_what_cannot_be_built(rref: Any) -> Any:
     return rref, NotToBeBuilt()
 
