@@ -108,6 +108,28 @@ def sender() -> WorkerInfo:
     return found
 
 
+class Shared:
+    """Memory beside a pickle to which several objects of a message refer: it travels once."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self, buffer: pickle.PickleBuffer) -> None:
+        self._buffer = buffer
+
+    def __reduce__(self) -> Any:
+        return _came_beside, (self._buffer,)
+
+
+def _came_beside(buffer: Piece) -> Piece:
+    return buffer
+
+
+def in_message() -> dict[Any, Any]:
+    """For reducers: what they note of the message that this thread pickles."""
+    notes: dict[Any, Any] = _here.outgoing.notes
+    return notes
+
+
 class _Table(dict[type, Callable[[Any], Any]]):
     """A pickler's dispatch table, which finds the reducers of base classes as well."""
 
@@ -123,12 +145,24 @@ class _Table(dict[type, Callable[[Any], Any]]):
         return copyreg.dispatch_table.get(cls, _by_itself)
 
 
+class _Outgoing:
+    """A message that is being pickled."""
+
+    __slots__ = ("ahead", "notes", "receiver")
+
+    def __init__(self, receiver: WorkerInfo) -> None:
+        self.receiver = receiver
+        self.ahead: list[tuple[Any, Undo]] = []
+        self.notes: dict[Any, Any] = {}
+
+
 def _for_receiver(reducer: Reducer, undo: Undo | None, value: Any) -> Any:
-    reduced = reducer(value, _here.receiver)
+    outgoing: _Outgoing = _here.outgoing
+    reduced = reducer(value, outgoing.receiver)
     if undo is None:
         return reduced
-    _here.ahead.append((reduced, undo))
-    return _came_ahead, (len(_here.ahead) - 1,)
+    outgoing.ahead.append((reduced, undo))
+    return _came_ahead, (len(outgoing.ahead) - 1,)
 
 
 def _came_ahead(index: int) -> Any:
@@ -155,22 +189,21 @@ def dumps(value: Any, to: WorkerInfo) -> tuple[bytes, list[memoryview]]:
 
     pickler = pickle.Pickler(file, 5, buffer_callback=beside)
     pickler.dispatch_table = _table
-    before = getattr(_here, "receiver", None), getattr(_here, "ahead", None)
-    ahead: list[tuple[Any, Undo]] = []
-    _here.receiver, _here.ahead = to, ahead
+    before = getattr(_here, "outgoing", None)
+    _here.outgoing = outgoing = _Outgoing(to)
     try:
         pickler.dump(value)
     except BaseException as error:
-        for reduced, undo in ahead:
+        for reduced, undo in outgoing.ahead:
             undo(reduced)
         if isinstance(error, UsageError) or not isinstance(error, Exception):
             raise
         raise UsageError(f"what goes to {to} cannot be pickled: {error}") from error
     finally:
-        _here.receiver, _here.ahead = before
-    if not ahead:
+        _here.outgoing = before
+    if not outgoing.ahead:
         return file.getvalue(), buffers
-    first = pickle.dumps([reduced for reduced, _ in ahead], 5)
+    first = pickle.dumps([reduced for reduced, _ in outgoing.ahead], 5)
     return b"".join([_AHEAD.pack(0, len(first)), first, file.getvalue()]), buffers
 
 

@@ -1,4 +1,4 @@
-"""Tensors travel with their memory beside the pickle, and arrive as they were."""
+"""Tensors arrive as they were: values, strides, and the memory that the tensors of a message share."""
 
 import pytest
 import torch
@@ -11,12 +11,27 @@ TO = WorkerInfo("w0", 0)
 x = torch.arange(12.0)
 
 
+def there(value):
+    """What comes of a value at the receiver."""
+    pickled, buffers = wire.dumps({"it": value}, TO)
+    came = wire.Received(wire.MessageType.TELL, 1, 0, b"", pickled, [bytearray(each) for each in buffers])
+    with wire.receiving(TO):
+        return wire.loads(came)["it"]
+
+
 @pytest.mark.parametrize(
     "value",
     [
         *[
             torch.tensor([3, 0, 1]).to(dtype)
-            for dtype in (torch.bfloat16, torch.bool, torch.int8, torch.float64)
+            for dtype in (
+                torch.bfloat16,
+                torch.bool,
+                torch.int8,
+                torch.float64,
+                torch.float8_e5m2,
+                torch.uint16,
+            )
         ],
         torch.tensor(3.0),
         torch.empty(0, 3),
@@ -29,19 +44,20 @@ x = torch.arange(12.0)
         Parameter(x),
         Parameter(x, requires_grad=False),
         torch.nn.Linear(2, 2),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.rand(6078).as_strided((60, 60), (3, 100)),
+        torch.rand(3, 1).expand(3, 4),
     ],
     ids=str,
 )
 def test_a_tensor_arrives_as_it_was(value):
-    pickled, buffers = wire.dumps({"it": [value]}, TO)
-    came = wire.Received(wire.MessageType.TELL, 1, 0, b"", pickled, [bytearray(each) for each in buffers])
-    with wire.receiving(TO):
-        (found,) = wire.loads(came)["it"]
+    (found,) = there([value])
     assert type(found) is type(value)
     if isinstance(value, torch.nn.Module):
-        assert len(buffers) == 2
         found, value = found.weight, value.weight
-    assert torch.equal(found.to_dense(), value.to_dense())
+    if value.layout == torch.strided and not value.is_conj():
+        assert found.stride() == value.stride()
+    assert torch.equal(*(each.to_dense().to(torch.complex128) for each in (found, value)))
     assert (found.dtype, found.requires_grad, found.is_leaf) == (value.dtype, value.requires_grad, True)
     if found.layout == torch.strided and not found.requires_grad:
         found.zero_()  # it may be written
@@ -54,3 +70,21 @@ def test_its_memory_is_beside():
     assert [each.nbytes for each in buffers] == [4 << 20]
     buffers[0][:4] = torch.ones(1).numpy().tobytes()
     assert value[0] == 1  # the same memory
+
+
+@pytest.mark.parametrize("count", [10, 5000])
+def test_tensors_of_a_message_that_share_memory_share_it_at_the_receiver(count):
+    value = torch.arange(float(count))
+    whole, rest, integers, other = there((value, value[1:], value.view(torch.int32), value.clone()))
+    rest[0] = 7
+    assert whole[1] == 7
+    assert integers[1] == torch.tensor(7.0).view(torch.int32)
+    assert other[1] == 1
+    assert value[1] == 1
+
+
+def test_a_small_part_of_a_storage_travels_alone():
+    rows = torch.rand(1000, 100)
+    pickled, buffers = wire.dumps(rows[3], TO)
+    assert len(pickled) + sum(each.nbytes for each in buffers) < 1000
+    assert torch.equal(there(rows[3]), rows[3])
