@@ -51,7 +51,7 @@ import numpy as np
 from ..api.groups import Group, NonMember, group_rank, groups, member_of
 from ..core import signature
 from ..core.group import ProcessGroup
-from ..core.operands import Array
+from ..core.operands import LARGEST_TAG, Array
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, CUSTOM, MAX, MIN, NAMES, PREMUL_SUM, PRODUCT, SUM, ReduceOp
 from ..core.status import LATER
 from ..errors import NotInitializedError, UsageError
@@ -338,12 +338,21 @@ class _Asked:
     def tag(self) -> int:
         return self._question.call >> DTYPE_BITS
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the tag is above those of users."""
+        return self.tag > LARGEST_TAG
+
+    @property
+    def source(self) -> int | None:
+        return None if self.peer == ANY else self.peer
+
 
 _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
     0: ("", lambda g, a: None),
     d.SPLIT: ("all_to_all", lambda g, a: g.all_to_all(*a.split)),
-    d.SEND: ("send", lambda g, a: g.send(a.x, a.peer, a.tag)),
-    d.RECV: ("recv", lambda g, a: g.recv(a.x, None if a.peer == ANY else a.peer, a.tag)),
+    d.SEND: ("send", lambda g, a: (g.send_apart if a.is_apart else g.send)(a.x, a.peer, a.tag)),
+    d.RECV: ("recv", lambda g, a: (g.recv_apart if a.is_apart else g.recv)(a.x, a.source, a.tag)),
 } | {
     signature.code_of(name): (name, method)
     for name, method in {

@@ -571,13 +571,21 @@ class ProcessGroup:
 
     def send_objects(self, data: Array, dst: int) -> None:
         """`send` of contiguous bytes or sizes of objects, which no receive of an array takes."""
-        self.gate.check_usable()
-        self.messages.send(Adopted(data), self.checked_rank("dst", dst), OBJECTS_TAG)
+        self.send_apart(data, self.checked_rank("dst", dst), OBJECTS_TAG)
 
     def recv_objects(self, data: Array, src: int | None) -> int:
         """`recv` of what `send_objects` sends; no array that is sent comes here."""
+        return self.recv_apart(data, self.checked_src(src), OBJECTS_TAG)
+
+    def send_apart(self, x: Array, dst: int, tag: int) -> None:
+        """`send` of a plain array with a tag above those of users, such as JAX_TAGS + 5; `dst` is checked."""
         self.gate.check_usable()
-        return self.messages.recv(Adopted(data), self.checked_src(src), OBJECTS_TAG)
+        self.messages.send(Adopted(x), dst, tag)
+
+    def recv_apart(self, x: Array, src: int | None, tag: int) -> int:
+        """`recv` of what `send_apart` sends."""
+        self.gate.check_usable()
+        return self.messages.recv(Adopted(x), src, tag)
 
     # ---- life -------------------------------------------------------------------------------------
 

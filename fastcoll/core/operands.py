@@ -36,6 +36,9 @@ OBJECTS_TAG = LARGEST_TAG + 3
 """Of messages with objects: what they hold is unpickled, so no array that a user sends may come among them. The two
 before it are those of gpu/nccl/messages.py."""
 
+JAX_TAGS = 1 << 32
+"""Added to the tags of messages of fastcoll.jax, so that they and those of Python never match."""
+
 _NUMBERS = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
 
 WORLD_OF_ONE = "; this is a world of one: start it with -n 2, as in python -m fastcoll.launch -n 2 script.py"

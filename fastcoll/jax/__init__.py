@@ -27,8 +27,8 @@ from .primitive import call
 from .sites import Site
 # isort: on
 
-__all__ = ["all_reduce", "reduce", "scan", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
-__all__ += ["send", "recv", "sendrecv", "barrier", "create_token", "clear_errors"]
+__all__ = ["all_reduce", "reduce", "scan", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"]
+__all__ += ["all_to_all", "send", "recv", "sendrecv", "barrier", "create_token", "clear_errors"]
 
 
 def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
@@ -101,6 +101,35 @@ def all_gather(x: Any, *, group: Group = None, token: Any = None) -> Any:
     return _called(_site("all_gather", group, token), [x], token)
 
 
+def gather(x: Any, dst: int, *, group: Group = None, token: Any = None) -> Any:
+    """Rank `dst` gets the arrays of all ranks, stacked: rank r's is `[r]` of the result. The others get their `x` back.
+
+    Args:
+        x: same dtype and shape on all ranks.
+        dst: a global rank, the same on all ranks.
+        group, token, and what it raises: as for `all_reduce`.
+
+    Returns:
+        An array of shape `(world_size, *x.shape)` on `dst`, of `x.shape` elsewhere; with a token `(array, token)`.
+    """
+    return _called(_site("gather", group, token, dst=dst), [x], token)
+
+
+def scatter(x: Any, src: int, *, group: Group = None, token: Any = None) -> Any:
+    """Rank r gets `x[r]` of rank `src`.
+
+    Args:
+        x: on `src` of shape `(world_size, ...)`; elsewhere an array like the result, whose content does not count.
+        src: a global rank, the same on all ranks.
+        group, token, and what it raises: as for `all_reduce`.
+
+    Returns:
+        An array of the shape and dtype of `x[r]`; with a token `(array, token)`.
+    """
+    site = _site("scatter", group, token, src=src)
+    return _called(site, [x if site.off_root else _rows(x, group)], token)
+
+
 def reduce_scatter(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
     """Reduce an array over all ranks; rank r gets `[r]` of the result.
 
@@ -139,28 +168,39 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None, token: Any = No
     return _called(_site("send", group, token, dst=dst, tag=checked_tag(tag)), [x], token)
 
 
-def recv(like: Any, src: int, tag: int = 0, *, group: Group = None, token: Any = None) -> Any:
-    """Receive an array from rank `src`.
+def recv(like: Any, src: int | None = None, tag: int = 0, *, group: Group = None, token: Any = None) -> Any:
+    """Receive an array from rank `src`, or from the rank whose message arrives first.
 
     Args:
         like: has the shape and the dtype of what comes; its content does not count.
-        src: a global rank.
+        src: a global rank; None: any rank, which the result does not name.
         tag, group, token, and what it returns and raises: as for `send` and `all_reduce`.
     """
     return _called(_site("recv", group, token, src=src, tag=checked_tag(tag)), [like], token)
 
 
 def sendrecv(
-    x: Any, like: Any, dst: int, src: int, tag: int = 0, *, group: Group = None, token: Any = None
+    x: Any,
+    like: Any,
+    dst: int,
+    src: int,
+    tag: int = 0,
+    recvtag: int | None = None,
+    *,
+    group: Group = None,
+    token: Any = None,
 ) -> Any:
     """Send `x` to rank `dst` and receive what rank `src` sends, at the same time; either may be this rank.
 
     Args:
         x, dst: as for `send`.
-        like, src: as for `recv`.
-        tag, group, token, and what it returns and raises: as for `send` and `all_reduce`.
+        like, src: as for `recv`, but from one rank.
+        tag: of the message that is sent.
+        recvtag: of the message that is received; None: the same.
+        group, token, and what it returns and raises: as for `all_reduce`.
     """
-    return _called(_site("sendrecv", group, token, dst=dst, src=src, tag=checked_tag(tag)), [x, like], token)
+    tags = {"tag": checked_tag(tag), "recvtag": checked_tag(tag if recvtag is None else recvtag)}
+    return _called(_site("sendrecv", group, token, dst=dst, src=src, **tags), [x, like], token)
 
 
 def barrier(*, group: Group = None, token: Any = None) -> Any:
@@ -202,7 +242,11 @@ def _site(kind: str, group: Group, token: Any, **ranks: Any) -> Site:
         raise UsageError(f"{kind}: this process is not in the group; call it on the group's ranks alone")
     found = entered(group)
     for name in {"dst", "src"} & ranks.keys():
-        ranks[name] = found.checked_rank(name, group_rank(found, name, ranks[name], None))
+        if ranks[name] is not None or kind != "recv":
+            ranks[name] = found.checked_rank(name, group_rank(found, name, ranks[name], None))
+    root = {"gather": "dst", "scatter": "src"}.get(kind)
+    if root is not None and ranks[root] != found.rank:
+        ranks["off_root"] = True
     return Site(kind, group, found.size, token=token is not None, **ranks)
 
 

@@ -1,9 +1,10 @@
-"""The groups that JAX's calls go over: a copy of each group that is used in a program.
+"""The groups that JAX's calls go over: for messages the user's own, for collectives a copy of it.
 
-JAX runs programs later than it is called, so its calls and those of Python come in no order that all ranks agree on:
-each have a group of their own. A copy is made when its group is first used while JAX traces, on the thread that asked
-for it. The world's is made anew for each world. A copy is left with the group that it copies, and programs that are
-under way are waited for first, as asynchronous calls are.
+JAX runs programs later than it is called, so its calls and those of Python come in no order that all ranks agree on.
+Messages are matched by tag, so those of JAX have a range of tags of their own (`JAX_TAGS`), and involve no other rank
+than the two. Collectives are matched by order, so they need a group of their own. The copy is made when its group is
+first used while JAX traces, on the thread that asked for it; the world's is made anew for each world. A copy is left
+with the group that it copies, and programs that are under way are waited for first, as asynchronous calls are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from jax._src import dispatch
 
@@ -25,7 +26,20 @@ from ..core.monitor import last_words
 from ..errors import GroupError, UsageError
 
 _copies: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_used: WeakSet[ProcessGroup] = WeakSet()  # groups that calls of programs go over
 _making = threading.Lock()
+
+
+def group_for(group: Group, is_message: bool) -> ProcessGroup:
+    """The group that a call on this one goes over; for a collective collective at its first use, as `copy_of` says."""
+    if not is_message:
+        return copy_of(group)
+    original = entered(group)
+    if original not in _used:
+        _used.add(original)
+        original.before_leaving = original.before_leaving or settle
+        _leave_at_exit()
+    return original
 
 
 def copy_of(group: Group) -> ProcessGroup:
@@ -57,6 +71,7 @@ def copy_of(group: Group) -> ProcessGroup:
         if original is not groups.world:
             original.before_leaving = partial(destroy_process_group, made)
         _copies[original] = made
+        _used.add(made)
         _leave_at_exit()
         return made
 
@@ -91,7 +106,7 @@ def _leave_at_exit() -> None:
 
     def at_exit(error: BaseException | None) -> GroupError | None:
         if error is not None:  # nothing is waited for: the calls that are under way end with an error
-            close(list(_copies.values()), last_words(error))
+            close(list(_used), last_words(error))
         settle()
         return None
 

@@ -28,8 +28,8 @@ from ..core.reduce_op import ReduceOp
 from ..errors import UsageError
 from ..kernels.call_frames import IN_PLACE
 from . import xla_frames
-from .own_groups import copy_of
-from .sites import KINDS, Site, number_of
+from .own_groups import group_for
+from .sites import Site, number_of
 
 
 class Order(effects.Effect):  # type: ignore[misc]
@@ -63,13 +63,13 @@ call_p.def_impl(partial(dispatch.apply_primitive, call_p))
 def call(site: Site, *arrays: Any) -> list[Any]:
     """Trace or do a call."""
     xla_frames.ready()
-    copy_of(site.group)
+    group_for(site.group, site.traits.is_message)
     results: list[Any] = call_p.bind(*arrays, site=site)
     return results
 
 
 def _shapes(*ins: Any, site: Site) -> tuple[list[Any], set[Order]]:
-    kind = KINDS[site.kind]
+    kind = site.traits
     outs = []
     if kind.shape:
         like = ins[-1 - site.token]  # of sendrecv what is received, else all there is
@@ -91,7 +91,7 @@ def _lower(ctx: Any, *ins: Any, site: Site) -> Sequence[Any]:
         )
     dtypes = tuple(np.dtype(aval.dtype) for aval in ctx.avals_in)
     number = np.int64(number_of(site, dtypes))
-    aliases = {0: 0} if KINDS[site.kind].form == IN_PLACE else {}
+    aliases = {0: 0} if site.traits.form == IN_PLACE else {}
     if site.token:
         aliases[len(ins) - 1] = len(ctx.avals_out) - 1
         lowering = jax.ffi.ffi_lowering(
@@ -124,7 +124,7 @@ partial_eval.dce_rules[call_p] = _keep
 
 def _batch(ins: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[list[Any], list[int | None]]:
     """One call for the whole batch, which comes first on all ranks, after a dimension that counts ranks."""
-    kind = KINDS[site.kind]
+    kind = site.traits
     place_in, place_out = map(int, kind.rows)
     arrays, sizes = list(ins), {x.shape[d] for x, d in zip(ins, dims, strict=True) if d is not None}
     if site.token and dims[-1] is not None:
@@ -153,7 +153,7 @@ def _jvp(ins: Sequence[Any], tangents: Sequence[Any], *, site: Site) -> tuple[li
     if all(type(t) is ad.Zero for t in given):
         return outs, nothing
     averages = site.op == ReduceOp.AVG
-    if not KINDS[site.kind].linear or not (site.op in (None, ReduceOp.SUM) or averages):
+    if not site.traits.linear or not (site.op in (None, ReduceOp.SUM) or averages):
         raise NotImplementedError(f"{site} has no derivative; of reductions SUM and AVG have one")
     if site.token and site.kind != "all_reduce":
         raise NotImplementedError(
@@ -170,12 +170,14 @@ def _jvp(ins: Sequence[Any], tangents: Sequence[Any], *, site: Site) -> tuple[li
 
 
 def _transpose(cotangents: Sequence[Any], *ins: Any, site: Site) -> list[Any]:
-    back = {
-        "all_reduce": replace(site, transposed=not site.transposed),
-        "all_to_all": site,
-        "sendrecv": replace(site, dst=site.src, src=site.dst),
-    }
-    if site.kind not in back:
+    if site.kind == "all_reduce":
+        back = replace(site, transposed=not site.transposed)
+    elif site.kind == "sendrecv":
+        assert site.src is not None, "it has one source"
+        back = replace(site, dst=site.src, src=site.dst, tag=site.recvtag, recvtag=site.tag)
+    elif site.kind == "all_to_all":
+        back = site
+    else:
         raise NotImplementedError(
             f"{site} has a derivative forward alone (jvp, jacfwd); in reverse there is none"
         )
@@ -185,8 +187,8 @@ def _transpose(cotangents: Sequence[Any], *ins: Any, site: Site) -> list[Any]:
         return zeros
     if site.kind == "sendrecv":  # the second array says only what is received
         like = ins[0].aval
-        return [*call_p.bind(ct, jnp.zeros(like.shape, like.dtype), site=back[site.kind]), *zeros[1:]]
-    results: list[Any] = call_p.bind(ct, site=back[site.kind])
+        return [*call_p.bind(ct, jnp.zeros(like.shape, like.dtype), site=back), *zeros[1:]]
+    results: list[Any] = call_p.bind(ct, site=back)
     return results
 
 

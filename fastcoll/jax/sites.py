@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.group import ProcessGroup
+from ..core.operands import JAX_TAGS
 from ..core.reduce_op import ReduceOp
 from ..errors import FastcollError
+from ..interop.adopted import Adopted
 from ..kernels.call_frames import APART, GIVEN, IN_PLACE, NO_ARRAY, TAKEN
 
 Array = np.ndarray[Any, Any]
@@ -27,9 +29,11 @@ Shape = tuple[int, ...]
 class Site:
     """One call: the arguments that are no arrays.
 
-    `group` is the user's (None: the world of when it runs), of `size` ranks, and `dst` and `src` are ranks in it. Where
-    `token` is set, a token is the last array that goes in and comes out, and orders the call; without, JAX orders it by
-    an effect. A `tangent` is never run: its transpose is. `transposed` is an all_reduce that does nothing.
+    `group` is the user's (None: the world of when it runs), of `size` ranks, and `dst` and `src` are ranks in it; a
+    `src` of None is any rank. `off_root` marks a gather or scatter on a rank that is not its root. `tag` is that of the
+    message, of a sendrecv that of the message it sends; `recvtag` is that of the one it receives. With `token`, a token
+    is the last array that goes in and comes out, and orders the call; without, JAX orders it by an effect. A `tangent`
+    never runs: its transpose does. `transposed` marks an all_reduce that does nothing.
     """
 
     kind: str
@@ -37,11 +41,18 @@ class Site:
     size: int
     op: ReduceOp | None = None
     dst: int = 0
-    src: int = 0
+    src: int | None = 0
+    off_root: bool = False
     tag: int = 0
+    recvtag: int = 0
     token: bool = False
     tangent: bool = False
     transposed: bool = False
+
+    @property
+    def traits(self) -> Kind:
+        """What it has in common with other calls of its name."""
+        return OFF_ROOT[self.kind] if self.off_root else KINDS[self.kind]
 
     def __repr__(self) -> str:
         what = f"{self.kind} {self.op.name}" if self.op else self.kind
@@ -56,6 +67,7 @@ class Kind(NamedTuple):
         shape: of what comes out, of (shape in, size of the group); None: nothing comes out.
         rows: whether the first dimension of what goes in, and of what comes out, counts ranks.
         form: which arrays the door gets (kernels/call_frames.py); None: there is no door for it.
+        is_message: between two ranks, over the user's group; all else goes over a copy of it (own_groups.py).
         linear: whether the result is a linear function of what goes in (of reductions: of sums alone).
     """
 
@@ -63,13 +75,15 @@ class Kind(NamedTuple):
     shape: Callable[[Shape, int], Shape] | None = lambda shape, size: shape
     rows: tuple[bool, bool] = (False, False)
     form: int | None = None
+    is_message: bool = False
     linear: bool = False
 
 
 def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None:
-    sent = group.isend(ins[0], site.dst, site.tag)
+    group.gate.check_usable()
+    sent = group.messages.isend(Adopted(ins[0]), site.dst, JAX_TAGS + site.tag)
     try:
-        group.recv(out, site.src, site.tag)
+        group.recv_apart(out, site.src, JAX_TAGS + site.recvtag)
     except BaseException:
         with suppress(FastcollError):  # the error of the receive counts
             sent.wait()
@@ -85,14 +99,25 @@ KINDS = {
     "broadcast": Kind(lambda g, s, ins, out: g.broadcast(out, s.src), form=IN_PLACE, linear=True),
     "all_gather": Kind(lambda g, s, ins, out: g.all_gather_single(out, ins[0]),
                        lambda shape, size: (size, *shape), (False, True), APART, linear=True),
+    "gather": Kind(lambda g, s, ins, out: g.gather_single(ins[0], out, s.dst),
+                   lambda shape, size: (size, *shape), (False, True), APART, linear=True),
+    "scatter": Kind(lambda g, s, ins, out: g.scatter_single(out, ins[0], s.src),
+                    lambda shape, size: shape[1:], (True, False), APART, linear=True),
     "reduce_scatter": Kind(lambda g, s, ins, out: g.reduce_scatter_single(out, ins[0], s.op),
                            lambda shape, size: shape[1:], (True, False), APART, linear=True),
     "all_to_all": Kind(lambda g, s, ins, out: g.all_to_all_single(out, ins[0]),
                        rows=(True, True), form=APART, linear=True),
-    "send": Kind(lambda g, s, ins, out: g.send(ins[0], s.dst, s.tag), None, form=GIVEN),
-    "recv": Kind(lambda g, s, ins, out: g.recv(out, s.src, s.tag), form=TAKEN),
-    "sendrecv": Kind(_sendrecv, linear=True),
+    "send": Kind(lambda g, s, ins, out: g.send_apart(ins[0], s.dst, JAX_TAGS + s.tag), None,
+                 form=GIVEN, is_message=True),
+    "recv": Kind(lambda g, s, ins, out: g.recv_apart(out, s.src, JAX_TAGS + s.tag), form=TAKEN,
+                 is_message=True),
+    "sendrecv": Kind(_sendrecv, is_message=True, linear=True),
     "barrier": Kind(lambda g, s, ins, out: g.barrier(), None, form=NO_ARRAY),
+}
+OFF_ROOT = {
+    # It returns what it has given, as `reduce` does.
+    "gather": Kind(lambda g, s, ins, out: g.gather_single(out, None, s.dst), form=IN_PLACE, linear=True),
+    "scatter": Kind(lambda g, s, ins, out: g.scatter_single(out, None, s.src), form=APART, linear=True),
 }
 # fmt: on
 

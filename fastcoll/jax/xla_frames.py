@@ -20,6 +20,7 @@ import numpy as np
 from ..compiled.rows import call_word, message_word, row, take_error
 from ..core import signature
 from ..core.group import ProcessGroup
+from ..core.operands import JAX_TAGS
 from ..errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -30,8 +31,9 @@ from ..errors import (
 )
 from ..kernels import call_frames as f
 from ..kernels.doors import RECV, SEND
+from ..p2p.pipe import ANY
 from . import own_groups
-from .sites import KINDS, Array, Site, site_of
+from .sites import Array, Site, site_of
 
 TARGET = "fastcoll"
 """The handler's name in programs; its one attribute is `site`, the number of the call."""
@@ -76,8 +78,8 @@ def _answer(frame: int) -> int:
         arguments, results = _word(frame + f.ARGS + f.POINTERS), _word(frame + f.RETS + f.POINTERS)
         ins = [_array(_word(arguments + 8 * k), dtype) for k, dtype in enumerate(dtypes)]
         # What comes out is like the last array that goes in, but for the token.
-        out = _array(_word(results), dtypes[-1 - site.token]) if KINDS[site.kind].shape else None
-        group = own_groups.copy_of(site.group)
+        out = _array(_word(results), dtypes[-1 - site.token]) if site.traits.shape else None
+        group = own_groups.group_for(site.group, site.traits.is_message)
         if group.size != site.size:
             raise UsageError(
                 f"{site} was traced in a world of {site.size} ranks, and this one has {group.size}; call "
@@ -111,19 +113,20 @@ _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any, ...]) -> None:
     """Have the handler do this call from now on, until the group ends: then it is Python's again."""
-    form = KINDS[site.kind].form
+    form = site.traits.form
     if form is None or number >= f.MOST or group.gate.closed:
         return
     line, messages = f.LINES[1 + number], {"send": SEND, "recv": RECV}
     if site.kind in messages:
-        line[f.OP], line[f.CALL] = messages[site.kind], message_word(site.tag, dtypes[0])
+        line[f.OP], line[f.CALL] = messages[site.kind], message_word(JAX_TAGS + site.tag, dtypes[0])
     else:
         line[f.OP] = signature.code_of(site.kind)
         barrier = form == f.NO_ARRAY
         line[f.CALL] = signature.encode(site.kind) if barrier else call_word(site.kind, dtypes[0], site.op)
-    line[f.PEER] = site.src if site.kind in ("recv", "broadcast") else site.dst
+    peer = site.src if site.kind in ("recv", "broadcast", "scatter") else site.dst
+    line[f.PEER] = ANY if peer is None else peer
     line[f.ITEM] = dtypes[0].itemsize if dtypes else 0
-    line[f.BLOCKS] = group.size if KINDS[site.kind].rows[0] else 1
+    line[f.BLOCKS] = group.size if site.traits.rows[0] else 1
     line[f.FORM] = form
     # Where another thread ends the group meanwhile, either it finds this or the end is seen below.
     group.at_the_end.append(partial(line.__setitem__, f.ROW, 0))
@@ -134,7 +137,7 @@ def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any,
 
 def carry_out(group: ProcessGroup, site: Site, ins: list[Array], out: Array | None) -> None:
     """Do what a site says."""
-    kind = KINDS[site.kind]
+    kind = site.traits
     if kind.form == f.IN_PLACE and out is not None and out.ctypes.data != ins[0].ctypes.data:
         np.copyto(out, ins[0])
     kind.run(group, site, ins, out)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..core import signature
 from ..core.message import Status
 from ..core.monitor import Monitor, Wait
-from ..core.operands import ANY_TAG, OBJECTS_TAG
+from ..core.operands import ANY_TAG, JAX_TAGS, OBJECTS_TAG
 from ..core.work import Work
 from ..errors import MismatchError
 from ..interop.adopted import Adopted
@@ -50,6 +50,8 @@ def tag_of(kind: int) -> int:
 
 def tag_text(tag: int) -> str:
     """A tag for people to read."""
+    if tag >= JAX_TAGS:
+        return f"tag {tag - JAX_TAGS} of fastcoll.jax"
     return {OBJECTS_TAG: "objects", ANY_TAG: "any tag"}.get(tag) or f"tag {tag}"
 
 

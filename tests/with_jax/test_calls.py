@@ -57,6 +57,11 @@ def test_every_call(rank, world_size, jax, way):
         assert_same(do(jax, way, fj.scan, mine), reduced(inputs[: rank + 1], dist.ReduceOp.SUM), "scan")
         assert_same(do(jax, way, fj.broadcast, mine, src=last), inputs[last], "broadcast")
         assert_same(do(jax, way, fj.all_gather, mine), np.stack(inputs), "all_gather")
+        assert_same(
+            do(jax, way, fj.gather, mine, dst=last), np.stack(inputs) if rank == last else mine, "gather"
+        )
+        given = wholes[last] if rank == last else np.zeros_like(mine)
+        assert_same(do(jax, way, fj.scatter, given, src=last), wholes[last][rank], "scatter")
         found = do(jax, way, fj.reduce_scatter, wholes[rank])
         assert_same(found, reduced(wholes, dist.ReduceOp.SUM)[rank], "reduce_scatter")
         found = do(jax, way, fj.all_to_all, wholes[rank])
@@ -67,7 +72,75 @@ def test_every_call(rank, world_size, jax, way):
             do(jax, way, fj.send, mine, dst=1)
         elif rank == 1:
             assert_same(do(jax, way, fj.recv, np.zeros_like(mine), src=0), inputs[0], "recv")
+            do(jax, way, fj.send, mine, dst=0, tag=7)
+        if n > 1 and rank == 0:
+            assert_same(do(jax, way, fj.recv, np.zeros_like(mine), tag=7), inputs[1], "recv from any rank")
         do(jax, way, fj.barrier)
+
+
+@pytest.mark.ranks(3, timeout=120)
+def test_a_first_message_needs_no_other_rank(rank, world_size, jax):
+    """Rank 2 calls nothing of JAX before its own message, which the others do not wait for."""
+    import fastcoll.jax as fj
+
+    x = np.float32([rank, 5])
+    if rank == 0:
+        do(jax, "jit", fj.send, x, dst=1)
+    elif rank == 1:
+        assert_same(do(jax, "jit", fj.recv, x, src=0), np.float32([0, 5]))
+    dist.barrier()
+    ring = {"dst": (rank + 1) % 3, "src": (rank - 1) % 3}
+    assert_same(do(jax, "token", fj.sendrecv, x, x, **ring), np.float32([(rank - 1) % 3, 5]))
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_messages_of_python_and_of_jax_do_not_meet(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    x = np.float32([rank, 5])
+    if rank == 0:
+        work = dist.isend(x + 1, 1)
+        do(jax, "jit", fj.send, x, dst=1)
+        work.wait()
+    else:  # the message of Python has come before them
+        assert_same(do(jax, "jit", fj.recv, x), np.float32([0, 5]))
+        got = np.zeros(2, np.float32)
+        assert dist.recv(got) == 0
+        assert_same(got, np.float32([1, 6]))
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, way):
+    import fastcoll.jax as fj
+
+    other, x = 1 - rank, np.float32([rank, 5])
+    found = do(jax, way, fj.sendrecv, x, x, dst=other, src=other, tag=rank, recvtag=other)
+    assert_same(found, np.float32([other, 5]))
+
+    def loss(x):
+        return (fj.sendrecv(x, x, dst=other, src=other, tag=rank, recvtag=other) * (rank + 1)).sum()
+
+    if way == "jit":
+        assert_same(np.asarray(jax.jit(jax.grad(loss))(x)), np.float32([other + 1] * 2), "grad")
+
+
+@pytest.mark.ranks(3, timeout=120)
+def test_batches_and_derivatives_of_gather_and_scatter(rank, world_size, jax):
+    import fastcoll.jax as fj
+
+    x, root = np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * rank, 1
+    alls = [x + 10 * (r - rank) for r in range(3)]
+    found = jax.vmap(lambda row: fj.gather(row, root))(x)
+    assert_same(np.asarray(found), np.stack(alls, 1) if rank == root else x, "gather")
+    given = np.stack(alls, 1) if rank == root else np.zeros_like(x)
+    found = jax.vmap(lambda rows: fj.scatter(rows, root))(given)
+    assert_same(np.asarray(found), x, "scatter")
+    _, tangent = jax.jvp(lambda x: fj.gather(x, root) * 2, (x,), (np.full_like(x, rank),))
+    ranks = np.stack([np.full_like(x, 2 * r) for r in range(3)])
+    assert_same(np.asarray(tangent), ranks if rank == root else ranks[rank], "jvp")
+    with pytest.raises(NotImplementedError, match="gather has a derivative forward alone"):
+        jax.grad(lambda x: fj.gather(x, root).sum())(x)
 
 
 @pytest.mark.ranks(2, timeout=120)

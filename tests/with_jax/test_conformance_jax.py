@@ -1,8 +1,8 @@
 """The conformance suite through fastcoll.jax: its tests run with functions that call JAX's, each jitted.
 
 Their results are written where the suite looks, and errors of JAX become fastcoll's by their texts. Worlds of two leave
-the order to JAX, those of three give each call a token. What JAX has not stays out: exscan, gather, scatter, blocks of
-different sizes, coalesced calls, posted messages, messages from any source, `async_op`, dtypes but its own. Its arrays
+the order to JAX, those of three give each call a token. What JAX has not stays out: exscan, blocks of different sizes,
+coalesced calls, posted messages, `async_op`, dtypes but its own. Its arrays
 have one layout and nobody writes into them, so of strides, overlaps and writing in place there is nothing to test but
 what `test_layouts_inside_programs` does.
 """
@@ -87,6 +87,16 @@ def all_to_all(outs: Any, blocks: Any) -> None:
         out[...] = row
 
 
+def gather_single(x: Any, out: Any = None, dst: int = 0) -> None:
+    found = call("gather", x, dst=int(dst))
+    if out is not None:
+        stacked(out, found)
+
+
+def scatter_single(out: Any, x: Any = None, src: int = 0) -> None:
+    stacked(out, call("scatter", out if x is None else rows(x), src=int(src)))
+
+
 def rows(x: Any) -> Any:
     return x.reshape(dist.get_world_size(), -1)
 
@@ -95,7 +105,7 @@ def send(x: Any, dst: int, tag: int = 0) -> None:
     call("send", x, dst=dst, tag=tag)
 
 
-def recv(x: Any, src: int, tag: int = 0) -> int:
+def recv(x: Any, src: int | None = None, tag: int = 0) -> int:
     x[...] = call("recv", x, src=src, tag=tag)
     return src
 
@@ -114,6 +124,8 @@ THROUGH_JAX = {
     "all_gather_into_tensor": lambda out, x: stacked(out, call("all_gather", x)),
     "all_to_all": all_to_all,
     "all_to_all_single": lambda out, x: stacked(out, call("all_to_all", rows(x))),
+    "gather_single": gather_single,
+    "scatter_single": scatter_single,
     "send": send,
     "recv": recv,
     "P2POp": lambda *posted: posted,
@@ -125,7 +137,6 @@ THROUGH_JAX = {
 def run(module: Any, test: str, dtypes: Any, *args: Any) -> None:
     """A test of the suite, for some dtypes."""
     names = {each: getattr(dist, each) for each in dist.__all__}
-    call("barrier")  # which makes the group
     with ExitStack() as patched:
         for place in {oracle, module}:
             if hasattr(place, "counts"):
@@ -151,7 +162,9 @@ def test_reductions_as_outside(rank, world_size, name):
     run(test_reductions, name, REDUCTIONS[name] if world_size == 2 else FEW, rank, world_size)
 
 
-@pytest.mark.parametrize("name", ["test_broadcast", "test_all_gather"])
+@pytest.mark.parametrize(
+    "name", ["test_broadcast", "test_all_gather", "test_gather_and_scatter_of_one_array"]
+)
 @pytest.mark.ranks(2, 3, timeout=180)
 def test_moves_as_outside(rank, world_size, name):
     run(test_moves, name, SIZES, rank, world_size)
@@ -233,6 +246,8 @@ CALLS: dict[str, dict[str, Any]] = {
     **{name: {"op": SUM} for name in ("all_reduce", "scan", "reduce_scatter")},
     "reduce": {"op": SUM, "dst": 0},
     "broadcast": {"src": 2},
+    "gather": {"dst": 0},
+    "scatter": {"src": 2},
     **{name: {} for name in ("all_gather", "all_to_all", "barrier")},
     "send": {"dst": 2},
     "recv": {"src": 2},
@@ -244,7 +259,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_a_dead_rank_is_named_by_every_call(rank, world_size, tmp_path):
     """On a group for each call, which all have used; rank 2 dies while rank 0 waits for it."""
     x = np.ones((3, 2), np.float32)
-    arrays = {"barrier": (), "sendrecv": (x, x)}
+    arrays = {"barrier": (), "sendrecv": (x, x), "scatter": (x if rank == 2 else x[0],)}
     groups = {name: dist.new_group(timeout=60) for name in CALLS}
     for name, group in groups.items():
         how = {"dst": rank, "src": rank} if name == "sendrecv" else CALLS[name]
