@@ -86,11 +86,11 @@ class _CountedConnection(tcp_store.TCPConnection):
             _tally.received += OPENING_SIZE
         super().open(secret, deadline)
 
-    def ask(self, request: Request) -> Any:
+    def ask(self, request: Request, deadline: float) -> Any:
         with _tally_lock:
             told = request.op == Op.SET and request.keys[0].endswith(b"/missing")
             _tally.messages["TOLD" if told else Op(request.op).name] += 1
-        return super().ask(request)
+        return super().ask(request, deadline)
 
     def send(self, data: bytes, deadline: float) -> None:
         super().send(data, deadline)

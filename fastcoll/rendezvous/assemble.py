@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from .. import errors
 from ..core.processes import Member, ProcessId, forget, types_of
 from ..errors import FastcollError, PeerDiedError, RendezvousError, StoreError
-from .store import Store, listed
+from .store import StalledError, Store, listed
 from .table import MAX_KEYS_PER_REQUEST
 from .waiting import LateWarning, fetch_for
 
@@ -80,6 +80,7 @@ class Meeting:
         between: called once this member has brought its contribution, and a few times a second while it waits.
 
     Attributes:
+        timeout: seconds, of the whole meeting.
         known: what the members bring, as far as this one knows: place 0 learns of all, the others of place 0.
         watched: the processes whose death ends the meeting.
     """
@@ -99,7 +100,7 @@ class Meeting:
         self.watched: list[ProcessId] = []
         self.store, self.name, self.place, self.size = store, name, place, size
         self.doing, self._sender, self._between = doing, me, between or (lambda: None)
-        self._deadline = time.monotonic() + timeout
+        self.timeout, self._deadline = timeout, time.monotonic() + timeout
         self._late_warning = LateWarning()
         self._end, self._late = Ending(store, name), Ending(store, f"{name}/late")
         self._sought: dict[int, None] = dict.fromkeys(range(size) if place == 0 else [0])
@@ -176,7 +177,8 @@ class Meeting:
         """Raise what another member has told; for waits elsewhere, of which only one in 0.25 s asks the store."""
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
-            self._look_at([])
+            with suppress(StalledError):
+                self._look_at([])
 
     def hear_why(self) -> None:
         """Raise why the meeting has failed, which others, who have seen that already, tell about now.
@@ -202,9 +204,14 @@ class Meeting:
             return
         ranks = error.ranks if isinstance(error, PeerDiedError) else ()
         record = json.dumps({"kind": type(error).__name__, "text": text, "ranks": list(ranks)}).encode()
-        with suppress(StoreError):  # whoever serves it is gone, which all will see
-            if not self._end.decide(FAILED, record):
-                self._late.decide(FAILED, record)
+        before = self.store.timeout
+        self.store.set_timeout(min(before.total_seconds(), _TELLING_SECONDS))
+        try:
+            with suppress(StoreError):  # its server is gone, which all will see, or stopped
+                if not self._end.decide(FAILED, record):
+                    self._late.decide(FAILED, record)
+        finally:
+            self.store.set_timeout(before)
 
     def left(self) -> float:
         """Seconds until the timeout."""
@@ -220,7 +227,7 @@ class Meeting:
         self._between()
 
     def _look_at(self, keys: Sequence[str]) -> list[bytes | None]:
-        end, late, *values = self.store.peek([self._end.key, self._late.key, *keys])
+        end, late, *values = self.store.peek([self._end.key, self._late.key, *keys], 0)
         self._check(end)
         self._check(late)
         return values
@@ -253,7 +260,7 @@ class Meeting:
             return self.names(list(self._sought))
         if 0 not in self.known:
             return f"{self.names([0])} (it collects the others)"
-        told = self.store.peek([f"{self.name}/missing"])[0]
+        told = self.store.peek([f"{self.name}/missing"], 0)[0]
         return "others, not known yet" if told is None else told.decode()
 
 

@@ -24,7 +24,7 @@ from typing import ClassVar
 from ..core.processes import Member, ProcessId, forget, this_process
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
-from .store import Store, listed
+from .store import StalledError, Store, listed
 from .waiting import fetch_for
 
 logger = logging.getLogger("fastcoll")
@@ -122,6 +122,8 @@ class _Joining(Meeting):
     def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
         try:
             return super().wait(keys, lambda: f"rank(s) {self.missing()}{_turned_away()}")
+        except StalledError:
+            raise
         except StoreTimeoutError as error:
             raise StoreTimeoutError(
                 f"{self.doing}: not all of {self.size} ranks came within {self._timeout:g} s; missing: "

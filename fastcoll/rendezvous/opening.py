@@ -21,10 +21,11 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     80      32     nonce, fresh for each connection
 
 The answering side's opening is followed by its proof and answered by the dialing side's: 32 bytes of
-HMAC-SHA256 over the direction and both openings, keyed with the group's token and the job's secret. A
-store's key is the secret alone. Where FASTCOLL_INSECURE=1 leaves the secret out, the token, which goes through
-the store, is a group's whole key, and at a store there are no proofs. Everything has a fixed size; nothing
-else is read before the proofs are right. This authenticates; it does not encrypt.
+HMAC-SHA256 over the direction and both openings, keyed with the group's token and the job's secret. Zeros in place
+of the dialing side's say that it refuses the answering side's: the secrets differ. A store's key is the secret alone.
+Where FASTCOLL_INSECURE=1 leaves the secret out, the token, which goes through the store, is a group's whole key, and
+at a store there are no proofs. Everything has a fixed size; nothing else is read before the proofs are right. This
+authenticates; it does not encrypt.
 
 Each side says how many bytes it `wants` next (0: it is through), takes what came, split in any way, and
 returns what is to be sent. Never more than one opening and one proof are held.
@@ -58,6 +59,7 @@ _FORMAT = struct.Struct("!8sHBB16sBBH16sIII20s32s")
 OPENING_SIZE = _FORMAT.size
 VERSION = __version__.encode()[:16]
 _NOWHERE = bytes(PLACE_SIZE)
+_REFUSAL = bytes(PROOF_SIZE)
 _SECRETS = f"its secret is another one; {SAME_SECRET}"
 
 
@@ -187,11 +189,11 @@ def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
 
 
 class RefusedError(OpeningError):
-    """The two ends do not fit together; trying again does not help."""
+    """The two ends do not fit together; trying again does not help. `answer` tells the other end why."""
 
-    def __init__(self, verdict: Verdict, reason: str) -> None:
+    def __init__(self, verdict: Verdict, reason: str, answer: bytes = b"") -> None:
         super().__init__(reason)
-        self.verdict = verdict
+        self.verdict, self.answer = verdict, answer
 
 
 class Turned(OpeningError):
@@ -233,7 +235,7 @@ class Dialing:
             return b""
         theirs, given = self._buffer[:OPENING_SIZE], self._buffer[OPENING_SIZE:]
         if not is_proof(given, prove(self._endpoint.key, Role.ANSWERS, self.opening, theirs)):
-            raise RefusedError(Verdict.SECRET, _SECRETS)
+            raise RefusedError(Verdict.SECRET, _SECRETS, _REFUSAL)
         return prove(self._endpoint.key, Role.DIALS, self.opening, theirs)
 
     def _check(self, theirs: Opening) -> None:
@@ -283,14 +285,16 @@ class Answering:
             _check_start(self._buffer)
             return b"" if self.wants else self._open()
         if not self.wants and not is_proof(self._buffer, self._expected):
-            raise OpeningError(f"rank {self.theirs.rank} does not prove that it belongs to the group")
+            refused = f"it refused this side's proof: {_SECRETS}"
+            unproven = f"rank {self.theirs.rank} does not prove that it belongs to the group"
+            raise OpeningError(refused if self._buffer == _REFUSAL else unproven)
         return b""
 
     def ended(self) -> str:
         """Why a connection that ends now is dropped; empty: nothing has come, as from a probe for who listens."""
         if self.theirs is None:
             return "closed before its opening was complete" if self._buffer else ""
-        return f"closed when it saw this side's proof: {_SECRETS}"
+        return "closed before its proof came: its process ended, or gave up the wait for this one"
 
     def _open(self) -> bytes:
         theirs = Opening.from_bytes(self._buffer, Role.DIALS)

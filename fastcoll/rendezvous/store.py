@@ -26,6 +26,10 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 LISTED = 16  # so many things a message names at most
 
 
+class StalledError(StoreTimeoutError):
+    """The store's server does not answer. It may be stopped and go on: what only reads can be asked again."""
+
+
 class Store(ABC):
     """Keys (text) and values (bytes) that all ranks share.
 
@@ -90,8 +94,12 @@ class Store(ABC):
         self.wait(keys, timeout)
         return self.multi_get(keys)
 
-    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of those of `keys` that are set now, None for the others. Does not wait for others."""
+    def peek(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes | None]:
+        """The values of those of `keys` that are set now, None for the others. Does not wait for others.
+
+        Args:
+            timeout: how long a server may take to answer, besides a few seconds of grace; None is the store's timeout.
+        """
         return [self.get(key) if self.check([key]) else None for key in checked_keys(keys)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:

@@ -1,9 +1,15 @@
 """A store's server as bytes without sockets. A connection begins as opening.py says; then come frames (frames.py).
 
 A peer has one request under way at a time, which bounds what is queued for it: bytes behind a request that
-is not answered yet drop it, as does anything that breaks the protocol, an opening that takes longer than
-OPENING_SECONDS and a request that takes longer than FRAME_SECONDS to come. Nothing longer than the opening
+is not answered yet drop it, as does anything that breaks the protocol. Nothing longer than the opening
 is kept before it is right, and nothing longer than a header before that is.
+
+How long a peer may take follows from what it knows. Until its opening is answered it tries again when it is dropped,
+so OPENING_SECONDS suffice. From then on it takes the connection for made, though it may be stopped or starved for as
+long as the job has patience: it has the store's timeout for its proof and for each request. What bounds strangers
+meanwhile is their number: MOST_OPENINGS connections without an answer and as many without a proof, each with one
+descriptor and 112 bytes at most. The oldest gives way to the next one. Where no descriptor is left, the oldest
+without an answer gives way to the next that connects, then the oldest that has owed its proof for OPENING_SECONDS.
 """
 
 from __future__ import annotations
@@ -21,10 +27,10 @@ from .opening import GROUP_SIZE, Answering, Endpoint, Kind, Opening, OpeningErro
 from .table import CHANGING, Op, Request, Table
 
 OPENING_SECONDS = 5.0
-# Openings under way, beyond which the oldest that has not come gives way: twice what a server accepts at once
-# (serving.py), so that in a crowd of ranks none gives way whose opening has come.
+# Openings under way, beyond which the oldest gives way, and as many that are answered and not proven: twice what a
+# server accepts at once (serving.py), so that in a crowd of ranks none gives way whose opening has come.
 MOST_OPENINGS = 2048
-# How long a request may take to come once it has begun: 8 MiB at 140 kB/s.
+# How long a request may take to come once it has begun, at least: 8 MiB at 140 kB/s.
 FRAME_SECONDS = 60.0
 
 
@@ -59,17 +65,20 @@ class StoreServer:
     carries out, and empties, `outbox` (peer, bytes to send) and `drops` (peer, reason), of connections to close.
     """
 
-    def __init__(self, secret: bytes, name: bytes = b"") -> None:
-        """`name`: what clients call this store (address.py), where the secret does not name the job; else empty."""
+    def __init__(self, secret: bytes, timeout: float, name: bytes = b"") -> None:
+        """`timeout`: the store's, of its clients too. `name`: what clients call this store (address.py), where the
+        secret does not name the job; else empty."""
         self.outbox: list[tuple[int, bytes]] = []
         self.drops: list[tuple[int, str]] = []
         self._me = Endpoint(os.urandom(GROUP_SIZE), 0, 2, secret, bool(secret))
+        self._proof_seconds = max(timeout, OPENING_SECONDS)
+        self._frame_seconds = max(timeout, FRAME_SECONDS)
         self._name = name
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
-        # Those whose opening is under way, and those that have been answered and owe their proof; the oldest first.
+        # Those whose opening is under way, and those that owe their proof and since when; the oldest first.
         self._opening: dict[int, None] = {}
-        self._proving: dict[int, None] = {}
+        self._proving: dict[int, float] = {}
         # A parked peer stands under one missing key at a time, and moves on when that is set.
         self._parked: dict[bytes, set[int]] = {}
         # (deadline, number, peer), soonest first; an entry that its peer has outlived is skipped.
@@ -84,14 +93,20 @@ class StoreServer:
             lambda at: me if at.kind is Kind.STORE and at.peer == me.rank else None,
             lambda at: not name or at.place == place or at.group == name,
         )
-        if len(self._opening) + len(self._proving) >= MOST_OPENINGS:
-            # A client that has been answered takes its connection for made as soon as it has sent its proof.
-            self._drop(
-                next(iter(self._opening or self._proving)), f"one of more than {MOST_OPENINGS} openings"
-            )
+        if len(self._opening) >= MOST_OPENINGS:
+            # No client is lost by this: it tries again.
+            self._drop(next(iter(self._opening)), f"one of more than {MOST_OPENINGS} openings")
         self._peers[peer] = _Peer(self._converse(peer), answering)
         self._opening[peer] = None
         self._set_deadline(peer, now + OPENING_SECONDS)
+
+    def give_way(self, now: float) -> bool:
+        """Drop a connection that has proven nothing, as no descriptor is left for another; whether there was one."""
+        oldest = next(iter(self._opening or self._proving), None)
+        if oldest is None or now - self._proving.get(oldest, float("-inf")) < OPENING_SECONDS:
+            return False
+        self._drop(oldest, "it had proven nothing when all descriptors were in use")
+        return True
 
     def end(self, peer: int) -> None:
         """The peer has ended the connection, which is to be dropped."""
@@ -131,7 +146,9 @@ class StoreServer:
                 self._unpark(peer, state)
                 self.outbox.append((peer, encode_frame(Status.TIMEOUT, [b"%d" % count, *keys])))
             elif state.is_open:
-                self._drop(peer, f"did not complete a request within {FRAME_SECONDS:g} s")
+                self._drop(peer, f"did not complete a request within {self._frame_seconds:g} s")
+            elif peer in self._proving:
+                self._drop(peer, f"did not send its proof within {self._proof_seconds:g} s")
             else:
                 self._drop(peer, f"did not open within {OPENING_SECONDS:g} s")
 
@@ -160,10 +177,10 @@ class StoreServer:
             if reply:
                 self.outbox.append((peer, reply))
                 del self._opening[peer]
-                self._proving[peer] = None
-                self._set_deadline(
-                    peer, self._now + OPENING_SECONDS
-                )  # for the proof, of a client that is starved
+                if len(self._proving) >= MOST_OPENINGS:
+                    self._drop(next(iter(self._proving)), f"one of more than {MOST_OPENINGS} without a proof")
+                self._proving[peer] = self._now
+                self._set_deadline(peer, self._now + self._proof_seconds)
         state.is_open, state.deadline = True, None
         self._opening.pop(peer, None)
         self._proving.pop(peer, None)
@@ -194,7 +211,7 @@ class StoreServer:
         """Until so many bytes are there. The rest of a request must come in time."""
         while len(state.buffer) < count:
             if state.is_open and state.buffer and state.deadline is None:
-                self._set_deadline(peer, self._now + FRAME_SECONDS)
+                self._set_deadline(peer, self._now + self._frame_seconds)
             yield
 
     def _answer_to(self, request: Request) -> bytes:

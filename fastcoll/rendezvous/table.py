@@ -276,9 +276,9 @@ class TableStore(Store):
     def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
         return self._fields(Op.GET, keys, timeout)
 
-    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+    def peek(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes | None]:
         # Each value has a byte before it, which an empty field, a key that is not set, has not.
-        return [field[1:] if field else None for field in self._fields(Op.PEEK, keys)]
+        return [field[1:] if field else None for field in self._fields(Op.PEEK, keys, timeout)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         batch: dict[str, bytes] = {}

@@ -36,14 +36,19 @@ class _Link:
 
 
 class TCPServer(SocketServer):
-    """A store's server on `host`:`port` (0: a free one) or at a socket; `share`: found by host and port."""
+    """A store's server on `host`:`port` (0: a free one) or at a socket; `share`: found by host and port.
 
-    def __init__(self, host: str, port: int, secret: bytes, share: bool, listening: int | None) -> None:
+    `timeout` is that of the store: see StoreServer.
+    """
+
+    def __init__(
+        self, host: str, port: int, secret: bytes, timeout: float, share: bool, listening: int | None
+    ) -> None:
         listener = listen(host, port) if listening is None else adopt_listener(listening)
         bound: str
         bound, self.port = listener.getsockname()[:2]
         warn_if_open(f"{shown(bound, self.port)} (the store)")
-        self._core = StoreServer(secret, name_of(host, self.port) if is_users() else b"")
+        self._core = StoreServer(secret, timeout, name_of(host, self.port) if is_users() else b"")
         self._links: dict[int, _Link] = {}  # by descriptor
         # Given up for a moment where there is no other, to take a connection and refuse it.
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -89,7 +94,8 @@ class TCPServer(SocketServer):
         return [link.socket for link in self._links.values()]
 
     def refuse(self, listening: socket.socket, error: OSError) -> None:
-        """Without a descriptor left, raise this process's limit, or tell whoever comes that it is too low."""
+        """Without a descriptor left, raise this process's limit, else take whoever comes in place of a connection that
+        has proven nothing, else say that the limit is too low."""
         if error.errno != errno.EMFILE:
             logger.warning(
                 "the store cannot take more than %d connections: %s", len(self._links), error.strerror
@@ -98,21 +104,32 @@ class TCPServer(SocketServer):
             return
         self._close_spare()
         if not raise_limit(_MORE_DESCRIPTORS, f"the store's {len(self._links)} connections and more"):
-            with contextlib.suppress(OSError), listening.accept()[0] as connection:
-                if not self._has_refused:
-                    self._has_refused = True
-                    logger.warning(
-                        "the store takes no more than %d connections: this process has reached its limit of file "
-                        "descriptors; %s",
-                        len(self._links),
-                        CURE,
-                    )
-                connection.setblocking(False)
-                connection.send(self._core.refusal())
-                connection.shutdown(socket.SHUT_WR)
-                connection.recv(_CHUNK)  # a close with unread bytes is a reset
+            with contextlib.suppress(
+                OSError
+            ):  # nobody is there: the kernel wants a descriptor before it looks
+                connection, address = listening.accept()
+                if self._core.give_way(time.monotonic()):
+                    self.accepted(connection, str(address[0]))
+                else:
+                    self._turn_away(connection)
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        """Say that the limit of descriptors is too low, and close the connection."""
+        with connection:
+            if not self._has_refused:
+                self._has_refused = True
+                logger.warning(
+                    "the store takes no more than %d connections: this process has reached its limit of file "
+                    "descriptors; %s",
+                    len(self._links),
+                    CURE,
+                )
+            connection.setblocking(False)
+            connection.send(self._core.refusal())
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(_CHUNK)  # a close with unread bytes is a reset
 
     def close_descriptors(self) -> None:
         super().close_descriptors()

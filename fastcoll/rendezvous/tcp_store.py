@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+import math
 import os
 import socket
 import threading
@@ -20,14 +22,16 @@ from .address import CURE, PORTLESS_SECONDS, name_of, place_of, portless, probe,
 from .opening import Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
 from .secret import SAME_SECRET, job_secret, source
 from .serving import acquire, release
-from .store import DEFAULT_TIMEOUT, count_in, limit_of, tries
+from .store import DEFAULT_TIMEOUT, StalledError, count_in, limit_of, tries
 from .table import Missing, Op, Request, TableStore, check_process, closed_meanwhile
 from .tcp_server import TCPServer
 from .waiting import LateWarning
 
 T = TypeVar("T")
+logger = logging.getLogger("fastcoll")
 
-# How much longer than the request's own timeout an answer may take before the server counts as stuck.
+# How much longer than the request's own timeout an answer may take. Then the call ends with StalledError: a wait goes
+# on from there until its own timeout (waiting.py), for the server may be stopped for a while.
 GRACE_SECONDS = 5.0
 # How long a server may be full; its connections last as long as the job, so few become free.
 _FULL_SECONDS = 2.0
@@ -100,7 +104,8 @@ class TCPStore(TableStore):
         self._busy: set[TCPConnection] = set()
         self._server: TCPServer | None = None
         if is_master:
-            make = partial(TCPServer, host_name, port, self._secret, multi_tenant, master_listen_fd)
+            patience = limit_of(self)
+            make = partial(TCPServer, host_name, port, self._secret, patience, multi_tenant, master_listen_fd)
             self._server = acquire((host_name, port) if multi_tenant else None, make)
         self.host = host_name
         self.port = port if self._server is None else self._server.port
@@ -153,8 +158,10 @@ class TCPStore(TableStore):
         Returns:
             what takes that back; never blocks, twice is fine. The store may be closed before.
         """
-        connection = self._another()  # nothing but this process's end closes it
-        connection.ask(Request(Op.WILL, (key.encode(),), (value.encode(),)))
+        request = Request(Op.WILL, (key.encode(),), (value.encode(),), limit_of(self))
+        deadline = _deadline(request)
+        connection = self._another(deadline)  # nothing but this process's end closes it
+        connection.ask(request, deadline)
 
         def withdraw() -> None:
             with contextlib.suppress(OSError, StoreError):  # the server has gone first
@@ -165,17 +172,21 @@ class TCPStore(TableStore):
 
     def _ask(self, request: Request) -> list[bytes] | Missing:
         check_process(self, self._pid)
+        deadline = _deadline(request)
         with self._lock:
             connection = self._idle.pop() if self._idle else None
-        connection = connection or self._another()
+        connection = connection or self._another(deadline)
         with self._lock:
             self._busy.add(connection)
         usable = False
         try:
             if self._closed:
                 raise closed_meanwhile(self)
-            status, fields = connection.ask(request)
+            status, fields = connection.ask(request, deadline)
             usable = True
+        except StalledError:
+            usable = connection.is_owed  # the answer that comes later is dropped
+            raise
         except LostError as error:
             if self._closed:
                 raise closed_meanwhile(self) from error
@@ -194,19 +205,31 @@ class TCPStore(TableStore):
             raise StoreError(fields[0].decode())
         return fields
 
-    def _another(self) -> TCPConnection:
-        """One more connection to the same server, which may be beset by strangers, starved or far away."""
-        patience = min(limit_of(self), GRACE_SECONDS)
+    def _another(self, deadline: float) -> TCPConnection:
+        """One more connection to the same server, which may be beset by strangers, starved, stopped or far away."""
+        patience = max(deadline - time.monotonic(), 0.0)
         try:
             connection = connect(self.host, self.port, self._secret, patience, was_there=True)
         except StoreTimeoutError as error:
             if isinstance(error.__cause__, ConnectionError):
                 raise LostError(shown(self.host, self.port)) from error
-            raise
+            raise StalledError(_stalled(shown(self.host, self.port))) from error
         if connection.instance != self._instance:
             connection.close()
             raise LostError(shown(self.host, self.port))
         return connection
+
+
+def _deadline(request: Request) -> float:
+    """Until when the server must have answered."""
+    return time.monotonic() + request.timeout + GRACE_SECONDS
+
+
+def _stalled(where: str) -> str:
+    return (
+        f"the store at {where} does not answer: the process that holds it (rank 0) is stopped, or the network between "
+        "is down"
+    )
 
 
 class _FullError(ConnectionError):
@@ -224,21 +247,31 @@ class TCPConnection:
     """An open connection. For one thread at a time; after an exception it must be closed.
 
     `instance` names the server: another one on the same port has others. `local_address` is as the server sees it.
+    After a StalledError the connection may be used again while it `is_owed` the answer.
     """
 
     def __init__(self, connected: socket.socket, host: str, port: int) -> None:
         self._socket = connected
         self._where, self._name = shown(host, port), name_of(host, port)
         self.instance = b""
+        self.is_owed = False  # a request was sent, and nothing of its answer has come
+        self._warn_at = math.inf  # that the server is silent
         self.local_address = str(connected.getsockname()[0])
 
-    def ask(self, request: Request) -> tuple[frames.Status, list[bytes]]:
+    def ask(self, request: Request, deadline: float) -> tuple[frames.Status, list[bytes]]:
         """Send `request` and return the server's answer.
 
-        StoreError: what answers is no store; as LostError, the server is gone. StoreTimeoutError: it does not answer.
+        StoreError: what answers is no store; as LostError, the server is gone. StalledError: it does not answer.
         """
-        deadline = time.monotonic() + request.timeout + GRACE_SECONDS
+        waits = request.timeout if request.op in (Op.GET, Op.WAIT, Op.POP) else 0.0
+        self._warn_at = time.monotonic() + waits + GRACE_SECONDS
+        if self.is_owed:
+            self._answer(deadline)
         self.send(frames.encode_request(request), deadline)
+        self.is_owed = True
+        return self._answer(deadline)
+
+    def _answer(self, deadline: float) -> tuple[frames.Status, list[bytes]]:
         try:
             header = self.receive(frames.HEADER.size, deadline)
             return frames.decode_answer(header, self.receive(frames.frame_length(header), deadline))
@@ -256,6 +289,7 @@ class TCPConnection:
 
     def open(self, secret: bytes, deadline: float) -> None:
         """Exchange the openings, and the proofs when there is a secret."""
+        self._warn_at = time.monotonic() + GRACE_SECONDS
         try:
             place = place_of(*self._socket.getpeername()[:2])
         except OSError as error:  # it was reset
@@ -264,12 +298,14 @@ class TCPConnection:
         self.send(dialing.opening, deadline)
         try:
             while dialing.wants:
-                data = self._do(deadline, self._socket.recv, dialing.wants)
+                data = self._receive(deadline, self._socket.recv, dialing.wants)
                 if not data:
                     raise LostError(self._where)
                 if reply := dialing.take(data):
                     self.send(reply, deadline)
         except RefusedError as error:
+            with contextlib.suppress(LostError):
+                self.send(error.answer, deadline)
             if error.verdict is Verdict.FULL:
                 raise _FullError(errno.EMFILE, "the server has no file descriptor left") from error
             assert dialing.theirs is not None, "it was refused"
@@ -299,21 +335,29 @@ class TCPConnection:
         data = bytearray(count)
         view = memoryview(data)
         while view:
-            got = self._do(deadline, self._socket.recv_into, view)
+            got = self._receive(deadline, self._socket.recv_into, view)
             if got == 0:
                 raise LostError(self._where)
+            self.is_owed = False
             view = view[got:]
         return bytes(data)
+
+    def _receive(self, deadline: float, operation: Callable[[Any], T], data: memoryview | int) -> T:
+        """Do what receives; warn once if the server is silent for long."""
+        if self._warn_at + GRACE_SECONDS <= deadline:
+            try:
+                return self._do(self._warn_at, operation, data)
+            except StalledError as error:
+                self._warn_at = math.inf
+                logger.warning("%s; it has %.0f s more", error, deadline - time.monotonic())
+        return self._do(deadline, operation, data)
 
     def _do(self, deadline: float, operation: Callable[[Any], T], data: bytes | memoryview | int) -> T:
         try:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             return operation(data)
         except TimeoutError as error:
-            raise StoreTimeoutError(
-                f"the store at {self._where} does not answer: the process that holds it (rank 0) is stopped, or the "
-                "network between is down"
-            ) from error
+            raise StalledError(_stalled(self._where)) from error
         except OSError as error:
             raise LostError(self._where) from error
 

@@ -158,8 +158,8 @@ class PrefixStore(_View):
     def fetch(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
         return self.underlying_store.fetch(self._names(keys), timeout)
 
-    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        return self.underlying_store.peek(self._names(keys))
+    def peek(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes | None]:
+        return self.underlying_store.peek(self._names(keys), timeout)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self.underlying_store.multi_get(self._names(keys))

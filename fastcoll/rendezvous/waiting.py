@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 from .. import config
 from ..core.processes import Member, ProcessId, gone_among
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError
-from .store import Store, listed
+from .store import StalledError, Store, listed
 
 logger = logging.getLogger("fastcoll")
 
@@ -55,14 +56,15 @@ def fetch_for(
     Args:
         members: whose death makes waiting pointless; one that cannot be seen counts as alive. Read anew each time.
         timeout: seconds in all; a stopped store may add a few.
-        between: called after each short wait that ended without the keys; what it raises ends all.
+        between: called after each short wait that ended without the keys; what it raises ends all, but a StalledError.
         missing: tells who has not come, for the warning and the timeout; without it the keys are named.
         late: the warning of the longer wait that this one is a part of.
         crowd: how many wait like this at one time (None: as many as `members`); the more, the rarer are looks.
 
     Raises:
         PeerDiedError: a member's process has ended.
-        StoreTimeoutError: a key was not set in time.
+        StoreTimeoutError: a key was not set in time; as StalledError, the store did not answer at the end. Until then
+            a store that stands still is waited for: its process may be stopped for a while.
         StoreError: the store is gone, and no member is proven dead.
     """
     deadline = time.monotonic() + timeout
@@ -70,27 +72,35 @@ def fetch_for(
     missing = missing or (lambda: listed([repr(key) for key in keys if not store.check([key])]))
     longest = max(SLICE_SECONDS, (len(members) if crowd is None else crowd) / LOOKS_PER_SECOND)
     while True:
-        left = deadline - time.monotonic()
         try:
-            return store.fetch(keys, timedelta(seconds=max(0.0, min(left, longest))))
-        except TimeoutError:
-            died = death_among(members, doing)
-        except StoreError as error:
-            raise_if_dying(members, doing, error)
-            raise
-        # After the look: what a process tells before it ends is the better reason, and what it brings is none.
-        if between is not None:
-            between()
-        if died is not None:
-            with suppress(StoreError):  # gone with the process
-                if store.check(keys):
-                    continue
-            raise died
-        late.look(doing, missing)
-        if left <= longest:
-            names = missing()  # before the last look, so that it names somebody
-            if not store.check(keys):
-                raise StoreTimeoutError(f"{doing}: {names} did not come within {timeout:.3g} s")
+            left = deadline - time.monotonic()
+            try:
+                return store.fetch(keys, timedelta(seconds=max(0.0, min(left, longest))))
+            except StalledError:
+                raise
+            except TimeoutError:
+                died = death_among(members, doing)
+            except StoreError as error:
+                raise_if_dying(members, doing, error)
+                raise
+            # After the look: what a process tells before it ends is the better reason, and what it brings is none.
+            if between is not None:
+                between()
+            if died is not None:
+                with suppress(StoreError):  # gone with the process
+                    if store.check(keys):
+                        continue
+                raise died
+            late.look(doing, missing)
+            if left <= longest:
+                names = missing()  # before the last look, so that it names somebody
+                if not store.check(keys):
+                    raise StoreTimeoutError(f"{doing}: {names} did not come within {timeout:.3g} s")
+        except StalledError as error:
+            raise_if_dead(members, doing)
+            late.look(doing, partial("an answer: {}".format, error))
+            if time.monotonic() >= deadline:
+                raise StalledError(f"{doing}: {error}") from error
 
 
 def death_among(members: Sequence[ProcessId], doing: str) -> PeerDiedError | None:

@@ -49,7 +49,7 @@ def listener(arrived: list[tuple[Opening, socket.socket]]) -> Iterator[Listener]
     """A listener on which rank 1 waits for rank 0."""
     with nothing_left():
         made = acquire([LO])
-        made.join(SEATS[1], lambda opening, connection: arrived.append((opening, connection)))
+        made.join(SEATS[1], lambda opening, connection: arrived.append((opening, connection)), 300)
         yield made
         release(made)
         for _, connection in arrived:
@@ -234,6 +234,21 @@ def test_a_proof_that_came_while_the_listener_was_starved_is_in_time(monkeypatch
             wait_until(lambda: arrived)
 
 
+def test_a_rank_that_is_stopped_before_its_proof_has_its_groups_timeout(listener, arrived) -> None:
+    """It takes the connection for made once it goes on: dropping it would look like a death."""
+    dialing = Dialing(SEATS[0], 1, Kind.DATA, 0)
+    with connect(listener) as stopped, connect(listener) as silent:
+        stopped.sendall(dialing.opening)
+        proof = b""
+        while dialing.wants:
+            proof = dialing.take(stopped.recv(dialing.wants))
+        wait_until(lambda: len(listener._pending) == 2)
+        listener.expire(time.monotonic() + listening.OPENING_SECONDS + 1)
+        assert is_dropped(silent)
+        stopped.sendall(proof)
+        wait_until(lambda: arrived)
+
+
 def test_an_opening_in_single_bytes_is_fine(listener, arrived) -> None:
     with connect(listener) as slow:
         for byte in Dialing(SEATS[0], 1, Kind.DATA, 0).opening:
@@ -265,7 +280,7 @@ def test_a_group_that_cannot_take_a_connection_harms_no_other(listener, arrived,
         raise ValueError("no room")
 
     other = [Endpoint(b"h" * 16, rank, 2, KEY, False) for rank in range(2)]
-    listener.join(other[1], fail)
+    listener.join(other[1], fail, 300)
     one = dial(listener, other[0])
     dial_all([one], deadline(10))
     assert is_dropped(one.connection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import signal
 import threading
@@ -21,6 +22,8 @@ from fastcoll.core.processes import Member
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore, serving, waiting
 from fastcoll.rendezvous.join import join
+from fastcoll.rendezvous.store import StalledError
+from fastcoll.rendezvous.table import Missing, Request
 from fastcoll.rendezvous.waiting import fetch_for
 
 WHERE = rf"pid \d+ on {os.uname().nodename}"
@@ -269,6 +272,40 @@ def test_the_more_wait_the_less_often_they_look(crowd: int, slices: float) -> No
     assert len(looks) == 2
 
 
+class Stalled(HashStore):
+    """A store whose server stands still for so many requests."""
+
+    def __init__(self, requests: float) -> None:
+        super().__init__()
+        self.left = requests
+
+    def _ask(self, request: Request) -> list[bytes] | Missing:
+        if self.left > 0:
+            self.left -= 1
+            raise StalledError("no answer")
+        return super()._ask(request)
+
+
+def test_fetch_for_endures_a_store_that_stands_still() -> None:
+    store = Stalled(3)
+    looks: list[object] = []
+
+    def look() -> None:
+        looks.append(store.peek(["other"], 0))
+        if len(looks) == 1:
+            store.left = 3  # it stands still again, in the middle of a look
+        else:
+            store.set("k", b"v")
+
+    assert fetch_for(store, ["k"], [], 60, "testing", look) == [b"v"]
+    assert len(looks) == 2
+
+
+def test_fetch_for_says_that_the_store_stands_still_at_the_end() -> None:
+    with pytest.raises(StalledError, match=r"testing: .*no answer"):
+        fetch_for(Stalled(math.inf), ["k"], [], 0.0, "testing")
+
+
 def test_fetch_for_says_what_it_was_doing() -> None:
     with HashStore() as store:
         store.set("a", "")
@@ -354,7 +391,7 @@ def test_who_has_another_secret_is_told_of_with_who_is_missing(monkeypatch: pyte
         end = time.monotonic() + 20
         while not serving.turned_away() and time.monotonic() < end:  # the server's thread has seen it
             time.sleep(0.01)
-        told = r"missing: 1 \(turned away: from 127.0.0.1: closed when it saw .* secret is another .* FASTCOLL_SECRET"
+        told = r"missing: 1 \(turned away: from 127.0.0.1: it refused .* secret is another .* FASTCOLL_SECRET"
         with pytest.raises(StoreTimeoutError, match=told):
             join(store, 0, 2, "tcp", 0.3)
     assert not serving.turned_away()

@@ -125,7 +125,15 @@ def test_a_caller_without_the_key_gets_no_further_than_its_opening() -> None:
     answerer = Answering(find)
     answerer.take(dialing().opening)
     with pytest.raises(OpeningError, match="does not prove"):
-        answerer.take(bytes(PROOF_SIZE))
+        answerer.take(b"x" * PROOF_SIZE)
+
+
+def test_a_caller_that_refuses_the_proof_says_that_the_secrets_differ() -> None:
+    caller, answerer = dialing(key=derive_key(b"other", b"t" * 16)), Answering(find)
+    with pytest.raises(RefusedError) as refused:
+        feed(caller, feed(answerer, caller.opening, []), [])
+    with pytest.raises(OpeningError, match="refused this side's proof: its secret is another one"):
+        answerer.take(refused.value.answer)
 
 
 @pytest.mark.parametrize("has_secret", [False, True])

@@ -42,8 +42,8 @@ SECRET = b"a secret"
 class Wire:
     """A server and what it has sent to, and why it dropped, each peer."""
 
-    def __init__(self, secret: bytes = b"") -> None:
-        self.server = StoreServer(secret)
+    def __init__(self, secret: bytes = b"", timeout: float = 1.0) -> None:
+        self.server = StoreServer(secret, timeout)
         self.now = 0.0
         self.sent: dict[int, bytes] = {}
         self.dropped: dict[int, str] = {}
@@ -283,7 +283,7 @@ def test_who_completes_a_request_in_time_may_idle_again() -> None:
 
 
 def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
-    server = StoreServer(b"")
+    server = StoreServer(b"", 1.0)
     for peer in range(100):
         server.connect(peer, 0.0)
         server.receive(peer, hello() + encode_request(Request(Op.GET, (b"k",), timeout=9.0)), 0.0)
@@ -296,7 +296,7 @@ def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
 
 
 def test_a_refusal_is_an_opening_that_says_so() -> None:
-    refusal = Opening.from_bytes(StoreServer(SECRET).refusal(), Role.ANSWERS)
+    refusal = Opening.from_bytes(StoreServer(SECRET, 1.0).refusal(), Role.ANSWERS)
     assert (refusal.verdict, refusal.has_secret) == (Verdict.FULL, True)
 
 
@@ -409,20 +409,27 @@ def end(wire: Wire, peer: int) -> str:
     return wire.dropped[peer]
 
 
-def test_who_leaves_at_the_servers_proof_has_another_secret() -> None:
+def test_an_ended_opening_is_blamed_on_what_was_seen() -> None:
     wire = Wire(SECRET)
     for peer, came, reason in (
         (1, b"", ""),  # a probe for who listens
         (2, hello(secret=True)[:50], "before its opening was complete"),
-        (3, hello(secret=True), "when it saw this side's proof: its secret is another one; give every rank"),
+        (3, hello(secret=True), "before its proof came"),
     ):
         wire.connect(peer)
         if came:
             wire.feed(peer, came)
         assert reason in end(wire, peer)
         assert bool(wire.dropped[peer]) == bool(reason)
+        assert "secret" not in wire.dropped[peer]
     prove_as_client(wire, 4, SECRET)
     assert end(wire, 4) == ""
+    wire.connect(5)
+    wire.feed(5, hello(secret=True))
+    wire.feed(5, bytes(PROOF_SIZE))
+    assert wire.dropped[5].startswith(
+        "it refused this side's proof: its secret is another one; give every rank"
+    )
 
 
 def test_the_oldest_opening_gives_way() -> None:
@@ -449,7 +456,7 @@ def test_who_has_been_answered_gives_way_last() -> None:
     for peer in range(2, 2 * MOST_OPENINGS):
         wire.connect(peer)
     wire.collect()
-    assert set(wire.dropped) == set(range(2, MOST_OPENINGS + 2))
+    assert set(wire.dropped) == set(range(2, MOST_OPENINGS))
     wire.feed(0, prove(SECRET, Role.DIALS, mine, answer[:OPENING_SIZE]))
     assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
     for peer in range(2 * MOST_OPENINGS, 3 * MOST_OPENINGS):  # who never proves anything goes, too
@@ -457,6 +464,46 @@ def test_who_has_been_answered_gives_way_last() -> None:
         wire.feed(peer, mine)
     wire.collect()
     assert 1 in wire.dropped
+
+
+def test_a_client_that_is_stopped_before_its_proof_has_the_stores_timeout() -> None:
+    wire, mine = Wire(SECRET, timeout=300.0), hello(secret=True)
+    for peer in (1, 2):
+        wire.connect(peer)
+        wire.feed(peer, mine)
+    wire.pass_time(299.0)
+    assert wire.dropped == {}
+    wire.feed(1, prove(SECRET, Role.DIALS, mine, wire.take(1)[:OPENING_SIZE]))
+    wire.pass_time(2.0)
+    assert wire.dropped == {2: "did not send its proof within 300 s"}
+    assert wire.ask(1, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+
+
+def test_a_client_that_is_stopped_within_a_request_has_the_stores_timeout() -> None:
+    wire = Wire(timeout=300.0)
+    wire.open(1)
+    request = encode_request(Request(Op.SET, (b"k",), (b"v",)))
+    wire.feed(1, request[:20])
+    wire.pass_time(299.0)
+    wire.feed(1, request[20:])
+    assert wire.answers(1) == [(Status.OK, [])]
+
+
+def test_strangers_give_way_when_no_descriptor_is_left() -> None:
+    """First those that have said nothing; one that owes its proof only after OPENING_SECONDS, for it may be a rank."""
+    wire = Wire(SECRET, timeout=300.0)
+    prove_as_client(wire, 0, SECRET)
+    for peer in (1, 2):
+        wire.connect(peer)
+    wire.feed(1, hello(secret=True))
+    assert wire.server.give_way(wire.now)
+    assert not wire.server.give_way(wire.now)
+    wire.pass_time(OPENING_SECONDS)
+    assert wire.server.give_way(wire.now)
+    assert not wire.server.give_way(wire.now)
+    wire.collect()
+    assert list(wire.dropped) == [2, 1]
+    assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
 
 
 def test_the_servers_own_proof_sent_back_is_dropped() -> None:

@@ -10,18 +10,30 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.nodes import free_port
-from fastcoll.rendezvous import TCPStore, serving, store_protocol, tcp_store
+from fastcoll.rendezvous import TCPStore, serving, store_protocol, tcp_store, waiting
 from fastcoll.rendezvous.address import listen, place_of, port_holder
 from fastcoll.rendezvous.frames import HEADER, encode_request
-from fastcoll.rendezvous.opening import OPENING_SIZE, Dialing, Endpoint, Kind, Opening, Role, Verdict, prove
+from fastcoll.rendezvous.opening import (
+    OPENING_SIZE,
+    PROOF_SIZE,
+    Dialing,
+    Endpoint,
+    Kind,
+    Opening,
+    Role,
+    Verdict,
+    prove,
+)
 from fastcoll.rendezvous.secret import job_secret
 from fastcoll.rendezvous.table import Op, Request
+from fastcoll.rendezvous.waiting import fetch_for
 
 SERVE = """
 import sys
@@ -312,6 +324,39 @@ def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch:
         client.wait(["k"])
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_wait_goes_on_when_its_stopped_server_does(
+    processes, in_threads, monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    """On the connection that it has, which then still owes an answer; or on a new one."""
+    monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.5")
+    server = processes.start(SERVE, 0)
+    port = int(server.stdout.readline())
+    warned = threading.Event()
+
+    def warn(text: str, *args: object) -> None:
+        if (said := text % args).startswith("testing: has waited"):
+            assert "the process that holds it (rank 0) is stopped" in said
+            warned.set()
+
+    monkeypatch.setattr(waiting.logger, "warning", warn)
+    with TCPStore("127.0.0.1", port, timeout=60) as client:
+        if not idle:
+            client._idle.pop().close()
+        server.send_signal(signal.SIGSTOP)
+
+        def go_on() -> None:
+            assert warned.wait(20)
+            server.send_signal(signal.SIGCONT)
+            with TCPStore("127.0.0.1", port, timeout=60) as other:
+                other.set("k", "v")
+
+        look = partial(client.peek, ["other"], 0)
+        assert in_threads(partial(fetch_for, client, ["k"], [], 60, "testing", look), go_on)[0] == [b"v"]
+        assert len(client._idle) == 1
+
+
 def test_a_forked_child_is_refused_and_harms_nothing(master: TCPStore) -> None:
     master.set("k", "v")
     read, write = os.pipe()
@@ -375,7 +420,7 @@ def test_a_false_server_learns_nothing(in_threads) -> None:
     assert isinstance(client, StoreError)
     assert "has another secret" in str(client)
     assert time.monotonic() - started < 5
-    assert heard == b""
+    assert heard == bytes(PROOF_SIZE)  # that its proof is refused
 
 
 def set_secret(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:

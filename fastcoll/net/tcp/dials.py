@@ -12,6 +12,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from ...errors import RendezvousError
 from ...rendezvous.address import PORTLESS_SECONDS, portless, shown
@@ -80,6 +81,8 @@ class Dial:
                 self.is_done = True
                 return
             except RefusedError as error:
+                with suppress(OSError):
+                    self.connection.send(error.answer)
                 self.close()
                 self.does_not_fit = True
                 raise RendezvousError(f"the rank at {self.where} cannot be joined: {error}") from error

@@ -1,9 +1,11 @@
 """The sockets on which a process accepts connections of other ranks, and how a group's members learn where they are.
 
 A connection that has proven that it belongs to a group is handed to that group; whatever else comes is dropped, and
-each host that sends such is logged once. An opening holds 112 bytes and one descriptor for at most 10 s, its proof as
-long again, and when 256 are under way the oldest of which nothing has come gives way, so that idle connections keep
-nobody out.
+each host that sends such is logged once. An opening holds 112 bytes and one descriptor for at most 10 s; a rank whose
+opening was dropped dials again. A rank that was answered takes its connection for made, and may be stopped or starved
+before it sends its proof, so it has its group's timeout for that. Strangers do not get so far: an answer takes the
+group's name, 16 bytes drawn at random. When 256 are under way, the oldest of which nothing has come gives way, else
+the oldest, so that idle connections keep nobody out.
 
 Addresses go through the group's store. The first member draws the group's name and token ("terms"); each member listens
 before it tells where, so whoever knows an address finds the group there.
@@ -71,7 +73,7 @@ class Listener(serving.SocketServer):
     """Listening sockets on some addresses of this machine, each on one of `ports`, or ResourceError."""
 
     def __init__(self, interfaces: Sequence[Interface]) -> None:
-        self._endpoints: dict[tuple[bytes, int], tuple[Endpoint, Deliver]] = {}
+        self._endpoints: dict[tuple[bytes, int], tuple[Endpoint, Deliver, float]] = {}
         self._pending: dict[int, _Pending] = {}
         with contextlib.ExitStack() as opened:
             sockets = [opened.enter_context(_listen(each)) for each in interfaces]
@@ -79,9 +81,9 @@ class Listener(serving.SocketServer):
             super().__init__("fastcoll-listener", sockets, tuple(interfaces))
             opened.pop_all()
 
-    def join(self, endpoint: Endpoint, deliver: Deliver) -> None:
-        """From now on hand connections for this group to `deliver`."""
-        self._endpoints[endpoint.group, endpoint.rank] = (endpoint, deliver)
+    def join(self, endpoint: Endpoint, deliver: Deliver, timeout: float) -> None:
+        """From now on hand connections for this group to `deliver`. A rank has `timeout` seconds for its proof."""
+        self._endpoints[endpoint.group, endpoint.rank] = (endpoint, deliver, max(timeout, OPENING_SECONDS))
 
     def leave(self, endpoint: Endpoint) -> None:
         """Drop connections for this group from now on."""
@@ -94,11 +96,12 @@ class Listener(serving.SocketServer):
         return any(each and (each.group, each.peer) == (endpoint.group, endpoint.rank) for each in openings)
 
     def next_deadline(self) -> float | None:
-        return next((pending.deadline for pending in self._pending.values()), None)  # the oldest one's
+        return min((pending.deadline for pending in self._pending.values()), default=None)
 
     def expire(self, now: float) -> None:
         for late in [pending for pending in self._pending.values() if pending.deadline <= now]:
-            self._drop(late, f"did not open within {OPENING_SECONDS:g} s")
+            what = "open" if late.answering.theirs is None else "send its proof"
+            self._drop(late, f"did not {what} in time")
 
     def connections(self) -> Iterable[socket.socket]:
         return [pending.socket for pending in self._pending.values()]
@@ -146,9 +149,7 @@ class Listener(serving.SocketServer):
             if not received:
                 raise OpeningError(answering.ended())
             if answer := answering.take(received):
-                # The other end may be starved, and takes this connection for made once it has sent its proof.
-                pending.deadline = time.monotonic() + OPENING_SECONDS
-                self._pending[data] = self._pending.pop(data)  # the oldest deadline stays first
+                self._allow_proof(pending, answering.theirs)
                 _send(pending.socket, answer)
         except BlockingIOError:
             return
@@ -160,6 +161,12 @@ class Listener(serving.SocketServer):
         else:
             if answering.theirs is not None and not answering.wants:
                 self._hand_over(pending, answering.theirs)
+
+    def _allow_proof(self, pending: _Pending, theirs: Opening | None) -> None:
+        """Have a rank that is answered send its proof within the timeout of its group, unless that has gone."""
+        entry = theirs and self._endpoints.get((theirs.group, theirs.peer))
+        if entry:
+            pending.deadline = time.monotonic() + entry[2]
 
     def _hand_over(self, pending: _Pending, theirs: Opening) -> None:
         entry = self._endpoints.get((theirs.group, theirs.peer))
@@ -321,7 +328,7 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
     listener = acquire(interfaces)
     roster = Roster(endpoint, interfaces, [], streams, listener)
     try:
-        listener.join(endpoint, deliver)
+        listener.join(endpoint, deliver, meeting.timeout)
         names = tuple(each.name for each in interfaces)
         place = Place(names, tuple(each.address for each in interfaces), tuple(listener.ports))
         # By this all hear of another secret at once, before a connection fails for it.
