@@ -6,16 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from fastcoll.api import job as jobs
+from fastcoll.api import subgroups
 from fastcoll.api.job import Job
 from fastcoll.core.processes import Member
-from fastcoll.rendezvous import HashStore, Store, TCPStore, tcp_store
+from fastcoll.rendezvous import HashStore, Store, TCPStore, tcp_store, waiting
+from fastcoll.rendezvous.table import Missing, Request
 
 SERVE = """
 from fastcoll.rendezvous import TCPStore
@@ -36,9 +38,10 @@ def server() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def job_of(store: Store, rank: int) -> Job:
-    """A job of two, of whom the other is out of sight."""
-    members = [replace(Member.here(each, 2, "tcp"), boot_id=str(each), host="far") for each in range(2)]
+def job_of(store: Store, rank: int, size: int = 2) -> Job:
+    """A job of two, or more, of whom the others are out of sight."""
+    here = Member.here(0, size, "tcp")
+    members = [replace(here, rank=each, boot_id=str(each), host="far") for each in range(size)]
     return Job(store, members, rank, None, None, 60.0, store.close)  # type: ignore[arg-type]
 
 
@@ -52,6 +55,50 @@ def test_a_store_whose_process_is_stopped_holds_nobody_up(
     os.kill(server.pid, signal.SIGSTOP)
     job_of(store, 1).leave(3000)
     assert store.timeout == timedelta(seconds=3000)
+
+
+class Counting(HashStore):
+    """A store that counts the requests, and the keys in them."""
+
+    requests = keys = nbytes = 0
+
+    def _ask(self, request: Request) -> list[bytes] | Missing:
+        self.requests += 1
+        self.keys += len(request.keys)
+        self.nbytes += sum(map(len, request.values))
+        return super()._ask(request)
+
+
+def test_a_rank_that_is_late_in_new_group_costs_the_others_few_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.001)
+    monkeypatch.setattr(waiting, "LOOKS_PER_SECOND", 1e9)
+    size, store, looks = 1000, Counting(), 20
+    job = job_of(store, 0, size)
+    store.multi_set([f"group0/asked/{rank}" for rank in range(size - 1)], [b"digest"] * (size - 1))
+    store.requests = store.keys = 0
+    raise_if_left = job.raise_if_left
+
+    def look(ranks: Sequence[int], doing: str) -> None:
+        nonlocal looks
+        looks -= 1
+        if looks == 0:
+            store.set(f"group0/asked/{size - 1}", b"digest")
+        raise_if_left(ranks, doing)
+
+    job.raise_if_left = look  # type: ignore[method-assign]
+    assert subgroups._answers(job, "group0", range(size), 300.0, "testing") == [b"digest"] * size
+    assert store.requests < 4 * 20  # a look: the wait before it, which rank is late, and whether it has left
+    assert store.keys < 23 * size  # each wait names all keys; besides these all are looked at once
+
+
+def test_ranks_that_ask_for_the_same_group_write_its_ranks_once() -> None:
+    size, store = 1000, Counting()
+    ranks = list(range(size))
+    for rank in ranks:
+        subgroups._ask(job_of(store, rank, size), "group0", ranks, "cpu:auto")
+    assert store.nbytes < 50 * size + len(str(ranks))
 
 
 def test_rank_0_does_not_wait_for_those_that_are_known_to_be_gone() -> None:

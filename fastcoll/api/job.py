@@ -157,7 +157,7 @@ class Job:
 
     def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
         """Raise AbortedError, with what it said, if one of these ranks has left the job: it makes no group any more."""
-        words = self.store.peek([f"farewell/{rank}" for rank in ranks])
+        words = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
         if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
             told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
             raise AbortedError(f"{doing}: {told}", [rank for rank, _ in gone])

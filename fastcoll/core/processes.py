@@ -272,9 +272,14 @@ class Member(ProcessId):
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.where})"
 
+    @property
+    def node(self) -> tuple[str, int]:
+        """What ranks have in common that can meet in shared memory: one boot, one /dev/shm."""
+        return self.boot_id, self.shm_device
+
     def same_node(self, other: Member) -> bool:
-        """Whether both can meet in shared memory: one boot, one /dev/shm."""
-        return (self.boot_id, self.shm_device) == (other.boot_id, other.shm_device)
+        """Whether both can meet in shared memory."""
+        return self.node == other.node
 
     def same_network(self, other: Member) -> bool:
         """Whether both have the same interfaces, loopback too: one boot, one network namespace."""
@@ -304,17 +309,16 @@ class Topology:
     """The nodes of a group, as seen by one of its ranks."""
 
     def __init__(self, members: Sequence[Member], rank: int) -> None:
-        nodes: list[list[int]] = []
+        by_node: dict[tuple[str, int], list[int]] = {}
         for number, member in enumerate(members):
-            home = next((node for node in nodes if members[node[0]].same_node(member)), None)
-            if home is None:
-                nodes.append([number])
-            else:
-                home.append(number)
-        self.nodes = tuple(
-            map(tuple, nodes)
-        )  # group ranks, ascending; nodes in the order of their first ones
-        self.node, place = self.home_of(rank)
+            by_node.setdefault(member.node, []).append(number)
+        nodes = [*by_node.values()]
+        # Group ranks, ascending; nodes in the order of their first ones.
+        self.nodes = tuple(map(tuple, nodes))
+        self._homes = {
+            rank: (number, place) for number, node in enumerate(nodes) for place, rank in enumerate(node)
+        }
+        self.node, place = self._homes[rank]
         self.local, self.local_rank = self.nodes[self.node], place
         self.rails = min(map(len, nodes))  # how many ranks of each node talk to other nodes
         # The ranks, one a node, that this rank shares data with; None for the surplus ranks of larger nodes.
@@ -325,7 +329,6 @@ class Topology:
 
     def home_of(self, rank: int) -> tuple[int, int]:
         """The number of a rank's node, and its place there."""
-        for number, node in enumerate(self.nodes):
-            if rank in node:
-                return number, node.index(rank)
-        raise ValueError(f"no rank {rank}")
+        if rank not in self._homes:
+            raise ValueError(f"no rank {rank}")
+        return self._homes[rank]

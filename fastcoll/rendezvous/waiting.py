@@ -69,7 +69,7 @@ def fetch_for(
     """
     deadline = time.monotonic() + timeout
     late = late or LateWarning()
-    missing = missing or (lambda: listed([repr(key) for key in keys if not store.check([key])]))
+    missing = missing or partial(_unset, store, keys)
     longest = max(SLICE_SECONDS, (len(members) if crowd is None else crowd) / LOOKS_PER_SECOND)
     while True:
         try:
@@ -101,6 +101,11 @@ def fetch_for(
             late.look(doing, partial("an answer: {}".format, error))
             if time.monotonic() >= deadline:
                 raise StalledError(f"{doing}: {error}") from error
+
+
+def _unset(store: Store, keys: Sequence[str]) -> str:
+    values = store.peek(keys, 0)
+    return listed([repr(key) for key, value in zip(keys, values, strict=True) if value is None])
 
 
 def death_among(members: Sequence[ProcessId], doing: str) -> PeerDiedError | None:
