@@ -14,6 +14,7 @@ from fastcoll.net.tcp import interfaces
 from fastcoll.net.tcp.interfaces import (
     Interface,
     Wanted,
+    address_for_others,
     choose,
     choose_here,
     interfaces_here,
@@ -134,6 +135,15 @@ def test_ranks_of_several_networks_use_the_route_to_the_master(
     store.local_address = local  # as a TCPStore has
     wrapped = PrefixStore("a", PrefixStore("b", store))
     assert choose_here(wrapped, [me, replace(me, rank=1, **change)], None) == [expected]
+
+
+def test_a_machine_without_a_default_route_has_an_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "interfaces_here", lambda: HERE)
+    monkeypatch.setattr(interfaces, "own_address", lambda: "127.0.0.1")
+    assert address_for_others() == ETH0.address
+    monkeypatch.setenv("FASTCOLL_SOCKET_IFNAME", "eth1")
+    config.forget()
+    assert address_for_others() == ETH1.address
 
 
 def test_the_kernels_table_of_ipv6_addresses() -> None:

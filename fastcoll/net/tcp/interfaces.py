@@ -122,15 +122,31 @@ def choose_here(store: Store, members: Sequence[Member], family: int | None) -> 
         preferred = [each for each in own if family in (None, each.family)]
         by_route = next((each.address for each in preferred or own), "127.0.0.1")
     else:
-        # By which the store's server is reached; else, and from its own machine, the default route's.
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        by_route = next((each.address for each in there if not each.is_loopback), "127.0.0.1")
-        for text in (own_address(), str(getattr(store, "local_address", ""))):
-            address = ipaddress.ip_address(text or "127.0.0.1")
-            if not address.is_loopback and not address.is_link_local:
-                by_route = text
+        by_route = outward(there, str(getattr(store, "local_address", "")))
     return choose(wanted_here(), there, by_route, family)
+
+
+def address_for_others() -> str:
+    """The address at which ranks on other machines reach this one, where nobody has named it.
+
+    UsageError: FASTCOLL_SOCKET_IFNAME names none of this machine's interfaces.
+    """
+    there = interfaces_here()
+    return choose(wanted_here(), there, outward(there), None)[0].address
+
+
+def outward(there: Sequence[Interface], towards_store: str = "") -> str:
+    """The address that faces the network: the one by which the store's server is reached; else, and on the server's
+    own machine, the default route's; where there is none, as on many compute nodes, the first interface's.
+    """
+    by_route = next((each.address for each in there if not each.is_loopback), "127.0.0.1")
+    for text in (own_address(), towards_store):
+        address = ipaddress.ip_address(text or "127.0.0.1")
+        if not address.is_loopback and not address.is_link_local:
+            by_route = text
+    return by_route
 
 
 def interfaces_here() -> list[Interface]:
