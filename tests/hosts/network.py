@@ -60,8 +60,9 @@ class _Namespace:
         self._forks = "--pid" in kinds
         script = f"set -e\n{setup}\necho ready\nread _ || :"
         fork = ["--fork", "--kill-child", "--mount-proc"] if self._forks else []
+        # The first of a host's own process ids inherits the orphans: bash waits for those that end, sh does not.
         self._shell = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds, *fork, "sh", "-c", script],
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds, *fork, "bash", "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

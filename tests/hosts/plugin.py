@@ -1,4 +1,4 @@
-"""pytest: the fixture `join_hosts`, and `--ranks-hosts N`, with which tests with the mark ranks run on N hosts.
+"""pytest: the fixtures `join_hosts` and `slurm`, and `--ranks-hosts N`: tests with the mark ranks run on N hosts.
 
 There the first two ranks are on the first host, the next two on the second one and so on, but of two ranks each has
 a host of its own. So four hosts have worlds of up to eight ranks, with nodes of different sizes in those of 3 and 5.
@@ -15,6 +15,7 @@ import pytest
 from fastcoll.hybrid import backend as hybrid
 from fastcoll.testing.mark import Place
 from hosts.network import Host, Network, lacking
+from hosts.slurm import Cluster, slurm_cluster, slurm_lacking
 
 _RANKS_A_HOST = 2
 
@@ -26,6 +27,15 @@ def join_hosts() -> Iterator[Callable[..., Network]]:
         pytest.skip(reason)
     with ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(Network(*args, **options))
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Slurm of two hosts, for the whole session. Skips where there can be none."""
+    if reason := slurm_lacking():
+        pytest.skip(reason)
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
