@@ -42,15 +42,21 @@ def send(
 
 
 def recv(
-    tensor: Any, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+    tensor: Any,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    status: Status | None = None,
 ) -> int:
     """Receive into an array from rank `src`, or without `src` and `group_src` from whoever sends first.
 
     Args:
-        tensor: dtype and number of elements of the message.
+        tensor: dtype and number of elements of the message; with `status` there may be more elements.
         src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
         tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+        status: filled with what has come. The message may be shorter than `tensor` then, the rest of which stays.
 
     Returns:
         The sender's global rank; -1 outside the group.
@@ -65,12 +71,13 @@ def recv(
         ... else:
         ...     dist.recv(x, src=0)
     """
+    if group is None and group_src is None and status is None:
+        return groups.world.recv(tensor, src, tag)
     g = groups.world if group is None else member_of(group, "recv")
     if g is None:
         return -1
-    if group_src is not None or g is not groups.world:
-        return g.ranks[g.recv(tensor, _sender(g, src, group_src), tag)]
-    return g.recv(tensor, src, tag)
+    source = g.recv(tensor, _sender(g, src, group_src), tag, _worldwide(status, g))
+    return g.ranks[source]
 
 
 def isend(
@@ -95,7 +102,12 @@ def isend(
 
 
 def irecv(
-    tensor: Any, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+    tensor: Any,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    status: Status | None = None,
 ) -> Work | Any:  # as for isend
     """`recv` that returns a Work at once; `work.result()` is the sender's global rank.
 
@@ -104,17 +116,19 @@ def irecv(
         src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
         tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+        status: filled with what has come. The message may be shorter than `tensor` then, the rest of which stays.
 
     Raises:
         UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
-    if group is None and group_src is None:
+    if group is None and group_src is None and status is None:
         return groups.world.irecv(tensor, src, tag)
     g = groups.world if group is None else member_of(group, "irecv")
     if g is None:
         return None
-    work = g.irecv(tensor, _sender(g, src, group_src), tag)
+    filled = _worldwide(status, g)
+    work = g.irecv(tensor, _sender(g, src, group_src), tag, filled)
     return work if g is groups.world else _Received(work, g.ranks)
 
 
@@ -141,7 +155,10 @@ def probe(
         >>> dist.recv(x, status.source, tag=status.tag)
     """
     g = groups.world if group is None else member_of(group, "probe")
-    return Status() if g is None else _worldwide(g, g.probe(_sender(g, src, group_src), tag))
+    status = Status() if g is None else g.probe(_sender(g, src, group_src), tag)
+    if g is not None:
+        status.source = g.ranks[status.source]
+    return status
 
 
 def iprobe(
@@ -159,14 +176,27 @@ def iprobe(
         GroupError: the group has failed.
     """
     g = groups.world if group is None else member_of(group, "iprobe")
-    found = None if g is None else g.iprobe(_sender(g, src, group_src), tag)
-    return found and _worldwide(g, found)
-
-
-def _worldwide(g: Any, status: Status) -> Status:
-    """With a global rank instead of a group rank."""
-    status.source = g.ranks[status.source]
+    status = None if g is None else g.iprobe(_sender(g, src, group_src), tag)
+    if g is not None and status is not None:
+        status.source = g.ranks[status.source]
     return status
+
+
+def _worldwide(status: Status | None, g: ProcessGroup) -> Status | None:
+    """What fills a caller's Status with a global rank; what is none, the group refuses."""
+    return _Worldwide(status, g.ranks) if isinstance(status, Status) else status
+
+
+class _Worldwide(Status):
+    """Fills a caller's Status, with a global rank instead of a group rank."""
+
+    __slots__ = ("_of", "_ranks")
+
+    def __init__(self, of: Status, ranks: Sequence[int]) -> None:
+        self._of, self._ranks = of, ranks
+
+    def fill(self, source: int, tag: int, count: int, nbytes: int) -> None:
+        self._of.fill(self._ranks[source], tag, count, nbytes)
 
 
 class P2POp:

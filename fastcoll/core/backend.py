@@ -32,14 +32,17 @@ class Messages(Protocol):
     def send(self, x: Adopted, dst: int, tag: int) -> None:
         """As `isend` and waiting for it; to oneself, returns once the message is buffered."""
 
-    def recv(self, x: Adopted, src: int | None, tag: int) -> int:
+    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
         """As `irecv` and waiting for it; the sender's rank."""
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         """Post a message. Complete when the receiver has taken it."""
 
-    def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        """Post a receive, from any rank when src is None; the result is the sender's rank."""
+    def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
+        """Post a receive, from any rank when src is None; the result is the sender's rank.
+
+        With `status`, which is filled before it is complete, the message may be shorter than the array.
+        """
 
 
 class HostMessages(Messages, Protocol):

@@ -508,15 +508,15 @@ class ProcessGroup:
         x, messages = self._prepared(tensor, writable=False)
         messages.send(x, dst, checked_tag(tag))
 
-    def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
         """Receive into `tensor` from `src`, or from whoever sends first; returns the sender's rank.
 
-        The message must have the array's dtype and number of elements; anything else is an error on
-        both sides.
+        The message must have the array's dtype and number of elements, or with `status`, which is filled, no more
+        elements; anything else is an error on both sides.
         """
         src = self.checked_src(src)
         x, messages = self._prepared(tensor, writable=True)
-        return messages.recv(x, src, operands.checked_receive_tag(tag))
+        return messages.recv(x, src, operands.checked_receive_tag(tag), _checked_status(status))
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
@@ -528,15 +528,17 @@ class ProcessGroup:
         post = self.post_send if messages is self.messages else messages.isend
         return partial(post, x, dst, checked_tag(tag))
 
-    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
+    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
         """`recv` that returns a Work at once; the Work's result is the sender's rank."""
-        return self.ready_irecv(tensor, self.checked_src(src), tag)()
+        return self.ready_irecv(tensor, self.checked_src(src), tag, status)()
 
-    def ready_irecv(self, tensor: Any, src: int | None, tag: int) -> Callable[[], Work]:
+    def ready_irecv(
+        self, tensor: Any, src: int | None, tag: int, status: Status | None = None
+    ) -> Callable[[], Work]:
         """All of `irecv` but the posting, which the result does; `src` is checked."""
         x, messages = self._prepared(tensor, writable=True)
         post = self.post_receive if messages is self.messages else messages.irecv
-        return partial(post, x, src, operands.checked_receive_tag(tag))
+        return partial(post, x, src, operands.checked_receive_tag(tag), _checked_status(status))
 
     def probe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status:
         """Wait for a message from `src`, or any rank, that no receive has taken, and leave it; what it is."""
@@ -564,10 +566,10 @@ class ProcessGroup:
         self.backend.learn(x.array.dtype)
         return self.gate.unheard.note(self.messages.isend(x, dst, tag))
 
-    def post_receive(self, x: Adopted, src: int | None, tag: int) -> Work:
+    def post_receive(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
         """`irecv` into an adopted host array."""
         self.backend.learn(x.array.dtype)
-        return self.gate.unheard.note(self.messages.irecv(x, src, tag))
+        return self.gate.unheard.note(self.messages.irecv(x, src, tag, status))
 
     def send_objects(self, data: Array, dst: int) -> None:
         """`send` of contiguous bytes or sizes of objects, which no receive of an array takes."""
@@ -630,6 +632,12 @@ class ProcessGroup:
     def checked_src(self, src: int | None) -> int | None:
         """The rank that a receive is from, if it is one; None: any."""
         return None if src is None else self.checked_rank("src", src)
+
+
+def _checked_status(status: Any) -> Status | None:
+    if status is not None and not isinstance(status, Status):
+        raise UsageError(f"status is of type {type(status).__name__}; give a Status(), which is filled")
+    return status
 
 
 _COLLECTIVES = (

@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..core.group import ProcessGroup
+from ..core.message import Status
 from ..core.operation import Call, Operation
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
@@ -131,15 +132,16 @@ class MpiMessages:
         with self._transit.in_use([array_of(x)]):
             return self._group.post_send(Adopted(self._ready(x.array, "isend")), dst, tag)
 
-    def recv(self, x: Adopted, src: int | None, tag: int) -> int:
-        if not self._suits(x, src):
-            return self._staged.recv(x, src, tag)
+    # A message that may be shorter may be one that the sender has staged.
+    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
+        if status is not None or not self._suits(x, src):
+            return self._staged.recv(x, src, tag, status)
         with self._transit.in_use([array_of(x)]):
             return self._group.messages.recv(self._landing(x), src, tag)
 
-    def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        if not self._suits(x, src):
-            return self._staged.irecv(x, src, tag)
+    def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
+        if status is not None or not self._suits(x, src):
+            return self._staged.irecv(x, src, tag, status)
         with self._transit.in_use([array_of(x)]):
             return self._group.post_receive(self._landing(x), src, tag)
 

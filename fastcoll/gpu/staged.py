@@ -29,6 +29,7 @@ import numpy as np
 from ..core import signature
 from ..core.backend import DeviceCarrier, Messages
 from ..core.group import ProcessGroup
+from ..core.message import Status
 from ..core.operands import scaled
 from ..core.operation import Call, Operation
 from ..core.partition import Span, segments
@@ -276,21 +277,28 @@ class StagedMessages:
             self._transit.copy("down", [x], [host])
         return buffer, host.reshape(x.shape)
 
-    def recv(self, x: Adopted, src: int | None, tag: int) -> int:
-        return self._group.messages.recv(_Incoming(self._transit, x, None), src, tag)
+    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
+        return self._group.messages.recv(_Incoming(self._transit, x, None), src, tag, status)
 
-    def irecv(self, x: Adopted, src: int | None, tag: int, marks: Marks | None = None) -> Work:
+    def irecv(
+        self,
+        x: Adopted,
+        src: int | None,
+        tag: int,
+        status: Status | None = None,
+        marks: Marks | None = None,
+    ) -> Work:
         with self._transit.in_use([array_of(x)]):
             if marks is not None:
                 self._transit.await_marks(marks, "irecv")
             incoming = _Incoming(self._transit, x, None if marks is None else [])
-            return self._group.post_receive(incoming, src, tag)
+            return self._group.post_receive(incoming, src, tag, status)
 
 
 class _Incoming(Adopted):
     """Host memory that a message is received into; `finish` brings it to the GPU."""
 
-    __slots__ = ("_buffer", "_marks", "_target", "_transit")
+    __slots__ = ("_buffer", "_count", "_marks", "_target", "_transit")
     owes = True
 
     def __init__(self, transit: Transit, target: Adopted, marks: Marks | None) -> None:
@@ -301,12 +309,16 @@ class _Incoming(Adopted):
             self._marks = transit.mark([x]) if marks is None else marks
         (host,) = laid_out(self._buffer, [x])
         super().__init__(host.reshape(x.shape))
+        self._count = x.size
+
+    def came(self, nbytes: int) -> None:
+        self._count = nbytes // (self.array.itemsize or 1)
 
     def finish(self) -> None:
-        target = array_of(self._target)
+        target, count = array_of(self._target), self._count
         with self._transit.in_use([target]):
             self._transit.await_marks(self._marks, "recv")
-            self._transit.copy("up", [target], [self.array.reshape(-1)])
+            self._transit.copy("up", [target.reshape(-1)[:count]], [self.array.reshape(-1)[:count]])
             self._target.finish()
         self._transit.pool.give(self._buffer)
 

@@ -22,6 +22,7 @@ import numpy as np
 from .. import config
 from ..core.backend import Backend, Refuge
 from ..core.group import ProcessGroup
+from ..core.message import Status
 from ..core.operands import LARGEST_TAG, Array, divide, sum_for
 from ..core.operation import Call, Operation
 from ..core.partition import cut, shares
@@ -168,15 +169,15 @@ class HybridBackend(Backend):
                 raise
             return ProcessGroup.send(group, tensor, dst, tag)
 
-        def recv(tensor: Any, src: Any = None, tag: int = 0) -> Any:
-            if (place := place_of(src, tag)) is None:
-                return flat["recv"](tensor, src, tag)
+        def recv(tensor: Any, src: Any = None, tag: int = 0, status: Status | None = None) -> Any:
+            if status is not None or (place := place_of(src, tag)) is None:
+                return flat["recv"](tensor, src, tag, status)
             try:
-                status = ring_kernels.receive.call(rings, place, tensor, tag, -1)
-                if status < DONE:
+                code = ring_kernels.receive.call(rings, place, tensor, tag, -1)
+                if code < DONE:
                     return src
-                if status != LATER:
-                    return messages.resume_receive(status, tensor, src, tag)
+                if code != LATER:
+                    return messages.resume_receive(code, tensor, src, tag)
             except BaseException as error:
                 messages.torn(error, "recv")
                 raise

@@ -50,6 +50,12 @@ class Adopted:
         """Copy so many bytes at an address to the beginning of the array."""
         ctypes.memmove(self.array.ctypes.data, address, nbytes)
 
+    def came(self, nbytes: int) -> None:
+        """Have `finish` leave all but the first `nbytes` of the caller's array as they are.
+
+        A packed copy holds the caller's elements from the beginning.
+        """
+
     def finish(self) -> Any:
         """Write a packed copy back; the new array that stands for an immutable one, else None."""
         if self._owner is not None:

@@ -122,36 +122,40 @@ class Engine:
             self.torn(error, "send")
             raise
 
-    def recv(self, x: Adopted, src: int | None, tag: int) -> int:
+    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
         """Receive from `src`, or from any rank; returns the sender.
+
+        With `status`, which is filled, the message may be shorter than the array.
 
         Raises:
             MismatchError: the message has another size or dtype.
             GroupError: a peer died, left or did not come in time.
         """
         self._refuse_nesting("recv")
-        status = LATER
+        if tag < 0 or status is not None:
+            return int(self._finish_blocking(Receive(self, x.array, src, tag, x, status), LATER))
+        code = LATER
         try:
-            if tag >= 0 and src != self.rank and (src is not None or len(self._pipes) == 1):
+            if src != self.rank and (src is not None or len(self._pipes) == 1):
                 pipe, number = self._pipes[0], ANY
                 if src is not None:
                     pipe, number = self._routes[src]
-                status = pipe.receive(x.array, number, kind_of(tag, x.array.dtype))
-            if status >= DONE:
-                return self.resume_receive(status, x.array, src, tag, x)
+                code = pipe.receive(x.array, number, kind_of(tag, x.array.dtype))
+            if code >= DONE:
+                return self.resume_receive(code, x.array, src, tag, x)
             x.finish()
         except BaseException as error:
             self.torn(error, "recv")
             raise
-        return -1 - status if src is None else src
+        return -1 - code if src is None else src
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         """Post a message; the Work is complete when it is taken."""
         return self._post(Send(self, x.array, dst, tag))
 
-    def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
-        """Post a receive; the Work's result is the sender."""
-        return self._post(Receive(self, x.array, src, tag, x))
+    def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
+        """Post a receive; the Work's result is the sender. `status` as for `recv`."""
+        return self._post(Receive(self, x.array, src, tag, x, status))
 
     def probe(self, src: int | None, tag: int) -> Status:
         """Wait for a message from `src`, or from any rank, that no receive has taken; the next such receive takes it.

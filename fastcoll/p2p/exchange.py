@@ -434,6 +434,7 @@ class Exchange:
 
     def _conclude(self, message: Message, receive: Receive) -> None:
         if receive.fits(message.kind, message.nbytes):
+            receive.note(message.source, message.kind, message.nbytes)
             self._end(receive, message.source)
         else:
             self._end(receive, error=receive.misfit(message.source, message.kind, message.nbytes))

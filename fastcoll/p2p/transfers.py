@@ -83,9 +83,10 @@ Held = tuple[int, int]
 """Kind and bytes of a message or an array."""
 
 
-def fits(array: Held, message: Held) -> bool:
-    """Whether an array can take a message whose tag is right: dtype and size agree."""
-    return (array[0] ^ message[0]) & _DTYPE_MASK == 0 and array[1] == message[1]
+def fits(array: Held, message: Held, shorter: bool) -> bool:
+    """Whether an array can take a message whose tag is right: of its dtype, and its size or perhaps `shorter`."""
+    same = (array[0] ^ message[0]) & _DTYPE_MASK == 0
+    return same and (array[1] >= message[1] if shorter else array[1] == message[1])
 
 
 def refused(doing: str, sender: str, message: Held, receiver: str, array: Held) -> MismatchError:
@@ -98,9 +99,11 @@ def refused(doing: str, sender: str, message: Held, receiver: str, array: Held) 
 
 def unfit(doing: str, receiver: str, array: Held, sender: str, message: Held) -> MismatchError:
     """For the receiver of such a message."""
+    shorter = tag_of(message[0]) != OBJECTS_TAG and fits(array, message, shorter=True)
+    more = "; a receive with status=Status() takes shorter messages" if shorter else ""
     return MismatchError(
         f"{doing}: the array on {receiver} holds {contents(*array)}, but the message from {sender} holds "
-        f"{contents(*message)}; {_dropped(message[0], array[0])}"
+        f"{contents(*message)}; {_dropped(message[0], array[0])}{more}"
     )
 
 
@@ -261,16 +264,24 @@ class Receive(Transfer):
 
     Args:
         adopted: what is owed to the caller's array at the end; None: nothing.
+        status: filled in the end; with one the message may be shorter than the array.
     """
 
     needs_message = True
 
     def __init__(
-        self, engine: Driver, array: Array, peer: int | None, tag: int, adopted: Adopted | None = None
+        self,
+        engine: Driver,
+        array: Array,
+        peer: int | None,
+        tag: int,
+        adopted: Adopted | None = None,
+        status: Status | None = None,
     ) -> None:
         super().__init__(engine, array, peer, tag)
         self._adopted = adopted
-        if tag < 0:
+        self._status = status
+        if tag < 0 or status is not None:
             self.is_plain = False
 
     @property
@@ -278,8 +289,15 @@ class Receive(Transfer):
         return f"recv from {'any rank' if self.peer is None else self._engine.vigil.name(self.peer)}"
 
     def fits(self, kind: int, nbytes: int) -> bool:
-        """Whether a message has the dtype and size of the array."""
-        return fits((self.kind, self.nbytes), (kind, nbytes))
+        """Whether the array can take a message."""
+        return fits((self.kind, self.nbytes), (kind, nbytes), self._status is not None)
+
+    def note(self, source: int, kind: int, nbytes: int) -> None:
+        """The message that fits has come."""
+        if self._status is not None:
+            self._status.fill(source, tag_of(kind), nbytes // (self.array.itemsize or 1), nbytes)
+            if self._adopted is not None:
+                self._adopted.came(nbytes)
 
     def misfit(self, source: int, kind: int, nbytes: int) -> MismatchError:
         """The message is something else."""

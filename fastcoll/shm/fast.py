@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import signature
 from ..core.group import ProcessGroup
+from ..core.message import Status
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
 from ..core.work import Work
@@ -243,7 +244,9 @@ class Fast:
                 raise
         return ProcessGroup.send(self._group, tensor, dst, tag)
 
-    def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
+        if status is not None:
+            return ProcessGroup.recv(self._group, tensor, src, tag, status)
         try:
             code = _receive.call(self._m, ANY if src is None else src, tensor, tag, -1)
             if code < DONE:
@@ -273,9 +276,9 @@ class Fast:
                     raise
         return ProcessGroup.isend(self._group, tensor, dst, tag)
 
-    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0) -> Work:
+    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
         messages = self._messages
-        if not messages.inbox and type(src) is int:
+        if not messages.inbox and type(src) is int and status is None:
             try:
                 code = _post_receive.call(self._m, src, tensor, tag, -1)
                 if code == DONE:
@@ -285,7 +288,7 @@ class Fast:
             except BaseException as error:
                 if self._torn_message(error, "irecv", src, tag):
                     raise
-        return ProcessGroup.irecv(self._group, tensor, src, tag)
+        return ProcessGroup.irecv(self._group, tensor, src, tag, status)
 
     def _torn_message(self, error: BaseException, doing: str, *integers: Any) -> bool:
         """As `ShmBackend.torn`, for messages."""

@@ -269,6 +269,8 @@ def _barrier(said: dict[str, Any]) -> Any:
 
 
 def _recv(said: dict[str, Any]) -> Any:
+    if said["status"] is not None:
+        return _no_operator()
     if said["src"] is None and said["group_src"] is None:
         return _no_shape()
     root = _root(said, "src")

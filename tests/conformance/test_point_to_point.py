@@ -72,6 +72,43 @@ def test_any_tag_takes_messages_of_a_rank_in_their_order(rank, world_size):
 
 
 @pytest.mark.ranks(2, 4)
+def test_a_status_says_how_much_has_come(rank, world_size):
+    counts = (3, 0, 50_000)
+    if rank:
+        works = [dist.isend(np.full(n, rank, "f4"), 0, tag=n) for n in counts]
+        assert all(work.wait() for work in works)
+        return
+    for n in counts:
+        for turn in range(1, world_size):
+            status, x = dist.Status(), np.full(60_000, -1, "f4")
+            tag = dist.ANY_TAG if world_size == 2 else n  # where no other rank's message is the earliest
+            if turn % 2:
+                source = dist.recv(x, tag=tag, status=status)
+            else:
+                source = dist.irecv(x, tag=tag, status=status).result()
+            assert (status.source, status.tag, status.count, status.nbytes) == (source, n, n, 4 * n)
+            assert (x[:n] == source).all()
+            assert (x[n:] == -1).all()
+
+
+@pytest.mark.ranks(4)
+def test_a_status_on_a_group_says_global_ranks(rank, world_size):
+    group, status = dist.new_group([1, 3]), dist.Status()
+    if rank == 3:
+        for _ in range(3):
+            dist.send(np.zeros(2), 1, group=group)
+    elif rank == 1:
+        assert dist.recv(np.zeros(3), group=group, status=status) == status.source == 3
+        assert dist.irecv(np.zeros(3), 3, group=group, status=status).result() == status.source == 3
+        assert group.recv(np.zeros(3), status=status) == status.source == 1
+        for wrong in ([1], 4, dist.Status):
+            with pytest.raises(dist.UsageError, match="status is of type"):
+                dist.recv(np.zeros(3), 3, group=group, status=wrong)
+            with pytest.raises(dist.UsageError, match="status is of type"):
+                dist.irecv(np.zeros(3), status=wrong)
+
+
+@pytest.mark.ranks(2, 4)
 def test_a_probe_says_what_to_receive(rank, world_size):
     if rank:
         works = [dist.isend(np.full(n, rank, "f4"), 0, tag=n) for n in (3, 0, 50_000)]

@@ -13,8 +13,11 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from messages.worlds import fields
 from together import together
 
+from fastcoll.core.message import Status
+from fastcoll.core.operands import ANY_TAG
 from fastcoll.errors import CollectiveTimeoutError, MismatchError, UsageError
 from fastcoll.gpu.nccl.bindings import Config, Library, UniqueId
 from fastcoll.gpu.nccl.communicator import Seat
@@ -207,6 +210,57 @@ def test_messages_and_collectives_at_the_same_time(ranks: MailRanks) -> None:
 
 
 # ---- to oneself ------------------------------------------------------------------------------------------
+
+
+def _shorter_and_of_any_tag(ranks: MailRanks) -> None:
+    """By whatever carries the messages of two ranks, and to oneself."""
+    got, own = [np.full(9, -1, F4), np.full(9, -1, F4)], np.full(9, -1, F4)
+    found, of_own = [Status(), Status()], Status()
+
+    def does(rank: int, group: Any) -> None:
+        if rank:
+            group.send(ranks.array(1, np.full(5, 3, F4)), 0, 7)
+            with pytest.raises(MismatchError, match=r"float32, 10 elements.*float32, 9 elements"):
+                group.send(ranks.array(1, np.zeros(10, F4)), 0, 8)
+            group.send(ranks.array(1, np.full(4, 4, F4)), 0, 9)
+            return
+        assert group.recv(ranks.array(0, got[0]), 1, ANY_TAG, found[0]) == 1
+        with pytest.raises(MismatchError, match=r"any tag.*float32, 9 elements.*float32, 10 elements"):
+            group.recv(ranks.array(0, np.zeros(9, F4)), 1, ANY_TAG, Status())
+        assert group.irecv(ranks.array(0, got[1]), 1, 9, found[1]).source_rank() == 1
+        group.send(ranks.array(0, np.full(2, 5, F4)), 0, 6)
+        assert group.recv(ranks.array(0, own), 0, ANY_TAG, of_own) == 0
+
+    ranks.run(does)
+    expected = [(1, 7, 5, 20), (1, 9, 4, 16), (0, 6, 2, 8)]
+    assert [fields(status) for status in (*found, of_own)] == expected
+    assert got[0].tolist() == [3] * 5 + [-1] * 4
+    assert got[1].tolist() == [4] * 4 + [-1] * 5
+    assert own.tolist() == [5] * 2 + [-1] * 7
+
+
+def test_shorter_messages_and_any_tag(pair: MailRanks) -> None:
+    _shorter_and_of_any_tag(pair)
+
+
+def test_shorter_messages_and_any_tag_through_the_host() -> None:
+    with mail_world(2, devices=1) as ranks:
+        _shorter_and_of_any_tag(ranks)
+        assert made(ranks) == 0
+
+
+def test_a_probe_says_not_how_large_an_array_on_a_gpu_is(pair: MailRanks) -> None:
+    found = []
+
+    def does(rank: int, group: Any) -> None:
+        if rank:
+            group.send(pair.array(1, filled(1)), 0, 7)
+            return
+        found.append(fields(group.probe()))
+        group.recv(pair.array(0, filled(0)), 1, 7)
+
+    pair.run(does)
+    assert found == [(1, 7, -1, -1)]
 
 
 def test_to_oneself(pair: MailRanks) -> None:

@@ -13,7 +13,7 @@ import pytest
 from net.groups import everybody, groups
 
 import fastcoll
-from fastcoll import ReduceOp
+from fastcoll import ANY_TAG, ReduceOp, Status
 from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import (
     AbortedError,
@@ -160,6 +160,23 @@ def test_messages():
             made, lambda g: g.recv(FakeArray(got), 1) if g.rank == 0 else g.send(FakeArray(x[:2]), 0)
         )
         assert all(isinstance(result, MismatchError) for result in results)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_shorter_message_leaves_the_rest_of_the_array():
+    with staged(2) as made:
+        got, found = [np.full(5, -1.0), np.full(5, -1.0)], [Status(), Status()]
+
+        def talk(g):
+            if g.rank == 0:
+                return [g.send(FakeArray(np.full(n, 4.0)), 1, tag=n) for n in (3, 0)]
+            first = g.recv(FakeArray(got[0]), None, ANY_TAG, found[0])
+            return [first, g.irecv(FakeArray(got[1]), 0, 0, found[1]).result()]
+
+        assert done(everybody(made, talk)) == [[None, None], [0, 0]]
+        assert [(status.tag, status.count) for status in found] == [(3, 3), (0, 0)]
+        assert got[0].tolist() == [4.0] * 3 + [-1.0] * 2
+        assert got[1].tolist() == [-1.0] * 5
 
 
 # ---- order -------------------------------------------------------------------------------------------------

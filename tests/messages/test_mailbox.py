@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastcoll.core.message import Status
 from fastcoll.core.operands import ANY_TAG, LARGEST_TAG, OBJECTS_TAG
 from fastcoll.core.processes import Member
 from fastcoll.core.work import Work
@@ -28,7 +29,7 @@ from fastcoll.errors import (
 from fastcoll.interop.adopted import Adopted
 from fastcoll.shm.pipe import RingPipe
 
-from .worlds import DEADLINE, RING, NodeWorld, Rank, RingWorld, WireWorld, World, pattern, until
+from .worlds import DEADLINE, RING, NodeWorld, Rank, RingWorld, WireWorld, World, fields, pattern, until
 
 EDGES = [RING // 4, RING - 17, RING - 16, RING - 1, RING, RING + 1, 3 * RING + 5]
 FRAMES = [8191, 8192, 8193, 65535, 65536, 65537, 1_000_003]
@@ -280,6 +281,79 @@ def test_any_tag_still_compares_dtypes(worlds) -> None:
             me.recv(np.zeros(4, "i4"), 0, ANY_TAG)
 
     worlds(2).run(first, second)
+
+
+# ---- shorter messages
+
+
+@pytest.mark.parametrize("count", [0, 1, 3 * RING, 100_003])
+@pytest.mark.parametrize("stored", [False, True])
+def test_with_a_status_a_message_may_be_shorter_than_the_array(worlds, count: int, stored: bool) -> None:
+    """Received at once or later, posted or blocking; what lies behind it in the array stays."""
+
+    def first(me: Rank) -> None:
+        works = [me.isend(np.full(count, n, "i4"), 1, n) for n in (5, 6, 7)]
+        me.send(np.zeros(1), 1, 8)
+        if not stored:
+            me.send(np.full(count, 9, "i4"), 1, 9)
+        assert all(work.wait(DEADLINE) for work in works)
+
+    def second(me: Rank) -> None:
+        found = [Status() for _ in range(4)]
+        arrays = [np.full(count + n, -1, "i4") for n in (2, 0, 70_000, 1)]
+        works = []
+        if not stored:
+            works = [me.irecv(arrays[n], 0, 5 + n, found[n]) for n in (0, 1)]
+        me.recv(np.zeros(1), 0, 8)
+        if stored:
+            works = [me.irecv(arrays[n], 0, 5 + n, found[n]) for n in (0, 1)]
+        assert [work.result() for work in works] == [0, 0]
+        assert me.recv(arrays[2], None, ANY_TAG, found[2]) == 0
+        if not stored:
+            assert me.recv(arrays[3], 0, 9, found[3]) == 0
+        for n, tag in enumerate((5, 6, 7) if stored else (5, 6, 7, 9)):
+            assert fields(found[n]) == (0, tag, count, 4 * count)
+            assert (arrays[n][:count] == tag).all()
+            assert (arrays[n][count:] == -1).all()
+
+    worlds(2).run(first, second)
+
+
+def test_a_packed_array_keeps_what_lies_behind_a_shorter_message(worlds) -> None:
+    (me,) = worlds(1).ranks
+    target, status = np.full((3, 4), -1.0), Status()
+    me.send(np.arange(2.0), 0)
+    me.recv(target[:, 1], 0, 0, status)
+    assert fields(status) == (0, 0, 2, 16)
+    assert target[:, 1].tolist() == [0.0, 1.0, -1.0]
+    assert (target[:, ::2] == -1).all()
+
+
+def test_a_longer_message_and_another_dtype_are_refused_with_a_status_too(worlds) -> None:
+    def first(me: Rank) -> None:
+        for sent in (np.zeros(5, "f4"), np.zeros(2, "i4")):
+            with pytest.raises(MismatchError, match="float32, 4 elements"):
+                me.send(sent, 1)
+        me.send(np.zeros(3, "f4"), 1)
+
+    def second(me: Rank) -> None:
+        got, status = np.ones(4, "f4"), Status()
+        for text in ("float32, 5 elements", "int32, 2 elements"):
+            with pytest.raises(MismatchError, match=f"float32, 4 elements.*{text}.*number of elements. The"):
+                me.recv(got, 0, 0, status)
+        assert fields(status) == (-1, -1, -1, -1)
+        me.recv(got, 0, 0, status)
+        assert fields(status) == (0, 0, 3, 12)
+        assert got.tolist() == [0, 0, 0, 1]
+
+    worlds(2).run(first, second)
+
+
+def test_who_gives_no_status_is_told_of_it_by_a_shorter_message(worlds) -> None:
+    (me,) = worlds(1).ranks
+    me.send(np.zeros(2), 0)
+    with pytest.raises(MismatchError, match=r"a receive with status=Status\(\) takes shorter"):
+        me.recv(np.zeros(3), 0)
 
 
 # ---- probes

@@ -42,21 +42,21 @@ class Rank:
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
         self.mailbox.send(adopt(x, writable=False), dst, tag)
 
-    def recv(self, x: Any, src: int | None = None, tag: int = 0) -> int:
-        return self.mailbox.recv(adopt(x, writable=True), src, tag)
+    def recv(self, x: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
+        return self.mailbox.recv(adopt(x, writable=True), src, tag, status)
 
     def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
         return self.mailbox.isend(adopt(x, writable=False), dst, tag)
 
-    def irecv(self, x: Any, src: int | None = None, tag: int = 0) -> Work:
-        return self.mailbox.irecv(adopt(x, writable=True), src, tag)
+    def irecv(self, x: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
+        return self.mailbox.irecv(adopt(x, writable=True), src, tag, status)
 
     def probe(self, src: int | None = None, tag: int = ANY_TAG) -> tuple[int, ...]:
-        return _told(self.mailbox.probe(src, tag))
+        return fields(self.mailbox.probe(src, tag))
 
     def iprobe(self, src: int | None = None, tag: int = ANY_TAG) -> tuple[int, ...] | None:
         found = self.mailbox.iprobe(src, tag)
-        return found and _told(found)
+        return found and fields(found)
 
     def await_on_the_way(self, dst: int, count: int) -> None:
         """Wait until so many messages have gone out to `dst`, without an ack."""
@@ -78,7 +78,7 @@ class Rank:
         return self.world.has_begun(self, dst)
 
 
-def _told(status: Status) -> tuple[int, ...]:
+def fields(status: Status) -> tuple[int, ...]:
     return status.source, status.tag, status.count, status.nbytes
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...core.message import Status
 from ...core.work import ENDLESS, ProgressQueue, Work, refuse_to_block
 from ...errors import AbortedError, GroupError
 from ..device_array import DeviceArray, OnDevice
@@ -36,12 +37,19 @@ class Message(StreamWork):
         item: the array, adopted; let go when the message is over.
         kind: tag and dtype, as in p2p/.
         marks: where its stream was when the message was posted.
+
+    Attributes:
+        status: of a receive that takes shorter messages: to be filled.
+        nbytes: how much is moved.
     """
+
+    status: Status | None = None
 
     def __init__(self, describe: str, own: Own, item: OnDevice, kind: int, marks: Marks, number: int) -> None:
         super().__init__(describe, own, [item.array])
         self.item: Any = item
         self.kind, self.marks, self.number = kind, marks, number
+        self.nbytes = item.array.nbytes
         self._begun = threading.Event()
 
     @property
@@ -60,9 +68,11 @@ class Message(StreamWork):
         """Whether it is queued, or over."""
         return self._begun.is_set() or self.ended
 
-    def comes_from(self, source: int) -> None:
-        """Say whose message a receive gets; before it is queued or ends."""
-        self._result = source
+    def comes_from(self, source: int, tag: int, nbytes: int) -> None:
+        """Say which message a receive gets; before it is queued or ends."""
+        self._result, self.nbytes = source, nbytes
+        if self.status is not None:
+            self.status.fill(source, tag, nbytes // (self.array.dtype.itemsize or 1), nbytes)
 
     def queued(self, own: Own, event: int, kept: Any, error: BaseException | None) -> None:
         self.began = time.monotonic()
@@ -133,7 +143,7 @@ class Direction:
         def work(turn: Turn) -> None:
             way, peer = ("send", _RECEIVER) if self._sending else ("recv", _SENDER)
             with comm.group(message.describe):
-                comm.queue(way, turn.stream, x.address, x.nbytes, BYTES, peer)
+                comm.queue(way, turn.stream, x.address, message.nbytes, BYTES, peer)
             if not self._sending:
                 message.item.unpack(turn.stream)
 

@@ -38,11 +38,12 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from ...core.message import Status
 from ...core.operands import LARGEST_TAG
 from ...core.work import Work, refuse_to_block
 from ...errors import AbortedError, FastcollError, GroupError, UnavailableError
 from ...interop.arrays import Adopted, Array
-from ...p2p.transfers import LETTER, fits, kind_of, refused, tag_text, unfit
+from ...p2p.transfers import LETTER, fits, kind_of, refused, tag_of, tag_text, unfit
 from ..device_array import DeviceArray, OnDevice
 from ..staged import StagedMessages
 from ..streams import StreamCarrier
@@ -119,9 +120,10 @@ class NcclMessages:
             self._group.post_send(self._envelope(message), dst, tag).add_done_callback(on_taken)
         return message
 
-    def irecv(self, x: Adopted, src: int | None, tag: int) -> Work:
+    def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
         source = "any rank" if src is None else self._name(src)
         message, envelope = self._new(x, f"recv from {source}, {tag_text(tag)}", tag), blank()
+        message.status = status
 
         def on_matched(work: Work) -> None:
             if (error := work.exception()) is not None:
@@ -157,10 +159,10 @@ class NcclMessages:
         with self._posting(message):
             self._group.messages.send(self._envelope(message), dst, tag)
 
-    def recv(self, x: Adopted, src: int | None, tag: int) -> int:
+    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
         """Returns once the message is matched and queued."""
         refuse_to_block("recv")
-        return int(self._await(self.irecv(x, src, tag)))
+        return int(self._await(self.irecv(x, src, tag, status)))
 
     def _await(self, work: Work) -> Any:
         """Wait on the host until a message is queued, and on the stream until it is there; its result."""
@@ -251,8 +253,7 @@ class NcclMessages:
     def _answer(self, number: int, envelope: Letter, source: int, direction: Direction) -> None:
         """Tell the sender what comes next, and receive the message."""
         with self._claimed(number) as message:
-            message.comes_from(source)
-            verdict = self._verdict(message, envelope)
+            verdict = self._verdict(message, envelope, source)
             first = verdict == NCCL and not direction.is_connected
             identity = self._library.unique_id() if first else b""
             answer = Letter(envelope.number, *message.held, self._here(identity), verdict)
@@ -261,13 +262,15 @@ class NcclMessages:
                 direction.move(message, identity)
             elif verdict == STAGED:
                 # Waits for the array's stream here: the CPU backend's thread must not, as that may wait for messages.
-                self._go_staged(message, self._staged.irecv, source)
+                status = message.status and Status()
+                self._go_staged(message, partial(self._staged.irecv, status=status), source)
             else:
                 self._over(message, verdict, unfit, source, envelope)
 
-    def _verdict(self, message: Message, envelope: Letter) -> int:
-        if not fits(message.held, (envelope.kind, envelope.nbytes)):
+    def _verdict(self, message: Message, envelope: Letter, source: int) -> int:
+        if not fits(message.held, (envelope.kind, envelope.nbytes), message.status is not None):
             return MISFIT
+        message.comes_from(source, tag_of(envelope.kind), envelope.nbytes)
         if not envelope.nbytes:
             return NOTHING
         try:
@@ -279,14 +282,13 @@ class NcclMessages:
     def _go_staged(self, message: Message, move: Callable[..., Work], peer: int) -> None:
         """Through the host."""
         marks, message.marks = message.marks, []
-        work = move(message.item, peer, DATA, marks)
+        work = move(message.item, peer, DATA, marks=marks)
         work.add_done_callback(lambda work: message.settle(work.exception()))
 
     def _copy(self, number: int, envelope: Letter, source: int, direction: Direction) -> None:
         """Carry a message to oneself out."""
         with self._claimed(envelope.number) as sent, self._claimed(number) as received:
-            received.comes_from(source)
-            verdict = self._verdict(received, envelope)
+            verdict = self._verdict(received, envelope, source)
             if verdict in (MISFIT, NOTHING):
                 held = Letter(envelope.number, *received.held, envelope.seat)
                 self._over(sent, verdict, refused, source, held)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.group import ProcessGroup
+from ...core.message import Status
 from ...core.operands import Array, is_message, is_plain, sum_for
 from ...core.reduce_op import ReduceOp
 from ...core.status import DONE, LATER
@@ -105,28 +106,28 @@ def fast_calls(
                 raise
         return ProcessGroup.send(group, tensor, dst, tag)
 
-    def recv(tensor: Any, src: int | None = None, tag: int = 0) -> int:
-        if is_ready(tensor, src, tag):
+    def recv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
+        if status is None and is_ready(tensor, src, tag):
             try:
-                status = pipe.receive(tensor, src, kind_of(tag, tensor.dtype))  # type: ignore[arg-type]
-                if status < DONE:
-                    return -1 - status
-                if status != LATER:
-                    return messages.resume_receive(status, tensor, src, tag)
+                code = pipe.receive(tensor, src, kind_of(tag, tensor.dtype))  # type: ignore[arg-type]
+                if code < DONE:
+                    return -1 - code
+                if code != LATER:
+                    return messages.resume_receive(code, tensor, src, tag)
             except BaseException as error:
                 messages.torn(error, "recv")
                 raise
-        return ProcessGroup.recv(group, tensor, src, tag)
+        return ProcessGroup.recv(group, tensor, src, tag, status)
 
     def isend(tensor: Any, dst: int, tag: int = 0) -> Work:
         if is_ready(tensor, dst, tag):
             return gate.unheard.note(messages.isend(Adopted(tensor), dst, tag))
         return ProcessGroup.isend(group, tensor, dst, tag)
 
-    def irecv(tensor: Any, src: int | None = None, tag: int = 0) -> Work:
-        if is_ready(tensor, src, tag):
+    def irecv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
+        if status is None and is_ready(tensor, src, tag):
             return gate.unheard.note(messages.irecv(Adopted(tensor), src, tag))
-        return ProcessGroup.irecv(group, tensor, src, tag)
+        return ProcessGroup.irecv(group, tensor, src, tag, status)
 
     return {
         "all_reduce": all_reduce,
