@@ -189,7 +189,8 @@ class Wait:
         found = self._monitor.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
         if found is None and waited >= self._timeout:
             found = CollectiveTimeoutError(
-                f"{self._doing}: {self._names(late)} did not arrive within {self._timeout:g} s{self.hint()}",
+                f"{self._doing}: {self._names(late)} did not arrive within the timeout of {self._timeout:g} s"
+                f"{self.hint()}",
                 [self._monitor.members[rank].rank for rank in late],
             )
         if found is not None and self._seen:

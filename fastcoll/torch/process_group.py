@@ -23,12 +23,28 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..core.group import ProcessGroup
-from ..errors import CollectiveTimeoutError, UnavailableError, UsageError
+from ..errors import CollectiveTimeoutError, GroupError, UnavailableError, UsageError
 from . import calls as c
 from .calls import Tensors
 from .jobs import leave_group, refuse_gpus
 from .sparse import all_reduce_sparse
 from .work import DoneWork, PendingWork
+
+_GROUPS_OWN = timedelta(milliseconds=-1)  # how C++ says "the group's timeout"
+
+
+def gloos_sentence(rank: int, missing: Sequence[int], limit: float, all_of_them: bool) -> str:
+    """What Gloo's monitored barrier raises on a rank, without a full stop; ranks are group ranks."""
+    if rank > 0:
+        return (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+            "rank 0. Please check rank 0 logs for faulty rank"
+        )
+    time = f"{1000 * limit:.0f} ms"
+    if limit <= 0 or not missing:
+        return f"Rank 0 timed out in monitoredBarrier after {time}"
+    ranks = f"Ranks {', '.join(map(str, missing))}" if all_of_them else f"Rank {missing[0]}"
+    return f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {time}"
 
 
 def _lacks(name: str, cure: str) -> Any:
@@ -154,11 +170,17 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return DoneWork([])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names every missing rank on every rank, whatever `wait_all_ranks` is.
+        """A barrier that names every missing rank on every rank, behind Gloo's sentence, which programs match.
 
-        Up to 2.13 torch.distributed.monitored_barrier calls it for Gloo's groups alone; call it on the group.
+        torch.distributed.monitored_barrier calls it only where the backend is named gloo; else call it on the group.
         """
-        self.fastcoll.monitored_barrier(None if timeout is None else timeout.total_seconds())
+        limit = self.fastcoll.timeout if timeout in (None, _GROUPS_OWN) else timeout.total_seconds()
+        try:
+            self.fastcoll.monitored_barrier(limit)
+        except GroupError as error:
+            missing = [number for number, rank in enumerate(self.fastcoll.ranks) if rank in error.ranks]
+            said = gloos_sentence(self.fastcoll.rank, missing, limit, wait_all_ranks)
+            raise type(error)(f"{said}; {error}", error.ranks) from error
 
     # ---- point to point ---------------------------------------------------------------------------
 
@@ -176,6 +198,8 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """What collectives may take from now on; sends and receives keep the timeout that the group was made with."""
         self.fastcoll.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout  # the name at Gloo's and NCCL's backends
 
     def get_error(self) -> Any:
         failure, kinds = self.fastcoll.failure, c10d.ErrorType

@@ -48,6 +48,34 @@ def groups_of_some_ranks() -> None:
         assert said == [1, 2]
 
 
+def monitored_barriers_say_what_gloos_say() -> None:
+    """Programs match these sentences; what fastcoll says itself follows."""
+    for all_ranks, culprits in ((False, "Rank 1"), (True, "Ranks 1, 2")):
+        for backend in ("fastcoll", "gloo"):
+            group = dist.new_group(backend=backend, timeout=pair.TIMEOUT)
+            if rank() == 0:
+                match = rf"\[Rank 0\]: {culprits} failed to pass monitoredBarrier in 100 ms"
+                with pytest.raises(RuntimeError, match=match):
+                    group.monitored_barrier(timedelta(milliseconds=100), wait_all_ranks=all_ranks)
+    group, some = dist.new_group(backend="fastcoll"), dist.new_group([1, 2], backend="fastcoll")
+    if rank() == 1:
+        match = "Rank 1 successfully reached monitoredBarrier, but received errors while waiting"
+        with pytest.raises(
+            CollectiveTimeoutError,
+            match=f"{match} for send/recv from rank 0.* rank 0 \\(pid.*within the timeout of 0.1 s",
+        ):
+            group.monitored_barrier(timedelta(milliseconds=100))
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"\]: Rank 1 failed to pass monitored.*; .*rank 2 \(pid"
+        ):
+            some.monitored_barrier(timedelta(milliseconds=100))
+    late = dist.new_group(backend="fastcoll")
+    if rank() == 0:
+        with pytest.raises(CollectiveTimeoutError, match="Rank 0 timed out in monitoredBarrier after 0 ms"):
+            late.monitored_barrier(timedelta(0))
+    dist.barrier(pair.OURS)
+
+
 def fastcolls_own_world_beside_it() -> None:
     assert not fastcoll.is_initialized()
     fastcoll.init_process_group(
@@ -80,9 +108,10 @@ def what_torch_asks_a_backend() -> None:
     ours = pair.OURS._get_backend(torch.device("cpu"))
     assert ours.options.backend == "fastcoll"
     assert ours.options._timeout == pair.TIMEOUT
-    ours.set_timeout(timedelta(seconds=50))
-    assert ours.options._timeout == timedelta(seconds=50)
-    ours.set_timeout(pair.TIMEOUT)
+    for set_timeout in (ours.set_timeout, ours._set_default_timeout):
+        set_timeout(timedelta(seconds=50))
+        assert ours.options._timeout == timedelta(seconds=50)
+        ours.set_timeout(pair.TIMEOUT)
     for name in (
         "splitting",
         "coalescing",
@@ -136,6 +165,7 @@ def what_is_refused() -> None:
 CHECKS = (
     barriers,
     groups_of_some_ranks,
+    monitored_barriers_say_what_gloos_say,
     fastcolls_own_world_beside_it,
     children_of_fork_leave_the_group_alone,
     what_torch_asks_a_backend,

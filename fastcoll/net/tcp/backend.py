@@ -182,7 +182,7 @@ class TcpBackend(Backend):
             names = ", ".join(self.monitor.name(peer) for peer in sorted(late))
             raise CollectiveTimeoutError(
                 f"{what}, call {self.context[words.CALLS] + 1} of group {self.gate.name!r}: {names} did not arrive "
-                f"within {limit:g} s",
+                f"within the timeout of {limit:g} s",
                 [self.gate.ranks[peer] for peer in sorted(late)],
             )
         self.gate.check_usable()  # a signal handler may have closed the group meanwhile
