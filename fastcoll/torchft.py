@@ -32,7 +32,9 @@ class ProcessGroupFastcoll(ProcessGroupWrapper):  # type: ignore[misc]
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> FastcollProcessGroup:
         timeout = self._timeout.total_seconds()
-        return FastcollProcessGroup(make_group(store, "torchft", rank, world_size, timeout, (), world_size))
+        return FastcollProcessGroup(
+            make_group(store, "torchft", rank, world_size, timeout, (), world_size), store
+        )
 
     def getBackendName(self) -> str:
         return "torchft-fastcoll"

@@ -72,6 +72,11 @@ def refuse_gpus(group: ProcessGroup) -> NoReturn:
     )
 
 
+def refuse_options(pg_options: Any) -> None:
+    if pg_options is not None:
+        raise UnavailableError(f"pg_options is {pg_options!r}, but this backend has no options; leave it out")
+
+
 def leave_group(group: ProcessGroup) -> None:
     """Leave a group; twice is fine. What was lost is logged: an exception would leave torch a group half destroyed."""
     if (lost := standalone.leave_groups([group], sys.exc_info()[1])) is not None:

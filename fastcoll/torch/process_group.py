@@ -26,7 +26,7 @@ from ..core.group import ProcessGroup
 from ..errors import CollectiveTimeoutError, GroupError, UnavailableError, UsageError
 from . import calls as c
 from .calls import Tensors
-from .jobs import leave_group, refuse_gpus
+from .jobs import leave_group, make_group, refuse_gpus, refuse_options
 from .sparse import all_reduce_sparse
 from .work import DoneWork, PendingWork
 
@@ -59,13 +59,15 @@ def _lacks(name: str, cure: str) -> Any:
 class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A process group of torch on the group `fastcoll`, whose methods' errors it raises; operations return a Work.
 
-    `opts` are torch's options of each operation, None for the defaults; ranks are group ranks.
+    `opts` are torch's options of each operation, None for the defaults; ranks are group ranks. `store` is torch's, of
+    the group alone.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, store: Any) -> None:
         super().__init__(group.rank, group.size)
-        self.fastcoll = group
+        self.fastcoll, self._store = group, store
         self._name = self._description = ""
+        self._is_split = False
 
     # ---- reductions -------------------------------------------------------------------------------
 
@@ -195,6 +197,45 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # ---- life -------------------------------------------------------------------------------------
 
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> FastcollProcessGroup | None:
+        """A group of these members, who have their places in the list as ranks; None on others, who need not call.
+
+        torch.distributed.split_group calls it, from 2.15 on without an accelerator, too.
+        """
+        whole, name = self.fastcoll, group_name or f"{self._name}:split:{list(new_ranks)}"
+        refuse_options(opts)
+        if device_types is not None and torch.device("cpu") not in device_types:
+            refuse_gpus(whole)
+        members = [whole.ranks[whole.checked_rank("new_ranks", rank)] for rank in new_ranks]
+        if whole.rank not in new_ranks:
+            return None
+        store, limit = dist.PrefixStore(f"{name}/", self._store), whole.timeout
+        made = make_group(
+            store,
+            name,
+            list(new_ranks).index(whole.rank),
+            len(members),
+            limit if timeout is None else timeout.total_seconds(),
+            members,
+            dist.get_world_size() if dist.is_initialized() else whole.size,
+        )
+        group = FastcollProcessGroup(made, store)
+        group._is_split = True
+        group.setGroupName(name)
+        group.setGroupDesc(group_desc or f"{self._description}:split")
+        return group
+
+    def get_group_store(self) -> Any:
+        return self._store
+
     def set_timeout(self, timeout: timedelta) -> None:
         """What collectives may take from now on; sends and receives keep the timeout that the group was made with."""
         self.fastcoll.timeout = timeout.total_seconds()
@@ -244,8 +285,10 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # From 2.15 on a group that has devices while torch makes it gets a flight recorder, which needs C++ backends.
-        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
+        # From 2.15 on a group that has devices while torch makes it may get a flight recorder, which needs a group in
+        # C++. One that is split off must have them by then; registration.py asks that it gets no recorder.
+        is_made = self._is_split or self in dist.distributed_c10d._world.pg_map
+        return [torch.device("cpu")] if is_made else []
 
     def _get_backend(self, device: torch.device) -> FastcollProcessGroup:
         if torch.device(device).type != "cpu":
@@ -259,7 +302,8 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # ---- what torch asks other backends for -------------------------------------------------------
 
-    supports_splitting = supports_coalescing = supports_shrinking = supports_reconfigure = False
+    supports_splitting = True
+    supports_coalescing = supports_shrinking = supports_reconfigure = False
     supports_window = supports_abort_hooks = supports_completion_hooks = False
     supports_time_estimate = _supports_time_estimate = False
 
@@ -267,7 +311,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return False
 
     shrink = _lacks("shrink", "destroy this one, and make one of the other ranks by new_group(ranks)")
-    split = split_group = _lacks("split", "use torch.distributed.new_group(ranks)")
+    split = _lacks("split", "use split_group(ranks), or torch.distributed.new_group(ranks)")
     merge = merge_remote_group = _lacks("merge", "start all ranks in one world, and use new_group(ranks)")
     reconfigure = get_reconfigure_handle = _lacks("reconfigure", "let torchrun start the ranks anew")
     suspend = resume = memory_stats = _lacks(

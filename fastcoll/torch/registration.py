@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 
 from .. import config
 from ..errors import UnavailableError
-from .jobs import make_group
+from .jobs import make_group, refuse_options
 from .process_group import FastcollProcessGroup
 from .work import PendingWork
 
@@ -38,6 +38,9 @@ def register() -> None:
     if not hasattr(dist, "gather_single"):  # came together with torch's own look at groups in Python
         _kept.append(torch.library.Library("_c10d_functional", "IMPL", "CPU"))
         _kept[0].impl("all_gather_into_tensor_out", _all_gather_into_tensor_out)
+    # torch 2.15 attaches its flight recorder, which knows groups in C++ alone, to others than these; ours has its own.
+    record_themselves: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    record_themselves.add("fastcoll")
     run_uncompiled(_methods_of_groups())
     # A list: torch 2.13 takes a text for a list of one-letter devices.
     dist.Backend.register_backend("fastcoll", create, extended_api=True, devices=["cpu"])
@@ -69,8 +72,7 @@ def _be_default(for_gloo: bool) -> None:
 
 def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
     """What torch calls to make a group."""
-    if pg_options is not None:
-        raise UnavailableError(f"pg_options is {pg_options!r}, but this backend has no options; leave it out")
+    refuse_options(pg_options)
     group = make_group(
         options.store,
         str(options.group_id),
@@ -80,7 +82,7 @@ def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
         options.global_ranks_in_group,
         dist.get_world_size() if dist.is_initialized() else options.group_size,
     )
-    return FastcollProcessGroup(group)
+    return FastcollProcessGroup(group, options.store)
 
 
 def _all_gather_into_tensor_out(

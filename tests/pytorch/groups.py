@@ -48,6 +48,43 @@ def groups_of_some_ranks() -> None:
         assert said == [1, 2]
 
 
+def groups_that_are_split_off() -> None:
+    """On CPUs torch.distributed's own function takes Gloo's groups too from 2.15 on."""
+
+    def check(group: Any, parent: Any) -> None:
+        assert [group.rank(), group.size()] == [{2: 0, 0: 1}[rank()], 2]
+        x = data(torch.float32, 3)
+        dist.all_reduce(x, group=group)
+        equal(x, data(torch.float32, 3, of=0) + data(torch.float32, 3, of=2))
+        assert [group.group_name, type(group)] != [parent.group_name, type(pair.GLOO)]
+        assert dist.get_process_group_ranks(group) == [2, 0]
+
+    whole = dist.new_group(backend="fastcoll")
+    alone = whole.split_group([1], group_name="alone")
+    if rank() == 1:
+        x = data(torch.float32, 3)
+        alone.allreduce(x).wait()
+        equal(x, data(torch.float32, 3))
+        assert alone.fastcoll.timeout == whole.fastcoll.timeout
+        assert alone.group_name == "alone"
+    else:
+        assert alone is None
+    for wrong in ({"new_ranks": [3]}, {"new_ranks": [0], "opts": object()}):
+        with pytest.raises(RuntimeError, match=r"ranks 0\.\.2|no options"):
+            whole.split_group(**wrong)
+    if hasattr(dist, "set_timeout"):  # 2.15
+        for backend in ("fastcoll", "gloo"):
+            parent = dist.new_group(backend=backend)
+            group = dist.split_group(parent, [[2, 0]], timeout=timedelta(seconds=50), group_desc="some")
+            assert (group is dist.GroupMember.NON_GROUP_MEMBER) == (rank() == 1)
+            if rank() != 1:
+                check(group, parent)
+                assert [dist.get_backend(group), group.group_desc] == [backend, "some"]
+                assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=50)
+                dist.destroy_process_group(group)
+    dist.barrier(pair.OURS)
+
+
 def monitored_barriers_say_what_gloos_say() -> None:
     """Programs match these sentences; what fastcoll says itself follows."""
     for all_ranks, culprits in ((False, "Rank 1"), (True, "Ranks 1, 2")):
@@ -113,7 +150,6 @@ def what_torch_asks_a_backend() -> None:
         assert ours.options._timeout == timedelta(seconds=50)
         ours.set_timeout(pair.TIMEOUT)
     for name in (
-        "splitting",
         "coalescing",
         "shrinking",
         "reconfigure",
@@ -123,7 +159,7 @@ def what_torch_asks_a_backend() -> None:
     ):
         assert not getattr(ours, f"supports_{name}")
     for name in (
-        "shrink split split_group merge merge_remote_group reconfigure get_reconfigure_handle suspend resume "
+        "shrink split merge merge_remote_group reconfigure get_reconfigure_handle suspend resume "
         "memory_stats new_window allocate_tensor register_abort_hook register_completion_hook"
     ).split():
         with pytest.raises(UnavailableError, match=r".+: a group of fastcoll has no such thing; .+"):
@@ -165,6 +201,7 @@ def what_is_refused() -> None:
 CHECKS = (
     barriers,
     groups_of_some_ranks,
+    groups_that_are_split_off,
     monitored_barriers_say_what_gloos_say,
     fastcolls_own_world_beside_it,
     children_of_fork_leave_the_group_alone,
