@@ -125,6 +125,12 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_NEWCOMER": Setting(
         _switch, 0, "1: this process takes the place of a rank that has failed; the launcher sets it"
     ),
+    "FASTCOLL_PLACE": Setting(
+        str,
+        "",
+        "NAME:RANK/SIZE: what the launcher calls this process, and its rank while the ranks have not met; "
+        "the launcher sets it",
+    ),
     "FASTCOLL_TORCH_DEFAULT": Setting(
         _torch_default,
         "",

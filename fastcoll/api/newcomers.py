@@ -13,6 +13,7 @@ Keys, under elastic/:
     invited/<n>     JSON: the attempt, the newcomer's rank and the size of the world
     attempts        attempts so far: their numbers; outcome/<a> as above
     world<a>/...    where those of attempt a meet, and their job's part of the store
+    first/<k>/...   the same for the attempts of the first meeting (beginning.py); start/...: how these go
     cleared         attempts before this one have no world<a>/ any more
     over            the job has ended
 """
@@ -30,6 +31,7 @@ from ..core.group import ProcessGroup
 from ..core.processes import this_process
 from ..errors import FastcollError, GroupError, RendezvousError, StoreError, UsageError
 from ..rendezvous import PrefixStore, Store
+from ..rendezvous.attempts import Attempts
 from ..rendezvous.waiting import fetch_for
 from .job import Job
 
@@ -70,16 +72,22 @@ class Lobby:
             raise UsageError(f"an elastic job's store (FASTCOLL_ELASTIC) is at HOST:PORT, got {address!r}")
         self._store = TCPStore(host.strip("[]"), int(port), timeout=patience)
         self._keys = PrefixStore("elastic", self._store)
+        self.attempts = Attempts(self._store)
         self._settled = 0  # so many have registered, of whom nobody waits any more
 
     def close(self) -> None:
         """Let go of the store. Twice is fine."""
         self._store.close()
 
-    def place(self, attempt: int) -> tuple[Store, Callable[[], None]]:
+    def place(self, name: str) -> tuple[Store, Callable[[], None]]:
         """Where those of an attempt meet, on a connection of its own, and what closes that."""
         store = self._store.clone()
-        return PrefixStore(f"elastic/world{attempt}", store), store.close
+        return PrefixStore(f"elastic/{name}", store), store.close
+
+    def attempts_apart(self) -> tuple[Attempts, Callable[[], None]]:
+        """As `attempts`, on a connection of its own, and what closes that."""
+        store = self._store.clone()
+        return Attempts(store), store.close
 
     def decide(self, attempt: int, made: bool) -> bool:
         """Whether the attempt's world counts; `made` is how it went here, for when this is the first to say."""
@@ -133,8 +141,8 @@ class Lobby:
     def clear(self, attempt: int) -> None:
         """Forget the places of all attempts before this one, in whose world all ranks are now."""
         first = int(self._keys.peek(["cleared"])[0] or 1)
-        for before in range(first, attempt):
-            self._keys.retire(f"world{before}/", 1)
+        for name in ["first", *(f"world{before}" for before in range(first, attempt))]:
+            self._keys.retire(f"{name}/", 1)
         self._keys.set("cleared", str(attempt))
 
     def _forget(self, n: int, *names: str) -> None:
@@ -179,14 +187,15 @@ class Lobby:
 
 
 Start = Callable[
-    [Store, int, int, Callable[[], None], Callable[[ProcessGroup], None]], tuple[Job, ProcessGroup]
+    [Store, int, int, Callable[[], None], Callable[[ProcessGroup], None], float], tuple[Job, ProcessGroup]
 ]
-"""Joins as a rank of so many in a store, with what closes it and what confirms the new world or raises."""
+"""Joins as a rank of so many in a store, with what closes it, what confirms the new world or raises, and seconds."""
 
 
-def come_in(address: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
+def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
     """Join the job at whose store this process is a newcomer; `timeout` is for being invited, in seconds.
 
+    `name` is what the launcher calls this process, else one of its own.
     An attempt that is off, as another newcomer has died or does not fit, is followed by the next one.
     """
     deadline, lobby = time.monotonic() + timeout, Lobby(address, _STORE_SECONDS)
@@ -197,10 +206,13 @@ def come_in(address: str, timeout: float, start: Start) -> tuple[Job, ProcessGro
             def confirm(world: ProcessGroup, attempt: int = invited.attempt) -> None:
                 if not lobby.decide(attempt, passes_barrier(world)):
                     raise RendezvousError("another newcomer, or a rank of the job, could not join")
+                lobby.attempts.join(name)
 
-            store, close = lobby.place(invited.attempt)
+            store, close = lobby.place(f"world{invited.attempt}")
             try:
-                return start(store, invited.rank, invited.size, close, confirm)
+                job, world = start(store, invited.rank, invited.size, close, confirm, FORMING_SECONDS)
+                job.is_joiner = True
+                return job, world
             except BaseException as error:
                 with suppress(StoreError):
                     lobby.decide(invited.attempt, False)

@@ -33,14 +33,17 @@ from ..errors import (
     UsageError,
 )
 from ..rendezvous import PrefixStore, Store, adopted, has_handler, meet
+from ..rendezvous.attempts import Place, place_of
 from ..rendezvous.join import join, registered
 from ..rendezvous.store import Rendezvous
 from ..rendezvous.waiting import LateWarning
 from . import backends
 from .backends import BackendChoice, MakeGroup, parse_backend
+from .beginning import begin, met_elsewhere
 from .groups import Group, NonMember, groups
 from .job import Job, has_left, times_settled
 from .leaving import ExitHook, close, leave
+from .newcomers import Start, come_in
 from .shared_arrays import shared_arrays
 from .standalone import leave_groups
 
@@ -151,15 +154,23 @@ def init_process_group(
         >>> import fastcoll as dist
         >>> dist.init_process_group()
     """
-    if config.get("FASTCOLL_NEWCOMER") and store is None and init_method in (None, "env://"):
+    by_environment = store is None and init_method in (None, "env://")
+    if config.get("FASTCOLL_NEWCOMER") and by_environment:
         check_unused(pg_options, device_id)
         join_as_newcomer(config.get("FASTCOLL_ELASTIC"), backend, timeout)
         return
     choice, limit = _prepare(backend, timeout)
     check_unused(pg_options, device_id)
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
+    place = _place()
+    begins = place is not None and rank in (-1, place.rank) and world_size in (-1, place.size)
+    if place is not None and begins and by_environment and not choice.initialises_mpi:
+        _enter(functools.partial(_begin, place, choice, limit), choice)
+        return
     find = _chosen_way(init_method, store, rank, world_size, limit, group_name, choice)
     _enter(functools.partial(_start, find, choice, limit), choice)
+    if place is not None:
+        met_elsewhere(config.get("FASTCOLL_ELASTIC"), place)
 
 
 def join_as_newcomer(address: str, backend: str | None = None, timeout: Timeout = None) -> None:
@@ -173,20 +184,52 @@ def join_as_newcomer(address: str, backend: str | None = None, timeout: Timeout 
         RendezvousError: the job has ended, or nobody has taken this process in (StoreTimeoutError).
         UsageError: the address is none, or the job has another backend.
     """
-    from .newcomers import FORMING_SECONDS, come_in
-
     choice, limit = _prepare(backend, timeout)
     backends.load(choice)  # the ranks of the job wait for nobody who imports
+    place, me = _place(), this_process()
+    name = f"{me.boot_id}/{me.pid}/{me.start_time}" if place is None else place.name
+
+    def enter() -> tuple[Job, ProcessGroup]:
+        start = _start_in_store(choice, limit)
+        first = None if place is None else begin(address, place, limit, start)
+        return first or come_in(address, name, limit, start)
+
+    _enter(enter, choice)
+
+
+def _place() -> Place | None:
+    """This process's place in the first meeting of an elastic job of the launcher's, while that is ahead."""
+    text = config.get("FASTCOLL_PLACE")
+    return place_of(text) if text and not _starts else None
+
+
+def _begin(place: Place, choice: BackendChoice, limit: float) -> tuple[Job, ProcessGroup]:
+    """Meet the other ranks in the launcher's store."""
+    first = begin(config.get("FASTCOLL_ELASTIC"), place, limit, _start_in_store(choice, limit))
+    if first is None:
+        raise RendezvousError(
+            f"the job has begun without rank {place.rank}: the others have met by other means"
+        )
+    return first
+
+
+def _start_in_store(choice: BackendChoice, limit: float) -> Start:
+    """Joins in a store that outlives the ranks; `limit` is the timeout of the job from then on."""
 
     def start(
-        store: Store, rank: int, size: int, close: Callable[[], None], confirm: Callable[[ProcessGroup], None]
+        store: Store,
+        rank: int,
+        size: int,
+        close: Callable[[], None],
+        confirm: Callable[[ProcessGroup], None],
+        within: float,
     ) -> tuple[Job, ProcessGroup]:
         found = Found(store, rank, size, lambda _: close(), confirm)
-        job, world = _start(lambda: found, choice, FORMING_SECONDS)
+        job, world = _start(lambda: found, choice, within)
         job.timeout = world.timeout = limit
         return job, world
 
-    _enter(functools.partial(come_in, address, limit, start), choice)
+    return start
 
 
 def _prepare(backend: str | None, timeout: Timeout) -> tuple[BackendChoice, float]:

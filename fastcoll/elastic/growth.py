@@ -88,7 +88,7 @@ def _join(lobby: Lobby, attempt: Attempt, undo: ExitStack) -> Job:
         if attempt.newcomers and (left := lobby.gone(attempt.newcomers)):
             raise PeerDiedError(f"{len(left)} newcomers died while they joined")
 
-    store, close_store = lobby.place(attempt.number)
+    store, close_store = lobby.place(f"world{attempt.number}")
     undo.callback(close_store)
     members = join(store, before.rank, size, str(before.choice), FORMING_SECONDS, look)
     undo.callback(forget, members)

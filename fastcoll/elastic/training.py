@@ -23,9 +23,17 @@ from ..api.collectives import all_gather_single, barrier, broadcast
 from ..api.groups import groups, is_initialized
 from ..api.newcomers import JobEndedError, Lobby
 from ..api.recovery import shrink
-from ..api.world import destroy_process_group, init_process_group, join_as_newcomer
+from ..api.world import current_job, destroy_process_group, init_process_group, join_as_newcomer
 from ..core.operands import whole
-from ..errors import AbortedError, FastcollError, GroupError, MismatchError, StoreError, UsageError
+from ..errors import (
+    AbortedError,
+    FastcollError,
+    GroupError,
+    MismatchError,
+    RendezvousError,
+    StoreError,
+    UsageError,
+)
 from .growth import Attempt, NotGrownError, grow
 from .state import State
 
@@ -158,7 +166,7 @@ class _Run:
     def __init__(self, state: State, terms: _Terms) -> None:
         self._state, self._terms, self._number = state, terms, next(_numbers)
         self._address: str = config.get("FASTCOLL_ELASTIC") if terms.store is None else terms.store
-        self._has_state, self._grows = False, False
+        self._has_state, self._grows, self._is_joiner = False, False, False
         self._size = self._restarts = 0  # ranks when the state was last the same on all; restarts so far
         self._found: Lobby | None = None
         self._next_look, self._at_once = 0.0, _MOST_AT_ONCE
@@ -169,6 +177,7 @@ class _Run:
             self._join()
         try:
             self._check_start()
+            self._is_joiner = current_job().is_joiner
             self._state.commit()  # what a death before the first commit goes back to
             self._state.at_commit(self._look)
             while True:
@@ -229,6 +238,10 @@ class _Run:
                 raise
             raise self._strangers(range(self._size, size), str(error)) from None
         has_state, finds, sizes, restarts, numbers = rows.T.tolist()
+        if self._is_joiner and not any(has_state):
+            raise RendezvousError(
+                "the state is lost: every rank that had it has died, and newcomers have none"
+            )
         source = has_state.index(max(has_state))
         if others := [rank for rank, number in enumerate(numbers) if number != numbers[source]]:
             where = (

@@ -53,11 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if options.has_generations:
             return _run_generations(options, job, logs, supervise, console)
-        return _run_once(options, job, logs, supervise)
+        return _run_once(options, job, logs, supervise, console)
 
 
 def _run_once(
-    options: argparse.Namespace, job: Job, logs: Path | None, supervise: Callable[..., Supervisor]
+    options: argparse.Namespace,
+    job: Job,
+    logs: Path | None,
+    supervise: Callable[..., Supervisor],
+    console: Console,
 ) -> int:
     """Run one set of ranks, of which some may be replaced."""
     goes_on = options.min_ranks is not None
@@ -70,10 +74,14 @@ def _run_once(
         nodes = Nodes(1, 0, "127.0.0.1", 0)
     with nodes or nullcontext():
         if nodes and goes_on:
+            if job.nodes > 1 and not nodes.address:  # the ranks of the other nodes would wait there
+                console.say("with --min_ranks the ranks of all nodes meet there: give another --nodes_port")
+                return 1
             job = replace(job, elastic=nodes.address)
         restarts = options.max_restarts if goes_on else 0
+        report = nodes.report if nodes and job.elastic else None
         return supervise(
-            job, logs=logs, nodes=nodes, min_ranks=options.min_ranks, max_restarts=restarts
+            job, logs=logs, nodes=nodes, min_ranks=options.min_ranks, max_restarts=restarts, report=report
         ).run()
 
 

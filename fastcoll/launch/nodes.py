@@ -11,6 +11,7 @@
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 when several ranks share the node, unless set already |
 | FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks, where some may fail and others go on |
 | FASTCOLL_NEWCOMER | 1 for a process in the place of a rank that has failed; it has no RANK and no WORLD_SIZE |
+| FASTCOLL_PLACE | beside FASTCOLL_ELASTIC: the process's name, and its rank while the ranks have not met |
 
 The launchers of a job's nodes tell one another that a rank has failed, so that all of them end. They meet in a store,
 as ranks do, which node 0's launcher serves on a port of its own, with the job's secret. The first failure is set there.
@@ -31,12 +32,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import failpoints
 from ..errors import FastcollError, ResourceError, StoreError, StoreTimeoutError
+from ..rendezvous.attempts import Attempts, Loss, Place, Standing
 from ..rendezvous.detect import port_beside
 from .generations import Share
 from .lifeline import describe_exit
@@ -56,7 +59,11 @@ _FIRST_SECONDS = 2.0  # that ranks wait for their launcher to meet the others
 _LOOK_SECONDS = 5.0  # a wait for the key; the server answers at its end
 _LAST_SECONDS = 5.0  # for a failure to reach the others, as this launcher ends
 _POLL_SECONDS = 0.05
-_OF_LAUNCHERS = ("FASTCOLL_ELASTIC", "FASTCOLL_NEWCOMER")  # another one's would mislead our ranks
+_OF_LAUNCHERS = (
+    "FASTCOLL_ELASTIC",
+    "FASTCOLL_NEWCOMER",
+    "FASTCOLL_PLACE",
+)  # another one's would mislead our ranks
 _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -97,6 +104,11 @@ class Job:
         """The rank in the whole job of one of this node's ranks."""
         return self.share.first + local_rank
 
+    def place(self, local_rank: int, newcomer: int) -> Place:
+        """What one of this node's ranks, or the process that takes its place, is in an elastic job."""
+        name = f"{self.node_rank}.new{newcomer}" if newcomer else f"{self.node_rank}.{local_rank}"
+        return Place(name, self.rank(local_rank), self.share.world_size)
+
     def command(self, local_rank: int) -> list[str]:
         """The command line of one of this node's ranks."""
         told = [f"--local_rank={local_rank}"] if self.pass_local_rank else []
@@ -113,15 +125,14 @@ class Job:
         has_one = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
         return {} if has_one or self.nodes > 1 else {"FASTCOLL_SECRET": self._secret}
 
-    def environment(
-        self, local_rank: int, inherited: Mapping[str, str], is_newcomer: bool = False
-    ) -> dict[str, str]:
-        """The whole environment of one rank, or of a process that takes the place of one."""
+    def environment(self, local_rank: int, inherited: Mapping[str, str], newcomer: int = 0) -> dict[str, str]:
+        """The whole environment of one rank, or of a process that takes the place of one, with its number."""
+        elastic = {"FASTCOLL_ELASTIC": self.elastic, "FASTCOLL_PLACE": str(self.place(local_rank, newcomer))}
         made = {
             **{name: value for name, value in inherited.items() if name not in _OF_LAUNCHERS},
             **self.secret(inherited),
             **{name: "1" for name in self.single_threaded(inherited)},
-            **({"FASTCOLL_ELASTIC": self.elastic} if self.elastic else {}),
+            **(elastic if self.elastic else {}),
             "RANK": str(self.rank(local_rank)),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.share.world_size),
@@ -135,7 +146,7 @@ class Job:
             made["ROLE_RANK"] = str(self.share.role_first + local_rank)
             made["ROLE_WORLD_SIZE"] = str(self.share.role_size)
             made["GROUP_WORLD_SIZE"] = str(self.nodes)
-        if is_newcomer:
+        if newcomer:
             made["FASTCOLL_NEWCOMER"] = "1"
             for name in ("RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"):
                 made.pop(name, None)
@@ -258,6 +269,24 @@ class Nodes:
             self._told, store = self._told or failure, self._store
         if store is not None:  # on a thread, as node 0 may be out of reach by now
             threading.Thread(target=self._publish, args=(store, failure), daemon=True).start()
+
+    def report(self, loss: Loss) -> Future[Standing | None]:
+        """Let all processes of an elastic job know of a loss here. Never blocks.
+
+        The result is how the job stands then; None where the store is out of reach.
+        """
+        answer = Future[Standing | None]()
+
+        def ask() -> None:
+            standing, store = None, self._store
+            try:
+                with contextlib.suppress(StoreError):
+                    standing = None if store is None else Attempts(store).report(loss)
+            finally:
+                answer.set_result(standing)
+
+        threading.Thread(target=ask, name="fastcoll-loss", daemon=True).start()
+        return answer
 
     def _open(self) -> None:
         """Reach the store, once node 0 serves it, unless this launcher ends before."""

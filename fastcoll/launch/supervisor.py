@@ -19,12 +19,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from .. import config, failpoints
 from ..core import dump
+from ..rendezvous.attempts import Loss, Standing
 from . import lifeline
 from .console import Console, is_ready
 from .nodes import Failure, Job, left
@@ -138,6 +141,7 @@ class RankProcess:
         newcomer: int = 0,
     ) -> None:
         self.rank, self.local_rank = job.rank(local_rank), local_rank
+        self.place = job.place(local_rank, newcomer)
         self.started, self.is_newcomer = time.monotonic(), newcomer > 0
         self.name = f"newcomer {newcomer}" if newcomer else f"rank {self.rank}"
         label = f"new {newcomer}" if newcomer else str(self.rank)
@@ -166,7 +170,7 @@ class RankProcess:
                 stdin=None if local_rank == 0 and not newcomer else subprocess.DEVNULL,
                 stdout=ends[0],
                 stderr=ends[1],
-                env={**job.environment(local_rank, os.environ, self.is_newcomer), **error},
+                env={**job.environment(local_rank, os.environ, newcomer), **error},
                 pass_fds=job.descriptors,
                 start_new_session=True,
             )
@@ -198,6 +202,24 @@ class RankProcess:
                 relay.finish()
 
 
+@dataclass(eq=False)
+class _Lost:
+    """A rank that failed, without which the others may go on."""
+
+    rank: RankProcess
+    said: str  # how it failed
+    newcomer: tuple[float, int] | None  # the pause before the one that takes its place, and that one's number
+    report: Future[Standing | None] | None
+
+    def cannot_go_on(self, standing: Standing) -> str:
+        """Why the others cannot go on without it; empty: they can."""
+        if standing.is_state_lost:
+            return "; every rank that had the state has failed, so the state is lost: newcomers have none"
+        if self.newcomer is None and standing.has_come and not standing.has_met:
+            return "; the ranks had not all met, and no restart is left"
+        return ""
+
+
 class Supervisor:
     """Runs one node's ranks to their end.
 
@@ -211,6 +233,7 @@ class Supervisor:
         followed: whether a rank that has failed did so because of another one; None: its last lines tell.
         min_ranks: a rank that fails ends the others only where fewer than so many are left; None: in any case.
         max_restarts: so many of those that failed, and did not end the others, are replaced by newcomers.
+        report: publishes the loss of a process in an elastic job, and has how that stands then.
 
     Attributes:
         first: the one of `ranks` that failed first, once it is known.
@@ -232,6 +255,7 @@ class Supervisor:
         console: Console | None = None,
         tick: float = TICK_SECONDS,
         outputs: Outputs | None = None,
+        report: Callable[[Loss], Future[Standing | None]] | None = None,
     ) -> None:
         self.ranks: list[RankProcess] = []
         self.first: RankProcess | None = None
@@ -246,6 +270,9 @@ class Supervisor:
         self._min_ranks = job.local_size if min_ranks is None else min_ranks
         self._running: set[RankProcess] = set()
         self._max_restarts, self._pauses = max_restarts, Pauses()
+        self._report = report
+        self._lost: list[_Lost] = []  # what is to follow from these is not known yet
+        self._missing: list[RankProcess] = []  # that the others cannot meet without, if they mean to
         self._newcomers: list[tuple[float, int, int]] = []  # to be started: when, in whose place, its number
         self._restarts = 0
         self._not_ours = set(lifeline.children_of(os.getpid()))
@@ -256,6 +283,7 @@ class Supervisor:
         self._exit_code = 0
         self._failed: RankProcess | None = None  # the one to name as the first, at _name_at at the latest
         self._name_at = 0.0
+        self._why = ""  # the others cannot go on without it
         self._kill_at: float | None = None  # when the grace ends; None: nobody was asked to end
         self._hurries = False  # whether a signal to this launcher, while ranks are ending, ends the grace
 
@@ -303,7 +331,7 @@ class Supervisor:
         # A newcomer that comes too late, when others have done the work, does not make it fail.
         is_late = rank.is_newcomer and any(other.process.returncode == 0 for other in self.ranks)
         if is_late or len(self._running) >= self._min_ranks:
-            self._go_on_without(rank)
+            self._lose(rank)
             return
         self._others_failed.append(rank)
         at_fault = not self._followed(rank)
@@ -311,15 +339,49 @@ class Supervisor:
             self._failed = rank
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
 
-    def _go_on_without(self, rank: RankProcess) -> None:
-        """Tell how a rank failed, and have another process take its place if one may."""
-        end = lifeline.describe_exit(rank.process.returncode)
-        said = f"{rank.name} (pid {rank.process.pid}) failed: {end}; {len(self._running)} go on here"
+    def _lose(self, rank: RankProcess) -> None:
+        """Let the others know of a rank that failed, without which they may go on."""
+        newcomer = None
         if self._restarts < self._max_restarts:
             self._restarts += 1
-            pause = self._pauses.after(time.monotonic() - rank.started)
-            self._newcomers.append((time.monotonic() + pause, rank.local_rank, self._restarts))
-            said += f"; newcomer {self._restarts} of {self._max_restarts} " + (
+            newcomer = self._pauses.after(time.monotonic() - rank.started), self._restarts
+        end = lifeline.describe_exit(rank.process.returncode)
+        said = f"{rank.name} (pid {rank.process.pid}) failed: {end}"
+        loss = Loss(rank.place.name, rank.rank, f"{said}, before all had met", newcomer is None)
+        report = None if self._report is None else self._report(loss)
+        self._lost.append(_Lost(rank, said, newcomer, report))
+        self._settle_losses()
+
+    def _settle_losses(self) -> None:
+        """Go on without those that were lost, where the job can, as soon as it is known how that stands."""
+        for lost in [lost for lost in self._lost if lost.report is None or lost.report.done()]:
+            self._lost.remove(lost)
+            standing = None if lost.report is None else lost.report.result()
+            if self._kill_at is not None or self._failed is not None:
+                continue
+            if standing is not None and (why := lost.cannot_go_on(standing)):
+                self._failed = [*self._missing, lost.rank][0]
+                self._others_failed.append(lost.rank)
+                self._why, self._name_at = why, time.monotonic()
+            else:
+                self._go_on_without(lost, standing)
+
+    def _go_on_without(self, lost: _Lost, standing: Standing | None) -> None:
+        """Tell how a rank failed, and have another process take its place if one may."""
+        met = standing is not None and standing.has_met
+        if standing is not None and not met and lost.newcomer is None:
+            self._missing.append(lost.rank)
+        joined = standing.joined if standing is not None else frozenset()
+        waiting = [
+            rank for rank in self._running if met and rank.is_newcomer and rank.place.name not in joined
+        ]
+        said = f"{lost.said}; {len(self._running) - len(waiting)} go on here"
+        if waiting:
+            said += f", {len(waiting)} {'waits' if len(waiting) == 1 else 'wait'} to be taken in"
+        if lost.newcomer is not None:
+            pause, number = lost.newcomer
+            self._newcomers.append((time.monotonic() + pause, lost.rank.local_rank, number))
+            said += f"; newcomer {number} of {self._max_restarts} " + (
                 f"comes in {pause:g} s" if pause else "comes"
             )
         self._say(said)
@@ -342,6 +404,7 @@ class Supervisor:
                 self._failed = None
                 self._say(f"{'on another node ' if elsewhere.code else ''}{elsewhere.text}")
                 self._ask_to_end(signal.SIGTERM, elsewhere.code)
+            self._settle_losses()
             self._start_newcomers()
             nobody_else = not self._running and self._nodes is None
             if self._failed and (self._signals or nobody_else or time.monotonic() >= self._name_at):
@@ -359,7 +422,7 @@ class Supervisor:
         exit_code = code if code > 0 else 128 - code
         if not self._is_guest:
             where = f"{rank.name} (pid {rank.process.pid} on {os.uname().nodename})"
-            said = f"{where} failed first: {lifeline.describe_exit(code)}"
+            said = f"{where} failed first: {lifeline.describe_exit(code)}{self._why}"
             if self._nodes is not None:
                 self._nodes.tell(Failure(exit_code, said))
             self._say(f"{said}{_quoted(rank)}")

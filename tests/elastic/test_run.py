@@ -174,6 +174,16 @@ def test_a_newcomer_that_dies_or_hangs_costs_a_moment(place: str, how: str) -> N
     assert {result["size"] for result in results} == {3}
 
 
+def test_newcomers_that_are_left_without_the_state_say_so() -> None:
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(1, Course(epochs=10**9, at=("fastcoll.elastic.state:State.sync", "kill", 2)))
+        crowd.newcomer(Course())
+        ends = crowd.ends()
+    assert ends[0].exitcode == -9
+    assert ends[1].result is None
+    assert "the state is lost: every rank that had it has died" in ends[1].error
+
+
 @pytest.mark.parametrize(
     ("runs", "early", "said"),
     [(0, True, "MismatchError"), (1, False, "these are in run 1 of their program, and not in run 2")],

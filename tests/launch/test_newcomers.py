@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,79 @@ def test_a_launcher_that_replaces_many_keeps_nothing_of_them(
     assert supervisor.run() == 0
     assert len(descriptors) == 21
     assert max(descriptors) <= descriptors[0] + 4  # each has had four
+
+
+TRAINS = """
+import os, signal, sys
+moment, victims = sys.argv[1], sys.argv[2].split(",")
+if os.environ.get("RANK") in victims:
+    if moment == "first":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.environ["FASTCOLL_FAILPOINT"] = f"{moment}:kill"
+import fastcoll as dist
+from fastcoll import elastic
+
+@elastic.run(min_ranks=1)
+def train(state):
+    dist.barrier()
+    state.commit()
+
+train(elastic.State(step=0))
+print(dist.get_rank(), dist.get_world_size(), flush=True)
+"""
+
+
+def train(path: Path, text: str, *options: str, args: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    (path / "train.py").write_text(text)
+    command = [*COMMAND, *options, "train.py", *args]
+    return subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=120)
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("moment", "victims"),
+    [
+        ("first", "1"),
+        pytest.param("start.after_rendezvous", "0,2", marks=LONG),
+        pytest.param("start.after_join", "0", marks=LONG),
+        pytest.param("start.after_world", "1", marks=LONG),
+    ],
+)
+def test_a_rank_that_dies_before_all_have_met_is_replaced_in_its_rank(
+    tmp_path: Path, moment: str, victims: str
+) -> None:
+    done = train(tmp_path, TRAINS, "-n3", "--min_ranks=1", "--max-restarts=2", args=(moment, victims))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == ["0 3", "1 3", "2 3"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["first", "start.after_join"])
+def test_a_death_that_nobody_makes_up_for_ends_the_wait_of_all(tmp_path: Path, moment: str) -> None:
+    done = train(tmp_path, TRAINS, "-n3", "--min_ranks=1", args=(moment, "1"))
+    assert done.returncode == 128 + 9
+    said = r"rank 1 \(pid \d+ on .*\) failed first: signal SIGKILL \(9\); the ranks had not all met, and no restart"
+    assert re.search(said, done.stderr), done.stderr
+
+
+def test_the_death_of_all_that_have_the_state_ends_the_job(tmp_path: Path) -> None:
+    text = """
+import os, pathlib, signal
+import fastcoll as dist
+new = pathlib.Path("new")
+if "RANK" not in os.environ:
+    new.touch()
+    signal.pause()
+with dist.world():
+    while os.environ["RANK"] == "0" and not new.exists():
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = train(tmp_path, text, "-n2", "--min_ranks=1", "--max-restarts=1")
+    assert done.returncode == 128 + 9
+    assert "every rank that had the state has failed, so the state is lost" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("lives", [[1.0] * 9, [1.0, 1.0, 1.0, 100.0, 1.0, 1.0]])
