@@ -92,7 +92,8 @@ def test_whatever_the_umask_it_is_the_users_alone(own: Path) -> None:
 def test_the_users_own_with_other_modes_is_refused(own: Path, mode: int) -> None:
     keep(own, b"s", mode)
     with pytest.raises(
-        UsageError, match=rf"refused: others may open it \(mode {mode:04o}\); remove it \(rm -f "
+        UsageError,
+        match=rf"refused: others may open it \(mode {mode:04o}\); give .* FASTCOLL_SECRET .* \(rm -f ",
     ):
         secret.job_secret()
 
@@ -102,7 +103,8 @@ def test_the_users_own_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPat
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     with pytest.raises(
-        UsageError, match=f"it belongs to user {me}, and this process is user {me + 1}'s; remove it"
+        UsageError,
+        match=f"it belongs to user {me}, and this process is user {me + 1}'s; give every rank .* or remove",
     ):
         secret.job_secret()
 
@@ -110,11 +112,11 @@ def test_the_users_own_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPat
 def test_what_is_no_file_in_the_place_of_the_users_own_is_refused(own: Path, tmp_path: Path) -> None:
     keep(tmp_path / "elsewhere", b"s")
     own.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="it is a link; remove it"):
+    with pytest.raises(UsageError, match="it is a link; give every rank"):
         secret.job_secret()
     own.unlink()
     own.symlink_to(tmp_path / "nothing")
-    with pytest.raises(UsageError, match="it is a link; remove it"):
+    with pytest.raises(UsageError, match="it is a link; give every rank"):
         secret.job_secret()
     own.unlink()
     os.mkfifo(own)
@@ -124,7 +126,7 @@ def test_what_is_no_file_in_the_place_of_the_users_own_is_refused(own: Path, tmp
 
 def test_the_users_own_that_holds_none_is_refused(own: Path) -> None:
     keep(own, b"\n")
-    with pytest.raises(UsageError, match="holds no secret of 1 to 4096 bytes; remove it"):
+    with pytest.raises(UsageError, match="holds no secret of 1 to 4096 bytes; give every rank"):
         secret.job_secret()
 
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from .. import config
 from ..errors import ResourceError, UsageError
 from . import recorder
+from .own_files import open_own
 from .processes import status_of
 from .recorder import Record
 
@@ -147,8 +148,8 @@ def listen() -> None:
         )
         return
     try:
-        flags = _FLAGS & ~os.O_EXCL | os.O_APPEND
-        _stacks_file = os.fdopen(os.open(_path(STACKS_SUFFIX), flags, 0o600), "w")
+        flags = os.O_WRONLY | os.O_APPEND
+        _stacks_file = os.fdopen(open_own(_path(STACKS_SUFFIX), flags, 0o600), "w")
     except OSError as error:
         _log.warning("SIGQUIT will not dump: %s", error)
         return

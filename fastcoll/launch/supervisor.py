@@ -27,6 +27,7 @@ from typing import BinaryIO, Protocol
 
 from .. import config, failpoints
 from ..core import dump
+from ..core.own_files import open_anew
 from ..rendezvous.attempts import Loss, Standing
 from . import lifeline
 from .console import Console, is_ready
@@ -157,7 +158,7 @@ class RankProcess:
             for name, sink in zip(("stdout", "stderr"), sinks, strict=True):
                 way = outputs.way(local_rank, name)
                 file = logs / f"{self.name.replace(' ', '-')}.{name}" if logs and way.to_file else None
-                log = file.open("wb") if file else None
+                log = os.fdopen(open_anew(file), "wb") if file else None
                 source, end = os.pipe()
                 ends.append(end)
                 theirs.callback(os.close, end)

@@ -63,7 +63,7 @@ class FileStore(TableStore):
         timeout: of blocking operations.
 
     Raises:
-        UsageError: `file_name` is a link, another user's, in no directory, or holds something else.
+        UsageError: `file_name` is a link, another user's, open to others, in no directory, or holds something else.
     """
 
     def __init__(
@@ -356,6 +356,11 @@ def open_own(path: str) -> int:
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{path} is no regular file; choose another path for the shared file")
         _check_owner(path, status)
+        if (mode := stat.S_IMODE(status.st_mode)) & 0o022:
+            raise UsageError(
+                f"others may write to {path} (mode {mode:04o}), and so take part in the job; chmod 600 {path}, or "
+                "choose another path"
+            )
     except UsageError:
         os.close(fd)
         raise

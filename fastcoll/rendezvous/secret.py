@@ -201,8 +201,8 @@ def _openness(state: os.stat_result) -> str:
 
 def _refused(path: Path, why: str) -> UsageError:
     return UsageError(
-        f"the user's own secret in {path} is refused: {why}; remove it (rm -f {path}), so that the next start makes a "
-        f"new one, or {SAME_SECRET}"
+        f"the user's own secret in {path} is refused: {why}; {SAME_SECRET}, or remove that file (rm -f {path}), so "
+        "that the next start makes a new one"
     )
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import config
+from ..core.own_files import open_own
 
 _log = logging.getLogger("fastcoll")
 
@@ -190,14 +191,14 @@ def _write(
     """Replace the file by what `put` makes of its sections, and return that.
 
     The new file is also the lock: nobody else writes one meanwhile, and one that a killed process has left is written
-    over.
+    over. Only a file of this user is: whoever may write to the folder could have put a link there.
 
     Raises:
         OSError: another process writes it now, or nobody can.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".new")
-    with open(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+") as new:
+    with open(open_own(part, os.O_RDWR, 0o644), "r+") as new:
         fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Who had the lock may have renamed what was opened here: then it is the file itself.
         if os.fstat(new.fileno()).st_ino != part.stat().st_ino:

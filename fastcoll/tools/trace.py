@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.own_files import open_anew
 from . import divergence
 from .dumps import Dump, load
 from .printing import Printer
@@ -40,7 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (folder / "timeline.json", "the timeline, for https://ui.perfetto.dev", json.dumps(timeline(dumps))),
         (folder / "waits.svg", "who waited for whom", picture(waits, size, silent)),
     ):
-        path.write_text(content)
+        try:
+            with os.fdopen(open_anew(path), "w") as file:
+                file.write(content)
+        except OSError as error:
+            print(f"fastcoll trace: {path} cannot be written: {error.strerror}", file=sys.stderr)
+            return 1
         out.say(f"{path}: {what}")
     return 0
 

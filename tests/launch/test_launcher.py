@@ -106,6 +106,16 @@ def test_output_is_prefixed_line_by_line_and_logged(launch: Launch) -> None:
     assert Path("logs/new/rank-1.stderr").read_text() == "c"
 
 
+def test_logs_take_the_place_of_links_and_are_not_written_where_those_lead(launch: Launch) -> None:
+    Path("precious").write_text("mine")
+    Path("logs").mkdir()
+    Path("logs/rank-0.stdout").symlink_to("../precious")
+    Path("logs/rank-0.stderr").hardlink_to("precious")
+    assert launch("print('said')", "-n1", "--log_dir", "logs", "script.py").returncode == 0
+    assert Path("precious").read_text() == "mine"
+    assert Path("logs/rank-0.stdout").read_text() == "said\n"
+
+
 def test_modules_other_programs_and_plain_output(launch: Launch) -> None:
     assert launch("print(f'module {rank}')", "--no_prefix", "-m", "script").stdout == "module 0\n"
     assert launch("", "--no-python", "sh", "-c", "echo shell $RANK").stdout == "[0] shell 0\n"

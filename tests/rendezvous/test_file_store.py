@@ -139,6 +139,18 @@ def test_a_link_is_refused(path: Path, tmp_path: Path) -> None:
     assert not target.exists()
 
 
+@pytest.mark.parametrize("mode", [0o602, 0o660, 0o666])
+def test_a_file_that_others_may_write_to_is_refused(path: Path, mode: int) -> None:
+    path.touch()
+    path.chmod(mode)
+    with pytest.raises(
+        UsageError, match=rf"others may write to .* \(mode {mode:04o}\).*; chmod 600 {path}, or"
+    ):
+        FileStore(path)
+    path.chmod(0o644)
+    FileStore(path).close()
+
+
 def test_another_users_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.touch()
     uid = os.geteuid()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,18 @@ def test_only_one_process_writes_and_what_a_killed_one_left_is_written_over(path
     assert known.keep(TWO, TIMES, 100) == path
     assert len(again()) == 1
     assert not part.exists()
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to, lambda part, _: os.mkfifo(part)])
+def test_what_somebody_else_has_put_in_the_place_of_the_draft_is_left_alone(path: Path, plant):
+    precious = path.with_name("precious")
+    path.parent.mkdir()
+    precious.write_text("of this user")
+    plant(path.with_name("tuning.json.new"), precious)
+    with pytest.raises(OSError, match=r"links|link, or no file of this user"):
+        known.keep(TWO, TIMES, 100)
+    assert precious.read_text() == "of this user"
+    assert not path.exists()
 
 
 WRITE_OFTEN = """

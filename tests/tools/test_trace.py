@@ -223,7 +223,10 @@ def told(folder: Path) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
-    said = told(job(tmp_path, "skip", backend, FASTCOLL_TRACE_SITES="1"))
+    folder = job(tmp_path, "skip", backend, FASTCOLL_TRACE_SITES="1")
+    (folder / "timeline.json").symlink_to(tmp_path / "program.py")  # which is not overwritten
+    said = told(folder)
+    assert (tmp_path / "program.py").read_text() == PROGRAM
     assert (
         "At call 4 of group 'WORLD' the ranks parted: rank 2 called all_reduce(float32, 10 elements, op=SUM) at"
         in said
