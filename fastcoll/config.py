@@ -161,17 +161,25 @@ _read: dict[str, Any] = {}
 
 
 def user_folder() -> Path | None:
-    """Where fastcoll keeps what is this user's: in XDG_CONFIG_HOME, else ~/.config; None: the user has no home.
+    """Where fastcoll keeps what is this user's: in XDG_CONFIG_HOME, else ~/.config; None: the user has no home."""
+    return _folder_of_user("XDG_CONFIG_HOME", ".config")
 
-    A relative XDG_CONFIG_HOME does not count, as its specification says: ranks may start in different folders.
-    """
+
+def cache_folder() -> Path | None:
+    """Where fastcoll keeps what it can make again: in XDG_CACHE_HOME, else ~/.cache; None: the user has no home."""
+    return _folder_of_user("XDG_CACHE_HOME", ".cache")
+
+
+def _folder_of_user(variable: str, in_home: str) -> Path | None:
+    """A relative name does not count, as the XDG specification says: ranks may start in different folders."""
     from pathlib import Path  # importing fastcoll needs none
 
-    named = os.environ.get("XDG_CONFIG_HOME", "")
+    named = os.environ.get(variable, "")
     try:
-        return (Path(named) if os.path.isabs(named) else Path.home() / ".config") / "fastcoll"
-    except RuntimeError:
+        folder = Path(named) if os.path.isabs(named) else Path.home() / in_home
+    except RuntimeError:  # this user is unknown, and HOME is not set
         return None
+    return folder / "fastcoll" if folder.is_absolute() else None
 
 
 def get(name: str) -> Any:

@@ -35,6 +35,7 @@ class _Made(NamedTuple):
     name: str
     seconds: float
     new: bool
+    unkept: str  # why it is not on the disk; empty: it is
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,12 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown := set(wanted) - set(known):
             raise UsageError(f"there is no operation {min(unknown)!r}; known: {', '.join(known)}")
         called = _for_compiled_callers() if given.njit else ()
-        _warm_up([*(name for name in known if name in wanted), *reductions, *called], given.processes)
+        return _warm_up([*(name for name in known if name in wanted), *reductions, *called], given.processes)
     except FastcollError as error:
         parser.error(str(error))
     finally:
         logger.setLevel(level)
-    return 0
 
 
 def all_entries() -> dict[str, Entry]:
@@ -85,19 +85,24 @@ def _for_compiled_callers() -> dict[str, Callable[[], object]]:
     return {"njit.door": door_address, "jax.door": handler_address} | ways
 
 
-def _warm_up(todo: Sequence[str], processes: int) -> None:
-    began, new = time.perf_counter(), 0
+def _warm_up(todo: Sequence[str], processes: int) -> int:
+    """Do it, and return the exit code."""
+    began, new, unkept = time.perf_counter(), 0, ""
     print(f"{len(todo)} kernels: what is not on the disk is compiled, in {processes} processes", flush=True)
     first = _make(todo[0])  # what every compilation needs is imported now, and inherited by the processes
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
         later = as_completed([pool.submit(_make, name) for name in todo[1:]])
         for number, one in enumerate(chain([first], (future.result() for future in later)), 1):
+            unkept = unkept or one.unkept
             if one.new:
                 new += 1
                 print(f"{number:3}/{len(todo)} {one.name:25} {one.seconds:6.2f} s", flush=True)
     took, old = time.perf_counter() - began, len(todo) - new
     there = f"; {old} were there" if old else ""
     print(f"{new} kernels compiled in {took:.1f} s{there}" if new else f"all {old} kernels are there")
+    if unkept:
+        print(f"nothing is done ahead: {unkept}", file=sys.stderr)
+    return 1 if unkept else 0
 
 
 def _make(name: str) -> _Made:
@@ -114,7 +119,7 @@ def _make(name: str) -> _Made:
         make()
     else:
         all_entries()[name].compile()
-    return _Made(name, time.perf_counter() - began, KernelCache.compiled > before)
+    return _Made(name, time.perf_counter() - began, KernelCache.compiled > before, KernelCache.unkept)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ all that the code depends on, the state of the sources included, and of the code
 
 A file that says otherwise, or is damaged, is compiled anew and replaced as a whole. It is looked for in
 NUMBA_CACHE_DIR alone, where that is set; else in `__pycache__` beside the source and in the user's cache directory,
-and kept in the first of them that is writable.
+and kept in the first of them that is writable (cache_files.py). What cannot be kept is used all the same.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from ..errors import ResourceError
+from . import cache_files
+from .cache_files import digest
 from .machine_code import processor
 from .undisturbed import undisturbed
 
@@ -58,7 +60,7 @@ def _state_of_the_sources() -> str | None:
 
     By content, since builds and package managers set modification times as they like. It takes 7 ms.
     """
-    found, digest = False, hashlib.blake2b(digest_size=16)
+    found, state = False, hashlib.blake2b(digest_size=16)
     for folder, rooms, names in os.walk(_PACKAGE):
         rooms[:] = sorted(set(rooms) - _OTHER_ROOMS)
         for name in sorted(names):
@@ -66,9 +68,9 @@ def _state_of_the_sources() -> str | None:
                 path = f"{folder}/{name}"
                 with open(path, "rb", buffering=0) as file:
                     content = file.read()
-                digest.update(f"{path[len(_PACKAGE) :]} {len(content)} ".encode() + content)
+                state.update(f"{path[len(_PACKAGE) :]} {len(content)} ".encode() + content)
                 found = True
-    return digest.hexdigest() if found else None
+    return state.hexdigest() if found else None
 
 
 # Now, as the modules are loaded, and not at the first kernel: by then the files may be those of a newer state.
@@ -138,6 +140,8 @@ class KernelCache:
 
     compiled: ClassVar[int] = 0
     """How many were compiled in this process."""
+    unkept: ClassVar[str] = ""
+    """Why the first of them that could not be kept was not."""
 
     def __init__(
         self, function: Callable[..., Any], what: str, signature: str = "", option: str = ""
@@ -145,12 +149,12 @@ class KernelCache:
         self._what = what
         self._hint = f" (kept on disk; python -m fastcoll.warmup{option} does it ahead)"
         self.source = function.__code__.co_filename
-        made_for = _hash(_platform(), signature.encode())
+        made_for = digest(_platform(), signature.encode())
         name = f"{function.__qualname__}-{function.__code__.co_firstlineno}-{made_for[:4].hex()}"
         self._name = f"{os.path.splitext(os.path.basename(self.source))[0]}.{name}"
         ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
         own = b"ours" if ours and _SOURCES else _content(self.source)
-        self._stamp = _hash(made_for, self._name.encode(), (_SOURCES or "").encode(), own)
+        self._stamp = digest(made_for, self._name.encode(), (_SOURCES or "").encode(), own)
         # A closure's values are part of the code, and nobody could say what they are; nor of a function without a file.
         self._kept = function.__closure__ is None and own != b""
 
@@ -164,7 +168,11 @@ class KernelCache:
             return undisturbed(partial(self._compiled, compile, ""))
         found = self._found()
         if found is None:
-            folder = writable(folders(self.source))
+            try:
+                folder = cache_files.writable(self.source)
+            except ResourceError as error:
+                self._warn(str(error))
+                return undisturbed(partial(self._compiled, compile, ""))
             lock = _acquire(f"{folder}/{self._name}.lock")
             found = undisturbed(partial(self._made, compile, folder, lock))
         return found
@@ -181,6 +189,12 @@ class KernelCache:
             if lock is not None:
                 os.close(lock)
 
+    def _warn(self, reason: str) -> None:
+        """Say once a process that code is not kept."""
+        if not KernelCache.unkept:
+            KernelCache.unkept = reason
+            _log.warning("%s; until then each process compiles what it needs", reason)
+
     def _compiled(self, compile: Callable[[], bytes], hint: str) -> bytes:
         with Telling(self._what, hint):
             code = compile()
@@ -188,36 +202,29 @@ class KernelCache:
         return code
 
     def _found(self) -> bytes | None:
-        for folder in folders(self.source):
-            try:
-                with open(f"{folder}/{self._name}.code", "rb", buffering=0) as file:
-                    content = file.readall()
-            except OSError:
+        for folder in cache_files.folders(self.source):
+            content = cache_files.read(folder, f"{self._name}.code", self.source)
+            if content is None:
                 continue
             code = content[32:]
-            if content[:16] == self._stamp and content[16:32] == _hash(code):
+            if content[:16] == self._stamp and content[16:32] == digest(code):
                 return code
         return None
 
     def _keep(self, folder: str, code: bytes) -> None:
+        """Write the file, if it can be written."""
         path = f"{folder}/{self._name}.{os.urandom(8).hex()}"
         try:
-            with open(path, "xb") as file:
-                file.write(self._stamp + _hash(code) + code)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            with os.fdopen(fd, "wb") as file:
+                file.write(self._stamp + digest(code) + code)
             os.replace(path, f"{folder}/{self._name}.code")  # as a whole: others may be reading
         except BaseException as error:
             with suppress(OSError):
                 os.unlink(path)
-            if isinstance(error, OSError):
-                raise ResourceError(f"compiled kernels cannot be kept in {folder}: {error}") from error
-            raise
-
-
-def _hash(*parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
+            if not isinstance(error, OSError):
+                raise
+            self._warn(f"compiled kernels cannot be kept in {folder} ({error.strerror}); {cache_files.CURE}")
 
 
 @cache
@@ -230,7 +237,7 @@ def _platform() -> bytes:
         spec = find_spec(package)
         folder = os.path.dirname(spec.origin or "") if spec is not None else ""
         versions.append(_content(os.path.join(folder, "_version.py")))
-    return _hash(" ".join(parts).encode(), processor(), *versions)
+    return digest(" ".join(parts).encode(), processor(), *versions)
 
 
 def _content(path: str) -> bytes:
@@ -239,44 +246,17 @@ def _content(path: str) -> bytes:
         path = os.path.dirname(path)
     try:
         with open(path, "rb") as file:
-            return _hash(file.read())
+            return digest(file.read())
     except OSError:
         return b""
-
-
-def folders(source: str) -> list[str]:
-    """Where the code of a source file may be."""
-    place = os.path.dirname(os.path.abspath(source))
-    own = f"{os.path.basename(place)}_{_hash(place.encode()).hex()}"
-    if given := os.environ.get("NUMBA_CACHE_DIR"):
-        return [f"{given}/{own}"]
-    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [f"{place}/__pycache__", f"{users}/fastcoll/{own}"]
-
-
-def writable(folders: list[str]) -> str:
-    """The first folder that files can be written to."""
-    import tempfile  # takes 3 ms, and is for those who compile
-
-    for folder in folders:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError:
-            continue
-    raise ResourceError(
-        f"compiled kernels cannot be kept: none of {', '.join(folders)} is writable; set NUMBA_CACHE_DIR to a writable "
-        "directory"
-    )
 
 
 def _acquire(path: str) -> int | None:
     """A descriptor that holds the lock; None when it cannot be had, and then several processes compile the same."""
     deadline = time.monotonic() + _LONGEST_COMPILATION
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except PermissionError:  # another user's lock in a shared cache
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError:  # another user's lock in a shared cache, or the disk is full
         return None
     try:
         while not _try_lock(lock):

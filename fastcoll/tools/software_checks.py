@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .. import config
 from ..errors import FastcollError, UsageError
-from ..kernels.cache import folders, writable
+from ..kernels.cache_files import folders, openness, writable
 from ..rendezvous.secret import SAME_SECRET, job_secret, source
 from ..supported import OLDEST, TESTED
 from ..warmup import all_entries
@@ -154,12 +153,12 @@ def compiled_code(ranks: int) -> Iterator[Finding]:
     """What programs would compile at first use, and whether that could be kept."""
     caches = [entry.cache() for entry in all_entries().values()]
     there = sum(cache.is_there() for cache in caches)
-    place = folders(caches[0].source)
+    source = caches[0].source
     try:
-        where = writable(place)
+        where = writable(source)
     except FastcollError as error:
         if there < len(caches):
-            yield Finding("problem", "compiled code", str(error), "NUMBA_CACHE_DIR=/a/folder/of/yours")
+            yield Finding("warning", "compiled code", str(error), "NUMBA_CACHE_DIR=/a/folder/of/yours")
             return
         where = "a folder that cannot be written to"
     if there == len(caches):
@@ -173,14 +172,10 @@ def compiled_code(ranks: int) -> Iterator[Finding]:
         yield Finding(
             "warning", "compiled code", text, "python -m fastcoll warmup, once; it takes 10 to 60 s"
         )
-    for folder in filter(os.path.isdir, place):
-        state = os.stat(folder)
-        mode = stat.S_IMODE(state.st_mode)
-        if state.st_uid not in (0, os.geteuid()) or mode & stat.S_IWOTH:
-            text = (
-                f"{folder} is of user {state.st_uid}, mode {mode:04o}: others can put code there that you run"
-            )
-            cure = f"chmod o-w {folder}, or NUMBA_CACHE_DIR=/a/folder/of/yours"
+    for folder in filter(os.path.isdir, folders(source)):
+        if why := openness(os.stat(folder), source):
+            text = f"what is in {folder} is not used: {why}"
+            cure = f"chmod go-w {folder}, or NUMBA_CACHE_DIR=/a/folder/of/yours"
             yield Finding("warning", "compiled code", text, cure)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -15,8 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fastcoll.errors import ResourceError
-from fastcoll.kernels import cache, jit
+from fastcoll.kernels import cache, cache_files, jit
 from fastcoll.kernels.pyobjects import Index, integer
 
 PACKAGE = Path(jit.__file__).parent.parent
@@ -188,10 +189,100 @@ def test_of_two_that_compile_one_speaks(monkeypatch, caplog, lock_tries):
     assert re.fullmatch(r"fastcoll compiles a: \d+ s so far", said)
 
 
-def test_without_a_place_for_the_cache_the_error_says_so(monkeypatch):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/none")  # where not even root can write
-    with pytest.raises(ResourceError, match="set NUMBA_CACHE_DIR to a writable directory"):
-        jit.entry(identity).compile()
+def full_disk(*names: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("trouble", ["no folder", "a full disk"])
+def test_code_that_cannot_be_kept_is_used_and_one_warning_says_so(monkeypatch, tmp_path, caplog, trouble):
+    monkeypatch.setattr(cache.KernelCache, "unkept", "")
+    # Where not even root can write.
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/none" if trouble == "no folder" else str(tmp_path))
+    if trouble == "a full disk":
+        monkeypatch.setattr(os, "replace", full_disk)
+    for number in range(2):
+        assert jit.entry(identity).call(number) == number
+    (said,) = [each for each in caplog.messages if "kept" in each]
+    assert re.search(
+        r"cannot be kept in .* \(No .*\); set NUMBA_CACHE_DIR to .*; until then each process", said
+    )
+    assert not [*tmp_path.rglob("*.code")]
+
+
+def test_where_the_code_is_looked_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    beside, users = cache_files.folders("/work/x.py")
+    assert beside == "/work/__pycache__"
+    assert users.startswith(f"{tmp_path}/fastcoll/work_")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_files.folders("/work/x.py")[1].startswith(f"{tmp_path}/.cache/fastcoll/work_")
+    monkeypatch.setenv("HOME", "relative")
+    assert cache_files.folders("/work/x.py") == [beside]
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(
+        pwd, "getpwuid", lambda uid: {}[uid]
+    )  # as in a container, of a user whom it does not know
+    assert cache_files.folders("/work/x.py") == [beside]
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_code_that_others_may_have_written_is_not_run(monkeypatch, tmp_path, compiles, caplog, what):
+    (code,) = tmp_path.rglob("*.code")
+    cache_files._warn_of.cache_clear()
+    opened = code if what == "file" else code.parent
+    opened.chmod(opened.stat().st_mode | 0o002)
+    assert compiles()
+    (said,) = [each for each in caplog.messages if "not used" in each]
+    assert re.match(
+        rf"compiled code in {opened} is not used, since others may write to it \(mode 0.*chmod go-w", said
+    )
+    assert compiles() is (what == "folder")  # the file is made anew, the folder stays as it is
+
+
+def test_links_and_pipes_in_the_place_of_code_are_not_read(tmp_path, compiles):
+    (code,) = tmp_path.rglob("*.code")
+    code.rename(tmp_path / "elsewhere")
+    code.symlink_to(tmp_path / "elsewhere")
+    assert compiles()
+    code.unlink()
+    os.mkfifo(code)
+    assert compiles()
+
+
+ME, OTHER, MY_GROUP, GROUP = 1000, 1001, 100, 101
+
+
+@pytest.mark.parametrize(
+    ("uid", "gid", "mode", "source", "trusted"),
+    [
+        (ME, MY_GROUP, 0o755, (OTHER, GROUP, 0o644), True),
+        (0, 0, 0o644, (OTHER, GROUP, 0o644), True),
+        (OTHER, GROUP, 0o644, (OTHER, GROUP, 0o644), True),  # whose sources are run anyway
+        (OTHER, GROUP, 0o644, (0, 0, 0o644), False),
+        (OTHER, GROUP, 0o600, None, False),
+        (ME, MY_GROUP, 0o775, (ME, MY_GROUP, 0o664), True),  # a umask of 002
+        (ME, MY_GROUP, 0o775, (ME, MY_GROUP, 0o644), False),
+        (ME, GROUP, 0o775, (ME, MY_GROUP, 0o664), False),
+        (ME, MY_GROUP, 0o757, (ME, MY_GROUP, 0o664), False),
+        (ME, MY_GROUP, 0o1777, (0, 0, 0o644), False),
+        (ME, MY_GROUP, 0o775, None, False),
+        (ME, MY_GROUP, 0o755, None, True),
+    ],
+)
+def test_whose_code_is_run(monkeypatch, uid, gid, mode, source, trusted):
+    def state(uid: int, gid: int, mode: int) -> os.stat_result:
+        return os.stat_result((mode, 1, 1, 1, uid, gid, 0, 0, 0, 0))
+
+    def stat(path: str) -> os.stat_result:
+        if source is None:
+            raise FileNotFoundError(path)
+        return state(*source)
+
+    monkeypatch.setattr(cache_files.os, "geteuid", lambda: ME)
+    monkeypatch.setattr(cache_files.os, "stat", stat)
+    assert (cache_files.openness(state(uid, gid, mode), "x.py") == "") is trusted
 
 
 def identity(x: Index) -> int:
@@ -279,10 +370,10 @@ def test_damaged_files_are_replaced(tmp_path, compiles, damaged):
 
 
 def test_code_beside_sources_that_this_user_cannot_write_to_is_taken(monkeypatch, tmp_path, compiles):
-    folders = cache.folders(__file__)
-    monkeypatch.setattr(cache, "folders", lambda source: ["/proc/none", *folders])
+    folders = cache_files.folders(__file__)
+    monkeypatch.setattr(cache_files, "folders", lambda source: ["/proc/none", *folders])
     assert not compiles()
-    monkeypatch.setattr(cache, "folders", lambda source: ["/proc/none", str(tmp_path / "users")])
+    monkeypatch.setattr(cache_files, "folders", lambda source: ["/proc/none", str(tmp_path / "users")])
     assert compiles()
     assert not compiles()
 
