@@ -34,6 +34,23 @@ def alone() -> Iterator[group.ProcessGroup]:
     dist.destroy_process_group()
 
 
+def test_a_call_may_not_overtake_one_that_waits_for_its_turn(alone: group.ProcessGroup) -> None:
+    begins, goes_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begins.set()
+        assert goes_on.wait(DEADLINE)
+
+    assert alone.gate.is_clear()
+    work = alone.run("a call", wait, (), True)
+    assert begins.wait(DEADLINE)
+    assert not alone.gate.is_clear()
+    goes_on.set()
+    assert work is not None
+    work.wait()
+    assert alone.gate.is_clear()
+
+
 class Log:
     """What ran, as (thread, number) of each call."""
 

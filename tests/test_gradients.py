@@ -89,6 +89,31 @@ def test_what_rounding_loses_comes_with_the_next_steps(
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(("travel", "bits"), [("float16", 10), ("bfloat16", 7)])
+def test_what_is_rounded_off_is_sent_later(rank: int, travel: str, bits: int) -> None:
+    """Each gradient is a quarter of a last place above 1, which rounding to the nearest alone would lose every time."""
+    unit, steps, total = 2.0**-bits, 40, 0.0
+    reducer = GradientReducer([np.zeros(3, "f4")], travel=travel)
+    for _ in range(steps):
+        reducer.grads[0][...] = 1 + unit / 4
+        reducer.ready(0)
+        reducer.wait()
+        total += float(reducer.grads[0][1])
+    assert abs(total - steps * (1 + unit / 4)) <= unit
+
+
+@pytest.mark.ranks(3)
+def test_sums_while_ranks_with_fewer_batches_join(rank: int, world_size: int) -> None:
+    reducer = GradientReducer([np.zeros(3)], average=False)
+    with reducer.join():
+        for step in range(rank + 1):
+            reducer.grads[0][...] = 10 + rank
+            reducer.ready(0)
+            reducer.wait()
+            assert (reducer.grads[0] == sum(10 + other for other in range(step, world_size))).all()
+
+
+@pytest.mark.ranks(2)
 def test_accumulation_over_steps(rank: int) -> None:
     reducer = GradientReducer(params())
     for step in range(6):

@@ -116,6 +116,26 @@ def test_nodes_whose_ranks_are_not_in_order(rank: int, world_size: int, start: S
         assert results(rank, world_size, nbytes), nbytes
 
 
+@ranks(MIXED)
+def test_a_users_function_is_folded_in_the_order_of_ranks(rank: int, world_size: int, start: Start) -> None:
+    start(MIXED)
+    later = ReduceOp.custom(lambda a, b: b, "later")
+    x = np.full(LARGE, float(rank))
+    dist.all_reduce(x, later)
+    assert (x == world_size - 1).all()
+
+
+@ranks(EVEN)
+def test_large_blocks_of_different_sizes(rank: int, world_size: int, start: Start) -> None:
+    start(EVEN)
+    outs = [np.zeros(LARGE + each) for each in range(world_size)]
+    dist.all_gather(outs, np.full(LARGE + rank, float(rank)))
+    assert all((out == each).all() for each, out in enumerate(outs))
+    part = np.zeros(LARGE + rank)
+    dist.reduce_scatter(part, [np.full(LARGE + each, float(rank)) for each in range(world_size)])
+    assert (part == sum(range(world_size))).all()
+
+
 @ranks(UNEVEN)
 def test_one_rank_of_each_node_talks_for_all(
     rank: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,12 @@ def test_coalesced_calls_say_so_and_that_their_sizes_differ() -> None:
     assert one != other
 
 
+def test_sizes_are_left_out_of_a_comparison_only_where_every_rank_may_have_its_own() -> None:
+    uneven, plain = signature.encode("all_gather", F8) | signature.UNEVEN, signature.encode("all_reduce", F8)
+    assert signature.comparable([(uneven, 8), (uneven, 16)]) == [(uneven, 0), (uneven, 0)]
+    assert signature.comparable([(uneven, 8), (plain, 16)]) == [(uneven, 8), (plain, 16)]
+
+
 @pytest.mark.parametrize("parts", [(), (5,)])
 def test_dtypes_without_a_name_are_told_apart(parts: tuple[int, ...]) -> None:
     dtypes = [np.dtype(f"M8[{unit}]") for unit in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns")]

@@ -91,6 +91,13 @@ def test_too_few_are_left() -> None:
     assert "; 1 ranks are left, and min_ranks is 2" in end.error
 
 
+def test_as_many_restarts_as_allowed() -> None:
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(3, Course({"max_restarts": 1}, die={(3, 3): (2, "kill")}))
+        ends = crowd.ends()
+    assert [check(end, STEPS)["changes"] for end in ends[:2]] == [[(3, 2)]] * 2
+
+
 def test_too_many_restarts() -> None:
     course = Course({"max_restarts": 1}, die={(3, 3): (2, "kill"), (5, 2): (0, "kill")})
     with Crowd() as crowd:

@@ -156,6 +156,14 @@ def test_a_recorded_opening_is_of_no_use(listener, arrived) -> None:
     comes_through(listener, arrived)
 
 
+def test_who_asks_a_rank_for_a_store_gets_no_proof(listener, arrived) -> None:
+    with connect(listener) as stranger:
+        stranger.sendall(Dialing(SEATS[0], 1, Kind.STORE, 0).opening)
+        assert is_dropped(stranger)
+    assert not arrived
+    comes_through(listener, arrived)
+
+
 def test_another_version_is_told(listener) -> None:
     with connect(listener) as stranger:
         mine = bytearray(Dialing(SEATS[0], 1, Kind.DATA, 0).opening)

@@ -60,6 +60,23 @@ def test_what_comes_before_a_message_that_cannot_be_read_is_not_lost(ends: Any) 
         assert link.take() is None
 
 
+def test_a_sender_on_a_full_connection_sees_that_the_other_side_has_ended(ends: Any) -> None:
+    link, far, _ = ends
+    far.shutdown(socket.SHUT_WR)  # it ends, and what it has not read stays in the way
+    errors = list[Exception]()
+
+    def send() -> None:
+        try:
+            link.send(MessageType.CALL, 1, 1, bytes(16 << 20))
+        except ConnectionError as error:
+            errors.append(error)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    sender.join(LIMIT)
+    assert "the connection was closed" in str(errors[0])
+
+
 class Interrupted:
     """A socket: a Ctrl-C comes when it has sent."""
 

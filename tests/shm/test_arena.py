@@ -262,6 +262,24 @@ def test_a_peer_reads_and_writes_what_was_made_before_and_after_it_came(handler:
     assert peer.returncode == 0
 
 
+def test_a_withdrawn_array_keeps_its_content_and_sees_no_more_of_peers(handler: None) -> None:
+    shut = word(a.SHUT)
+    x = np.arange(100_000.0)
+    peer = peer_of(word(a.NONCE))
+    assert peer.stdin
+    assert peer.stdout
+    assert peer.stdout.readline() == "mapped\n"
+    arena.withdraw(x.ctypes.data, x.nbytes)
+    set_word(a.SHUT, shut)
+    assert (x == np.arange(100_000.0)).all()
+    peer.stdin.write(f"{x.ctypes.data - word(a.BASE)} {x.size}\n")
+    peer.stdin.flush()
+    assert float(peer.stdout.readline()) == x.sum()
+    assert peer.stdout.readline() == "written\n"
+    assert (x == np.arange(100_000.0)).all()
+    peer.communicate(timeout=60)
+
+
 def test_another_arena_is_not_taken_for_this_one(c: Functions) -> None:
     with pytest.raises(ResourceError, match="is something else"):
         arena.map_peer(os.getpid(), word(a.FD), word(a.NONCE) + 1, word(a.LIMIT))

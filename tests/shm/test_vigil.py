@@ -43,6 +43,13 @@ def test_whoever_passes_a_failure_on_is_not_at_fault(vigils: list[ShmMonitor]) -
     assert "failed the group: rank 13 died; barrier()" in str(first)
 
 
+def test_a_dead_rank_is_named_by_its_global_rank(
+    vigils: list[ShmMonitor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vigils[0], "_dead", lambda working: [vigils[0].members[2]])
+    assert passed_on(vigils[0]).ranks == (12,)
+
+
 def test_who_blames_nobody_is_blamed(vigils: list[ShmMonitor]) -> None:
     vigils[1].fail(AbortedError("abort() was called"))
     assert passed_on(vigils[0]).ranks == (11,)

@@ -108,6 +108,16 @@ def test_a_rank_that_never_came_and_where_it_is() -> None:
     assert edges == {(0, 1), (2, 1)}
 
 
+def test_of_ranks_that_are_stuck_at_different_calls_the_first_call_is_named() -> None:
+    dumps = [
+        dump(0, group(0, [*DONE, call(3, BARRIER, "under way")])),
+        dump(1, group(1, [*DONE, call(3, BARRIER), call(4, BARRIER, "under way")])),
+        dump(2, group(2, DONE)),
+    ]
+    (found,) = divergence.divergences(dumps)
+    assert (found.number, found.late) == (3, [2])
+
+
 def test_ranks_in_two_groups_that_wait_for_one_another() -> None:
     one = dump(0, group(0, DONE), group(0, [call(1, BARRIER, "under way")], 3, "a", serial=2))
     two = dump(1, group(1, [*DONE, call(3, REDUCE, "under way")]), group(1, [], 3, "a", serial=2))
