@@ -584,10 +584,10 @@ class ProcessGroup:
         self.gate.check_usable()
         self.messages.send(Adopted(x), dst, tag)
 
-    def recv_apart(self, x: Array, src: int | None, tag: int) -> int:
+    def recv_apart(self, x: Array, src: int | None, tag: int, status: Status | None = None) -> int:
         """`recv` of what `send_apart` sends."""
         self.gate.check_usable()
-        return self.messages.recv(Adopted(x), src, tag)
+        return self.messages.recv(Adopted(x), src, tag, status)
 
     # ---- life -------------------------------------------------------------------------------------
 

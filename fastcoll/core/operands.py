@@ -100,6 +100,13 @@ def checked_receive_tag(tag: Any) -> int:
     return ANY_TAG if _integer_tag(tag) == ANY_TAG else checked_tag(tag)
 
 
+def wildcard_of(tag: int) -> int:
+    """The tag of the receives that take messages of every tag, among them those of this tag; 0: there are none."""
+    if tag <= LARGEST_TAG:
+        return ANY_TAG
+    return ANY_TAG - JAX_TAGS if tag >= JAX_TAGS else 0
+
+
 def _integer_tag(tag: Any) -> int:
     try:
         return operator.index(tag)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax._src import dispatch
 
 from ..api.groups import Group, NonMember, entered, group_rank
-from ..core.operands import checked_tag
+from ..core.message import Status
+from ..core.operands import checked_receive_tag, checked_tag
 from ..core.reduce_op import ReduceOp
 from ..errors import ArrayError, UsageError
 from .own_groups import wait_for_effects
@@ -168,15 +169,27 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None, token: Any = No
     return _called(_site("send", group, token, dst=dst, tag=checked_tag(tag)), [x], token)
 
 
-def recv(like: Any, src: int | None = None, tag: int = 0, *, group: Group = None, token: Any = None) -> Any:
+def recv(
+    like: Any,
+    src: int | None = None,
+    tag: int = 0,
+    *,
+    group: Group = None,
+    token: Any = None,
+    status: Status | None = None,
+) -> Any:
     """Receive an array from rank `src`, or from the rank whose message arrives first.
 
     Args:
-        like: has the shape and the dtype of what comes; its content does not count.
-        src: a global rank; None: any rank, which the result does not name.
-        tag, group, token, and what it returns and raises: as for `send` and `all_reduce`.
+        like: has the shape and the dtype of the result. Its content counts only behind the end of a shorter message.
+        src: a global rank; None: any rank.
+        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+        status: filled each time the program has received, before the result is ready: with the sender, the tag and the
+            count. With one, the message may be shorter than the array.
+        group, token, and what it returns and raises: as for `all_reduce`.
     """
-    return _called(_site("recv", group, token, src=src, tag=checked_tag(tag)), [like], token)
+    how = {"recvtag": checked_receive_tag(tag), "status": status}
+    return _called(_site("recv", group, token, src=src, **how), [like], token)
 
 
 def sendrecv(
@@ -189,18 +202,21 @@ def sendrecv(
     *,
     group: Group = None,
     token: Any = None,
+    status: Status | None = None,
 ) -> Any:
     """Send `x` to rank `dst` and receive what rank `src` sends, at the same time; either may be this rank.
 
     Args:
         x, dst: as for `send`.
-        like, src: as for `recv`, but from one rank.
+        like, status: as for `recv`.
+        src: a global rank.
         tag: of the message that is sent.
-        recvtag: of the message that is received; None: the same.
+        recvtag: of the message that is received, or ANY_TAG; None: the same as `tag`.
         group, token, and what it returns and raises: as for `all_reduce`.
     """
-    tags = {"tag": checked_tag(tag), "recvtag": checked_tag(tag if recvtag is None else recvtag)}
-    return _called(_site("sendrecv", group, token, dst=dst, src=src, **tags), [x, like], token)
+    tags = {"tag": checked_tag(tag), "recvtag": checked_receive_tag(tag if recvtag is None else recvtag)}
+    site = _site("sendrecv", group, token, dst=dst, src=src, status=status, **tags)
+    return _called(site, [x, like], token)
 
 
 def barrier(*, group: Group = None, token: Any = None) -> Any:

@@ -24,6 +24,7 @@ from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..core.operands import ANY_TAG
 from ..core.reduce_op import ReduceOp
 from ..errors import UsageError
 from ..kernels.call_frames import IN_PLACE
@@ -174,7 +175,9 @@ def _transpose(cotangents: Sequence[Any], *ins: Any, site: Site) -> list[Any]:
         back = replace(site, transposed=not site.transposed)
     elif site.kind == "sendrecv":
         assert site.src is not None, "it has one source"
-        back = replace(site, dst=site.src, src=site.dst, tag=site.recvtag, recvtag=site.tag)
+        back = replace(site, dst=site.src, src=site.dst, status=None)
+        if site.recvtag != ANY_TAG:
+            back = replace(back, tag=site.recvtag, recvtag=site.tag)
     elif site.kind == "all_to_all":
         back = site
     else:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.group import ProcessGroup
-from ..core.operands import JAX_TAGS
+from ..core.message import Status
+from ..core.operands import ANY_TAG, JAX_TAGS, wildcard_of
 from ..core.reduce_op import ReduceOp
 from ..errors import FastcollError
 from ..interop.adopted import Adopted
@@ -30,10 +31,10 @@ class Site:
     """One call: the arguments that are no arrays.
 
     `group` is the user's (None: the world of when it runs), of `size` ranks, and `dst` and `src` are ranks in it; a
-    `src` of None is any rank. `off_root` marks a gather or scatter on a rank that is not its root. `tag` is that of the
-    message, of a sendrecv that of the message it sends; `recvtag` is that of the one it receives. With `token`, a token
-    is the last array that goes in and comes out, and orders the call; without, JAX orders it by an effect. A `tangent`
-    never runs: its transpose does. `transposed` marks an all_reduce that does nothing.
+    `src` of None is any rank. `off_root` marks a gather or scatter on a rank that is not its root. A message is sent
+    with `tag`, and received with `recvtag`, which may be ANY_TAG, and `status`. With `token`, a token is the last array
+    that goes in and comes out, and orders the call; without, JAX orders it by an effect. A `tangent` never runs: its
+    transpose does. `transposed` marks an all_reduce that does nothing.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Site:
     off_root: bool = False
     tag: int = 0
     recvtag: int = 0
+    status: Status | None = None
     token: bool = False
     tangent: bool = False
     transposed: bool = False
@@ -79,11 +81,26 @@ class Kind(NamedTuple):
     linear: bool = False
 
 
+def own_tag(tag: int) -> int:
+    """The tag of messages of programs for one of users, or for ANY_TAG."""
+    return wildcard_of(JAX_TAGS) if tag == ANY_TAG else JAX_TAGS + tag
+
+
+def _recv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None:
+    status = site.status
+    if status is not None:
+        np.copyto(out, ins[0])  # what a shorter message leaves as it is
+    group.recv_apart(out, site.src, own_tag(site.recvtag), status)
+    if status is not None:
+        source, tag = group.ranks[status.source], status.tag - JAX_TAGS
+        status.fill(source, tag, status.count, status.nbytes)
+
+
 def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None:
     group.gate.check_usable()
-    sent = group.messages.isend(Adopted(ins[0]), site.dst, JAX_TAGS + site.tag)
+    sent = group.messages.isend(Adopted(ins[0]), site.dst, own_tag(site.tag))
     try:
-        group.recv_apart(out, site.src, JAX_TAGS + site.recvtag)
+        _recv(group, site, ins[1:], out)
     except BaseException:
         with suppress(FastcollError):  # the error of the receive counts
             sent.wait()
@@ -107,10 +124,9 @@ KINDS = {
                            lambda shape, size: shape[1:], (True, False), APART, linear=True),
     "all_to_all": Kind(lambda g, s, ins, out: g.all_to_all_single(out, ins[0]),
                        rows=(True, True), form=APART, linear=True),
-    "send": Kind(lambda g, s, ins, out: g.send_apart(ins[0], s.dst, JAX_TAGS + s.tag), None,
+    "send": Kind(lambda g, s, ins, out: g.send_apart(ins[0], s.dst, own_tag(s.tag)), None,
                  form=GIVEN, is_message=True),
-    "recv": Kind(lambda g, s, ins, out: g.recv_apart(out, s.src, JAX_TAGS + s.tag), form=TAKEN,
-                 is_message=True),
+    "recv": Kind(_recv, form=TAKEN, is_message=True),
     "sendrecv": Kind(_sendrecv, is_message=True, linear=True),
     "barrier": Kind(lambda g, s, ins, out: g.barrier(), None, form=NO_ARRAY),
 }

@@ -20,7 +20,7 @@ import numpy as np
 from ..compiled.rows import call_word, message_word, row, take_error
 from ..core import signature
 from ..core.group import ProcessGroup
-from ..core.operands import JAX_TAGS
+from ..core.operands import ANY_TAG
 from ..errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -33,7 +33,7 @@ from ..kernels import call_frames as f
 from ..kernels.doors import RECV, SEND
 from ..p2p.pipe import ANY
 from . import own_groups
-from .sites import Array, Site, site_of
+from .sites import Array, Site, own_tag, site_of
 
 TARGET = "fastcoll"
 """The handler's name in programs; its one attribute is `site`, the number of the call."""
@@ -114,11 +114,13 @@ _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any, ...]) -> None:
     """Have the handler do this call from now on, until the group ends: then it is Python's again."""
     form = site.traits.form
-    if form is None or number >= f.MOST or group.gate.closed:
+    in_python = form is None or site.status is not None or site.recvtag == ANY_TAG
+    if in_python or number >= f.MOST or group.gate.closed:
         return
     line, messages = f.LINES[1 + number], {"send": SEND, "recv": RECV}
     if site.kind in messages:
-        line[f.OP], line[f.CALL] = messages[site.kind], message_word(JAX_TAGS + site.tag, dtypes[0])
+        tag = own_tag(site.recvtag if site.kind == "recv" else site.tag)
+        line[f.OP], line[f.CALL] = messages[site.kind], message_word(tag, dtypes[0])
     else:
         line[f.OP] = signature.code_of(site.kind)
         barrier = form == f.NO_ARRAY

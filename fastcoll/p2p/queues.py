@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from ..core.operands import ANY_TAG, LARGEST_TAG
+from ..core.operands import wildcard_of
 from .transfers import Receive, Send, Transfer, tag_of
 
 _T = TypeVar("_T")
@@ -83,7 +83,7 @@ class MatchQueues:
 
     def find(self, peer: int | None, tag: int) -> Message | None:
         """The earliest message from `peer` (None: any rank) with `tag`, which stays; None: there is none."""
-        tags = (tag,) if tag != ANY_TAG else tuple(other for other in self._messages if other <= LARGEST_TAG)
+        tags = (tag,) if tag >= 0 else tuple(other for other in self._messages if wildcard_of(other) == tag)
         found: tuple[int, Message] | None = None
         for each in tags:
             for entry in self._messages.get(each, ()):
@@ -95,7 +95,7 @@ class MatchQueues:
     def arrive(self, message: Message) -> Receive | None:
         """The receive for a new message; None: the message is kept."""
         tag, found = message.tag, None
-        for each in (tag, ANY_TAG) if tag <= LARGEST_TAG else (tag,):
+        for each in {tag, wildcard_of(tag)}:
             for entry in self._receives.get(each, ()):
                 if entry[1].peer in (None, message.source):
                     found = entry if found is None or entry[0] < found[0] else found

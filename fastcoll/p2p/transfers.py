@@ -50,8 +50,8 @@ def tag_of(kind: int) -> int:
 
 def tag_text(tag: int) -> str:
     """A tag for people to read."""
-    if tag >= JAX_TAGS:
-        return f"tag {tag - JAX_TAGS} of fastcoll.jax"
+    if abs(tag) >= JAX_TAGS:
+        return f"{tag_text(tag - JAX_TAGS if tag > 0 else tag + JAX_TAGS)} of fastcoll.jax"
     return {OBJECTS_TAG: "objects", ANY_TAG: "any tag"}.get(tag) or f"tag {tag}"
 
 

@@ -111,6 +111,22 @@ def test_messages_of_python_and_of_jax_do_not_meet(rank, world_size, jax):
 
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("way", WAYS)
+def test_a_status_says_whose_message_of_any_tag_came(rank, world_size, jax, way):
+    import fastcoll.jax as fj
+
+    x, like, status = np.float32([rank, 5]), np.float32([1, 2, 3]), dist.Status()
+    if rank == 0:
+        do(jax, way, fj.send, x, dst=1, tag=7)
+    else:
+        found = do(jax, way, fj.recv, like, tag=dist.ANY_TAG, status=status)
+        assert_same(found, np.float32([0, 5, 3]))
+        assert (status.source, status.tag, status.count, status.nbytes) == (0, 7, 2, 8)
+    found = do(jax, way, fj.sendrecv, x, x, dst=1 - rank, src=1 - rank, tag=rank, recvtag=dist.ANY_TAG)
+    assert_same(found, np.float32([1 - rank, 5]))
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, way):
     import fastcoll.jax as fj
 
@@ -118,11 +134,12 @@ def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, way):
     found = do(jax, way, fj.sendrecv, x, x, dst=other, src=other, tag=rank, recvtag=other)
     assert_same(found, np.float32([other, 5]))
 
-    def loss(x):
-        return (fj.sendrecv(x, x, dst=other, src=other, tag=rank, recvtag=other) * (rank + 1)).sum()
+    def loss(x, recvtag):
+        return (fj.sendrecv(x, x, dst=other, src=other, tag=rank, recvtag=recvtag) * (rank + 1)).sum()
 
-    if way == "jit":
-        assert_same(np.asarray(jax.jit(jax.grad(loss))(x)), np.float32([other + 1] * 2), "grad")
+    for recvtag in (other, dist.ANY_TAG) if way == "jit" else ():
+        gradient = jax.jit(jax.grad(loss), static_argnums=1)(x, recvtag)
+        assert_same(np.asarray(gradient), np.float32([other + 1] * 2), "grad")
 
 
 @pytest.mark.ranks(3, timeout=120)
