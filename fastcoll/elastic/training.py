@@ -268,10 +268,12 @@ class _Run:
             raise type(error)(f"{error} (after {most} restarts, the most)", error.ranks) from error
         size = shrink().size
         if size < least:
-            few = f"{size} ranks are left, and min_ranks is {least}"
+            few = f"{size} {'rank is' if size == 1 else 'ranks are'} left, and min_ranks is {least}"
             raise type(error)(f"{error}; {few}", error.ranks) from error
         if groups.world.rank == 0:
-            _log.warning("%s; %d ranks go on from the last commit", error, size)
+            _log.warning(
+                "%s; %s from the last commit", error, "1 rank goes on" if size == 1 else f"{size} ranks go on"
+            )
         self._state.restore()
 
     # ---- newcomers -----------------------------------------------------------------------------------------------

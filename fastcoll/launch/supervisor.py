@@ -376,7 +376,8 @@ class Supervisor:
         waiting = [
             rank for rank in self._running if met and rank.is_newcomer and rank.place.name not in joined
         ]
-        said = f"{lost.said}; {len(self._running) - len(waiting)} go on here"
+        left = len(self._running) - len(waiting)
+        said = f"{lost.said}; {left} {'goes' if left == 1 else 'go'} on here"
         if waiting:
             said += f", {len(waiting)} {'waits' if len(waiting) == 1 else 'wait'} to be taken in"
         if lost.newcomer is not None:

@@ -1,8 +1,9 @@
 """Who holds a job up, from what its ranks have recorded: pure, on what running.py has read of each process.
 
-A rank waits for those members of the group that have not begun its call, and in a message for its other end. Who is
-waited for and waits for nobody, or cannot go on, is to blame; where there is nobody like that, ranks wait for one
-another. Ranks are read one after the other while they run, so only what has lasted PATIENCE seconds counts.
+A rank waits for those members of the group that have not begun its call, and in a message for its other end. A rank
+that others wait for, and that waits for nobody itself or cannot go on, is to blame; ranks that wait for one another are
+to blame together. An operation on the progress thread does not make its rank wait, unless the main thread sleeps as it
+does in `Work.wait`. Ranks are read one after the other while they run, so only what has lasted PATIENCE seconds counts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..core.record import GroupRecord, Peer, Record
+from .circles import circles
 from .printing import seconds_of
 
 PATIENCE = 0.5
@@ -32,6 +34,7 @@ _SLEEPS = {
     "tty": "the terminal",
 }
 """What a process waits for that sleeps in a function of the kernel whose name has this in it."""
+_SLOW = "a large array, a slow network, or fewer cores than ranks: look again whether it goes on"
 
 
 class Process(NamedTuple):
@@ -91,7 +94,7 @@ class Wait(NamedTuple):
     @property
     def where(self) -> str:
         """`all_reduce(float32, 4 elements, op=SUM), call 57 of group WORLD`; of a message what its own words say."""
-        return f"{self.what}, call {self.number} of group {self.group.name}" if self.number else self.what
+        return f"{self.what}, call {self.number} of {_called(self.group)}" if self.number else self.what
 
 
 class Verdict(NamedTuple):
@@ -161,28 +164,51 @@ def _late(
 
 def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Verdict]:
     """Who holds up whom; nobody where no rank has waited for long."""
-    waits = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= PATIENCE]
-    waiting = {wait.rank for wait in waits if ranks[wait.rank].is_able}
+    lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= PATIENCE]
+    own: dict[int, list[Wait]] = {}
+    for wait in lasting:
+        own.setdefault(wait.rank, []).append(wait)
+    waits = [wait for rank, its in own.items() for wait in _blocking(ranks[rank], its)]
+    late = {rank for wait in waits for rank in wait.late}
+    waiting: dict[int, set[int]] = {}
+    for wait in waits:
+        if ranks[wait.rank].is_able:
+            waiting.setdefault(wait.rank, set()).update(wait.late)
     peers = {p.rank: p for each in ranks.values() for group in each.record.groups for p in group.members}
-    roots = sorted({rank for wait in waits for rank in wait.late} - waiting)
+    roots = sorted(rank for rank in late if not waiting.get(rank))
     unseen: dict[tuple[str, str], list[Peer]] = {}
     for root in roots:
         if root not in ranks:
             unseen.setdefault((whereabouts(peers[root]), peers[root].host), []).append(peers[root])
     verdicts = [
-        _of_rank(ranks[root], [w for w in waits if root in w.late]) for root in roots if root in ranks
+        _of_rank(ranks[root], [w for w in waits if root in w.late], [w for w in waits if w.rank == root])
+        for root in roots
+        if root in ranks
     ]
     for (where, _), lost in unseen.items():
         verdicts.append(_of_unseen(lost, _longest(waits, {peer.rank for peer in lost}), where))
-    if not verdicts and any(wait.late for wait in waits):
-        verdicts.append(_of_circle(ranks, [wait for wait in waits if wait.late]))
-    verdicts += [_of_nobody(held) for held in _by_call(waits) if not any(wait.late for wait in held)]
+    verdicts += [_of_circle(circle, waits) for circle in circles(waiting)]
     blamed = {rank for verdict in verdicts for rank in verdict.ranks}
+    verdicts += [
+        _of_nobody(held)
+        for held in _by_call(waits)
+        if not any(wait.late or wait.rank in blamed for wait in held)
+    ]
     for rank in ranks.values():
         if not rank.is_able and rank.rank not in blamed:
             state, then = condition(rank.process)
             verdicts.append(Verdict(f"{rank.where} {state}; nobody waits for it yet", (), then, (rank.rank,)))
     return verdicts
+
+
+def _blocking(rank: Rank, own: list[Wait]) -> list[Wait]:
+    """Those of its own waits that keep a rank from going on: the progress thread's only where no other thread waits."""
+    direct = [wait for wait in own if not (wait.number and wait.group.pending)]
+    process = rank.process
+    runs = process.state == "R" or (
+        process.place and "futex" not in process.place
+    )  # so it is not in Work.wait
+    return direct or ([] if runs and rank.is_able else own)
 
 
 def _by_call(waits: Iterable[Wait]) -> list[list[Wait]]:
@@ -206,15 +232,18 @@ def _seconds(held: Sequence[Wait]) -> float:
 # ---- and in words ------------------------------------------------------------------------------------------
 
 
-def _of_rank(rank: Rank, waits: Sequence[Wait]) -> Verdict:
-    """A rank that others wait for and that waits for nobody, or cannot go on: the longest wait, and the others."""
+def _of_rank(rank: Rank, waits: Sequence[Wait], own: Sequence[Wait]) -> Verdict:
+    """A rank that others wait for and that waits for nobody, or cannot go on: the longest wait, and the others.
+
+    `own` are the calls that this rank is in.
+    """
     held, *others = sorted(_by_call(waits), key=_seconds, reverse=True)
     first, who = held[0], f"{_names(held)} waited in for {seconds_of(_seconds(held))}"
     its, more = rank.group(first.group), []
     if not first.number:
         text = f"has not come to the message that {who}: {first.where}"
     elif its is None:
-        text = f"has left group {first.group.name}, whose call {first.number}, {first.what}, {who}"
+        text = f"has left {_called(first.group)}, whose call {first.number}, {first.what}, {who}"
     elif its.calls >= first.number:
         text = f"holds up {first.where}, that {who}"
     else:
@@ -223,6 +252,9 @@ def _of_rank(rank: Rank, waits: Sequence[Wait]) -> Verdict:
             more = [f"its last call there was {its.ring[-1].what}, call {its.calls}"]
     more += [f"{_names(o)} waited for it for {seconds_of(_seconds(o))} in {o[0].where}" for o in others]
     state, then = condition(rank.process)
+    if own and rank.is_able:
+        state = f"has been in {own[0].where} for {seconds_of(own[0].seconds)}, and nobody is late there"
+        then = _SLOW
     return Verdict(f"{rank.where} {text}; it {state}", tuple(more), then, (rank.rank,))
 
 
@@ -268,10 +300,10 @@ def _of_unseen(lost: Sequence[Peer], held: Sequence[Wait], where: str) -> Verdic
     return Verdict(f"{text}; {state}", (), then, tuple(peer.rank for peer in lost))
 
 
-def _of_circle(ranks: Ranks, waits: Sequence[Wait]) -> Verdict:
-    """All who are waited for wait themselves, in other calls."""
-    lines, late = [], {rank for wait in waits for rank in wait.late}
-    for held in _by_call(waits):
+def _of_circle(circle: Sequence[int], waits: Sequence[Wait]) -> Verdict:
+    """Ranks that wait for one another, in different calls, and the ranks that wait for these."""
+    lines = []
+    for held in _by_call(wait for wait in waits if wait.late.intersection(circle)):
         first, theirs = held[0], sorted({rank for wait in held for rank in wait.late})
         missed = (
             f", which {names(theirs)} {'has' if len(theirs) == 1 else 'have'} not called"
@@ -280,14 +312,19 @@ def _of_circle(ranks: Ranks, waits: Sequence[Wait]) -> Verdict:
         )
         lines.append(f"{_names(held)} waited for {seconds_of(_seconds(held))} in {first.where}{missed}")
     then = "one of them skips a call or makes one too many, or they make their calls in different orders"
-    return Verdict(f"{names(late)} wait for one another", tuple(lines), then, tuple(sorted(late)))
+    what = "wait for one another" if len(circle) > 1 else "waits for itself"
+    return Verdict(f"{names(circle)} {what}", tuple(lines), then, tuple(circle))
 
 
 def _of_nobody(held: Sequence[Wait]) -> Verdict:
     """All members are in the call and can go on."""
     text = f"{_names(held)} been in {held[0].where} for {seconds_of(_seconds(held))}, and nobody is late"
-    then = "a large array, a slow network, or fewer cores than ranks: look again whether it goes on"
-    return Verdict(text, (), then, ())
+    return Verdict(text, (), _SLOW, ())
+
+
+def _called(group: GroupRecord) -> str:
+    """`group WORLD`; a group that was given no name is called `group0` already."""
+    return group.name if group.name.startswith("group") else f"group {group.name}"
 
 
 def _names(held: Sequence[Wait]) -> str:

@@ -80,6 +80,11 @@ def bytes_of(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
+def counted(count: int, what: str) -> str:
+    """`1 rank`, `4 ranks`."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def seconds_of(seconds: float) -> str:
     """`12 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     if seconds < 10:

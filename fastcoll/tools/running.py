@@ -10,7 +10,7 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,31 +31,42 @@ from .blame import (
     explain,
     waits_of,
 )
-from .printing import Printer, seconds_of
+from .printing import Printer, counted, seconds_of
 
 _LOOK_SECONDS = 0.2  # between two looks at a process's time on cores, which the kernel counts in 0.01 s
 _TICKS = os.sysconf("SC_CLK_TCK")
 _STATES = {"R": "running", "S": "sleeping", "D": "disk", "T": "stopped", "t": "debugged", "Z": "zombie"}
 _MOST_VERDICTS = 8
 _MOST_COMMAND = 100  # characters
+_NAMES_OF_JOBS = b"TORCHELASTIC_RUN_ID", b"SLURM_JOB_ID"
 _OF_A_LAUNCHER = {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0."""
+    """Run the command; returns 0, or 1 where there is no such job."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll status",
         description="The jobs of this user on this machine: who holds each up, and what each of its ranks is in.",
     )
     parser.add_argument("--json", action="store_true", help="one object, for programs")
+    parser.add_argument(
+        "--job",
+        metavar="JOB",
+        help="one job only: its name as listed, the pid of one of its ranks or of their launcher, its --rdzv-id, "
+        "Slurm's job id, or a word of its command line",
+    )
     given = parser.parse_args(words)
     jobs, alone = find_jobs()
     show, now = Printer(), time.time()
+    if given.job is not None:
+        jobs = [job for job in jobs if job.name == given.job or any(map(_named(given.job), job.processes))]
+        alone = [each for each in alone if _named(given.job)(each.process)]
+    code = int(given.job is not None and not jobs and not alone)
     if given.json:
         about = {"fastcoll": __version__, "host": os.uname().nodename}
         outside = [each.as_dict(now) for each in alone]
         show.json({**about, "jobs": [job.as_dict(now) for job in jobs], "in_no_group": outside})
-        return 0
+        return code
     for number, job in enumerate(jobs):
         show.say("" if number else None)
         _show(job, now, show)
@@ -67,9 +78,11 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         columns = ("rank", "pid", "state", "cores", "joining for", "kernel", "command")
         show.table(columns, [each.row(now) for each in alone])
-    if not jobs and not alone:
+    if code:
+        show.say(f"there is no job {given.job!r} of yours on this machine; without --job all are listed")
+    elif not jobs and not alone:
         show.say("no process of yours on this machine is in a group of fastcoll")
-    return 0
+    return code
 
 
 # ---- finding them ------------------------------------------------------------------------------------------
@@ -81,6 +94,11 @@ class Job:
 
     name: str
     ranks: Mapping[int, Rank]
+
+    @property
+    def processes(self) -> list[Process]:
+        """Those of its ranks."""
+        return [rank.process for rank in self.ranks.values()]
 
     @property
     def first(self) -> Rank:
@@ -209,6 +227,31 @@ def find_jobs() -> tuple[list[Job], list[Outside]]:
     return sorted(found, key=lambda job: job.first.record.started), alone
 
 
+def _named(text: str) -> Callable[[Process], bool]:
+    """Whether a process is of the job that a user names so."""
+
+    def is_named(process: Process) -> bool:
+        if text.isdecimal():
+            if int(text) in _line(process.pid):
+                return True
+        elif text in process.command.split() or text in map(os.path.basename, process.command.split()):
+            return True
+        with suppress(OSError):
+            environ = _environ(process.pid)
+            return text.encode() in {environ.get(name) for name in _NAMES_OF_JOBS}
+        return False
+
+    return is_named
+
+
+def _line(pid: int) -> Iterator[int]:
+    """A process and those that have started it, the nearest first."""
+    with suppress(OSError):  # one has ended
+        while pid > 1:
+            yield pid
+            pid = int(status_of(pid)[1])
+
+
 def _launched(pid: int) -> str | None:
     """RANK of a process that a launcher of fastcoll has started itself; OSError: it cannot be read."""
     environ = _environ(pid)
@@ -285,7 +328,8 @@ def _show(job: Job, now: float, show: Printer) -> None:
     first = job.first.record
     here = "" if len(job.ranks) == first.world_size else f", {len(job.ranks)} of them here"
     age = seconds_of(max(now - first.started, 0.0))
-    show.say(f"{first.world_size} ranks{here}, for {age}: {job.first.process.command}", "bold")
+    size, command = counted(first.world_size, "rank"), job.first.process.command
+    show.say(f"{size}{here}, for {age}, job {job.name}: {command}", "bold")
     verdicts = job.verdicts(now)
     for verdict in verdicts[:_MOST_VERDICTS]:
         show.say(verdict.text, "bad", indent="  ")

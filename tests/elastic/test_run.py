@@ -88,7 +88,7 @@ def test_too_few_are_left() -> None:
         end = crowd.ends()[0]
     assert end.kinds[0] == "PeerDiedError"
     assert "rank 1 (pid " in end.error
-    assert "; 1 ranks are left, and min_ranks is 2" in end.error
+    assert "; 1 rank is left, and min_ranks is 2" in end.error
 
 
 def test_as_many_restarts_as_allowed() -> None:

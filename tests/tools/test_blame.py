@@ -11,6 +11,7 @@ from fastcoll.core import signature
 from fastcoll.core.record import Call, GroupRecord, Peer, Record, Waiting
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.tools.blame import ELSEWHERE, GONE, LEFT, Process, Rank, explain, names, waits_of
+from fastcoll.tools.circles import circles
 
 NOW = 1000.0
 SECOND = 10**9
@@ -30,6 +31,7 @@ def group(
     hosts: str = "aaaa",
     waits: tuple[Waiting, ...] = (),
     late: int = -1,
+    pending: int = 0,
 ) -> GroupRecord:
     """Rank's side of a group in its call number `calls`, or after it."""
     peers = tuple(Peer(member, hosts[member], 100 + member) for member in members)
@@ -37,7 +39,7 @@ def group(
     since = int((NOW - waited) * SECOND) if under_way else 0
     return GroupRecord(
         name=name, serial=1, backend="shm", rank=peers.index(Peer(rank, hosts[rank], 100 + rank)), members=peers,
-        calls=calls, finished=calls - under_way, pending=0, ring=(last,) if calls else (),
+        calls=calls, finished=calls - under_way, pending=pending, ring=(last,) if calls else (),
         under_way=last if under_way else None, since=since, late=late, waits=waits, failure="",
     )  # fmt: skip
 
@@ -180,6 +182,94 @@ def test_ranks_that_wait_for_one_another_are_told_with_both_calls():
         "ranks 1, 2 and 3 have waited for 12 s in barrier(), call 16 of group WORLD, which rank 0 has not called",
     ]
     assert verdict.ranks == (0, 2)
+
+
+def test_who_waits_for_a_circle_and_is_not_in_it_is_not_blamed():
+    """Rank 3 waits for rank 1, that one for 0, and ranks 0 and 2 for one another."""
+    ranks = [
+        rank(0, group(0, 8, True, name="a", members=(0, 2)), group(0, 15, False, name="b", members=(0, 1))),
+        rank(1, group(1, 16, True, name="b", members=(0, 1)), group(1, 3, False, name="c", members=(1, 3))),
+        rank(2, group(2, 5, True, name="d", members=(0, 2)), group(2, 7, False, name="a", members=(0, 2))),
+        rank(3, group(3, 4, True, name="c", members=(1, 3))),
+    ]
+    ranks[0] = rank(0, *ranks[0].record.groups, group(0, 4, False, name="d", members=(0, 2)))
+    (verdict,) = verdicts(*ranks)
+    assert verdict.text == "ranks 0 and 2 wait for one another"
+    assert verdict.ranks == (0, 2)
+    assert len(verdict.more) == 3  # the two, and who waits for them
+
+
+def test_each_circle_is_told_beside_those_that_are_late():
+    ranks = []
+    for low in (0, 2):
+        for mine, other in ((low, low + 1), (low + 1, low)):
+            members = (low, low + 1)
+            own = group(mine, 2, True, name=f"of {mine}", members=members)
+            ranks.append(rank(mine, own, group(mine, 1, False, name=f"of {other}", members=members)))
+    assert [verdict.ranks for verdict in verdicts(*ranks)] == [(0, 1), (2, 3)]
+    ranks[3] = rank(
+        3, *(replace(each, under_way=None, since=0) for each in ranks[3].record.groups), state="R"
+    )
+    assert [verdict.ranks for verdict in verdicts(*ranks)] == [(3,), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("state", "place", "blamed"),
+    [
+        ("R", "", (0,)),  # it runs its own code
+        ("S", "hrtimer_nanosleep", (0,)),  # time.sleep
+        ("S", "futex_wait", (0, 1)),  # Work.wait
+        ("S", "", (0, 1)),  # the kernel does not tell
+    ],
+)
+def test_an_operation_under_way_makes_nobody_wait_that_does_something_else(state, place, blamed):
+    """Rank 0 has begun an operation with rank 1, which waits for it in WORLD with all others."""
+    pair = group(0, 1, True, name="pair", members=(0, 1), pending=1)
+    ranks = [rank(0, group(0, 15, False), pair, state=state, place=place)]
+    ranks += [rank(1, group(1, 16, True), group(1, 0, False, name="pair", members=(0, 1)))]
+    ranks += [rank(number, group(number, 16, True)) for number in (2, 3)]
+    (verdict,) = verdicts(*ranks)
+    assert verdict.ranks == blamed
+    # Where rank 0 is in another call itself, that one counts.
+    other = group(0, 4, True, name="other", members=(0, 2))
+    ranks[0] = rank(0, *ranks[0].record.groups, other, state=state, place=place)
+    ranks[2] = rank(2, group(2, 15, False), group(2, 3, False, name="other", members=(0, 2)), state="R")
+    (verdict,) = verdicts(*ranks)
+    assert verdict.ranks == (2,)
+
+
+def test_a_rank_that_is_in_a_call_where_nobody_is_late_is_no_circle():
+    """Ranks 0 and 1 are in a call of their own, and the others wait for both."""
+    ranks = [
+        rank(number, group(number, 9, True, name="group0", members=(0, 1)), group(number, 15, False))
+        for number in (0, 1)
+    ]
+    ranks += [rank(number, group(number, 16, True)) for number in (2, 3)]
+    first, second = verdicts(*ranks)
+    assert (first.ranks, second.ranks) == ((0,), (1,))
+    assert first.text.startswith("rank 0 (pid 100) has not called all_reduce(")
+    assert first.text.endswith(
+        "; it has been in all_reduce(float32, 4 elements, op=SUM), call 9 of group0 for 12 s, "
+        "and nobody is late there"
+    )
+
+
+def test_a_message_to_itself_that_is_not_sent():
+    waiting = Waiting(0, "recv of 4 bytes from rank 0", int((NOW - 30) * SECOND), (0,), 1)
+    (verdict,) = verdicts(rank(0, group(0, 5, False, members=(0,), waits=(waiting,))))
+    assert verdict.text == "rank 0 waits for itself"
+    assert verdict.more == ("rank 0 has waited for 30 s in recv of 4 bytes from rank 0",)
+
+
+def test_circles():
+    assert circles({}) == []
+    assert circles({0: {1}, 1: {2}, 2: {1, 9}, 3: {0}, 4: {4}, 5: {6}, 6: {7}, 7: {5, 0}}) == [
+        [1, 2],
+        [4],
+        [5, 6, 7],
+    ]
+    many = range(20_000)  # deeper than Python's own stack
+    assert circles({rank: {(rank + 1) % 20_000} for rank in many}) == [list(many)]
 
 
 def test_a_message_that_nobody_sends():

@@ -66,13 +66,17 @@ time.sleep(1000)
 DEADLINE = 60  # s until a hang is seen: the launcher starts, ranks meet, and a wait becomes long enough
 
 
-def look() -> dict:
+def look(*words: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "fastcoll", "status", "--json"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "fastcoll", "status", "--json", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert done.returncode == (bool(words) and not told["jobs"] and not told["in_no_group"]), done.stderr
     assert not done.stderr
-    return json.loads(done.stdout)
+    return told
 
 
 @contextmanager
@@ -86,9 +90,10 @@ def job(folder: Path, program: str) -> Iterator[Callable[[Callable], dict]]:
         def until(so: Callable[[dict], bool]) -> dict:
             end, told = time.monotonic() + DEADLINE, {}
             while time.monotonic() < end and launcher.poll() is None:
-                told = look()
+                told = look("--job", str(launcher.pid))
                 for each in told["jobs"]:
-                    if str(path) in each["command"] and so(each):
+                    assert str(path) in each["command"]
+                    if so(each):
                         return each
             launcher.kill()
             raise AssertionError(f"{told} {launcher.stderr.read()}")
@@ -249,6 +254,9 @@ def test_what_people_see(tmp_path):
         shown = subprocess.run(
             [sys.executable, "-m", "fastcoll", "status"], capture_output=True, text=True, timeout=60
         ).stdout
+        found = look("--job", str(tmp_path / "hangs.py"))["jobs"]
+        assert look("--job", found[0]["job"])["jobs"][0]["job"] == found[0]["job"]
+        assert len(found) == 1
     lines = shown.splitlines()
     (first,) = (
         number for number, line in enumerate(lines) if "hangs.py" in line and line.startswith("4 ranks")
@@ -264,3 +272,4 @@ def test_what_people_see(tmp_path):
 def test_without_a_job_nothing_is_found():
     mine = [each for each in look()["jobs"] if str(os.getpid()) in each["job"]]
     assert mine == []
+    assert look("--job", "none-of-that-name")["jobs"] == []

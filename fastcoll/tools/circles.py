@@ -1,0 +1,36 @@
+"""Circles in who waits for whom: strongly connected components, by two depth-first searches (Kosaraju's algorithm)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+
+
+def circles(waits: Mapping[int, Set[int]]) -> list[list[int]]:
+    """The largest sets of ranks that wait for one another, each sorted; also a rank that waits for itself."""
+    seen = set[int]()
+    finished = [rank for start in waits for rank in _finished(start, waits, seen)]
+    waited_by: dict[int, set[int]] = {rank: set() for rank in waits}
+    for rank, late in waits.items():
+        for other in late & waits.keys():
+            waited_by[other].add(rank)
+    seen, found = set[int](), []
+    for start in reversed(finished):
+        component = sorted(_finished(start, waited_by, seen))
+        if len(component) > 1 or start in waits[start] & {*component}:
+            found.append(component)
+    return sorted(found)
+
+
+def _finished(start: int, edges: Mapping[int, Set[int]], seen: set[int]) -> Iterator[int]:
+    """The nodes that a search from `start` finds and that are not `seen` yet, in the order in which it leaves them."""
+    path = [] if start in seen else [(start, iter(edges[start] & edges.keys()))]
+    seen.add(start)
+    while path:
+        node, rest = path[-1]
+        following = next((other for other in rest if other not in seen), None)
+        if following is None:
+            path.pop()
+            yield node
+        else:
+            seen.add(following)
+            path.append((following, iter(edges[following] & edges.keys())))
