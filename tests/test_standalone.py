@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from faults.crew import nothing_left
 
 import fastcoll as dist
+from fastcoll.api import standalone
 from fastcoll.api.groups import groups
 from fastcoll.errors import AbortedError, NotInitializedError, StoreTimeoutError, UsageError
 
@@ -112,5 +114,7 @@ def test_a_group_of_one_and_wrong_arguments(rank: int) -> None:
             dist.group_from_store(store, *place)
     with pytest.raises(UsageError, match=r"give a fastcoll\.Store"):
         dist.group_from_store({}, 0, 1)
-    with pytest.raises(StoreTimeoutError, match=r"not all of 2 ranks came within .* missing: 1"):
+    with pytest.raises(StoreTimeoutError, match=r"not all of 2 ranks came within 0\.2 s; missing: 1"):
         dist.group_from_store(store, 0, 2, timeout=0.2)
+    with pytest.raises(StoreTimeoutError, match=r"not all of 2 ranks came within 3 s; missing: 1"):
+        standalone.make(store, "late", 0, 2, 3.0, began=time.monotonic() - 60)

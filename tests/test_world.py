@@ -38,6 +38,7 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
+from fastcoll.launch.nodes import free_port
 from fastcoll.net.mpi import library as mpi_library
 from fastcoll.rendezvous import Rendezvous
 
@@ -855,3 +856,9 @@ def test_children_of_multiprocessing_leave_when_they_end(tmp_path: Path) -> None
     )
     assert done.stdout.endswith("[0, 1]\n")
     assert re.search(r"at exit: .*send to rank 1 .*, tag 0 of the group WORLD", done.stderr)
+
+
+def test_the_timeout_that_was_given_is_named() -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(StoreTimeoutError, match=r"not all of 2 ranks came within 0\.5 s; missing: 1"):
+        dist.init_process_group("shm", url, timeout=0.5, rank=0, world_size=2)

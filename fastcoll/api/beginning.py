@@ -33,7 +33,7 @@ def begin(address: str, place: Place, timeout: float, start: Start) -> tuple[Job
         PeerDiedError: one died and is not replaced.
         FastcollError: as `init_process_group`.
     """
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
     lobby = Lobby(address, timeout)
     with closing(lobby):
         lobby.attempts.come()
@@ -41,9 +41,9 @@ def begin(address: str, place: Place, timeout: float, start: Start) -> tuple[Job
             outcome = lobby.attempts.outcome(attempt)
             if outcome is None:
                 try:
-                    return _meet(lobby, attempt, place, max(deadline - time.monotonic(), 0.001), start)
+                    return _meet(lobby, attempt, place, timeout, began, start)
                 except FastcollError as error:
-                    outcome = _end_of(lobby.attempts, attempt, error, deadline)
+                    outcome = _end_of(lobby.attempts, attempt, error, began + timeout)
                     if outcome in (None, MADE):
                         raise
             if outcome in (MADE, ELSEWHERE):
@@ -63,7 +63,9 @@ def met_elsewhere(address: str, place: Place) -> None:
         lobby.attempts.decide_next(ELSEWHERE)
 
 
-def _meet(lobby: Lobby, attempt: int, place: Place, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
+def _meet(
+    lobby: Lobby, attempt: int, place: Place, timeout: float, began: float, start: Start
+) -> tuple[Job, ProcessGroup]:
     store, close = lobby.place(f"first/{attempt}")
 
     def confirm(world: ProcessGroup) -> None:
@@ -78,7 +80,7 @@ def _meet(lobby: Lobby, attempt: int, place: Place, timeout: float, start: Start
 
     try:
         with _cut_off(lobby, attempt, close):
-            return start(store, place.rank, place.size, close, confirm, timeout)
+            return start(store, place.rank, place.size, close, confirm, timeout, began)
     except BaseException:
         close()
         raise

@@ -151,22 +151,24 @@ class Lobby:
 
     # ---- a newcomer ----------------------------------------------------------------------------------------------
 
-    def wait(self, timeout: float) -> tuple[Invitation, Callable[[], None]]:
+    def wait(self, timeout: float, began: float) -> tuple[Invitation, Callable[[], None]]:
         """Register, and wait to be invited; also what takes back that the store tells of this process's end.
+
+        The timeout counts from `began`, by time.monotonic().
 
         Raises:
             RendezvousError: the job is over.
             StoreTimeoutError: nobody has invited this process in time.
             StoreError: the store is gone.
         """
-        n, deadline = self._keys.add("registered", 1), time.monotonic() + timeout
+        n, deadline = self._keys.add("registered", 1), began + timeout
         withdraw = self._store.bequeath(f"elastic/gone/{n}", "1")
         try:
             self._keys.set(f"waiting/{n}", this_process().to_bytes())
             self._keys.add("count", 1)
-            self._hear(f"called/{n}", deadline)
+            self._hear(f"called/{n}", deadline, timeout)
             self._keys.set(f"here/{n}", b"1")
-            invited = json.loads(self._hear(f"invited/{n}", deadline))
+            invited = json.loads(self._hear(f"invited/{n}", deadline, timeout))
             self._forget(n, "invited")
             return Invitation(**invited), withdraw
         except BaseException:
@@ -175,21 +177,25 @@ class Lobby:
             withdraw()
             raise
 
-    def _hear(self, key: str, deadline: float) -> bytes:
+    def _hear(self, key: str, deadline: float, timeout: float) -> bytes:
         def look() -> None:
             if self._keys.peek(["over"])[0] is not None:
                 raise JobEndedError("the job has ended before this newcomer could join it")
 
         left = max(deadline - time.monotonic(), 0.0)
-        return fetch_for(
-            self._keys, [key], [], left, "joining as a newcomer", look, lambda: "the job's ranks"
-        )[0]
+        doing = "joining as a newcomer"
+        return fetch_for(self._keys, [key], [], left, doing, look, lambda: "the job's ranks", limit=timeout)[
+            0
+        ]
 
 
 Start = Callable[
-    [Store, int, int, Callable[[], None], Callable[[ProcessGroup], None], float], tuple[Job, ProcessGroup]
+    [Store, int, int, Callable[[], None], Callable[[ProcessGroup], None], float, float],
+    tuple[Job, ProcessGroup],
 ]
-"""Joins as a rank of so many in a store, with what closes it, what confirms the new world or raises, and seconds."""
+"""Joins as a rank of so many in a store, with what closes it, what confirms the new world or raises, and a timeout with
+the time.monotonic() from which that counts.
+"""
 
 
 def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
@@ -198,10 +204,10 @@ def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job,
     `name` is what the launcher calls this process, else one of its own.
     An attempt that is off, as another newcomer has died or does not fit, is followed by the next one.
     """
-    deadline, lobby = time.monotonic() + timeout, Lobby(address, _STORE_SECONDS)
+    began, lobby = time.monotonic(), Lobby(address, _STORE_SECONDS)
     with closing(lobby):
         for again in reversed(range(_TRIES)):
-            invited, withdraw = lobby.wait(max(deadline - time.monotonic(), 0.0))
+            invited, withdraw = lobby.wait(timeout, began)
 
             def confirm(world: ProcessGroup, attempt: int = invited.attempt) -> None:
                 if not lobby.decide(attempt, passes_barrier(world)):
@@ -210,7 +216,8 @@ def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job,
 
             store, close = lobby.place(f"world{invited.attempt}")
             try:
-                job, world = start(store, invited.rank, invited.size, close, confirm, FORMING_SECONDS)
+                now = time.monotonic()
+                job, world = start(store, invited.rank, invited.size, close, confirm, FORMING_SECONDS, now)
                 job.is_joiner = True
                 return job, world
             except BaseException as error:

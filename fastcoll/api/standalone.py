@@ -101,7 +101,7 @@ def make(
             left out: the same numbers.
         began: the time.monotonic() from which `timeout` counts; None: now.
     """
-    deadline = (began or time.monotonic()) + timeout
+    began = began or time.monotonic()
     choice = parse_backend(backend)
     make_group = load(choice)
     ranks = ranks or range(size)
@@ -110,7 +110,7 @@ def make(
         config.warn_of_unknown()
     # A group of one needs no meeting; each rank may make its own under the same name.
     job = store if size > 1 else HashStore()
-    members = join(job, rank, size, str(choice), max(deadline - time.monotonic(), 0.001))
+    members = join(job, rank, size, str(choice), timeout, began=began)
     with ExitStack() as undo:
         undo.callback(forget, members)
         known = [

@@ -223,9 +223,10 @@ def _start_in_store(choice: BackendChoice, limit: float) -> Start:
         close: Callable[[], None],
         confirm: Callable[[ProcessGroup], None],
         within: float,
+        began: float,
     ) -> tuple[Job, ProcessGroup]:
         found = Found(store, rank, size, lambda _: close(), confirm)
-        job, world = _start(lambda: found, choice, within)
+        job, world = _start(lambda: found, choice, within, began)
         job.timeout = world.timeout = limit
         return job, world
 
@@ -413,10 +414,9 @@ def find_others(
 
     A user's handler may yield the same store for each job. `place` is what the job's keys begin with.
     """
-    deadline = time.monotonic() + limit
+    deadline, left = time.monotonic() + limit, limit
     late, handled = LateWarning(), has_handler(init_method)
     while True:
-        left = limit if handled else max(deadline - time.monotonic(), 0.001)
         meeting = meet(init_method, rank, world_size, left, group_name)
         try:
             if handled:
@@ -433,6 +433,7 @@ def find_others(
             if handled or not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
                 raise
         meeting.close()
+        left = limit if handled else max(deadline - time.monotonic(), 0.001)
         late.look(f"starting at {init_method}", lambda: "rank 0 to leave the job before, which was there")
         if time.monotonic() > deadline:
             raise RendezvousError(
@@ -456,11 +457,16 @@ def _check_over(store: Store, rank: int, init_method: str) -> None:
         )
 
 
-def _start(find: Callable[[], Found], choice: BackendChoice, limit: float) -> tuple[Job, ProcessGroup]:
-    """Find the others, join them, and make the world; what was opened is closed when that fails."""
+def _start(
+    find: Callable[[], Found], choice: BackendChoice, limit: float, began: float | None = None
+) -> tuple[Job, ProcessGroup]:
+    """Find the others, join them, and make the world; what was opened is closed when that fails.
+
+    `began` is the time.monotonic() from which the limit counts; None: now.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
-    deadline = time.monotonic() + limit
+    began = began or time.monotonic()
     # Numba is imported while this thread waits for the others: with one rank late, the world is ready 0.02 s
     # after it comes instead of 0.4 s (two ranks, Numba 0.68, 2 cores of an EPYC).
     with ThreadPoolExecutor(1, "fastcoll-import") as importer, ExitStack() as undo:
@@ -476,8 +482,7 @@ def _start(find: Callable[[], Found], choice: BackendChoice, limit: float) -> tu
             found.close(_FAILED_START_SECONDS if isinstance(error, Exception) else 0.0)
 
         undo.push(close_store)
-        left = max(deadline - time.monotonic(), 0.001)
-        members = join(found.store, found.rank, found.world_size, str(choice), left)
+        members = join(found.store, found.rank, found.world_size, str(choice), limit, began=began)
         undo.callback(forget, members)
         failpoints.reach("start.after_join")
         make: MakeGroup = loading.result()

@@ -78,11 +78,12 @@ class Meeting:
     Args:
         me: begins what this member tells of its failures; empty: they name it themselves.
         between: called once this member has brought its contribution, and a few times a second while it waits.
+        began: the time.monotonic() from which `timeout` counts; None: now.
 
     Attributes:
-        timeout: seconds, of the whole meeting.
         known: what the members bring, as far as this one knows: place 0 learns of all, the others of place 0.
         watched: the processes whose death ends the meeting.
+        timeout: seconds that it may take in all, from `began` on, by time.monotonic.
     """
 
     def __init__(
@@ -95,12 +96,13 @@ class Meeting:
         doing: str,
         me: str = "",
         between: Callable[[], None] | None = None,
+        began: float | None = None,
     ) -> None:
         self.known: dict[int, bytes] = {}
         self.watched: list[ProcessId] = []
         self.store, self.name, self.place, self.size = store, name, place, size
         self.doing, self._sender, self._between = doing, me, between or (lambda: None)
-        self.timeout, self._deadline = timeout, time.monotonic() + timeout
+        self.timeout, self.began = timeout, began or time.monotonic()
         self._late_warning = LateWarning()
         self._end, self._late = Ending(store, name), Ending(store, f"{name}/late")
         self._sought: dict[int, None] = dict.fromkeys(range(size) if place == 0 else [0])
@@ -171,6 +173,7 @@ class Meeting:
             missing=missing or self.missing,
             late=self._late_warning,
             crowd=min(self.size, _MOST_AT_ONCE) if self.place else 1,
+            limit=self.timeout,
         )
 
     def look(self) -> None:
@@ -215,7 +218,7 @@ class Meeting:
 
     def left(self) -> float:
         """Seconds until the timeout."""
-        return max(self._deadline - time.monotonic(), 0.0)
+        return max(self.began + self.timeout - time.monotonic(), 0.0)
 
     def _look_around(self) -> None:
         """Between two short waits: has someone ended it, and who has come?"""

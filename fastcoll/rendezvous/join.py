@@ -41,8 +41,9 @@ def join(
     backend: str,
     timeout: float,
     between: Callable[[], None] | None = None,
+    began: float | None = None,
 ) -> list[Member]:
-    """Meet all other ranks; the members in the order of their ranks. `between` is as Meeting's.
+    """Meet all other ranks; the members in the order of their ranks. `between` and `began` are as Meeting's.
 
     Every rank of the world must call this once with the same store; a store that is used again needs
     a PrefixStore of its own each time.
@@ -56,7 +57,7 @@ def join(
     """
     check_rank(rank, world_size)
     me = Member.here(rank, world_size, backend)
-    with _Joining(store, me, timeout, between) as joining:
+    with _Joining(store, me, timeout, between, began) as joining:
         joining.agree_on_terms()
         joining.claim_rank()
         everybody = joining.members
@@ -81,10 +82,17 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 class _Joining(Meeting):
-    def __init__(self, store: Store, me: Member, timeout: float, between: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        me: Member,
+        timeout: float,
+        between: Callable[[], None] | None,
+        began: float | None,
+    ) -> None:
         doing = f"joining as {me}"
-        super().__init__(store, _JOIN, me.rank, me.world_size, timeout, doing, between=between)
-        self._me, self._timeout = me, timeout
+        super().__init__(store, _JOIN, me.rank, me.world_size, timeout, doing, "", between, began)
+        self._me = me
         self.members: dict[int, Member] = {}
 
     def agree_on_terms(self) -> None:
@@ -126,7 +134,7 @@ class _Joining(Meeting):
             raise
         except StoreTimeoutError as error:
             raise StoreTimeoutError(
-                f"{self.doing}: not all of {self.size} ranks came within {self._timeout:g} s; missing: "
+                f"{self.doing}: not all of {self.size} ranks came within {self.timeout:g} s; missing: "
                 f"{self.missing()}{_turned_away()}"
             ) from error
 
@@ -190,9 +198,14 @@ def assign(arrivals: Sequence[Arrival]) -> list[int]:
 
 
 def arrive(
-    store: Store, rank: int | None, world_size: int, timeout: float, between: Callable[[], None] | None = None
+    store: Store,
+    rank: int | None,
+    world_size: int,
+    timeout: float,
+    between: Callable[[], None] | None = None,
+    began: float | None = None,
 ) -> int:
-    """Come to the meeting in `store` and wait for the others; this process's rank. `between` is as Meeting's.
+    """Come to the meeting in `store` and wait for the others; this process's rank. `between`, `began`: as Meeting's.
 
     Raises:
         FullError: others have filled the world.
@@ -208,7 +221,7 @@ def arrive(
         for other in others:
             other.check_same_world(me)
         raise FullError(others)
-    with _Arriving(store, me, place, timeout, between) as arriving:
+    with _Arriving(store, me, place, timeout, between, began) as arriving:
         told = arriving.gather(
             me.to_bytes(), lambda all_: compact(assign(list(map(Arrival.from_bytes, all_))))
         )
@@ -228,10 +241,16 @@ def call_off(store: Store) -> bool:
 
 class _Arriving(Meeting):
     def __init__(
-        self, store: Store, me: Arrival, place: int, timeout: float, between: Callable[[], None] | None
+        self,
+        store: Store,
+        me: Arrival,
+        place: int,
+        timeout: float,
+        between: Callable[[], None] | None,
+        began: float | None,
     ) -> None:
         doing = f"{me.where} meets {me.world_size} processes"
-        super().__init__(store, _ARRIVALS, place, me.world_size, timeout, doing, between=between)
+        super().__init__(store, _ARRIVALS, place, me.world_size, timeout, doing, "", between, began)
         self._me = me
         self._here: list[Arrival] = []
         self._asked: dict[int, Arrival] = {}

@@ -262,8 +262,9 @@ class _Candidate:
             raise MovedError from error
 
     def _arrive(self, store: TCPStore, rank: int | None, between: Callable[[], None]) -> Rendezvous:
-        size, left = self._me.world_size, max(self._deadline - time.monotonic(), 0.0)
-        return Rendezvous(store, arrive(store, rank, size, left, between), size, store.local_address)
+        size, began = self._me.world_size, self._deadline - self._timeout
+        mine = arrive(store, rank, size, self._timeout, between, began)
+        return Rendezvous(store, mine, size, store.local_address)
 
     def _announce(self) -> None:
         self._group.send(self._me.seal(self._secret))

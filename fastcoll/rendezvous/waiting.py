@@ -50,6 +50,7 @@ def fetch_for(
     missing: Callable[[], str] | None = None,
     late: LateWarning | None = None,
     crowd: int | None = None,
+    limit: float | None = None,
 ) -> list[bytes]:
     """The values of all `keys`, waited for in short waits between which `members` are looked at.
 
@@ -60,6 +61,7 @@ def fetch_for(
         missing: tells who has not come, for the warning and the timeout; without it the keys are named.
         late: the warning of the longer wait that this one is a part of.
         crowd: how many wait like this at one time (None: as many as `members`); the more, the rarer are looks.
+        limit: the caller's timeout, of which `timeout` is what is left, for messages; None: the same.
 
     Raises:
         PeerDiedError: a member's process has ended.
@@ -95,7 +97,7 @@ def fetch_for(
             if left <= longest:
                 names = missing()  # before the last look, so that it names somebody
                 if not store.check(keys):
-                    raise StoreTimeoutError(f"{doing}: {names} did not come within {timeout:.3g} s")
+                    raise StoreTimeoutError(f"{doing}: {names} did not come within {limit or timeout:g} s")
         except StalledError as error:
             raise_if_dead(members, doing)
             late.look(doing, partial("an answer: {}".format, error))

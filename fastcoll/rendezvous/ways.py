@@ -131,7 +131,9 @@ def meet_in_file(
         left = max(started + timeout - time.monotonic(), 0.0)
         store = FileStore(path, timeout=left)
         try:
-            assigned = arrive(store, rank, world_size, left, partial(_look_at_participants, store))
+            assigned = arrive(
+                store, rank, world_size, timeout, partial(_look_at_participants, store), started
+            )
             store.set_timeout(timeout)
             return Rendezvous(store, assigned, world_size, own_address())
         except FullError as error:

@@ -231,11 +231,10 @@ def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> 
             store = PrefixStore(f"rpc{job.number('rpc')}", job.store)
             return _Found(store, job.members, job.rank, job.timeout, None)
     limit = config.get("FASTCOLL_TIMEOUT")
-    deadline = time.monotonic() + limit
+    began = time.monotonic()
     found = find_others(options.init_method, rank, size, limit, "", "fastcoll-rpc")
     undo.callback(found.close, 0.5)
-    left = max(deadline - time.monotonic(), 0.001)
-    members = join(found.store, found.rank, found.world_size, "rpc", left)
+    members = join(found.store, found.rank, found.world_size, "rpc", limit, began=began)
     undo.callback(forget, members)
     job = Job(
         found.store, members, found.rank, parse_backend(None), _no_group, limit, partial(found.close, 0.0)

@@ -590,7 +590,7 @@ def test_who_is_late_in_a_file_is_warned_of_and_named(late, how: str, missing: s
     pid, (warning, error) = late[how]
     missing = missing.format(me=f"pid {pid} on {os.uname().nodename}")
     assert re.search(f"meets 3 processes: has waited \\d.\\d s for {missing}$", warning)
-    assert re.search(f"meets 3 processes: {missing} did not come within", error)
+    assert re.search(f"meets 3 processes: {missing} did not come within 1\\.5 s", error)
 
 
 @pytest.mark.parametrize("version", [pytest.param("v4", marks=pytest.mark.long), "v6"])
