@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import os
+import select
 import socket
 import threading
 import time
@@ -33,6 +34,8 @@ logger = logging.getLogger("fastcoll")
 # How much longer than the request's own timeout an answer may take. Then the call ends with StalledError: a wait goes
 # on from there until its own timeout (waiting.py), for the server may be stopped for a while.
 GRACE_SECONDS = 5.0
+# How long one try to connect may take, and how often it looks up meanwhile.
+_TRY_SECONDS, _LOOK_SECONDS = 10.0, 0.25
 # How long a server may be full; its connections last as long as the job, so few become free.
 _FULL_SECONDS = 2.0
 # A server listens on "all addresses", but none can be reached there.
@@ -60,6 +63,7 @@ class TCPStore(TableStore):
         multi_tenant: share the server of an earlier master on this port in this process.
         master_listen_fd: a listening socket for the master to serve at, which it closes in the end.
         use_libuv: of no effect, as is `libuvBackend`; torch has several servers.
+        port_note: stands at the end of the warning that no connection comes about.
 
     Raises:
         UsageError: an argument cannot be meant.
@@ -85,6 +89,8 @@ class TCPStore(TableStore):
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
+        *,
+        port_note: str = "",
     ) -> None:
         self.set_timeout(timeout)
         if not isinstance(host_name, str):
@@ -110,7 +116,7 @@ class TCPStore(TableStore):
         self.host = host_name
         self.port = port if self._server is None else self._server.port
         try:
-            first = connect(self.host, self.port, self._secret, limit_of(self))
+            first = connect(self.host, self.port, self._secret, limit_of(self), port_note=port_note)
             self._instance = first.instance
             self.local_address = first.local_address
             self._idle.append(first)
@@ -362,8 +368,12 @@ class TCPConnection:
             raise LostError(self._where) from error
 
 
-def connect(host: str, port: int, secret: bytes, timeout: float, was_there: bool = False) -> TCPConnection:
+def connect(
+    host: str, port: int, secret: bytes, timeout: float, was_there: bool = False, port_note: str = ""
+) -> TCPConnection:
     """A connection to the store at `host`:`port`, tried again until `timeout` seconds have passed.
+
+    Warns once, after half of FASTCOLL_WARN_AFTER (5 s), with the reason; `port_note` stands behind it.
 
     Raises:
         LostError: nothing listens at the place of a store that `was_there`.
@@ -374,11 +384,17 @@ def connect(host: str, port: int, secret: bytes, timeout: float, was_there: bool
     """
     where = shown(host, port)
     deadline, full_since, portless_since = time.monotonic() + timeout, float("inf"), float("inf")
-    late = LateWarning()
+    late = LateWarning(0.5)
     reason: OSError | None = None
+
+    def look(why: str) -> None:
+        late.look(
+            f"connecting to the store at {where}", f"rank 0, which serves it ({why}){port_note}".__str__
+        )
+
     for _ in tries(timeout, 0.01, 0.25):
         try:
-            connection = TCPConnection(_connected(host, port, deadline), host, port)
+            connection = TCPConnection(_connected(host, port, deadline, look), host, port)
             try:
                 connection.open(secret, max(deadline, time.monotonic() + 1.0))
             except BaseException:
@@ -399,24 +415,40 @@ def connect(host: str, port: int, secret: bytes, timeout: float, was_there: bool
         portless_since = min(portless_since, time.monotonic()) if lacking else float("inf")
         if lacking and time.monotonic() - portless_since >= min(PORTLESS_SECONDS, timeout):
             raise lacking from reason
-        late.look(f"connecting to the store at {where}", lambda: "rank 0, which serves it")
+        look(_why(reason, host))
     assert reason is not None, "it was tried at least once"
     raise StoreTimeoutError(
-        f"no store at {where} within {timeout:g} s (last: {reason.strerror or reason}); is rank 0 running there, with "
+        f"no store at {where} within {timeout:g} s (last: {_why(reason, host)}); is rank 0 running there, with "
         "the same address and port?"
     ) from reason
 
 
-def _connected(host: str, port: int, deadline: float) -> socket.socket:
+def _why(error: OSError, host: str) -> str:
+    """Why a try to connect has failed."""
+    text = str(error.strerror or error)
+    return f"the name {host} does not resolve: {text}" if isinstance(error, socket.gaierror) else text
+
+
+def _connected(host: str, port: int, deadline: float, look: Callable[[str], None]) -> socket.socket:
+    """A TCP connection. While none comes, `look` is called now and then, with the reason."""
     reason: OSError | None = None
     for family, address in resolve(_REACHABLE.get(host, host), port):
         candidate = socket.socket(family, socket.SOCK_STREAM)
         try:
-            candidate.settimeout(min(max(deadline - time.monotonic(), 0.05), 10.0))
-            candidate.connect(address)
-            if candidate.getsockname() == candidate.getpeername():
-                # A loopback port that nobody listens on can connect to itself.
-                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            candidate.setblocking(False)
+            end = time.monotonic() + min(max(deadline - time.monotonic(), 0.05), _TRY_SECONDS)
+            status = candidate.connect_ex(address)
+            while status == errno.EINPROGRESS and time.monotonic() < end:
+                if _is_decided(candidate, min(end, time.monotonic() + _LOOK_SECONDS)):
+                    status = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                else:
+                    look("no answer, as where a firewall drops what comes")
+            # A loopback port that nobody listens on can connect to itself.
+            if status == 0 and candidate.getsockname() == candidate.getpeername():
+                status = errno.ECONNREFUSED
+            if status:
+                status = errno.ETIMEDOUT if status == errno.EINPROGRESS else status
+                raise OSError(status, os.strerror(status))
             probe(candidate, _PROBE_AFTER_SECONDS)
             candidate.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MILLISECONDS)
             return candidate
@@ -427,3 +459,10 @@ def _connected(host: str, port: int, deadline: float) -> socket.socket:
             reason = error
     assert reason is not None, "a resolved name has an address"
     raise reason
+
+
+def _is_decided(candidate: socket.socket, end: float) -> bool:
+    """Wait until `end` for a connection that is in the making; whether it stands or has failed."""
+    poller = select.poll()
+    poller.register(candidate, select.POLLOUT)
+    return bool(poller.poll(1000 * max(end - time.monotonic(), 0.0) + 0.5))

@@ -26,11 +26,12 @@ _DYING_SECONDS = 0.3
 
 
 class LateWarning:
-    """The one warning of a wait that takes longer than FASTCOLL_WARN_AFTER seconds, from now on; steps share one."""
+    """The one warning of a wait that takes longer than FASTCOLL_WARN_AFTER seconds, or `part` of them, from now on;
+    steps share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: float = 1.0) -> None:
         self._started = time.monotonic()
-        self._after: float = config.get("FASTCOLL_WARN_AFTER")
+        self._after: float = part * config.get("FASTCOLL_WARN_AFTER")
 
     def look(self, doing: str, missing: Callable[[], str]) -> None:
         """Warn if it is time to, the first time only: what the wait is for, and who has not come."""

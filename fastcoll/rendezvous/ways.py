@@ -184,8 +184,9 @@ def meet_at_address(
     if rank == 0:
         make_room(world_size, f"the store for {world_size} ranks")
     beside = port and port_beside(port)
+    note = f"; port {beside} is the store's, beside {port} of {source}: firewalls must let both through"
     try:
-        store = TCPStore(host, beside, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(host, beside, None, rank == 0, timeout, wait_for_workers=False, port_note=note)
     except (ResourceError, StoreTimeoutError) as error:
         raise type(error)(f"{error} ({beside} is the store's port beside {port}, from {source})") from error
     seen_at = own_address() if host in ("0.0.0.0", "::") else store.local_address

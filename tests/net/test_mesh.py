@@ -259,12 +259,15 @@ class Misleading(HashStore):
         super().set(key, value)
 
 
-def test_an_address_that_nobody_answers_at_is_named() -> None:
-    """As behind a firewall that rejects: tried until the deadline, then named with why."""
+def test_an_address_that_nobody_answers_at_is_named(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a firewall that rejects: tried until the deadline, warned of, then named, with why."""
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.3")
     first, second = make_all(2, Misleading(), timeout=1.0)
     assert isinstance(first, CollectiveTimeoutError)
     for part in ("rank 1 (", "at 127.0.0.1:", "from 127.0.0.1 (lo): Connection refused"):
         assert part in str(first)
+    warned = [each.getMessage() for each in caplog.records if "connecting the ranks" in each.getMessage()]
+    assert any("has waited" in each and "(lo): Connection refused" in each for each in warned)
     assert isinstance(second, CollectiveTimeoutError | AbortedError)
 
 

@@ -574,7 +574,10 @@ def late(tmp_path_factory: pytest.TempPathFactory, lasting_processes) -> dict[st
 def test_rank_0_that_is_late_is_warned_of(late) -> None:
     warning, error = late["rank 0"][1]
     assert re.fullmatch(
-        r"rank 1: connecting to the store at 127.0.0.1:\d+: has waited \d.\d s for rank 0, .*", warning
+        r"rank 1: connecting to the store at 127.0.0.1:\d+: has waited \d.\d s for rank 0, "
+        r"which serves it \(Connection refused\); port \d+ is the store's, beside \d+ of init_method .*: firewalls "
+        r"must let both through",
+        warning,
     )
     assert "is rank 0 running there" in error
 

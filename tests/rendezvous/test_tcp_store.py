@@ -10,7 +10,9 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
+from typing import NoReturn
 
 import pytest
 
@@ -155,6 +157,32 @@ def test_nobody_listens() -> None:
             StoreTimeoutError, match=r"no store at 127.0.0.1:\d+ within 0.1 s .*refused.*rank 0"
         ):
             TCPStore("127.0.0.1", unused.getsockname()[1], timeout=0.1)
+
+
+def test_a_name_that_does_not_resolve_is_warned_of(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(host: str, port: int) -> NoReturn:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(tcp_store, "resolve", resolve)
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.001")
+    why = "the name node0 does not resolve: Temporary failure in name resolution"
+    with pytest.raises(StoreTimeoutError, match=rf"no store at node0:5000 within 0.1 s \(last: {why}\)"):
+        TCPStore("node0", 5000, timeout=0.1)
+    assert f"for rank 0, which serves it ({why})" in caplog.text
+
+
+def test_a_port_that_does_not_answer_is_warned_of_while_one_tries(
+    caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.001")
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as crowd:
+        for _ in range(2):  # the kernel drops what comes to a full queue
+            other = crowd.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        with pytest.raises(StoreTimeoutError, match="Connection timed out"):
+            TCPStore(*full.getsockname(), timeout=0.6)
+    assert "no answer, as where a firewall drops what comes" in caplog.text
 
 
 def test_a_client_may_come_before_its_server(in_threads) -> None:

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from ...core.monitor import Wait
 from ...core.processes import Member, witnesses
-from ...errors import AbortedError, CollectiveTimeoutError, GroupError, RendezvousError
+from ...errors import AbortedError, GroupError, RendezvousError
 from ...failpoints import reach
 from ...rendezvous import Store
 from ...rendezvous.assemble import GroupMeeting
@@ -283,12 +283,14 @@ class Mesh:
                     self.monitor.lost(dial.peer, f"nothing listens at {dial.where} any more")
             self._look(wait)
 
-        try:
-            dial_all(dials, look, stands)
-        except CollectiveTimeoutError as error:
+        def reasons() -> str:
             late = [dial for dial in dials if not dial.is_done]
             names = "; ".join(f"{self.monitor.name(d.peer)} at {d.where}: {d.reason}" for d in late[:4])
-            raise CollectiveTimeoutError(f"{error} ({names})", error.ranks) from error
+            return f" ({names})" if names else ""
+
+        wait.hint = reasons
+        try:
+            dial_all(dials, look, stands)
         except RendezvousError as error:
             peer = next((dial.peer for dial in dials if dial.does_not_fit), None)
             if peer is None or not self._is_made:  # the others of the meeting are told of it as it is
