@@ -139,10 +139,14 @@ def test_different_numbers_of_interfaces_name_both_ranks(join_hosts: Join, ranks
         assert re.search(r"has 1 \(eth0\), rank 1 \(pid \d+ on host1\)", each["error"])
 
 
-def test_an_unknown_interface_is_told_to_all(join_hosts: Join, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("ib0", "host1 has no such interface"), ("lo", "at 127.0.0.1 nobody but host1 itself comes in")],
+)
+def test_an_interface_of_no_use_is_told_to_all(join_hosts: Join, ranks: Ranks, name: str, why: str) -> None:
     hosts = list(join_hosts(2))
-    for each in ranks.start(hosts, hosts[0].address, {1: {"FASTCOLL_SOCKET_IFNAME": "ib0"}}):
-        assert "ib0, but host1 has no such interface" in each["error"]
+    for each in ranks.start(hosts, hosts[0].address, {1: {"FASTCOLL_SOCKET_IFNAME": name}}):
+        assert f"FASTCOLL_SOCKET_IFNAME names {name}, but {why}" in each["error"]
         assert "eth0 10.77.0.2" in each["error"]
 
 

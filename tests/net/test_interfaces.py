@@ -42,6 +42,21 @@ def plain_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.forget()
 
 
+@pytest.mark.parametrize("family", [None, 4, 6])
+def test_loopback_is_refused_between_hosts(monkeypatch: pytest.MonkeyPatch, family: int | None) -> None:
+    monkeypatch.setattr(interfaces, "interfaces_here", lambda: HERE)
+    monkeypatch.setenv("FASTCOLL_SOCKET_IFNAME", "eth0,lo")
+    here = Member.here(0, 2, "tcp")
+    near = [here, replace(here, rank=1)]
+    assert [each.name for each in choose_here(HashStore(), near, family)] == ["eth0", "lo"]
+    far = replace(here, rank=1, boot_id="another", host="b")
+    refused = (
+        r"FASTCOLL_SOCKET_IFNAME names lo, .* rank 1 \(pid \d+ on b\) is on another host .* eth0 10\.0\.0\.5"
+    )
+    with pytest.raises(UsageError, match=refused):
+        choose_here(HashStore(), [here, far], family)
+
+
 @pytest.mark.parametrize(
     ("text", "names", "excluding"),
     [

@@ -125,7 +125,19 @@ def choose_here(store: Store, members: Sequence[Member], family: int | None) -> 
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         by_route = outward(there, str(getattr(store, "local_address", "")))
-    return choose(wanted_here(), there, by_route, family)
+    wanted = wanted_here()
+    chosen = choose(wanted, there, by_route, family)
+    far = next((member for member in members if not member.same_network(members[0])), None)
+    closed = next((each for each in chosen if each.is_loopback and each.name in wanted.names), None)
+    if far is not None and closed is not None:
+        node = os.uname().nodename
+        others = ", ".join(f"{each.name} {each.address}" for each in there if not each.is_loopback) or "none"
+        raise UsageError(
+            f"{wanted.source} names {closed.name}, but at {closed.address} nobody but {node} itself comes in, and "
+            f"{far} is on another host than {members[0]}; name an interface that both reach, or leave the variable "
+            f"out; {node} has {others}"
+        )
+    return chosen
 
 
 def address_for_others() -> str:
