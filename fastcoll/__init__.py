@@ -53,6 +53,9 @@ from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rende
 # isort: on
 
 if TYPE_CHECKING:
+    from . import elastic as elastic
+    from . import jax as jax
+    from . import rpc as rpc
     from .api.gradients import GradientReducer
     from .api.recovery import abort, shrink
     from .launch.run import run
@@ -96,7 +99,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """The names that bring modules which most programs do not need: multiprocessing, sockets."""
+    """The names that bring modules which most programs do not need: multiprocessing, sockets, JAX."""
+    if name in ("elastic", "jax", "rpc"):
+        return import_module(f".{name}", __name__)
     places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous"}
     places |= {"abort": ".api.recovery", "shrink": ".api.recovery", "GradientReducer": ".api.gradients"}
     if name in places:

@@ -306,3 +306,16 @@ def test_the_oldest_versions_are_those_of_the_package() -> None:
     for package, (major, minor) in supported.OLDEST.items():
         name = "requires-python = " if package == "Python" else package.lower()
         assert re.search(rf'{name}"?>={major}\.{minor}"', text), package
+
+
+def test_some_rooms_are_imported_when_they_are_first_asked_for() -> None:
+    """Also JAX, which tests/with_jax has."""
+    program = """
+import sys, fastcoll as dist
+rooms = ["fastcoll.elastic", "fastcoll.rpc", "fastcoll.jax"]
+assert not {*rooms} & {*sys.modules}
+sys.modules["fastcoll.jax"] = "fastcoll.jax"
+assert [dist.elastic.__name__, dist.rpc.__name__, dist.jax] == rooms
+dist.elastic.run, dist.rpc.rpc_sync
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -143,6 +143,14 @@ def elastic_jobs() -> None:
     elastic.State(step=0).commit()
 
 
+def rooms() -> None:
+    """Parts of the package that need no import of their own."""
+    dist.elastic.State(step=0).commit()
+    assert_type(dist.rpc.get_worker_info(), dist.rpc.WorkerInfo)
+    from_jax: Callable[..., Any] = dist.jax.all_reduce
+    from_jax(x)
+
+
 def wrong() -> None:
     """Each line is an error, which mypy and pyright must see."""
     dist.all_reduce(x, operation=dist.ReduceOp.SUM)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
