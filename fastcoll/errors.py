@@ -43,6 +43,11 @@ def _timed_out(message: str) -> str:
     return message if "timed out" in message else f"timed out: {message}"
 
 
+def install(extra: str) -> str:
+    """How to install what an extra of pyproject.toml has; no package index has fastcoll."""
+    return f"pip install '.[{extra}]' in the folder of fastcoll's sources"
+
+
 class FastcollError(RuntimeError):
     """Base of all errors of this library."""
 

@@ -20,13 +20,13 @@ from .api.standalone import group_from_store
 from .api.world import destroy_process_group
 from .core.group import ProcessGroup
 from .core.reduce_op import ReduceOp
-from .errors import NotInitializedError, StoreTimeoutError, UnavailableError
+from .errors import NotInitializedError, StoreTimeoutError, UnavailableError, install
 from .rendezvous import HashStore
 from .rendezvous.tcp_store import TCPStore
 from .rendezvous.waiting import LateWarning
 
 if find_spec("ray") is None:
-    raise UnavailableError("fastcoll.ray needs Ray, which is not installed: pip install 'fastcoll[ray]'")
+    raise UnavailableError(f"fastcoll.ray needs Ray, which is not installed: {install('ray')}")
 
 import ray
 from ray.experimental import internal_kv

@@ -12,7 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples" / "rpc"
 needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="needs torch: pip install 'fastcoll[torch]'"
+    importlib.util.find_spec("torch") is None, reason="needs torch: pip install '.[torch]'"
 )
 
 

@@ -29,7 +29,7 @@ BACKENDS = ("gloo", "fastcoll")  # in this order, see keep_gloo
 LAUNCH, TORCHRUN = ["fastcoll.launch", "-n", "2"], ["torch.distributed.run", "--nproc-per-node", "2"]
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("torch") is None, reason="needs torch: pip install 'fastcoll[torch]'"),
+    pytest.mark.skipif(find_spec("torch") is None, reason="needs torch: pip install '.[torch]'"),
     pytest.mark.long,  # tests/pytorch trains as over Gloo, too
 ]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api.backends import parse_backend
-from ..errors import UnavailableError, UsageError
+from ..errors import UnavailableError, UsageError, install
 from ..interop.dtypes import parse_dtype
 from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
@@ -182,7 +182,7 @@ def pictures(paths: Sequence[Path]) -> list[Path]:
         if path.suffix not in PICTURES:
             raise UsageError(f"--plot {path}: the name must end in {', '.join(PICTURES)}")
     if found and not _can_draw():
-        raise UnavailableError("--plot needs matplotlib; pip install 'fastcoll[bench]'")
+        raise UnavailableError(f"--plot needs matplotlib; {install('bench')}")
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ..errors import install
 from ..supported import check_range
 
 try:
     from jax import __version__
 except ImportError as error:
-    raise ImportError("fastcoll.jax needs JAX: pip install 'fastcoll[jax]'") from error
+    raise ImportError(f"fastcoll.jax needs JAX: {install('jax')}") from error
 
 check_range("JAX", __version__)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from ..errors import UnavailableError
+from ..errors import UnavailableError, install
 
 if find_spec("torch") is None:
-    raise UnavailableError(
-        "fastcoll.torch needs PyTorch, which is not installed: pip install 'fastcoll[torch]'"
-    )
+    raise UnavailableError(f"fastcoll.torch needs PyTorch, which is not installed: {install('torch')}")
 
 from .registration import register
 

@@ -43,7 +43,7 @@ def test_nccl_without_cupy_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     found = Library(FakeNccl(FakeRuntime()))
     monkeypatch.setattr(bindings, "library", lambda: found)
     monkeypatch.setattr(bindings, "cupy", missing)
-    with pytest.raises(UnavailableError, match=r"pip install 'fastcoll\[cuda12\]'"):
+    with pytest.raises(UnavailableError, match=r"pip install '\.\[cuda12\]'"):
         parse_backend("nccl")
 
 

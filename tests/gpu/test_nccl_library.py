@@ -52,9 +52,7 @@ def test_without_the_extra_the_error_names_the_command(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     bindings.library.cache_clear()
-    with pytest.raises(
-        UnavailableError, match=r"NCCL is not installed \(no such file\): pip install 'fastcoll"
-    ):
+    with pytest.raises(UnavailableError, match=r"NCCL is not installed \(no such file\): pip install '\."):
         bindings.library()
 
 

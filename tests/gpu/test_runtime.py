@@ -99,5 +99,5 @@ def test_a_gpu_is_named_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_extra_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     runtime.cupy.cache_clear()
-    with pytest.raises(UnavailableError, match=r"pip install 'fastcoll\[cuda12\]'"):
+    with pytest.raises(UnavailableError, match=r"pip install '\.\[cuda12\]'"):
         runtime.cupy()

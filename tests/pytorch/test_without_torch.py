@@ -19,4 +19,4 @@ assert "torch" not in sys.modules
 def test_the_command_that_installs_it_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "pip install 'fastcoll[torch]'" in done.stdout
+    assert "pip install '.[torch]'" in done.stdout

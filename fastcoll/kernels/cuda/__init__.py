@@ -5,4 +5,6 @@ elements and addresses is plain Python, which Numba's simulator runs too (NUMBA_
 instructions (accesses.py, steps.py) have twins for it, chosen in kernel.py.
 """
 
-INSTALL = "pip install 'fastcoll[cuda12]' (or 'fastcoll[cuda13]', as the driver is)"
+from ...errors import install
+
+INSTALL = f"{install('cuda12')} (or '.[cuda13]', as the driver is)"

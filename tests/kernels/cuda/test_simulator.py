@@ -51,7 +51,7 @@ def test_without_the_extra_the_error_names_the_command() -> None:
         "except UnavailableError as error:\n    print(error)"
     )
     done = run("-c", code)
-    assert "pip install 'fastcoll[cuda12]'" in done.stdout, done.stderr
+    assert "pip install '.[cuda12]'" in done.stdout, done.stderr
 
 
 TOO_NEW = """
@@ -80,5 +80,5 @@ print("kernels:", auto.has_kernels())
 
 def test_a_numpy_that_is_too_new_is_said_before_anything_is_compiled() -> None:
     done = run("-W", "error::DeprecationWarning", "-c", TOO_NEW)
-    assert "row_stack'): pip install 'fastcoll[cuda12]'" in done.stdout, done.stderr
+    assert "row_stack'): pip install '.[cuda12]'" in done.stdout, done.stderr
     assert "kernels: False" in done.stdout, done.stderr
