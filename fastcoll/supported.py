@@ -26,6 +26,10 @@ TESTED = {
 """The oldest and the newest version of each that tests have run with. Nothing for GPUs is here: no GPU was at hand."""
 
 
+_FROM_THE_KERNEL = ("/proc/self/stat", "/proc/self/ns/pid", "/proc/sys/kernel/random/boot_id")
+"""By which processes are told apart; a /proc for processes alone (ProcSubset=pid) has the first two."""
+
+
 def _check() -> None:
     check_version("Python", sys.version)
     if why := _why_not():
@@ -56,6 +60,8 @@ def _why_not() -> str | None:
         return "this machine is big-endian"
     if sys.maxsize < 1 << 32:
         return "this is a 32-bit Python; use one of 64 bits"
+    if absent := [path for path in _FROM_THE_KERNEL if not os.path.lexists(path)]:
+        return f"there is no {absent[0]}; mount all of /proc (mount -t proc proc /proc)"
     return None
 
 

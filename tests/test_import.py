@@ -241,6 +241,7 @@ REFUSED = {
     "sys.abiflags 't' fastcoll": "this is a free-threaded build of Python",
     "sys.byteorder 'big' fastcoll": "this machine is big-endian",
     "sys.maxsize 2147483647 fastcoll": "this is a 32-bit Python",
+    "os.path.lexists str.isspace fastcoll": "there is no /proc/self/stat; mount all of /proc",
     "os.uname arm fastcoll": "never tested on this processor, aarch64",
     "sys.version '3.9.18' fastcoll": "fastcoll needs Python 3.10 or later, and this is 3.9.18",
     "numpy.__version__ '1.25.2' fastcoll": "fastcoll needs NumPy 1.26 or later, and this is 1.25.2",

@@ -98,4 +98,6 @@ def openness(state: os.stat_result, source: str) -> str:
 @functools.cache
 def _warn_of(path: str, why: str) -> None:
     """Once a process and path."""
-    _log.warning("compiled code in %s is not used, since %s: chmod go-w, or %s", path, why, CURE)
+    _log.warning(
+        "compiled code in %s is not used, since %s: remove it or chmod go-w it, or %s", path, why, CURE
+    )
