@@ -40,8 +40,8 @@ def test_what_is_planted_is_replaced_and_what_it_leads_to_stays(
     tmp_path: Path, precious: Path, plant: Callable[[Path, Path], None]
 ) -> None:
     plant(tmp_path / "file", precious)
-    with os.fdopen(open_anew(tmp_path / "file"), "w") as file:
-        file.write("new")
+    with open_anew(tmp_path / "file") as file:
+        file.write(b"new")
     assert (tmp_path / "file").read_text() == "new"
     assert precious.read_text() == "of this user"
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import fastcoll as dist
+from fastcoll import config
+from fastcoll.core import dump
 from fastcoll.core import record as r
 from fastcoll.core.processes import Member, status_of
 from fastcoll.core.recorder import GroupRecorder, own, read
@@ -118,6 +122,26 @@ def test_several_groups_come_and_go_and_nothing_stays() -> None:
     assert descriptors() == before
     context[:] = 7  # whoever still has it may use it
     assert (context == 7).all()
+
+
+def test_a_dump_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "dump.json").mkdir()
+    with pytest.raises(dist.ResourceError, match="cannot be written"):
+        dist.dump(tmp_path / "dump.json")
+    assert os.listdir(tmp_path) == ["dump.json"]
+
+
+def test_traces_may_be_taken_away_before_the_last_group_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTCOLL_TRACE_DIR", str(tmp_path / "traces"))
+    config.forget()
+    try:
+        dump.listen()
+        shutil.rmtree(tmp_path / "traces")
+        dump.listen_no_more()
+    finally:
+        config.forget()
 
 
 def test_a_child_of_fork_has_memory_of_its_own(group: GroupRecorder) -> None:

@@ -148,7 +148,8 @@ def find(peer: Peer, given: Mapping[str, Path]) -> Found | Missing:
 
 def environment(peer: Peer) -> Path:
     """The folder of the environment that the tool makes for a peer."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    named = os.environ.get("XDG_CACHE_HOME", "")  # a relative one does not count, as its specification says
+    cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
     return cache / "fastcoll-bench" / peer.home
 
 

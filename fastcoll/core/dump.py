@@ -93,8 +93,14 @@ def _write(why: str, path: str | os.PathLike[str] | None = None, blamed: Sequenc
     # Another thread, or the one that a signal has interrupted, may be writing too: each has a file until it is whole.
     draft = f"{place}.{os.getpid()}.{next(_numbers)}.part"
     with os.fdopen(os.open(draft, _FLAGS, 0o600), "w") as file:
-        json.dump(content, file)
-    os.replace(draft, place)
+        try:
+            json.dump(content, file)
+            file.flush()
+            os.replace(draft, place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            raise
     return place
 
 
@@ -169,9 +175,10 @@ def listen_no_more() -> None:
     file, _stacks_file = _stacks_file, None
     with file:
         if os.fstat(file.fileno()).st_size == 0:
-            for name in os.listdir(config.get("FASTCOLL_TRACE_DIR")):
-                if name.endswith(f".{os.uname().nodename}.{os.getpid()}{STACKS_SUFFIX}"):
-                    os.unlink(os.path.join(config.get("FASTCOLL_TRACE_DIR"), name))
+            with contextlib.suppress(OSError):  # the folder may be gone
+                for name in os.listdir(config.get("FASTCOLL_TRACE_DIR")):
+                    if name.endswith(f".{os.uname().nodename}.{os.getpid()}{STACKS_SUFFIX}"):
+                        os.unlink(os.path.join(config.get("FASTCOLL_TRACE_DIR"), name))
 
 
 def ask(pids: Sequence[int]) -> None:

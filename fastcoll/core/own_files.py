@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
+from typing import BinaryIO
 
 
 def open_own(path: str | os.PathLike[str], flags: int, mode: int) -> int:
@@ -32,8 +33,8 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int) -> int:
     raise PermissionError(errno.EPERM, "it is a link, or no file of this user", os.fspath(path))
 
 
-def open_anew(path: str | os.PathLike[str]) -> int:
-    """A descriptor to write to a new file at `path`, in the place of what is there, which is not followed."""
+def open_anew(path: str | os.PathLike[str]) -> BinaryIO:
+    """A new file at `path` to write to, in the place of what is there, which is not followed."""
     with suppress(FileNotFoundError):
         os.unlink(path)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    return open(path, "xb")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -35,6 +36,7 @@ from .nodes import Failure, Job, left
 from .outputs import Outputs
 from .pauses import Pauses
 
+_logger = logging.getLogger("fastcoll")
 CAUSE_SECONDS = 1.0
 """For the rank at fault to end too, after one that failed because of it: it lets go of its groups on its way out, which
 makes the others fail, and they may be gone before it is."""
@@ -86,8 +88,7 @@ class Relay:
             data = os.read(self.source, _READ_BYTES)
         except BlockingIOError:
             return True
-        if self._log is not None:
-            self._log.write(data)
+        self._keep(data)
         lines = (self._partial + data).splitlines(
             keepends=True
         )  # progress bars end theirs with a carriage return
@@ -115,8 +116,21 @@ class Relay:
         finally:
             os.close(self.source)
             self.source = -1
-            if self._log is not None:
+            self._keep(b"", is_end=True)
+
+    def _keep(self, data: bytes, is_end: bool = False) -> None:
+        """Write to the log; what cannot be written does not end the job."""
+        if self._log is None:
+            return
+        try:
+            self._log.write(data)
+            if is_end:
                 self._log.close()
+        except OSError as error:
+            log, self._log = self._log, None
+            _logger.warning("no more is written to %s: %s", log.name, error.strerror)
+            with contextlib.suppress(OSError):
+                log.close()
 
     def last_lines(self) -> str:
         """The end of what was read."""
@@ -158,7 +172,7 @@ class RankProcess:
             for name, sink in zip(("stdout", "stderr"), sinks, strict=True):
                 way = outputs.way(local_rank, name)
                 file = logs / f"{self.name.replace(' ', '-')}.{name}" if logs and way.to_file else None
-                log = os.fdopen(open_anew(file), "wb") if file else None
+                log = open_anew(file) if file else None
                 source, end = os.pipe()
                 ends.append(end)
                 theirs.callback(os.close, end)

@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (folder / "waits.svg", "who waited for whom", picture(waits, size, silent)),
     ):
         try:
-            with os.fdopen(open_anew(path), "w") as file:
-                file.write(content)
+            with open_anew(path) as file:
+                file.write(content.encode())
         except OSError as error:
             print(f"fastcoll trace: {path} cannot be written: {error.strerror}", file=sys.stderr)
             return 1

@@ -42,6 +42,16 @@ def test_whole_lines_get_a_prefix(stream: Stream) -> None:
     assert stream.log.getvalue() == b"one\ntwo\n\n"
 
 
+def test_a_log_whose_disk_is_full_is_given_up_and_the_rest_passed_on(
+    stream: Stream, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        stream.relay._log = full
+        assert stream.write(b"one\n") == b"[3] one\n"
+        assert stream.write(b"two\n") == b"[3] one\n[3] two\n"
+    assert caplog.messages == ["no more is written to /dev/full: No space left on device"]
+
+
 def test_progress_bars(stream: Stream) -> None:
     assert stream.write(b"10%\r20%\r\nend") == b"[3] 10%\r[3] 20%\r\n"
 
