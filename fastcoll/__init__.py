@@ -31,7 +31,9 @@ from .api.objects import (
     all_gather_object, broadcast_object_list, gather_object, recv_object_list, scatter_object_list,
     send_object_list,
 )
-from .api.p2p import P2POp, batch_isend_irecv, iprobe, irecv, isend, probe, recv, send
+from .api.p2p import (
+    P2POp, batch_isend_irecv, iprobe, irecv, isend, probe, recv, recv_init, send, send_init, startall,
+)
 from .api.shared_arrays import shared_arrays
 from .api.standalone import group_from_store
 from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
@@ -41,6 +43,7 @@ from .core.group import ProcessGroup
 from .core.message import Status
 from .core.operands import ANY_TAG
 from .core.reduce_op import ReduceOp, reduce_op
+from .core.request import Request
 from .core.work import Work
 from .errors import (
     AbortedError, ArrayError, CollectiveTimeoutError, DistBackendError, DistError, DistNetworkError,
@@ -77,7 +80,7 @@ __all__ += ["gather_single", "gather_into_tensor", "scatter_single"]
 __all__ += ["all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "ReduceOp", "reduce_op"]
 __all__ += ["Work", "GradientReducer"]
 __all__ += ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv", "symmetric"]
-__all__ += ["ANY_TAG", "Status", "probe", "iprobe"]
+__all__ += ["ANY_TAG", "Status", "probe", "iprobe", "Request", "send_init", "recv_init", "startall"]
 __all__ += ["shared_arrays"]
 __all__ += ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]
 __all__ += ["send_object_list", "recv_object_list"]

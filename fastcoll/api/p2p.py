@@ -13,6 +13,7 @@ from typing import Any
 from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operands import ANY_TAG, is_message
+from ..core.request import Request, start_all
 from ..core.work import Timeout, Work
 from ..errors import UsageError
 from .groups import Group, group_rank, groups, member_of
@@ -130,6 +131,72 @@ def irecv(
     filled = _worldwide(status, g)
     work = g.irecv(tensor, _sender(g, src, group_src), tag, filled)
     return work if g is groups.world else _Received(work, g.ranks)
+
+
+def send_init(
+    tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
+) -> Request | Any:  # as for isend
+    """An `isend` that can be started again and again; nothing is sent before the Request's `start`.
+
+    Args:
+        tensor: any fixed-size dtype; each message has what is in it when that is started.
+        dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
+        group: from `new_group`; None is the world. A rank outside it is warned, and gets None.
+        tag: 0 to 2**31 - 1; a receive takes messages with its tag only, unless that is ANY_TAG.
+
+    Raises:
+        UsageError: a wrong argument; the group stays usable.
+        GroupError: the group has failed.
+
+    Example:
+        >>> request = dist.send_init(x, dst=1)
+        >>> for _ in range(10):
+        ...     request.start()
+        ...     request.wait()
+    """
+    g = groups.world if group is None else member_of(group, "send_init")
+    return None if g is None else g.send_init(tensor, group_rank(g, "dst", dst, group_dst), tag)
+
+
+def recv_init(
+    tensor: Any,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    status: Status | None = None,
+) -> Request | Any:  # as for isend
+    """An `irecv` that can be started again and again; `result()` of the Request is the sender's global rank.
+
+    Args:
+        tensor: as for `irecv`.
+        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
+        group: from `new_group`; None is the world. A rank outside it is warned, and gets None.
+        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+        status: as for `recv`; filled anew by each message.
+
+    Raises:
+        UsageError: a wrong argument; the group stays usable.
+        GroupError: the group has failed.
+    """
+    g = groups.world if group is None else member_of(group, "recv_init")
+    if g is None:
+        return None
+    request = g.recv_init(tensor, _sender(g, src, group_src), tag, _worldwide(status, g))
+    return request if g is groups.world else Request(lambda: _Received(request.post(), g.ranks))
+
+
+def startall(requests: Sequence[Request]) -> None:
+    """Start several Requests, in their order.
+
+    Args:
+        requests: of `send_init` and `recv_init`, none of them under way.
+
+    Raises:
+        UsageError: one cannot be started; then none was.
+        GroupError: the group has failed.
+    """
+    start_all(requests)
 
 
 def probe(

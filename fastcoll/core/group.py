@@ -29,6 +29,7 @@ from .operands import OBJECTS_TAG, WORLD_OF_ONE, Array, apart, arrays_of, checke
 from .operation import COMPOSITIONS, Call, Operation, then_split
 from .recorder import located
 from .reduce_op import ReduceOp
+from .request import Request
 from .trees import CONTAINERS
 from .work import Work, refuse_to_block
 
@@ -539,6 +540,18 @@ class ProcessGroup:
         x, messages = self._prepared(tensor, writable=True)
         post = self.post_receive if messages is self.messages else messages.irecv
         return partial(post, x, src, operands.checked_receive_tag(tag), _checked_status(status))
+
+    def send_init(self, tensor: Any, dst: int, tag: int = 0) -> Request:
+        """An `isend` that `start` posts, as often as it is wanted."""
+        self.ready_isend(tensor, self.checked_rank("dst", dst), tag)  # to refuse what is wrong
+        return Request(partial(self.isend, tensor, dst, tag))
+
+    def recv_init(
+        self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None
+    ) -> Request:
+        """An `irecv` that `start` posts, as often as it is wanted."""
+        self.ready_irecv(tensor, self.checked_src(src), tag, status)
+        return Request(partial(self.irecv, tensor, src, tag, status))
 
     def probe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status:
         """Wait for a message from `src`, or any rank, that no receive has taken, and leave it; what it is."""

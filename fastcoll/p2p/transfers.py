@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..core import signature
 from ..core.message import Status
 from ..core.monitor import Monitor, Wait
-from ..core.operands import ANY_TAG, JAX_TAGS, OBJECTS_TAG
+from ..core.operands import ANY_TAG, JAX_TAGS, LARGEST_TAG, OBJECTS_TAG
 from ..core.work import Work
 from ..errors import MismatchError
 from ..interop.adopted import Adopted
@@ -99,7 +99,7 @@ def refused(doing: str, sender: str, message: Held, receiver: str, array: Held) 
 
 def unfit(doing: str, receiver: str, array: Held, sender: str, message: Held) -> MismatchError:
     """For the receiver of such a message."""
-    shorter = tag_of(message[0]) != OBJECTS_TAG and fits(array, message, shorter=True)
+    shorter = tag_of(message[0]) <= LARGEST_TAG and fits(array, message, shorter=True)
     more = "; a receive with status=Status() takes shorter messages" if shorter else ""
     return MismatchError(
         f"{doing}: the array on {receiver} holds {contents(*array)}, but the message from {sender} holds "

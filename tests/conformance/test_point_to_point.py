@@ -108,6 +108,74 @@ def test_a_status_on_a_group_says_global_ranks(rank, world_size):
                 dist.irecv(np.zeros(3), status=wrong)
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_requests_are_started_again_and_again(rank, world_size):
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    sent, got, status = np.zeros(3, "f4"), np.zeros(5, "f4"), dist.Status()
+    requests = [
+        dist.recv_init(got, left, tag=dist.ANY_TAG, status=status),
+        dist.send_init(sent, right, tag=4),
+    ]
+    assert all(request.is_completed() and request.wait() for request in requests)
+    for turn in range(4):
+        sent[:] = 10 * turn + rank
+        if turn % 2:
+            dist.startall(requests)
+        else:
+            for request in requests:
+                request.start()
+        assert [request.result() for request in requests] == [left, None]
+        assert all(request.is_completed() for request in requests)
+        assert got.tolist() == [10 * turn + left] * 3 + [0] * 2
+        assert (status.source, status.tag, status.count) == (left, 4, 3)
+
+
+@pytest.mark.ranks(2)
+def test_requests_that_are_under_way_or_wrong_are_refused(rank, world_size):
+    receive, other = dist.recv_init(np.zeros(2), 1 - rank), dist.recv_init(np.zeros(2), 1 - rank, tag=1)
+    receive.start()
+    with pytest.raises(dist.UsageError, match=r"recv from rank .* was started and is not complete"):
+        receive.start()
+    for wrong in ([other, receive], [other, other], [other, None]):
+        with pytest.raises(dist.UsageError):
+            dist.startall(wrong)
+    assert other.work is None
+    assert not receive.is_completed()
+    dist.barrier()
+    dist.send(np.ones(2), 1 - rank)
+    assert receive.wait()
+    for call in (dist.send_init, dist.recv_init):
+        for array, peer, tag in (([1.0], 0, 0), (np.zeros(1), 2, 0), (np.zeros(1), 0, -2)):
+            with pytest.raises(dist.UsageError):
+                call(array, peer, tag=tag)
+
+
+@pytest.mark.ranks(4)
+def test_requests_on_a_group_give_global_ranks(rank, world_size):
+    group = dist.new_group([1, 3])
+    if rank == 3:
+        request = dist.send_init(np.ones(2), 1, group=group)
+        request.start()
+        request.wait()
+        with pytest.raises(dist.MismatchError):
+            group.send(np.zeros(3), 0)
+        group.send(np.ones(2), 0)
+    elif rank == 1:
+        request = dist.recv_init(np.zeros(2), group=group)
+        request.start()
+        assert request.result() == 3
+        request.start()
+        with pytest.raises(dist.MismatchError):
+            request.wait()
+        request.start()
+        assert request.result() == 3
+    else:
+        with pytest.warns(UserWarning, match="_init on rank"):
+            assert dist.send_init(np.zeros(2), 1, group=group) is None
+        with pytest.warns(UserWarning, match="_init on rank"):
+            assert dist.recv_init(np.zeros(2), 1, group=group) is None
+
+
 @pytest.mark.ranks(2, 4)
 def test_a_probe_says_what_to_receive(rank, world_size):
     if rank:
